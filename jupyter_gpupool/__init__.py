@@ -1,0 +1,21 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""GPU slices for Jupyter kernels: attached while needed, given back with nothing lost.
+
+General layout (left may import right, never back; ``tests/test_architecture.py`` holds it):
+
+- ``errors``, ``units``, ``endpoint``: standard library only.
+- ``protocol``, ``client``: the wire; the only way to the broker.
+- ``pool/``: pure decisions, events in, actions out.
+- ``devices/``: NVML and the CUDA checkpoint calls, in child processes.
+- ``broker/``: effects: performs the pool's actions.
+- ``kernel/``: inside the kernel process: standard library and IPython only.
+- ``provisioner``, ``cli``, ``config``: what Jupyter, people and admins touch.
+- ``emulator/``: an NVIDIA driver made of host memory, for machines without one.
+
+Importing this package imports nothing else: kernels without our dependencies load it too.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

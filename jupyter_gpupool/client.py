@@ -1,0 +1,197 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Python's only caller of the broker's socket. Standard library only: it runs inside kernels.
+
+One :class:`Client` is one connection with one reader thread. Calls may come from any thread;
+``start`` returns a future, so that asynchronous code can ``await asyncio.wrap_future(...)`` it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any, Callable
+
+from .endpoint import check_socket
+from .errors import BrokerUnavailable, GPUPoolError, ProtocolError
+from .protocol import MAX_LINE, Message, decode, encode, raise_for
+
+#: Seconds to wait for the answer to a call that should not have to wait for anybody.
+CALL_TIMEOUT = 10.0
+
+
+class Client:
+    """A connection to the broker.
+
+    Parameters
+    ----------
+    path:
+        The socket, see :func:`jupyter_gpupool.endpoint.find_socket`.
+    on_push:
+        Called in the reader thread with each message that is not an answer. Must not block.
+    on_close:
+        Called once in the reader thread when the connection has ended, with the reason; not
+        called after :meth:`close`.
+
+    Raises
+    ------
+    BrokerUnavailable
+        If nothing (trustworthy) listens at ``path``.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        on_push: Callable[[Message], None] | None = None,
+        on_close: Callable[[BrokerUnavailable], None] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self._on_push = on_push
+        self._on_close = on_close
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, Future[Message]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        check_socket(self.path)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(CALL_TIMEOUT)
+            self._socket.connect(str(self.path))
+            # The broker reads eagerly; a full buffer for this long means it hangs.
+            self._socket.settimeout(None)
+        except OSError as error:
+            self._socket.close()
+            raise self._unavailable(f"cannot be reached ({error.strerror or error})") from None
+        self._reader = threading.Thread(target=self._read, name="gpupool-client", daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection has ended."""
+        return self._closed
+
+    def start(self, kind: str, **fields: Any) -> Future[Message]:
+        """Send a request and return the future of its ``ok`` message.
+
+        The future raises :class:`RefusedError` for an ``error`` message, and
+        :class:`BrokerUnavailable` if the connection ends first.
+        """
+        future: Future[Message] = Future()
+        with self._lock:
+            if self._closed:
+                raise self._unavailable("has closed the connection")
+            request_id = next(self._ids)
+            self._waiting[request_id] = future
+        try:
+            self._send({"type": kind, "id": request_id, **fields})
+        except BrokerUnavailable:
+            self._waiting.pop(request_id, None)
+            raise
+        return future
+
+    def call(self, kind: str, *, timeout: float | None = CALL_TIMEOUT, **fields: Any) -> Message:
+        """Send a request and return its ``ok`` message.
+
+        Raises
+        ------
+        RefusedError
+            If the broker answers with an error.
+        BrokerUnavailable
+            If the connection ends or there is no answer in ``timeout`` seconds (None: wait).
+        """
+        future = self.start(kind, **fields)
+        try:
+            return future.result(timeout)
+        except FutureTimeout:
+            raise self._unavailable(f"did not answer {kind!r} in {timeout:g} s") from None
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message that has no answer."""
+        if self._closed:
+            raise self._unavailable("has closed the connection")
+        self._send({"type": kind, **fields})
+
+    def close(self) -> None:
+        """End the connection. Safe to call twice and from any thread."""
+        with self._lock:
+            already, self._closed = self._closed, True
+            self._on_close = None
+        if already:
+            return
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other side was first
+        if threading.current_thread() is not self._reader:
+            self._reader.join(CALL_TIMEOUT)
+        self._socket.close()
+
+    # ------------------------------------------------------------------ internals
+
+    def _send(self, message: Message) -> None:
+        line = encode(message)
+        try:
+            with self._lock:
+                self._socket.sendall(line)
+        except OSError as error:
+            raise self._unavailable(f"went away ({error.strerror or error})") from None
+
+    def _read(self) -> None:
+        buffer = bytearray()
+        reason = "closed the connection"
+        try:
+            while chunk := self._socket.recv(65536):
+                buffer += chunk
+                while (end := buffer.find(b"\n")) >= 0:
+                    line = bytes(buffer[:end])
+                    del buffer[: end + 1]
+                    self._take(decode(line))
+                if len(buffer) > MAX_LINE:
+                    raise ProtocolError("The broker sent an endless line.")
+        except OSError as error:
+            reason = f"went away ({error.strerror or error})"
+        except ProtocolError as error:
+            reason = f"does not speak our protocol ({error})"
+        self._ended(self._unavailable(reason))
+
+    def _take(self, message: Message) -> None:
+        request_id = message.get("id")
+        if message["type"] in ("ok", "error") and request_id is not None:
+            future = self._waiting.pop(request_id, None)
+            if future is None or not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(raise_for(message))
+            except GPUPoolError as error:
+                future.set_exception(error)
+        elif self._on_push is not None:
+            self._on_push(message)
+
+    def _ended(self, error: BrokerUnavailable) -> None:
+        with self._lock:
+            self._closed = True
+            waiting, self._waiting = self._waiting, {}
+            on_close, self._on_close = self._on_close, None
+        for future in waiting.values():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        if on_close is not None:
+            on_close(error)
+
+    def _unavailable(self, what: str) -> BrokerUnavailable:
+        return BrokerUnavailable(
+            f"The GPU pool broker at {self.path} {what}.",
+            next_step="CPU work goes on; see `jupyter gpupool doctor`.",
+        )

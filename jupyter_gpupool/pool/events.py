@@ -1,0 +1,339 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What goes into the pool and what comes out.
+
+``Pool.handle(event) -> list[Action]`` is the only door. Every event carries ``now``; every effect
+that the pool asks for carries the session's ``epoch``, and the event that reports its end carries
+the same one: a completion with an old epoch is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Mapping
+
+from .model import (
+    AttachPolicy,
+    Device,
+    Hold,
+    HoldKind,
+    Owner,
+    PoolSettings,
+    Refusal,
+    Request,
+    SessionRecord,
+    Slice,
+    State,
+)
+
+# --------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of everything that may happen to the pool."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceAppeared(Event):
+    """A device was found, or is healthy again after :class:`DeviceDrained`."""
+
+    device: Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceDrained(Event):
+    """No new lease on this device: it was lost (Xid), failed its self-test, or an admin said so.
+
+    What is attached there stays until it ends or is suspended; what was suspended from there
+    resumes elsewhere.
+    """
+
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemorySeen(Event):
+    """A sample of a device: bytes of processes that are no session's, and each session's own."""
+
+    device: str
+    foreign: int
+    footprints: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemorySeen(Event):
+    """A sample of the host: bytes that could be taken now without swapping or an OOM kill."""
+
+    available: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingsChanged(Event):
+    """The admin's configuration was read again."""
+
+    settings: PoolSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick(Event):
+    """Time has passed; see ``Pool.next_wakeup``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOpened(Event):
+    """A kernel (or command) joins, detached. Refused with :class:`Answer` if never satisfiable."""
+
+    session: str
+    owner: Owner
+    request: Request
+    attach: AttachPolicy
+    label: str = ""
+    rid: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRecovered(Event):
+    """After a restart of the broker: a session as the journal and the driver know it.
+
+    ``record.state`` has been reconciled with the driver: it is detached, active or idle.
+    """
+
+    record: SessionRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEnded(Event):
+    """The session's process is gone (or was closed by its provisioner)."""
+
+    session: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldTaken(Event):
+    """A cell, callback or command wants the lease, and keeps it from being idle.
+
+    Answered by :class:`HoldGranted` or :class:`HoldRefused`, at once or after a wait. Taking a
+    hold again that the session already has is answered again and changes nothing.
+    """
+
+    session: str
+    hold: str
+    kind: HoldKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldDropped(Event):
+    """The hold is over: the cell ended, or its wait was cancelled. Unknown holds are ignored.
+
+    ``cuda`` tells whether the process has called cuInit, and so is bound to its devices; None if
+    nobody could tell.
+    """
+
+    session: str
+    hold: str
+    cuda: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldsReplaced(Event):
+    """The agent (re)connected or went away: these are its holds now, all others are dropped."""
+
+    session: str
+    holds: tuple[Hold, ...]
+    cuda: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestChanged(Event):
+    """``%gpu 12GiB``: a new request, from now on if attached, else for the next attach."""
+
+    session: str
+    request: Request
+    rid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseAsked(Event):
+    """Give the slice back: now if idle, else when the last hold is dropped."""
+
+    session: str
+    rid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepAsked(Event):
+    """Do not take the slice for idleness before ``until``."""
+
+    session: str
+    until: float
+    rid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachDone(Event):
+    """The effect of :class:`Attach` is complete; ``seconds`` is what the driver calls took."""
+
+    session: str
+    epoch: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachFailed(Event):
+    """Not attached. If ``lost``, the driver cannot bring this session back: it must end.
+
+    Otherwise nothing was begun (say, the memory was not free after all) and the session goes back
+    to the queue with ``message`` as its reason.
+    """
+
+    session: str
+    epoch: int
+    message: str
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspendDone(Event):
+    """The device memory is free. ``suspended`` is empty if the process held none."""
+
+    session: str
+    epoch: int
+    suspended: tuple[Slice, ...]
+    #: The process has called cuInit and is bound to its devices (None: nobody could tell).
+    cuda: bool | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspendRefused(Event):
+    """The session runs on where it was.
+
+    ``busy``: its agent has a hold on the way, or did not answer. ``pinned``: the driver cannot
+    suspend it (``message`` says why). ``drain``: work did not drain in time. ``host``: no room.
+    """
+
+    session: str
+    epoch: int
+    kind: Literal["busy", "pinned", "drain", "host"]
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspendFailed(Event):
+    """The driver lost the session half-way; it must end so that what it holds is freed."""
+
+    session: str
+    epoch: int
+    message: str
+
+
+# --------------------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """Base of everything the pool may ask for."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attach(Action):
+    """Make the lease true: check that the memory is free, restore what is suspended.
+
+    ``origin[i]`` moves to ``slices[i].device``; ``origin`` is empty if nothing is suspended.
+    Ends with :class:`AttachDone` or :class:`AttachFailed`.
+    """
+
+    epoch: int
+    slices: tuple[Slice, ...]
+    origin: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspend(Action):
+    """Ask the agent to yield, suspend every CUDA process of the session, verify the memory is free.
+
+    Ends with :class:`SuspendDone`, :class:`SuspendRefused` or :class:`SuspendFailed`.
+    """
+
+    epoch: int
+    slices: tuple[Slice, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize(Action):
+    """The lease of an attached session has a new size (same devices). No completion."""
+
+    epoch: int
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldGranted(Action):
+    """The hold has its lease."""
+
+    hold: str
+    epoch: int
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldRefused(Action):
+    """The hold will not get a lease, and is forgotten."""
+
+    hold: str
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(Action):
+    """The answer to an event that carried ``rid``; ``note`` says what will happen, for people."""
+
+    rid: str
+    refusal: Refusal | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueMoved(Action):
+    """Where a waiting session stands: 1 is next. ``eta`` in seconds, None if nothing is known."""
+
+    position: int
+    length: int
+    eta: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateChanged(Action):
+    """A transition, for the journal and for whoever watches."""
+
+    now: float
+    old: State
+    new: State
+    reason: str
+    epoch: int
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndSession(Action):
+    """The session is lost: tell its user in plain words and end its processes."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log(Action):
+    """Something an admin should be able to find again (a dropped completion, overuse, ...)."""
+
+    level: Literal["debug", "info", "warning", "error"]
+    code: str
+    message: str

@@ -1,0 +1,240 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The vocabulary of the pool: frozen values, no behaviour that needs a clock or I/O.
+
+All sizes are bytes, all times are seconds (``now`` is seconds since the epoch as one steady
+clock of the broker shows them), all devices are named by UUID.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Mapping
+
+MiB = 1 << 20
+GiB = 1 << 30
+
+#: How a session gets its slice: at the first CUDA call (needs the guard), when a cell starts,
+#: or only when the user asks with ``%gpu attach``.
+AttachPolicy = Literal["lazy", "cell", "manual"]
+
+#: What enforces a slice on a device; see the security page of the documentation.
+Tier = Literal["driver", "guarded", "unguarded", "mps", "mig", "none"]
+
+#: The states of a session. ``attaching`` and ``detaching`` are states and not flags because a
+#: driver call cannot be cancelled. The table of transitions is in ``lease.py``.
+State = Literal["detached", "queued", "attaching", "active", "idle", "detaching", "ended"]
+
+#: Why a lease is in use. A lease without a hold is idle.
+HoldKind = Literal["cell", "comm", "manual", "command"]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The user a session belongs to, as the broker established it (never as claimed)."""
+
+    name: str
+    groups: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a session asks for.
+
+    ``memory`` and ``limit`` are bytes on *each* of ``devices`` devices and include the CUDA
+    context that the driver charges for every process.
+    """
+
+    memory: int
+    limit: int
+    devices: int = 1
+    compute: int = 100
+    priority: str = "notebook"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One physical GPU (or MIG instance) of the pool."""
+
+    uuid: str
+    index: int
+    name: str
+    #: Chip type: a suspended session can be restored only on a device of the same model.
+    model: str
+    #: Bytes as NVML reports them.
+    memory_total: int
+    #: Bytes that the driver itself takes and never gives (NVML's ``reserved``).
+    memory_reserved: int = 0
+    emulated: bool = False
+    tier: Tier = "unguarded"
+    #: The self-test suspended and resumed a process on this device.
+    can_suspend: bool = True
+    #: A suspended process may be restored on another device of the same model.
+    can_migrate: bool = True
+    #: Why the tier is not a better one; empty if there is nothing to say.
+    tier_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Bytes of device memory granted on one device."""
+
+    device: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Limits of one owner; ``None`` means no limit.
+
+    ``memory`` bounds granted device bytes over all the owner's sessions, ``devices`` the devices
+    and ``leases`` the sessions attached at once, ``suspended`` the host bytes of suspended state.
+    """
+
+    memory: int | None = None
+    devices: int | None = None
+    leases: int | None = None
+    suspended: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """Everything the pool's rules may read. ``config.py`` makes it from ``c.GPUPool.*``."""
+
+    default_memory: int = 4 * GiB
+    default_limit: int = 4 * GiB
+    #: Largest ``memory``/``limit`` one kernel may ask for on a device; None: the device's size.
+    max_memory_per_kernel: int | None = None
+    #: By owner name; ``"*"`` is everybody who is not named.
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+    #: Priority class by name; the higher number goes first.
+    priority_classes: Mapping[str, int] = field(
+        default_factory=lambda: {"interactive": 200, "notebook": 100, "batch": 0}
+    )
+    default_priority: str = "notebook"
+    #: Seconds without a hold after which a slice goes back to the pool on its own.
+    idle_timeout: float = 300.0
+    #: Seconds without a hold after which a *waiting* session may take the slice.
+    reclaim_after: float = 0.0
+    #: Longest a hold may wait in the queue; None: for ever.
+    max_wait: float | None = None
+    #: Seconds of waiting that raise a session by one priority point (bounds starvation).
+    ageing: float = 60.0
+    #: Bytes per device that are never granted.
+    reserve: int = 0
+    #: Bytes of host memory that suspended state may take in all.
+    host_memory: int = 16 * GiB
+    #: Bytes beyond the footprint at suspend that a resume reserves.
+    resume_headroom: int = 32 * MiB
+    #: Seconds for which a pinned session is not tried again (the reason may have gone away).
+    pinned_retry: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A "no" as a value: a stable code, a sentence for people, the numbers, the next step."""
+
+    code: str
+    message: str
+    next_step: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.next_step}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """One reason why a session's lease is in use."""
+
+    id: str
+    kind: HoldKind
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """One session, whole: what the journal stores and what a restart begins from."""
+
+    id: str
+    owner: Owner
+    request: Request
+    attach: AttachPolicy
+    label: str = ""
+    state: State = "detached"
+    epoch: int = 0
+    opened_at: float = 0.0
+    state_since: float = 0.0
+    holds: tuple[Hold, ...] = ()
+    #: The lease; empty unless attaching, active, idle or detaching.
+    slices: tuple[Slice, ...] = ()
+    #: Bytes per device held by the suspended state, in the order the process sees the devices;
+    #: empty if nothing is suspended.
+    suspended: tuple[Slice, ...] = ()
+    #: Devices this process can not leave except by suspend and restore: it has called cuInit.
+    bound: tuple[str, ...] = ()
+    #: The devices of the last lease: placement prefers them.
+    last_devices: tuple[str, ...] = ()
+    footprint: int = 0
+    pinned_reason: str = ""
+    pinned_at: float = 0.0
+    release_asked: bool = False
+    keep_until: float = 0.0
+    idle_since: float = 0.0
+    queued_at: float = 0.0
+    wait_reason: str = ""
+    wait_seconds_total: float = 0.0
+    attached_seconds_total: float = 0.0
+    suspends: int = 0
+    resumes: int = 0
+    migrations: int = 0
+
+    @property
+    def granted_bytes(self) -> int:
+        """Device bytes of the lease, over all its devices."""
+        return sum(s.bytes for s in self.slices)
+
+    @property
+    def suspended_bytes(self) -> int:
+        """Host bytes that the suspended state takes."""
+        return sum(s.bytes for s in self.suspended)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceView:
+    """One device with its ledger at one instant."""
+
+    device: Device
+    capacity: int
+    granted: int
+    foreign: int
+    drained_reason: str = ""
+
+    @property
+    def free(self) -> int:
+        """Bytes that can be granted without anybody yielding."""
+        return max(0, self.capacity - self.granted - self.foreign)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """One session as status shows it."""
+
+    record: SessionRecord
+    queue_position: int | None
+    queue_length: int
+    eta_seconds: float | None
+    wait_seconds_total: float
+    attached_seconds_total: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """The whole pool at one instant."""
+
+    now: float
+    devices: tuple[DeviceView, ...]
+    sessions: tuple[SessionView, ...]
+    host_budget: int
+    host_used: int
+    settings: PoolSettings

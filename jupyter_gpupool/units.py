@@ -1,0 +1,80 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Sizes and durations as people write them. Standard library only (the kernel agent uses it)."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_SIZES = {
+    "": 1,
+    "b": 1,
+    **{u: 1 << (10 * n) for n, s in enumerate("kmgt", 1) for u in (s, s + "ib")},
+    **{s + "b": 1000**n for n, s in enumerate("kmgt", 1)},
+}
+_SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*$")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Return the bytes that ``text`` names: ``"12GiB"``, ``"512M"``, ``"1.5 GB"`` or a number.
+
+    ``K M G T`` and ``KiB ...`` are powers of 1024, ``kB MB GB TB`` powers of 1000.
+
+    Raises
+    ------
+    ValueError
+        With a sentence for people, if ``text`` is not a positive size.
+    """
+    if isinstance(text, bool) or not isinstance(text, (str, int)):
+        raise ValueError(f"A size must be a number of bytes or text like 12GiB, not {text!r}.")
+    match = _NUMBER.match(str(text))
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in _SIZES:
+        raise ValueError(
+            f"{str(text)!r} is not a size. Write a number and a unit, like 12GiB or 512MiB."
+        )
+    value = int(float(match.group(1)) * _SIZES[unit])
+    if value <= 0:
+        raise ValueError(f"{str(text)!r} is not a size above zero. Write one like 12GiB or 512MiB.")
+    if value >= 1 << 60:
+        raise ValueError(f"{str(text)!r} is more than any machine has. Write a size like 12GiB.")
+    return value
+
+
+def format_bytes(value: int) -> str:
+    """Return ``value`` bytes with a binary unit and at most one decimal: ``"5.5 GiB"``."""
+    size, units = float(value), iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while abs(size) >= 1024 and unit != "TiB":
+        size, unit = size / 1024, next(units)
+    text = f"{size:.1f}".removesuffix(".0")
+    return f"{text} {unit}"
+
+
+def parse_seconds(text: str | float) -> float:
+    """Return the seconds that ``text`` names: ``"10m"``, ``"1.5h"``, ``"90"``, ``45``.
+
+    Raises
+    ------
+    ValueError
+        With a sentence for people, if ``text`` is not a duration above zero.
+    """
+    match = _NUMBER.match(str(text))
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in _SECONDS:
+        raise ValueError(f"{str(text)!r} is not a duration. Write one like 90s, 10m or 2h.")
+    value = float(match.group(1)) * _SECONDS[unit]
+    if value <= 0 or not math.isfinite(value):
+        raise ValueError(f"{str(text)!r} is not a duration above zero. Write one like 10m.")
+    return value
+
+
+def format_seconds(value: float) -> str:
+    """Return ``value`` seconds as people say them: ``"40 s"``, ``"3 min"``, ``"2.5 h"``."""
+    if value < 90:
+        return f"{value:.0f} s"
+    if value < 5400:
+        return f"{value / 60:.0f} min"
+    return f"{value / 3600:.1f}".removesuffix(".0") + " h"
