@@ -135,8 +135,7 @@ class Client:
         except OSError:
             pass  # the other side was first
         if threading.current_thread() is not self._reader:
-            self._reader.join(CALL_TIMEOUT)
-        self._socket.close()
+            self._reader.join(CALL_TIMEOUT)  # it closes the socket as it ends
 
     # ------------------------------------------------------------------ internals
 
@@ -182,6 +181,7 @@ class Client:
     def _ended(self, error: BrokerUnavailable) -> None:
         with self._lock:
             self._closed = True
+            self._socket.close()
             waiting, self._waiting = self._waiting, {}
             on_close, self._on_close = self._on_close, None
         for future in waiting.values():

@@ -1,0 +1,109 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The dependency rule, read from the source: left may import right, never back."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "jupyter_gpupool"
+
+#: part -> the parts it may import (besides itself). Standard library is always allowed.
+ALLOWED: dict[str, str] = {
+    "__init__": "",
+    "errors": "",
+    "units": "",
+    "endpoint": "errors",
+    "protocol": "errors",
+    "client": "endpoint errors protocol",
+    "pool": "errors units",
+    "config": "emulator endpoint errors pool.model units",
+    "devices": "errors pool.model units",
+    "broker": "__init__ config devices emulator endpoint errors pool protocol units",
+    "autostart": "__init__ client endpoint errors",
+    "kernel": "__init__ client endpoint errors protocol units",
+    "provisioner": "__init__ autostart client config endpoint errors kernelspecs protocol units",
+    "kernelspecs": "errors",
+    "emulator": "units",
+    "demo": "__init__ autostart client emulator endpoint errors timeline units",
+    "timeline": "units",
+    "cli": "__init__ autostart broker client config demo devices emulator endpoint errors "
+    "kernelspecs protocol provisioner timeline units",
+}
+
+#: The only third-party packages a part may name; a part that is not here may name none.
+THIRD_PARTY = {
+    "config": {"traitlets", "jupyter_core"},
+    "devices": {"pynvml", "cuda"},
+    "broker": {"tornado", "traitlets", "jupyter_core"},
+    "autostart": {"traitlets"},
+    "kernel": {"IPython", "traitlets", "ipykernel"},
+    "provisioner": {"jupyter_client", "traitlets"},
+    "kernelspecs": {"jupyter_client", "jupyter_core"},
+    "demo": {"nbclient", "nbformat", "jupyter_client", "jupyter_core"},
+    "cli": {"traitlets", "jupyter_core", "jupyter_client"},
+}
+
+#: Optional libraries of the user's that the agent may touch if the user has loaded them.
+USERS_OWN = {"kernel": {"torch", "cupy"}}
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imports(path: Path):
+    """Yield (top-level module, dotted name inside our package or '') for each import."""
+    here = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*here[: len(here) - node.level], *filter(None, [base])])
+            names = [base]
+            if base == PACKAGE.name:
+                names = [f"{base}.{alias.name}" for alias in node.names]
+        for name in names:
+            top, _, rest = name.partition(".")
+            yield top, rest if top == PACKAGE.name else ""
+
+
+MODULES = sorted(p for p in PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_module_imports_only_what_its_part_may(path):
+    part = part_of(path)
+    assert part in ALLOWED, f"{part} is a new part: say here what it may import"
+    for top, inner in imports(path):
+        if top == PACKAGE.name:
+            target = inner.split(".")[0] if inner else "__init__"
+            if not (PACKAGE / target).exists() and not (PACKAGE / f"{target}.py").exists():
+                target = "__init__"  # a name defined in the package itself, such as __version__
+            allowed = ALLOWED[part].split()
+            assert (
+                target == part
+                or target in allowed
+                or any(inner.startswith(a) for a in allowed if "." in a)
+            ), f"{part} must not import {inner}"
+        elif top not in sys.stdlib_module_names:
+            allowed = THIRD_PARTY.get(part, set()) | USERS_OWN.get(part, set())
+            assert top in allowed, f"{part} must not import {top}"
+
+
+def test_the_pool_reads_no_clock_and_does_no_io():
+    forbidden = {"time", "asyncio", "os", "random", "logging", "socket", "subprocess", "threading"}
+    for path in (PACKAGE / "pool").rglob("*.py"):
+        assert not forbidden & {top for top, _ in imports(path)}, path
+
+
+def test_importing_the_package_imports_nothing_else():
+    assert [top for top, _ in imports(PACKAGE / "__init__.py") if top != "__future__"] == []

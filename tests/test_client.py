@@ -1,0 +1,148 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The client against a server that says exactly what each test tells it to."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+
+import pytest
+
+from jupyter_gpupool.client import Client
+from jupyter_gpupool.errors import BrokerUnavailable, RefusedError
+from jupyter_gpupool.protocol import decode, encode
+
+
+class Server:
+    """One listening socket; the test reads requests and writes whatever it likes."""
+
+    def __init__(self, path):
+        self.path = path
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(str(path))
+        self.listener.listen()
+        self.listener.settimeout(10)
+
+    def accept(self):
+        self.peer, _ = self.listener.accept()
+        self.peer.settimeout(10)
+        self.lines = self.peer.makefile("rb")
+
+    def read(self):
+        return decode(self.lines.readline())
+
+    def write(self, **message):
+        self.peer.sendall(encode(message))
+
+    def close(self):
+        self.lines.close()
+        self.peer.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = Server(tmp_path / "s")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def pushes():
+    return queue.Queue()
+
+
+@pytest.fixture
+def client(server, pushes):
+    with Client(server.path, on_push=pushes.put, on_close=pushes.put) as client:
+        server.accept()
+        yield client
+
+
+def test_answers_find_their_call_in_whatever_order_they_come(server, client):
+    first, second = client.start("ping"), client.start("status")
+    one, two = server.read(), server.read()
+    server.write(type="ok", id=two["id"], n=2)
+    server.write(type="ok", id=one["id"], n=1)
+    assert (first.result(10)["n"], second.result(10)["n"]) == (1, 2)
+
+
+def test_a_refusal_is_raised_with_its_code(server, client):
+    future = client.start("release")
+    server.write(
+        type="error", id=server.read()["id"], code="unknown-session", message="M.", next_step="N."
+    )
+    with pytest.raises(RefusedError, match=r"M\. N\.") as caught:
+        future.result(10)
+    assert caught.value.code == "unknown-session"
+
+
+def test_pushes_and_half_lines_arrive_whole(server, client, pushes):
+    line = encode({"type": "queue", "position": 2})
+    server.peer.sendall(line[:5])
+    server.peer.sendall(line[5:] + line)
+    assert [pushes.get(timeout=10)["position"] for _ in range(2)] == [2, 2]
+
+
+def test_messages_without_an_answer_carry_no_id(server, client):
+    client.send("drop", hold="h")
+    assert server.read() == {"v": 1, "type": "drop", "hold": "h"}
+
+
+def test_when_the_broker_goes_every_waiting_call_ends_and_on_close_is_told_once(
+    server, client, pushes
+):
+    futures = [client.start("ping") for _ in range(3)]
+    server.lines.close()
+    server.peer.close()
+    for future in futures:
+        with pytest.raises(BrokerUnavailable):
+            future.result(10)
+    assert isinstance(pushes.get(timeout=10), BrokerUnavailable)
+    assert client.closed
+    with pytest.raises(BrokerUnavailable):
+        client.call("ping")
+    with pytest.raises(BrokerUnavailable):
+        client.send("drop", hold="h")
+    assert pushes.empty()
+
+
+def test_rubbish_from_the_other_side_ends_the_connection_with_a_reason(server, client, pushes):
+    server.peer.sendall(b"SSH-2.0-OpenSSH\n")
+    assert "does not speak our protocol" in str(pushes.get(timeout=10))
+
+
+def test_no_answer_in_time_says_so(server, client):
+    with pytest.raises(BrokerUnavailable, match="did not answer 'ping'"):
+        client.call("ping", timeout=0.01)
+
+
+def test_a_late_answer_to_a_cancelled_call_is_ignored(server, client):
+    late = client.start("ping")
+    assert late.cancel()
+    server.write(type="ok", id=server.read()["id"])
+    again = client.start("ping")
+    server.write(type="ok", id=server.read()["id"])
+    assert again.result(10)["type"] == "ok"
+
+
+def test_closing_from_the_reader_thread_does_not_deadlock(server, pushes):
+    done = threading.Event()
+
+    def close_it(_):
+        client.close()
+        done.set()
+
+    client = Client(server.path, on_push=close_it)
+    server.accept()
+    server.write(type="queue")
+    assert done.wait(10)
+
+
+def test_a_dead_socket_file_is_an_unreachable_broker(tmp_path):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "dead"))
+    with pytest.raises(BrokerUnavailable, match="cannot be reached"):
+        Client(tmp_path / "dead")

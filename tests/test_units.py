@@ -1,0 +1,63 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jupyter_gpupool.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("12GiB", 12 << 30),
+        ("12 gib", 12 << 30),
+        ("12G", 12 << 30),
+        ("512M", 512 << 20),
+        ("1.5GB", 1_500_000_000),
+        (".5k", 512),
+        ("7", 7),
+        (4096, 4096),
+        ("3B", 3),
+    ],
+)
+def test_sizes_people_write(text, value):
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "12 parsecs", "-3GiB", "0", "1e3", "1 2", "0.1B", "9999999TiB"]
+)
+def test_what_is_no_size_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match="like 12GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("value", [True, None, 1.5, b"1"])
+def test_only_text_and_whole_numbers_are_sizes(value):
+    with pytest.raises(ValueError, match="like 12GiB"):
+        parse_bytes(value)
+
+
+@given(st.integers(1, 1 << 50))
+def test_a_formatted_size_reads_back_within_its_rounding(value):
+    assert parse_bytes(format_bytes(value)) == pytest.approx(value, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5 h", 5400), ("1d", 86400)]
+)
+def test_durations_people_write(text, value):
+    assert parse_seconds(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "0", "10 parsecs"])
+def test_what_is_no_duration_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match="10m"):
+        parse_seconds(text)
+
+
+def test_durations_are_shown_in_the_unit_people_use():
+    assert [format_seconds(s) for s in (0, 42, 180, 9000)] == ["0 s", "42 s", "3 min", "2.5 h"]
