@@ -1,0 +1,156 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Reading ``c.GPUPool`` from Jupyter's configuration files, refusing what it does not know."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+from jupyter_core.paths import jupyter_config_path
+from traitlets import TraitError
+from traitlets.config import Config
+from traitlets.config.loader import (
+    ConfigFileNotFound,
+    DeferredConfig,
+    JSONFileConfigLoader,
+    LazyConfigValue,
+    PyFileConfigLoader,
+)
+
+from ..errors import ConfigError
+from .options import GPUPool
+from .settings import BrokerSettings, nearest, refuse
+
+#: Jupyter Server's own files: later ones win over earlier ones in the same folder.
+_NAMES = (
+    "jupyter_config.py",
+    "jupyter_config.json",
+    "jupyter_server_config.py",
+    "jupyter_server_config.json",
+)
+
+
+def load_settings(
+    config_files: Sequence[Path] | None = None, overrides: Config | None = None
+) -> BrokerSettings:
+    """Return the settings of this machine's (or user's) pool.
+
+    Read in this order, later values win: ``jupyter_config`` and ``jupyter_server_config``
+    (``.py``, then ``.json``) in each folder of ``jupyter --paths``, system folders first, the
+    user's last; then ``config_files``; then ``overrides``, usually the command line's. Only the
+    section ``GPUPool`` is looked at. Unlike Jupyter Server, the working directory is not searched:
+    a broker may be started from a folder of notebooks.
+
+    Raises
+    ------
+    ConfigError
+        For a file that cannot be read, an unknown name, a bad value, or values that do not go
+        together; names the file, what is allowed, and the nearest valid name.
+    """
+    merged = Config()
+    read: list[Path] = []
+    for path, required in [
+        *((found, False) for found in _candidates()),
+        *((Path(given), True) for given in config_files or ()),
+    ]:
+        config = _read(path, required=required)
+        if config is not None:
+            check_config(config, origin=str(path))
+            merged.merge(config)
+            read.append(path)
+    if overrides is not None:
+        section = Config({"GPUPool": overrides["GPUPool"]} if "GPUPool" in overrides else {})
+        check_config(section, origin="the command line")
+        merged.merge(section)
+    settings = GPUPool(config=merged).settings()
+    return replace(settings, files=tuple(read))
+
+
+def check_config(config: Config, *, origin: str = "") -> None:
+    """Refuse unknown names and bad values of ``c.GPUPool`` in ``config``, read from ``origin``.
+
+    Raises
+    ------
+    ConfigError
+        Naming ``origin``, the option, and what is allowed.
+    """
+    for section in config:
+        if section != "GPUPool" and section.replace("_", "").lower() == "gpupool":
+            raise ConfigError(
+                f"c.{section}{f' in {origin}' if origin else ''} is not the name of the pool.",
+                next_step="Write c.GPUPool.",
+            )
+    if "GPUPool" not in config:
+        return
+    options = GPUPool.class_traits(config=True)
+    for name, value in config["GPUPool"].items():
+        if name not in options:
+            refuse(
+                name,
+                "there is no such option.",
+                origin=origin,
+                next_step=f"{nearest(name, options)}`jupyter gpupool generate-config` lists all.",
+            )
+        try:
+            GPUPool(config=Config({"GPUPool": {name: value}}))
+        except (TraitError, ValueError, TypeError) as error:
+            reason = _reason(name, value, error)
+            refuse(
+                name,
+                reason,
+                origin=origin,
+                next_step=f"Example: {options[name].metadata['example']}",
+            )
+
+
+def _reason(name: str, value: Any, error: Exception) -> str:
+    """Return the sentence for a bad value: ours if we raised it, else what the option allows."""
+    option = GPUPool.class_traits()[name]
+    text = str(error)
+    if isinstance(error, TraitError) and " trait of " not in text:
+        return text
+    if isinstance(value, DeferredConfig):
+        value = value.get_value(option) if not isinstance(error, ValueError) else value
+    if isinstance(value, LazyConfigValue):
+        return f"the change does not fit. It takes: {option.metadata['unit']}."
+    return f"{value!r} is not allowed. It takes: {option.metadata['unit']}."
+
+
+def _candidates() -> Iterator[Path]:
+    for folder in reversed(jupyter_config_path()):
+        for name in _NAMES:
+            yield Path(folder, name)
+
+
+def _read(path: Path, *, required: bool) -> Config | None:
+    loader = (JSONFileConfigLoader if path.suffix == ".json" else PyFileConfigLoader)(
+        path.name, path=str(path.parent)
+    )
+    try:
+        config = loader.load_config()
+    except ConfigFileNotFound:
+        if required:
+            raise ConfigError(
+                f"There is no configuration file {path}.", next_step="Check the path."
+            ) from None
+        return None
+    except SystemExit as error:
+        raise ConfigError(f"The configuration file {path} ended the program ({error}).") from None
+    except Exception as error:
+        raise ConfigError(
+            f"The configuration file {path} cannot be read: {_one_line(error)}.",
+            next_step="Correct it; nothing was changed.",
+        ) from error
+    # A file of another application may hold anything; only our section is ours to judge.
+    return Config({name: value for name, value in config.items() if _ours(name)})
+
+
+def _ours(section: str) -> bool:
+    return section.replace("_", "").lower() == "gpupool"
+
+
+def _one_line(error: Exception) -> str:
+    line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+    return f"{type(error).__name__}{line}: {' '.join(str(error).split())}"

@@ -1,0 +1,321 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``c.GPUPool.*``: every option with its unit, default and an example."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Callable, Mapping, TypeVar, cast
+
+from traitlets import Any as AnyTrait
+from traitlets import Dict, Enum, List, TraitError, TraitType, Unicode, validate
+from traitlets.config import Configurable
+
+from ..pool.model import AttachPolicy, PoolSettings
+from ..units import format_bytes
+from .quantities import Seconds, Size, memory_total
+from .settings import (
+    EMULATE_VARIABLE,
+    BrokerSettings,
+    ForeignPolicy,
+    check_machine,
+    default_state_dir,
+    nearest,
+    one_of,
+    read_devices,
+    read_host_memory,
+    read_path,
+    read_priority_classes,
+    read_quotas,
+    read_socket,
+    refuse,
+    usable_attach,
+)
+
+_POOL = PoolSettings()
+_T = TypeVar("_T", bound="TraitType[Any, Any]")
+
+
+def _option(trait: _T, what: str, *, unit: str, default: str, example: str) -> _T:
+    """Return ``trait`` as a configuration option with all that its reader needs to know."""
+    trait.help = f"{what}\n\nUnit: {unit}. Default: {default}. Example: c.GPUPool.{example}"
+    trait.tag(config=True, what=what, unit=unit, default=default, example=f"c.GPUPool.{example}")
+    return trait
+
+
+class GPUPool(Configurable):
+    """Everything an admin may decide about a GPU pool; read by the broker, never by kernels."""
+
+    devices = _option(
+        List(AnyTrait(), default_value=None, allow_none=True),
+        "GPUs of the pool: the index that nvidia-smi shows, or the beginning of the UUID, of each.",
+        unit="list of indices or UUIDs",
+        default="None (every GPU of the machine)",
+        example='devices = [0, "GPU-5d1c"]',
+    )
+    emulate = _option(
+        Unicode(""),
+        "Emulate these GPUs in host memory, for machines without one. The environment variable "
+        "GPUPOOL_EMULATE fills this in where no configuration sets it.",
+        unit="machine, as COUNTxSIZE with options after commas",
+        default="'' (use the real driver)",
+        example='emulate = "2x16GiB"',
+    )
+    attach = _option(
+        Enum(("lazy", "cell", "manual"), default_value="cell"),
+        "When a kernel gets its slice: 'lazy' at its first CUDA call, 'cell' when a cell starts, "
+        "'manual' only on %gpu attach or %%gpu. 'lazy' is not available yet and acts as 'cell'.",
+        unit="'lazy', 'cell' or 'manual'",
+        default="'cell'",
+        example='attach = "manual"',
+    )
+    default_memory = _option(
+        Size(_POOL.default_memory),
+        "Device memory that a kernel is guaranteed when it does not ask, CUDA context included.",
+        unit="bytes, or text such as '4GiB'",
+        default="4 GiB",
+        example='default_memory = "6GiB"',
+    )
+    default_limit = _option(
+        Size(None, allow_none=True),
+        "Device memory up to which a kernel that does not ask may grow. Growth beyond the "
+        "guarantee is not available yet: today this only bounds a request's limit.",
+        unit="bytes, or text such as '12GiB'",
+        default="None (the same as default_memory)",
+        example='default_limit = "12GiB"',
+    )
+    max_memory_per_kernel = _option(
+        Size(None, allow_none=True),
+        "The most device memory that one kernel may ask for on one GPU.",
+        unit="bytes, or text such as '24GiB'",
+        default="None (the size of the GPU)",
+        example='max_memory_per_kernel = "24GiB"',
+    )
+    quotas = _option(
+        Dict(),
+        "Limits per user; '*' is everybody who is not named. Of each user's kernels together: "
+        "memory (granted device bytes), devices (GPUs), leases (kernels attached at once), "
+        "suspended (host bytes of suspended state). What is left out has no limit.",
+        unit="dict of user name to dict",
+        default="{} (no limits)",
+        example='quotas = {"*": {"memory": "16GiB", "leases": 2}, "ada": {"memory": "48GiB"}}',
+    )
+    priority_classes = _option(
+        Dict(default_value=dict(_POOL.priority_classes)),
+        "Priority classes by name. The higher number goes first in the queue.",
+        unit="dict of name to whole number",
+        default="{'interactive': 200, 'notebook': 100, 'batch': 0}",
+        example='priority_classes = {"urgent": 500, "notebook": 100}',
+    )
+    default_priority = _option(
+        Unicode(_POOL.default_priority),
+        "Priority class of a kernel that does not ask for one.",
+        unit="name in priority_classes",
+        default="'notebook'",
+        example='default_priority = "interactive"',
+    )
+    idle_timeout = _option(
+        Seconds(_POOL.idle_timeout),
+        "A slice goes back to the pool after so long without a running cell.",
+        unit="seconds, or text such as '10m'",
+        default="300",
+        example="idle_timeout = 600",
+    )
+    reclaim_after = _option(
+        Seconds(_POOL.reclaim_after, zero=True),
+        "Somebody who waits may have a slice that was idle for so long.",
+        unit="seconds, or text such as '30s'",
+        default="0 (at once)",
+        example="reclaim_after = 30",
+    )
+    max_wait = _option(
+        Seconds(_POOL.max_wait, allow_none=True),
+        "A cell waits at most so long for a slice, then fails with an error that says why.",
+        unit="seconds, or text such as '1h'",
+        default="None (for ever; the user can interrupt)",
+        example='max_wait = "30m"',
+    )
+    reserve = _option(
+        Size(_POOL.reserve, zero=True),
+        "Memory of each GPU that is never granted, for use outside the pool.",
+        unit="bytes, or text such as '512MiB'",
+        default="0",
+        example='reserve = "512MiB"',
+    )
+    host_memory = _option(
+        AnyTrait("50%"),
+        "Host memory that suspended kernels may take in all. A percentage counts from the "
+        "machine's memory, or from the broker's cgroup limit if that is less.",
+        unit="bytes, text such as '64GiB', or per cent such as '50%'",
+        default="'50%'",
+        example='host_memory = "64GiB"',
+    )
+    resume_headroom = _option(
+        Size(_POOL.resume_headroom, zero=True),
+        "Device memory that must be free beyond what a suspended kernel held before it is resumed.",
+        unit="bytes, or text such as '64MiB'",
+        default="32 MiB",
+        example='resume_headroom = "64MiB"',
+    )
+    foreign_processes = _option(
+        Enum(("count", "report", "end"), default_value="count"),
+        "Processes on a pool GPU that are not of the pool: 'count' takes their memory off what can "
+        "be granted, 'report' also logs each one, 'end' also ends those that belong to a user who "
+        "has a kernel in the pool.",
+        unit="'count', 'report' or 'end'",
+        default="'count'",
+        example='foreign_processes = "report"',
+    )
+    socket = _option(
+        Unicode(""),
+        "Path of the broker's unix socket, at most 107 bytes.",
+        unit="absolute path",
+        default="'' ($GPUPOOL_SOCKET, else /run/gpupool/broker.sock if it is there, else per user)",
+        example='socket = "/run/gpupool/broker.sock"',
+    )
+    state_dir = _option(
+        Unicode(""),
+        "Folder of the broker's journal and log; must not be shared between machines.",
+        unit="absolute path",
+        default="'' (root: /var/lib/gpupool; others: ~/.local/state/gpupool)",
+        example='state_dir = "/var/lib/gpupool"',
+    )
+    sample_interval = _option(
+        Seconds(1.0),
+        "How often device and host memory are read.",
+        unit="seconds",
+        default="1",
+        example="sample_interval = 2",
+    )
+    lock_timeout = _option(
+        Seconds(5.0),
+        "How long a suspend waits for the kernel's running GPU work before it gives up.",
+        unit="seconds",
+        default="5",
+        example="lock_timeout = 10",
+    )
+    linger = _option(
+        Seconds(30.0, zero=True),
+        "A broker that was started for one user ends so long after its last kernel.",
+        unit="seconds, or text such as '5m'",
+        default="30",
+        example='linger = "5m"',
+    )
+    admins = _option(
+        List(Unicode()),
+        "Users who may see and release every kernel, besides root and the broker's own user.",
+        unit="list of user names",
+        default="[]",
+        example='admins = ["ada"]',
+    )
+
+    @validate("devices", "quotas", "priority_classes", "host_memory", "socket", "state_dir")
+    def _check_one(self, proposal: Mapping[str, Any]) -> Any:
+        # Raises for a bad value, but keeps what the admin wrote: ``settings`` reads it.
+        name, value = proposal["trait"].name, proposal["value"]
+        readers: dict[str, Callable[[Any], object]] = {
+            "devices": lambda v: v if v is None else read_devices(v),
+            "quotas": read_quotas,
+            "priority_classes": read_priority_classes,
+            "host_memory": lambda v: read_host_memory(v, 1 << 40),
+            "socket": read_socket,
+            "state_dir": lambda v: v and read_path(v),
+        }
+        try:
+            readers[name](value)
+        except ValueError as error:
+            raise TraitError(str(error)) from None
+        return value
+
+    def settings(
+        self, *, host_total: int | None = None, environ: Mapping[str, str] | None = None
+    ) -> BrokerSettings:
+        """Return what the broker works with.
+
+        Parameters
+        ----------
+        host_total:
+            Bytes of host memory that percentages count from; None: read from the machine.
+        environ:
+            Where ``GPUPOOL_EMULATE`` is looked up; None: ``os.environ``.
+
+        Raises
+        ------
+        ConfigError
+            If values that are good on their own do not go together.
+        """
+        environ = os.environ if environ is None else environ
+        limit = self._check_sizes()
+        classes = read_priority_classes(self.priority_classes)
+        if self.default_priority not in classes:
+            refuse(
+                "default_priority",
+                f"{self.default_priority!r} is no priority class. "
+                f"{nearest(self.default_priority, classes)}Allowed are {one_of(classes)}.",
+            )
+        notes = []
+        attach, reason = usable_attach(cast(AttachPolicy, self.attach))
+        if reason:
+            notes.append(reason)
+        total = memory_total() if host_total is None else host_total
+        host_memory = read_host_memory(self.host_memory, total)
+        if host_memory > total:
+            notes.append(
+                f"c.GPUPool.host_memory is {format_bytes(host_memory)} and this machine has "
+                f"{format_bytes(total)}; a suspend is still started only if its copy fits."
+            )
+        return BrokerSettings(
+            pool=PoolSettings(
+                default_memory=self.default_memory,
+                default_limit=limit,
+                max_memory_per_kernel=self.max_memory_per_kernel,
+                quotas=read_quotas(self.quotas),
+                priority_classes=classes,
+                default_priority=self.default_priority,
+                idle_timeout=self.idle_timeout,
+                reclaim_after=self.reclaim_after,
+                max_wait=self.max_wait,
+                reserve=self.reserve,
+                host_memory=host_memory,
+                resume_headroom=self.resume_headroom,
+            ),
+            attach=attach,
+            emulate=self._machine(environ),
+            devices=read_devices(self.devices) if self.devices else None,
+            socket=read_socket(self.socket),
+            state_dir=read_path(self.state_dir) if self.state_dir else default_state_dir(),
+            foreign_processes=cast(ForeignPolicy, self.foreign_processes),
+            sample_interval=self.sample_interval,
+            lock_timeout=self.lock_timeout,
+            linger=self.linger,
+            admins=tuple(self.admins),
+            notes=tuple(notes),
+        )
+
+    def _check_sizes(self) -> int:
+        """Return the default limit in bytes, once the three sizes fit together."""
+        memory, most = self.default_memory, self.max_memory_per_kernel
+        limit: int = memory if self.default_limit is None else self.default_limit
+        if limit < memory:
+            refuse(
+                "default_limit",
+                f"{format_bytes(limit)} is below default_memory ({format_bytes(memory)}).",
+                next_step="Raise default_limit or lower default_memory.",
+            )
+        if most is not None and limit > most:
+            name, value = ("default_memory", memory) if memory > most else ("default_limit", limit)
+            refuse(
+                name,
+                f"{format_bytes(value)} is above max_memory_per_kernel ({format_bytes(most)}).",
+                next_step=f"Lower {name} or raise max_memory_per_kernel.",
+            )
+        return limit
+
+    def _machine(self, environ: Mapping[str, str]) -> str:
+        if self.emulate or "emulate" in self.config.get("GPUPool", {}):
+            text, origin = self.emulate, "c.GPUPool.emulate"
+        else:
+            text, origin = environ.get(EMULATE_VARIABLE, ""), EMULATE_VARIABLE
+        if text:
+            check_machine(text, origin)
+        return text

@@ -1,0 +1,220 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the broker works with, and the rules by which configured values fit together."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Iterable, Literal, Mapping, NoReturn, Sequence
+
+from ..endpoint import check_path
+from ..errors import BrokerUnavailable, ConfigError, GPUPoolError
+from ..pool.model import AttachPolicy, PoolSettings, Quota
+from ..units import parse_bytes
+
+#: Fills ``c.GPUPool.emulate`` where no configuration sets it.
+EMULATE_VARIABLE = "GPUPOOL_EMULATE"
+
+ForeignPolicy = Literal["count", "report", "end"]
+
+QUOTA_KEYS = tuple(f.name for f in fields(Quota))
+
+
+@dataclass(frozen=True)
+class BrokerSettings:
+    """The configuration, checked. Sizes are bytes, times seconds."""
+
+    pool: PoolSettings
+    attach: AttachPolicy
+    #: A machine to emulate, or "" for the real driver.
+    emulate: str
+    #: None: every device; else indices (as text) or beginnings of UUIDs.
+    devices: tuple[str, ...] | None
+    #: As configured; "" means :func:`jupyter_gpupool.endpoint.find_socket` decides.
+    socket: str
+    state_dir: Path
+    foreign_processes: ForeignPolicy
+    sample_interval: float
+    lock_timeout: float
+    linger: float
+    admins: tuple[str, ...]
+    #: What the admin should read in the log: settings that act differently from what they say.
+    notes: tuple[str, ...] = ()
+    #: The configuration files that were read, lowest precedence first.
+    files: tuple[Path, ...] = ()
+
+
+#: Fields that a running broker can not change; SIGHUP says so and keeps the old value.
+_FIXED = ("emulate", "devices", "socket", "state_dir", "lock_timeout")
+
+
+def needs_restart(old: BrokerSettings, new: BrokerSettings) -> tuple[str, ...]:
+    """Return the options that differ and take effect only when the broker is restarted."""
+    return tuple(name for name in _FIXED if getattr(old, name) != getattr(new, name))
+
+
+def usable_attach(policy: AttachPolicy) -> tuple[AttachPolicy, str]:
+    """Return the policy that this version can do for ``policy``, and why it is another one."""
+    if policy != "lazy":
+        return policy, ""
+    return "cell", (
+        "Attach policy 'lazy' needs the guard, which this version does not have yet; "
+        "kernels get their slice when a cell starts ('cell')."
+    )
+
+
+def refuse(name: str, message: str, *, origin: str = "", next_step: str = "") -> NoReturn:
+    """Raise the :class:`ConfigError` for option ``name``, naming the file if it is known."""
+    place = f" in {origin}" if origin else ""
+    raise ConfigError(f"c.GPUPool.{name}{place}: {message}", next_step=next_step)
+
+
+def nearest(wrong: str, names: Iterable[str]) -> str:
+    """Return ``"Did you mean 'right'? "`` or nothing."""
+    found = get_close_matches(wrong, list(names), n=1, cutoff=0.5)
+    return f"Did you mean {found[0]!r}? " if found else ""
+
+
+def one_of(names: Iterable[str]) -> str:
+    """Return ``"'a', 'b' or 'c'"``."""
+    quoted = [repr(name) for name in names]
+    return " or ".join([", ".join(quoted[:-1]), quoted[-1]] if len(quoted) > 1 else quoted)
+
+
+def read_quotas(value: Mapping[Any, Any]) -> dict[str, Quota]:
+    """Return ``c.GPUPool.quotas`` as values; raise ``ValueError`` with a sentence."""
+    quotas = {}
+    for owner, entry in value.items():
+        if not isinstance(owner, str) or not owner.strip():
+            raise ValueError(f"{owner!r} is not a user name. Write a name, or '*' for all others.")
+        if owner.startswith("@"):
+            raise ValueError(
+                f"{owner!r} looks like a group, and quotas are per user. "
+                "Name the users, or use '*' for all others."
+            )
+        if not isinstance(entry, Mapping):
+            raise ValueError(
+                f"The quota of {owner!r} is {entry!r}. Write a dict such as {{'memory': '16GiB'}}."
+            )
+        found: dict[str, int | None] = {}
+        for key, limit in entry.items():
+            if key not in QUOTA_KEYS:
+                raise ValueError(
+                    f"The quota of {owner!r} has an unknown limit {key!r}. "
+                    f"{nearest(str(key), QUOTA_KEYS)}Allowed are {one_of(QUOTA_KEYS)}."
+                )
+            found[key] = None if limit is None else _limit(owner, key, limit)
+        quotas[owner] = Quota(**found)
+    return quotas
+
+
+def _limit(owner: str, key: str, limit: Any) -> int:
+    if key in ("memory", "suspended"):
+        if type(limit) is int and limit == 0:
+            return 0
+        try:
+            return parse_bytes(limit)
+        except ValueError as error:
+            raise ValueError(f"The {key} quota of {owner!r}: {error}") from None
+    if type(limit) is not int or limit < 0:
+        raise ValueError(
+            f"The {key} quota of {owner!r} is {limit!r}. Write a whole number, 0 or more."
+        )
+    return limit
+
+
+def read_priority_classes(value: Mapping[Any, Any]) -> dict[str, int]:
+    """Return ``c.GPUPool.priority_classes``; raise ``ValueError`` with a sentence."""
+    if not value:
+        raise ValueError("There must be at least one priority class, such as {'notebook': 100}.")
+    for name, number in value.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"{name!r} is not a name for a priority class. Use letters and '_'.")
+        if type(number) is not int:
+            raise ValueError(f"Priority class {name!r} is {number!r}. Write a whole number.")
+    return dict(value)
+
+
+def read_devices(value: Sequence[Any]) -> tuple[str, ...]:
+    """Return ``c.GPUPool.devices`` as text; raise ``ValueError`` with a sentence."""
+    if not value:
+        raise ValueError("The list is empty, so the pool would have no GPU. Use None for all GPUs.")
+    found: list[str] = []
+    for entry in value:
+        index = type(entry) is int and entry >= 0
+        text = str(entry).strip()
+        if not index and not (
+            isinstance(entry, str)
+            and (text.isdigit() or re.match(r"(GPU|MIG)-[0-9A-Za-z-]+$", text))
+        ):
+            raise ValueError(
+                f"{entry!r} names no GPU. Write an index such as 0, or the beginning of a UUID "
+                "such as 'GPU-5d1c'; `nvidia-smi -L` shows both."
+            )
+        if text in found:
+            raise ValueError(f"{text!r} is listed twice.")
+        found.append(text)
+    return tuple(found)
+
+
+def read_host_memory(value: Any, total: int) -> int:
+    """Return ``c.GPUPool.host_memory`` in bytes, per cent counted from ``total`` bytes."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        try:
+            share = float(value.strip()[:-1])
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 100:
+            raise ValueError(f"{value!r} is not a share of memory. Write '1%' to '100%'.")
+        return int(total * share / 100)
+    if not isinstance(value, (int, str)) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a size. Write '64GiB', bytes, or per cent like '50%'.")
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(f"{error} Per cent like '50%' is possible, too.") from None
+
+
+def check_machine(text: str, origin: str) -> None:
+    """Raise :class:`ConfigError` if ``text`` from ``origin`` is not a machine to emulate."""
+    from ..emulator.profiles import parse_machine  # the emulator is no part of the normal path
+
+    try:
+        parse_machine(text)
+    except (GPUPoolError, ValueError) as error:
+        raise ConfigError(
+            f"{origin}: {getattr(error, 'message', error)}",
+            next_step=getattr(error, "next_step", "") or "Write it like '2x16GiB'.",
+        ) from None
+
+
+def read_path(value: str) -> Path:
+    """Return the absolute path that ``value`` names; raise ``ValueError`` with a sentence."""
+    path = Path(value).expanduser()
+    if not path.is_absolute() or "\0" in value:
+        raise ValueError(f"{value!r} is not an absolute path. Begin it with '/' or '~'.")
+    return path
+
+
+def read_socket(value: str) -> str:
+    """Return the socket's path, "" left as it is; raise ``ValueError`` with a sentence."""
+    if not value:
+        return ""
+    path = read_path(value)
+    try:
+        check_path(path)
+    except BrokerUnavailable as error:
+        raise ValueError(f"{error.message} Set a shorter path.") from None
+    return str(path)
+
+
+def default_state_dir() -> Path:
+    """Return where the journal goes: ``/var/lib`` for root, else the user's state folder (XDG)."""
+    if os.getuid() == 0:
+        return Path("/var/lib/gpupool")
+    base = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(base) if base.startswith("/") else Path.home() / ".local/state") / "gpupool"
