@@ -1,0 +1,257 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``jupyter gpupool demo``: three notebooks, too few GPUs, nothing lost.
+
+Runs ``examples/pooled_gpu.ipynb`` on the Pooled GPU kernel with a broker of its own, makes two
+neighbours take the GPU away in the middle, and prints what the broker's journal says happened. The
+notebook, the neighbours and the broker are the real ones; only the driver is emulated, and only
+where there is no NVIDIA driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from . import timeline
+from .autostart import ensure_broker
+from .client import Client
+from .emulator.profiles import real_driver_present
+from .endpoint import SOCKET_VARIABLE
+from .errors import GPUPoolError
+from .units import format_bytes
+
+KERNEL_NAME = "gpupool-python3"
+EMULATED_MACHINE = "2x16GiB"
+
+#: Each notebook asks for this part of a device, so that no two fit on one.
+SHARE_OF_DEVICE = 0.6
+
+#: Seconds for any one cell: an emulated copy of 512 MiB takes well under one of them.
+CELL_TIMEOUT = 300
+
+NEIGHBOUR = """
+import time
+from pathlib import Path
+from cuda.core import Device
+gpu = Device()
+gpu.set_current()
+mine = gpu.allocate(256 << 20)
+stream = gpu.create_stream()
+mine.fill(7, stream=stream)
+stream.sync()
+while {busy} and not Path({flag!r}).exists():
+    time.sleep(0.05)  # a long cell: its lease is in use and cannot be taken
+"""
+
+
+def find_notebook() -> Path:
+    """Return the example notebook: from the installed package, or from a checkout."""
+    here = Path(__file__).parent
+    for folder in (here / "examples", here.parent / "examples"):
+        if (folder / "pooled_gpu.ipynb").exists():
+            return folder / "pooled_gpu.ipynb"
+    raise GPUPoolError(
+        "The example notebook pooled_gpu.ipynb is not installed.",
+        code="no-example",
+        next_step="Reinstall jupyter_gpupool, or run this from a checkout.",
+    )
+
+
+@contextmanager
+def private_broker(emulate: str) -> Iterator[Path]:
+    """Run a broker for this demo alone, and end it; yield its socket."""
+    folder = Path(tempfile.mkdtemp(prefix="gpupool-demo-"))
+    socket = folder / "broker.sock"
+    config = {
+        "GPUPool": {
+            "state_dir": str(folder / "state"),
+            "emulate": emulate,
+            "idle_timeout": 3600.0,
+            "sample_interval": 0.5,
+        }
+    }
+    saved = os.environ.get(SOCKET_VARIABLE)
+    os.environ[SOCKET_VARIABLE] = str(socket)
+    try:
+        yield ensure_broker(config, str(socket))
+        with Client(socket) as client:
+            os.kill(client.call("status")["pid"], signal.SIGTERM)
+    finally:
+        if saved is None:
+            del os.environ[SOCKET_VARIABLE]
+        else:
+            os.environ[SOCKET_VARIABLE] = saved
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def say(text: str) -> None:
+    """Print progress at once, also into a pipe."""
+    print(text, flush=True)
+
+
+async def _neighbour(memory: int, busy: bool, flag: Path, label: str) -> Any:
+    """Start a kernel that takes a GPU; return its manager once its data is on the device."""
+    from jupyter_client.manager import AsyncKernelManager
+    from traitlets.config import Config
+
+    say(f"  {label} starts and asks for {format_bytes(memory)}")
+    manager = AsyncKernelManager(
+        kernel_name=KERNEL_NAME, config=Config({"GPUPoolProvisioner": {"memory": memory}})
+    )
+    await manager.start_kernel(env={**os.environ, "JPY_SESSION_NAME": label})
+    client = manager.client()
+    client.start_channels()
+    await client.wait_for_ready(timeout=60)
+    code = NEIGHBOUR.format(busy=busy, flag=str(flag))
+    if busy:
+        # Runs until the flag appears; the journal shows when it had its device.
+        client.execute(code)
+    else:
+        reply = await client.execute_interactive(code, timeout=CELL_TIMEOUT)
+        if reply["content"]["status"] != "ok":
+            raise GPUPoolError(f"{label} failed: {reply['content'].get('evalue')}")
+    return manager, client
+
+
+async def _wait_attached(broker: Client, label: str) -> None:
+    """Return when the session with this label holds a device (bounded by CELL_TIMEOUT)."""
+    deadline = asyncio.get_running_loop().time() + CELL_TIMEOUT
+    while asyncio.get_running_loop().time() < deadline:
+        for session in broker.call("status")["sessions"]:
+            if session["label"] == label and session["state"] == "active":
+                return
+        await asyncio.sleep(0.05)
+    raise GPUPoolError(f"{label} did not get a GPU within {CELL_TIMEOUT} s.")
+
+
+async def _run_notebook(broker: Client, folder: Path) -> None:
+    import nbformat
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
+    from traitlets.config import Config
+
+    devices = broker.call("status")["devices"]
+    memory = int(min(d["memory_capacity"] for d in devices) * SHARE_OF_DEVICE)
+    flag = folder / "main-is-done"
+    neighbours = []
+    notebook = nbformat.read(find_notebook(), as_version=4)
+    # A KernelManager hands its own config to the provisioner, as a server's would.
+    manager = AsyncKernelManager(
+        kernel_name=KERNEL_NAME, config=Config({"GPUPoolProvisioner": {"memory": memory}})
+    )
+    client = NotebookClient(notebook, km=manager, timeout=CELL_TIMEOUT)
+    say(f"  your notebook starts, without a GPU; its slice will be {format_bytes(memory)}")
+    env = {**os.environ, "JPY_SESSION_NAME": "your notebook"}
+    try:
+        async with client.async_setup_kernel(env=env, cwd=str(folder)):
+            for index, cell in enumerate(notebook.cells):
+                if "others-need-the-gpu" in cell.metadata.get("tags", []):
+                    first = await _neighbour(memory, False, flag, "neighbour 1")
+                    neighbours.append(first)
+                    # With one device only, nobody may sit on it when the notebook comes back.
+                    busy = len(devices) > 1
+                    neighbours.append(await _neighbour(memory, busy, flag, "neighbour 2"))
+                    await _wait_attached(broker, "neighbour 2") if busy else None
+                    say("  your notebook runs its next cells")
+                await client.async_execute_cell(cell, index)
+                for output in cell.get("outputs", []):
+                    text = output.get("text") or output.get("data", {}).get("text/plain", "")
+                    for line in text.rstrip().splitlines():
+                        say(f"    | {line}")
+            flag.touch()
+    finally:
+        flag.touch()
+        for manager, channel in neighbours:
+            channel.stop_channels()
+            await manager.shutdown_kernel(now=True)
+
+
+def run_demo(*, emulate: str = "", svg: str = "") -> int:
+    """Run the example and print the timeline; return the exit code.
+
+    Parameters
+    ----------
+    emulate:
+        A machine to emulate, such as ``"2x16GiB"``; empty: the real one if there is an NVIDIA
+        driver, else :data:`EMULATED_MACHINE`.
+    svg:
+        Also write the timeline as an SVG picture to this file.
+    """
+    emulate = emulate or os.environ.get("GPUPOOL_EMULATE", "")
+    if not emulate and not real_driver_present():
+        emulate = EMULATED_MACHINE
+    say(
+        f"No NVIDIA driver here: emulating {emulate} (EMULATED devices, real everything else)."
+        if emulate
+        else "Using the NVIDIA driver of this machine."
+    )
+    with private_broker(emulate) as socket, Client(socket) as broker:
+        status = broker.call("status")
+        devices = [d["uuid"] for d in status["devices"]]
+        names = [f"GPU {d['index']}: {d['name']}" for d in status["devices"]]
+        if not devices:
+            raise GPUPoolError(
+                "The pool has no device to run the demo on.",
+                next_step="See `jupyter gpupool doctor`, or use --emulate 2x16GiB.",
+            )
+        for name in names:
+            say(f"  {name}")
+        with tempfile.TemporaryDirectory(prefix="gpupool-demo-") as folder:
+            asyncio.run(_run_notebook(broker, Path(folder)))
+        rows = broker.call("journal", limit=10000)["rows"]
+    return _report(rows, devices, names, svg)
+
+
+def _report(rows: list[Any], devices: list[str], names: list[str], svg: str) -> int:
+    lanes = timeline.lanes(rows, rows[-1]["time"])
+    labels = {lane.session: lane.label for lane in lanes}
+    say("\nWhat happened, from the broker's journal:\n")
+    for line in timeline.describe(rows, labels, devices):
+        say(f"  {line}")
+    say("")
+    say(timeline.draw_text(lanes, devices))
+    if svg:
+        Path(svg).write_text(timeline.draw_svg(lanes, devices, names), encoding="utf-8")
+        say(f"\nPicture written to {svg}")
+    mine = next((lane.session for lane in lanes if lane.label == "your notebook"), None)
+    did = {row["kind"] for row in rows if row["session"] == mine}
+    needed = {"attach", "suspend", "resume"}
+    missing = sorted(needed - did)
+    if missing:
+        say(f"\nThe journal has no {', '.join(missing)} of your notebook: the demo failed.")
+        return 1
+    moved = " on another device" if "migrate" in did else ""
+    say(f"\nYour notebook was attached, suspended and restored{moved}; its bytes are the same.")
+    return 0
+
+
+def run_lab(*, emulate: str = "") -> int:
+    """Open JupyterLab on the examples; does not return if JupyterLab starts."""
+    emulate = emulate or os.environ.get("GPUPOOL_EMULATE", "")
+    if not emulate and not real_driver_present():
+        emulate = EMULATED_MACHINE
+    folder = find_notebook().parent
+    arguments = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder}"]
+    if os.getuid() == 0:
+        arguments.append("--allow-root")
+    if emulate:
+        say(f"No NVIDIA driver here: emulating {emulate}.")
+        arguments.append(f"--GPUPool.emulate={emulate}")
+    try:
+        import jupyterlab  # noqa: F401
+    except ImportError:
+        raise GPUPoolError(
+            "JupyterLab is not installed.",
+            code="no-lab",
+            next_step="Install it with: pip install 'jupyter_gpupool[lab]'",
+        ) from None
+    os.execv(sys.executable, arguments)

@@ -1,0 +1,193 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Draw what happened in a pool from the rows of the broker's journal: as text and as SVG.
+
+Nothing here asks a notebook what it saw: a lane is the sequence of ``state`` rows that the broker
+committed to its journal before it acted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Iterable, Mapping, Sequence
+
+from .units import format_bytes
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One session in one state for a while. Times are seconds since the epoch."""
+
+    start: float
+    end: float
+    state: str
+    device: str | None
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One session: its label and what it went through, oldest first."""
+
+    session: str
+    label: str
+    spans: tuple[Span, ...]
+
+
+#: How a state looks in a text lane; an attached one shows its device's index instead.
+_MARKS = {"detached": "·", "queued": "?", "attaching": "^", "detaching": "v", "suspended": "-"}
+_COLOURS = {
+    "detached": "#e8eaed",
+    "queued": "#f6c244",
+    "attaching": "#9fc5b4",
+    "detaching": "#c9b3d9",
+    "suspended": "#8fa3bf",
+}
+_DEVICE_COLOURS = ("#2a9d5c", "#2f6fd0", "#c8553d", "#7b4fb5", "#1d8a99", "#a87b12")
+
+
+def lanes(rows: Iterable[Row], end: float) -> list[Lane]:
+    """Return one lane per session, in the order the sessions opened.
+
+    ``rows`` are journal rows, oldest first; ``end`` closes what is still going on.
+    """
+    labels: dict[str, str] = {}
+    changes: dict[str, list[tuple[float, str, str | None]]] = {}
+    for row in rows:
+        session = row.get("session")
+        if not session:
+            continue
+        if row["kind"] == "open":
+            labels[session] = row.get("detail", {}).get("label") or session[:8]
+            changes[session] = [(row["time"], "detached", None)]
+        elif row["kind"] == "state" and session in changes:
+            detail = row.get("detail", {})
+            state = detail["new"]
+            if state == "detached" and detail.get("suspended_bytes"):
+                state = "suspended"
+            changes[session].append((row["time"], state, row.get("device")))
+    result = []
+    for session, steps in changes.items():
+        ends = [*(at for at, _, _ in steps[1:]), end]
+        spans = tuple(
+            Span(at, until, state, device)
+            for (at, state, device), until in zip(steps, ends, strict=True)
+            if state != "ended"
+        )
+        result.append(Lane(session, labels[session], spans))
+    return result
+
+
+def draw_text(lanes: Sequence[Lane], devices: Sequence[str], width: int = 72) -> str:
+    """Return the lanes as lines of text, ``width`` characters for the whole time.
+
+    ``devices`` are UUIDs in the order of their indices.
+    """
+    if not lanes:
+        return "(no sessions in the journal)"
+    start = min(lane.spans[0].start for lane in lanes if lane.spans)
+    end = max(lane.spans[-1].end for lane in lanes if lane.spans)
+    step = max(end - start, 1e-9) / width
+    name_width = max(len(lane.label) for lane in lanes)
+    lines = []
+    for lane in lanes:
+        cells = [" "] * width
+        # Short spans last: everything that happened is shown, however short it was.
+        for span in sorted(lane.spans, key=lambda s: s.start - s.end):
+            first = min(width - 1, int((span.start - start) / step))
+            last = max(first + 1, int((span.end - start) / step))
+            mark = _MARKS.get(span.state)
+            if mark is None and span.device is not None:
+                mark = str(devices.index(span.device)) if span.device in devices else "#"
+            for column in range(first, min(last, width)):
+                cells[column] = mark or "#"
+        lines.append(f"{lane.label:>{name_width}}  {''.join(cells)}")
+    ruler = f"{'0 s':<{width - 8}}{end - start:>6.1f} s"
+    lines.append(f"{'':>{name_width}}  {ruler}")
+    lines.append(
+        f"{'':>{name_width}}  0 1 2  attached to that device    ^ attaching   v suspending\n"
+        f"{'':>{name_width}}  -      suspended in host memory   ? waiting     · no GPU state"
+    )
+    return "\n".join(lines)
+
+
+def draw_svg(lanes: Sequence[Lane], devices: Sequence[str], names: Sequence[str]) -> str:
+    """Return the lanes as a stand-alone SVG picture; ``names`` label the devices."""
+    start = min(lane.spans[0].start for lane in lanes if lane.spans)
+    end = max(lane.spans[-1].end for lane in lanes if lane.spans)
+    left, width, row, bar = 150, 700, 40, 24
+    scale = width / max(end - start, 1e-9)
+    height = row * len(lanes) + 84
+    out = [
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 20} {height}" '
+            'font-family="system-ui, sans-serif" font-size="13" role="img" '
+            'aria-label="Timeline of the notebooks that shared the pool">'
+        ),
+        f'<rect width="{left + width + 20}" height="{height}" fill="#ffffff"/>',
+    ]
+    for index, lane in enumerate(lanes):
+        y = 16 + index * row
+        label = escape(lane.label)
+        out.append(
+            f'<text x="{left - 12}" y="{y + 17}" text-anchor="end" fill="#202124">{label}</text>'
+        )
+        for span in lane.spans:
+            x, w = left + (span.start - start) * scale, max(1.5, (span.end - span.start) * scale)
+            colour = _COLOURS.get(span.state)
+            where = ""
+            if colour is None:
+                number = devices.index(span.device) if span.device in devices else 0
+                colour, where = _DEVICE_COLOURS[number % len(_DEVICE_COLOURS)], f" on GPU {number}"
+            title = escape(f"{span.state}{where}, {span.end - span.start:.2f} s")
+            out.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="{bar}" fill="{colour}">'
+                f"<title>{title}</title></rect>"
+            )
+    y = 16 + len(lanes) * row + 4
+    for second in range(int(end - start) + 1):
+        x = left + second * scale
+        if second % max(1, int((end - start) / 10)) == 0:
+            out.append(
+                f'<text x="{x:.1f}" y="{y + 8}" fill="#5f6368" font-size="11">{second} s</text>'
+            )
+    legend = [(_DEVICE_COLOURS[i % len(_DEVICE_COLOURS)], name) for i, name in enumerate(names)]
+    legend += [
+        (_COLOURS["queued"], "waiting"),
+        (_COLOURS["suspended"], "in host memory"),
+        (_COLOURS["detached"], "no GPU state"),
+    ]
+    x = 12
+    for colour, name in legend:
+        out.append(f'<rect x="{x}" y="{y + 26}" width="14" height="14" fill="{colour}"/>')
+        out.append(f'<text x="{x + 20}" y="{y + 38}" fill="#202124">{escape(name)}</text>')
+        x += 44 + 7 * len(name)
+    out.append("</svg>")
+    return "\n".join(out) + "\n"
+
+
+def describe(rows: Iterable[Row], labels: Mapping[str, str], devices: Sequence[str]) -> list[str]:
+    """Return one sentence for each attach, suspend and resume, in order, with bytes and seconds."""
+    verbs = {
+        "attach": "attached to",
+        "resume": "restored on",
+        "migrate": "moved to",
+        "suspend": "suspended from",
+    }
+    first: float | None = None
+    lines = []
+    for row in rows:
+        first = row["time"] if first is None else first
+        verb = verbs.get(row["kind"])
+        if verb is None:
+            continue
+        device = row.get("device")
+        where = f"GPU {devices.index(device)}" if device in devices else str(device)
+        size = f", {format_bytes(row['bytes'])}" if row.get("bytes") else ""
+        took = f", {row['seconds']:.2f} s" if row.get("seconds") else ""
+        why = f" ({row['reason']})" if row.get("reason") else ""
+        label = labels.get(row.get("session") or "", "?")
+        lines.append(f"{row['time'] - first:7.2f} s  {label} {verb} {where}{size}{took}{why}")
+    return lines
