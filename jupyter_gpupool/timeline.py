@@ -74,7 +74,7 @@ def lanes(rows: Iterable[Row], end: float) -> list[Lane]:
         spans = tuple(
             Span(at, until, state, device)
             for (at, state, device), until in zip(steps, ends, strict=True)
-            if state != "ended"
+            if state != "ended" and until > at
         )
         result.append(Lane(session, labels[session], spans))
     return result
@@ -85,10 +85,11 @@ def draw_text(lanes: Sequence[Lane], devices: Sequence[str], width: int = 72) ->
 
     ``devices`` are UUIDs in the order of their indices.
     """
+    lanes = [lane for lane in lanes if lane.spans]
     if not lanes:
         return "(no sessions in the journal)"
-    start = min(lane.spans[0].start for lane in lanes if lane.spans)
-    end = max(lane.spans[-1].end for lane in lanes if lane.spans)
+    start = min(lane.spans[0].start for lane in lanes)
+    end = max(lane.spans[-1].end for lane in lanes)
     step = max(end - start, 1e-9) / width
     name_width = max(len(lane.label) for lane in lanes)
     lines = []
@@ -115,8 +116,8 @@ def draw_text(lanes: Sequence[Lane], devices: Sequence[str], width: int = 72) ->
 
 def draw_svg(lanes: Sequence[Lane], devices: Sequence[str], names: Sequence[str]) -> str:
     """Return the lanes as a stand-alone SVG picture; ``names`` label the devices."""
-    start = min(lane.spans[0].start for lane in lanes if lane.spans)
-    end = max(lane.spans[-1].end for lane in lanes if lane.spans)
+    start = min(lane.spans[0].start for lane in lanes)
+    end = max(lane.spans[-1].end for lane in lanes)
     left, width, row, bar = 150, 700, 40, 24
     scale = width / max(end - start, 1e-9)
     height = row * len(lanes) + 84
