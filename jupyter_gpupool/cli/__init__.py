@@ -1,0 +1,22 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``jupyter gpupool``: see the pool, act on it, check it.
+
+- ``app``: the commands, their options, exit codes; the only place that prints errors.
+- ``status``, ``picture``: the snapshot as a picture; ``picture`` is pure text in, text out.
+- ``kernels``: wrapping kernelspecs. ``doctor``, ``checks``: what works here and what does not.
+- ``configtext``: a commented configuration file from the options.
+
+Exit codes: 0 done, 1 a problem or a refusal, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``jupyter gpupool`` with ``argv`` (default: the command line); return the exit code."""
+    from .app import run
+
+    return run(argv)

@@ -1,0 +1,241 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What ``jupyter gpupool doctor`` looks at on this machine, one function per question.
+
+Each returns one :class:`Finding` (or several). What could not be found out is said, not guessed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Mapping, Sequence
+
+from ..config import BrokerSettings
+from ..config.quantities import memory_total
+from ..endpoint import check_socket, find_socket
+from ..errors import BrokerUnavailable
+from ..units import format_bytes
+
+Verdict = Literal["ok", "warn", "fail"]
+
+#: Distributions without which some part does not work, and which part that is.
+PACKAGES = {
+    "jupyter_client": "kernels",
+    "ipykernel": "the Pooled GPU kernel",
+    "tornado": "the broker",
+    "traitlets": "the configuration",
+    "cuda-core": "suspend and resume",
+    "cuda-bindings": "suspend and resume",
+    "nvidia-ml-py": "finding GPUs",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; ``todo`` says what to do and is empty if there is nothing to do."""
+
+    verdict: Verdict
+    name: str
+    message: str
+    todo: str = ""
+
+
+def python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.platform != "linux":
+        return Finding("fail", "python", f"{version} on {sys.platform}", "Use Linux.")
+    return Finding("ok", "python", f"{version} ({sys.executable})")
+
+
+def packages() -> list[Finding]:
+    found = []
+    for name, purpose in PACKAGES.items():
+        try:
+            found.append(Finding("ok", name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            todo = f"It is needed for {purpose}: pip install {name}"
+            found.append(Finding("fail", name, "not installed", todo))
+    return found
+
+
+def configuration(settings: BrokerSettings) -> list[Finding]:
+    files = ", ".join(map(str, settings.files)) or "no file, so every option has its default"
+    notes = [Finding("warn", "config", note) for note in settings.notes]
+    return [Finding("ok", "config", files), *notes]
+
+
+def driver(proc: Path = Path("/proc")) -> Finding:
+    """The NVIDIA kernel driver; nothing here loads a vendor library."""
+    try:
+        text = (proc / "driver/nvidia/version").read_text()
+    except OSError:
+        return Finding(
+            "warn",
+            "driver",
+            "no NVIDIA kernel driver is loaded",
+            "Install one (580 or newer is best), or emulate: c.GPUPool.emulate = '2x16GiB'.",
+        )
+    words = next((w for w in text.split() if w[:1].isdigit() and w.count(".") >= 1), "")
+    major = int(words.split(".")[0]) if words else 0
+    if words and major < 570:
+        return Finding("fail", "driver", f"NVIDIA {words}", "Suspending needs 570 or newer.")
+    if words and major < 580:
+        todo = "A suspended kernel can return only to its own GPU; 580 or newer can move it."
+        return Finding("warn", "driver", f"NVIDIA {words}", todo)
+    return Finding("ok", "driver", f"NVIDIA {words or text.splitlines()[0]}")
+
+
+def persistence_mode() -> list[Finding]:
+    """Without it the driver unloads between uses, and a restore from another process can fail."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, "--query-gpu=index,persistence_mode", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        todo = "The driver may hang: see `dmesg`."
+        return [Finding("fail", "persistence", "nvidia-smi gave no answer in 20 s", todo)]
+    if done.returncode:
+        message = (done.stdout or done.stderr).strip().splitlines()[:1] or ["nvidia-smi failed"]
+        return [Finding("fail", "persistence", message[0], "Repair the driver.")]
+    off = [line.split(",")[0] for line in done.stdout.splitlines() if "Disabled" in line]
+    if off:
+        todo = "As root: nvidia-smi -pm 1, or enable nvidia-persistenced."
+        return [Finding("warn", "persistence", f"off on GPU {', '.join(off)}", todo)]
+    return [Finding("ok", "persistence", "on")]
+
+
+def compiler() -> Finding:
+    found = next(
+        (c for c in (os.environ.get("CC"), "cc", "gcc", "clang") if c and shutil.which(c)), ""
+    )
+    if found:
+        return Finding("ok", "compiler", str(shutil.which(found)))
+    todo = "Only the emulated driver needs one: apt-get install gcc libc6-dev"
+    return Finding("warn", "compiler", "no C compiler", todo)
+
+
+def emulator(needed: bool) -> Finding:
+    """The libraries of the emulated driver, built with the package."""
+    from ..emulator.profiles import library_dir
+
+    folder = Path(library_dir())
+    missing = [n for n in ("libcuda.so.1", "libnvidia-ml.so.1") if not (folder / n).exists()]
+    if not missing:
+        return Finding("ok", "emulator", f"built in {folder}")
+    todo = "Build it with: python -m jupyter_gpupool.emulator.build"
+    return Finding("fail" if needed else "warn", "emulator", "not built", todo)
+
+
+def socket(path: Path, answers: bool) -> Finding:
+    """Whether the socket may be trusted, and whether a broker answers at it."""
+    if answers:
+        return Finding("ok", "socket", f"a broker answers at {path}")
+    try:
+        check_socket(path)
+    except BrokerUnavailable as error:
+        if error.code != "no-broker":
+            return Finding("fail", "socket", error.message, error.next_step)
+        todo = "The first Pooled GPU kernel starts one for you."
+        return Finding("ok", "socket", f"no broker runs at {path}", todo)
+    todo = f"Remove it, or end what listens there: rm {path}"
+    return Finding("fail", "socket", f"nothing answers at {path}", todo)
+
+
+def kernelspecs() -> list[Finding]:
+    """The Pooled GPU kernel and the provisioner that it names."""
+    from jupyter_client.kernelspec import KernelSpecManager
+
+    entries = importlib.metadata.entry_points(group="jupyter_client.kernel_provisioners")
+    names = {entry.name for entry in entries}
+    found = []
+    if "gpupool-provisioner" in names:
+        found.append(Finding("ok", "provisioner", "gpupool-provisioner is registered"))
+    else:
+        todo = "Install this package in the environment of the server: pip install jupyter_gpupool"
+        found.append(Finding("fail", "provisioner", "gpupool-provisioner is not registered", todo))
+    specs = KernelSpecManager().find_kernel_specs()
+    if "gpupool-python3" in specs:
+        found.append(Finding("ok", "kernelspec", f"gpupool-python3 in {specs['gpupool-python3']}"))
+    else:
+        todo = "Reinstall jupyter_gpupool, or make one: jupyter gpupool wrap python3"
+        found.append(Finding("fail", "kernelspec", "gpupool-python3 is not installed", todo))
+    return found
+
+
+def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
+    """Yama (kernel documentation, admin-guide/LSM/Yama) may forbid one process to reach another."""
+    try:
+        scope = int((proc / "sys/kernel/yama/ptrace_scope").read_text())
+    except (OSError, ValueError):
+        return Finding("ok", "ptrace", "not restricted (no Yama)")
+    if scope == 0:
+        return Finding("ok", "ptrace", "not restricted (ptrace_scope 0)")
+    if scope == 1 and os.getuid() == 0:
+        return Finding("ok", "ptrace", "ptrace_scope 1; a broker of root is exempt")
+    todo = "If kernels turn out pinned, run the broker as root or set kernel.yama.ptrace_scope=0."
+    return Finding("warn", "ptrace", f"restricted (ptrace_scope {scope})", todo)
+
+
+def host_memory(settings: BrokerSettings, devices: Sequence[Mapping[str, Any]]) -> Finding:
+    """Whether suspended state has room: its copy lies in the kernels' own memory."""
+    budget = settings.pool.host_memory
+    text = f"{format_bytes(budget)} of {format_bytes(memory_total())} for suspended state"
+    largest = max((int(d["memory_capacity"]) for d in devices), default=0)
+    if not largest:
+        return Finding("ok", "host memory", text)
+    total = sum(int(d["memory_capacity"]) for d in devices)
+    text += f"; the GPUs have {format_bytes(total)}"
+    if budget < largest:
+        todo = (
+            "A kernel that fills a GPU cannot be suspended. Add memory, raise "
+            "c.GPUPool.host_memory, or set c.GPUPool.max_memory_per_kernel."
+        )
+        return Finding("warn", "host memory", text, todo)
+    return Finding("ok", "host memory", text)
+
+
+def devices(found: Sequence[Mapping[str, Any]], problem: str) -> list[Finding]:
+    """One line per GPU: its tier, and what that tier does not do."""
+    if not found:
+        return [Finding("fail", "devices", problem or "no GPU was found", "See 'driver' above.")]
+    lines = []
+    for device in found:
+        label = "EMULATED " if device["emulated"] else ""
+        size = format_bytes(device["memory_total"])
+        text = f"{label}{device['name']}, {size}, tier {device['tier']}"
+        reason = str(device.get("tier_reason") or "")
+        if device.get("drained_reason"):
+            reason = f"not used: {device['drained_reason']}"
+            lines.append(Finding("fail", f"GPU {device['index']}", text, reason))
+        elif not device["can_suspend"]:
+            todo = reason or "The self-test could not suspend a process on it."
+            lines.append(Finding("warn", f"GPU {device['index']}", f"{text}, no suspend", todo))
+        else:
+            text += ", suspend works"
+            lines.append(Finding("ok", f"GPU {device['index']}", text, reason))
+    return lines
+
+
+def default_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """A default that no GPU can give would refuse every kernel that does not ask."""
+    largest = max((int(d["memory_capacity"]) for d in found), default=0)
+    memory = settings.pool.default_memory
+    if not largest or memory <= largest:
+        return []
+    message = (
+        f"default_memory is {format_bytes(memory)}, the largest GPU has {format_bytes(largest)}"
+    )
+    return [Finding("fail", "config", message, "Lower c.GPUPool.default_memory.")]
+
+
+def find(path: str, configured: str) -> Path:
+    """Return the socket that a kernel started here would use."""
+    return Path(path) if path else find_socket(configured)

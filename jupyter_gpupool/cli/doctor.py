@@ -1,0 +1,115 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``jupyter gpupool doctor``: every check, one line each, what to do beneath. Changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Mapping, Sequence
+
+from ..client import Client
+from ..config import BrokerSettings, load_settings
+from ..errors import ConfigError, GPUPoolError
+from . import checks
+from .checks import Finding
+from .picture import Style
+from .status import style_for
+
+_COLOUR = {"ok": "running", "warn": "idle", "fail": "alarm"}
+
+
+def examine(socket: str, *, config_files: Sequence[Path], as_json: bool) -> int:
+    """Check, print, and return 0, or 1 if something fails."""
+    findings = list(_all(socket, config_files))
+    if as_json:
+        print(json.dumps([asdict(f) for f in findings], indent=2))
+    else:
+        style = style_for(sys.stdout)
+        print("\n".join(line for finding in findings for line in _lines(finding, style)))
+        print(_summary(findings))
+    return int(any(f.verdict == "fail" for f in findings))
+
+
+def _lines(finding: Finding, style: Style) -> list[str]:
+    verdict = style.paint(f"{finding.verdict:<4}", _COLOUR[finding.verdict])
+    lines = [f"{verdict}  {finding.name:<14}  {finding.message}"]
+    if finding.todo:
+        lines.append(f"{'':22}{finding.todo}")
+    return lines
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    bad = sum(f.verdict == "fail" for f in findings)
+    warn = sum(f.verdict == "warn" for f in findings)
+    if bad:
+        return f"\n{bad} of {len(findings)} checks failed, {warn} gave a warning."
+    return f"\nReady: {len(findings)} checks, {warn} with a warning."
+
+
+def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
+    found = [checks.python(), *checks.packages()]
+    try:
+        settings = load_settings(config_files)
+    except ConfigError as error:
+        # The rest would be about a configuration that the admin did not write.
+        found.append(Finding("fail", "config", error.message, error.next_step))
+        return found
+    found += checks.configuration(settings)
+    found += [checks.compiler(), checks.emulator(bool(settings.emulate))]
+    if not settings.emulate:
+        found += [checks.driver(), *checks.persistence_mode()]
+    path = checks.find(socket, settings.socket)
+    status = _ask_broker(path)
+    found.append(checks.socket(path, status is not None))
+    if status is not None:
+        devices, problem = list(status["devices"]), ""
+    else:
+        devices, problem = _probe(settings)
+    found += checks.devices(devices, problem)
+    found += checks.default_fits(settings, devices)
+    found += [checks.host_memory(settings, devices), checks.ptrace_scope()]
+    found += checks.kernelspecs()
+    return found
+
+
+def _ask_broker(path: Path) -> Mapping[str, Any] | None:
+    try:
+        with Client(path) as client:
+            return client.call("status")
+    except GPUPoolError:
+        return None  # the check of the socket says why
+
+
+def _probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str]:
+    """Find and test the devices as a broker would at its start, and let go of them."""
+    from ..devices.service import DeviceService
+
+    async def probe(env: Mapping[str, str] | None) -> tuple[list[Mapping[str, Any]], str]:
+        service = DeviceService(env=env, lock_timeout=settings.lock_timeout)
+        try:
+            devices = await service.start()
+            return [
+                {**asdict(device), "memory_capacity": device.memory_total - device.memory_reserved}
+                for device in devices
+            ], service.problem
+        finally:
+            await service.close()
+
+    with tempfile.TemporaryDirectory(prefix="gpupool-doctor-") as folder:
+        try:
+            return asyncio.run(probe(_environment(settings.emulate, Path(folder))))
+        except GPUPoolError as error:
+            return [], str(error)
+
+
+def _environment(emulate: str, folder: Path) -> Mapping[str, str] | None:
+    if not emulate:
+        return None
+    from ..emulator.profiles import environment, parse_machine
+
+    return environment(parse_machine(emulate), folder)

@@ -1,0 +1,274 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The pool as a picture made of text. Pure: a snapshot and a style in, lines out."""
+
+from __future__ import annotations
+
+import string
+import unicodedata
+from dataclasses import dataclass
+from typing import Any, Iterable, Mapping, Sequence
+
+from ..units import format_bytes, format_seconds
+
+Snapshot = Mapping[str, Any]
+
+#: SGR colours (ECMA-48) by what they mean here.
+_COLOURS = {
+    "running": "32",
+    "idle": "33",
+    "moving": "35",
+    "foreign": "31",
+    "free": "2",
+    "dim": "2",
+    "bold": "1",
+    "alarm": "1;31",
+    "emulated": "1;36",
+}
+
+#: Fill of a bar by what it means: (any terminal that knows Unicode, any terminal).
+_FILLS = {
+    "running": ("█", "#"),
+    "idle": ("▒", "="),
+    "moving": ("▞", "~"),
+    "foreign": ("╳", "x"),
+    "free": ("·", "."),
+}
+_WORDS = {
+    "running": "running",
+    "idle": "idle",
+    "moving": "moving",
+    "foreign": "outside the pool",
+    "free": "free",
+}
+_KIND_OF_STATE = {
+    "active": "running",
+    "idle": "idle",
+    "attaching": "moving",
+    "detaching": "moving",
+}
+_LETTERS = string.ascii_uppercase + string.ascii_lowercase
+
+
+@dataclass(frozen=True)
+class Style:
+    """How to draw: columns, whether colour and Unicode are welcome."""
+
+    width: int = 80
+    colour: bool = False
+    unicode: bool = True
+
+    def paint(self, text: str, colour: str) -> str:
+        """Return ``text`` in ``colour``, or as it is."""
+        return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if self.colour and text else text
+
+    def fill(self, kind: str) -> str:
+        return _FILLS[kind][0 if self.unicode else 1]
+
+    def cut(self, text: str, width: int) -> str:
+        """Return ``text`` in at most ``width`` columns; says by its end that it was longer."""
+        text = printable(text)
+        if columns(text) <= width:
+            return text
+        end = "…" if self.unicode else "..."
+        while text and columns(text) + len(end) > width:
+            text = text[:-1]
+        return text + end[: max(0, width)]
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with nothing in it that steers a terminal: labels come from users."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def columns(text: str) -> int:
+    """Return how many terminal columns ``text`` takes; wide characters take two."""
+    return sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+
+
+def draw(snapshot: Snapshot, style: Style) -> list[str]:
+    """Return the lines of the whole picture: devices, sessions, queue, host memory."""
+    sessions = sorted(snapshot["sessions"], key=_order)
+    attached = (s["id"] for s in sessions if s.get("granted_bytes"))
+    letters = dict(zip(attached, _LETTERS, strict=False))
+    devices = (_device(d, sessions, letters, style) for d in snapshot["devices"])
+    return [
+        *_head(snapshot, style),
+        *(line for lines in devices for line in lines),
+        *_legend(snapshot, style),
+        *_table(sessions, letters, style),
+        *_queue(sessions, style),
+        *_host(snapshot, style),
+    ]
+
+
+def _order(session: Snapshot) -> tuple[int, int, str]:
+    attached = 0 if session.get("granted_bytes") else 1
+    position = session.get("queue_position") or 1 << 30
+    return attached, position, str(session["id"])
+
+
+def _head(snapshot: Snapshot, style: Style) -> list[str]:
+    title = style.paint("GPU pool", "bold")
+    label = "  " + style.paint("EMULATED", "emulated") if snapshot["emulated"] else ""
+    used = 10 if snapshot["emulated"] else 0
+    place = style.cut(f"  {snapshot['socket']}", max(0, style.width - 8 - used))
+    lines = [f"{title}{label}{style.paint(place, 'dim')}"]
+    if not snapshot["devices"]:
+        lines += ["", style.paint("No GPU.", "alarm") + " `jupyter gpupool doctor` says why."]
+    return lines
+
+
+def _device(
+    device: Snapshot, sessions: Sequence[Snapshot], letters: Mapping[str, str], style: Style
+) -> list[str]:
+    uuid = str(device["uuid"])
+    title = f"GPU {device['index']}  "
+    emulated = "  EMULATED" if device["emulated"] else ""
+    room = style.width - len(title) - len(emulated)
+    name = style.cut(f"{device['name']}  {style.cut(uuid, 14)}", room)
+    lines = ["", style.paint(title, "bold") + name + style.paint(emulated, "emulated")]
+
+    capacity = max(1, int(device["memory_capacity"]))
+    parts = [
+        (_KIND_OF_STATE.get(s["state"], "running"), _share(s), letters.get(s["id"], ""))
+        for s in sessions
+        if s.get("granted_bytes") and uuid in _devices_of(s)
+    ]
+    if device.get("memory_foreign"):
+        parts.append(("foreign", int(device["memory_foreign"]), ""))
+    busy = "" if device.get("utilisation") is None else f", {device['utilisation']} % busy"
+    free = format_bytes(int(device["memory_free"]))
+    figures = (
+        f" {format_bytes(int(device['memory_granted']))} of {format_bytes(capacity)} granted, "
+        f"{free} free{busy}"
+    )
+    # On a device that is not used nothing is free, whatever its memory holds.
+    rest = " " if device.get("drained_reason") else style.fill("free")
+    room = style.width - 2
+    if style.width >= 72:
+        room -= len(figures)
+        lines.append("[" + _bar(parts, capacity, room, style, rest) + "]" + figures)
+    else:
+        lines.append("[" + _bar(parts, capacity, room, style, rest) + "]")
+        lines.append(style.cut(figures[1:], style.width))
+    if device.get("drained_reason"):
+        reason = style.cut(f"Not used: {device['drained_reason']}", style.width)
+        lines.append(style.paint(reason, "alarm"))
+    elif not device.get("can_suspend", True):
+        reason = device.get("tier_reason") or "the self-test failed"
+        lines.append(style.cut(f"Cannot suspend: {reason}", style.width))
+    return lines
+
+
+def _devices_of(session: Snapshot) -> Sequence[str]:
+    return session.get("devices") or [session["device"]] if session.get("device") else []
+
+
+def _share(session: Snapshot) -> int:
+    """Bytes on each of the session's devices: a request is the same on all of them."""
+    return int(session["granted_bytes"]) // max(1, len(_devices_of(session)))
+
+
+def _bar(
+    parts: Iterable[tuple[str, int, str]], capacity: int, room: int, style: Style, rest: str
+) -> str:
+    """Return ``room`` columns; every part has at least one, or it would seem not to be there."""
+    drawn: list[str] = []
+    left = max(0, room)
+    exact = 0.0
+    used = 0
+    for kind, size, letter in parts:
+        exact += size / capacity * room
+        columns = min(left, max(1, round(exact) - used))
+        used, left = used + columns, left - columns
+        text = (letter + style.fill(kind) * columns)[:columns]
+        drawn.append(style.paint(text, kind))
+    drawn.append(style.paint(rest * left, "free"))
+    return "".join(drawn)
+
+
+def _legend(snapshot: Snapshot, style: Style) -> list[str]:
+    if not snapshot["devices"]:
+        return []
+    words = [f"{style.fill(k)} {word}" for k, word in _WORDS.items()]
+    return ["", style.paint(style.cut("  ".join(words), style.width), "dim")]
+
+
+def _table(sessions: Sequence[Snapshot], letters: Mapping[str, str], style: Style) -> list[str]:
+    if not sessions:
+        return ["", "No kernel is in the pool."]
+    titles = ("", "SESSION", "OWNER", "STATE", "SLICE", "USES", "ON HOST", "WAITED", "KERNEL")
+    rows = [titles, *(_row(session, letters) for session in sessions)]
+    # Columns that nothing fills only take room.
+    keep = [n for n in range(len(titles)) if n < 5 or any(row[n] for row in rows[1:])]
+    widths = {n: max(len(row[n]) for row in rows) for n in keep}
+    lines = [""]
+    for number, row in enumerate(rows):
+        text = "  ".join(row[n].ljust(widths[n]) for n in keep).rstrip()
+        text = style.cut(text, style.width)
+        lines.append(style.paint(text, "bold") if number == 0 else text)
+    notes = [(s["id"], str(s["pinned_reason"])) for s in sessions if s.get("pinned_reason")]
+    lines += [style.cut(f"{_short(i)} cannot be suspended: {why}", style.width) for i, why in notes]
+    return lines
+
+
+def _row(session: Snapshot, letters: Mapping[str, str]) -> tuple[str, ...]:
+    state = str(session["state"])
+    if state == "detached" and session.get("suspended_bytes"):
+        state = "suspended"
+    if state == "idle" and session.get("idle_seconds") is not None:
+        state = f"idle {format_seconds(session['idle_seconds'])}"
+    waited = session.get("wait_seconds_total") or 0
+    return (
+        letters.get(session["id"], " "),
+        _short(session["id"]),
+        str(session["owner"]),
+        state,
+        _size(session.get("granted_bytes")) or "-",
+        _size(session.get("footprint_bytes")) if session.get("granted_bytes") else "",
+        _size(session.get("suspended_bytes")),
+        format_seconds(waited) if waited >= 0.5 else "",
+        str(session.get("label") or ""),
+    )
+
+
+def _short(session_id: str) -> str:
+    """Return what is enough to name a session; `release` takes any unique beginning."""
+    return str(session_id)[:12]
+
+
+def _size(value: int | None) -> str:
+    return format_bytes(value) if value else ""
+
+
+def _queue(sessions: Sequence[Snapshot], style: Style) -> list[str]:
+    waiting = [s for s in sessions if s["state"] == "queued"]
+    if not waiting:
+        return []
+    lines = ["", style.paint("WAITING", "bold")]
+    for session in waiting:
+        request = session.get("request") or {}
+        asks = ""
+        if request.get("memory"):
+            asks = f" asks for {format_bytes(request['memory'])}"
+            if request.get("devices", 1) > 1:
+                asks += f" on each of {request['devices']} GPUs"
+        eta = session.get("eta_seconds")
+        soon = f", about {format_seconds(eta)}" if eta is not None else ""
+        reason = f": {session['wait_reason']}" if session.get("wait_reason") else ""
+        place = f"{session['queue_position']}." if session.get("queue_position") else "-"
+        lines.append(style.cut(f"{place} {_short(session['id'])}{asks}{soon}{reason}", style.width))
+    return lines
+
+
+def _host(snapshot: Snapshot, style: Style) -> list[str]:
+    host = snapshot.get("host") or {}
+    budget, used = host.get("budget_bytes"), host.get("used_bytes")
+    if not budget:
+        return []
+    text = f" {format_bytes(used or 0)} of {format_bytes(budget)} host memory holds suspended state"
+    room = max(10, min(24, style.width - len(text) - 2))
+    parts = [("idle", used, "")] if used else []
+    bar = _bar(parts, budget, room, style, style.fill("free"))
+    return ["", f"[{bar}]{style.cut(text, style.width - room - 2)}"]

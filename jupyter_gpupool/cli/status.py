@@ -1,0 +1,163 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``jupyter gpupool status`` and ``release``: one look at the broker, and one word to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Mapping, Sequence, TextIO
+
+from ..client import Client
+from ..config import load_settings
+from ..endpoint import find_socket
+from ..errors import BrokerUnavailable, ConfigError, RefusedError
+from .picture import Style, draw
+
+#: Leave or enter the terminal's second screen and hide or show the cursor (xterm control
+#: sequences), so that watching leaves no trace in the scrollback.
+_ENTER = "\x1b[?1049h\x1b[?25l"
+_LEAVE = "\x1b[?25h\x1b[?1049l"
+
+
+def socket_path(given: str) -> Path:
+    """Return the socket to talk to: ``--socket``, else as configured, else where it is found."""
+    if given:
+        return Path(given)
+    try:
+        configured = load_settings().socket
+    except ConfigError as error:
+        # A broker may be running with the configuration as it was before it was broken.
+        print(f"Warning: {error}", file=sys.stderr)
+        configured = ""
+    return find_socket(configured)
+
+
+def style_for(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Style:
+    """Return how to draw on ``stream``: colour only on a terminal and without ``NO_COLOR``."""
+    terminal = stream.isatty()
+    width = shutil.get_terminal_size((100, 24)).columns
+    colour = terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+    encoding = (getattr(stream, "encoding", "") or "").lower().replace("-", "")
+    return Style(width=max(40, width), colour=colour, unicode=encoding.startswith("utf"))
+
+
+def show_status(socket: str, *, as_json: bool, watch: bool, interval: float) -> int:
+    """Print the pool once, or again and again until interrupted. Returns the exit code."""
+    path = socket_path(socket)
+    if watch:
+        return _watch(path, as_json=as_json, interval=interval)
+    snapshot = _snapshot(path)
+    if as_json:
+        print(json.dumps(snapshot, indent=2))
+    else:
+        print("\n".join(draw(snapshot, style_for(sys.stdout))))
+    return 0
+
+
+def _snapshot(path: Path) -> dict[str, Any]:
+    with Client(path) as client:
+        return _clean(client.call("status"))
+
+
+def _clean(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer without the envelope it came in."""
+    return {key: value for key, value in message.items() if key not in ("v", "type", "id")}
+
+
+def _watch(path: Path, *, as_json: bool, interval: float) -> int:
+    """Draw until ``^C``, on the same connection while it lasts."""
+    screen = sys.stdout.isatty() and not as_json
+    client: Client | None = None
+    try:
+        client = Client(path)  # a wrong socket is an error now, not something to wait for
+        if screen:
+            sys.stdout.write(_ENTER)
+        while True:
+            try:
+                if client is None:
+                    client = Client(path)
+                snapshot = _clean(client.call("status"))
+                lines = (
+                    [json.dumps(snapshot, separators=(",", ":"))]
+                    if as_json
+                    else draw(snapshot, style_for(sys.stdout))
+                )
+            except BrokerUnavailable as error:
+                _drop(client)
+                client = None
+                if not screen:
+                    raise
+                lines = [str(error), "", "Trying again ..."]
+            _frame(lines, screen=screen)
+            time.sleep(interval)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        if screen:
+            sys.stdout.write(_LEAVE)
+            sys.stdout.flush()
+        _drop(client)
+
+
+def _drop(client: Client | None) -> None:
+    if client is not None:
+        client.close()
+
+
+def _frame(lines: Sequence[str], *, screen: bool) -> None:
+    if not screen:
+        print("\n".join(lines), flush=True)
+        return
+    height = shutil.get_terminal_size().lines
+    shown = list(lines[: height - 1])
+    if len(shown) < len(lines):
+        shown[-1] = f"({len(lines) - len(shown) + 1} more lines; make the window higher)"
+    # One write, each line cleared only behind its text, the rest of the screen below: nothing
+    # is blank at any time, so nothing flickers.
+    sys.stdout.write("\x1b[H" + "".join(line + "\x1b[K\n" for line in shown) + "\x1b[J")
+    sys.stdout.flush()
+
+
+def release(socket: str, name: str, *, say: Callable[[str], None] = print) -> int:
+    """Ask the broker to take the slice of the session that ``name`` begins. Returns 0.
+
+    Raises
+    ------
+    RefusedError
+        If no session or more than one begins so, or the broker refuses.
+    """
+    with Client(socket_path(socket)) as client:
+        session = find_session(name, client.call("status")["sessions"])
+        answer = client.call("release", session=session)
+    say(answer.get("note") or f"Session {session} gives its slice back.")
+    return 0
+
+
+def find_session(name: str, sessions: Sequence[Mapping[str, Any]]) -> str:
+    """Return the id of the one session whose id or kernel id is, or begins with, ``name``."""
+    matches = [
+        s["id"]
+        for s in sessions
+        if name and (s["id"].startswith(name) or str(s.get("kernel_id") or "").startswith(name))
+    ]
+    exact = [s["id"] for s in sessions if name in (s["id"], s.get("kernel_id"))]
+    if len(exact) == 1:
+        return str(exact[0])
+    if not matches:
+        raise RefusedError(
+            f"No session or kernel id begins with {name!r}.",
+            code="unknown-session",
+            next_step="`jupyter gpupool status` lists them.",
+        )
+    if len(matches) > 1:
+        raise RefusedError(
+            f"{name!r} begins {len(matches)} session ids: {', '.join(sorted(matches)[:6])}.",
+            code="ambiguous-session",
+            next_step="Write more of it.",
+        )
+    return str(matches[0])
