@@ -1,0 +1,34 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The agent inside the kernel process: an IPython extension. Standard library and IPython only.
+
+The provisioner loads it with ``--IPKernelApp.extra_extensions=jupyter_gpupool.kernel`` and makes it
+importable in kernel environments that do not have this package.
+
+- ``link``: the session: connection, lease, holds
+- ``cells``: the gate in front of each cell; ``progress``: what a waiting cell shows
+- ``attach``: visible devices and framework caps; ``oom``: the line under an out-of-memory error
+- ``command``, ``magic``, ``magic_display``: ``%gpu``
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_agents: dict[int, Any] = {}
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Load the agent into ``shell``. Called by IPython."""
+    from .agent import Agent
+
+    if id(shell) not in _agents:
+        agent = _agents[id(shell)] = Agent(shell)
+        agent.load()
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """Take the agent out of ``shell``. Called by ``%unload_ext``."""
+    agent = _agents.pop(id(shell), None)
+    if agent is not None:
+        agent.unload()

@@ -1,0 +1,71 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The agent of one kernel: puts the parts together, and takes them apart again."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..endpoint import SOCKET_VARIABLE
+from .attach import CudaProbe, FrameworkCaps
+from .cells import CellGate
+from .interrupts import Interrupts
+from .link import Link
+from .magic import GPUMagics, complete_gpu
+
+SESSION_VARIABLE = "GPUPOOL_SESSION"
+TOKEN_VARIABLE = "GPUPOOL_TOKEN"
+ATTACH_VARIABLE = "GPUPOOL_ATTACH"
+
+_COMPLETED = ("%gpu", "%%gpu")
+
+
+class Agent:
+    """Everything this package does inside one IPython kernel.
+
+    A kernel that no provisioner has given a session gets only ``%gpu``, which says so.
+    """
+
+    def __init__(self, shell: Any) -> None:
+        self.shell = shell
+        self.link: Link | None = None
+        self.gate: CellGate | None = None
+        environ = os.environ
+        if environ.get(SESSION_VARIABLE) and getattr(shell, "kernel", None) is not None:
+            probe = CudaProbe()
+            self.link = Link(
+                environ.get(SOCKET_VARIABLE, ""),
+                environ[SESSION_VARIABLE],
+                environ.get(TOKEN_VARIABLE, ""),
+                attach=environ.get(ATTACH_VARIABLE, "cell"),
+                cuda=probe,
+                on_lost=self._lost,
+            )
+            interrupts = Interrupts(shell.kernel.io_loop.add_callback)
+            self.gate = CellGate(shell, self.link, FrameworkCaps(probe), interrupts)
+        self.magics = GPUMagics(shell, self.link, self.gate)
+
+    def load(self) -> None:
+        """Begin."""
+        self.shell.register_magics(self.magics)
+        for name in _COMPLETED:
+            self.shell.set_hook("complete_command", complete_gpu, str_key=name)
+        if self.gate is not None and self.link is not None:
+            self.gate.install()
+            self.link.start()
+
+    def unload(self) -> None:
+        """End: the kernel is as it was, and the broker frees the slice when it ends."""
+        if self.gate is not None and self.link is not None:
+            self.gate.uninstall()
+            self.link.close()
+        for kind in ("line", "cell"):
+            self.shell.magics_manager.magics[kind].pop("gpu", None)
+
+    def _lost(self, message: str) -> None:
+        """Say it at once, under the output of the latest cell, and again above the next one."""
+        text = f"GPU pool: {message}"
+        if self.gate is not None:
+            self.gate.notice(text)
+            self.gate.announce(text)

@@ -1,0 +1,132 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a new lease changes inside this process: the visible devices, the frameworks' own caps.
+
+No call here may be the first to initialise CUDA: a context takes device memory, and a kernel that
+computes on the CPU must not pay for one because a cell had a slice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from typing import Any, Sequence
+
+from .link import Slice
+
+#: ``CUDA_ERROR_NOT_INITIALIZED`` (cuda.h): cuInit has not been called in this process.
+NOT_INITIALIZED = 3
+
+#: Bytes of a grant left to the CUDA context and the libraries' own allocations when a framework's
+#: cap is set. torch with cuBLAS loaded was seen between 300 and 600 MiB on data-centre GPUs.
+CONTEXT_BYTES = 512 << 20
+
+#: Never cap a framework below this share of its grant: a small slice must stay usable.
+SMALLEST_SHARE = 0.5
+
+
+class CudaProbe:
+    """Tells whether this process has called cuInit, without loading or initialising anything.
+
+    ``RTLD_NOLOAD`` finds libcuda only if something else has loaded it, and ``cuDeviceGetCount``
+    answers "not initialised" until somebody has called cuInit.
+    """
+
+    def __init__(self) -> None:
+        self._library: ctypes.CDLL | None = None
+        self._initialised = False
+
+    def __call__(self) -> bool | None:
+        """Return True or False; None if libcuda is loaded and cannot tell."""
+        if self._initialised:
+            return True  # there is no way back
+        if self._library is None:
+            try:
+                mode = os.RTLD_NOLOAD | os.RTLD_NOW
+                self._library = ctypes.CDLL("libcuda.so.1", mode=mode)
+            except OSError:
+                return False
+        try:
+            count = ctypes.c_int()
+            answer = int(self._library.cuDeviceGetCount(ctypes.byref(count)))
+        except AttributeError:
+            return None
+        self._initialised = answer != NOT_INITIALIZED
+        return self._initialised
+
+
+def show_devices(slices: Sequence[Slice]) -> None:
+    """Make the slice's devices the visible ones, by UUID.
+
+    Before cuInit this decides which device the process gets. After it the driver no longer reads
+    the variable, but child processes do, and they must land where the session is now.
+    """
+    if slices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(s.device for s in slices)
+
+
+def usable_bytes(granted: int) -> int:
+    """Return the bytes of a grant that a framework's allocator may take."""
+    return max(granted - CONTEXT_BYTES, int(granted * SMALLEST_SHARE))
+
+
+class FrameworkCaps:
+    """Keeps torch's and CuPy's own limits at the size of the slice, if those are loaded.
+
+    Not enforcement but good manners: with a cap the library frees its caches, and fails with its
+    own out-of-memory error, before the device is overfull.
+    """
+
+    def __init__(self, probe: CudaProbe) -> None:
+        self._probe = probe
+        self._set: dict[str, tuple[Slice, ...]] = {}
+        #: What went wrong last, for ``%gpu``; a cap is never worth an error in a cell.
+        self.problem = ""
+
+    def apply(self, slices: Sequence[Slice]) -> None:
+        """Set the caps that are not set yet for these slices. Cheap when nothing is new."""
+        wanted = tuple(slices)
+        if not wanted:
+            return
+        for name, setter in (("torch", _cap_torch), ("cupy", _cap_cupy)):
+            module = sys.modules.get(name)
+            if module is None or self._set.get(name) == wanted:
+                continue
+            if name == "cupy" and self._probe() is not True:
+                continue  # CuPy's call would initialise CUDA; torch keeps ours until it does
+            try:
+                if setter(module, wanted):
+                    self._set[name] = wanted
+            except Exception as error:
+                self._set[name] = wanted
+                self.problem = f"The memory cap of {name} could not be set: {error}"
+
+
+def _cap_torch(torch: Any, slices: tuple[Slice, ...]) -> bool:
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None or not hasattr(cuda, "set_per_process_memory_fraction"):
+        return False  # half imported, or built without CUDA
+
+    def cap() -> None:
+        for index, part in enumerate(slices):
+            total = int(cuda.get_device_properties(index).total_memory)
+            fraction = min(1.0, usable_bytes(part.bytes) / total)
+            cuda.set_per_process_memory_fraction(fraction, index)
+
+    if cuda.is_initialized():
+        cap()
+    elif hasattr(cuda, "_lazy_call"):
+        cuda._lazy_call(cap)  # torch runs it at the end of its own initialisation
+    else:
+        return False
+    return True
+
+
+def _cap_cupy(cupy: Any, slices: tuple[Slice, ...]) -> bool:
+    if not hasattr(cupy, "get_default_memory_pool"):
+        return False
+    for index, part in enumerate(slices):
+        with cupy.cuda.Device(index):
+            cupy.get_default_memory_pool().set_limit(size=usable_bytes(part.bytes))
+    return True

@@ -1,0 +1,398 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The cell gate: every cell holds the session's GPU slice while it runs, and waits for it first.
+
+It wraps ``kernel.do_execute`` on the instance: one call per execute request, whichever thread. Not
+``pre_run_cell``: IPython swallows a KeyboardInterrupt there, so that interrupting the wait would
+run the cell. Not ``post_execute``: a widget message fires it in the middle of a running cell.
+
+What waits (``cell`` policy) and what does not:
+
+- a cell: holds; waits if the session is detached;
+- ``%gpu`` lines only, tag ``no-gpu``, an empty cell: neither;
+- silent requests and widget messages: hold while attached; wait only if device state is in host
+  memory, where a CUDA call would block the kernel for good; else neither.
+
+In ``manual`` policy nothing waits, except a cell that asks for it (``%%gpu``, tag ``gpu``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import time
+from contextvars import ContextVar
+from typing import Any, Awaitable, Callable, Literal, Mapping
+
+from ..errors import BrokerUnavailable, GPUPoolError
+from .attach import FrameworkCaps, show_devices
+from .command import CellRequest, cell_header, is_gpu_only, parse_cell_header
+from .interrupts import Alarm, Interrupts
+from .link import Link, Slice
+from .oom import advice, is_out_of_memory
+from .progress import WaitDisplay, describe, worth_showing
+
+#: Seconds without a broker after which a cell stops waiting for it to come back.
+GRACE = 5.0
+
+#: Seconds in which a request (not a wait) is answered.
+ANSWER = 10.0
+
+Plan = Literal["pass", "soft", "if-attached", "wait"]
+
+#: The ``%%gpu`` line that the gate has dealt with for the cell now running.
+current_header: ContextVar[str] = ContextVar("gpupool_current_header", default="")
+
+log = logging.getLogger("jupyter_gpupool.kernel")
+
+
+class GPUWaitInterrupted(GPUPoolError):
+    """The user interrupted the wait for a slice; the cell has not run."""
+
+    code = "interrupted"
+
+
+class CellGate:
+    """Wraps one kernel's ``do_execute`` and its handling of widget messages."""
+
+    def __init__(self, shell: Any, link: Link, caps: FrameworkCaps, interrupts: Interrupts) -> None:
+        self.shell = shell
+        self.kernel = shell.kernel
+        self.link = link
+        self.caps = caps
+        self.interrupts = interrupts
+        self._ids = itertools.count(1)
+        self._notices: list[str] = []
+        self._told_unreachable = False
+        self._originals: dict[str, Any] = {}
+        self._settled: tuple[Slice, ...] = ()
+
+    # ------------------------------------------------------------------ in and out
+
+    def install(self) -> None:
+        """Put the gate in front of the kernel."""
+        kernel = self.kernel
+        self._originals = {
+            "do_execute": kernel.do_execute,
+            "do_inspect": kernel.do_inspect,
+            "comm_msg": kernel.shell_handlers.get("comm_msg"),
+        }
+        kernel.do_execute = self.do_execute
+        kernel.do_inspect = self.do_inspect
+        if self._originals["comm_msg"] is not None:
+            kernel.shell_handlers["comm_msg"] = self.comm_msg
+        self.shell.input_transformers_cleanup.insert(0, hide_header)
+
+    def uninstall(self) -> None:
+        """Take the gate away again."""
+        kernel = self.kernel
+        kernel.do_execute = self._originals["do_execute"]
+        kernel.do_inspect = self._originals["do_inspect"]
+        if self._originals["comm_msg"] is not None:
+            kernel.shell_handlers["comm_msg"] = self._originals["comm_msg"]
+        if hide_header in self.shell.input_transformers_cleanup:
+            self.shell.input_transformers_cleanup.remove(hide_header)
+
+    def notice(self, text: str) -> None:
+        """Show ``text`` above the output of the next cell."""
+        self._notices.append(text)
+
+    def announce(self, text: str) -> None:
+        """Show ``text`` at once, under the output of the latest request. From any thread."""
+        self.publisher()("stream", {"name": "stderr", "text": text + "\n"})
+
+    # ------------------------------------------------------------------ requests
+
+    async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> Any:
+        """Run a cell with the slice held. ipykernel calls this for each execute request."""
+        original = self._originals["do_execute"]
+        header = cell_header(code)
+        plan = self.plan(code, silent, kwargs.get("cell_meta"), header)
+        if plan == "pass":
+            return await _result(original(code, silent, *args, **kwargs))
+        hold = f"cell-{next(self._ids)}"
+        asked: CellRequest | None = None
+        before: dict[str, Any] = {}
+        try:
+            problem: GPUPoolError | None = None
+            try:
+                if header:
+                    asked = parse_cell_header(header, self.link.request)
+                    before = await self._ask_for(asked)
+                if not self.link.take(hold, "cell") and self._must_wait(plan):
+                    problem = await self._wait(hold, "cell", silent, explicit=bool(header))
+            except KeyboardInterrupt:
+                problem = _interrupted()
+            except GPUPoolError as error:
+                problem = error
+            if problem is not None:
+                return self._abort(problem, code, silent, args, kwargs)
+            self._before_cell(silent)
+            token = current_header.set(header)
+            try:
+                reply = await _result(original(code, silent, *args, **kwargs))
+            finally:
+                current_header.reset(token)
+            if not silent:
+                self._after_cell(reply)
+            return reply
+        finally:
+            self._drop(hold)
+            if before:
+                await self._give_back(before)
+
+    async def comm_msg(self, stream: Any, ident: Any, message: Any) -> Any:
+        """Run a widget callback with the slice held. ipykernel calls this for each comm_msg."""
+        hold = f"comm-{next(self._ids)}"
+        try:
+            if not self.link.take(hold, "comm") and self._must_wait("soft"):
+                problem = await self._wait(hold, "comm", True)
+                if problem is not None:
+                    log.warning("A widget message was dropped: %s", problem)
+                    return None
+            return await _result(self._originals["comm_msg"](stream, ident, message))
+        finally:
+            self._drop(hold)
+
+    async def do_inspect(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a tooltip without touching device memory that is in host memory now.
+
+        Inspecting an object may compute its text, for a tensor a copy from a device: it would
+        block the kernel, or crash it where the driver cannot wait.
+        """
+        if not self.link.suspended:
+            return await _result(self._originals["do_inspect"](*args, **kwargs))
+        text = (
+            "The GPU state of this kernel is in host memory, so that nothing is inspected now. "
+            "Run a cell (or %gpu attach) first."
+        )
+        return {"status": "ok", "found": True, "data": {"text/plain": text}, "metadata": {}}
+
+    def plan(
+        self, code: str, silent: bool, meta: Mapping[str, Any] | None, header: str = ""
+    ) -> Plan:
+        """Return what to do for one execute request before it runs."""
+        if header:
+            return "wait"
+        if "%gpu" in code and is_gpu_only(code):
+            return "pass"
+        tags = (meta or {}).get("tags") or ()
+        if "no-gpu" in tags or (meta or {}).get("no-gpu"):
+            return "pass"
+        if silent or not code.strip():
+            return "soft"
+        if "gpu" in tags:
+            return "wait"
+        return "if-attached" if self.link.policy == "manual" else "wait"
+
+    def _must_wait(self, plan: Plan) -> bool:
+        if plan == "soft":
+            return self.link.suspended and self.link.policy != "manual"
+        return plan == "wait"
+
+    # ------------------------------------------------------------------ the wait
+
+    async def _wait(
+        self, hold: str, kind: str, silent: bool, *, explicit: bool = False
+    ) -> GPUPoolError | None:
+        """Wait for the hold; return None to run the cell, or why it must not run."""
+        alarm = Alarm()
+        display = WaitDisplay(self.publisher(), f"gpupool-{hold}")
+        with self.interrupts.watch(alarm.interrupt):
+            wait = self.link.wait(hold, kind, alarm.ring)
+            try:
+                while not alarm.interrupted:
+                    if isinstance(wait.answer, GPUPoolError):
+                        return wait.answer
+                    if wait.answer is not None:
+                        self._told_unreachable = False
+                        return None
+                    if self.link.unreachable_for() > GRACE:
+                        return self._without_broker(explicit)
+                    if not silent and worth_showing(self.link, wait):
+                        display.show(describe(self.link))
+                    await alarm.wait()
+                return _interrupted()
+            finally:
+                if wait.answer is None or alarm.interrupted:
+                    self._drop(hold)
+                display.clear()
+
+    def _without_broker(self, explicit: bool) -> GPUPoolError | None:
+        """Decide about a cell when there is no broker: None lets it run without a slice."""
+        error = self.link.unavailable()
+        if self.link.suspended or explicit:
+            why = (
+                "The GPU state of this kernel is in host memory and nobody can bring it back. "
+                if self.link.suspended
+                else ""
+            )
+            return BrokerUnavailable(
+                f"{why}{error.message}",
+                code=error.code,
+                next_step=f"{error.next_step} {log_hint(self.link)}".strip(),
+            )
+        if not self._told_unreachable:
+            self._told_unreachable = True
+            self.notice(
+                f"GPU pool: {error.message} Cells run without a GPU slice until it is back; "
+                f"do not use the GPU before that. {log_hint(self.link)}"
+            )
+        return None
+
+    # ------------------------------------------------------------------ %%gpu: one cell's request
+
+    async def _ask_for(self, asked: CellRequest) -> dict[str, Any]:
+        """Change the request for one cell; return the fields that undo it."""
+        before = {name: self.link.request.get(name) for name in asked.fields}
+        answer = await self._call("request", **asked.fields)
+        self.link.note_request(answer)
+        smallest = min((s.bytes for s in self.link.slices), default=0)
+        if self.link.attached and not self.link.holds and smallest < asked.memory:
+            # Not enough room where it is: detach, so that the hold below waits for the new size.
+            await self._call("release")
+        return {name: value for name, value in before.items() if value is not None}
+
+    async def _give_back(self, before: dict[str, Any]) -> None:
+        try:
+            answer = await self._call("request", **before)
+        except BrokerUnavailable:
+            self.link.owe_request(before)
+        except GPUPoolError as error:
+            self.notice(f"GPU pool: the request of this kernel could not be set back: {error}")
+        else:
+            self.link.note_request(answer)
+
+    async def _call(self, kind: str, **fields: Any) -> Mapping[str, Any]:
+        """Send a request and return the answer, which is quick: an interrupt is not heard here.
+
+        It must not reach the event loop either, which a KeyboardInterrupt would end.
+        """
+        alarm = Alarm()
+        with self.interrupts.watch(alarm.ring):
+            future = self.link.start_call(kind, **fields)
+            future.add_done_callback(lambda _: alarm.ring())
+            deadline = time.monotonic() + ANSWER
+            while not future.done() and time.monotonic() < deadline:
+                await alarm.wait()
+        if future.done():
+            return future.result()
+        raise BrokerUnavailable(
+            f"The GPU pool broker at {self.link.path} did not answer in {ANSWER:g} s.",
+            next_step=log_hint(self.link),
+        )
+
+    # ------------------------------------------------------------------ around the cell
+
+    def _drop(self, hold: str) -> None:
+        while True:
+            try:
+                return self.link.drop(hold)
+            except KeyboardInterrupt:
+                continue  # the cell is over; a hold left behind would keep the slice for ever
+
+    def settle(self) -> None:
+        """Make this process fit the lease it has: visible devices, framework caps."""
+        slices = self.link.slices
+        if slices != self._settled and slices:
+            self._settled = slices  # once for each lease: the user may narrow it afterwards
+            show_devices(slices)
+        self.caps.apply(slices)
+
+    def _before_cell(self, silent: bool) -> None:
+        self.settle()
+        if not silent and self._notices:
+            notices, self._notices = self._notices, []
+            self.publisher()("stream", {"name": "stderr", "text": "\n".join(notices) + "\n"})
+
+    def _after_cell(self, reply: Any) -> None:
+        self.caps.apply(self.link.slices)  # the cell may have imported torch
+        if not isinstance(reply, dict) or reply.get("status") != "error":
+            return
+        name, text = str(reply.get("ename", "")), str(reply.get("evalue", ""))
+        if is_out_of_memory(name, text):
+            line = advice(self.link, text)
+            self.publisher()("stream", {"name": "stderr", "text": line + "\n"})
+
+    def publisher(self) -> Callable[[str, dict[str, Any]], None]:
+        """Return a function that publishes outputs of the request now being handled.
+
+        Bound to it, because other messages may be handled while this one waits. Not through
+        ``display_pub``: what a wait shows belongs to no cell history and no ``%%capture``.
+        """
+        kernel = self.kernel
+        parent = kernel.get_parent()
+
+        def publish(kind: str, content: dict[str, Any]) -> None:
+            kernel.session.send(kernel.iopub_socket, kind, content, parent=parent)
+
+        return publish
+
+    def _abort(
+        self,
+        problem: GPUPoolError,
+        code: str,
+        silent: bool,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Answer an execute request whose code is not run; ipykernel aborts what is queued."""
+        name = type(problem).__name__
+        if name == "RefusedError":
+            name = "GPURefused"
+        text = str(problem)
+        content = {
+            "ename": name,
+            "evalue": text,
+            "traceback": [f"\x1b[0;31m{name}\x1b[0m: {text}"],
+        }
+        if not silent:
+            self.publisher()("error", content)
+        count = self.shell.execution_count
+        store = kwargs.get("store_history", args[0] if args else True)
+        if store and not silent:
+            self.shell.history_manager.store_inputs(count, code, code)
+            self.shell.execution_count += 1
+        return {
+            "status": "error",
+            "execution_count": count,
+            "user_expressions": {},
+            "payload": [],
+            **content,
+        }
+
+
+def hide_header(lines: list[str]) -> list[str]:
+    """Leave the body of a ``%%gpu`` cell whose request the gate has made (IPython transformer).
+
+    The line becomes a comment, which keeps the line numbers of tracebacks; before another cell
+    magic, which must come first, it goes.
+    """
+    header = current_header.get()
+    if not header or not lines:
+        return lines
+    first = next((n for n, line in enumerate(lines) if line.strip()), 0)
+    if lines[first].strip() != header:
+        return lines
+    rest = lines[first + 1 :]
+    following = next((line for line in rest if line.strip()), "")
+    if following.startswith("%%"):
+        return rest
+    return [*lines[:first], f"# {header}\n", *rest]
+
+
+def log_hint(link: Link) -> str:
+    """Return where to look when the broker does not answer."""
+    return f"The broker's log is {link.path.with_suffix('.log')}, if it was started for you."
+
+
+def _interrupted() -> GPUWaitInterrupted:
+    return GPUWaitInterrupted(
+        "The wait for a GPU slice was interrupted; the cell has not run.",
+        next_step="Run it again to queue again, or give it the tag no-gpu if it needs no GPU.",
+    )
+
+
+async def _result(value: Awaitable[Any] | Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,220 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What people type after ``%gpu`` and ``%%gpu``, read into values. No I/O, no IPython."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field
+from typing import Any, Mapping
+
+from ..errors import GPUPoolError
+from ..units import parse_bytes, parse_seconds
+
+#: The subcommands and what ``%gpu help`` says of each.
+SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
+    "status": ("%gpu", "what this kernel has, asks for and waits for"),
+    "memory": (
+        "%gpu 12GiB, or %gpu memory 12GiB --limit 20GiB",
+        "ask for this much device memory, now and from now on",
+    ),
+    "devices": ("%gpu devices 2", "ask for this many devices, each with the memory above"),
+    "priority": ("%gpu priority batch", "queue in this priority class"),
+    "attach": ("%gpu attach", "wait for the slice now, and keep it until it is idle too long"),
+    "release": ("%gpu release", "give the slice back; tensors stay, in host memory"),
+    "keep": ("%gpu keep 10m", "do not take the slice for idleness for this long"),
+    "pool": ("%gpu pool", "the devices and sessions of the whole pool"),
+    "help": ("%gpu help", "this list"),
+}
+
+#: Options of ``memory``, by name: how a value is read.
+OPTIONS = ("limit", "devices", "priority", "compute")
+
+_WITHOUT_ARGUMENTS = ("status", "attach", "release", "pool", "help")
+_GPU_LINE = re.compile(r"^(\?{0,2}%{1,2}gpu\?{0,2}(\s|$)|%gpu\?)")
+_HEADER = re.compile(r"^%%gpu(\s+[^?]*)?$")
+
+
+class CommandError(GPUPoolError):
+    """What was typed after ``%gpu`` cannot be done; says what was typed and what can be."""
+
+    code = "usage"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand with the fields of the message that carries it out."""
+
+    name: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CellRequest:
+    """What a ``%%gpu`` line asks for: bytes, and the fields of the ``request`` message."""
+
+    memory: int
+    fields: Mapping[str, Any]
+
+
+def is_gpu_only(code: str) -> bool:
+    """Return whether a cell has nothing but ``%gpu`` lines (and comments): it never waits."""
+    seen = False
+    for line in code.splitlines():
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        if text.startswith("%%gpu") or not _GPU_LINE.match(text):
+            return False
+        seen = True
+    return seen
+
+
+def cell_header(code: str) -> str:
+    """Return the ``%%gpu ...`` line that a cell begins with, or nothing."""
+    first = code.lstrip().split("\n", 1)[0].strip()
+    return first if _HEADER.match(first) else ""
+
+
+def parse_cell_header(header: str, request: Mapping[str, Any]) -> CellRequest:
+    """Read a ``%%gpu`` line; ``request`` is the session's request as it is.
+
+    Raises
+    ------
+    CommandError
+    """
+    words = header.split()[1:]
+    if words[:1] == ["memory"]:
+        words = words[1:]
+    if not words:
+        raise CommandError(
+            "%%gpu needs the device memory for its cell.",
+            next_step="Write for example %%gpu 16GiB.",
+        )
+    if words[0] in SUBCOMMANDS:
+        raise CommandError(
+            f"%%gpu asks for memory for one cell, and {words[0]!r} is not a size.",
+            next_step=f"For the subcommand write %gpu {words[0]}, with one per cent sign.",
+        )
+    fields = _memory(words, request)
+    return CellRequest(int(fields["memory"]), fields)
+
+
+def parse_command(line: str, request: Mapping[str, Any]) -> Command:
+    """Read what stands after ``%gpu``; ``request`` is the session's request as it is.
+
+    Raises
+    ------
+    CommandError
+        With one sentence on what was typed, and the nearest thing that can be typed.
+    """
+    words = line.split()
+    if not words:
+        return Command("status")
+    name, rest = words[0], words[1:]
+    if name[0] in "0123456789.-+" and not name.startswith("--"):
+        return Command("memory", _memory(words, request))
+    if name not in SUBCOMMANDS:
+        near = difflib.get_close_matches(name, SUBCOMMANDS, n=1, cutoff=0.5)
+        hint = f"Did you mean %gpu {near[0]}?" if near else "Sizes are written like %gpu 12GiB."
+        raise CommandError(
+            f"There is no subcommand {name!r} of %gpu.", next_step=f"{hint} %gpu help lists all."
+        )
+    if name in _WITHOUT_ARGUMENTS:
+        if rest:
+            raise CommandError(
+                f"%gpu {name} takes no argument, and {' '.join(rest)!r} was given.",
+                next_step=f"Write %gpu {name}.",
+            )
+        return Command(name)
+    if not rest:
+        raise CommandError(
+            f"%gpu {name} needs a value.", next_step=f"Write {SUBCOMMANDS[name][0]}."
+        )
+    if name == "memory":
+        return Command(name, _memory(rest, request))
+    if name == "keep":
+        try:
+            return Command(name, {"seconds": parse_seconds(" ".join(rest))})
+        except ValueError as error:
+            raise CommandError(str(error), next_step="Write for example %gpu keep 10m.") from None
+    if len(rest) > 1:
+        raise CommandError(
+            f"%gpu {name} takes one value, and {' '.join(rest)!r} was given.",
+            next_step=f"Write {SUBCOMMANDS[name][0]}.",
+        )
+    return Command(name, {name: _option(name, rest[0])})
+
+
+def _memory(words: list[str], request: Mapping[str, Any]) -> dict[str, Any]:
+    sizes: list[str] = []
+    options: dict[str, str] = {}
+    words = [part for word in words for part in _split_option(word)]
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            sizes.append(word)
+            continue
+        name = word[2:]
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.5)
+            known = " ".join(f"--{option}" for option in OPTIONS)
+            hint = f"Did you mean --{near[0]}?" if near else f"There are {known}."
+            raise CommandError(f"There is no option {word!r} of %gpu.", next_step=hint)
+        if not words or words[0].startswith("--"):
+            raise CommandError(f"The option {word} needs a value.", next_step=_example(name))
+        value = words.pop(0)
+        if name == "limit" and words and words[0].isalpha():
+            value += words.pop(0)  # "20 GiB"
+        options[name] = value
+    fields: dict[str, Any] = {"memory": _bytes(" ".join(sizes))}
+    for name, text in options.items():
+        fields[name] = _option(name, text)
+    if "limit" not in fields:
+        old_memory, old_limit = request.get("memory"), request.get("limit")
+        if isinstance(old_limit, int) and old_limit != old_memory:
+            fields["limit"] = max(old_limit, fields["memory"])  # a burst was asked for: keep it
+        else:
+            fields["limit"] = fields["memory"]
+    elif fields["limit"] < fields["memory"]:
+        raise CommandError(
+            f"The limit {options['limit']} is below the guaranteed memory {' '.join(sizes)}.",
+            next_step="Write a limit that is at least the memory, or leave it out.",
+        )
+    return fields
+
+
+def _split_option(word: str) -> list[str]:
+    if word.startswith("--") and "=" in word:
+        name, value = word.split("=", 1)
+        return [name, value]
+    return [word]
+
+
+def _option(name: str, text: str) -> Any:
+    if name == "limit":
+        return _bytes(text)
+    if name == "priority":
+        return text
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    top = 100 if name == "compute" else 1024
+    if not 1 <= value <= top:
+        what = "a share from 1 to 100" if name == "compute" else "a whole number above zero"
+        raise CommandError(f"{name} must be {what}, not {text!r}.", next_step=_example(name))
+    return value
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
+def _example(name: str) -> str:
+    values = {"limit": "20GiB", "devices": "2", "priority": "batch", "compute": "50"}
+    return f"Write for example --{name} {values[name]}."

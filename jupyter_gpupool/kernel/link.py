@@ -1,0 +1,455 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The kernel's side of its session: who it is, what it holds, and the way to the broker.
+
+The agent *owns* its lease from the grant until it answers a ``yield`` with yes. That is why a cell
+of an attached session needs no round trip, and why the broker may die and come back while cells
+run: what the kernel holds is kept here and told again in the next ``hello``.
+
+Threads: cells call from the main thread and from subshell threads, pushes arrive in the client's
+reader thread, and one daemon thread connects. Everything shared is under one lock, which is never
+held while waiting for an answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
+
+from ..client import CALL_TIMEOUT, Client
+from ..errors import BrokerUnavailable, GPUPoolError
+from ..protocol import Message
+
+#: Seconds between attempts to reach the broker: the first pause and the longest.
+FIRST_PAUSE = 0.05
+LONGEST_PAUSE = 5.0
+
+#: States of a session in which its slice is attached.
+ATTACHED = ("active", "idle")
+
+
+class Slice(NamedTuple):
+    """Bytes of device memory on the device with this UUID."""
+
+    device: str
+    bytes: int
+
+
+def _slices(message: Mapping[str, Any]) -> tuple[Slice, ...]:
+    return tuple(Slice(str(s["device"]), int(s["bytes"])) for s in message.get("slices") or ())
+
+
+class Wait:
+    """One hold that waits for its lease.
+
+    ``answer`` is None while it waits, then the broker's ``ok``, or the error that ended it.
+    ``on_change`` is called, in any thread, whenever something about the wait may have changed.
+    """
+
+    def __init__(self, hold: str, kind: str, on_change: Callable[[], None]) -> None:
+        self.hold = hold
+        self.kind = kind
+        self.on_change = on_change
+        self.since = time.monotonic()
+        self.asked = False
+        self.answer: Message | GPUPoolError | None = None
+
+
+class Queue(NamedTuple):
+    """Where a waiting session stands; ``position`` 1 is next, ``eta`` in seconds or None."""
+
+    position: int
+    length: int
+    eta: float | None
+    reason: str
+
+
+class Link:
+    """The session of this kernel process.
+
+    Parameters
+    ----------
+    path, session, token:
+        As the provisioner set them in the environment.
+    attach:
+        The policy until the broker has confirmed it: ``cell``, ``manual`` or ``lazy``.
+    cuda:
+        Tells whether this process has called cuInit (None: cannot tell). Only called while the
+        session is attached: a driver call on a suspended process would block.
+    on_lost:
+        Called in the reader thread if the driver has lost this session's device state.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        session: str,
+        token: str,
+        *,
+        attach: str = "cell",
+        cuda: Callable[[], bool | None] = lambda: None,
+        on_lost: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.path = Path(path)
+        self.session = session
+        self.policy = attach
+        self._token = token
+        self._cuda = cuda
+        self._on_lost = on_lost
+        self._cuda_seen: bool | None = False
+        self._lock = threading.RLock()
+        self._client: Client | None = None
+        self._greeted = False
+        self._stopped = False
+        self._poke = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._holds: dict[str, str] = {}
+        self._waits: dict[str, Wait] = {}
+        self._owed: dict[str, Any] | None = None
+        self._down_since: float | None = time.monotonic()
+        #: Why there is no connection; None while there is one or the first try is under way.
+        self.down: GPUPoolError | None = None
+        self.state = "detached"
+        self.attached = False
+        #: This session has given up a slice after it used CUDA: its device state may be in host
+        #: memory, where CUDA calls block until it is attached again.
+        self.suspended = False
+        self.epoch = 0
+        self.slices: tuple[Slice, ...] = ()
+        self.request: dict[str, Any] = {}
+        self.limits: dict[str, Any] = {}
+        self.queue: Queue | None = None
+        self.reason = ""
+        self.pinned_reason = ""
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Begin to connect, in a daemon thread: the kernel's start does not wait for it."""
+        self._thread = threading.Thread(target=self._run, name="gpupool-link", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the connection for good. The broker frees the slice when the process ends."""
+        with self._lock:
+            self._stopped = True
+            client, self._client = self._client, None
+        self._poke.set()
+        if client is not None:
+            client.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CALL_TIMEOUT)
+
+    def unreachable_for(self) -> float:
+        """Return for how many seconds there has been no broker; 0.0 if there is one."""
+        since = self._down_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def unavailable(self) -> GPUPoolError:
+        """Return the error that says why the broker cannot be used now."""
+        return self.down or BrokerUnavailable(
+            f"The GPU pool broker at {self.path} has not answered yet.",
+            next_step="Try again in a moment, or see `jupyter gpupool doctor`.",
+        )
+
+    # ------------------------------------------------------------------ holds
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        """The ids of the holds that have the lease."""
+        with self._lock:
+            return tuple(self._holds)
+
+    def take(self, hold: str, kind: str) -> bool:
+        """Take a hold if the session is attached; False if it has to wait for its slice.
+
+        No round trip: the broker is told and does not answer.
+        """
+        with self._lock:
+            if not self.attached:
+                return False
+            self._holds[hold] = kind
+            self._tell("hold", hold=hold, kind=kind, epoch=self.epoch, wait=False)
+            return True
+
+    def wait(self, hold: str, kind: str, on_change: Callable[[], None]) -> Wait:
+        """Ask for the slice. The caller watches the result and ends it with :meth:`drop`."""
+        wait = Wait(hold, kind, on_change)
+        with self._lock:
+            self._waits[hold] = wait
+            self._ask(wait)
+            if not self._greeted:
+                self._poke.set()  # do not sit out the pause: somebody is waiting
+        return wait
+
+    def drop(self, hold: str) -> None:
+        """End a hold, or its wait. Unknown ones are ignored, so it is safe to say it twice."""
+        with self._lock:
+            wait = self._waits.pop(hold, None)
+            if self._holds.pop(hold, None) is not None:
+                self._tell("drop", hold=hold, cuda=self._probe())
+            elif wait is not None:
+                self._tell("cancel", hold=hold)
+            if not self._waits:
+                self.queue = None
+
+    # ------------------------------------------------------------------ calls
+
+    def start_call(self, kind: str, /, **fields: Any) -> Future[Message]:
+        """Send a request about this session; see :meth:`jupyter_gpupool.client.Client.start`.
+
+        Raises
+        ------
+        GPUPoolError
+            If there is no broker.
+        """
+        with self._lock:
+            client = self._client if self._greeted else None
+        if client is None:
+            self._poke.set()
+            raise self.unavailable()
+        return client.start(kind, **fields)
+
+    def call(self, kind: str, /, *, timeout: float = CALL_TIMEOUT, **fields: Any) -> Message:
+        """Send a request about this session and return the answer.
+
+        Raises
+        ------
+        GPUPoolError
+            The broker's refusal, or :class:`BrokerUnavailable`.
+        """
+        future = self.start_call(kind, **fields)
+        try:
+            answer = future.result(timeout)
+        except FutureTimeout:
+            raise BrokerUnavailable(
+                f"The GPU pool broker at {self.path} did not answer {kind!r} in {timeout:g} s.",
+                next_step="See `jupyter gpupool doctor`.",
+            ) from None
+        self.note_request(answer)
+        return answer
+
+    def note_request(self, answer: Mapping[str, Any]) -> None:
+        """Remember the request that an answer of the broker carries, if it does."""
+        if isinstance(answer.get("request"), dict):
+            with self._lock:
+                self.request = dict(answer["request"])
+
+    def owe_request(self, fields: Mapping[str, Any]) -> None:
+        """Set the request as soon as there is a broker again."""
+        with self._lock:
+            self._owed = dict(fields)
+
+    # ------------------------------------------------------------------ the connection
+
+    def _run(self) -> None:
+        pause = FIRST_PAUSE
+        while not self._stopped:
+            self._poke.clear()
+            ended = threading.Event()
+            try:
+                self._connect(ended)
+            except GPUPoolError as error:
+                self._went_down(error)
+                self._poke.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            else:
+                pause = FIRST_PAUSE
+                ended.wait()
+
+    def _connect(self, ended: threading.Event) -> None:
+        def closed(error: BrokerUnavailable) -> None:
+            self._went_down(error)
+            ended.set()
+
+        client = Client(self.path, on_push=self._push, on_close=closed)
+        with self._lock:
+            if self._stopped:
+                client.close()
+                ended.set()
+                return
+            hello = client.start(
+                "hello",
+                session=self.session,
+                token=self._token,
+                epoch=self.epoch,
+                holds=[{"id": hold, "kind": kind} for hold, kind in self._holds.items()],
+                cuda=self._cuda_seen,
+            )
+            # From here on holds and drops go out behind the hello, in their order.
+            self._client = client
+        try:
+            answer = hello.result(CALL_TIMEOUT)
+        except (GPUPoolError, FutureTimeout, CancelledError) as error:
+            with self._lock:
+                self._client = None
+            client.close()
+            if isinstance(error, GPUPoolError):
+                raise
+            raise BrokerUnavailable(
+                f"The GPU pool broker at {self.path} did not greet this kernel in "
+                f"{CALL_TIMEOUT:g} s.",
+                next_step="CPU work goes on; see `jupyter gpupool doctor`.",
+            ) from None
+        self._welcome(answer)
+
+    def _welcome(self, answer: Message) -> None:
+        with self._lock:
+            if self._client is None or self._client.closed:
+                return
+            self._greeted = True
+            self._down_since = None
+            self.down = None
+            self.policy = answer.get("attach") or self.policy
+            self.limits = dict(answer.get("limits") or {})
+            if self._owed is None:
+                self.note_request(answer)
+            else:
+                owed, self._owed = self._owed, None
+                self._client.start("request", **owed).add_done_callback(self._owed_answered)
+            self._take_state(answer)
+            for wait in self._waits.values():
+                self._ask(wait)
+            if not self.attached:
+                # The new broker has taken the slice meanwhile: what runs needs it back.
+                for hold, kind in self._holds.items():
+                    self._ask(Wait(hold, kind, lambda: None))
+            waits = list(self._waits.values())
+        for wait in waits:
+            wait.on_change()
+
+    def _owed_answered(self, future: Future[Message]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self.note_request(future.result())
+
+    def _went_down(self, error: GPUPoolError) -> None:
+        with self._lock:
+            self._client = None
+            self._greeted = False
+            self.queue = None
+            if self._down_since is None:
+                self._down_since = time.monotonic()
+            self.down = error
+            waits = list(self._waits.values())
+            for wait in waits:
+                wait.asked = False
+        for wait in waits:
+            wait.on_change()
+
+    def _tell(self, kind: str, /, **fields: Any) -> None:
+        """Send what has no answer. With the lock held, so that messages keep their order."""
+        if self._client is not None:
+            try:
+                self._client.send(kind, **fields)
+            except BrokerUnavailable:
+                pass  # the reader thread sees it too; the next hello tells the holds
+
+    def _ask(self, wait: Wait) -> None:
+        if self._client is None or not self._greeted or wait.asked:
+            return
+        try:
+            future = self._client.start(
+                "hold", hold=wait.hold, kind=wait.kind, epoch=self.epoch, wait=True
+            )
+        except BrokerUnavailable:
+            return  # asked again after the next hello
+        wait.asked = True
+        future.add_done_callback(partial(self._answered, wait))
+
+    def _answered(self, wait: Wait, future: Future[Message]) -> None:
+        try:
+            answer: Message | GPUPoolError = future.result()
+        except (BrokerUnavailable, CancelledError):
+            return  # asked again after the next hello
+        except GPUPoolError as error:
+            answer = error
+        with self._lock:
+            if not isinstance(answer, GPUPoolError):
+                self._take_lease(int(answer["epoch"]), _slices(answer))
+            wanted = self._waits.pop(wait.hold, None) is wait
+            if wanted and not isinstance(answer, GPUPoolError):
+                self._holds[wait.hold] = wait.kind
+            elif wait.hold not in self._holds and not isinstance(answer, GPUPoolError):
+                self._tell("drop", hold=wait.hold, cuda=self._probe())
+            if not self._waits:
+                self.queue = None
+            wait.answer = answer
+        wait.on_change()
+
+    # ------------------------------------------------------------------ pushes (reader thread)
+
+    def _push(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "yield":
+            self._yield(int(message["epoch"]))
+        elif kind == "lease":
+            with self._lock:
+                self._take_state(message)
+            self._changed()
+        elif kind == "queue":
+            with self._lock:
+                self.queue = Queue(
+                    int(message.get("position") or 0),
+                    int(message.get("length") or 0),
+                    message.get("eta"),
+                    str(message.get("reason") or ""),
+                )
+            self._changed()
+        elif kind == "lost":
+            with self._lock:
+                self.attached, self.slices, self.state = False, (), "ended"
+            self._on_lost(str(message.get("message") or "The GPU state of this kernel is lost."))
+            self._changed()
+
+    def _changed(self) -> None:
+        with self._lock:
+            waits = list(self._waits.values())
+        for wait in waits:
+            wait.on_change()
+
+    def _yield(self, epoch: int) -> None:
+        """Give up the lease if nothing uses it.
+
+        An older epoch than ours names a lease that is gone. A newer one cannot harm: without a
+        hold nothing of ours is running.
+        """
+        with self._lock:
+            given = epoch >= self.epoch and not self._holds and not self._waits
+            cuda = self._probe()
+            if given and self.attached:
+                self.attached, self.slices, self.state = False, (), "detaching"
+                self.suspended = cuda is not False
+            self._tell("yielded", epoch=epoch, yielded=given, cuda=cuda)
+
+    def _probe(self) -> bool | None:
+        """Return whether this process has called cuInit, without a driver call that may block."""
+        if self.attached and self._cuda_seen is not True:
+            self._cuda_seen = self._cuda()
+        return self._cuda_seen
+
+    def _take_state(self, message: Message) -> None:
+        epoch = int(message.get("epoch") or 0)
+        if epoch < self.epoch:
+            return  # about a lease that is over
+        self.state = str(message.get("state") or self.state)
+        self.reason = str(message.get("reason") or "")
+        self.pinned_reason = str(message.get("pinned_reason") or "")
+        if self.state in ATTACHED:
+            self._take_lease(epoch, _slices(message))
+        elif self.state != "detaching":  # which our own answer to a yield decides
+            if self.attached:
+                self.suspended = self._cuda_seen is not False
+            self.epoch, self.attached, self.slices = epoch, False, ()
+
+    def _take_lease(self, epoch: int, slices: Sequence[Slice]) -> None:
+        if epoch < self.epoch:
+            return
+        self.epoch, self.slices = epoch, tuple(slices)
+        self.attached, self.suspended = True, False
+        if self.state not in ATTACHED:
+            self.state = "active"

@@ -1,0 +1,186 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``%gpu``: what this kernel has and asks for. Errors are one message, never a traceback."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+from IPython.display import display
+
+from ..errors import BrokerUnavailable, GPUPoolError
+from ..units import format_bytes, format_seconds
+from .cells import GRACE, CellGate, log_hint
+from .command import OPTIONS, SUBCOMMANDS, parse_command
+from .interrupts import TICK
+from .link import Link
+from .magic_display import HelpView, PoolView, SessionView
+from .progress import WaitDisplay, describe, worth_showing
+
+_NOT_POOLED = (
+    "This kernel has no GPU pool session. Start a kernel whose name says Pooled GPU, or make "
+    "one of this kernel with `jupyter gpupool wrap`."
+)
+
+
+@magics_class
+class GPUMagics(Magics):  # type: ignore[misc]
+    """The ``%gpu`` line magic, and what is left of ``%%gpu`` when the gate has not taken it."""
+
+    def __init__(self, shell: Any, link: Link | None, gate: CellGate | None) -> None:
+        super().__init__(shell)
+        self.link = link
+        self.gate = gate
+        self._ids = itertools.count(1)
+
+    @line_cell_magic  # type: ignore[untyped-decorator]
+    def gpu(self, line: str, cell: str | None = None) -> None:
+        """Show and change this kernel's share of the GPU pool. ``%gpu help`` lists everything.
+
+        %gpu                      what this kernel has, asks for and waits for
+        %gpu 12GiB                ask for 12 GiB of device memory
+        %gpu memory 12GiB --limit 20GiB
+        %gpu devices 2
+        %gpu attach / %gpu release / %gpu keep 10m
+        %gpu pool                 the whole pool
+        %%gpu 16GiB               16 GiB for this cell only (first line of a cell)
+        """
+        try:
+            if cell is not None:
+                raise GPUPoolError(
+                    "%%gpu works as the first line of a cell only: the slice is waited for before "
+                    "the cell runs.",
+                    next_step="Put it first, or use %gpu with a size and %gpu attach.",
+                )
+            self._run(line)
+        except GPUPoolError as error:
+            raise UsageError(str(error)) from None
+
+    def _run(self, line: str) -> None:
+        request = self.link.request if self.link is not None else {}
+        command = parse_command(line, request)
+        if command.name == "help":
+            display(HelpView(self.link.request if self.link else {}))
+            return
+        if self.link is None or self.gate is None:
+            raise GPUPoolError(_NOT_POOLED, code="not-pooled")
+        if command.name == "status":
+            self._status(self.link)
+        elif command.name == "pool":
+            display(PoolView(self.link.call("status"), self.link.session))
+        elif command.name == "attach":
+            self._attach(self.link, self.gate)
+        elif command.name == "release":
+            answer = self.link.call("release")
+            print(answer.get("note") or "The GPU slice goes back to the pool.")
+        elif command.name == "keep":
+            answer = self.link.call("keep", **command.fields)
+            seconds = format_seconds(float(command.fields["seconds"]))
+            print(answer.get("note") or f"The GPU slice is kept for {seconds}, even when idle.")
+        else:  # memory, devices, priority: the request
+            answer = self.link.call("request", **command.fields)
+            print(_request_text(answer))
+            self.gate.settle()
+
+    def _status(self, link: Link) -> None:
+        try:
+            snapshot = link.call("status")
+        except BrokerUnavailable as error:
+            # What the agent knows by itself is still true; the error says what is not known.
+            display(SessionView(_own_view(link), None, problem=f"{error} {log_hint(link)}"))
+            return
+        own = next((s for s in snapshot.get("sessions", ()) if s.get("id") == link.session), None)
+        caps = self.gate.caps.problem if self.gate is not None else ""
+        display(SessionView(own or _own_view(link), snapshot, problem=caps))
+
+    def _attach(self, link: Link, gate: CellGate) -> None:
+        """Wait for the slice in this cell. Blocking, as any magic: the interrupt ends it."""
+        hold = f"manual-{next(self._ids)}"
+        changed = threading.Event()
+        shown = WaitDisplay(gate.publisher(), f"gpupool-{hold}")
+        interrupted = threading.Event()
+
+        def stop() -> None:
+            interrupted.set()
+
+        try:
+            if not link.take(hold, "manual"):
+                with gate.interrupts.watch(stop):
+                    wait = link.wait(hold, "manual", changed.set)
+                    while wait.answer is None:
+                        if interrupted.is_set():
+                            raise GPUPoolError(
+                                "The wait for a GPU slice was interrupted.",
+                                next_step="Type %gpu attach to queue again.",
+                            )
+                        if link.unreachable_for() > GRACE:
+                            raise link.unavailable()
+                        if worth_showing(link, wait):
+                            shown.show(describe(link))
+                        changed.wait(TICK)
+                        changed.clear()
+                    if isinstance(wait.answer, GPUPoolError):
+                        raise wait.answer
+            gate.settle()
+            slices = link.slices
+        finally:
+            shown.clear()
+            link.drop(hold)
+        size = format_bytes(sum(s.bytes for s in slices))
+        devices = ", ".join(s.device for s in slices)
+        print(f"Attached: {size} on {devices}. It is kept until it is idle too long.")
+
+
+def _request_text(answer: Any) -> str:
+    request = answer.get("request") or {}
+    parts = []
+    if isinstance(request.get("memory"), int):
+        parts.append(f"{format_bytes(request['memory'])} of device memory")
+    if isinstance(request.get("limit"), int) and request["limit"] != request.get("memory"):
+        parts.append(f"up to {format_bytes(request['limit'])} when there is room")
+    if isinstance(request.get("devices"), int) and request["devices"] > 1:
+        parts.append(f"on each of {request['devices']} devices")
+    if request.get("priority"):
+        parts.append(f"in class {request['priority']}")
+    text = "Asked for " + ", ".join(parts) + "." if parts else "The request is changed."
+    return f"{text} {answer.get('note') or ''}".rstrip()
+
+
+def _own_view(link: Link) -> dict[str, Any]:
+    """Return what the agent itself knows, in the words of a status entry."""
+    return {
+        "id": link.session,
+        "state": link.state,
+        "attach": link.policy,
+        "granted_bytes": sum(s.bytes for s in link.slices),
+        "devices": [s.device for s in link.slices],
+        "request": link.request,
+        "pinned_reason": link.pinned_reason,
+        "queue_position": link.queue.position if link.queue else None,
+    }
+
+
+def complete_gpu(_shell: Any, event: Any) -> list[str]:
+    """Complete ``%gpu`` and ``%%gpu``; IPython calls it as its ``complete_command`` hook."""
+    words = str(event.line).split()
+    at_end = not event.line or event.line.endswith(" ")
+    before = words[1:] if at_end else words[1:-1]
+    sizes = ["4GiB", "8GiB", "16GiB"]
+    if words and words[0].startswith("%%"):
+        return sizes if not before else [f"--{name}" for name in OPTIONS]
+    if not before:
+        return [*SUBCOMMANDS, *sizes]
+    examples = {
+        "keep": ["10m", "1h"],
+        "devices": ["1", "2"],
+        "memory": [*sizes, *(f"--{name}" for name in OPTIONS)],
+    }
+    if before[0] in examples:
+        return examples[before[0]]
+    if before[0] not in SUBCOMMANDS:
+        return [f"--{name}" for name in OPTIONS]
+    return []

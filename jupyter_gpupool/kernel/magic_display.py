@@ -1,0 +1,236 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""How ``%gpu`` looks: the same rows as HTML in a notebook and as plain text in a console."""
+
+from __future__ import annotations
+
+import html
+from typing import Any, Mapping, Sequence
+
+from ..units import format_bytes, format_seconds
+from .command import SUBCOMMANDS
+
+_STYLE = (
+    "border-collapse: collapse; font-size: var(--jp-code-font-size, 13px); "
+    "color: var(--jp-content-font-color1, inherit)"
+)
+
+#: What a state means to the person at the notebook.
+_STATES = {
+    "detached": "no slice now; the next cell that needs one gets it",
+    "queued": "waiting for a slice",
+    "attaching": "getting its slice",
+    "active": "attached, in use",
+    "idle": "attached, idle",
+    "detaching": "giving its slice back",
+    "ended": "ended",
+}
+
+
+def _rows_text(rows: Sequence[tuple[str, str]]) -> str:
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _rows_html(rows: Sequence[tuple[str, str]]) -> str:
+    cells = "".join(
+        f'<tr><th style="text-align: left; padding: 1px 12px 1px 0">{html.escape(name)}</th>'
+        f'<td style="text-align: left; padding: 1px 0">{html.escape(value)}</td></tr>'
+        for name, value in rows
+    )
+    return f'<table class="gpupool-table" style="{_STYLE}">{cells}</table>'
+
+
+def _table_text(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, *rows]
+    widths = [max(len(line[n]) for line in lines) for n in range(len(head))]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(tag: str, cells: Sequence[str]) -> str:
+        style = 'style="text-align: left; padding: 1px 12px 1px 0"'
+        inner = "".join(f"<{tag} {style}>{html.escape(cell)}</{tag}>" for cell in cells)
+        return f"<tr>{inner}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return (
+        f'<table class="gpupool-table" style="{_STYLE}"><thead>{line("th", head)}</thead>'
+        f"<tbody>{body}</tbody></table>"
+    )
+
+
+class _View:
+    """Something IPython shows in both forms."""
+
+    def text(self) -> str:
+        raise NotImplementedError
+
+    def html(self) -> str:
+        raise NotImplementedError
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": self.text(), "text/html": self.html()}
+
+
+class SessionView(_View):
+    """``%gpu``: one session, from its entry in the status snapshot."""
+
+    def __init__(
+        self, session: Mapping[str, Any], snapshot: Mapping[str, Any] | None, problem: str = ""
+    ) -> None:
+        self._rows = session_rows(session, snapshot or {})
+        self._problem = problem
+
+    def text(self) -> str:
+        text = _rows_text(self._rows)
+        return f"{text}\n\n{self._problem}" if self._problem else text
+
+    def html(self) -> str:
+        note = f"<p>{html.escape(self._problem)}</p>" if self._problem else ""
+        return _rows_html(self._rows) + note
+
+
+def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows that describe ``session``; what is not known has no row."""
+    state = str(session.get("state", "detached"))
+    rows = [("GPU slice", _STATES.get(state, state))]
+    granted = session.get("granted_bytes") or 0
+    if granted:
+        where = _device_names(session.get("devices") or (), snapshot)
+        rows.append(("granted", f"{format_bytes(granted)} on {where}" if where else ""))
+    for name, label in (("footprint_bytes", "in use"), ("suspended_bytes", "in host memory")):
+        if session.get(name):
+            rows.append((label, format_bytes(session[name])))
+    request = session.get("request") or {}
+    if isinstance(request.get("memory"), int):
+        rows.append(("asks for", _request(request)))
+    if session.get("queue_position"):
+        rows.append(("queue", _queue(session)))
+    if session.get("wait_reason"):
+        rows.append(("waits because", str(session["wait_reason"])))
+    if session.get("pinned_reason"):
+        rows.append(("cannot be moved", str(session["pinned_reason"])))
+    timeout = (snapshot.get("settings") or {}).get("idle_timeout")
+    if state == "idle" and isinstance(session.get("idle_seconds"), (int, float)):
+        text = f"for {format_seconds(session['idle_seconds'])}"
+        if isinstance(timeout, (int, float)):
+            text += f"; given back after {format_seconds(timeout)}"
+        rows.append(("idle", text))
+    if session.get("attach"):
+        rows.append(("attaches", _ATTACH.get(str(session["attach"]), str(session["attach"]))))
+    if snapshot.get("emulated"):
+        rows.append(("note", "EMULATED devices: no real GPU is used"))
+    return rows
+
+
+_ATTACH = {
+    "cell": "when a cell starts",
+    "manual": "only on %gpu attach",
+    "lazy": "at the first CUDA call",
+}
+
+
+def _request(request: Mapping[str, Any]) -> str:
+    text = format_bytes(request["memory"])
+    limit = request.get("limit")
+    if isinstance(limit, int) and limit > request["memory"]:
+        text += f", up to {format_bytes(limit)} when there is room"
+    if isinstance(request.get("devices"), int) and request["devices"] > 1:
+        text += f", on each of {request['devices']} devices"
+    if request.get("priority"):
+        text += f", class {request['priority']}"
+    return text
+
+
+def _queue(session: Mapping[str, Any]) -> str:
+    text = f"position {session['queue_position']}"
+    if session.get("queue_length"):
+        text += f" of {session['queue_length']}"
+    if isinstance(session.get("eta_seconds"), (int, float)):
+        text += f", about {format_seconds(session['eta_seconds'])}"
+    return text
+
+
+def _device_names(devices: Sequence[str], snapshot: Mapping[str, Any]) -> str:
+    known = {d.get("uuid"): d for d in snapshot.get("devices") or ()}
+    names = []
+    for uuid in devices:
+        device = known.get(uuid)
+        names.append(f"GPU {device['index']} ({device['name']})" if device else str(uuid))
+    return ", ".join(names)
+
+
+class PoolView(_View):
+    """``%gpu pool``: every device, and every session as far as its owner may be told."""
+
+    def __init__(self, snapshot: Mapping[str, Any], own: str) -> None:
+        self._devices = [_device_row(d) for d in snapshot.get("devices") or ()]
+        self._sessions = [_session_row(s, own, snapshot) for s in snapshot.get("sessions") or ()]
+        self._title = "GPU pool" + (" (EMULATED devices)" if snapshot.get("emulated") else "")
+        length = snapshot.get("queue_length") or 0
+        self._queue = f"{length} waiting" if length else "nobody is waiting"
+
+    _DEVICE_HEAD = ("device", "name", "free", "granted", "capacity", "note")
+    _SESSION_HEAD = ("session", "owner", "state", "granted", "device", "queue")
+
+    def text(self) -> str:
+        parts = [f"{self._title}: {self._queue}", _table_text(self._DEVICE_HEAD, self._devices)]
+        if self._sessions:
+            parts.append(_table_text(self._SESSION_HEAD, self._sessions))
+        return "\n\n".join(parts)
+
+    def html(self) -> str:
+        sessions = _table_html(self._SESSION_HEAD, self._sessions) if self._sessions else ""
+        title = f"<p><b>{html.escape(self._title)}</b>: {html.escape(self._queue)}</p>"
+        return f"{title}{_table_html(self._DEVICE_HEAD, self._devices)}{sessions}"
+
+
+def _device_row(device: Mapping[str, Any]) -> list[str]:
+    capacity = device.get("memory_capacity") or device.get("memory_total") or 0
+    note = str(device.get("drained_reason") or "")
+    if not note and device.get("can_suspend") is False:
+        note = "slices cannot be moved to host memory here"
+    return [
+        f"GPU {device.get('index', '?')}",
+        str(device.get("name", "")),
+        _size(device.get("memory_free")),
+        _size(device.get("memory_granted")),
+        _size(capacity),
+        note,
+    ]
+
+
+def _session_row(session: Mapping[str, Any], own: str, snapshot: Mapping[str, Any]) -> list[str]:
+    mine = session.get("id") == own
+    device = session.get("device")
+    return [
+        "this kernel" if mine else str(session.get("label") or session.get("id", "")),
+        str(session.get("owner", "")),
+        str(session.get("state", "")),
+        _size(session.get("granted_bytes")),
+        _device_names([device], snapshot) if device else "",
+        str(session.get("queue_position") or ""),
+    ]
+
+
+def _size(value: Any) -> str:
+    return format_bytes(int(value)) if isinstance(value, (int, float)) else "?"
+
+
+class HelpView(_View):
+    """``%gpu help``."""
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        self._rows = [*SUBCOMMANDS.values(), ("%%gpu 16GiB", "this much for one cell only")]
+        self._now = f"This kernel asks for {_request(request)}." if request.get("memory") else ""
+
+    def text(self) -> str:
+        return _rows_text(self._rows) + (f"\n\n{self._now}" if self._now else "")
+
+    def html(self) -> str:
+        note = f"<p>{html.escape(self._now)}</p>" if self._now else ""
+        return _rows_html(self._rows) + note

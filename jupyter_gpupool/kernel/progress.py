@@ -1,0 +1,81 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a waiting cell shows, and how it leaves no trace.
+
+The display is the first output of its cell: nothing has been printed yet when a cell waits. So one
+``clear_output`` when the wait is over removes it from the notebook, saved file included.
+"""
+
+from __future__ import annotations
+
+import html
+import time
+from typing import Any, Callable
+
+from ..units import format_bytes, format_seconds
+from .link import Link, Wait
+
+#: Seconds of waiting before anything is shown: an ordinary attach is over by then.
+PATIENCE = 0.25
+
+HOW_TO_STOP = "Interrupt the kernel to stop waiting; the cell will not run."
+
+Publish = Callable[[str, dict[str, Any]], None]
+
+
+def describe(link: Link) -> str:
+    """Return one line on what this hold is waiting for."""
+    if link.unreachable_for():
+        return f"Waiting for the GPU pool broker at {link.path}."
+    size = link.request.get("memory")
+    what = f"a GPU slice of {format_bytes(size)}" if isinstance(size, int) else "a GPU slice"
+    if link.state == "attaching":
+        if link.suspended:
+            return f"Bringing the state of this kernel back to {what}."
+        return f"Attaching {what}."
+    queue = link.queue
+    if queue is None:
+        return f"Waiting for {what}."
+    text = f"Waiting for {what}: position {queue.position} of {queue.length}"
+    if queue.eta is not None:
+        text += f", about {format_seconds(max(1.0, queue.eta))}"
+    return f"{text}. {queue.reason}".rstrip() if queue.reason else f"{text}."
+
+
+def worth_showing(link: Link, wait: Wait) -> bool:
+    """Return whether the user should hear of this wait (yet)."""
+    return link.queue is not None or time.monotonic() - wait.since >= PATIENCE
+
+
+class WaitDisplay:
+    """The line in the cell: published once, updated when its text changes, cleared at the end."""
+
+    def __init__(self, publish: Publish, display_id: str) -> None:
+        self._publish = publish
+        self._id = display_id
+        self._shown = ""
+
+    def show(self, text: str) -> None:
+        """Show ``text``; nothing is sent if it is what the cell shows already."""
+        if text == self._shown:
+            return
+        kind = "update_display_data" if self._shown else "display_data"
+        self._shown = text
+        markup = (
+            '<div class="gpupool-wait" style="color: var(--jp-ui-font-color2, #666)">'
+            f"&#x23f3; {html.escape(text)}<br><small>{html.escape(HOW_TO_STOP)}</small></div>"
+        )
+        self._publish(
+            kind,
+            {
+                "data": {"text/plain": f"{text} {HOW_TO_STOP}", "text/html": markup},
+                "metadata": {},
+                "transient": {"display_id": self._id},
+            },
+        )
+
+    def clear(self) -> None:
+        """Remove the line. Safe to call when nothing was shown."""
+        if self._shown:
+            self._shown = ""
+            self._publish("clear_output", {"wait": False})
