@@ -82,7 +82,7 @@ class Client:
         """Whether the connection has ended."""
         return self._closed
 
-    def start(self, kind: str, **fields: Any) -> Future[Message]:
+    def start(self, kind: str, /, **fields: Any) -> Future[Message]:
         """Send a request and return the future of its ``ok`` message.
 
         The future raises :class:`RefusedError` for an ``error`` message, and
@@ -101,7 +101,7 @@ class Client:
             raise
         return future
 
-    def call(self, kind: str, *, timeout: float | None = CALL_TIMEOUT, **fields: Any) -> Message:
+    def call(self, kind: str, /, *, timeout: float | None = CALL_TIMEOUT, **fields: Any) -> Message:
         """Send a request and return its ``ok`` message.
 
         Raises
@@ -117,7 +117,7 @@ class Client:
         except FutureTimeout:
             raise self._unavailable(f"did not answer {kind!r} in {timeout:g} s") from None
 
-    def send(self, kind: str, **fields: Any) -> None:
+    def send(self, kind: str, /, **fields: Any) -> None:
         """Send a message that has no answer."""
         if self._closed:
             raise self._unavailable("has closed the connection")
