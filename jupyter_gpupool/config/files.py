@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Iterator, Sequence
@@ -94,7 +95,8 @@ def check_config(config: Config, *, origin: str = "") -> None:
                 next_step=f"{nearest(name, options)}`jupyter gpupool generate-config` lists all.",
             )
         try:
-            GPUPool(config=Config({"GPUPool": {name: value}}))
+            # A copy: asking a ``c.GPUPool.admins.append(...)`` for its value ends its merging.
+            GPUPool(config=Config({"GPUPool": {name: deepcopy(value)}}))
         except (TraitError, ValueError, TypeError) as error:
             reason = _reason(name, value, error)
             refuse(

@@ -1,0 +1,136 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The picture of the pool, whole: a change of a single column shows here."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from snapshots import UUIDS, GiB, MiB, attached, device, pool, session
+
+from jupyter_gpupool.cli.picture import Style, columns, draw
+
+BUSY = pool(
+    devices=[
+        device(
+            0,
+            memory_granted=10 * GiB,
+            memory_foreign=2 * GiB,
+            memory_free=4 * GiB,
+            utilisation=41,
+        ),
+        device(1, drained_reason="Xid 79, the GPU has fallen off the bus"),
+    ],
+    sessions=[
+        session("77aa33", owner="bob", state="queued", queue_position=1, eta_seconds=40.0,
+                wait_reason="no GPU has 8 GiB free", wait_seconds_total=7,
+                request={"memory": 8 * GiB, "devices": 2}),
+        attached("9c0d22", "idle", 4 * GiB, idle_seconds=40, footprint_bytes=512 * MiB,
+                 label="viz.ipynb", pinned_reason="it uses managed memory"),
+        attached("3f2a1b9c0d11", "active", 6 * GiB, footprint_bytes=3 * GiB, wait_seconds_total=12),
+        session("b00c44", suspended_bytes=5 * GiB, label="old.ipynb"),
+        # What a session of another owner shows.
+        {"id": "dd00", "owner": "other", "state": "detached", "granted_bytes": 0, "device": None,
+         "queue_position": None},
+    ],
+    host={"budget_bytes": 12 * GiB, "used_bytes": 5 * GiB, "available_bytes": 20 * GiB},
+)  # fmt: skip
+
+WIDE = """\
+GPU pool  EMULATED  /run/gpupool/broker.sock
+
+GPU 0  Emulated GPU  GPU-5d1c0000-…  EMULATED
+[A██████████████████B▒▒▒▒▒▒▒▒▒▒▒╳╳╳╳╳╳╳············] 10 GiB of 16 GiB granted, 4 GiB free, 41 % busy
+
+GPU 1  Emulated GPU  GPU-7e2f0000-…  EMULATED
+[                                                 ] 0 B of 16 GiB granted, 16 GiB free, 0 % busy
+Not used: Xid 79, the GPU has fallen off the bus
+
+█ running  ▒ idle  ▞ moving  ╳ outside the pool  · free
+
+   SESSION       OWNER  STATE      SLICE  USES     ON HOST  WAITED  KERNEL
+A  3f2a1b9c0d11  ada    active     6 GiB  3 GiB             12 s    train.ipynb
+B  9c0d22        ada    idle 40 s  4 GiB  512 MiB                   viz.ipynb
+   77aa33        bob    queued     -                        7 s     train.ipynb
+   b00c44        ada    suspended  -               5 GiB            old.ipynb
+   dd00          other  detached   -
+9c0d22 cannot be suspended: it uses managed memory
+
+WAITING
+1. 77aa33 asks for 8 GiB on each of 2 GPUs, about 40 s: no GPU has 8 GiB free
+
+[▒▒▒▒▒▒▒▒▒▒··············] 5 GiB of 12 GiB host memory holds suspended state"""
+
+NARROW = """\
+GPU pool  EMULATED  /run/gpupool/broker.sock
+
+GPU 0  Emulated GPU  GPU-5d1c000...  EMULATED
+[A################B==========xxxxxx...........]
+10 GiB of 16 GiB granted, 4 GiB free, 41 % busy"""
+
+
+def test_the_whole_picture():
+    assert "\n".join(draw(BUSY, Style(width=100))) == WIDE
+
+
+def test_narrow_and_without_unicode():
+    lines = draw(BUSY, Style(width=47, unicode=False))
+    assert "\n".join(lines[:5]) == NARROW
+    assert all(line.isascii() for line in lines)
+
+
+@pytest.mark.parametrize("width", [40, 47, 60, 71, 72, 80, 100, 200])
+@pytest.mark.parametrize("unicode", [True, False])
+def test_no_line_is_wider_than_the_terminal(width, unicode):
+    assert max(map(columns, draw(BUSY, Style(width=width, unicode=unicode)))) <= width
+
+
+def test_colour_changes_no_character():
+    plain = draw(BUSY, Style(width=90))
+    painted = draw(BUSY, Style(width=90, colour=True))
+    assert plain != painted
+    assert [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in painted] == plain
+
+
+def test_without_devices_and_kernels():
+    assert draw(pool(devices=[], emulated=False, host={}), Style(width=80)) == [
+        "GPU pool  /run/gpupool/broker.sock",
+        "",
+        "No GPU. `jupyter gpupool doctor` says why.",
+        "",
+        "No kernel is in the pool.",
+    ]
+
+
+def test_real_devices_are_not_called_emulated():
+    lines = draw(pool(devices=[device(emulated=False)], emulated=False), Style(width=80))
+    assert not [line for line in lines if "EMULATED" in line]
+
+
+def test_a_label_cannot_steer_the_terminal_and_wide_letters_are_counted():
+    sessions = [session("a1", label="\x1b]0;owned\x07データ.ipynb"), session("b2", label="x" * 300)]
+    lines = draw(pool(sessions=sessions), Style(width=60))
+    assert not [line for line in lines if not line.isprintable()]
+    assert "?]0;owned?データ.ipynb" in "\n".join(lines)
+    assert max(map(columns, lines)) <= 60
+
+
+def test_the_smallest_slice_is_seen():
+    tiny = attached("a1", "active", 1 * MiB)
+    bar = draw(pool(sessions=[tiny]), Style(width=80))[3]
+    assert bar.startswith("[A·")
+
+
+def test_a_session_on_two_devices_is_on_both():
+    both = session(
+        "a1", state="active", granted_bytes=16 * GiB, device=UUIDS[0], devices=list(UUIDS)
+    )
+    lines = draw(pool(devices=[device(0), device(1)], sessions=[both]), Style(width=80))
+    assert lines[3][: lines[3].index("]")] == lines[6][: lines[6].index("]")]
+    assert lines[3].startswith("[A██")
+
+
+def test_a_device_that_cannot_suspend_says_why():
+    lines = draw(pool(devices=[device(can_suspend=False, tier_reason="MIG")]), Style(width=80))
+    assert "Cannot suspend: MIG" in lines

@@ -1,0 +1,156 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Finding, reading and refusing configuration files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from traitlets.config import Config
+
+from jupyter_gpupool.config import check_config, files, load_settings
+from jupyter_gpupool.errors import ConfigError
+
+GiB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path, monkeypatch):
+    """A user's and the system's folder, and nothing of this machine."""
+    user, system = tmp_path / "user", tmp_path / "system"
+    user.mkdir()
+    system.mkdir()
+    monkeypatch.setattr(files, "jupyter_config_path", lambda: [str(user), str(system)])
+    monkeypatch.delenv("GPUPOOL_EMULATE", raising=False)
+    return user, system
+
+
+def write(folder: Path, text: str | dict, name: str = "jupyter_server_config") -> Path:
+    path = folder / (f"{name}.json" if isinstance(text, dict) else f"{name}.py")
+    path.write_text(json.dumps(text) if isinstance(text, dict) else text)
+    return path
+
+
+def refusal(*args, **kwargs) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(*args, **kwargs)
+    return caught.value
+
+
+def test_without_files_everything_has_its_default(folders):
+    settings = load_settings()
+    assert settings.files == ()
+    assert settings.notes == ()
+    assert settings.attach == "cell"
+    assert settings.pool.default_memory == settings.pool.default_limit == 4 * GiB
+
+
+def test_python_json_user_and_system_in_jupyters_order(folders):
+    user, system = folders
+    low = write(system, "c.GPUPool.idle_timeout = 1; c.GPUPool.max_wait = 1; c.GPUPool.linger = 1")
+    base = write(user, "c.GPUPool.linger = 2; c.GPUPool.sample_interval = 2", "jupyter_config")
+    mid = write(user, "c.GPUPool.idle_timeout = 3; c.GPUPool.lock_timeout = 3")
+    top = write(user, {"GPUPool": {"lock_timeout": "4s"}})
+    settings = load_settings()
+    assert settings.files == (low, base, mid, top)
+    pool = settings.pool
+    assert (pool.max_wait, pool.idle_timeout) == (1, 3)
+    assert (settings.linger, settings.sample_interval, settings.lock_timeout) == (2, 2, 4)
+
+
+def test_explicit_files_and_then_the_command_line_win(folders, tmp_path):
+    user, _ = folders
+    write(user, "c.GPUPool.idle_timeout = 1; c.GPUPool.linger = 1; c.GPUPool.max_wait = 1")
+    more = write(tmp_path, "c.GPUPool.idle_timeout = 2; c.GPUPool.linger = 2", "more")
+    settings = load_settings([more], Config({"GPUPool": {"idle_timeout": 3}, "Other": {"x": 1}}))
+    assert (settings.pool.max_wait, settings.linger, settings.pool.idle_timeout) == (1, 2, 3)
+
+
+def test_changes_of_containers_add_up_over_files(folders):
+    user, system = folders
+    write(system, "c.GPUPool.admins.append('ada'); c.GPUPool.quotas.update({'*': {'leases': 1}})")
+    write(user, "c.GPUPool.admins.append('bob'); c.GPUPool.quotas.update({'bob': {'leases': 2}})")
+    settings = load_settings()
+    assert settings.admins == ("ada", "bob")
+    assert {name: quota.leases for name, quota in settings.pool.quotas.items()} == {
+        "*": 1,
+        "bob": 2,
+    }
+
+
+def test_the_working_directory_is_not_searched(folders, tmp_path, monkeypatch):
+    notebooks = tmp_path / "notebooks"
+    notebooks.mkdir()
+    write(notebooks, "c.GPUPool.idle_timeout = 1")
+    monkeypatch.chdir(notebooks)
+    assert load_settings().files == ()
+
+
+def test_sections_of_other_applications_are_not_ours_to_judge(folders):
+    user, _ = folders
+    write(user, "c.ServerApp.prot = 1; c.GPUPoolProvisioner.x = 1; c.GPUPool.linger = 1")
+    assert load_settings().linger == 1
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_and_the_file(folders):
+    path = write(folders[0], "c.GPUPool.idle_timout = 60")
+    assert str(refusal()) == (
+        f"c.GPUPool.idle_timout in {path}: there is no such option. Did you mean 'idle_timeout'? "
+        "`jupyter gpupool generate-config` lists all."
+    )
+
+
+def test_an_unknown_name_that_resembles_nothing(folders):
+    path = write(folders[0], "c.GPUPool.zzz = 60")
+    assert str(refusal()) == (
+        f"c.GPUPool.zzz in {path}: there is no such option. "
+        "`jupyter gpupool generate-config` lists all."
+    )
+
+
+@pytest.mark.parametrize("section", ["GpuPool", "GPUpool", "GPU_Pool"])
+def test_a_misspelt_section_is_refused(folders, section):
+    path = write(folders[0], f"c.{section}.idle_timeout = 60")
+    assert str(refusal()) == f"c.{section} in {path} is not the name of the pool. Write c.GPUPool."
+
+
+def test_the_command_line_is_named_as_the_origin(folders):
+    error = refusal(None, Config({"GPUPool": {"atach": "cell"}}))
+    assert str(error).startswith("c.GPUPool.atach in the command line: there is no such option.")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'."),
+        ("1 / 0", "ZeroDivisionError: division by zero."),
+        ("c.GPUPool. = 1", "SyntaxError, line 1: invalid syntax"),
+    ],
+)
+def test_a_file_that_fails_is_named(folders, text, message):
+    path = write(folders[0], text)
+    error = refusal()
+    assert error.message.startswith(f"The configuration file {path} cannot be read: {message}")
+    assert error.code == "config"
+
+
+def test_a_file_that_would_end_the_program_does_not(folders):
+    path = write(folders[0], "raise SystemExit(3)")
+    assert str(refusal()) == f"The configuration file {path} ended the program (3)."
+
+
+def test_json_that_is_none(folders):
+    (folders[0] / "jupyter_server_config.json").write_text('{"GPUPool": {,}}')
+    assert "cannot be read: JSONDecodeError" in str(refusal())
+
+
+def test_an_explicit_file_must_exist(folders, tmp_path):
+    missing = tmp_path / "missing.py"
+    assert str(refusal([missing])) == (f"There is no configuration file {missing}. Check the path.")
+
+
+def test_check_config_without_an_origin():
+    with pytest.raises(ConfigError, match=r"^c\.GPUPool\.attach: 'x' is not allowed"):
+        check_config(Config({"GPUPool": {"attach": "x"}}))

@@ -1,0 +1,296 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Each option: what it takes, what it refuses and in which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from traitlets.config import Config
+from traitlets.config.loader import KVArgParseConfigLoader
+
+from jupyter_gpupool.config import GPUPool, check_config, needs_restart, usable_attach
+from jupyter_gpupool.config.quantities import memory_total
+from jupyter_gpupool.errors import ConfigError
+from jupyter_gpupool.pool.model import PoolSettings, Quota
+
+MiB, GiB = 1 << 20, 1 << 30
+HOST = 100 * GiB
+
+
+def settings(environ=None, host_total=HOST, **options):
+    config = Config({"GPUPool": options})
+    check_config(config)
+    return GPUPool(config=config).settings(host_total=host_total, environ=environ or {})
+
+
+def refused(**options) -> str:
+    with pytest.raises(ConfigError) as caught:
+        settings(**options)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------ what is taken
+
+
+def test_defaults_are_those_of_the_pool():
+    pool = settings().pool
+    default = PoolSettings()
+    for name in PoolSettings.__slots__:
+        if name != "host_memory":
+            assert getattr(pool, name) == getattr(default, name), name
+    assert pool.host_memory == HOST // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("default_memory", 1 << 30, GiB),
+        ("default_memory", "512MiB", 512 * MiB),
+        ("default_memory", "1.5 GB", 1_500_000_000),
+        ("default_limit", "12GiB", 12 * GiB),
+        ("max_memory_per_kernel", "24GiB", 24 * GiB),
+        ("max_memory_per_kernel", None, None),
+        ("idle_timeout", 45, 45.0),
+        ("idle_timeout", "10m", 600.0),
+        ("reclaim_after", 0, 0.0),
+        ("reclaim_after", "30s", 30.0),
+        ("max_wait", None, None),
+        ("max_wait", "1h", 3600.0),
+        ("reserve", 0, 0),
+        ("reserve", "512MiB", 512 * MiB),
+        ("resume_headroom", 0, 0),
+        ("host_memory", "64GiB", 64 * GiB),
+        ("host_memory", "25%", 25 * GiB),
+        ("host_memory", 7, 7),
+        ("priority_classes", {"notebook": 1, "urgent": 2}, {"notebook": 1, "urgent": 2}),
+        ("default_priority", "batch", "batch"),
+    ],
+)
+def test_pool_options(name, value, found):
+    assert getattr(settings(**{name: value}).pool, name) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("attach", "manual", "manual"),
+        ("devices", None, None),
+        ("devices", [0, "1", "GPU-5d1c", "MIG-ab"], ("0", "1", "GPU-5d1c", "MIG-ab")),
+        ("foreign_processes", "report", "report"),
+        ("socket", "/run/x/y.sock", "/run/x/y.sock"),
+        ("state_dir", "/var/lib/x", Path("/var/lib/x")),
+        ("sample_interval", 0.25, 0.25),
+        ("lock_timeout", "2s", 2.0),
+        ("linger", 0, 0.0),
+        ("admins", ["ada"], ("ada",)),
+    ],
+)
+def test_broker_options(name, value, found):
+    assert getattr(settings(**{name: value}), name) == found
+
+
+def test_default_limit_follows_default_memory():
+    assert settings(default_memory="8GiB").pool.default_limit == 8 * GiB
+
+
+def test_quotas():
+    quotas = settings(
+        quotas={"*": {"memory": "16GiB", "leases": 2, "suspended": 0}, "ada": {"devices": None}}
+    ).pool.quotas
+    assert quotas == {"*": Quota(memory=16 * GiB, leases=2, suspended=0), "ada": Quota()}
+
+
+def test_options_from_the_command_line_are_text():
+    loader = KVArgParseConfigLoader()
+    arguments = ["--GPUPool.default_memory=6GiB", "--GPUPool.max_wait=None",
+                 "--GPUPool.devices=0", "--GPUPool.admins=ada"]  # fmt: skip
+    config = loader.load_config(arguments)
+    check_config(config)
+    found = GPUPool(config=config).settings(host_total=HOST, environ={})
+    assert (found.pool.default_memory, found.pool.max_wait) == (6 * GiB, None)
+    assert (found.devices, found.admins) == (("0",), ("ada",))
+
+
+def test_lazy_is_accepted_and_says_what_it_does_today():
+    found = settings(attach="lazy")
+    assert found.attach == "cell"
+    assert found.notes == (usable_attach("lazy")[1],)
+    assert "needs the guard" in found.notes[0]
+
+
+def test_more_host_memory_than_there_is_is_noted():
+    found = settings(host_memory="200GiB")
+    assert found.pool.host_memory == 200 * GiB
+    assert found.notes == (
+        (
+            "c.GPUPool.host_memory is 200 GiB and this machine has 100 GiB; "
+            "a suspend is still started only if its copy fits."
+        ),
+    )
+
+
+def test_state_dir_of_a_user_and_of_root(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("os.getuid", lambda: 1000)
+    assert settings().state_dir == tmp_path / "gpupool"
+    monkeypatch.setattr("os.getuid", lambda: 0)
+    assert settings().state_dir == Path("/var/lib/gpupool")
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("default_memory", "12 parsecs", ("'12 parsecs' is not a size. Write a number and a unit, "
+         "like 12GiB or 512MiB.")),
+        ("default_memory", -1, ("'-1' is not a size. Write a number and a unit, like 12GiB or "
+         "512MiB.")),
+        ("default_memory", 0, "'0' is not a size above zero. Write one like 12GiB or 512MiB."),
+        ("default_memory", True, ("True is not a size. Write a number of bytes, or text like "
+         "'12GiB'.")),
+        ("default_memory", 1.5, "1.5 is not a whole number of bytes."),
+        ("default_memory", None, ("None is not a size. Write a number of bytes, or text like "
+         "'12GiB'.")),
+        ("idle_timeout", "soon", "'soon' is not a duration. Write one like 90s, 10m or 2h."),
+        ("idle_timeout", 0, "'0' is not a duration above zero. Write one like 10m."),
+        ("max_wait", [], "[] is not a duration. Write a number of seconds, or text like '10m'."),
+        ("attach", "lasy", "'lasy' is not allowed. It takes: 'lazy', 'cell' or 'manual'."),
+        ("foreign_processes", "kill", ("'kill' is not allowed. It takes: 'count', 'report' or "
+         "'end'.")),
+        ("devices", [], "The list is empty, so the pool would have no GPU. Use None for all GPUs."),
+        ("devices", ["rtx"], ("'rtx' names no GPU. Write an index such as 0, or the beginning of a "
+         "UUID such as 'GPU-5d1c'; `nvidia-smi -L` shows both.")),
+        ("devices", [0, "0"], "'0' is listed twice."),
+        ("devices", 0, "0 is not allowed. It takes: list of indices or UUIDs."),
+        ("quotas", {"ada": {"memry": 1}}, ("The quota of 'ada' has an unknown limit 'memry'. Did "
+         "you mean 'memory'? Allowed are 'memory', 'devices', 'leases' or 'suspended'.")),
+        ("quotas", {"ada": {"memory": "lots"}}, ("The memory quota of 'ada': 'lots' is not a size. "
+         "Write a number and a unit, like 12GiB or 512MiB.")),
+        ("quotas", {"ada": {"leases": -1}}, ("The leases quota of 'ada' is -1. Write a whole "
+         "number, 0 or more.")),
+        ("quotas", {"ada": {"leases": True}}, ("The leases quota of 'ada' is True. Write a whole "
+         "number, 0 or more.")),
+        ("quotas", {"ada": "16GiB"}, ("The quota of 'ada' is '16GiB'. Write a dict such as "
+         "{'memory': '16GiB'}.")),
+        ("quotas", {"@staff": {}}, ("'@staff' looks like a group, and quotas are per user. Name "
+         "the users, or use '*' for all others.")),
+        ("quotas", {7: {}}, "7 is not a user name. Write a name, or '*' for all others."),
+        ("quotas", "x", "'x' is not allowed. It takes: dict of user name to dict."),
+        ("priority_classes", {}, ("There must be at least one priority class, such as "
+         "{'notebook': 100}.")),
+        ("priority_classes", {"a b": 1}, ("'a b' is not a name for a priority class. Use letters "
+         "and '_'.")),
+        ("priority_classes", {"a": "x"}, "Priority class 'a' is 'x'. Write a whole number."),
+        ("host_memory", "0%", "'0%' is not a share of memory. Write '1%' to '100%'."),
+        ("host_memory", "120%", "'120%' is not a share of memory. Write '1%' to '100%'."),
+        ("host_memory", "x%", "'x%' is not a share of memory. Write '1%' to '100%'."),
+        ("host_memory", "much", ("'much' is not a size. Write a number and a unit, like 12GiB or "
+         "512MiB. Per cent like '50%' is possible, too.")),
+        ("host_memory", None, "None is not a size. Write '64GiB', bytes, or per cent like '50%'."),
+        ("socket", "broker.sock", ("'broker.sock' is not an absolute path. Begin it with '/' or "
+         "'~'.")),
+        ("state_dir", "here", "'here' is not an absolute path. Begin it with '/' or '~'."),
+    ],
+)  # fmt: skip
+def test_bad_values(name, value, message):
+    example = GPUPool.class_traits()[name].metadata["example"]
+    assert refused(**{name: value}) == f"c.GPUPool.{name}: {message} Example: {example}"
+
+
+def test_a_socket_path_that_linux_does_not_allow():
+    message = refused(socket="/" + "x" * 200)
+    assert "The broker socket path has 201 bytes" in message
+    assert "107" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"default_limit": "1GiB"},
+            (
+                "c.GPUPool.default_limit: 1 GiB is below default_memory (4 GiB). "
+                "Raise default_limit or lower default_memory."
+            ),
+        ),
+        (
+            {"default_memory": "12GiB", "max_memory_per_kernel": "8GiB"},
+            (
+                "c.GPUPool.default_memory: 12 GiB is above max_memory_per_kernel (8 GiB). "
+                "Lower default_memory or raise max_memory_per_kernel."
+            ),
+        ),
+        (
+            {"default_limit": "12GiB", "max_memory_per_kernel": "8GiB"},
+            (
+                "c.GPUPool.default_limit: 12 GiB is above max_memory_per_kernel (8 GiB). "
+                "Lower default_limit or raise max_memory_per_kernel."
+            ),
+        ),
+        (
+            {"default_priority": "note"},
+            (
+                "c.GPUPool.default_priority: 'note' is no priority class. Did you mean 'notebook'? "
+                "Allowed are 'interactive', 'notebook' or 'batch'."
+            ),
+        ),
+    ],
+)
+def test_values_that_do_not_go_together(options, message):
+    assert refused(**options) == message
+
+
+# ------------------------------------------------------------------ the rest
+
+
+@pytest.mark.parametrize("name", sorted(GPUPool.class_traits(config=True)))
+def test_every_option_says_what_its_reader_needs(name):
+    trait = GPUPool.class_traits()[name]
+    for key in ("what", "unit", "default", "example"):
+        assert trait.metadata[key], f"{name} has no {key}"
+        assert trait.metadata[key] in trait.help
+    config = Config()
+    exec(trait.metadata["example"], {"c": config})
+    check_config(config)
+
+
+def test_needs_restart_names_what_a_running_broker_can_not_change():
+    old = settings()
+    assert needs_restart(old, settings(idle_timeout=1, quotas={"ada": {"leases": 1}})) == ()
+    assert needs_restart(old, settings(devices=[0], socket="/x")) == ("devices", "socket")
+
+
+def proc(tmp_path, cgroup: str, **limits: str) -> Path:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1024 kB\nMemFree: 1 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    for folder, text in limits.items():
+        place = tmp_path / "sys/fs/cgroup" / folder.replace("__", "/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    return tmp_path
+
+
+def test_memory_of_a_machine_without_control_groups(tmp_path):
+    assert memory_total(proc(tmp_path, "")) == MiB
+
+
+def test_memory_is_bounded_by_any_group_above_us(tmp_path):
+    root = proc(tmp_path, "0::/a/b\n")
+    for folder, text in {"a/b": "max", "a": "4096"}.items():
+        place = root / "sys/fs/cgroup" / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "memory.max").write_text(text)
+    assert memory_total(root) == 4096
+
+
+def test_memory_in_a_version_1_group(tmp_path):
+    root = proc(tmp_path, "5:cpu:/x\n4:memory:/job\n")
+    place = root / "sys/fs/cgroup/memory/job"
+    place.mkdir(parents=True)
+    (place / "memory.limit_in_bytes").write_text("8192")
+    assert memory_total(root) == 8192
