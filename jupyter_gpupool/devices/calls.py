@@ -1,0 +1,219 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Driver calls on the processes of one session, through a worker that may be lost at any time.
+
+A worker that dies or hangs in a call is replaced, and what counts is the state that the driver
+then reports: a checkpoint whose caller died is completed by the driver, and a restore whose
+caller died leaves the process locked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from ..errors import DriverError
+from . import checkpoint, processes
+from .checkpoint import Answer
+from .children import Child, ChildLost
+from .model import ProcessId, SuspendStatus
+
+#: Seconds beyond the lock's own time-out before its worker is taken to hang.
+LOCK_GRACE = 5.0
+
+#: Bytes per second below which a copy is taken to hang; half of the slowest seen in the field.
+SLOWEST_COPY = 0.5e9
+
+#: state before and after a call that worked.
+_STATES = {
+    "lock": ("running", "locked"),
+    "checkpoint": ("locked", "checkpointed"),
+    "restore": ("checkpointed", "locked"),
+    "unlock": ("locked", "running"),
+}
+
+#: Code of an answer that the parent made up: the worker was lost, and the call had no effect.
+LOST = "WORKER_LOST"
+
+#: Refusals that mean "this process has no CUDA context". Anything else is not taken for that:
+#: memory would be given away that is still in use.
+_NO_CONTEXT = {
+    "CUDA_ERROR_INVALID_VALUE",
+    "CUDA_ERROR_NOT_INITIALIZED",
+    "CUDA_ERROR_DEINITIALIZED",
+    "CUDA_ERROR_INVALID_CONTEXT",
+    "CUDA_ERROR_ILLEGAL_STATE",
+    checkpoint.NOT_SUPPORTED,  # cuda.core's word for "not found" as well
+}
+
+
+class Refused(Exception):
+    """The operation cannot go on; what was done must be undone."""
+
+    def __init__(self, status: SuspendStatus, message: str) -> None:
+        super().__init__(message)
+        self.status: SuspendStatus = status
+        self.message = message
+
+
+class SessionCalls:
+    """Calls on the session of process ``root``.
+
+    Parameters
+    ----------
+    lock_timeout:
+        Seconds that submitted work may take to drain.
+    call_timeout:
+        Seconds that any other driver call may take, besides the time for copying.
+    """
+
+    def __init__(
+        self,
+        worker: Child,
+        root: ProcessId,
+        session: str,
+        *,
+        lock_timeout: float,
+        call_timeout: float,
+    ) -> None:
+        self._worker = worker
+        self._root = root
+        self._session = session
+        self.lock_timeout = lock_timeout
+        self._call_timeout = call_timeout
+        self._copy_timeout = call_timeout
+        #: Sum over the driver calls so far, as measured around each of them.
+        self.driver_seconds = 0.0
+        #: Whether a process of the session has called cuInit; None: nobody can tell.
+        self.cuda: bool | None = False
+        #: Every process of the session that was seen.
+        self.pids: set[int] = set()
+
+    def allow_copy(self, size: int) -> None:
+        """Give the following calls the time to copy ``size`` bytes."""
+        self._copy_timeout = self._call_timeout + size / SLOWEST_COPY
+
+    def refusal(self, process: ProcessId, answer: Answer) -> Refused:
+        if answer.outcome == "stopped":
+            return Refused("drain", answer.message)
+        if answer.outcome == "hung":
+            return Refused("hung", answer.message)
+        if answer.code == checkpoint.NOT_SUPPORTED:
+            return Refused(
+                "pinned",
+                f"Process {process.pid} uses a CUDA feature that the driver cannot suspend, such "
+                f"as managed memory, memory shared with another process, or MPS "
+                f"({checkpoint.NOT_SUPPORTED}).",
+            )
+        return Refused(
+            "pinned", f"The driver did not suspend process {process.pid}: {answer.message}"
+        )
+
+    async def members(self) -> list[ProcessId]:
+        """Return the processes that may have a CUDA context, children first."""
+        fields = {"root": _wire(self._root), "session": self._session}
+        try:
+            try:
+                answer = await self._worker.call("find", self._call_timeout, **fields)
+            except ChildLost:
+                answer = await self._worker.call("find", self._call_timeout, **fields)
+        except (ChildLost, DriverError) as error:
+            text = f"The processes of the session cannot be listed: {error}"
+            raise Refused("drain", text) from None
+        if answer["root"] == "gone":
+            raise Refused("gone", checkpoint.absent(self._root, "gone"))
+        found = []
+        for member in answer["members"]:
+            self.pids.add(member["process"]["pid"])
+            if member["libcuda"] is False:
+                continue
+            if self.cuda is False:
+                self.cuda = None  # the library is there; only the driver knows if it is in use
+            process = ProcessId(**member["process"])
+            if member["presence"] == "stopped":
+                raise Refused("drain", checkpoint.absent(process, "stopped"))
+            found.append(process)
+        return found
+
+    async def probe(self, process: ProcessId) -> str:
+        """Return the driver's state of a process, empty if it has no CUDA context."""
+        answer = await self._query("thread", process)
+        if answer.outcome == "gone":
+            return ""
+        if answer.outcome in ("stopped", "hung"):
+            raise Refused("drain", answer.message)
+        context = answer.outcome == "ok" and int(answer.value or 0) > 0
+        if answer.outcome == "refused" and answer.code not in _NO_CONTEXT:
+            raise self.refusal(process, answer)
+        answer = await self.state(process)
+        if answer.outcome in ("stopped", "hung"):
+            raise Refused("drain", answer.message)
+        if answer.outcome == "refused" and context:
+            raise self.refusal(process, answer)
+        # Without a context the driver says "running" of any process at all.
+        if not context and answer.value not in ("locked", "checkpointed", "failed"):
+            return ""
+        self.cuda = True
+        return answer.value
+
+    async def state(self, process: ProcessId) -> Answer:
+        """Return the driver's state, after a transfer that is under way has ended."""
+        deadline = time.monotonic() + self._copy_timeout
+        while True:
+            answer = await self._query("state", process)
+            if answer.value not in ("checkpointing", "restoring"):
+                return answer
+            if time.monotonic() >= deadline:
+                return Answer("hung", message=f"Process {process.pid} is {answer.value} for ever.")
+            await asyncio.sleep(0.05)
+
+    async def _query(self, op: str, process: ProcessId) -> Answer:
+        """Ask, and once more if the worker died; a query that hangs is not repeated.
+
+        The time-out allows for a copy: the driver answers only when one in flight has ended.
+        """
+        message = ""
+        for _ in range(2):
+            try:
+                return await self._once(op, process, self._copy_timeout)
+            except ChildLost as lost:
+                message = str(lost)
+                if lost.hung:
+                    break
+            except DriverError as error:
+                message = str(error)
+                break
+        there = processes.presence(process)
+        if there != "alive":  # stopped since: that explains it
+            return Answer(there, message=checkpoint.absent(process, there))
+        return Answer("hung", message=f"Process {process.pid} does not answer: {message}")
+
+    async def call(self, op: str, process: ProcessId, **fields: Any) -> Answer:
+        """Make a call that changes the process; if its worker is lost, settle what came of it."""
+        timeout = self.lock_timeout + LOCK_GRACE if op == "lock" else self._copy_timeout
+        before, after = _STATES[op]
+        for attempt in (1, 2):
+            try:
+                return await self._once(op, process, timeout, **fields)
+            except (ChildLost, DriverError) as error:
+                answer = await self.state(process)
+                if answer.outcome != "ok":
+                    return answer
+                if answer.value == after:
+                    return Answer("ok", value=after)
+                died = isinstance(error, ChildLost) and not error.hung
+                if answer.value == before and attempt == 1 and (died or op == "unlock"):
+                    continue  # the driver never heard of it; and an unlock may be repeated
+                return Answer("refused", LOST, f"The driver did not answer: {error}", answer.value)
+        raise AssertionError("unreachable")
+
+    async def _once(self, op: str, process: ProcessId, timeout: float, **fields: Any) -> Answer:
+        answer = await self._worker.call(op, timeout, process=_wire(process), **fields)
+        result = Answer(**{key: answer[key] for key in Answer.__slots__})
+        self.driver_seconds += result.seconds
+        return result
+
+
+def _wire(process: ProcessId) -> dict[str, int]:
+    return {"pid": process.pid, "start_time": process.start_time}

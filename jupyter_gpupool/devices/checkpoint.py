@@ -1,0 +1,195 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Suspend and resume of one process: a thin typed layer on ``cuda.core.checkpoint``.
+
+Runs in a worker child. cuda.core tells its failures apart only by their text; here, and only
+here, the text becomes a code. Each call first checks that the process is still the one that was
+meant (its start time) and is not stopped: every call on a stopped process hangs.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Callable, Literal, Mapping
+
+from ..errors import DriverError
+from . import processes
+from .model import ProcessId
+
+#: ``ok``; the process has ended (or another has its number); it is stopped; the driver said no;
+#: (added by the parent) not even its state could be had.
+Outcome = Literal["ok", "gone", "stopped", "refused", "hung"]
+
+NOT_SUPPORTED = "CUDA_ERROR_NOT_SUPPORTED"
+NOT_READY = "CUDA_ERROR_NOT_READY"
+NOT_INITIALIZED = "CUDA_ERROR_NOT_INITIALIZED"
+
+_CODE = re.compile(r"\bCUDA_ERROR_[A-Z0-9_]+")
+_UNKNOWN_STATE = re.compile(r"Unknown CUDA checkpoint process state: (\d+)")
+
+#: States that cuda.core 1.x does not know: a transfer is under way (driver 615+).
+_LATER_STATES = {"4": "checkpointing", "5": "restoring"}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one driver call came to. ``seconds`` is the driver's part alone."""
+
+    outcome: Outcome
+    code: str = ""
+    message: str = ""
+    value: str = ""
+    seconds: float = 0.0
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+def classify(error: Exception) -> tuple[str, str]:
+    """Return a stable code and a text for what cuda.core raised.
+
+    cuda.core reports both "not found" and "not supported" as a driver that is too old. Where the
+    self-test has passed, the driver is not too old, and it is this process that it cannot suspend.
+    """
+    text = str(error)
+    match = _CODE.search(text)
+    if match:
+        return match.group(), text
+    if "not supported by the installed NVIDIA driver" in text:
+        return NOT_SUPPORTED, f"{NOT_SUPPORTED}: the driver does not support this operation."
+    return type(error).__name__, text
+
+
+def initialise() -> str:
+    """Call cuInit, without making a context; return the CUDA version the driver serves.
+
+    A restore needs a caller that has called cuInit (or persistence mode); it needs no context,
+    and none is made, because a context takes device memory for as long as it lives.
+
+    Raises
+    ------
+    DriverError
+        If there is no usable driver, with the reason in a sentence.
+    """
+    try:
+        from cuda.bindings import driver
+
+        (result,) = driver.cuInit(0)
+        if result != driver.CUresult.CUDA_SUCCESS:
+            raise DriverError(f"The CUDA driver does not start (cuInit: {result.name}).")
+        _, version = driver.cuDriverGetVersion()
+    except ImportError as error:
+        raise DriverError(
+            f"The Python package cuda-bindings cannot be imported ({error}).",
+            next_step="Install it: pip install 'cuda-core>=1.0' 'cuda-bindings>=13.0.2'",
+        ) from None
+    except RuntimeError as error:
+        # No libcuda.so.1 (DynamicLibNotFoundError), or one without a call that is needed.
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DriverError(f"The CUDA driver cannot be loaded: {first}") from None
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _call(process: ProcessId, action: Callable[[Any], object]) -> Answer:
+    there = processes.presence(process)
+    if there != "alive":
+        return Answer(there, message=absent(process, there))
+    from cuda.core.checkpoint import Process
+
+    begin = time.perf_counter()
+    try:
+        value = action(Process(process.pid))
+    except Exception as error:  # cuda.core has no common base for its errors
+        seconds = time.perf_counter() - begin
+        match = _UNKNOWN_STATE.search(str(error))
+        if match:
+            name = _LATER_STATES.get(match.group(1), f"state {match.group(1)}")
+            return Answer("ok", value=name, seconds=seconds)
+        if processes.presence(process) == "gone":
+            return Answer("gone", message=absent(process, "gone"), seconds=seconds)
+        code, text = classify(error)
+        return Answer("refused", code, text, seconds=seconds)
+    seconds = time.perf_counter() - begin
+    return Answer("ok", value="" if value is None else str(value), seconds=seconds)
+
+
+def absent(process: ProcessId, there: str) -> str:
+    """Return a sentence about a process that is gone or stopped."""
+    if there == "gone":
+        return f"Process {process.pid} has ended."
+    return f"Process {process.pid} is stopped (SIGSTOP); continue it with: kill -CONT {process.pid}"
+
+
+def state(process: ProcessId) -> Answer:
+    """Return in ``value``: running, locked, checkpointed, failed, checkpointing or restoring."""
+    return _call(process, lambda target: target.state)
+
+
+def thread(process: ProcessId) -> Answer:
+    """Return in ``value`` the driver's own thread in the process: the mark of a CUDA context."""
+    return _call(process, lambda target: target.restore_thread_id)
+
+
+def lock(process: ProcessId, timeout: float) -> Answer:
+    """Block new CUDA calls and wait ``timeout`` seconds for submitted work (NOT_READY if late)."""
+    milliseconds = max(1, round(timeout * 1000))  # 0 would mean for ever
+    return _call(process, lambda target: target.lock(milliseconds))
+
+
+def checkpoint(process: ProcessId) -> Answer:
+    """Move a locked process's device memory to the host and free its devices."""
+    return _call(process, lambda target: target.checkpoint())
+
+
+def restore(process: ProcessId, mapping: Mapping[str, str] | None) -> Answer:
+    """Bring a checkpointed process back, locked. Without room on the device this is fatal to it.
+
+    ``mapping`` names for *every* GPU of the machine the GPU that takes its place, by UUID as NVML
+    shows it; None: the same ones.
+    """
+    pairs = None
+    if mapping is not None:
+        pairs = {_plain(old): _plain(new) for old, new in mapping.items()}
+    return _call(process, lambda target: target.restore(pairs))
+
+
+def unlock(process: ProcessId) -> Answer:
+    """Let a locked process go on."""
+    return _call(process, lambda target: target.unlock())
+
+
+def _plain(uuid: str) -> str:
+    return uuid.removeprefix("GPU-")
+
+
+def complete_mapping(
+    origin: tuple[str, ...], target: tuple[str, ...], everything: tuple[str, ...]
+) -> dict[str, str] | None:
+    """Return a permutation of ``everything`` that moves ``origin[i]`` to ``target[i]``.
+
+    The driver wants every GPU it sees in the map, whatever CUDA_VISIBLE_DEVICES hides from the
+    process. A device whose place is taken goes where the chain of moves began, so that models
+    stay the same; the others stay. None if nothing moves.
+
+    Raises
+    ------
+    ValueError
+        If the two do not match or name a device twice.
+    """
+    if len(origin) != len(target) or len({*origin}) != len(origin) or len({*target}) != len(target):
+        raise ValueError(f"{origin} cannot be mapped onto {target} one to one.")
+    moves = dict(zip(origin, target, strict=True))
+    if all(old == new for old, new in moves.items()):
+        return None
+    came_from = {new: old for old, new in moves.items()}
+    for uuid in everything:
+        if uuid in moves:
+            continue
+        place = uuid
+        while place in came_from:
+            place = came_from[place]
+        moves[uuid] = place
+    return moves

@@ -1,0 +1,263 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The parent's end of a child process: calls with a wall-clock time-out.
+
+A call that is late ends the child: a driver call cannot be cancelled, only its process can. The
+next call starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+from ..errors import DriverError
+
+#: Seconds that a new child may take to load its libraries and initialise the driver. cuInit of a
+#: machine with many GPUs and no persistence mode takes seconds.
+START_TIMEOUT = 60.0
+
+#: Seconds to wait for a killed child. One stuck inside the kernel driver is left behind.
+_REAP_TIMEOUT = 5.0
+
+#: Bytes of one line from a child: a sample of 64 devices with a thousand processes fits.
+_MAX_LINE = 1 << 24
+
+#: Not for children. The first group would hide devices from them; with the second they would
+#: count as processes of the session that the broker was started from.
+_SCRUBBED = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "GPUPOOL_SESSION",
+    "GPUPOOL_TOKEN",
+)
+
+
+class ChildLost(Exception):
+    """The child died, or was killed because its answer was late (``hung``)."""
+
+    def __init__(self, message: str, *, hung: bool) -> None:
+        super().__init__(message)
+        self.hung = hung
+
+
+def child_environment(base: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the environment for children: ``base`` (None: this process's), made fit."""
+    env = dict(os.environ if base is None else base)
+    for name in _SCRUBBED:
+        env.pop(name, None)
+    # Children start in / and must find this very package, even from a source checkout.
+    package = Path(__file__).resolve().parents[2]
+    if str(package) not in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        entries = [str(package), *filter(None, [env.get("PYTHONPATH", "")])]
+        env["PYTHONPATH"] = os.pathsep.join(entries)
+    return env
+
+
+class Child:
+    """One child program, started when first needed and again whenever it was lost.
+
+    Parameters
+    ----------
+    module:
+        Name of the program in this package.
+    arguments:
+        For the program, after the parent's pid.
+    env:
+        The child's whole environment.
+    on_event:
+        Called with each line that the child sends unasked.
+    restart:
+        Whether a lost child is replaced by the next call.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        env: Mapping[str, str],
+        log: logging.Logger,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+        restart: bool = True,
+    ) -> None:
+        self.module = module
+        self.hello: dict[str, Any] = {}
+        self._arguments = arguments
+        self._env = env
+        self._log = log
+        self._on_event = on_event
+        self._restart = restart
+        self._started = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._ready: asyncio.Future[dict[str, Any]] | None = None
+        self._next_id = 0
+        self._lock = asyncio.Lock()
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The running child's pid, None if there is none now."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def generation(self) -> int:
+        """How many processes this child has had."""
+        return self._started
+
+    async def start(self, timeout: float = START_TIMEOUT) -> dict[str, Any]:
+        """Start the program if it does not run; return its first line.
+
+        Raises
+        ------
+        ChildLost
+            If it does not come up in time.
+        DriverError
+            If it says that it cannot work, with its reason.
+        """
+        async with self._lock:
+            if self._process is None:
+                await self._spawn(timeout)
+        if self.hello.get("problem"):
+            problem = str(self.hello["problem"])
+            await self.kill()
+            raise DriverError(problem, code="no-driver")
+        return self.hello
+
+    async def call(self, op: str, timeout: float, **fields: Any) -> dict[str, Any]:
+        """Return the child's answer to ``op``.
+
+        Raises
+        ------
+        ChildLost
+            If the child dies, or has not answered in ``timeout`` seconds and was killed for that.
+        DriverError
+            If the child answered with an error.
+        """
+        await self.start()
+        process = self._process
+        if process is None or process.stdin is None:
+            raise ChildLost(f"The {self.module} process ended as it started.", hung=False)
+        self._next_id += 1
+        request_id = self._next_id
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = future
+        try:
+            line = json.dumps({"id": request_id, "op": op, **fields}) + "\n"
+            process.stdin.write(line.encode())
+            answer = await asyncio.wait_for(future, timeout)
+        except (asyncio.TimeoutError, TimeoutError):
+            self._log.warning(
+                "The %s process %d did not answer %r in %g s and is killed.",
+                self.module, process.pid, op, timeout,
+            )  # fmt: skip
+            await self._end(process)
+            raise ChildLost(f"No answer to {op!r} in {timeout:g} s.", hung=True) from None
+        finally:
+            self._waiting.pop(request_id, None)
+        if "error" in answer:
+            raise DriverError(str(answer["error"]), code=str(answer.get("code", "driver")))
+        return answer
+
+    async def kill(self) -> None:
+        """End the process now, if it runs. The next call starts another."""
+        if self._process is not None:
+            await self._end(self._process)
+
+    async def close(self) -> None:
+        """End the process; there will be no other."""
+        self._closed = True
+        await self.kill()
+
+    # ------------------------------------------------------------------ internals
+
+    async def _spawn(self, timeout: float) -> None:
+        if self._closed or (self._started and not self._restart):
+            raise ChildLost(f"The {self.module} process has ended.", hung=False)
+        self._started += 1
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", f"{__package__}.{self.module}", str(os.getpid()),
+            *self._arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=self._env,
+            cwd="/",
+            start_new_session=True,  # ^C in a terminal is for the broker alone
+            limit=_MAX_LINE,
+        )  # fmt: skip
+        self._process = process
+        self._reader = asyncio.create_task(self._read(process, self._ready))
+        try:
+            self.hello = await asyncio.wait_for(asyncio.shield(self._ready), timeout)
+        except (asyncio.TimeoutError, TimeoutError):
+            await self._end(process)
+            raise ChildLost(
+                f"The {self.module} process did not start in {timeout:g} s.", hung=True
+            ) from None
+
+    async def _read(
+        self, process: asyncio.subprocess.Process, ready: asyncio.Future[dict[str, Any]]
+    ) -> None:
+        assert process.stdout is not None
+        try:
+            while line := await process.stdout.readline():
+                self._take(json.loads(line), ready)
+        except ValueError as error:  # not JSON, or an endless line
+            self._log.error("The %s process sent rubbish: %s", self.module, error)
+            process.kill()
+        # Closed stdout is the end, even if the process lingers.
+        if self._process is process:
+            self._process = None
+        lost = ChildLost(f"The {self.module} process {process.pid} ended.", hung=False)
+        if not ready.done():
+            ready.set_exception(lost)
+            ready.exception()  # seen: nobody may be waiting any more
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(lost)
+        await self._reap(process)
+
+    def _take(self, message: dict[str, Any], ready: asyncio.Future[dict[str, Any]]) -> None:
+        if message.get("event") == "ready":
+            if not ready.done():
+                ready.set_result(message)
+        elif "event" in message:
+            if self._on_event is not None:
+                self._on_event(message)
+        else:
+            future = self._waiting.get(message["id"])
+            if future is not None and not future.done():
+                future.set_result(message)
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        if process.returncode is None:
+            try:
+                process.kill()
+            except ProcessLookupError:
+                pass  # it was first
+        if self._process is process:
+            self._process = None
+        reader = self._reader
+        if reader is not None and reader is not asyncio.current_task():
+            await asyncio.wait({reader}, timeout=_REAP_TIMEOUT)
+
+    async def _reap(self, process: asyncio.subprocess.Process) -> None:
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), _REAP_TIMEOUT)
+        except (asyncio.TimeoutError, TimeoutError):
+            self._log.error(
+                "The %s process %d cannot be ended: it is stuck in the driver.",
+                self.module, process.pid,
+            )  # fmt: skip

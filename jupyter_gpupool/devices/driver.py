@@ -1,0 +1,76 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Driver versions: what they can do at best, and sentences about a driver that is missing.
+
+A version only rules things *out* here. What a device can really do is decided by the self-test.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+#: First driver with the checkpoint calls in its API (CUDA 12.8). cuda.core refuses older ones.
+SUSPEND_FLOOR = 570
+#: First driver that can restore a process on another device of the same model.
+MIGRATE_FLOOR = 580
+
+WITHOUT_GPU = "To try the pool without a GPU, set c.GPUPool.emulate = '2x16GiB'."
+
+#: What NVML's error at initialisation means for the reader, by the name of the constant.
+_PROBLEMS = {
+    "LIBRARY_NOT_FOUND": (
+        "No NVIDIA driver was found: libnvidia-ml.so.1 cannot be loaded. "
+        f"Install the driver, or give the container its GPUs. {WITHOUT_GPU}"
+    ),
+    "DRIVER_NOT_LOADED": (
+        "The NVIDIA driver is installed but its kernel module is not loaded. "
+        "Load it (modprobe nvidia) or reboot."
+    ),
+    "LIB_RM_VERSION_MISMATCH": (
+        "The NVIDIA driver was updated and its kernel module is still the old one. Reboot."
+    ),
+    "NO_PERMISSION": (
+        "This user may not talk to the NVIDIA driver. Check the permissions of /dev/nvidia*."
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the installed driver can do at best; ``reason`` says why it is not more."""
+
+    suspend: bool
+    migrate: bool
+    reason: str = ""
+
+
+def capabilities(driver_version: str) -> Capabilities:
+    """Return what driver ``driver_version`` (such as ``"580.95.05"``) can do at best.
+
+    A version that cannot be read rules nothing out.
+    """
+    match = re.match(r"\d+", driver_version)
+    if match is None:
+        return Capabilities(suspend=True, migrate=True)
+    major = int(match.group())
+    if major < SUSPEND_FLOOR:
+        return Capabilities(
+            suspend=False,
+            migrate=False,
+            reason=f"Driver {driver_version} cannot suspend processes; "
+            f"{SUSPEND_FLOOR} is the first that can.",
+        )
+    if major < MIGRATE_FLOOR:
+        return Capabilities(
+            suspend=True,
+            migrate=False,
+            reason=f"Driver {driver_version} cannot move a suspended process to another device; "
+            f"{MIGRATE_FLOOR} is the first that can.",
+        )
+    return Capabilities(suspend=True, migrate=True)
+
+
+def problem(name: str, text: str) -> str:
+    """Return a sentence for people about NVML's error ``name`` (``text`` is NVML's own)."""
+    return _PROBLEMS.get(name, f"The NVIDIA driver does not start: {text}. Run nvidia-smi to see.")

@@ -1,0 +1,105 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the devices tell the broker: frozen values. Bytes, seconds, devices by UUID."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Mapping
+
+SuspendStatus = Literal["suspended", "nothing", "pinned", "drain", "gone", "failed", "hung"]
+ResumeStatus = Literal["resumed", "no-room", "gone", "failed", "hung"]
+
+#: What the driver says of a session: the worst over its processes. ``none``: no CUDA context.
+#: ``hung``: no answer in time, or a process is stopped (SIGSTOP) and so cannot answer.
+SessionState = Literal["running", "locked", "checkpointed", "failed", "none", "gone", "hung"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process, safe against reuse of its number."""
+
+    pid: int
+    #: Field 22 of ``/proc/<pid>/stat``: clock ticks between boot and the start of the process.
+    start_time: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Device bytes of one process as NVML shows them; None where NVML does not know."""
+
+    pid: int
+    bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSample:
+    """One device at one instant.
+
+    If ``lost`` is not empty the device could not be read, for the reason it gives; ``total``,
+    ``used`` and ``reserved`` are then what was last seen, and ``free`` is 0: nothing can be had
+    there.
+    """
+
+    uuid: str
+    total: int
+    used: int
+    reserved: int
+    free: int
+    processes: tuple[ProcessMemory, ...] = ()
+    #: Per cent of the last sample period; None if the device does not tell.
+    utilisation: int | None = None
+    lost: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendOutcome:
+    """How a suspend ended.
+
+    =============  ================================================================================
+    ``suspended``  the session's device memory is in host memory; ``message`` is empty, or warns
+                   that NVML still shows bytes of it
+    ``nothing``    no process of the session has a CUDA context
+    ``pinned``     the driver cannot suspend it; everything was undone and runs
+    ``drain``      not now: its work did not drain in time, a process is stopped (SIGSTOP), or
+                   nothing could be begun; it is where it was, and may be tried again
+    ``gone``       the root process has ended
+    ``failed``     the driver lost the session's state: end it, so that what it holds is freed
+    ``hung``       not even the state could be had from a fresh worker: treat as ``failed``
+    =============  ================================================================================
+    """
+
+    status: SuspendStatus
+    message: str = ""
+    #: Device bytes given back, by device; the footprint that a resume must reserve. From the
+    #: process lists of NVML where these show the session's processes, else free memory after
+    #: less before. Empty if a process was suspended already (a broker died meanwhile): what it
+    #: held is then not to be seen any more, and the grant is the safe figure.
+    freed: Mapping[str, int] = field(default_factory=dict)
+    #: Whether the session has called cuInit and is bound to its devices; None: nobody can tell.
+    cuda: bool | None = None
+    #: The whole operation, and the part of it spent inside driver calls.
+    seconds: float = 0.0
+    driver_seconds: float = 0.0
+    #: What was suspended, in the order it was done (children first).
+    processes: tuple[ProcessId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeOutcome:
+    """How a resume ended.
+
+    ===========  ==================================================================================
+    ``resumed``  every process runs, on the new devices
+    ``no-room``  nothing was begun: NVML shows too little free memory or does not answer, or a
+                 process is stopped (SIGSTOP); ``message`` says which
+    ``gone``     the root process has ended
+    ``failed``   the driver lost the session's state: end it, so that what it holds is freed
+    ``hung``     not even the state could be had from a fresh worker: treat as ``failed``
+    ===========  ==================================================================================
+    """
+
+    status: ResumeStatus
+    message: str = ""
+    seconds: float = 0.0
+    driver_seconds: float = 0.0

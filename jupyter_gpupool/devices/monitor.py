@@ -1,0 +1,55 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The monitor: ``python -m jupyter_gpupool.devices.monitor <parent pid>``, all that NVML is for.
+
+A thread of its own waits for Xid errors and sends ``{"event": "lost", "uuid", "reason"}``.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict
+from typing import Any
+
+from ..errors import DriverError
+from .nvml import Nvml
+from .serve import Handler, claim_stdout, die_with_parent, emit, serve
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    die_with_parent()
+    out = claim_stdout()
+    try:
+        nvml = Nvml()
+    except DriverError as error:
+        emit(out, {"event": "ready", "problem": str(error)})
+        return
+    emit(out, {"event": "ready", "problem": ""})
+
+    def discover() -> dict[str, Any]:
+        driver, cuda = nvml.versions()
+        devices, problems = nvml.discover()
+        return {"driver": driver, "cuda": cuda, "devices": devices, "problems": problems}
+
+    def watch(uuids: list[str], lost: dict[str, str]) -> dict[str, Any]:
+        for uuid, reason in lost.items():
+            nvml.mark_lost(uuid, reason)
+
+        def run() -> None:
+            for uuid, reason in nvml.losses(uuids):
+                nvml.mark_lost(uuid, reason)
+                emit(out, {"event": "lost", "uuid": uuid, "reason": reason})
+
+        threading.Thread(target=run, name="gpupool-xid", daemon=True).start()
+        return {}
+
+    def sample(uuids: list[str]) -> dict[str, Any]:
+        return {"samples": [asdict(row) for row in nvml.sample(uuids)]}
+
+    handlers: dict[str, Handler] = {"discover": discover, "watch": watch, "sample": sample}
+    serve(out, handlers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""NVML through NVIDIA's own client (nvidia-ml-py). Runs in the monitor child only.
+
+A figure that NVML does not give stays unknown; no error is turned into a plausible number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import Any, Iterator, Sequence
+
+from ..errors import DriverError
+from .driver import problem
+from .model import DeviceSample, ProcessMemory
+
+#: Xid errors that are a fault of the application, not of the device; the others mean that the
+#: device is not to be trusted. The list is that of NVIDIA's k8s-device-plugin (health checks).
+APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
+
+
+def _error_name(pynvml: Any, error: Any) -> str:
+    """Return the name of an NVMLError's constant without ``NVML_ERROR_``, such as GPU_IS_LOST."""
+    for name in dir(pynvml):
+        if name.startswith("NVML_ERROR_") and getattr(pynvml, name) == error.value:
+            return name.removeprefix("NVML_ERROR_")
+    return str(error.value)
+
+
+class Nvml:
+    """One initialised NVML.
+
+    Raises
+    ------
+    DriverError
+        If there is no NVML or it does not start, with the reason in a sentence.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import pynvml
+        except ImportError as error:
+            raise DriverError(
+                f"The Python package nvidia-ml-py cannot be imported ({error}).",
+                code="no-driver",
+                next_step="Install it: pip install nvidia-ml-py",
+            ) from None
+        self._n = pynvml
+        self._lost: dict[str, str] = {}
+        self._last: dict[str, DeviceSample] = {}
+        self._handles: dict[str, Any] = {}
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            text = problem(_error_name(pynvml, error), str(error))
+            raise DriverError(text, code="no-driver") from None
+
+    # ------------------------------------------------------------------ discovery
+
+    def versions(self) -> tuple[str, str]:
+        """Return the driver's version and the CUDA version it serves; empty where unknown."""
+        n = self._n
+        try:
+            driver = str(n.nvmlSystemGetDriverVersion())
+        except n.NVMLError:
+            driver = ""
+        try:
+            number = int(n.nvmlSystemGetCudaDriverVersion_v2())
+            cuda = f"{number // 1000}.{number % 1000 // 10}"
+        except n.NVMLError:
+            cuda = ""
+        return driver, cuda
+
+    def discover(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return what there is, and a sentence for each device that cannot be used.
+
+        One row per GPU, or per MIG instance of a GPU in MIG mode: ``uuid``, ``index``, ``name``,
+        ``total`` and ``reserved`` bytes, ``mig``.
+        """
+        n = self._n
+        rows: list[dict[str, Any]] = []
+        problems: list[str] = []
+        for index in range(n.nvmlDeviceGetCount()):
+            try:
+                handle = n.nvmlDeviceGetHandleByIndex(index)
+                if not self._mig_mode(handle):
+                    rows.append(self._row(handle, index, mig=False))
+                    continue
+                found = [self._row(h, index, mig=True) for h in self._mig_handles(handle)]
+            except n.NVMLError as error:
+                problems.append(f"GPU {index} cannot be read and is left out: {error}.")
+                continue
+            rows += found
+            if not found:
+                problems.append(f"GPU {index} is in MIG mode and has no MIG instance to use.")
+        return rows, problems
+
+    def _row(self, handle: Any, index: int, *, mig: bool) -> dict[str, Any]:
+        n = self._n
+        uuid = str(n.nvmlDeviceGetUUID(handle))
+        self._handles[uuid] = handle
+        total, _used, reserved, _free = self._memory(handle)
+        name = str(n.nvmlDeviceGetName(handle))
+        return {
+            "uuid": uuid,
+            "index": index,
+            "name": name,
+            "total": total,
+            "reserved": reserved,
+            "mig": mig,
+        }
+
+    def _mig_mode(self, handle: Any) -> bool:
+        n = self._n
+        try:
+            return bool(n.nvmlDeviceGetMigMode(handle)[0] == n.NVML_DEVICE_MIG_ENABLE)
+        except (n.NVMLError_NotSupported, n.NVMLError_FunctionNotFound):
+            return False  # a GPU that has no MIG
+
+    def _mig_handles(self, handle: Any) -> Iterator[Any]:
+        n = self._n
+        for place in range(n.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            try:
+                yield n.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+            except n.NVMLError_NotFound:
+                continue  # places are not dense
+
+    # ------------------------------------------------------------------ sampling
+
+    def sample(self, uuids: Sequence[str]) -> list[DeviceSample]:
+        """Return one sample per device, in the order of ``uuids``."""
+        return [self._sample(uuid) for uuid in uuids]
+
+    def mark_lost(self, uuid: str, reason: str) -> None:
+        """Remember that ``uuid`` failed (an Xid): NVML may go on showing its numbers.
+
+        For as long as this process lives: a device is healthy again only after a reset.
+        """
+        self._lost.setdefault(uuid, reason)
+
+    def _sample(self, uuid: str) -> DeviceSample:
+        n = self._n
+        lost = self._lost.get(uuid, "")
+        if not lost:
+            try:
+                handle = self._handle(uuid)
+                total, used, reserved, free = self._memory(handle)
+                sample = DeviceSample(
+                    uuid=uuid,
+                    total=total,
+                    used=used,
+                    reserved=reserved,
+                    free=free,
+                    processes=self._processes(handle),
+                    utilisation=self._utilisation(handle),
+                )
+            except n.NVMLError as error:
+                lost = f"NVML cannot read the device: {error}."
+                self._handles.pop(uuid, None)
+            else:
+                self._last[uuid] = sample
+                return sample
+        last = self._last.get(uuid)
+        return DeviceSample(
+            uuid=uuid,
+            total=last.total if last else 0,
+            used=last.used if last else 0,
+            reserved=last.reserved if last else 0,
+            free=0,
+            lost=lost,
+        )
+
+    def _handle(self, uuid: str) -> Any:
+        if uuid not in self._handles:
+            self._handles[uuid] = self._n.nvmlDeviceGetHandleByUUID(uuid)
+        return self._handles[uuid]
+
+    def _memory(self, handle: Any) -> tuple[int, int, int, int]:
+        """Return total, used, reserved and free bytes; they add up, except for rounding."""
+        n = self._n
+        try:
+            memory = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
+            reserved = int(memory.reserved)
+        except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported):
+            # Version 1 counts what the driver reserves as used, so it is not lost.
+            memory = n.nvmlDeviceGetMemoryInfo(handle)
+            reserved = 0
+        return int(memory.total), int(memory.used), reserved, int(memory.free)
+
+    def _processes(self, handle: Any) -> tuple[ProcessMemory, ...]:
+        """Return every process with a context; a process may have one for compute and graphics."""
+        n = self._n
+        found: dict[int, int | None] = {}
+        for name in ("Compute", "Graphics"):
+            try:
+                rows = getattr(n, f"nvmlDeviceGet{name}RunningProcesses")(handle)
+            except (n.NVMLError_NotSupported, n.NVMLError_FunctionNotFound):
+                continue
+            for row in rows:
+                seen, size = found.get(row.pid), row.usedGpuMemory
+                found[row.pid] = size if seen is None else max(seen, size or 0)
+        return tuple(ProcessMemory(pid, size) for pid, size in sorted(found.items()))
+
+    def _utilisation(self, handle: Any) -> int | None:
+        n = self._n
+        try:
+            return int(n.nvmlDeviceGetUtilizationRates(handle).gpu)
+        except (n.NVMLError_NotSupported, n.NVMLError_FunctionNotFound, n.NVMLError_NoPermission):
+            return None
+
+    # ------------------------------------------------------------------ events
+
+    def losses(self, uuids: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield ``(uuid, reason)`` for every device failure as it happens, for ever.
+
+        Ends at once where NVML has no events.
+        """
+        n = self._n
+        try:
+            events = n.nvmlEventSetCreate()
+        except n.NVMLError:
+            return
+        watched = 0
+        for uuid in uuids:
+            try:
+                handle = self._handle(uuid)
+                n.nvmlDeviceRegisterEvents(handle, n.nvmlEventTypeXidCriticalError, events)
+                watched += 1
+            except n.NVMLError:
+                continue  # such as a MIG instance: its parent's errors show in the samples
+        while watched:
+            try:
+                event = n.nvmlEventSetWait_v2(events, 1000)
+            except n.NVMLError_Timeout:
+                continue
+            except n.NVMLError_GpuIsLost:
+                # Which one, NVML does not tell here; the next samples do.
+                time.sleep(1.0)
+                continue
+            except n.NVMLError:
+                return
+            if event.eventType != n.nvmlEventTypeXidCriticalError:
+                continue
+            xid = int(event.eventData)
+            if xid not in APPLICATION_XIDS:
+                yield self._uuid_of(event.device), f"The driver reported Xid {xid}."
+
+    def _uuid_of(self, handle: Any) -> str:
+        n = self._n
+        try:
+            return str(n.nvmlDeviceGetUUID(handle))
+        except n.NVMLError:
+            # A lost device may not even tell its name: a handle is a pointer, so compare these.
+            address = ctypes.cast(handle, ctypes.c_void_p).value
+            for uuid, known in self._handles.items():
+                if ctypes.cast(known, ctypes.c_void_p).value == address:
+                    return uuid
+            return ""

@@ -1,0 +1,328 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Suspend and resume of a whole session: all of its CUDA processes or none.
+
+The order is lock all, then checkpoint all (children first): a lock that times out costs no copy,
+and no process waits for another that is suspended already. Any refusal undoes everything.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Collection, Mapping, Sequence
+
+from ..errors import DriverError
+from . import checkpoint, processes
+from .calls import LOST, Refused, SessionCalls
+from .checkpoint import Answer, complete_mapping
+from .model import (
+    DeviceSample,
+    ProcessId,
+    ResumeOutcome,
+    ResumeStatus,
+    SessionState,
+    SuspendOutcome,
+    SuspendStatus,
+)
+from .sampling import Sampler
+
+#: Times to look for processes that a session started while it was being locked.
+_LOOKS = 3
+
+_WORST: tuple[SessionState, ...] = ("hung", "failed", "checkpointed", "locked", "running")
+
+
+class Operation:
+    """One operation on the session of process ``root``."""
+
+    def __init__(self, calls: SessionCalls, sampler: Sampler, root: ProcessId) -> None:
+        self._calls = calls
+        self._sampler = sampler
+        self._root = root
+        self._begin = time.perf_counter()
+        #: Processes that are, or may be, no longer running because of us, in that order.
+        self.touched: list[ProcessId] = []
+        #: Processes that could not be brought back to running because they are stopped.
+        self.unsettled: list[ProcessId] = []
+
+    # ------------------------------------------------------------------ suspend
+
+    async def suspend(self, devices: Sequence[str]) -> SuspendOutcome:
+        """Suspend the session. See :class:`SuspendOutcome`."""
+        try:
+            before = await self._sampler.sample(devices)
+        except DriverError as error:
+            return self._suspended("drain", f"Nothing was begun. {error}")
+        self._calls.allow_copy(sum(sample.used for sample in before))
+        try:
+            targets, adopted = await self._lock_all()
+            if not targets:
+                self._nothing_held(before)
+                return self._suspended("nothing", "")
+            for process in targets:
+                await self._checkpoint(process)
+        except Refused as refused:
+            return await self._give_up(refused)
+        if processes.presence(self._root) == "gone":
+            return self._suspended("gone", checkpoint.absent(self._root, "gone"))
+        return await self._verify(targets, adopted, before)
+
+    async def _lock_all(self) -> tuple[list[ProcessId], bool]:
+        """Lock every CUDA process, children first; return them, and whether any was suspended.
+
+        A session may start a process meanwhile, so look again until there is no new one.
+        """
+        targets: list[ProcessId] = []
+        adopted = False
+        listing: list[ProcessId] = []
+        seen: set[ProcessId] = set()
+        for _ in range(_LOOKS):
+            listing = await self._calls.members()
+            found = [process for process in listing if process not in seen]
+            if not found:
+                break
+            for process in found:
+                seen.add(process)
+                state = await self._calls.probe(process)
+                if state == "running" and not await self._lock(process):
+                    continue
+                if state == "failed":
+                    raise Refused("failed", f"The driver has lost process {process.pid}.")
+                if state:
+                    targets.append(process)
+                    # Locked by a broker that is gone counts as done by us: undo must unlock it.
+                    if process not in self.touched:
+                        self.touched.append(process)
+                    adopted |= state == "checkpointed"
+        # New ones may be below those found first, so the order is that of the last look.
+        order = {process: place for place, process in enumerate(listing)}
+        return sorted(targets, key=lambda process: order.get(process, -1)), adopted
+
+    async def _lock(self, process: ProcessId) -> bool:
+        """Lock; False if there is nothing to lock after all."""
+        self.touched.append(process)
+        answer = await self._calls.call("lock", process, drain=self._calls.lock_timeout)
+        if answer.outcome == "ok":
+            return True
+        if answer.outcome == "gone" or answer.code == checkpoint.NOT_INITIALIZED:
+            self.touched.remove(process)
+            return False
+        if answer.code in (checkpoint.NOT_READY, LOST):
+            raise Refused(
+                "drain",
+                f"The GPU work of process {process.pid} did not finish in "
+                f"{self._calls.lock_timeout:g} s, so it was not suspended.",
+            )
+        raise self._calls.refusal(process, answer)
+
+    async def _checkpoint(self, process: ProcessId) -> None:
+        answer = await self._calls.state(process)
+        if answer.outcome == "ok" and answer.value == "checkpointed":
+            return
+        if answer.outcome == "ok":
+            answer = await self._calls.call("checkpoint", process)
+        if answer.outcome not in ("ok", "gone"):
+            raise self._calls.refusal(process, answer)
+
+    async def _give_up(self, refused: Refused) -> SuspendOutcome:
+        trouble = await self.undo(self.touched)
+        if processes.presence(self._root) == "gone":
+            return self._suspended("gone", checkpoint.absent(self._root, "gone"))
+        if trouble:
+            return self._suspended(trouble[0], f"{refused.message} {trouble[1]}")
+        # Not even the state was to be had, but by now every process runs.
+        status = "drain" if refused.status == "hung" else refused.status
+        return self._suspended(status, refused.message)
+
+    async def undo(self, touched: Collection[ProcessId]) -> tuple[SuspendStatus, str] | None:
+        """Bring processes back to running, parents first; return what stands in the way."""
+        trouble: tuple[SuspendStatus, str] | None = None
+        for process in reversed([*touched]):
+            answer = await self._calls.state(process)
+            if answer.value == "checkpointed":
+                answer = await self._calls.call("restore", process, mapping=None)
+                if answer.outcome == "ok":
+                    answer = Answer("ok", value="locked")
+            if answer.value == "locked":
+                answer = await self._calls.call("unlock", process)
+                if answer.outcome == "ok":
+                    answer = await self._calls.state(process)
+            if answer.outcome == "gone" or answer.value == "running":
+                continue
+            if answer.outcome == "stopped":
+                self.unsettled.append(process)
+                continue
+            status: SuspendStatus = "hung" if answer.outcome == "hung" else "failed"
+            what = answer.message or f"the driver says {answer.value!r}"
+            trouble = status, f"Process {process.pid} could not be brought back: {what}"
+        return trouble
+
+    def _nothing_held(self, before: Sequence[DeviceSample]) -> None:
+        """Refuse "nothing" if NVML shows memory of the session: it must not be given away."""
+        for sample in before:
+            for process in sample.processes:
+                if process.pid in self._calls.pids and process.bytes != 0:
+                    raise Refused(
+                        "pinned",
+                        f"Process {process.pid} holds memory on {sample.uuid}, but the driver "
+                        f"offers no way to suspend it.",
+                    )
+
+    async def _verify(
+        self, targets: Sequence[ProcessId], adopted: bool, before: Sequence[DeviceSample]
+    ) -> SuspendOutcome:
+        """Look whether the memory really is free, and count it."""
+        if adopted:
+            return self._suspended("suspended", "", targets)
+        pids = {process.pid for process in targets}
+        message = ""
+        try:
+            after, free = await self._sampler.wait_freed(pids, before)
+        except DriverError as error:
+            return self._suspended("suspended", str(error), targets)
+        if not free:
+            message = f"NVML still shows the memory of {sorted(pids)} after the suspend."
+        return self._suspended("suspended", message, targets, freed_bytes(before, after, pids))
+
+    def _suspended(
+        self,
+        status: SuspendStatus,
+        message: str,
+        targets: Sequence[ProcessId] = (),
+        freed: Mapping[str, int] | None = None,
+    ) -> SuspendOutcome:
+        return SuspendOutcome(
+            status=status,
+            message=message,
+            freed=dict(freed or {}),
+            cuda=self._calls.cuda,
+            seconds=time.perf_counter() - self._begin,
+            driver_seconds=self._calls.driver_seconds,
+            processes=tuple(targets),
+        )
+
+    # ------------------------------------------------------------------ resume
+
+    async def resume(
+        self,
+        devices: Sequence[str],
+        origin: Sequence[str],
+        need: Mapping[str, int],
+        everything: Sequence[str],
+    ) -> ResumeOutcome:
+        """Resume the session on ``devices``. See :class:`ResumeOutcome`."""
+        mapping = complete_mapping((*origin,), (*devices,), (*everything,))
+        self._calls.allow_copy(sum(need.values()))
+        try:
+            members = await self._calls.members()
+            states = {process: await self._calls.probe(process) for process in reversed(members)}
+        except Refused as refused:
+            if refused.status == "gone":
+                return self._resumed("gone", refused.message)
+            return self._resumed("no-room", refused.message)
+        lost = [process.pid for process, state in states.items() if state == "failed"]
+        if lost:
+            return self._resumed("failed", f"The driver has lost the state of process {lost[0]}.")
+        suspended = [process for process, state in states.items() if state == "checkpointed"]
+        if suspended:
+            problem = await self._no_room(need)
+            if problem:
+                return self._resumed("no-room", problem)
+        for process in suspended:
+            answer = await self._calls.call("restore", process, mapping=mapping)
+            if answer.outcome == "gone":
+                continue
+            if answer.outcome != "ok":
+                return await self._not_restored(process, answer)
+            self.touched.append(process)
+        for process, state in states.items():
+            if state not in ("checkpointed", "locked"):
+                continue
+            answer = await self._calls.call("unlock", process)
+            if answer.outcome == "stopped":
+                # Its memory is back; it only cannot be told before it goes on.
+                self.unsettled.append(process)
+            elif answer.outcome not in ("ok", "gone"):
+                return self._resumed(
+                    "hung" if answer.outcome == "hung" else "failed",
+                    f"Process {process.pid} was restored but not unlocked: {answer.message}",
+                )
+        if processes.presence(self._root) == "gone":
+            return self._resumed("gone", checkpoint.absent(self._root, "gone"))
+        return self._resumed("resumed", "")
+
+    async def _no_room(self, need: Mapping[str, int]) -> str:
+        """Return why a restore must not be tried now; it is fatal without room."""
+        try:
+            samples = await self._sampler.sample([*need])
+        except DriverError as error:
+            return str(error)
+        for sample in samples:
+            if sample.lost:
+                return f"Device {sample.uuid} is lost: {sample.lost}"
+            if sample.free < need[sample.uuid]:
+                return (
+                    f"Device {sample.uuid} has {sample.free >> 20} MiB free, and the session "
+                    f"needs {-(-need[sample.uuid] >> 20)} MiB."
+                )
+        return ""
+
+    async def _not_restored(self, process: ProcessId, answer: Answer) -> ResumeOutcome:
+        """Say what became of the session, having suspended again what had been restored."""
+        untouched = answer.outcome == "stopped" or (
+            answer.code == LOST and answer.value == "checkpointed"
+        )
+        if untouched:
+            for restored in self.touched:
+                again = await self._calls.call("checkpoint", restored)
+                untouched &= again.outcome in ("ok", "gone")
+        if untouched:
+            return self._resumed("no-room", f"Nothing was resumed. {answer.message}")
+        return self._resumed(
+            "hung" if answer.outcome == "hung" else "failed",
+            f"The driver could not restore process {process.pid}: {answer.message}",
+        )
+
+    def _resumed(self, status: ResumeStatus, message: str) -> ResumeOutcome:
+        seconds = time.perf_counter() - self._begin
+        return ResumeOutcome(status, message, seconds, self._calls.driver_seconds)
+
+    # ------------------------------------------------------------------ state
+
+    async def state(self) -> SessionState:
+        """Return the worst state over the session's processes."""
+        try:
+            states = [await self._calls.probe(process) for process in await self._calls.members()]
+        except Refused as refused:
+            if refused.status == "pinned":
+                return "running"  # the driver refuses to say more, so it was not suspended
+            return "gone" if refused.status == "gone" else "hung"
+        return next((state for state in _WORST if state in states), "none")
+
+    async def unlock(self) -> None:
+        """Unlock every locked process of the session."""
+        try:
+            for process in await self._calls.members():
+                if await self._calls.probe(process) == "locked":
+                    answer = await self._calls.call("unlock", process)
+                    if answer.outcome not in ("ok", "gone"):
+                        raise DriverError(
+                            f"Process {process.pid} could not be unlocked: {answer.message}"
+                        )
+        except Refused as refused:
+            if refused.status != "gone":
+                raise DriverError(refused.message) from None
+
+
+def freed_bytes(
+    before: Sequence[DeviceSample], after: Sequence[DeviceSample], pids: Collection[int]
+) -> dict[str, int]:
+    """Return the bytes that ``pids`` gave back, by device.
+
+    From NVML's process lists if they show every one of ``pids``, which keeps other processes that
+    come and go out of the count; else from free memory.
+    """
+    known = {p.pid for s in before for p in s.processes if p.bytes is not None}
+    if set(pids) <= known:
+        return {s.uuid: sum(p.bytes or 0 for p in s.processes if p.pid in pids) for s in before}
+    return {b.uuid: max(0, a.free - b.free) for b, a in zip(before, after, strict=True)}

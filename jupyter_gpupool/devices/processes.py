@@ -1,0 +1,175 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What /proc says: who a process is, whether it may be touched, and who belongs to a session.
+
+Standard library only. Reading ``environ`` or ``maps`` of a process can block while that process
+is being suspended (it takes the lock of its address space), so these run in a child process that
+can be killed, not in the broker.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .model import ProcessId
+
+#: Set in the environment of a session's kernel; whatever it starts inherits it.
+SESSION_VARIABLE = "GPUPOOL_SESSION"
+
+Presence = Literal["alive", "stopped", "gone"]
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """The part of ``/proc/<pid>/stat`` (proc_pid_stat(5)) that matters here."""
+
+    pid: int
+    #: R running, S sleeping, D disk, T stopped, t traced, Z zombie, X dead, I idle.
+    state: str
+    parent: int
+    threads: int
+    start_time: int
+
+    @property
+    def identity(self) -> ProcessId:
+        """The process, safe against reuse of its number."""
+        return ProcessId(self.pid, self.start_time)
+
+    @property
+    def presence(self) -> Presence:
+        """Whether it can answer. A stopped process makes every checkpoint call on it hang."""
+        # A zombie with threads is only a first thread that ended: the process lives on.
+        if self.state == "X" or (self.state == "Z" and self.threads <= 1):
+            return "gone"
+        return "stopped" if self.state in "Tt" else "alive"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of a session."""
+
+    process: ProcessId
+    presence: Presence
+    #: The CUDA driver library is mapped; None if its map cannot be read. Without the library
+    #: there is no context; with it, only the driver can tell.
+    libcuda: bool | None
+
+
+def parse_stat(text: str) -> Stat:
+    """Parse one ``stat`` line. The name, second field, may hold blanks and brackets."""
+    pid = int(text[: text.index(" ")])
+    fields = text[text.rindex(")") + 2 :].split()
+    return Stat(
+        pid=pid,
+        state=fields[0],
+        parent=int(fields[1]),
+        threads=int(fields[17]),
+        start_time=int(fields[19]),
+    )
+
+
+def read_stat(pid: int) -> Stat | None:
+    """Return the stat of process ``pid``, None if there is none."""
+    try:
+        return parse_stat((_PROC / str(pid) / "stat").read_text(errors="replace"))
+    except (OSError, ValueError, IndexError):
+        return None  # ended before or while it was read
+
+
+def identify(pid: int) -> ProcessId | None:
+    """Return the identity of the live process ``pid``, None if there is none."""
+    stat = read_stat(pid)
+    return None if stat is None or stat.presence == "gone" else stat.identity
+
+
+def presence(process: ProcessId) -> Presence:
+    """Tell whether ``process`` (and no later one of the same number) is there and can answer."""
+    stat = read_stat(process.pid)
+    if stat is None or stat.start_time != process.start_time:
+        return "gone"
+    return stat.presence
+
+
+def session_of(pid: int) -> str | None:
+    """Return the session in the environment that ``pid`` was started with.
+
+    Empty if there is none, None if the environment cannot be read (ended, or another user's).
+    """
+    try:
+        environ = (_PROC / str(pid) / "environ").read_bytes()
+    except OSError:
+        return None
+    prefix = SESSION_VARIABLE.encode() + b"="
+    for entry in environ.split(b"\0"):
+        if entry.startswith(prefix):
+            return os.fsdecode(entry[len(prefix) :])
+    return ""
+
+
+def maps_libcuda(pid: int) -> bool | None:
+    """Tell whether the CUDA driver library is mapped into ``pid``; None if that cannot be read."""
+    try:
+        with open(_PROC / str(pid) / "maps", "rb") as maps:
+            return any(b"/libcuda.so" in line for line in maps)
+    except OSError:
+        return None
+
+
+def _all_stats() -> dict[int, Stat]:
+    stats = (read_stat(int(entry.name)) for entry in _PROC.iterdir() if entry.name.isdigit())
+    return {stat.pid: stat for stat in stats if stat is not None and stat.presence != "gone"}
+
+
+def _depth(stat: Stat, stats: dict[int, Stat], root: int) -> int | None:
+    """Return how far below ``root`` a process is, None if it is not below."""
+    depth, pid, seen = 0, stat.pid, {stat.pid}
+    while pid != root:
+        above = stats.get(pid)
+        if above is None or above.parent in seen:
+            return None
+        pid, depth = above.parent, depth + 1
+        seen.add(pid)
+    return depth
+
+
+def _owner(pid: int) -> int | None:
+    try:
+        return (_PROC / str(pid)).stat().st_uid
+    except OSError:
+        return None
+
+
+def session_members(root: ProcessId, session: str) -> list[Member]:
+    """Return the live processes of a session, children before their parents, ``root`` last.
+
+    These are ``root`` and its descendants, unless started for another session (a notebook may run
+    a second pooled kernel), and processes of the same user whose environment names ``session``
+    (their parent has ended, or they went to the background). Empty if ``root`` has ended.
+    """
+    if not session:  # or every process of the user without the variable would belong
+        raise ValueError("A session must have a name.")
+    stats = _all_stats()
+    top = stats.get(root.pid)
+    if top is None or top.start_time != root.start_time:
+        return []
+    owner = _owner(root.pid)
+    found: list[tuple[int, int, Stat]] = []
+    for stat in stats.values():
+        depth = _depth(stat, stats, root.pid)
+        if stat.pid == root.pid:
+            found.append((0, stat.start_time, stat))
+            continue
+        # Only that user's word counts: anybody may put anything into an environment.
+        if depth is None and _owner(stat.pid) != owner:
+            continue
+        named = session_of(stat.pid)
+        if named == session or (depth is not None and not named):
+            # An orphan's place in the tree is lost; it may be a child of anything but root.
+            found.append((1 << 20 if depth is None else depth, stat.start_time, stat))
+    found.sort(key=lambda item: item[:2], reverse=True)
+    return [Member(stat.identity, stat.presence, maps_libcuda(stat.pid)) for *_, stat in found]

@@ -1,0 +1,129 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Can this device suspend? Ask it: ``python -m jupyter_gpupool.devices.selftest <parent> <UUID>``.
+
+The program holds a few MiB of known bytes on one device. :func:`judge` suspends it, resumes it
+and has the bytes compared, in place and, where there is a peer of the same model, on that peer.
+The calls are those that notebooks get later, so that what passes here works there.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from typing import Any, Sequence
+
+from ..errors import DriverError
+from . import processes
+from .children import Child, ChildLost
+from .operations import Operation
+from .serve import claim_stdout, die_with_parent, emit, serve
+
+#: Bytes of the pattern: more than one 2 MiB page of device memory.
+SIZE = 4 << 20
+
+#: Seconds for one step of the test program: it makes a context and copies a few MiB.
+STEP_TIMEOUT = 30.0
+
+SESSION = "gpupool-selftest"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a device proved able to do; ``reason`` says what it failed at, in a sentence."""
+
+    can_suspend: bool
+    can_migrate: bool
+    reason: str = ""
+
+
+async def judge(
+    target: Child, operation: Any, uuid: str, peer: str | None, everything: Sequence[str]
+) -> Verdict:
+    """Put ``target`` (this program, on device ``uuid``) through it.
+
+    ``operation(root)`` makes an :class:`Operation` on the process ``root``.
+    """
+    try:
+        await target.start(STEP_TIMEOUT)
+        process = None if target.pid is None else processes.identify(target.pid)
+        if process is None:
+            return Verdict(False, False, "The self-test program ended as it started.")
+
+        async def there_and_back(destination: str) -> str:
+            first: Operation = operation(process)
+            suspended = await first.suspend([uuid])
+            if suspended.status != "suspended":
+                return f"suspending a test process failed: {suspended.message or suspended.status}"
+            second: Operation = operation(process)
+            resumed = await second.resume([destination], [uuid], suspended.freed, everything)
+            if resumed.status != "resumed":
+                return f"resuming a test process failed: {resumed.message or resumed.status}"
+            if not (await target.call("check", STEP_TIMEOUT))["same"]:
+                return "a resumed test process did not have its bytes any more"
+            return ""
+
+        problem = await there_and_back(uuid)
+        if problem:
+            return Verdict(False, False, f"The self-test failed: {problem}")
+        if peer is None:
+            return Verdict(True, False)
+        problem = await there_and_back(peer)
+        if problem:
+            return Verdict(True, False, f"The self-test on another device failed: {problem}")
+        return Verdict(True, True)
+    except (ChildLost, DriverError) as error:
+        return Verdict(False, False, f"The self-test did not run: {error}")
+    finally:
+        await target.close()
+
+
+class _Program:
+    """Known bytes on the only visible device."""
+
+    def __init__(self) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self._random = random.Random(sys.argv[-1])
+        self._call(driver.cuInit, 0)
+        device = self._call(driver.cuDeviceGet, 0)
+        self._call(driver.cuCtxSetCurrent, self._call(driver.cuDevicePrimaryCtxRetain, device))
+        self._memory = self._call(driver.cuMemAlloc, SIZE)
+        self._write()
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        result, *values = function(*arguments)
+        if result != self._driver.CUresult.CUDA_SUCCESS:
+            raise DriverError(f"{function.__name__} returned {result.name}.")
+        return values[0] if values else None
+
+    def _write(self) -> None:
+        self._pattern = self._random.randbytes(SIZE)
+        self._call(self._driver.cuMemcpyHtoD, self._memory, self._pattern, SIZE)
+
+    def check(self) -> dict[str, Any]:
+        """Compare the bytes, and write other ones for the next time."""
+        found = bytearray(SIZE)
+        self._call(self._driver.cuMemcpyDtoH, found, self._memory, SIZE)
+        same = bytes(found) == self._pattern
+        self._write()
+        return {"same": same}
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    die_with_parent()
+    out = claim_stdout()
+    try:
+        program = _Program()
+    except (DriverError, ImportError, RuntimeError) as error:
+        emit(out, {"event": "ready", "problem": str(error)})
+        return
+    emit(out, {"event": "ready", "problem": ""})
+    serve(out, {"check": program.check})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``DeviceService``: everything the broker asks of GPUs, without ever waiting for one.
+
+One worker child per device makes the checkpoint calls, one monitor child talks to NVML. Calls may
+come from any task of one event loop; operations on the same device wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import replace
+from typing import Any, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, TypeVar
+
+from ..errors import DriverError
+from ..pool.model import Device
+from . import driver, processes, selftest
+from .calls import SessionCalls
+from .children import Child, child_environment
+from .model import DeviceSample, ProcessId, ResumeOutcome, SessionState, SuspendOutcome
+from .operations import Operation
+from .sampling import SAMPLE_TIMEOUT, Sampler
+from .selftest import Verdict
+
+_T = TypeVar("_T")
+
+#: Self-tests that run at once: each starts two processes that load the driver.
+_SELFTESTS = 4
+
+#: Seconds between two looks at a stopped process that is to be brought back when it goes on.
+_SETTLE_POLL = 0.25
+
+#: How the emulated driver names its devices.
+_EMULATED = "Emulated"
+
+
+class DeviceService:
+    """The GPUs of this machine.
+
+    Parameters
+    ----------
+    env:
+        The whole environment for child processes (it chooses the driver library); None: this
+        process's own.
+    lock_timeout:
+        Seconds that a session's submitted GPU work may take to finish before a suspend is given up.
+    call_timeout:
+        Seconds that any other driver call may take, besides copying, before its process is killed.
+    sample_timeout:
+        Seconds that NVML may take for one sample.
+    on_device_lost:
+        Called with ``(uuid, reason)`` when a device fails (an Xid that is not the application's
+        fault, or NVML cannot read it any more); once, until it is seen healthy again.
+    """
+
+    def __init__(
+        self,
+        *,
+        env: Mapping[str, str] | None = None,
+        log: logging.Logger | None = None,
+        lock_timeout: float = 5.0,
+        call_timeout: float = 120.0,
+        sample_timeout: float = SAMPLE_TIMEOUT,
+        on_device_lost: Callable[[str, str], None] | None = None,
+    ) -> None:
+        #: Why there is no usable device, in a sentence; empty if there is nothing to say.
+        self.problem = ""
+        #: Versions as NVML tells them, empty where unknown.
+        self.driver_version = ""
+        self.cuda_version = ""
+        self.on_device_lost = on_device_lost
+        self._log = log or logging.getLogger(__name__)
+        self._env = child_environment(env)
+        self._lock_timeout = lock_timeout
+        self._call_timeout = call_timeout
+        self._sampler = Sampler(
+            env=self._env, log=self._log, on_lost=self._lost, timeout=sample_timeout
+        )
+        self._devices: dict[str, Device] = {}
+        self._workers: dict[str, Child] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._running: set[asyncio.Task[Any]] = set()
+        self._settling: dict[ProcessId, asyncio.Task[None]] = {}
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> list[Device]:
+        """Find the devices and test each; return them, an empty list if there is no driver.
+
+        Never raises for a missing or broken driver: :attr:`problem` then says what is wrong.
+        """
+        try:
+            found = await self._sampler.discover()
+        except DriverError as error:
+            self.problem = str(error)
+            return []
+        self.driver_version, self.cuda_version = found["driver"], found["cuda"]
+        for problem in found["problems"]:
+            self._log.warning("%s", problem)
+        rows = found["devices"]
+        if not rows:
+            self.problem = " ".join(found["problems"]) or (
+                f"The NVIDIA driver {self.driver_version} sees no GPU. {driver.WITHOUT_GPU}"
+            )
+            return []
+        for row in rows:
+            self._add(row)
+        await self._sampler.watch([*self._devices])
+        # One at a time would make a machine of eight GPUs start in half a minute.
+        limit = asyncio.Semaphore(_SELFTESTS)
+
+        async def test(uuid: str) -> None:
+            async with limit:
+                await self.self_test(uuid)
+
+        await asyncio.gather(*(test(uuid) for uuid in self._devices))
+        return [*self._devices.values()]
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        uuid, mig = row["uuid"], bool(row["mig"])
+        self._devices[uuid] = Device(
+            uuid=uuid,
+            index=row["index"],
+            name=row["name"],
+            model=row["name"],
+            memory_total=row["total"],
+            memory_reserved=row["reserved"],
+            emulated=_EMULATED in row["name"],
+            tier="mig" if mig else "none",
+            can_suspend=False,
+            can_migrate=False,
+            tier_reason="A MIG instance is isolated by hardware; the driver cannot suspend "
+            "processes on it."
+            if mig
+            else "It has not been tested.",
+        )
+        self._workers[uuid] = Child("worker", env=self._env, log=self._log)
+        self._locks[uuid] = asyncio.Lock()
+
+    async def self_test(self, uuid: str) -> Device:
+        """Test a device, again if need be (after a failed resume), and return it as it now is."""
+        device = self._device(uuid)
+        if device.tier == "mig":
+            return device
+        able = driver.capabilities(self.driver_version)
+        verdict = Verdict(False, False, able.reason)
+        if able.suspend:
+            verdict = await self._shielded(self._self_test(device, migrate=able.migrate))
+        if not verdict.can_suspend:
+            self._log.warning("%s (%s) cannot suspend: %s", device.name, uuid, verdict.reason)
+        peers = self._peers(device)
+        tested = replace(
+            device,
+            tier="unguarded" if verdict.can_suspend else "none",
+            can_suspend=verdict.can_suspend,
+            can_migrate=verdict.can_migrate,
+            tier_reason=verdict.reason or (able.reason if peers else ""),
+        )
+        self._devices[uuid] = tested
+        return tested
+
+    async def _self_test(self, device: Device, *, migrate: bool) -> Verdict:
+        peers = self._peers(device)
+        peer = peers[0] if migrate and peers else None
+        env = {**self._env, "CUDA_VISIBLE_DEVICES": device.uuid}
+        target = Child("selftest", device.uuid, env=env, log=self._log, restart=False)
+
+        def operation(root: ProcessId) -> Operation:
+            return self._operation(self._workers[device.uuid], root, selftest.SESSION)
+
+        async with self._locks[device.uuid]:
+            return await selftest.judge(target, operation, device.uuid, peer, self._physical())
+
+    def _peers(self, device: Device) -> list[str]:
+        """Return the other devices of the same model, the next one by index first."""
+        same = [d for d in self._devices.values() if d.model == device.model and d.tier != "mig"]
+        others = [d for d in same if d.uuid != device.uuid]
+        return [d.uuid for d in sorted(others, key=lambda d: (d.index < device.index, d.index))]
+
+    async def close(self, grace: float = 10.0) -> None:
+        """End all children, after operations in flight have ended or ``grace`` seconds."""
+        for task in self._settling.values():
+            task.cancel()
+        waiting = {*self._running, *self._settling.values()}
+        if waiting:
+            await asyncio.wait(waiting, timeout=grace)
+        await asyncio.gather(
+            self._sampler.close(), *(worker.close() for worker in self._workers.values())
+        )
+        if self._running:
+            await asyncio.wait(self._running, timeout=grace)
+
+    # ------------------------------------------------------------------ what the broker asks
+
+    async def sample(self) -> list[DeviceSample]:
+        """Return one sample per device.
+
+        Raises
+        ------
+        DriverError
+            If NVML does not answer in time. The next call asks a new process.
+        """
+        return await self._sampler.sample()
+
+    async def suspend(
+        self, root: ProcessId, devices: Sequence[str], *, session: str
+    ) -> SuspendOutcome:
+        """Suspend every CUDA process of a session, all or nothing.
+
+        These are ``root``, its descendants, and processes of the same user whose environment has
+        ``GPUPOOL_SESSION=session``. ``devices`` are those of its lease. A caller that is cancelled
+        does not stop the operation: a driver call cannot be.
+        """
+        refused = [self._device(uuid) for uuid in devices if not self._device(uuid).can_suspend]
+        if refused:
+            return SuspendOutcome("pinned", f"{refused[0].name}: {refused[0].tier_reason}")
+
+        async def run(operation: Operation) -> SuspendOutcome:
+            return await operation.suspend(devices)
+
+        return await self._perform(run, root, session, devices)
+
+    async def resume(
+        self,
+        root: ProcessId,
+        devices: Sequence[str],
+        origin: Sequence[str],
+        *,
+        session: str,
+        need: Mapping[str, int],
+    ) -> ResumeOutcome:
+        """Bring a suspended session back: what was on ``origin[i]`` goes to ``devices[i]``.
+
+        ``need`` is the free memory, by device, without which it is not even tried. The caller has
+        reserved it: nobody else of the pool may take it meanwhile.
+        """
+        for uuid in (*devices, *origin):
+            self._device(uuid)
+
+        async def run(operation: Operation) -> ResumeOutcome:
+            return await operation.resume(devices, origin, need, self._physical())
+
+        return await self._perform(run, root, session, devices)
+
+    async def driver_state(self, root: ProcessId, *, session: str) -> SessionState:
+        """Return what the driver says of a session: the worst over its processes.
+
+        ``hung`` if a process does not answer; one that is stopped (SIGSTOP) never does.
+        """
+        if processes.presence(root) == "gone":
+            return "gone"
+
+        async def run(operation: Operation) -> SessionState:
+            return await operation.state()
+
+        return await self._perform(run, root, session, self._free_device())
+
+    async def unlock(self, root: ProcessId, *, session: str) -> None:
+        """Unlock what a broker that died left locked.
+
+        Raises
+        ------
+        DriverError
+            If the driver refuses, or a process does not answer.
+        """
+
+        async def run(operation: Operation) -> None:
+            await operation.unlock()
+
+        await self._perform(run, root, session, self._free_device())
+
+    # ------------------------------------------------------------------ internals
+
+    def _device(self, uuid: str) -> Device:
+        try:
+            return self._devices[uuid]
+        except KeyError:
+            known = ", ".join(self._devices) or "none"
+            raise DriverError(
+                f"There is no device {uuid}; there is: {known}.", code="unknown-device"
+            ) from None
+
+    def _physical(self) -> tuple[str, ...]:
+        """Return every GPU that the kernel driver sees: a restore map must name them all."""
+        return tuple(d.uuid for d in self._devices.values() if d.tier != "mig")
+
+    def _free_device(self) -> Sequence[str]:
+        """Return a device whose worker has nothing to do, if there is one."""
+        if not self._devices:
+            raise DriverError(self.problem or "There is no device.", code="no-driver")
+        free = [uuid for uuid, lock in self._locks.items() if not lock.locked()]
+        return (free or [*self._locks])[:1]
+
+    def _operation(self, worker: Child, root: ProcessId, session: str) -> Operation:
+        calls = SessionCalls(
+            worker,
+            root,
+            session,
+            lock_timeout=self._lock_timeout,
+            call_timeout=self._call_timeout,
+        )
+        return Operation(calls, self._sampler, root)
+
+    async def _perform(
+        self,
+        run: Callable[[Operation], Awaitable[_T]],
+        root: ProcessId,
+        session: str,
+        devices: Sequence[str],
+    ) -> _T:
+        async def perform() -> _T:
+            async with self._locked(devices):
+                await self._forget_settling(root)
+                operation = self._operation(self._workers[devices[0]], root, session)
+                result = await run(operation)
+            self._settle(operation, root, session, devices)
+            return result
+
+        if not devices:
+            raise DriverError("An operation needs at least one device.")
+        return await self._shielded(perform())
+
+    async def _shielded(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Finish ``work`` even if the caller is cancelled: the driver does not stop half-way."""
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
+
+    @contextlib.asynccontextmanager
+    async def _locked(self, devices: Sequence[str]) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            for uuid in sorted({*devices}):  # in one order, or two of them wait for each other
+                await stack.enter_async_context(self._locks[uuid])
+            yield
+
+    def _settle(
+        self, operation: Operation, root: ProcessId, session: str, devices: Sequence[str]
+    ) -> None:
+        """See to processes that were stopped in the middle, when they go on.
+
+        The driver's own thread in them may take up the call it was stopped in, so that they would
+        be found locked, with nobody to unlock them.
+        """
+        stopped = operation.unsettled
+        if not stopped:
+            return
+
+        async def settle() -> None:
+            while any(processes.presence(process) == "stopped" for process in stopped):
+                await asyncio.sleep(_SETTLE_POLL)
+            async with self._locked(devices):
+                again = self._operation(self._workers[devices[0]], root, session)
+                trouble = await again.undo(stopped)
+            if trouble:
+                self._log.error("%s", trouble[1])
+
+        task = asyncio.create_task(settle())
+        self._settling[root] = task
+        task.add_done_callback(lambda _: self._settling.pop(root, None))
+
+    async def _forget_settling(self, root: ProcessId) -> None:
+        task = self._settling.pop(root, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    def _lost(self, uuid: str, reason: str) -> None:
+        self._log.error("Device %s is lost: %s", uuid, reason)
+        if self.on_device_lost is not None:
+            self.on_device_lost(uuid, reason)

@@ -1,0 +1,85 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The suspend worker: ``python -m jupyter_gpupool.devices.worker <parent pid>``.
+
+One per device, kept for as long as the broker runs: a fresh process would pay for cuInit on each
+call. It may be killed at any time; the broker then asks a new one for the driver's own state.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from ..errors import DriverError
+from . import checkpoint, processes
+from .model import ProcessId
+from .serve import Handler, claim_stdout, die_with_parent, emit, serve
+
+
+def find(root: dict[str, int], session: str) -> dict[str, Any]:
+    """Return the processes of a session, see :func:`processes.session_members`."""
+    begin = time.perf_counter()
+    members = processes.session_members(ProcessId(**root), session)
+    return {
+        "root": processes.presence(ProcessId(**root)),
+        "members": [asdict(member) for member in members],
+        "seconds": time.perf_counter() - begin,
+    }
+
+
+def state(process: dict[str, int]) -> dict[str, Any]:
+    """Return the driver's state of a process."""
+    return checkpoint.state(ProcessId(**process)).to_wire()
+
+
+def thread(process: dict[str, int]) -> dict[str, Any]:
+    """Return the driver's own thread in a process."""
+    return checkpoint.thread(ProcessId(**process)).to_wire()
+
+
+def lock(process: dict[str, int], drain: float) -> dict[str, Any]:
+    """Lock a process whose work may take ``drain`` seconds more."""
+    return checkpoint.lock(ProcessId(**process), drain).to_wire()
+
+
+def checkpoint_(process: dict[str, int]) -> dict[str, Any]:
+    """Suspend a locked process."""
+    return checkpoint.checkpoint(ProcessId(**process)).to_wire()
+
+
+def restore(process: dict[str, int], mapping: dict[str, str] | None) -> dict[str, Any]:
+    """Bring a suspended process back, locked."""
+    return checkpoint.restore(ProcessId(**process), mapping).to_wire()
+
+
+def unlock(process: dict[str, int]) -> dict[str, Any]:
+    """Let a locked process go on."""
+    return checkpoint.unlock(ProcessId(**process)).to_wire()
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    die_with_parent()
+    out = claim_stdout()
+    try:
+        cuda = checkpoint.initialise()
+    except DriverError as error:
+        emit(out, {"event": "ready", "problem": str(error)})
+        return
+    emit(out, {"event": "ready", "problem": "", "cuda": cuda})
+    handlers: dict[str, Handler] = {
+        "find": find,
+        "state": state,
+        "thread": thread,
+        "lock": lock,
+        "checkpoint": checkpoint_,
+        "restore": restore,
+        "unlock": unlock,
+    }
+    serve(out, handlers)
+
+
+if __name__ == "__main__":
+    main()
