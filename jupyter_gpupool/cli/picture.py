@@ -91,10 +91,12 @@ def draw(snapshot: Snapshot, style: Style) -> list[str]:
     sessions = sorted(snapshot["sessions"], key=_order)
     attached = (s["id"] for s in sessions if s.get("granted_bytes"))
     letters = dict(zip(attached, _LETTERS, strict=False))
-    devices = (_device(d, sessions, letters, style) for d in snapshot["devices"])
+    devices = snapshot["devices"]
+    # Bars of one length can be compared by eye, so the longest text beside one counts for all.
+    beside = max((len(_figures(device)) for device in devices), default=0)
     return [
         *_head(snapshot, style),
-        *(line for lines in devices for line in lines),
+        *(line for d in devices for line in _device(d, sessions, letters, style, beside)),
         *_legend(snapshot, style),
         *_table(sessions, letters, style),
         *_queue(sessions, style),
@@ -119,8 +121,18 @@ def _head(snapshot: Snapshot, style: Style) -> list[str]:
     return lines
 
 
+def _figures(device: Snapshot) -> str:
+    granted, free = format_bytes(device["memory_granted"]), format_bytes(device["memory_free"])
+    busy = "" if device.get("utilisation") is None else f", {device['utilisation']} % busy"
+    return f"{granted} of {format_bytes(device['memory_capacity'])} granted, {free} free{busy}"
+
+
 def _device(
-    device: Snapshot, sessions: Sequence[Snapshot], letters: Mapping[str, str], style: Style
+    device: Snapshot,
+    sessions: Sequence[Snapshot],
+    letters: Mapping[str, str],
+    style: Style,
+    beside: int,
 ) -> list[str]:
     uuid = str(device["uuid"])
     title = f"GPU {device['index']}  "
@@ -137,21 +149,15 @@ def _device(
     ]
     if device.get("memory_foreign"):
         parts.append(("foreign", int(device["memory_foreign"]), ""))
-    busy = "" if device.get("utilisation") is None else f", {device['utilisation']} % busy"
-    free = format_bytes(int(device["memory_free"]))
-    figures = (
-        f" {format_bytes(int(device['memory_granted']))} of {format_bytes(capacity)} granted, "
-        f"{free} free{busy}"
-    )
     # On a device that is not used nothing is free, whatever its memory holds.
     rest = " " if device.get("drained_reason") else style.fill("free")
-    room = style.width - 2
-    if style.width >= 72:
-        room -= len(figures)
-        lines.append("[" + _bar(parts, capacity, room, style, rest) + "]" + figures)
+    wide = style.width >= 72
+    room = style.width - 2 - (beside + 1 if wide else 0)
+    bar = f"[{_bar(parts, capacity, room, style, rest)}]"
+    if wide:
+        lines.append(f"{bar} {_figures(device)}")
     else:
-        lines.append("[" + _bar(parts, capacity, room, style, rest) + "]")
-        lines.append(style.cut(figures[1:], style.width))
+        lines += [bar, style.cut(_figures(device), style.width)]
     if device.get("drained_reason"):
         reason = style.cut(f"Not used: {device['drained_reason']}", style.width)
         lines.append(style.paint(reason, "alarm"))

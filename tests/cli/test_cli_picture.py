@@ -44,7 +44,7 @@ GPU 0  Emulated GPU  GPU-5d1c0000-…  EMULATED
 [A██████████████████B▒▒▒▒▒▒▒▒▒▒▒╳╳╳╳╳╳╳············] 10 GiB of 16 GiB granted, 4 GiB free, 41 % busy
 
 GPU 1  Emulated GPU  GPU-7e2f0000-…  EMULATED
-[                                                 ] 0 B of 16 GiB granted, 16 GiB free, 0 % busy
+[                                                  ] 0 B of 16 GiB granted, 16 GiB free, 0 % busy
 Not used: Xid 79, the GPU has fallen off the bus
 
 █ running  ▒ idle  ▞ moving  ╳ outside the pool  · free
