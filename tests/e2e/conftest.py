@@ -1,0 +1,79 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Fixtures of the end-to-end tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+from jupyter_gpupool.emulator.profiles import real_driver_present
+
+from .kit import KERNEL_NAME, MARK, Pool
+
+REPORTS = pytest.StashKey[dict]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    item.stash.setdefault(REPORTS, {})[report.when] = report
+    return report
+
+
+@pytest.fixture(scope="session")
+def installed():
+    """The kernelspec and its provisioner, as Jupyter finds them; without them nothing can run."""
+    try:
+        spec = KernelSpecManager().get_kernel_spec(KERNEL_NAME)
+    except NoSuchKernel:
+        pytest.fail(f"Jupyter does not find the kernelspec {KERNEL_NAME}: pip install -e .")
+    stanza = spec.metadata["kernel_provisioner"]
+    assert stanza["provisioner_name"] == "gpupool-provisioner"
+    if real_driver_present():
+        pytest.fail("The end-to-end tests emulate devices, and this machine has an NVIDIA driver.")
+
+
+@pytest.fixture
+def pool(installed, monkeypatch, request):
+    """Return ``make(machine, **config) -> Pool``: a broker of this test's own.
+
+    At the end everything it started must end by itself, and nothing may be left granted.
+    """
+    made: list[Pool] = []
+
+    def make(machine: str = "2x1638MiB,context=64MiB", **config) -> Pool:
+        folder = Path(tempfile.mkdtemp(prefix="gp"))  # sockets need a short path
+        pool = Pool(folder, machine, config)
+        made.append(pool)
+        for name in ("GPUPOOL_EMULATE", "GPUPOOL_EMULATE_STATE", "GPUPOOL_SESSION"):
+            monkeypatch.delenv(name, raising=False)
+        for name in ("config", "runtime", "ipython", "data"):
+            (folder / name).mkdir()
+        monkeypatch.setenv("GPUPOOL_SOCKET", str(pool.socket))
+        monkeypatch.setenv(MARK, pool.mark)
+        monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(folder / "config"))
+        monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder / "runtime"))
+        monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
+        monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+        pool.begin()
+        return pool
+
+    yield make
+    for pool in made:
+        report = request.node.stash.get(REPORTS, {}).get("call")
+        passed = report is not None and report.passed
+        try:
+            pool.end(check=passed)
+            if not passed:
+                request.node.add_report_section("teardown", "logs of the pool", pool.logs())
+        except BaseException:
+            request.node.add_report_section("teardown", "logs of the pool", pool.logs())
+            raise
+        finally:
+            if not os.environ.get("GPUPOOL_E2E_KEEP"):
+                shutil.rmtree(pool.folder, ignore_errors=True)

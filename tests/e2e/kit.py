@@ -1,0 +1,518 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the end-to-end tests stand on: a private broker, real kernels, and eyes of their own.
+
+Nothing here reaches into the product: the broker is a process of its own, kernels are started by
+jupyter_client from the installed kernelspec, the truth about device memory comes from NVML in a
+child process (``sampler.py``), and everything else from the broker's public answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable
+
+import psutil
+from jupyter_gpupool.autostart import ensure_broker
+
+from jupyter_gpupool.client import Client
+from jupyter_gpupool.errors import BrokerUnavailable
+
+KERNEL_NAME = "gpupool-python3"
+MiB = 1 << 20
+
+#: Deadline of a wait for something that takes well under a second on an idle machine.
+PATIENCE = 60.0
+
+#: Seconds between two looks at a condition. Nothing is true because of this pause.
+LOOK = 0.02
+
+#: In the environment of every process that a test starts, so that none can hide.
+MARK = "GPUPOOL_E2E_MARK"
+
+SAMPLER = Path(__file__).with_name("sampler.py")
+
+
+class Late(AssertionError):
+    """A condition did not become true before its deadline."""
+
+
+def wait_for(
+    condition: Callable[[], Any],
+    what: str,
+    timeout: float = PATIENCE,
+    show: Callable[[], Any] | None = None,
+) -> Any:
+    """Return the first true value of ``condition``; fail after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            seen = f"; seen instead: {show()}" if show else f"; last value: {value!r}"
+            raise Late(f"not within {timeout:g} s: {what}{seen}")
+        time.sleep(LOOK)
+    return value
+
+
+async def until(
+    condition: Callable[[], Any],
+    what: str,
+    timeout: float = PATIENCE,
+    show: Callable[[], Any] | None = None,
+) -> Any:
+    """:func:`wait_for` that lets other tasks run."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            seen = f"; seen instead: {show()}" if show else f"; last value: {value!r}"
+            raise Late(f"not within {timeout:g} s: {what}{seen}")
+        await asyncio.sleep(LOOK)
+    return value
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the living processes that were started below a test with this mark."""
+    entry = f"{MARK}={mark}".encode()
+    found = []
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
+        try:
+            environ = Path(f"/proc/{process.pid}/environ").read_bytes()
+            if entry in environ.split(b"\0") and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (OSError, psutil.Error):
+            continue
+    return found
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:200]
+    except psutil.Error:
+        return "(ended)"
+
+
+@dataclass
+class Cell:
+    """What one executed cell left behind."""
+
+    status: str
+    text: str = ""
+    ename: str = ""
+    evalue: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+    #: ``text/plain`` of every display (and its updates), in order.
+    displays: list[str] = field(default_factory=list)
+    #: Output messages between ``busy`` and ``idle``, by type.
+    outputs: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    def check(self) -> Cell:
+        """Return self; fail with the kernel's own traceback if the cell raised."""
+        assert self.ok, f"the cell ended with {self.status}: {self.ename}: {self.evalue}\n" + (
+            self.traceback
+        )
+        return self
+
+
+class Kernel:
+    """A real kernel on the Pooled GPU kernelspec, and the client to run cells in it."""
+
+    def __init__(self, pool: Pool, label: str) -> None:
+        self.pool = pool
+        self.label = label
+        self.manager: Any = None
+        self.client: Any = None
+
+    async def start(
+        self,
+        *,
+        memory: int | None = None,
+        provisioner: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        timeout: float = PATIENCE,
+    ) -> Kernel:
+        from jupyter_client.manager import AsyncKernelManager
+        from traitlets.config import Config
+
+        options = dict(provisioner or {})
+        if memory is not None:
+            options["memory"] = memory
+        self.manager = AsyncKernelManager(
+            kernel_name=KERNEL_NAME, config=Config({"GPUPoolProvisioner": options})
+        )
+        with open(self.pool.folder / f"kernel-{self.label.replace(' ', '-')}.log", "ab") as log:
+            await self.manager.start_kernel(
+                env={**os.environ, "JPY_SESSION_NAME": self.label, **(env or {})},
+                stdout=log,
+                stderr=log,
+            )
+        self.pool.kernels.append(self)
+        self.client = self.manager.client()
+        self.client.start_channels()
+        await self.client.wait_for_ready(timeout=timeout)
+        return self
+
+    @property
+    def pid(self) -> int:
+        return int(self.manager.provisioner.pid)
+
+    @property
+    def kernel_id(self) -> str:
+        return str(self.manager.kernel_id)
+
+    def session(self) -> dict[str, Any] | None:
+        """Return this kernel's session as the broker shows it, None if there is none."""
+        return self.pool.session_of(self.kernel_id)
+
+    async def run(self, code: str, timeout: float = PATIENCE, **kwargs: Any) -> Cell:
+        """Execute ``code``, return how it ended; :class:`Late` after ``timeout`` seconds."""
+        cell = Cell("unknown")
+        begun = time.monotonic()
+
+        def hook(message: dict[str, Any]) -> None:
+            kind, content = message["msg_type"], message["content"]
+            if kind in ("status", "execute_input"):
+                return
+            cell.outputs.append(kind)
+            if kind == "stream":
+                cell.text += content["text"]
+            elif kind in ("display_data", "update_display_data", "execute_result"):
+                plain = content["data"].get("text/plain", "")
+                cell.displays.append(plain)
+                if kind == "execute_result":
+                    cell.text += plain + "\n"
+
+        try:
+            reply = await self.client.execute_interactive(
+                code, allow_stdin=False, timeout=timeout, output_hook=hook, **kwargs
+            )
+        except TimeoutError:
+            raise Late(
+                f"a cell of {self.label!r} did not end within {timeout:g} s: {code[:80]!r}; "
+                f"its session: {self.pool.peek(self.kernel_id)}"
+            ) from None
+        content = reply["content"]
+        cell.status = content["status"]
+        cell.ename = content.get("ename", "")
+        cell.evalue = content.get("evalue", "")
+        cell.traceback = "\n".join(content.get("traceback", []))
+        cell.seconds = time.monotonic() - begun
+        return cell
+
+    def kill(self) -> None:
+        """SIGKILL the kernel process, as the OOM killer would."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    async def interrupt(self) -> None:
+        await self.manager.interrupt_kernel()
+
+    async def restart(self, now: bool = False) -> None:
+        await self.manager.restart_kernel(now=now)
+        await self.client.wait_for_ready(timeout=PATIENCE)
+
+    async def stop(self, now: bool = False) -> None:
+        """Shut the kernel down; idempotent."""
+        if self in self.pool.kernels:
+            self.pool.kernels.remove(self)
+        if self.client is not None:
+            self.client.stop_channels()
+            self.client = None
+        if self.manager is not None:
+            manager, self.manager = self.manager, None
+            await manager.shutdown_kernel(now=now)
+            with suppress(Exception):
+                manager.cleanup_connection_file()
+
+
+class Pool:
+    """One private broker with its folder, and what a test may ask of it."""
+
+    def __init__(self, folder: Path, machine: str, config: dict[str, Any]) -> None:
+        self.folder = folder
+        self.machine = machine
+        self.socket = folder / "b.sock"
+        self.config = {
+            "emulate": machine,
+            "state_dir": str(folder / "state"),
+            "idle_timeout": 3600.0,
+            "sample_interval": 0.2,
+            "host_memory": "12GiB",
+            "linger": 600.0,
+            **config,
+        }
+        self.mark = uuid.uuid4().hex
+        self.kernels: list[Kernel] = []
+        self.samplers: list[Sampler] = []
+        self._client: Client | None = None
+        #: The emulator's variables, as the broker hands them to kernels.
+        self.driver_env: dict[str, str] = {}
+
+    # ------------------------------------------------------------------ the broker
+
+    def write_config(self) -> None:
+        """Where a provisioner that has to start a broker would find the same configuration."""
+        folder = self.folder / "config"
+        folder.mkdir(exist_ok=True)
+        text = json.dumps({"GPUPool": self.config})
+        (folder / "jupyter_server_config.json").write_text(text)
+
+    def start_broker(self) -> None:
+        """Start the broker, or find it running; return when it answers."""
+        ensure_broker({"GPUPool": self.config}, str(self.socket))
+
+    def begin(self) -> None:
+        self.write_config()
+        self.start_broker()
+        # The only public way to learn how a kernel reaches the driver: be one for a moment.
+        answer = self.call("open", kernel_id="e2e-probe", label="probe")
+        names = ("LD_LIBRARY_PATH", "GPUPOOL_EMULATE", "GPUPOOL_EMULATE_STATE")
+        self.driver_env = {name: answer["env"][name] for name in names}
+        self.call("close", session=answer["session"], reason="probe")
+
+    @property
+    def client(self) -> Client:
+        if self._client is None or self._client.closed:
+            self._client = Client(self.socket)
+        return self._client
+
+    def call(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return self.client.call(kind, **fields)
+
+    def status(self) -> dict[str, Any]:
+        return self.call("status")
+
+    def peek(self, kernel_id: str) -> Any:
+        """Return a session for a failure message, or why there is none; never raises."""
+        try:
+            return self.session_of(kernel_id)
+        except BrokerUnavailable as error:
+            return str(error)
+
+    def journal(self, **fields: Any) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        after = 0
+        while batch := self.call("journal", after=after, limit=1000, **fields)["rows"]:
+            rows += batch
+            after = batch[-1]["seq"]
+        return rows
+
+    def sessions(self) -> list[dict[str, Any]]:
+        return list(self.status()["sessions"])
+
+    def session_of(self, kernel_id: str) -> dict[str, Any] | None:
+        return next((s for s in self.sessions() if s["kernel_id"] == kernel_id), None)
+
+    def devices(self) -> list[dict[str, Any]]:
+        return list(self.status()["devices"])
+
+    def kill_broker(self) -> None:
+        """SIGKILL the broker, and return when the process is gone."""
+        process = psutil.Process(self.status()["pid"])
+        process.kill()
+        wait_for(
+            lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE,
+            "the killed broker to be gone",
+        )
+        reap(process.pid)
+
+    def workers(self) -> list[psutil.Process]:
+        """Return the suspend workers: the broker's children that make checkpoint calls."""
+        broker = psutil.Process(self.status()["pid"])
+        return [p for p in broker.children() if "jupyter_gpupool.devices.worker" in command_of(p)]
+
+    # ------------------------------------------------------------------ kernels
+
+    async def kernel(self, label: str = "notebook", **options: Any) -> Kernel:
+        """Start a kernel and return it ready for cells."""
+        kernel = Kernel(self, label)
+        try:
+            return await kernel.start(**options)
+        except BaseException:
+            await kernel.stop(now=True)
+            raise
+
+    async def stop_kernels(self) -> None:
+        await asyncio.gather(*(k.stop(now=True) for k in list(self.kernels)))
+
+    # ------------------------------------------------------------------ checks
+
+    def check_ledger(self) -> dict[str, Any]:
+        """Return the status; fail if any of the pool's promises about bytes is broken in it."""
+        status = self.status()
+        granted: dict[str, int] = {}
+        for session in status["sessions"]:
+            state, where = session["state"], session["devices"]
+            attached = state in ("attaching", "active", "idle", "detaching")
+            assert attached == bool(where), f"{state} and on {where}: {session}"
+            assert attached == (session["granted_bytes"] > 0), session
+            assert (session["queue_position"] is not None) == (state == "queued"), session
+            if attached and state != "detaching":
+                assert state == "attaching" or not session["suspended_bytes"], session
+            for uuid_ in where:
+                share = session["granted_bytes"] // len(where)
+                granted[uuid_] = granted.get(uuid_, 0) + share
+        for device in status["devices"]:
+            mine = granted.get(device["uuid"], 0)
+            assert device["memory_granted"] == mine, (device, mine)
+            assert mine <= device["memory_capacity"] <= device["memory_total"], device
+        host = status["host"]
+        suspended = sum(s["suspended_bytes"] for s in status["sessions"])
+        assert suspended <= host["budget_bytes"], (suspended, host)
+        positions = sorted(s["queue_position"] for s in status["sessions"] if s["queue_position"])
+        assert positions == list(range(1, len(positions) + 1)), positions
+        return status
+
+    def check_nothing_left(self) -> None:
+        """Fail if, with every kernel gone, anything is still granted, held or accounted for."""
+        wait_for(lambda: not self.sessions(), "no session left", show=self.sessions)
+        wait_for(
+            lambda: all(d["memory_granted"] == 0 for d in self.devices()),
+            "no granted byte left",
+            show=self.devices,
+        )
+        with Sampler(self, brief=True) as sampler:
+            sample = sampler.first()
+        for device in sample["devices"]:
+            assert not device["processes"], f"the driver still accounts for {device}"
+            assert device["used"] <= device["reserved"], device
+
+    # ------------------------------------------------------------------ the end
+
+    def end(self, check: bool = True) -> None:
+        """End everything this pool started; fail on what would not end by itself."""
+        problems: list[str] = []
+        for sampler in list(self.samplers):
+            sampler.stop()
+        if self.kernels:
+            asyncio.run(self.stop_kernels())
+        try:
+            if check:
+                self.check_nothing_left()
+            pid = self.status()["pid"]
+            if self._client is not None:
+                self._client.close()
+            os.kill(pid, signal.SIGTERM)
+        except (BrokerUnavailable, AssertionError) as error:
+            problems.append(str(error))
+
+        def left() -> list[str]:
+            for process in (found := marked(self.mark)):
+                reap(process.pid)
+            return [f"{p.pid} {command_of(p)}" for p in found if p.is_running()]
+
+        try:
+            wait_for(lambda: not left(), "no process left", timeout=20, show=left)
+        except Late as error:
+            problems.append(str(error))
+        for process in marked(self.mark):
+            with suppress(psutil.Error):
+                process.kill()
+        assert not problems or not check, "after the test: " + "\n".join(problems)
+
+    def logs(self, tail: int = 12000) -> str:
+        """Return the ends of all logs of this pool, for a failing test's report."""
+        parts = []
+        for path in sorted(self.folder.rglob("*.log")):
+            text = path.read_text(errors="replace")
+            parts.append(f"--- {path.relative_to(self.folder)}\n{text[-tail:]}")
+        return "\n".join(parts)
+
+
+def reap(pid: int) -> None:
+    """Take the exit status of a child of ours, if it is one and has ended."""
+    with suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+
+
+class Sampler:
+    """NVML's view of the devices, taken by a child process for as long as the test runs.
+
+    See ``sampler.py`` for what one line says. ``brief``: one sample and no broker.
+    """
+
+    def __init__(self, pool: Pool, *, brief: bool = False, hertz: float = 20.0) -> None:
+        self.pool = pool
+        self._path = pool.folder / f"samples-{uuid.uuid4().hex[:8]}.jsonl"
+        arguments = [str(self._path), "0" if brief else str(hertz)]
+        arguments.append("" if brief else str(pool.socket))
+        self._process = subprocess.Popen(
+            [sys.executable, str(SAMPLER), *arguments],
+            env={**os.environ, **pool.driver_env},
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        pool.samplers.append(self)
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Return all samples so far (call after :meth:`stop` for a complete list)."""
+        if not self._path.exists():
+            return []
+        lines = self._path.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def first(self) -> dict[str, Any]:
+        def look() -> list[dict[str, Any]]:
+            if not self.samples() and self._process.poll() not in (None, 0):
+                assert self._process.stderr is not None
+                raise AssertionError(self._process.stderr.read().decode())
+            return self.samples()
+
+        return dict(wait_for(look, "a first NVML sample")[0])
+
+    def stop(self) -> None:
+        """End the child; fail if it failed. Idempotent."""
+        if self not in self.pool.samplers:
+            return
+        self.pool.samplers.remove(self)
+        _, errors = self._process.communicate(b"", timeout=PATIENCE)
+        assert self._process.returncode == 0, f"the NVML sampler failed: {errors.decode()}"
+
+    def check(self, at_least: int) -> dict[str, Any]:
+        """Stop, and fail if one sample shows more than exists or more than was granted.
+
+        Returns figures about what was seen.
+        """
+        self.stop()
+        samples = self.samples()
+        assert len(samples) >= at_least, f"only {len(samples)} NVML samples"
+        compared = most = 0
+        for sample in samples:
+            for device in sample["devices"]:
+                assert device["used"] <= device["total"], sample
+                assert sum(device["processes"].values()) <= device["total"], sample
+                most = max(most, device["used"])
+            granted = sample.get("granted")
+            if granted is None:
+                continue
+            for device in sample["devices"]:
+                limits = granted.get(device["uuid"], {})
+                assert sum(limits.values()) <= device["total"], sample
+                for pid, used in device["processes"].items():
+                    if pid in sample["steady"]:
+                        compared += 1
+                        allowed = limits.get(pid, 0)
+                        assert used <= allowed, (
+                            f"process {pid} holds {used} bytes and was granted {allowed}: {sample}"
+                        )
+        return {"samples": len(samples), "compared": compared, "most_used": most}

@@ -1,0 +1,97 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A child process that looks at the devices through NVML: ``sampler.py FILE HERTZ SOCKET``.
+
+Writes one JSON line per sample to FILE until stdin is closed: time, and for each device its total,
+used and reserved bytes and the bytes of each process. With a SOCKET, every fifth sample is taken
+between two answers of the broker; ``granted`` (device -> pid -> bytes) is then what the broker had
+granted, and ``steady`` names the pids whose lease was the same before and after, so that their
+bytes and their grant belong to the same moment. HERTZ 0: one sample.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+import time
+from typing import Any
+
+import pynvml
+
+from jupyter_gpupool.client import Client
+from jupyter_gpupool.errors import GPUPoolError
+
+
+def look(handles: list[Any]) -> list[dict[str, Any]]:
+    devices = []
+    for handle in handles:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        devices.append(
+            {
+                "uuid": pynvml.nvmlDeviceGetUUID(handle),
+                "total": memory.total,
+                "used": memory.used,
+                "reserved": memory.reserved,
+                "processes": {str(p.pid): p.usedGpuMemory or 0 for p in processes},
+            }
+        )
+    return devices
+
+
+class Broker:
+    """The broker's word, when it has one: it may be killed at any moment of a test."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.client: Client | None = None
+
+    def leases(self) -> dict[str, tuple[Any, ...]] | None:
+        """Return pid -> (state, granted bytes, devices), None while there is no broker."""
+        try:
+            if self.client is None or self.client.closed:
+                self.client = Client(self.path)
+            sessions = self.client.call("status", timeout=5)["sessions"]
+        except GPUPoolError:
+            return None
+        return {
+            str(s["pid"]): (
+                s["state"],
+                s["granted_bytes"],
+                s["devices"],
+                s["attached_seconds_total"] > 0,
+            )
+            for s in sessions
+            if s["pid"]
+        }
+
+
+def main(path: str, hertz: float, socket: str) -> None:
+    pynvml.nvmlInit()
+    count = pynvml.nvmlDeviceGetCount()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+    broker = Broker(socket) if socket else None
+    number = 0
+    with open(path, "w") as file:
+        while True:
+            asked = broker is not None and number % 5 == 0
+            before = broker.leases() if broker and asked else None
+            sample: dict[str, Any] = {"time": time.time(), "devices": look(handles)}
+            after = broker.leases() if broker and asked else None
+            if before is not None and after is not None:
+                granted: dict[str, dict[str, int]] = {}
+                for pid, (_, amount, devices) in after.items():
+                    for device in devices:
+                        granted.setdefault(device, {})[pid] = amount // len(devices)
+                sample["granted"] = granted
+                sample["steady"] = [pid for pid in after if after[pid] == before.get(pid)]
+            file.write(json.dumps(sample) + "\n")
+            file.flush()
+            number += 1
+            if not hertz or select.select([sys.stdin], [], [], 1 / hertz)[0]:
+                return
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), sys.argv[3])

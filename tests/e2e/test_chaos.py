@@ -1,0 +1,391 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""SIGKILL, at random moments, to everything that takes part.
+
+Five notebooks, of which four fit on the two devices, work without pause: each checks all its bytes
+in every cell. Meanwhile, round after round, something is killed: the broker, a suspend worker, a
+kernel that is attached, waits, is suspended or is on its way, a Jupyter Server with a kernel. After
+each round the notebooks must have got on, with their bytes, and nothing of the dead may be left.
+
+A failure names its seed; ``GPUPOOL_CHAOS_SEED=... pytest tests/e2e/test_chaos.py`` plays the same
+kills at the same moments again (what else the machine does differs).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from . import cells
+from .kit import MiB, Sampler, reap, until
+
+MACHINE = "2x640MiB,context=32MiB"
+NOTEBOOKS = 5
+DATA = 128
+
+#: Two fit on a device, so four of the five, or three beside a victim.
+SLICE = 256 * MiB
+
+#: Ways to die; the short form plays each once.
+KINDS = (
+    "broker",
+    "worker",
+    "attached kernel",
+    "queued kernel",
+    "suspended kernel",
+    "kernel at any moment",
+    "broker and kernel",
+    "server",
+)
+
+
+class Notebook:
+    """One that must not notice: works on until told to stop, and keeps account."""
+
+    def __init__(self, pool, number, rng):
+        self.pool, self.number, self.rng = pool, number, rng
+        self.kernel = None
+        self.checks = 0
+        self.refused = []
+        #: Set to a path: the next cell lasts until that file exists.
+        self.busy_until = None
+        self.stopping = False
+
+    async def start(self):
+        self.kernel = await self.pool.kernel(f"notebook {self.number}", memory=SLICE)
+        self.pid = self.kernel.pid
+        (await self.kernel.run(cells.setup(self.number + 1, DATA))).check()
+        return self
+
+    async def work(self):
+        key = 0
+        while not self.stopping:
+            await asyncio.sleep(self.rng.uniform(0.0, 0.3))
+            code = "block.verify()"
+            if self.busy_until is not None:
+                code = f"block.verify()\n{cells.busy(self.busy_until)}"
+                self.busy_until = None
+            elif self.rng.random() < 0.3:
+                key += 1
+                code = f"block.verify().write({key}).compute()"
+            cell = await self.kernel.run(code, timeout=120)
+            if cell.ok:
+                self.checks += 1
+                continue
+            # Without a broker a cell that needs its slice back may say so. Then it has not run.
+            assert cell.ename != "AssertionError", cell.traceback
+            assert str(self.pool.socket) in cell.evalue + cell.traceback, (
+                f"{cell.ename}: {cell.evalue}"
+            )
+            self.refused.append((time.monotonic(), cell.evalue))
+            if "write" in code:
+                key -= 1
+
+    async def get_on(self, cells_more=2):
+        """Return once so many more cells have checked every byte."""
+        target = self.checks + cells_more
+        await until(
+            lambda: self.checks >= target,
+            f"notebook {self.number} to get on",
+            timeout=120,
+            show=lambda: self.pool.peek(self.kernel.kernel_id),
+        )
+
+
+class Chaos:
+    def __init__(self, pool, seed):
+        self.pool, self.rng = pool, random.Random(seed)
+        self.round = 0
+        self.figures = {}
+
+    # -------------------------------------------------------------- the actors
+
+    async def begin(self):
+        self.notebooks = await asyncio.gather(
+            *(
+                Notebook(self.pool, i, random.Random(self.rng.random())).start()
+                for i in range(NOTEBOOKS)
+            )
+        )
+        self.tasks = [asyncio.create_task(n.work()) for n in self.notebooks]
+
+    async def end(self):
+        for notebook in self.notebooks:
+            notebook.stopping = True
+        await asyncio.wait_for(asyncio.gather(*self.tasks), 120)
+
+    def watch(self):
+        """Raise what a notebook has failed with, if one has."""
+        for task in self.tasks:
+            if task.done():
+                task.result()
+
+    async def moment(self, most=0.5):
+        await asyncio.sleep(self.rng.uniform(0.0, most))
+
+    async def play(self, kind):
+        """One round: kill, then see that all is well."""
+        self.round += 1
+        before = {n.number: n.kernel.pid for n in self.notebooks}
+        begun = time.monotonic()
+        await getattr(self, kind.replace(" ", "_"))()
+        self.watch()
+        living = asyncio.gather(*(n.get_on() for n in self.notebooks))
+        done, _ = await asyncio.wait(
+            [living, *self.tasks], timeout=180, return_when=asyncio.FIRST_COMPLETED
+        )
+        self.watch()
+        assert living in done, "the notebooks did not get on"
+        await living
+        assert before == {n.number: n.kernel.pid for n in self.notebooks}
+        await until(
+            lambda: len(self.pool.sessions()) == NOTEBOOKS,
+            "only the notebooks' sessions left",
+            show=self.pool.sessions,
+        )
+        status = self.pool.check_ledger()
+        assert not any(d["drained_reason"] for d in status["devices"]), status["devices"]
+        self.figures.setdefault(kind, []).append(round(time.monotonic() - begun, 1))
+
+    # -------------------------------------------------------------- victims
+
+    async def victim(self, code=None):
+        kernel = await self.pool.kernel(f"victim {self.round}", memory=SLICE)
+        if code is not None:
+            (await kernel.run(code)).check()
+        return kernel
+
+    async def bury(self, kernel, cell=None):
+        """Wait until nothing of a killed kernel is left, then close our end."""
+        pid, name = kernel.pid, kernel.kernel_id
+        begun = time.monotonic()
+        reap(pid)
+        await until(lambda: kernel.session() is None, "the killed kernel's session to end")
+        self.figures.setdefault("slice back, seconds", []).append(
+            round(time.monotonic() - begun, 3)
+        )
+        if cell is not None:
+            cell.cancel()
+            await asyncio.gather(cell, return_exceptions=True)
+        await kernel.stop(now=True)
+        assert not psutil.pid_exists(pid), f"kernel {name} is still there"
+
+    async def broker(self, gap=1.0):
+        await self.moment()
+        self.pool.kill_broker()
+        await self.moment(gap)
+        await asyncio.to_thread(self.pool.start_broker)
+
+    async def worker(self):
+        await self.moment()
+        worker = self.rng.choice(self.pool.workers())
+        worker.kill()
+
+    async def attached_kernel(self):
+        kernel = await self.victim(cells.setup(900 + self.round, DATA))
+        flag = self.pool.folder / "never"
+        cell = asyncio.create_task(kernel.run(f"block.verify()\n{cells.busy(flag)}"))
+        await until(lambda: (kernel.session() or {}).get("state") == "active", "an attached victim")
+        await self.moment(0.3)
+        kernel.kill()
+        await self.bury(kernel, cell)
+
+    async def queued_kernel(self):
+        flag = self.pool.folder / f"go-{self.round}"
+        kernel = await self.victim()
+        for notebook in self.notebooks:
+            notebook.busy_until = flag
+        try:
+            await until(
+                lambda: sum(s["state"] == "active" for s in self.pool.sessions()) == 4,
+                "four busy notebooks",
+                show=self.pool.sessions,
+            )
+            cell = asyncio.create_task(kernel.run(cells.setup(900, DATA), timeout=120))
+            await until(
+                lambda: (kernel.session() or {}).get("state") == "queued",
+                "a waiting victim",
+                show=self.pool.sessions,
+            )
+            assert (kernel.session() or {})["wait_reason"], "it waits without a reason"
+            await self.moment(0.3)
+            kernel.kill()
+            await self.bury(kernel, cell)
+        finally:
+            flag.touch()
+
+    async def suspended_kernel(self):
+        kernel = await self.victim(cells.setup(900 + self.round, DATA))
+        self.pool.call("release", session=kernel.session()["id"])
+        await until(
+            lambda: (kernel.session() or {}).get("state") == "detached",
+            "a suspended victim",
+            show=kernel.session,
+        )
+        assert kernel.session()["suspended_bytes"] >= DATA * MiB
+        await self.moment(0.3)
+        kernel.kill()
+        await self.bury(kernel)
+
+    async def kernel_at_any_moment(self):
+        kernel = await self.victim(cells.setup(900 + self.round, DATA))
+        release = self.rng.random() < 0.7
+        if release:
+            self.pool.call("release", session=kernel.session()["id"])
+        cell = None
+        if self.rng.random() < 0.5:
+            cell = asyncio.create_task(kernel.run("block.verify()"))
+        await self.moment(0.25)
+        kernel.kill()
+        await self.bury(kernel, cell)
+
+    async def broker_and_kernel(self):
+        kernel = await self.victim(cells.setup(900 + self.round, DATA))
+        if self.rng.random() < 0.5:
+            self.pool.call("release", session=kernel.session()["id"])
+        await self.moment(0.2)
+        self.pool.kill_broker()
+        await self.moment(0.2)
+        kernel.kill()
+        await self.moment(0.5)
+        await asyncio.to_thread(self.pool.start_broker)
+        await self.bury(kernel)
+
+    async def server(self):
+        server = await Server(self.pool, self.round).start()
+        try:
+            await server.notebook(900 + self.round)
+            if self.rng.random() < 0.5:
+                session = self.pool.session_of(server.kernel_id)
+                self.pool.call("release", session=session["id"])
+            await self.moment()
+            server.process.kill()
+            await until(
+                lambda: self.pool.session_of(server.kernel_id) is None,
+                "the session of the killed server's kernel to end",
+            )
+        finally:
+            await server.stop()
+
+
+class Server:
+    """A real Jupyter Server with one Pooled GPU kernel in it."""
+
+    def __init__(self, pool, number):
+        self.pool, self.number = pool, number
+
+    async def start(self):
+        self.log = self.pool.folder / f"server-{self.number}.log"
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "jupyter_server",
+                    "--no-browser",
+                    "--allow-root",
+                    "--ServerApp.port=0",
+                    "--IdentityProvider.token=e2e",
+                    f"--GPUPoolProvisioner.memory={SLICE}",
+                    f"--ServerApp.root_dir={self.pool.folder}",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        found = await until(
+            lambda: re.search(r"http://127\.0\.0\.1:\d+/", self.log.read_text()),
+            "the Jupyter Server to listen",
+        )
+        self.url = found[0]
+        return self
+
+    async def notebook(self, seed):
+        """Start a kernel by REST and put data on its device, as a browser's notebook would."""
+        from jupyter_client.asynchronous import AsyncKernelClient
+        from tornado.httpclient import AsyncHTTPClient
+
+        answer = await AsyncHTTPClient().fetch(
+            f"{self.url}api/kernels",
+            method="POST",
+            body=json.dumps({"name": "gpupool-python3"}),
+            headers={"Authorization": "token e2e"},
+            request_timeout=60,
+        )
+        self.kernel_id = json.loads(answer.body)["id"]
+        client = AsyncKernelClient()
+        runtime = Path(os.environ["JUPYTER_RUNTIME_DIR"])
+        client.load_connection_file(str(runtime / f"kernel-{self.kernel_id}.json"))
+        client.start_channels()
+        try:
+            await client.wait_for_ready(timeout=60)
+            reply = await client.execute_interactive(
+                cells.setup(seed, DATA), allow_stdin=False, timeout=60, output_hook=lambda _: None
+            )
+            assert reply["content"]["status"] == "ok", reply["content"]
+        finally:
+            client.stop_channels()
+
+    async def stop(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+async def chaos(pool, seed, kinds):
+    play = Chaos(pool, seed)
+    await play.begin()
+    try:
+        for kind in kinds:
+            try:
+                await play.play(kind)
+            except BaseException as error:
+                raise AssertionError(
+                    f"round {play.round} ({kind}) of seed {seed}: {error}"
+                ) from error
+        await play.end()
+    finally:
+        for task in play.tasks:
+            task.cancel()
+        await asyncio.gather(*play.tasks, return_exceptions=True)
+    refused = sum(len(n.refused) for n in play.notebooks)
+    checks = sum(n.checks for n in play.notebooks)
+    print(f"seed {seed}: {checks} checks of all bytes, {refused} cells without a broker")
+    print(json.dumps(play.figures, indent=1))
+    sessions = pool.sessions()
+    await pool.stop_kernels()
+    return sessions
+
+
+def run_chaos(pool, seed, kinds):
+    pool = pool(MACHINE, default_memory=SLICE)
+    sampler = Sampler(pool, hertz=10)
+    sampler.first()
+    sessions = asyncio.run(chaos(pool, seed, kinds))
+    print(sampler.check(at_least=10))
+    assert sum(s["suspends"] for s in sessions) > 0, "nobody ever had to make room"
+
+
+def test_one_of_each(pool):
+    seed = int(os.environ.get("GPUPOOL_CHAOS_SEED", "11"))
+    kinds = list(KINDS)
+    random.Random(seed).shuffle(kinds)
+    run_chaos(pool, seed, kinds)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_hundred_rounds(pool):
+    seed = int(os.environ.get("GPUPOOL_CHAOS_SEED") or random.SystemRandom().randrange(1 << 30))
+    rng = random.Random(seed)
+    run_chaos(pool, seed, [rng.choice(KINDS) for _ in range(100)])

@@ -1,0 +1,121 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The wheel, in an environment that has never seen this checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+
+
+def command(*arguments, cwd=None, env=None, check=True):
+    """Run a command outside this checkout; return it with its output, fail if it fails."""
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("GPUPOOL_", "JUPYTER_", "PYTHON", "VIRTUAL_ENV"))
+    }
+    done = subprocess.run(
+        [str(a) for a in arguments],
+        cwd=cwd,
+        env={**clean, **(env or {})},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=900,
+        check=False,
+    )
+    assert not check or done.returncode == 0, f"{arguments}:\n{done.stdout}"
+    return done
+
+
+def source(folder: Path) -> Path:
+    """Copy what git knows of this checkout, so that nothing built here is packed."""
+    names = command("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    for name in names.stdout.split():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def build(folder: Path, env=None) -> tuple[Path, str]:
+    """Build a wheel with the build backend of this environment; return it and the output."""
+    done = command(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-v",
+        "-w",
+        folder / "dist",
+        source(folder / "source"),
+        cwd=folder,
+        env=env,
+    )
+    (wheel,) = (folder / "dist").glob("*.whl")
+    return wheel, done.stdout
+
+
+def install(wheel: Path, folder: Path, env=None) -> Path:
+    """Install the wheel and its dependencies into a fresh environment; return its ``bin``."""
+    command(sys.executable, "-m", "venv", folder)
+    lock = ROOT / "requirements" / "lock.txt"
+    pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    command(*pip, "-c", lock, wheel, "nbclient", env=env)
+    return folder / "bin"
+
+
+def test_a_wheel_brings_everything(tmp_path):
+    wheel, _ = build(tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    for wanted in (
+        "jupyter_gpupool/emulator/lib/libcuda.so.1",
+        "jupyter_gpupool/emulator/lib/libnvidia-ml.so.1",
+        "share/jupyter/kernels/gpupool-python3/kernel.json",
+    ):
+        assert any(name.endswith(wanted) for name in names), f"{wanted} is not in {names}"
+    binaries = install(wheel, tmp_path / "venv")
+    env = {"PATH": f"{binaries}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    specs = command(binaries / "jupyter", "kernelspec", "list", env=env).stdout
+    assert "gpupool-python3" in specs
+    provisioners = command(binaries / "jupyter", "kernelspec", "provisioners", env=env).stdout
+    assert "gpupool-provisioner" in provisioners
+    doctor = command(binaries / "jupyter", "gpupool", "doctor", env=env, check=False).stdout
+    assert "kernelspec" in doctor.lower(), doctor
+    demo = command(binaries / "jupyter", "gpupool", "demo", cwd=tmp_path, env=env).stdout
+    assert "nothing lost" in demo
+
+
+def test_without_a_compiler_a_wheel_is_built_and_doctor_says_what_is_missing(tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("git", "sh", "env", "uname"):
+        if found := shutil.which(name):
+            (tools / name).symlink_to(found)
+    bare = {"PATH": str(tools), "CC": ""}
+    wheel, said = build(tmp_path, env=bare)
+    assert "compiler" in said.lower(), said
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [n for n in archive.namelist() if n.endswith("libcuda.so.1")]
+    binaries = install(wheel, tmp_path / "venv", env=bare)
+    env = {"PATH": f"{binaries}:{tools}", "CC": "", "HOME": str(tmp_path)}
+    doctor = command(binaries / "jupyter-gpupool", "doctor", env=env, check=False)
+    assert "compiler" in doctor.stdout.lower(), doctor.stdout
+    demo = command(binaries / "jupyter-gpupool", "demo", cwd=tmp_path, env=env, check=False)
+    assert demo.returncode != 0
+    assert "compiler" in demo.stdout.lower(), demo.stdout
+    assert "Traceback" not in demo.stdout

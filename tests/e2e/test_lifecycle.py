@@ -1,0 +1,522 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What one user of a notebook sees of the pool, in the order of a working day."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from . import cells
+from .kit import MiB, Sampler, until
+
+MACHINE = "2x640MiB,context=32MiB"
+SLICE = 256 * MiB
+DATA = 128
+
+
+class Watch:
+    """Every state of a session that the journal has, plus samples of the status in between."""
+
+    def __init__(self, pool, kernel):
+        self.pool, self.kernel = pool, kernel
+        self.seen = []
+        self._task = asyncio.create_task(self._look())
+
+    async def _look(self):
+        while True:
+            self.seen.append(self.kernel.session())
+            await asyncio.sleep(0.02)
+
+    async def end(self):
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        assert self.seen
+        return self.seen
+
+
+async def state(kernel, wanted, timeout=60):
+    """Return the session once it is in the state."""
+    return await until(
+        lambda: (s := kernel.session()) and s["state"] == wanted and s,
+        f"{kernel.label} to be {wanted}",
+        timeout,
+        show=kernel.session,
+    )
+
+
+async def suspended(kernel):
+    return await until(
+        lambda: (s := kernel.session()) and s["state"] == "detached" and s["suspended_bytes"] and s,
+        f"{kernel.label} to be suspended",
+        show=kernel.session,
+    )
+
+
+def play(scenario):
+    asyncio.run(asyncio.wait_for(scenario, 110))
+
+
+# ---------------------------------------------------------------------- no CUDA, no GPU
+
+
+def test_a_kernel_without_cuda_never_has_a_granted_byte_under_manual(pool):
+    pool = pool(MACHINE, attach="manual", default_memory=SLICE)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        watch = Watch(pool, kernel)
+        for number in range(20):
+            cell = (await kernel.run(f"sum(range(100_000)) + {number}")).check()
+            assert cell.text
+        for session in await watch.end():
+            assert session["state"] == "detached"
+            assert session["granted_bytes"] == session["footprint_bytes"] == 0
+            assert not session["holds"]
+        await kernel.stop()
+
+    play(scenario())
+    assert not [row for row in pool.journal() if row["kind"] in ("attach", "queue")]
+
+
+def test_under_manual_no_cell_waits_for_the_broker(pool):
+    """The broker is stopped in its tracks: if a cell asked it for anything, it would wait."""
+    pool = pool(MACHINE, attach="manual", default_memory=SLICE)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run("pass")).check()
+        broker = pool.status()["pid"]
+        os.kill(broker, signal.SIGSTOP)
+        try:
+            for number in range(10):
+                cell = await kernel.run(f"{number} * 2", timeout=20)
+                assert cell.check().text.strip() == str(number * 2)
+        finally:
+            os.kill(broker, signal.SIGCONT)
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_a_kernel_without_cuda_has_no_footprint_and_gives_its_lease_back_under_cell(pool):
+    """Under ``cell`` the lease itself begins with the cell: nobody knows yet what it will do."""
+    pool = pool(MACHINE, default_memory=SLICE, idle_timeout=0.5)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        session = kernel.session()
+        assert session["state"] == "detached"
+        assert session["granted_bytes"] == 0
+        watch = Watch(pool, kernel)
+        (await kernel.run("2 + 2")).check()
+        session = await state(kernel, "detached")
+        assert session["granted_bytes"] == session["suspended_bytes"] == 0
+        assert all(s["footprint_bytes"] == 0 for s in await watch.end())
+        await kernel.stop()
+
+    play(scenario())
+
+
+# ---------------------------------------------------------------------- idle, keep, release
+
+
+def test_idle_timeout_suspends_and_the_next_cell_resumes(pool):
+    pool = pool(MACHINE, default_memory=SLICE, idle_timeout=0.5)
+
+    async def scenario():
+        with Sampler(pool) as sampler:
+            kernel = await pool.kernel()
+            (await kernel.run(cells.setup(5, DATA))).check()
+            session = await suspended(kernel)
+            assert session["granted_bytes"] == 0
+            assert session["suspended_bytes"] >= DATA * MiB
+            assert pool.status()["host"]["used_bytes"] >= DATA * MiB
+            assert all(d["memory_granted"] == 0 for d in pool.devices())
+            (await kernel.run("block.verify().write(1).compute().verify()")).check()
+            session = kernel.session()
+            assert session["suspends"] >= 1
+            assert session["resumes"] >= 1
+            await suspended(kernel)
+            await kernel.stop()
+        sampler.check(at_least=5)
+
+    play(scenario())
+
+
+def test_keep_postpones_the_idle_timeout(pool):
+    pool = pool(MACHINE, default_memory=SLICE, idle_timeout=0.5)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(6, DATA))).check()
+        cell = (await kernel.run("%gpu keep 2s")).check()
+        assert cell.text or cell.displays
+        session = await suspended(kernel)
+        rows = pool.journal(session=session["id"])
+        idle = [r["time"] for r in rows if r["kind"] == "state" and r["detail"]["new"] == "idle"]
+        gone = [r for r in rows if r["kind"] == "state" and r["detail"]["new"] == "detaching"]
+        assert gone[-1]["time"] - idle[-1] >= 1.5, rows
+        (await kernel.run("block.verify()")).check()
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_release_gives_the_slice_back_at_once(pool):
+    pool = pool(MACHINE, default_memory=SLICE)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(7, DATA))).check()
+        await state(kernel, "idle")
+        cell = (await kernel.run("%gpu release")).check()
+        assert cell.text or cell.displays
+        await suspended(kernel)
+        (await kernel.run("block.verify()")).check()
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_release_during_a_cell_waits_for_its_end(pool):
+    pool = pool(MACHINE, default_memory=SLICE)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(8, DATA))).check()
+        cell = asyncio.create_task(kernel.run(f"{cells.busy(flag)}\nblock.verify()"))
+        session = await state(kernel, "active")
+        note = pool.call("release", session=session["id"])["note"]
+        assert note
+        assert kernel.session()["state"] == "active"
+        flag.touch()
+        (await cell).check()
+        await suspended(kernel)
+        await kernel.stop()
+
+    play(scenario())
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+def test_a_kernel_asks_for_more_while_attached_and_for_too_much(pool):
+    pool = pool(MACHINE, default_memory=SLICE)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(9, DATA))).check()
+        assert (await state(kernel, "idle"))["granted_bytes"] == SLICE
+        (await kernel.run("%gpu 384MiB")).check()
+        await until(
+            lambda: kernel.session()["granted_bytes"] == 384 * MiB,
+            "the slice to have grown",
+            show=kernel.session,
+        )
+        assert kernel.session()["suspends"] == 0, "there was room: no need to suspend"
+        (await kernel.run("more = Block(192); more.allocate().write(3).verify()")).check()
+        cell = await kernel.run("%gpu 40GiB")
+        said = cell.text + cell.evalue + " ".join(cell.displays)
+        assert not cell.ok or "40 GiB" in said
+        assert "640 MiB" in said or "GPU" in said, said
+        assert kernel.session()["granted_bytes"] == 384 * MiB, "a refusal changes nothing"
+        (await kernel.run("block.verify(); more.verify()")).check()
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_growing_where_there_is_no_room_moves_and_keeps_the_bytes(pool):
+    """Two share a device; one asks for more than is left there, and the other device is free."""
+    pool = pool(MACHINE, default_memory=SLICE)
+
+    async def scenario():
+        first = await pool.kernel("first")
+        (await first.run(cells.setup(1, DATA))).check()
+        second = await pool.kernel("second")
+        (await second.run(cells.setup(2, DATA))).check()
+        (await first.run("%gpu 512MiB")).check()
+        (await first.run("block.verify(); more = Block(256); more.allocate().write(5)")).check()
+        (await second.run("block.verify()")).check()
+        (await first.run("block.verify(); more.verify()")).check()
+        await first.stop()
+        await second.stop()
+
+    play(scenario())
+
+
+# ---------------------------------------------------------------------- neighbours
+
+
+def test_a_notebook_is_restored_on_the_other_device(pool):
+    pool = pool(MACHINE, default_memory=512 * MiB)
+
+    async def scenario():
+        mine, other = await pool.kernel("mine"), await pool.kernel("other")
+        (await mine.run(cells.setup(3, 256))).check()
+        home = (await mine.run("device()")).check().text.strip().strip("'")
+        session = await state(mine, "idle")
+        assert session["device"] == home
+        # Somebody sits on both devices: mine has to go.
+        flag, flag2 = pool.folder / "go", pool.folder / "go2"
+        (await other.run(cells.setup(4, 256))).check()
+        third = await pool.kernel("third")
+        long_cells = [
+            asyncio.create_task(k.run(f"{cells.setup(5, 256)}\n{cells.busy(f)}"))
+            for k, f in ((other, flag), (third, flag2))
+        ]
+        await suspended(mine)
+        # The device that mine was not on becomes free.
+        where = {k: (await state(k, "active"))["device"] for k in (other, third)}
+        assert sorted(where.values()) == sorted(d["uuid"] for d in pool.devices())
+        free = next(k for k, uuid in where.items() if uuid != home)
+        waiting = asyncio.create_task(mine.run("block.verify()"))
+        await state(mine, "queued")
+        (flag if free is other else flag2).touch()
+        (await waiting).check()
+        session = mine.session()
+        assert session["device"] != home
+        assert session["migrations"] == 1
+        (await mine.run("block.write(8).compute().verify()")).check()
+        for path in (flag, flag2):
+            path.touch()
+        for task in long_cells:
+            (await task).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_a_waiting_cell_says_why_and_its_wait_leaves_nothing_behind(pool):
+    pool = pool("1x640MiB,context=32MiB", default_memory=512 * MiB)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        busy, waiting = await pool.kernel("busy"), await pool.kernel("waiting")
+        holder = asyncio.create_task(busy.run(cells.setup(1, DATA) + cells.busy(flag)))
+        await state(busy, "active")
+        cell = asyncio.create_task(waiting.run("print('ran')"))
+        session = await state(waiting, "queued")
+        assert session["queue_position"] == 1
+        assert session["wait_reason"]
+        await asyncio.sleep(0)
+        flag.touch()
+        (await holder).check()
+        done = (await cell).check()
+        assert done.text.strip() == "ran"
+        said = " ".join(done.displays)
+        assert not done.displays or "position" in said, said
+        assert done.outputs[-1] == "stream"
+        if done.displays:
+            assert "clear_output" in done.outputs, done.outputs
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_a_waiting_cell_can_be_interrupted_and_is_not_run(pool):
+    pool = pool("1x640MiB,context=32MiB", default_memory=512 * MiB)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        busy, waiting = await pool.kernel("busy"), await pool.kernel("waiting")
+        holder = asyncio.create_task(busy.run(cells.setup(1, DATA) + cells.busy(flag)))
+        await state(busy, "active")
+        cell = asyncio.create_task(waiting.run("open('ran', 'w')"))
+        await state(waiting, "queued")
+        await waiting.interrupt()
+        done = await asyncio.wait_for(cell, 20)
+        assert done.status == "error"
+        await state(waiting, "detached")
+        assert waiting.session()["queue_position"] is None
+        flag.touch()
+        (await holder).check()
+        (await waiting.run("import os; assert not os.path.exists('ran')")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_over_the_quota_one_waits_and_says_so(pool):
+    pool = pool(MACHINE, default_memory=SLICE, quotas={"*": {"memory": 300 * MiB}})
+    flag = pool.folder / "go"
+
+    async def scenario():
+        first, second = await pool.kernel("first"), await pool.kernel("second")
+        holder = asyncio.create_task(first.run(cells.setup(1, DATA) + cells.busy(flag)))
+        await state(first, "active")
+        cell = asyncio.create_task(second.run(cells.setup(2, DATA)))
+        session = await state(second, "queued")
+        assert "quota" in session["wait_reason"].lower() or "300 MiB" in session["wait_reason"]
+        flag.touch()
+        (await holder).check()
+        (await cell).check()
+        (await first.run("block.verify()")).check()
+        (await second.run("block.verify()")).check()
+        refused = await second.run("%gpu 400MiB")
+        said = refused.text + refused.evalue + " ".join(refused.displays)
+        assert "300 MiB" in said, said
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+# ---------------------------------------------------------------------- the kernel's own life
+
+
+def test_restart_gives_the_slice_back_and_starts_clean(pool):
+    pool = pool(MACHINE, default_memory=SLICE)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(1, DATA))).check()
+        before = kernel.session()["id"]
+        await kernel.restart()
+        session = kernel.session()
+        assert session["granted_bytes"] == session["suspended_bytes"] == 0
+        assert len(pool.sessions()) == 1
+        assert (await kernel.run("block")).ename == "NameError"
+        (await kernel.run(cells.setup(2, DATA) + "block.verify()")).check()
+        assert before
+        await kernel.stop()
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("suspend", [False, True], ids=["attached", "suspended"])
+def test_shutdown_of_a_kernel_ends_its_session(pool, suspend):
+    pool = pool(MACHINE, default_memory=SLICE)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(1, DATA))).check()
+        if suspend:
+            pool.call("release", session=kernel.session()["id"])
+            await suspended(kernel)
+        await kernel.stop()
+        assert not pool.sessions()
+
+    play(scenario())
+
+
+def test_a_restarted_broker_finds_attached_suspended_and_waiting_kernels(pool):
+    pool = pool("1x640MiB,context=32MiB", default_memory=SLICE)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        kernels = [await pool.kernel(f"k{i}") for i in range(4)]
+        away, idle, busy, waiting = kernels
+        for number, kernel in enumerate((away, idle, busy)):
+            (await kernel.run(cells.setup(number, DATA))).check()
+        await suspended(away)
+        (await idle.run("%gpu keep 10m")).check()
+        work = asyncio.create_task(busy.run(cells.busy(flag) + "block.verify()", timeout=90))
+        await state(busy, "active")
+        wait = asyncio.create_task(waiting.run("1 + 1", timeout=90))
+        await state(waiting, "queued")
+        before = {k.label: k.session() for k in kernels}
+        pool.kill_broker()
+        pool.start_broker()
+        await until(
+            lambda: (
+                all(k.session() for k in kernels)
+                and all(
+                    k.session()["state"] == before[k.label]["state"] for k in (away, busy, waiting)
+                )
+            ),
+            "the sessions as they were",
+            show=lambda: (before, pool.sessions()),
+        )
+        for kernel in kernels:
+            now, then = kernel.session(), before[kernel.label]
+            for name in ("id", "pid", "granted_bytes", "suspended_bytes", "device", "owner"):
+                assert now[name] == then[name], (name, then, now)
+        flag.touch()
+        (await work).check()
+        (await wait).check()
+        for kernel in (away, idle, busy):
+            (await kernel.run("block.verify()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_a_provisioner_starts_a_broker_where_there_is_none(pool):
+    """The next kernel revives the pool for those that outlived its broker."""
+    pool = pool(MACHINE, default_memory=SLICE)
+
+    async def scenario():
+        old = await pool.kernel("old")
+        (await old.run(cells.setup(1, DATA))).check()
+        pool.kill_broker()
+        new = await pool.kernel("new")
+        assert new.session()
+        await until(lambda: old.session(), "the old kernel to be known again")
+        (await new.run(cells.setup(2, DATA) + "block.verify()")).check()
+        (await old.run("block.verify()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_without_a_broker_a_gpu_cell_fails_in_plain_words_and_cpu_work_goes_on(pool):
+    pool = pool(MACHINE, attach="manual", default_memory=SLICE)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run("x = 41")).check()
+        pool.kill_broker()
+        (await kernel.run("x += 1")).check()
+        cell = await kernel.run("%gpu attach")
+        said = cell.text + cell.evalue + " ".join(cell.displays)
+        assert str(pool.socket) in said, said
+        assert (await kernel.run("print(x)")).check().text.strip() == "42"
+        pool.start_broker()
+        await until(lambda: kernel.session(), "the kernel to be known again")
+        (await kernel.run("%gpu attach")).check()
+        (await kernel.run(cells.setup(1, DATA) + "block.verify()")).check()
+        await kernel.stop()
+
+    play(scenario())
+
+
+# ---------------------------------------------------------------------- notebooks
+
+
+def test_a_notebook_runs_through_nbclient_and_is_saved_without_a_trace_of_waiting(pool):
+    import nbformat
+    from nbclient import NotebookClient
+
+    pool = pool("1x640MiB,context=32MiB", default_memory=512 * MiB)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        busy = await pool.kernel("busy")
+        holder = asyncio.create_task(busy.run(cells.setup(1, DATA) + cells.busy(flag)))
+        await state(busy, "active")
+        new = nbformat.v4.new_code_cell
+        notebook = nbformat.v4.new_notebook(
+            cells=[
+                new(cells.setup(2, DATA)),
+                new("block.verify(); print('all there')"),
+            ],
+            metadata={"kernelspec": {"name": "gpupool-python3", "display_name": "Pooled GPU"}},
+        )
+        client = NotebookClient(notebook, timeout=90)
+        run = asyncio.create_task(client.async_execute())
+        await until(
+            lambda: any(s["state"] == "queued" for s in pool.sessions()), "the notebook to wait"
+        )
+        flag.touch()
+        (await holder).check()
+        await run
+        assert notebook.cells[0].outputs == []
+        assert [o["text"] for o in notebook.cells[1].outputs] == ["all there\n"]
+        await pool.stop_kernels()
+
+    play(scenario())
