@@ -1,0 +1,136 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``python -m benchmarks [NAME ...] [--quick] [--out DIR]``: run them, compare with the budgets.
+
+Exit code: 0 if every benchmark ran (a missed budget is a finding, not a failure), 1 if one broke.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from .common import RESULTS, machine_facts, write_result
+
+HERE = Path(__file__).parent
+
+#: Seconds for one benchmark; a hang is a failure.
+TIMEOUT = 1800
+
+#: Runs in the child: prints nothing of its own, hands the dict over in a file.
+CHILD = """
+import importlib, json, sys
+name, out, *argv = sys.argv[1:]
+result = importlib.import_module("benchmarks." + name).main(argv)
+with open(out, "w") as file:
+    json.dump(result, file)
+"""
+
+
+def find() -> list[str]:
+    """Return the names of the modules here that define ``main``, without importing them."""
+    names = []
+    for path in sorted(HERE.glob("*.py")):
+        if path.stem.startswith("_") or path.stem == "common":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if any(isinstance(n, ast.FunctionDef) and n.name == "main" for n in tree.body):
+            names.append(path.stem)
+    return names
+
+
+def run(name: str, quick: bool) -> dict[str, Any] | str:
+    """Run one benchmark in a child process; return its result, or why there is none."""
+    with tempfile.TemporaryDirectory(prefix="gpb") as folder:
+        out = Path(folder) / "result.json"
+        argv = ["--quick"] if quick else []
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", CHILD, name, str(out), *argv],
+                cwd=HERE.parent,
+                env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+                timeout=TIMEOUT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return f"did not end within {TIMEOUT} s"
+        if done.returncode != 0 or not out.exists():
+            return f"ended with exit code {done.returncode}"
+        result = json.loads(out.read_text())
+    return result if isinstance(result, dict) else f"returned {type(result).__name__}, not a dict"
+
+
+def verdict(line: dict[str, Any]) -> str:
+    """Return ``met`` or by how much not."""
+    if line["met"]:
+        return "met"
+    if line["at_least"]:
+        factor = line["allowed"] / line["measured"] if line["measured"] else float("inf")
+    else:
+        factor = line["measured"] / line["allowed"] if line["allowed"] else float("inf")
+    return f"MISSED, {factor:.2g} x the budget"
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Return the budgets as aligned text."""
+    rows = [("budget", "allowed", "measured", "")]
+    for line in lines:
+        sign = ">=" if line["at_least"] else "<="
+        rows.append(
+            (
+                line["what"],
+                f"{sign} {line['allowed']:g} {line['unit']}",
+                f"{line['measured']:.4g} {line['unit']}",
+                verdict(line),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows
+    )
+
+
+def main() -> int:
+    """Run the command line; return the exit code."""
+    known = find()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, rougher figures")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON files")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in known]
+    if unknown:
+        parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(known)}")
+
+    lines, broken = [], []
+    for name in options.names or known:
+        print(f"== {name}", flush=True)
+        facts, begun = machine_facts(), time.monotonic()
+        result = run(name, options.quick)
+        if isinstance(result, str):
+            broken.append(name)
+            print(f"{name} {result}", file=sys.stderr)
+            continue
+        result.setdefault("machine", facts)
+        result["quick"] = options.quick
+        result["seconds"] = round(time.monotonic() - begun, 1)
+        path = write_result(name, result, options.out)
+        print(f"   {result['seconds']:g} s, written to {path.name}", flush=True)
+        lines += result.get("budgets", [])
+    if lines:
+        print("\n" + table(lines))
+    if broken:
+        print(f"\nbroken: {', '.join(broken)}", file=sys.stderr)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

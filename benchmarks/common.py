@@ -1,0 +1,148 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Percentiles, facts about the machine, and how a result is written.
+
+A benchmark's result is a dict of JSON values. Under ``budgets`` it may have a list of
+:func:`budget`; the runner's table shows these. Nothing written names a host, a user or a path.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+#: Packages whose versions say what was measured.
+PACKAGES = (
+    "jupyter_gpupool",
+    "cuda-bindings",
+    "cuda-core",
+    "ipykernel",
+    "jupyter_client",
+    "nvidia-ml-py",
+    "pyzmq",
+    "tornado",
+)
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """Return the value that ``percent`` per cent of ``values`` do not exceed (nearest rank).
+
+    Raises
+    ------
+    ValueError
+        If there are no values, or ``percent`` is not above 0 and at most 100.
+    """
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("There is no percentile of nothing.")
+    if not 0 < percent <= 100:
+        raise ValueError(f"A percentile is above 0 and at most 100, not {percent}.")
+    return ordered[math.ceil(len(ordered) * percent / 100) - 1]
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Return count, least, median, p90, p99 and greatest of ``values``, in their unit."""
+    return {
+        "count": len(values),
+        "min": min(values),
+        "p50": percentile(values, 50),
+        "p90": percentile(values, 90),
+        "p99": percentile(values, 99),
+        "max": max(values),
+    }
+
+
+def budget(
+    what: str, measured: float, allowed: float, unit: str, *, at_least: bool = False
+) -> dict[str, Any]:
+    """Return one line of the table of budgets.
+
+    ``at_least``: more is better (operations per second), and ``allowed`` is the least allowed.
+    """
+    met = measured >= allowed if at_least else measured <= allowed
+    return {
+        "what": what,
+        "measured": measured,
+        "allowed": allowed,
+        "unit": unit,
+        "at_least": at_least,
+        "met": met,
+    }
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
+
+
+def _memory_total() -> int:
+    """Return the bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def machine_facts(devices: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what a reader must know of the machine: never its name, its users or its paths.
+
+    ``devices``: names of the GPUs that were used, as the pool names them; emulated ones say so.
+    """
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    try:
+        load = round(os.getloadavg()[0], 2)
+    except OSError:
+        load = -1.0
+    return {
+        "processor": _processor(),
+        "architecture": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": _memory_total(),
+        "kernel": platform.release().split("-")[0],
+        "python": platform.python_version(),
+        "versions": versions,
+        "devices": list(devices) or ["none used"],
+        #: Above the number of cores, other work disturbed the figures.
+        "load_before": load,
+    }
+
+
+def host_kind(facts: Mapping[str, Any]) -> str:
+    """Return a short word for a file name: ``"emulated-2cores"`` or ``"h200-16cores"``."""
+    names = [str(n) for n in facts["devices"]]
+    if any("emulated" in n.lower() for n in names):
+        device = "emulated"
+    elif names == ["none used"]:
+        device = "cpu"
+    else:
+        device = re.sub(r"[^a-z0-9]+", "", names[0].lower().replace("nvidia", ""))
+    return f"{device}-{facts['cores']}cores"
+
+
+def write_result(name: str, result: Mapping[str, Any], folder: Path = RESULTS) -> Path:
+    """Write ``result`` as ``<name>-<kind of host>-<date>.json`` into ``folder``; return the file.
+
+    ``result["machine"]`` is filled in if it is not there.
+    """
+    complete = {"benchmark": name, "machine": machine_facts(), **result}
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{host_kind(complete['machine'])}-{today}.json"
+    path.write_text(json.dumps(complete, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return path
