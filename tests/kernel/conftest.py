@@ -1,0 +1,69 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Callable, Iterator
+
+import pytest
+from harness import ROOT, Kernel, start_kernel, this_python
+from scripted_broker import ScriptedBroker
+
+#: An environment with ipykernel 6 and nothing of ours; made once, kept for the next run.
+OLD_VENV = ROOT / ".venv-ipykernel629"
+
+
+@pytest.fixture(scope="session")
+def old_python() -> str:
+    """The interpreter of an environment that has ipykernel 6.29.5 and not this package."""
+    python = OLD_VENV / "bin" / "python"
+    done = OLD_VENV / "complete"
+    if not done.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(OLD_VENV)], check=True)
+        subprocess.run(
+            [str(python), "-m", "pip", "install", "-q", "ipykernel==6.29.5"], check=True
+        )
+        done.touch()
+    return str(python)
+
+
+@pytest.fixture
+def broker() -> Iterator[ScriptedBroker]:
+    with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:
+        broker = ScriptedBroker(Path(folder) / "broker.sock").start()
+        yield broker
+        broker.die()
+        assert broker.problems == []
+
+
+@pytest.fixture(params=["ipykernel 7", "ipykernel 6"])
+def python(request: pytest.FixtureRequest) -> str:
+    if request.param == "ipykernel 6":
+        return request.getfixturevalue("old_python")
+    return this_python()
+
+
+@pytest.fixture
+def start(broker: ScriptedBroker) -> Iterator[Callable[..., Kernel]]:
+    """Start kernels that belong to ``broker``."""
+    kernels: list[Kernel] = []
+
+    def begin(python: str = this_python(), **options: str) -> Kernel:
+        opened = broker._on_open({"type": "open", "kernel_id": "test"})
+        kernel = start_kernel(python, opened["env"], **options)
+        kernels.append(kernel)
+        broker.wait_for("hello")
+        return kernel
+
+    yield begin
+    for kernel in kernels:
+        kernel.stop()
+
+
+@pytest.fixture
+def kernel(start: Callable[..., Kernel], python: str) -> Kernel:
+    """A kernel of the broker, once with each ipykernel."""
+    return start(python)

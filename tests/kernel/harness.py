@@ -1,0 +1,167 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A real ipykernel under test, and what it says."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+from jupyter_client import KernelManager
+
+ROOT = Path(__file__).resolve().parents[2]
+AGENT = "--IPKernelApp.extra_extensions=jupyter_gpupool.kernel"
+
+
+class Execution:
+    """One execute request: its reply, and its outputs as a notebook would save them."""
+
+    def __init__(self, kernel: Kernel, msg_id: str) -> None:
+        self.kernel = kernel
+        self.msg_id = msg_id
+        self.messages: list[dict[str, Any]] = []
+        self.reply: dict[str, Any] | None = None
+        self.idle = False
+
+    def until(self, kind: str, timeout: float = 30) -> dict[str, Any]:
+        """Return the first iopub message of this kind, reading on until it comes."""
+        deadline = time.monotonic() + timeout
+        while True:
+            for message in self.messages:
+                if message["msg_type"] == kind:
+                    return message
+            self.kernel.read(deadline, self)
+
+    def done(self, timeout: float = 60) -> Execution:
+        """Read until the kernel has answered and is idle again."""
+        deadline = time.monotonic() + timeout
+        while not self.idle:
+            self.kernel.read(deadline, self)
+        while self.reply is None:
+            reply = self.kernel.client.get_shell_msg(timeout=deadline - time.monotonic())
+            if reply["parent_header"].get("msg_id") == self.msg_id:
+                self.reply = reply["content"]
+        return self
+
+    @property
+    def status(self) -> str:
+        assert self.reply is not None
+        return self.reply["status"]
+
+    @property
+    def outputs(self) -> list[dict[str, Any]]:
+        """What is left in the cell after ``clear_output`` messages."""
+        left: list[dict[str, Any]] = []
+        for message in self.messages:
+            kind = message["msg_type"]
+            if kind == "clear_output":
+                assert not message["content"]["wait"]
+                left.clear()
+            elif kind in ("stream", "display_data", "execute_result", "error"):
+                left.append(message["content"])
+        return left
+
+    @property
+    def text(self) -> str:
+        """All that is left, as plain text."""
+        parts = []
+        for output in self.outputs:
+            if "text" in output:
+                parts.append(output["text"])
+            elif "data" in output:
+                parts.append(output["data"]["text/plain"])
+            else:
+                parts.append(f"{output['ename']}: {output['evalue']}")
+        return "\n".join(parts)
+
+
+class Kernel:
+    """A started kernel with a client."""
+
+    def __init__(self, manager: KernelManager) -> None:
+        self.manager = manager
+        self.client = manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+        self.running: dict[str, Execution] = {}
+
+    def start(self, code: str, *, silent: bool = False, **options: Any) -> Execution:
+        metadata = options.pop("metadata", {})
+        header = options.pop("header", {})
+        content = {
+            "code": code,
+            "silent": silent,
+            "store_history": not silent,
+            "user_expressions": options.pop("user_expressions", {}),
+            "allow_stdin": False,
+            "stop_on_error": True,
+        }
+        assert not options
+        message = self.client.session.msg("execute_request", content, metadata=metadata)
+        message["header"].update(header)
+        self.client.shell_channel.send(message)
+        execution = Execution(self, message["header"]["msg_id"])
+        self.running[execution.msg_id] = execution
+        return execution
+
+    def run(self, code: str, **options: Any) -> Execution:
+        return self.start(code, **options).done()
+
+    def value(self, expression: str) -> str:
+        """Return the text of an expression, without a cell of its own that would hold."""
+        execution = self.run("", user_expressions={"it": expression}, silent=True)
+        assert execution.reply is not None
+        found = execution.reply["user_expressions"]["it"]
+        assert found["status"] == "ok", found
+        return found["data"]["text/plain"]
+
+    def read(self, deadline: float, wanted: Execution) -> None:
+        try:
+            message = self.client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic()))
+        except Empty:
+            seen = [m["msg_type"] for m in wanted.messages]
+            raise AssertionError(f"the kernel said nothing more; seen {seen}") from None
+        execution = self.running.get(message["parent_header"].get("msg_id", ""))
+        if execution is None:
+            return
+        execution.messages.append(message)
+        if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+            execution.idle = True
+
+    def control(self, kind: str, content: dict[str, Any] | None = None) -> dict[str, Any]:
+        message = self.client.session.msg(kind, content or {})
+        self.client.control_channel.send(message)
+        while True:
+            reply = self.client.get_control_msg(timeout=20)
+            if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
+                return reply["content"]
+
+    def stop(self) -> None:
+        self.client.stop_channels()
+        if self.manager.has_kernel:
+            self.manager.shutdown_kernel(now=True)
+        self.manager.cleanup_resources()
+
+
+def start_kernel(python: str, env: dict[str, str], *, agent: bool = True, **extra: str) -> Kernel:
+    """Start ipykernel of the interpreter ``python`` with the agent, and without a provisioner."""
+    manager = KernelManager(kernel_name="python3")
+    manager.kernel_spec.argv[0] = python
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL_")}
+    environ["PYTHONPATH"] = str(ROOT)
+    manager.start_kernel(
+        env={**environ, **env, **extra}, extra_arguments=[AGENT] if agent else []
+    )
+    try:
+        return Kernel(manager)
+    except BaseException:
+        manager.shutdown_kernel(now=True)
+        raise
+
+
+def this_python() -> str:
+    return sys.executable
