@@ -1,0 +1,328 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Machines to emulate, faults to inject, and the environment that selects the emulated driver.
+
+Standard library only, and nothing here loads a driver: a process gets the emulated one when it is
+started with :func:`environment`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import secrets
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: Bytes of device memory that a process's first context on a device costs, unless asked otherwise.
+DEFAULT_CONTEXT = 64 << 20
+#: Devices of one machine at most.
+MAX_DEVICES = 64
+#: Bytes of one device, and of all devices of a machine, at most: twice the total must fit the
+#: address space of a process.
+MAX_MEMORY = 1 << 40
+MAX_TOTAL = 16 << 40
+#: Device memory is handed out in pages of this many bytes, as on current NVIDIA hardware.
+PAGE = 2 << 20
+
+_UNITS = {
+    **{f"{letter}iB": 1 << (10 * n) for n, letter in enumerate("KMGT", 1)},
+    **{f"{letter}B": 1000**n for n, letter in enumerate("kMGT", 1)},
+    **{letter: 1 << (10 * n) for n, letter in enumerate("KMGT", 1)},
+    "B": 1,
+    "": 1,
+}
+_SIZE = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))?([A-Za-z]*)", re.ASCII)
+_EXAMPLE = "2x16GiB or 2x16GiB,context=256MiB,bandwidth=8GB/s"
+_OPTIONS = ("context", "bandwidth", "reserved")
+
+
+class EmulatorError(ValueError):
+    """What was asked of the emulated driver cannot be; the text says what can and what to do."""
+
+
+class EmulatorNotBuilt(EmulatorError):  # noqa: N818 - a state of the installation
+    """The emulated driver has not been compiled on this machine."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """An emulated machine: ``count`` equal devices."""
+
+    #: Devices.
+    count: int
+    #: Bytes of memory per device, a multiple of 2 MiB.
+    memory: int
+    #: Bytes that each process is charged on each device on which it has a context.
+    context: int = DEFAULT_CONTEXT
+    #: Bytes/s of copies between host and device, checkpoint and restore included; 0: as fast as
+    #: the host's memory.
+    bandwidth: int = 0
+    #: Bytes per device that the driver keeps for itself (NVML's ``reserved``).
+    reserved: int = 0
+
+    def __str__(self) -> str:
+        """Return the text that :func:`parse_machine` reads."""
+        text = f"{self.count}x{_format(self.memory)}"
+        if self.context != DEFAULT_CONTEXT:
+            text += f",context={_format(self.context)}"
+        if self.bandwidth:
+            text += f",bandwidth={self.bandwidth}B/s"
+        if self.reserved:
+            text += f",reserved={_format(self.reserved)}"
+        return text
+
+
+def _format(value: int) -> str:
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if value and value % _UNITS[unit] == 0:
+            return f"{value // _UNITS[unit]}{unit}"
+    return f"{value}B"
+
+
+def _size(text: str, *, rate: bool = False) -> int | None:
+    match = _SIZE.fullmatch(text.removesuffix("/s") if rate else text)
+    if match is None or match[3] not in _UNITS:
+        return None
+    unit, fraction = _UNITS[match[3]], match[2] or ""
+    value = int(match[1]) * unit
+    if fraction:
+        value += int(fraction) * unit // 10 ** len(fraction)
+    return value if value <= (1 << 63) - 1 else None
+
+
+def _option(text: str, found: dict[str, int]) -> None:
+    key, equals, value = text.partition("=")
+    if key not in _OPTIONS:
+        near = difflib.get_close_matches(key, _OPTIONS, 1, 0)[0]
+        raise EmulatorError(
+            f"{key!r} is no option of an emulated machine; there are {', '.join(_OPTIONS)}. "
+            f"Did you mean {near!r}?"
+        )
+    size = _size(value, rate=key == "bandwidth") if equals else None
+    if size is None:
+        raise EmulatorError(
+            f"{text!r} is not a size for {key!r}; write for example {key}="
+            + ("8GB/s." if key == "bandwidth" else "256MiB.")
+        )
+    if key in found:
+        raise EmulatorError(f"{key!r} is given twice; write it once.")
+    found[key] = size
+
+
+def parse_machine(text: str) -> Machine:
+    """Return the machine that ``text`` describes, such as ``"2x16GiB,context=256MiB"``.
+
+    ``COUNTxSIZE``, then any of ``context=SIZE``, ``bandwidth=SIZE/s`` and ``reserved=SIZE``, after
+    commas. Sizes are decimal numbers with a unit: KiB MiB GiB TiB (or K M G T) are powers of
+    1024, kB MB GB TB powers of 1000. A device's memory is rounded down to whole 2 MiB pages.
+
+    Raises
+    ------
+    EmulatorError
+        If the text is none, or the machine is impossible.
+    """
+    head, *options = text.split(",")
+    match = re.fullmatch(r"([0-9]+)x(.*)", head, re.ASCII | re.DOTALL)
+    if match is None:
+        raise EmulatorError(
+            f"{text!r} is not an emulated machine: it must be COUNTxSIZE. Write {_EXAMPLE}."
+        )
+    size = _size(match[2])
+    if size is None:
+        raise EmulatorError(
+            f"{match[2]!r} in {text!r} is not a size of device memory. Write {_EXAMPLE}."
+        )
+    if len(match[1]) > 9 or not 1 <= int(match[1]) <= MAX_DEVICES:
+        raise EmulatorError(
+            f"{text!r} asks for {match[1]} devices, but an emulated machine has 1 to "
+            f"{MAX_DEVICES}. Ask for fewer."
+        )
+    found: dict[str, int] = {}
+    for option in options:
+        _option(option, found)
+    machine = Machine(int(match[1]), size - size % PAGE, **found)
+    if machine.memory > MAX_MEMORY or machine.memory * machine.count > MAX_TOTAL:
+        raise EmulatorError(
+            f"{text!r} is too large: a device may have 1 TiB and a machine 16 TiB. Ask for less."
+        )
+    if machine.context + machine.reserved >= machine.memory:
+        raise EmulatorError(
+            f"{text!r} leaves no memory to allocate: a context takes {_format(machine.context)} "
+            f"and the driver {_format(machine.reserved)} of {_format(machine.memory)}. Ask for "
+            "larger devices, or a smaller overhead like context=16MiB."
+        )
+    return machine
+
+
+def library_dir() -> Path:
+    """Return the directory that holds the compiled ``libcuda.so.1`` and ``libnvidia-ml.so.1``.
+
+    Raises
+    ------
+    EmulatorNotBuilt
+        If they have not been compiled.
+    """
+    folder = Path(__file__).resolve().parent / "lib"
+    if not all((folder / name).exists() for name in ("libcuda.so.1", "libnvidia-ml.so.1")):
+        raise EmulatorNotBuilt(
+            "The emulated NVIDIA driver has not been compiled. Install a C compiler (gcc or "
+            "clang, callable as cc) and run: python -m jupyter_gpupool.emulator.build"
+        )
+    return folder
+
+
+def environment(
+    machine: Machine | str,
+    state_dir: str | os.PathLike[str],
+    base: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Return the variables that give a child process the emulated driver.
+
+    Parameters
+    ----------
+    machine
+        The machine, or its text. All processes that share a ``state_dir`` must name the same.
+    state_dir
+        Directory of the machine's shared state. Another directory is another machine. It is
+        created by the first process that uses the driver, if its parent exists.
+    base
+        The environment to which the variables will be added, for its ``LD_LIBRARY_PATH``;
+        ``os.environ`` if None.
+    """
+    if isinstance(machine, str):
+        machine = parse_machine(machine)
+    if base is None:
+        base = os.environ
+    folder = str(library_dir())
+    rest = [p for p in base.get("LD_LIBRARY_PATH", "").split(":") if p and p != folder]
+    return {
+        "LD_LIBRARY_PATH": ":".join([folder, *rest]),
+        "GPUPOOL_EMULATE": str(machine),
+        "GPUPOOL_EMULATE_STATE": os.path.abspath(os.fspath(state_dir)),
+    }
+
+
+def real_driver_present() -> bool:
+    """Whether this machine has an NVIDIA kernel driver (or WSL's GPU device)."""
+    return any(
+        os.path.exists(path)
+        for path in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
+    )
+
+
+def remove_state(state_dir: str | os.PathLike[str]) -> None:
+    """Remove a machine's shared state. Processes that still use it go on, on a machine of their own."""
+    shutil.rmtree(state_dir, ignore_errors=True)
+
+
+#: Every fault with the parameters it takes.
+FAULTS: dict[str, tuple[str, ...]] = {
+    "slow-copies": ("pid", "device", "count", "bandwidth"),
+    "lock-timeout": ("pid", "count", "code"),
+    "checkpoint-refused": ("pid", "device", "count", "code"),
+    "restore-failed": ("pid", "device", "count", "code"),
+    "device-lost": ("device", "code"),
+    "nvml-missing-pids": ("device",),
+    "hang": ("pid", "count", "op"),
+}
+_OPERATIONS = ("lock", "checkpoint", "restore", "unlock", "state")
+
+
+class Faults:
+    """Injects faults into the machine of ``state_dir``, while it runs.
+
+    ======================  ====================================================================
+    ``slow-copies``         copies run at ``bandwidth`` bytes/s at most
+    ``lock-timeout``        a checkpoint lock fails with NOT_READY after its time-out
+    ``checkpoint-refused``  the checkpoint call fails (NOT_SUPPORTED); the process stays locked
+    ``restore-failed``      the restore call fails (OPERATING_SYSTEM); the process is FAILED
+    ``device-lost``         NVML reports GPU_IS_LOST and an Xid event, CUDA calls fail
+    ``nvml-missing-pids``   NVML lists no processes
+    ``hang``                a checkpoint call never returns
+    ======================  ====================================================================
+
+    Each may be narrowed with ``pid`` (the target process), ``device`` (the machine's index) and
+    ``count`` (how often it strikes); ``code`` is the CUresult to report instead of the usual one
+    (for ``device-lost`` the Xid, 79 if not given), ``op`` the call that hangs.
+    """
+
+    def __init__(self, state_dir: str | os.PathLike[str]) -> None:
+        self._folder = Path(state_dir)
+        self._lines: dict[str, list[str]] = {}
+
+    def set(self, name: str, **params: int | str) -> None:
+        """Inject fault ``name``. One with the same name, ``pid`` and ``device`` is replaced.
+
+        Raises
+        ------
+        EmulatorError
+            If there is no such fault or parameter.
+        """
+        _check_fault(name, params)
+        words = [name, *(f"{key}={value}" for key, value in params.items())]
+        # The identity keeps this fault's count while others come and go.
+        words.append(f"id={secrets.randbits(63)}")
+        scope = f"pid={params.get('pid')} device={params.get('device')}"
+        kept = [line for line in self._lines.get(name, []) if not line.startswith(scope + "\n")]
+        self._lines[name] = [*kept, scope + "\n" + " ".join(words)]
+        self._write()
+
+    def clear(self, name: str | None = None) -> None:
+        """Remove fault ``name``, or all of them."""
+        if name is None:
+            self._lines.clear()
+        else:
+            _check_fault(name, {})
+            self._lines.pop(name, None)
+        self._write()
+
+    def _write(self) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        text = "".join(
+            line.split("\n", 1)[1] + "\n" for lines in self._lines.values() for line in lines
+        )
+        temporary = self._folder / f"faults.{os.getpid()}.{secrets.token_hex(4)}"
+        temporary.write_text(text, encoding="ascii")
+        temporary.replace(self._folder / "faults")
+        # Tells running processes: see `faults_touch` in machine.h.
+        try:
+            fd = os.open(self._folder / "machine", os.O_WRONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return  # no process yet: the first will read the file
+        try:
+            os.pwrite(fd, time.time_ns().to_bytes(8, "little"), 16)
+        finally:
+            os.close(fd)
+
+
+def _check_fault(name: str, params: Mapping[str, object]) -> None:
+    if name not in FAULTS:
+        near = difflib.get_close_matches(name, FAULTS, 1, 0)[0]
+        raise EmulatorError(
+            f"There is no fault {name!r}; there are {', '.join(FAULTS)}. Did you mean {near!r}?"
+        )
+    for key, value in params.items():
+        if key not in FAULTS[name]:
+            near = difflib.get_close_matches(key, FAULTS[name], 1, 0)[0]
+            raise EmulatorError(
+                f"Fault {name!r} takes {', '.join(FAULTS[name])}, not {key!r}. "
+                f"Did you mean {near!r}?"
+            )
+        if key == "op" and value not in _OPERATIONS:
+            raise EmulatorError(f"op={value!r} is none of {', '.join(_OPERATIONS)}; name one.")
+        if key == "bandwidth":
+            good = isinstance(value, (int, str)) and bool(_size(str(value), rate=True))
+        else:
+            good = key == "op" or (isinstance(value, int) and not isinstance(value, bool))
+        if not good:
+            raise EmulatorError(f"{key}={value!r} of fault {name!r} is not a number; give one.")
+    if name == "slow-copies" and params and "bandwidth" not in params:
+        raise EmulatorError("Fault 'slow-copies' needs bandwidth=, in bytes/s.")

@@ -1,0 +1,247 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Copies and fills. The bytes move in the call; the modelled time, from the bandwidth of the
+ * machine, passes on the stream, or in the call for the synchronous ones.
+ */
+#include "driver.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static uint64_t copy_ns(uint64_t bytes, int from, int to)
+{
+    int device = from >= 0 ? from : to;
+    if (device < 0 || (from >= 0 && to >= 0))
+        return 0; /* host to host, or inside the devices: as fast as memory */
+    uint64_t bandwidth = copy_bandwidth(driver.device[device].physical);
+    return bandwidth ? (uint64_t)((unsigned __int128)bytes * 1000000000u / bandwidth) : 0;
+}
+
+static CUresult lost(int from, int to)
+{
+    if ((from >= 0 && device_is_lost(driver.device[from].physical)) ||
+        (to >= 0 && device_is_lost(driver.device[to].physical)))
+        return CUDA_ERROR_LAUNCH_FAILED;
+    return CUDA_SUCCESS;
+}
+
+/* `rows` rows of `width` bytes; a plain copy has one. */
+struct transfer {
+    uint64_t to, from;
+    size_t to_pitch, from_pitch, width, rows;
+};
+
+static CUresult transfer(const struct transfer *t, CUstream stream, bool wait)
+{
+    GATED;
+    struct stream *s;
+    void *to = NULL, *from = NULL;
+    int to_device = -1, from_device = -1;
+    pthread_mutex_lock(&driver.lock);
+    CUresult result = stream_resolve(stream, &s);
+    if (!result && t->rows && t->width) {
+        result = resolve(t->to, t->to_pitch * (t->rows - 1) + t->width, &to, &to_device);
+        if (!result)
+            result = resolve(t->from, t->from_pitch * (t->rows - 1) + t->width, &from, &from_device);
+    }
+    if (!result)
+        result = lost(from_device, to_device);
+    pthread_mutex_unlock(&driver.lock);
+    if (result || !t->rows || !t->width)
+        return result;
+    uint64_t duration = copy_ns(t->width * t->rows, from_device, to_device);
+    pthread_mutex_lock(&driver.lock);
+    uint64_t tail = stream_submit(s, duration);
+    pthread_mutex_unlock(&driver.lock);
+    for (size_t row = 0; row < t->rows; row++)
+        memmove((char *)to + row * t->to_pitch, (char *)from + row * t->from_pitch, t->width);
+    if (wait)
+        sleep_until(tail);
+    return CUDA_SUCCESS;
+}
+
+static CUresult copy(uint64_t to, uint64_t from, size_t size, CUstream stream, bool wait)
+{
+    struct transfer t = {to, from, size, size, size, 1};
+    return transfer(&t, stream, wait);
+}
+
+/* Each synchronous copy with its per-thread-stream twin. */
+#define COPY(name, suffix, to_t, from_t)                                                     \
+    EXPORT CUresult name##suffix(to_t to, from_t from, size_t size)                          \
+    {                                                                                        \
+        return copy((uint64_t)to, (uint64_t)from, size, STREAM_LEGACY, true);                \
+    }                                                                                        \
+    EXPORT CUresult name##suffix##_ptds(to_t to, from_t from, size_t size)                   \
+    {                                                                                        \
+        return copy((uint64_t)to, (uint64_t)from, size, STREAM_PER_THREAD, true);            \
+    }
+#define COPY_ASYNC(name, suffix, to_t, from_t)                                               \
+    EXPORT CUresult name##suffix(to_t to, from_t from, size_t size, CUstream stream)         \
+    {                                                                                        \
+        return copy((uint64_t)to, (uint64_t)from, size, stream, false);                      \
+    }                                                                                        \
+    EXPORT CUresult name##suffix##_ptsz(to_t to, from_t from, size_t size, CUstream stream)  \
+    {                                                                                        \
+        return copy((uint64_t)to, (uint64_t)from, size, stream ? stream : STREAM_PER_THREAD, false); \
+    }
+
+COPY(cuMemcpy, , CUdeviceptr, CUdeviceptr)
+COPY(cuMemcpyHtoD, _v2, CUdeviceptr, const void *)
+COPY(cuMemcpyDtoH, _v2, void *, CUdeviceptr)
+COPY(cuMemcpyDtoD, _v2, CUdeviceptr, CUdeviceptr)
+COPY_ASYNC(cuMemcpyAsync, , CUdeviceptr, CUdeviceptr)
+COPY_ASYNC(cuMemcpyHtoDAsync, _v2, CUdeviceptr, const void *)
+COPY_ASYNC(cuMemcpyDtoHAsync, _v2, void *, CUdeviceptr)
+COPY_ASYNC(cuMemcpyDtoDAsync, _v2, CUdeviceptr, CUdeviceptr)
+
+EXPORT CUresult cuMemcpyPeer(CUdeviceptr to, CUcontext tc, CUdeviceptr from, CUcontext fc, size_t size)
+{
+    (void)tc;
+    (void)fc;
+    return copy(to, from, size, STREAM_LEGACY, true);
+}
+
+EXPORT CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext tc, CUdeviceptr from, CUcontext fc,
+                                  size_t size, CUstream stream)
+{
+    (void)tc;
+    (void)fc;
+    return copy(to, from, size, stream, false);
+}
+
+/* The CUDA 13 batch call: attributes are hints, which change nothing here. */
+EXPORT CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t *sizes, size_t count,
+                                      void *attributes, size_t *indices, size_t attribute_count,
+                                      CUstream stream)
+{
+    (void)attributes;
+    (void)indices;
+    (void)attribute_count;
+    for (size_t i = 0; i < count; i++) {
+        CUresult result = copy(to[i], from[i], sizes[i], stream, false);
+        if (result)
+            return result;
+    }
+    return CUDA_SUCCESS;
+}
+
+static uint64_t base(int type, const void *host, CUdeviceptr device)
+{
+    return type == MEMORYTYPE_HOST ? (uint64_t)host : type == MEMORYTYPE_ARRAY ? 0 : device;
+}
+
+static CUresult copy2d(const CUDA_MEMCPY2D *p, CUstream stream, bool wait)
+{
+    if (!p)
+        return CUDA_ERROR_INVALID_VALUE;
+    uint64_t from = base(p->srcMemoryType, p->srcHost, p->srcDevice);
+    uint64_t to = base(p->dstMemoryType, p->dstHost, p->dstDevice);
+    size_t from_pitch = p->srcPitch ? p->srcPitch : p->WidthInBytes;
+    size_t to_pitch = p->dstPitch ? p->dstPitch : p->WidthInBytes;
+    if (!from || !to)
+        return CUDA_ERROR_NOT_SUPPORTED; /* arrays hold no bytes here */
+    if (from_pitch < p->WidthInBytes || to_pitch < p->WidthInBytes)
+        return CUDA_ERROR_INVALID_VALUE;
+    struct transfer t = {to + p->dstY * to_pitch + p->dstXInBytes,
+                         from + p->srcY * from_pitch + p->srcXInBytes,
+                         to_pitch, from_pitch, p->WidthInBytes, p->Height};
+    return transfer(&t, stream, wait);
+}
+
+EXPORT CUresult cuMemcpy2D_v2(const CUDA_MEMCPY2D *p) { return copy2d(p, STREAM_LEGACY, true); }
+EXPORT CUresult cuMemcpy2DUnaligned_v2(const CUDA_MEMCPY2D *p) { return copy2d(p, STREAM_LEGACY, true); }
+EXPORT CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *p, CUstream s) { return copy2d(p, s, false); }
+
+static CUresult copy3d(const CUDA_MEMCPY3D *p, CUstream stream, bool wait)
+{
+    if (!p)
+        return CUDA_ERROR_INVALID_VALUE;
+    uint64_t from = base(p->srcMemoryType, p->srcHost, p->srcDevice);
+    uint64_t to = base(p->dstMemoryType, p->dstHost, p->dstDevice);
+    size_t from_pitch = p->srcPitch ? p->srcPitch : p->WidthInBytes;
+    size_t to_pitch = p->dstPitch ? p->dstPitch : p->WidthInBytes;
+    size_t from_height = p->srcHeight ? p->srcHeight : p->Height;
+    size_t to_height = p->dstHeight ? p->dstHeight : p->Height;
+    if (!from || !to)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    for (size_t z = 0; z < p->Depth; z++) {
+        struct transfer t = {to + ((p->dstZ + z) * to_height + p->dstY) * to_pitch + p->dstXInBytes,
+                             from + ((p->srcZ + z) * from_height + p->srcY) * from_pitch + p->srcXInBytes,
+                             to_pitch, from_pitch, p->WidthInBytes, p->Height};
+        CUresult result = transfer(&t, stream, wait);
+        if (result)
+            return result;
+    }
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemcpy3D_v2(const CUDA_MEMCPY3D *p) { return copy3d(p, STREAM_LEGACY, true); }
+EXPORT CUresult cuMemcpy3DAsync_v2(const CUDA_MEMCPY3D *p, CUstream s) { return copy3d(p, s, false); }
+
+/* ---- fills ---- */
+
+static CUresult fill(uint64_t to, size_t pitch, unsigned value, unsigned unit, size_t width, size_t rows,
+                     CUstream stream, bool wait)
+{
+    GATED;
+    struct stream *s;
+    void *host = NULL;
+    int device;
+    if (to % unit || (rows > 1 && pitch < width * unit))
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&driver.lock);
+    CUresult result = stream_resolve(stream, &s);
+    if (!result && width && rows)
+        result = resolve(to, pitch * (rows - 1) + width * unit, &host, &device);
+    if (!result && host)
+        result = lost(device, -1);
+    uint64_t tail = result ? 0 : stream_submit(s, 0);
+    pthread_mutex_unlock(&driver.lock);
+    if (result || !width)
+        return result;
+    for (size_t row = 0; row < rows; row++) {
+        char *line = (char *)host + row * pitch;
+        if (unit == 1)
+            memset(line, (int)value, width);
+        for (size_t i = 0; unit == 2 && i < width; i++)
+            ((uint16_t *)line)[i] = (uint16_t)value;
+        for (size_t i = 0; unit == 4 && i < width; i++)
+            ((uint32_t *)line)[i] = value;
+    }
+    if (wait)
+        sleep_until(tail);
+    return CUDA_SUCCESS;
+}
+
+#define FILL(bits, value_t)                                                                           \
+    EXPORT CUresult cuMemsetD##bits##_v2(CUdeviceptr to, value_t v, size_t n)                         \
+    {                                                                                                 \
+        return fill(to, 0, v, bits / 8, n, 1, STREAM_LEGACY, true);                                   \
+    }                                                                                                 \
+    EXPORT CUresult cuMemsetD##bits##_v2_ptds(CUdeviceptr to, value_t v, size_t n)                    \
+    {                                                                                                 \
+        return fill(to, 0, v, bits / 8, n, 1, STREAM_PER_THREAD, true);                               \
+    }                                                                                                 \
+    EXPORT CUresult cuMemsetD##bits##Async(CUdeviceptr to, value_t v, size_t n, CUstream s)           \
+    {                                                                                                 \
+        return fill(to, 0, v, bits / 8, n, 1, s, false);                                              \
+    }                                                                                                 \
+    EXPORT CUresult cuMemsetD##bits##Async_ptsz(CUdeviceptr to, value_t v, size_t n, CUstream s)      \
+    {                                                                                                 \
+        return fill(to, 0, v, bits / 8, n, 1, s ? s : STREAM_PER_THREAD, false);                      \
+    }                                                                                                 \
+    EXPORT CUresult cuMemsetD2D##bits##_v2(CUdeviceptr to, size_t pitch, value_t v, size_t w, size_t h) \
+    {                                                                                                 \
+        return fill(to, pitch, v, bits / 8, w, h, STREAM_LEGACY, true);                               \
+    }                                                                                                 \
+    EXPORT CUresult cuMemsetD2D##bits##Async(CUdeviceptr to, size_t pitch, value_t v, size_t w,       \
+                                             size_t h, CUstream s)                                    \
+    {                                                                                                 \
+        return fill(to, pitch, v, bits / 8, w, h, s, false);                                          \
+    }
+
+FILL(8, unsigned char)
+FILL(16, unsigned short)
+FILL(32, unsigned)

@@ -1,0 +1,212 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * The driver inside one process: devices as CUDA_VISIBLE_DEVICES shows them, contexts, device
+ * memory, streams, and the gate that the checkpoint lock closes.
+ *
+ * Device memory. Each visible device has one memfd. The address space holds two mirror halves,
+ * `driver.delta` bytes apart: the user half, whose addresses the caller sees and which is never
+ * accessible, so that a host access to a device pointer faults as on hardware; and the alias
+ * half, through which this library reaches the bytes. The window of a device maps its memfd
+ * linearly, so an allocation needs no system call; the VMM window is mapped piece by piece.
+ * Files are sparse, so memory costs what was touched.
+ */
+#ifndef GPUPOOL_DRIVER_H
+#define GPUPOOL_DRIVER_H
+
+#include "cuda_abi.h"
+#include "machine.h"
+
+#define MAGIC_CONTEXT 0x63747831u
+#define MAGIC_STREAM 0x73747231u
+#define MAGIC_EVENT 0x65767431u
+#define MAGIC_MODULE 0x6d6f6431u
+#define MAGIC_KERNEL 0x6b726e31u
+#define MAGIC_POOL 0x706f6f31u
+#define MAGIC_ARRAY 0x61727231u
+
+enum allocation_kind { ALLOC_DEVICE, ALLOC_POOL, ALLOC_HOST, ALLOC_REGISTERED, ALLOC_MANAGED, ALLOC_VMM };
+
+struct allocation {
+    uint64_t address;
+    uint64_t size;    /* as asked */
+    uint64_t extent;  /* address space taken */
+    uint64_t charged; /* bytes on the device's account (0 for pool memory: the pool pays) */
+    uint64_t id;
+    int kind;
+    int device; /* visible ordinal, -1: host */
+    unsigned flags;
+    struct context *context;
+    struct pool *pool;
+    uint64_t physical; /* VMM: its handle */
+};
+
+/* Address ranges in a growing sorted array. */
+struct range {
+    uint64_t start, size;
+};
+struct ranges {
+    struct range *item;
+    size_t count, room;
+};
+
+struct device {
+    uint32_t physical;  /* machine index; changes when restored elsewhere */
+    uint32_t pci_index; /* stays: NVIDIA/cuda-checkpoint #48 reports a stale PCI id after migration */
+    int fd;             /* memfd holding the bytes, -1 until the first context */
+    uint64_t window, window_size; /* user half */
+    struct ranges free;
+    uint64_t next_physical; /* file offset of the next VMM allocation, behind the window */
+    bool charged;           /* context overhead is on the account */
+    struct context *primary;
+    unsigned primary_count;
+    unsigned primary_flags;
+    struct pool *default_pool, *current_pool;
+};
+
+struct context {
+    uint32_t magic;
+    int device;
+    unsigned flags;
+    bool primary, destroyed;
+    uint64_t id;
+    struct stream *legacy;
+    uint64_t limits[10];
+    uint64_t peers; /* bit per visible ordinal */
+    struct context *next;
+};
+
+struct stream {
+    uint32_t magic;
+    struct context *context;
+    unsigned flags;
+    int priority;
+    uint64_t id;
+    uint64_t tail; /* when the work submitted so far is done, CLOCK_MONOTONIC ns */
+    bool destroyed;
+    struct stream *next;
+};
+
+struct event {
+    uint32_t magic;
+    struct context *context;
+    unsigned flags;
+    bool recorded;
+    uint64_t time;
+};
+
+struct pool {
+    uint32_t magic;
+    int device; /* -1: host */
+    bool is_default, destroyed;
+    CUmemPoolProps props;
+    uint64_t threshold, used, used_high, reserved, reserved_high;
+    uint64_t live;
+    int reuse[3];
+    uint64_t access; /* bit per visible ordinal */
+    struct pool *next;
+};
+
+struct driver {
+    pthread_mutex_t lock; /* guards all tables below */
+    bool initialised;
+    struct slot *slot;
+    int count; /* visible devices */
+    struct device device[MAX_DEVICES];
+    uint64_t delta;      /* alias address = user address + delta */
+    uint64_t base, span; /* the user half */
+    uint64_t vmm_window, vmm_size;
+    struct ranges vmm_free;
+    struct allocation *allocation; /* sorted by address */
+    size_t allocations, allocations_room;
+    struct context *contexts;
+    struct stream *streams;
+    struct pool *pools;
+    uint64_t next_id;
+    uint64_t legacy_fence;   /* work on the legacy stream holds back blocking streams */
+    uint32_t inflight;       /* calls past the gate; futex word of the lock's drain */
+    uint32_t closed;         /* futex word of callers waiting at the gate */
+    uint32_t suspend_state;  /* PROCESS_* as the calls of this process see it */
+    uint32_t sticky;         /* error that killed the context (illegal address, lost device) */
+};
+
+extern struct driver driver;
+
+/* ---- gate.c ---- */
+CUresult driver_check(void); /* initialised, and not the child of a fork()? */
+CUresult gate_enter(int *passed);
+void gate_leave(const int *passed);
+bool gate_close(uint64_t deadline); /* false: work was still running at the deadline (0: none) */
+void gate_open(void);
+bool sync_returns_early(void); /* crashes while CHECKPOINTED, true while LOCKED */
+
+/* At the head of every call that reaches a device: waits while the process is locked. */
+#define GATED                                                          \
+    __attribute__((cleanup(gate_leave))) int gate_passed_ = 0;         \
+    do {                                                               \
+        CUresult gate_result_ = gate_enter(&gate_passed_);             \
+        if (gate_result_)                                              \
+            return gate_result_;                                       \
+    } while (0)
+/* At the head of calls that only read tables of the driver. */
+#define CHECKED                                     \
+    do {                                            \
+        CUresult check_result_ = driver_check();    \
+        if (check_result_)                          \
+            return check_result_;                   \
+    } while (0)
+
+/* ---- context.c ---- */
+CUresult context_current(struct context **out);
+CUresult context_of_stream(CUstream stream, struct context **out);
+bool context_valid(struct context *context);
+
+/* ---- arena.c: address space and bytes ---- */
+CUresult arena_init(void);
+CUresult arena_open_device(int device);
+void *arena_host(uint64_t user_address); /* the alias of a device address */
+void arena_punch(int device, uint64_t file_offset, uint64_t size);
+void arena_poison(bool poisoned);
+CUresult arena_vmm_map(uint64_t address, uint64_t size, int device, uint64_t file_offset);
+void arena_vmm_unmap(uint64_t address, uint64_t size);
+uint64_t ranges_take(struct ranges *ranges, uint64_t size, uint64_t align, uint64_t fixed); /* 0: none */
+bool ranges_give(struct ranges *ranges, uint64_t start, uint64_t size);
+
+/* ---- memory.c ---- */
+struct allocation *allocation_find(uint64_t address);
+struct allocation *allocation_add(const struct allocation *a); /* NULL: out of host memory */
+void allocation_remove(struct allocation *a);
+CUresult device_allocate(int device, uint64_t size, bool charge, struct allocation *out);
+void device_release(const struct allocation *a, bool charge);
+/* Where the bytes are; device: visible ordinal, or -1 for host memory. */
+CUresult resolve(uint64_t address, uint64_t size, void **host, int *device);
+
+/* ---- pool.c ---- */
+struct pool *pool_default(int device);
+void pools_trim_idle(void);
+CUresult pool_free(struct allocation *a);
+
+/* ---- vmm.c ---- */
+struct physical;
+uint64_t vmm_mapped_bytes(uint64_t address, uint64_t *start);
+CUresult vmm_resolve(uint64_t address, uint64_t size, void **host, int *device);
+void vmm_poison(bool poisoned);
+
+/* ---- stream.c ---- */
+CUresult stream_resolve(CUstream handle, struct stream **out);
+struct stream *stream_new(struct context *context, unsigned flags, int priority);
+/* Appends `duration` ns of work; when it will be done. */
+uint64_t stream_submit(struct stream *stream, uint64_t duration);
+uint64_t stream_tail(const struct stream *stream);
+uint64_t driver_tail(const struct context *context); /* NULL: of all contexts */
+
+/* ---- kernels.c ---- */
+/* Runs the built-in kernel of that name, if there is one; its modelled ns. */
+uint64_t kernel_run(const char *name, void **params, uint32_t params_count, CUresult *result);
+
+/* ---- service.c, suspend.c ---- */
+CUresult service_start(void);
+CUresult suspend_out(void);
+CUresult suspend_in(const uint8_t *map, unsigned pairs, bool *fatal);
+
+#endif

@@ -1,0 +1,217 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Injected faults: a table shared by all processes, read from `<state>/faults`, and a private
+ * one from GPUPOOL_EMULATE_FAULTS.
+ *
+ * One fault per line (or between ';'): NAME key=value ...
+ *   pid=, device=, count=   whom it strikes and how often
+ *   bandwidth=              slow-copies: bytes/s
+ *   code=                   the CUresult (or Xid) to report instead of the usual one
+ *   op=                     hang: lock, checkpoint, restore, unlock or state
+ *   id=                     identity, so that rewriting the file keeps the counts of other lines
+ */
+#include "machine.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static const char *const names[FAULT_KINDS] = {
+    [FAULT_SLOW_COPIES] = "slow-copies",
+    [FAULT_LOCK_TIMEOUT] = "lock-timeout",
+    [FAULT_CHECKPOINT_REFUSED] = "checkpoint-refused",
+    [FAULT_RESTORE_FAILED] = "restore-failed",
+    [FAULT_DEVICE_LOST] = "device-lost",
+    [FAULT_NVML_MISSING_PIDS] = "nvml-missing-pids",
+    [FAULT_HANG] = "hang",
+};
+
+static struct fault_table env_table;
+static pthread_once_t env_once = PTHREAD_ONCE_INIT;
+
+static bool parse_fault(char *line, struct fault *out)
+{
+    char *save = NULL, *word;
+    struct fault fault = {.kind = FAULT_KINDS, .pid = -1, .device = -1, .count = -1};
+    uint64_t id = 0xcbf29ce484222325ull;
+    for (const char *p = line; *p; p++)
+        id = (id ^ (uint8_t)*p) * 0x100000001b3ull;
+    fault.id = id;
+    word = strtok_r(line, " \t", &save);
+    for (unsigned i = 0; word && i < FAULT_KINDS; i++)
+        if (!strcmp(word, names[i]))
+            fault.kind = i;
+    if (fault.kind == FAULT_KINDS)
+        return false;
+    while ((word = strtok_r(NULL, " \t", &save))) {
+        char *value = strchr(word, '=');
+        if (!value)
+            continue;
+        *value++ = 0;
+        if (!strcmp(word, "pid"))
+            fault.pid = atoll(value);
+        else if (!strcmp(word, "device"))
+            fault.device = atoll(value);
+        else if (!strcmp(word, "count"))
+            fault.count = atoll(value);
+        else if (!strcmp(word, "code"))
+            fault.code = (uint32_t)atoll(value);
+        else if (!strcmp(word, "id"))
+            fault.id = strtoull(value, NULL, 10);
+        else if (!strcmp(word, "bandwidth"))
+            spec_size(value, strlen(value), true, &fault.bandwidth);
+        else if (!strcmp(word, "op"))
+            snprintf(fault.op, sizeof fault.op, "%s", value);
+    }
+    *out = fault;
+    return true;
+}
+
+static void parse_table(char *text, struct fault_table *table)
+{
+    char *save = NULL;
+    table->count = 0;
+    for (char *line = strtok_r(text, ";\n", &save); line; line = strtok_r(NULL, ";\n", &save))
+        if (table->count < MAX_FAULTS && parse_fault(line, &table->fault[table->count]))
+            table->count++;
+}
+
+static void read_env(void)
+{
+    const char *text = getenv("GPUPOOL_EMULATE_FAULTS");
+    if (!text || !*text)
+        return;
+    char *copy = strdup(text);
+    if (copy)
+        parse_table(copy, &env_table);
+    free(copy);
+}
+
+static bool same_fault_lost(const struct fault_table *table, unsigned device)
+{
+    for (unsigned i = 0; i < table->count; i++)
+        if (table->fault[i].kind == FAULT_DEVICE_LOST &&
+            (table->fault[i].device < 0 || table->fault[i].device == (int64_t)device))
+            return true;
+    return false;
+}
+
+/* With the lock held: reads the control file into the shared table. */
+static void load_file(const struct stat *st, int fd)
+{
+    static struct fault_table table; /* protected by the machine lock within this process */
+    char *text = calloc(1, (size_t)st->st_size + 1);
+    if (!text)
+        return;
+    ssize_t n = fd >= 0 ? read(fd, text, (size_t)st->st_size) : 0;
+    text[n > 0 ? n : 0] = 0;
+    parse_table(text, &table);
+    free(text);
+    for (unsigned i = 0; i < table.count; i++)
+        for (unsigned k = 0; k < machine->faults.count; k++)
+            if (machine->faults.fault[k].id == table.fault[i].id)
+                table.fault[i].used = machine->faults.fault[k].used;
+    for (unsigned d = 0; d < machine->spec.count; d++) {
+        if (!same_fault_lost(&table, d) || same_fault_lost(&machine->faults, d))
+            continue;
+        uint32_t code = 79; /* Xid 79: the GPU has fallen off the bus */
+        for (unsigned i = 0; i < table.count; i++)
+            if (table.fault[i].kind == FAULT_DEVICE_LOST && table.fault[i].code)
+                code = table.fault[i].code;
+        machine->xid_code[d] = code;
+        machine->xid_sequence[d]++;
+    }
+    machine->faults = table;
+}
+
+/* A change announced by Python costs one load to notice; a hand-edited file is noticed by the
+ * calls that pass `look` (NVML and checkpoint calls, where a stat() does not matter). */
+static void refresh(bool look)
+{
+    uint64_t touch = __atomic_load_n(&machine->faults_touch, __ATOMIC_ACQUIRE);
+    if (!look && touch == __atomic_load_n(&machine->faults_seen, __ATOMIC_ACQUIRE))
+        return;
+    char path[4096];
+    struct stat st;
+    memset(&st, 0, sizeof st);
+    snprintf(path, sizeof path, "%s/faults", machine_state_dir());
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    if (fd >= 0 && fstat(fd, &st))
+        memset(&st, 0, sizeof st);
+    uint64_t identity[3] = {st.st_ino,
+                            (uint64_t)st.st_mtim.tv_sec * 1000000000ull + (uint64_t)st.st_mtim.tv_nsec,
+                            (uint64_t)st.st_size};
+    machine_lock();
+    if (memcmp(identity, machine->faults_identity, sizeof identity)) {
+        load_file(&st, fd);
+        memcpy(machine->faults_identity, identity, sizeof identity);
+    }
+    /* The value loaded before the file was opened: a later change is seen by the next call. */
+    __atomic_store_n(&machine->faults_seen, touch, __ATOMIC_RELEASE);
+    machine_unlock();
+    if (fd >= 0)
+        close(fd);
+}
+
+static struct fault *search(struct fault_table *table, enum fault_kind kind, pid_t pid, int device,
+                            const char *op)
+{
+    for (unsigned i = 0; i < table->count; i++) {
+        struct fault *f = &table->fault[i];
+        if (f->kind == kind && (f->pid < 0 || pid < 0 || f->pid == pid) &&
+            (f->device < 0 || device < 0 || f->device == device) &&
+            (f->count < 0 || f->used < f->count) && (!f->op[0] || !op || !strcmp(f->op, op)))
+            return f;
+    }
+    return NULL;
+}
+
+static bool look_up(enum fault_kind kind, pid_t pid, int device, const char *op, bool look, bool use,
+                    struct fault *out)
+{
+    pthread_once(&env_once, read_env);
+    refresh(look);
+    if (!env_table.count && !__atomic_load_n(&machine->faults.count, __ATOMIC_RELAXED))
+        return false;
+    machine_lock();
+    struct fault *f = search(&machine->faults, kind, pid, device, op);
+    if (!f)
+        f = search(&env_table, kind, pid, device, op);
+    if (f) {
+        if (use)
+            f->used++;
+        if (out)
+            *out = *f;
+    }
+    machine_unlock();
+    return f != NULL;
+}
+
+bool fault_hit(enum fault_kind kind, pid_t pid, int device, const char *op, struct fault *out)
+{
+    return look_up(kind, pid, device, op, true, true, out);
+}
+
+bool fault_active(enum fault_kind kind, pid_t pid, int device, struct fault *out)
+{
+    return look_up(kind, pid, device, NULL, true, false, out);
+}
+
+bool device_is_lost(unsigned device)
+{
+    return look_up(FAULT_DEVICE_LOST, getpid(), (int)device, NULL, false, false, NULL);
+}
+
+uint64_t copy_bandwidth(unsigned device)
+{
+    struct fault fault;
+    uint64_t bandwidth = machine->spec.bandwidth;
+    if (look_up(FAULT_SLOW_COPIES, getpid(), (int)device, NULL, false, true, &fault) &&
+        fault.bandwidth && (!bandwidth || fault.bandwidth < bandwidth))
+        bandwidth = fault.bandwidth;
+    return bandwidth;
+}

@@ -1,0 +1,92 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * The gate: every call that reaches a device passes here, and the checkpoint lock closes it.
+ */
+#include "driver.h"
+
+#include <stdlib.h>
+#include <sys/mman.h>
+
+struct driver driver = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+/* A page that the kernel zeroes in the child of a fork(): a child has no device, whatever it
+ * inherited (the driver answers CUDA_ERROR_NOT_INITIALIZED there). */
+uint32_t *driver_alive;
+
+CUresult driver_check(void)
+{
+    if (!driver_alive || !__atomic_load_n(driver_alive, __ATOMIC_RELAXED) || !driver.initialised)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    return CUDA_SUCCESS;
+}
+
+static void leave(void)
+{
+    if (!__atomic_sub_fetch(&driver.inflight, 1, __ATOMIC_SEQ_CST) &&
+        __atomic_load_n(&driver.closed, __ATOMIC_SEQ_CST))
+        futex_wake(&driver.inflight, false);
+}
+
+CUresult gate_enter(int *passed)
+{
+    CUresult result = driver_check();
+    if (result)
+        return result;
+    for (;;) {
+        __atomic_add_fetch(&driver.inflight, 1, __ATOMIC_SEQ_CST);
+        if (!__atomic_load_n(&driver.closed, __ATOMIC_SEQ_CST))
+            break;
+        leave();
+        /* As on the real driver, a signal does not end this wait. */
+        futex_wait(&driver.closed, 1, -1, false);
+    }
+    *passed = 1;
+    return (CUresult)__atomic_load_n(&driver.sticky, __ATOMIC_RELAXED);
+}
+
+void gate_leave(const int *passed)
+{
+    if (*passed)
+        leave();
+}
+
+void gate_open(void)
+{
+    __atomic_store_n(&driver.closed, 0, __ATOMIC_SEQ_CST);
+    futex_wake(&driver.closed, false);
+}
+
+bool gate_close(uint64_t deadline)
+{
+    __atomic_store_n(&driver.closed, 1, __ATOMIC_SEQ_CST);
+    uint32_t calls;
+    while ((calls = __atomic_load_n(&driver.inflight, __ATOMIC_SEQ_CST))) {
+        uint64_t now = now_ns();
+        if (deadline && now >= deadline) {
+            gate_open();
+            return false;
+        }
+        futex_wait(&driver.inflight, calls, deadline ? (int64_t)(deadline - now) : -1, false);
+    }
+    pthread_mutex_lock(&driver.lock);
+    uint64_t tail = driver_tail(NULL);
+    pthread_mutex_unlock(&driver.lock);
+    if (deadline && tail > deadline) {
+        sleep_until(deadline);
+        gate_open();
+        return false;
+    }
+    sleep_until(tail);
+    return true;
+}
+
+bool sync_returns_early(void)
+{
+    uint32_t state = __atomic_load_n(&driver.suspend_state, __ATOMIC_ACQUIRE);
+    /* Observed on drivers 580 and 595 (gpunap, validation/FINDINGS.md): synchronising a suspended
+     * process is a segmentation fault inside libcuda. A device address is never accessible. */
+    if (state == PROCESS_CHECKPOINTED || state == PROCESS_FAILED)
+        *(volatile char *)driver.base = 0;
+    return state != PROCESS_RUNNING;
+}

@@ -1,0 +1,147 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * cuInit and CUDA_VISIBLE_DEVICES.
+ */
+#include "driver.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+extern uint32_t *driver_alive;
+static int init_result = -1;
+
+/* A device by index, UUID or an unambiguous beginning of a UUID; -1: no such device. */
+static int device_by_text(const char *text, size_t length)
+{
+    if (length >= 4 && !strncasecmp(text, "GPU-", 4)) {
+        int found = -1;
+        for (unsigned i = 0; i < machine->spec.count; i++) {
+            char uuid[41];
+            uuid_text(machine->uuid[i], uuid);
+            if (length <= 40 && !strncasecmp(uuid, text, length)) {
+                if (found >= 0)
+                    return -1;
+                found = (int)i;
+            }
+        }
+        return found;
+    }
+    uint64_t index = 0;
+    for (size_t i = 0; i < length; i++) {
+        if (text[i] < '0' || text[i] > '9' || index > MAX_DEVICES)
+            return -1;
+        index = index * 10 + (unsigned)(text[i] - '0');
+    }
+    return length && index < machine->spec.count ? (int)index : -1;
+}
+
+/* The list ends at its first invalid entry; a device named twice hides all. */
+static void choose_visible(void)
+{
+    const char *text = getenv("CUDA_VISIBLE_DEVICES");
+    bool taken[MAX_DEVICES] = {false};
+    driver.count = 0;
+    if (!text) {
+        for (unsigned i = 0; i < machine->spec.count; i++)
+            driver.device[driver.count++].physical = i;
+        return;
+    }
+    for (;;) {
+        text += strspn(text, " ");
+        size_t length = strcspn(text, ", ");
+        int device = device_by_text(text, length);
+        if (device < 0)
+            return;
+        if (taken[device]) {
+            driver.count = 0;
+            return;
+        }
+        taken[device] = true;
+        driver.device[driver.count++].physical = (uint32_t)device;
+        text += length;
+        text += strspn(text, " ");
+        if (*text++ != ',')
+            return;
+    }
+}
+
+static void in_forked_child(void)
+{
+    /* Without this a surviving child would keep the parent's device memory backed. */
+    for (int i = 0; i < driver.count; i++)
+        if (driver.device[i].fd >= 0)
+            close(driver.device[i].fd);
+}
+
+static CUresult initialise(void)
+{
+    uint32_t *alive = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (alive == MAP_FAILED)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    madvise(alive, 4096, MADV_WIPEONFORK);
+    *alive = 1;
+    switch (machine_open()) {
+    case MACHINE_OK:
+        break;
+    case MACHINE_CONFLICT:
+        munmap(alive, 4096);
+        return CUDA_ERROR_SYSTEM_DRIVER_MISMATCH;
+    default:
+        munmap(alive, 4096);
+        return CUDA_ERROR_NO_DEVICE;
+    }
+    driver_alive = alive;
+    choose_visible();
+    if (!driver.count)
+        return CUDA_ERROR_NO_DEVICE;
+    for (int i = 0; i < driver.count; i++)
+        driver.device[i].pci_index = driver.device[i].physical;
+    CUresult result = arena_init();
+    if (result)
+        return result;
+    driver.slot = machine_slot_take();
+    if (!driver.slot)
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    pthread_atfork(NULL, NULL, in_forked_child);
+    driver.initialised = true;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuInit(unsigned flags)
+{
+    static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
+    if (flags)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (driver_alive && !*driver_alive)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    pthread_mutex_lock(&once);
+    /* Whatever the first call found stays true for the life of the process, "no device" too.
+     * Only a machine of another shape in the state directory may be gone by the next call. */
+    if (init_result < 0 || init_result == CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)
+        init_result = initialise();
+    CUresult result = init_result;
+    pthread_mutex_unlock(&once);
+    return result;
+}
+
+EXPORT CUresult cuDriverGetVersion(int *version)
+{
+    if (!version)
+        return CUDA_ERROR_INVALID_VALUE;
+    *version = 13000;
+    return CUDA_SUCCESS;
+}
+
+/* The tables through which the CUDA runtime reaches the driver are private to NVIDIA; without
+ * them the runtime reports that the driver is not usable. */
+EXPORT CUresult cuGetExportTable(const void **table, const void *id)
+{
+    (void)id;
+    if (table)
+        *table = NULL;
+    return CUDA_ERROR_NOT_FOUND;
+}

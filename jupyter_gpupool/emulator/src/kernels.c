@@ -1,0 +1,124 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Built-in kernels. A launch of any other name is 3 us of work that touches nothing.
+ *
+ *   gpupool_spin_ns(u64 ns)                      occupies the stream for that long
+ *   gpupool_fill_u64(u64 *p, u64 n, u64 value)   p[i] = value
+ *   gpupool_iota_u32(u32 *p, u64 n, u32 first)   p[i] = first + i
+ *   gpupool_add_u32(u32 *p, u64 n, u32 value)    p[i] += value
+ *   gpupool_sum_u32(u64 *out, u32 *p, u64 n)     *out = sum of p[i] (out is set, not added to)
+ *   gpupool_illegal_address()                    fails the context with error 700
+ *
+ * `kernels.py` holds real PTX of the same kernels, so that a program that uses them also runs
+ * on hardware.
+ */
+#include "driver.h"
+
+#include <string.h>
+
+#define LAUNCH_NS 3000ull /* order of the shortest kernels on current boards */
+
+static uint64_t u64(void **params, int i)
+{
+    uint64_t value;
+    memcpy(&value, params[i], 8);
+    return value;
+}
+
+static uint32_t u32(void **params, int i)
+{
+    uint32_t value;
+    memcpy(&value, params[i], 4);
+    return value;
+}
+
+/* The bytes of `count` elements at the pointer in parameter `i`. */
+static CUresult operand(void **params, int i, uint64_t count, unsigned unit, void **host)
+{
+    uint64_t address = u64(params, i);
+    if (!count)
+        return CUDA_SUCCESS;
+    if (address % unit || count > INT64_MAX / unit)
+        return CUDA_ERROR_ILLEGAL_ADDRESS;
+    pthread_mutex_lock(&driver.lock);
+    /* A kernel may only be given memory that the driver knows, on the host too. */
+    CUresult result = resolve(address, count * unit, host, NULL);
+    if (!result && *host == (void *)address && !allocation_find(address))
+        result = CUDA_ERROR_ILLEGAL_ADDRESS;
+    pthread_mutex_unlock(&driver.lock);
+    return result ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_SUCCESS;
+}
+
+static CUresult fill_u64(void **params)
+{
+    void *p = NULL;
+    uint64_t n = u64(params, 1), value = u64(params, 2);
+    CUresult result = operand(params, 0, n, 8, &p);
+    for (uint64_t i = 0; i < n && !result; i++)
+        ((uint64_t *)p)[i] = value;
+    return result;
+}
+
+static CUresult iota_u32(void **params)
+{
+    void *p = NULL;
+    uint64_t n = u64(params, 1);
+    uint32_t first = u32(params, 2);
+    CUresult result = operand(params, 0, n, 4, &p);
+    for (uint64_t i = 0; i < n && !result; i++)
+        ((uint32_t *)p)[i] = first + (uint32_t)i;
+    return result;
+}
+
+static CUresult add_u32(void **params)
+{
+    void *p = NULL;
+    uint64_t n = u64(params, 1);
+    uint32_t value = u32(params, 2);
+    CUresult result = operand(params, 0, n, 4, &p);
+    for (uint64_t i = 0; i < n && !result; i++)
+        ((uint32_t *)p)[i] += value;
+    return result;
+}
+
+static CUresult sum_u32(void **params)
+{
+    void *out = NULL, *p = NULL;
+    uint64_t n = u64(params, 2), sum = 0;
+    CUresult result = operand(params, 0, 1, 8, &out);
+    if (!result)
+        result = operand(params, 1, n, 4, &p);
+    for (uint64_t i = 0; i < n && !result; i++)
+        sum += ((uint32_t *)p)[i];
+    if (!result)
+        *(uint64_t *)out = sum;
+    return result;
+}
+
+static CUresult illegal_address(void **params)
+{
+    (void)params;
+    return CUDA_ERROR_ILLEGAL_ADDRESS;
+}
+
+static const struct {
+    const char *name;
+    uint32_t params;
+    CUresult (*run)(void **params);
+} builtins[] = {
+    {"gpupool_fill_u64", 3, fill_u64}, {"gpupool_iota_u32", 3, iota_u32},
+    {"gpupool_add_u32", 3, add_u32},   {"gpupool_sum_u32", 3, sum_u32},
+    {"gpupool_illegal_address", 0, illegal_address},
+};
+
+uint64_t kernel_run(const char *name, void **params, uint32_t count, CUresult *result)
+{
+    *result = CUDA_SUCCESS;
+    if (!strcmp(name, "gpupool_spin_ns") && count == 1)
+        return u64(params, 0);
+    for (unsigned i = 0; i < sizeof builtins / sizeof *builtins; i++)
+        if (!strcmp(name, builtins[i].name) && count == builtins[i].params)
+            *result = builtins[i].run(params);
+    return LAUNCH_NS;
+}

@@ -1,0 +1,254 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Creating, mapping and locking the shared machine file.
+ */
+#include "machine.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+struct machine *machine;
+
+static pthread_mutex_t open_mutex = PTHREAD_MUTEX_INITIALIZER;
+static int open_result = -1;
+static char state_dir[PATH_MAX / 2];
+static int lock_fd = -1;
+
+const char *machine_state_dir(void) { return state_dir; }
+
+uint64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000ull + (uint64_t)t.tv_nsec;
+}
+
+void sleep_until(uint64_t ns)
+{
+    struct timespec t = {(time_t)(ns / 1000000000ull), (long)(ns % 1000000000ull)};
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL) == EINTR)
+        ;
+}
+
+void futex_wait(const uint32_t *word, uint32_t value, int64_t timeout_ns, bool shared)
+{
+    struct timespec t = {timeout_ns / 1000000000, timeout_ns % 1000000000};
+    syscall(SYS_futex, word, shared ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE, value,
+            timeout_ns < 0 ? NULL : &t, NULL, 0);
+}
+
+void futex_wake(const uint32_t *word, bool shared)
+{
+    syscall(SYS_futex, word, shared ? FUTEX_WAKE : FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+void uuid_text(const uint8_t u[16], char out[41])
+{
+    snprintf(out, 41, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x",
+             u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7], u[8], u[9], u[10], u[11], u[12],
+             u[13], u[14], u[15]);
+}
+
+void device_name(char *out, size_t size)
+{
+    uint64_t mib = machine->spec.memory / MIB;
+    if (mib % 1024)
+        snprintf(out, size, "EMULATED NVIDIA GPU %llu MiB", (unsigned long long)mib);
+    else
+        snprintf(out, size, "EMULATED NVIDIA GPU %llu GiB", (unsigned long long)mib / 1024);
+}
+
+void pci_bus_id(unsigned device, char *out, size_t size)
+{
+    snprintf(out, size, "00000000:%02X:00.0", device + 1);
+}
+
+/* Deterministic: the same state directory always has the same devices. */
+static void make_uuid(unsigned device, uint8_t out[16])
+{
+    uint64_t h = 0xcbf29ce484222325ull; /* FNV-1a over the path, then a splitmix64 per half */
+    for (const char *p = state_dir; *p; p++)
+        h = (h ^ (uint8_t)*p) * 0x100000001b3ull;
+    for (unsigned half = 0; half < 2; half++) {
+        uint64_t z = h + (device * 2 + half + 1) * 0x9e3779b97f4a7c15ull;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+        z ^= z >> 31;
+        memcpy(out + 8 * half, &z, 8);
+    }
+    out[6] = (uint8_t)((out[6] & 0x0f) | 0x40);
+    out[8] = (uint8_t)((out[8] & 0x3f) | 0x80);
+}
+
+static void init_mutex(pthread_mutex_t *mutex)
+{
+    pthread_mutexattr_t attr;
+    pthread_mutexattr_init(&attr);
+    pthread_mutexattr_setpshared(&attr, PTHREAD_PROCESS_SHARED);
+    pthread_mutexattr_setrobust(&attr, PTHREAD_MUTEX_ROBUST);
+    pthread_mutex_init(mutex, &attr);
+    pthread_mutexattr_destroy(&attr);
+}
+
+static struct machine *map_file(const char *path)
+{
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0)
+        return NULL;
+    struct stat st;
+    struct machine *m = MAP_FAILED;
+    if (!fstat(fd, &st) && (size_t)st.st_size == sizeof *m)
+        m = mmap(NULL, sizeof *m, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    if (m == MAP_FAILED)
+        return NULL;
+    if (m->magic == MACHINE_MAGIC && m->abi == MACHINE_ABI && m->size == sizeof *m)
+        return m;
+    munmap(m, sizeof *m);
+    return NULL;
+}
+
+/* With the lock file held exclusively: nobody else uses the machine. */
+static struct machine *create_file(const char *path, const struct spec *spec)
+{
+    char temporary[PATH_MAX + 16];
+    snprintf(temporary, sizeof temporary, "%s.%d", path, (int)getpid());
+    int fd = open(temporary, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (fd < 0)
+        return NULL;
+    /* Who may enter the directory may use the machine; the directory is private unless an
+     * admin made it otherwise. */
+    (void)!fchmod(fd, 0666);
+    struct machine *m = MAP_FAILED;
+    if (!ftruncate(fd, sizeof *m))
+        m = mmap(NULL, sizeof *m, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    if (m == MAP_FAILED) {
+        unlink(temporary);
+        return NULL;
+    }
+    m->magic = MACHINE_MAGIC;
+    m->abi = MACHINE_ABI;
+    m->size = sizeof *m;
+    m->spec = *spec;
+    init_mutex(&m->lock);
+    for (unsigned i = 0; i < spec->count; i++)
+        make_uuid(i, m->uuid[i]);
+    if (rename(temporary, path)) {
+        unlink(temporary);
+        munmap(m, sizeof *m);
+        return NULL;
+    }
+    return m;
+}
+
+static int prepare_state_dir(void)
+{
+    const char *dir = getenv("GPUPOOL_EMULATE_STATE");
+    char fallback[64], resolved[PATH_MAX];
+    snprintf(fallback, sizeof fallback, "/dev/shm/gpupool-emulator-%u", (unsigned)geteuid());
+    bool own = !dir || !*dir;
+    if (own)
+        dir = fallback;
+    if (mkdir(dir, 0700) && errno != EEXIST)
+        return -1;
+    struct stat st;
+    if (lstat(dir, &st))
+        return -1;
+    /* A predictable name in a world-writable directory: trust only what is ours. */
+    if (own && (!S_ISDIR(st.st_mode) || st.st_uid != geteuid()))
+        return -1;
+    if (!realpath(dir, resolved) || strlen(resolved) >= sizeof state_dir)
+        return -1;
+    strcpy(state_dir, resolved);
+    return 0;
+}
+
+static int attach(const struct spec *spec)
+{
+    char path[PATH_MAX], lock[PATH_MAX];
+    snprintf(path, sizeof path, "%s/machine", state_dir);
+    snprintf(lock, sizeof lock, "%s/lock", state_dir);
+    lock_fd = open(lock, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (lock_fd < 0)
+        return MACHINE_BAD;
+    (void)!fchmod(lock_fd, 0666);
+    for (int attempt = 0; attempt < 100; attempt++) {
+        struct machine *m = NULL;
+        if (!flock(lock_fd, LOCK_EX | LOCK_NB)) {
+            m = map_file(path);
+            if (!m || memcmp(&m->spec, spec, sizeof *spec)) {
+                if (m)
+                    munmap(m, sizeof *m);
+                m = create_file(path, spec);
+                if (!m)
+                    return MACHINE_BAD;
+            }
+            munmap(m, sizeof *m);
+        }
+        /* Turning the lock into a shared one lets others in between, so look again. */
+        while (flock(lock_fd, LOCK_SH) && errno == EINTR)
+            ;
+        m = map_file(path);
+        if (!m)
+            continue;
+        if (memcmp(&m->spec, spec, sizeof *spec)) {
+            munmap(m, sizeof *m);
+            flock(lock_fd, LOCK_UN);
+            return MACHINE_CONFLICT;
+        }
+        machine = m;
+        return MACHINE_OK;
+    }
+    return MACHINE_BAD;
+}
+
+int machine_open(void)
+{
+    pthread_mutex_lock(&open_mutex);
+    if (open_result < 0 || open_result == MACHINE_CONFLICT) {
+        const char *text = getenv("GPUPOOL_EMULATE");
+        struct spec spec;
+        char error[300];
+        memset(&spec, 0, sizeof spec);
+        if (!text || !*text) {
+            open_result = MACHINE_NONE;
+        } else if (spec_parse(text, &spec, error, sizeof error)) {
+            fprintf(stderr,
+                    "gpupool emulated driver: GPUPOOL_EMULATE: %s; write for example 2x16GiB or "
+                    "2x16GiB,context=256MiB,bandwidth=8GB/s\n", error);
+            open_result = MACHINE_BAD;
+        } else if (prepare_state_dir()) {
+            fprintf(stderr, "gpupool emulated driver: the state directory cannot be used: %s; "
+                    "set GPUPOOL_EMULATE_STATE to a directory of yours\n", strerror(errno));
+            open_result = MACHINE_BAD;
+        } else {
+            open_result = attach(&spec);
+            if (open_result)
+                fprintf(stderr, open_result == MACHINE_CONFLICT
+                        ? "gpupool emulated driver: %s holds a machine other than GPUPOOL_EMULATE=%s "
+                          "that is in use; use another GPUPOOL_EMULATE_STATE\n"
+                        : "gpupool emulated driver: cannot create the machine in %s "
+                          "for GPUPOOL_EMULATE=%s\n", state_dir, text);
+            if (open_result && lock_fd >= 0) {
+                close(lock_fd);
+                lock_fd = -1;
+            }
+        }
+    }
+    int result = open_result;
+    pthread_mutex_unlock(&open_mutex);
+    return result;
+}

@@ -1,0 +1,170 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * The emulated machine: everything that processes must agree on, in one shared file.
+ *
+ * `<state>/machine` is mapped by every process that initialised CUDA or NVML. It holds the
+ * devices, one slot per CUDA process (what it is charged for, its checkpoint mailbox) and the
+ * injected faults. `<state>/lock` is held shared by every user of the machine and taken
+ * exclusively only to (re)create it.
+ */
+#ifndef GPUPOOL_MACHINE_H
+#define GPUPOOL_MACHINE_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#define MAX_DEVICES 64
+#define MAX_SLOTS 1024
+#define MAX_FAULTS 32
+#define MACHINE_MAGIC 0x67707570656d7531ull
+#define MACHINE_ABI 1u
+#define DRIVER_VERSION "580.95.05" /* the family whose behaviour is emulated */
+#define MIB (1ull << 20)
+#define GRANULE (2 * MIB) /* size of a device page, as on the hardware */
+
+/* What GPUPOOL_EMULATE asks for. Sizes in bytes, bandwidth in bytes/s (0: unlimited). */
+struct spec {
+    uint64_t count;
+    uint64_t memory;
+    uint64_t context;
+    uint64_t bandwidth;
+    uint64_t reserved;
+};
+
+/* Parses "2x16GiB,context=256MiB". 0, or -1 with a sentence in `error`. */
+int spec_parse(const char *text, struct spec *out, char *error, size_t error_size);
+/* Parses a size such as "1.5GiB" or "8GB/s" (`rate`). 0 or -1. */
+int spec_size(const char *text, size_t length, bool rate, uint64_t *out);
+
+enum fault_kind {
+    FAULT_SLOW_COPIES,
+    FAULT_LOCK_TIMEOUT,
+    FAULT_CHECKPOINT_REFUSED,
+    FAULT_RESTORE_FAILED,
+    FAULT_DEVICE_LOST,
+    FAULT_NVML_MISSING_PIDS,
+    FAULT_HANG,
+    FAULT_KINDS,
+};
+
+struct fault {
+    uint32_t kind;
+    uint32_t used;     /* times it struck */
+    uint64_t id;       /* identity of its line; `used` survives a rewrite of other lines */
+    int64_t pid;       /* -1: any */
+    int64_t device;    /* machine index, -1: any */
+    int64_t count;     /* how often it may strike, -1: for ever */
+    uint64_t bandwidth; /* slow-copies: bytes/s */
+    uint32_t code;     /* CUresult or Xid to report, 0: the usual one */
+    char op[16];       /* hang: which call; "": any */
+};
+
+struct fault_table {
+    uint32_t count;
+    struct fault fault[MAX_FAULTS];
+};
+
+/* What a checkpoint call asks of the service thread of its target. */
+enum request_op { OP_STATE = 1, OP_LOCK, OP_CHECKPOINT, OP_RESTORE, OP_UNLOCK };
+
+struct request {
+    uint32_t posted; /* futex word; the service thread sleeps on it */
+    uint32_t done;   /* futex word; the caller sleeps on it */
+    uint32_t op;
+    uint32_t timeout_ms;
+    uint32_t pairs; /* 0: no device map */
+    uint8_t map[MAX_DEVICES]; /* machine index to machine index */
+    int32_t result;
+    uint32_t state; /* answer to OP_STATE */
+};
+
+#define BUSY_BUCKETS 64
+#define BUSY_BUCKET_NS 100000000ull /* 0.1 s; the window of a utilisation sample is 1 s */
+
+struct busy {
+    uint64_t bucket[BUSY_BUCKETS]; /* (absolute bucket number << 32) | busy ns */
+    uint64_t from, until;          /* the longest interval still ahead, CLOCK_MONOTONIC ns */
+};
+
+struct slot {
+    int32_t pid; /* 0: free */
+    uint32_t uid;
+    uint64_t start; /* start time of the process, in clock ticks since boot */
+    uint32_t state; /* PROCESS_* */
+    int32_t service_tid; /* 0: no context yet */
+    uint32_t managed;    /* has managed memory: cannot be checkpointed */
+    uint32_t reserved0;
+    uint64_t suspended; /* bytes held on the host while checkpointed */
+    uint64_t used[MAX_DEVICES]; /* bytes charged per device, context included */
+    struct busy busy[MAX_DEVICES];
+    struct request request;
+    pthread_mutex_t callers; /* one checkpoint call at a time; stays when the slot is reused */
+};
+
+struct machine {
+    uint64_t magic;
+    uint32_t abi;
+    uint32_t size;
+    uint64_t faults_touch; /* offset 16: written by the Python side to announce a new file */
+    struct spec spec;
+    uint64_t faults_seen;             /* faults_touch when the table was read */
+    uint64_t faults_identity[3];      /* inode, mtime, size of the file read */
+    struct fault_table faults;
+    uint32_t xid_sequence[MAX_DEVICES]; /* counts losses of each device */
+    uint32_t xid_code[MAX_DEVICES];
+    pthread_mutex_t lock;
+    uint64_t used[MAX_DEVICES]; /* sum over the slots */
+    uint32_t slots; /* slots ever taken: the untouched rest of the file stays sparse */
+    uint8_t uuid[MAX_DEVICES][16];
+    struct slot slot[MAX_SLOTS];
+};
+
+/* Maps the machine that the environment describes. Idempotent, thread-safe.
+ * 0; or a reason: */
+enum { MACHINE_OK = 0, MACHINE_NONE, MACHINE_BAD, MACHINE_CONFLICT };
+int machine_open(void);
+extern struct machine *machine; /* NULL until machine_open() succeeded */
+const char *machine_state_dir(void);
+
+void machine_lock(void);
+void machine_unlock(void);
+/* With the lock held: returns the bytes of processes that ended. */
+void machine_reap(void);
+
+struct slot *machine_slot_take(void);       /* the caller's own slot, created; NULL if full */
+struct slot *machine_slot_find(pid_t pid);  /* a live CUDA process, or NULL */
+bool slot_alive(const struct slot *slot);
+uint64_t process_start(pid_t pid); /* 0: no such process, or it is dead */
+
+/* Moves `bytes` onto the slot's account. false: the device is full. */
+bool machine_charge(struct slot *slot, unsigned device, uint64_t bytes);
+void machine_release(struct slot *slot, unsigned device, uint64_t bytes);
+uint64_t machine_free(unsigned device);
+uint64_t machine_capacity(void); /* bytes of one device that can be charged */
+
+/* Utilisation: records and reads modelled kernel time. */
+void busy_record(struct slot *slot, unsigned device, uint64_t from, uint64_t until);
+unsigned busy_percent(const struct slot *slot, unsigned device, uint64_t now);
+
+void uuid_text(const uint8_t uuid[16], char out[41]); /* "GPU-xxxxxxxx-..." */
+void device_name(char *out, size_t size);
+void pci_bus_id(unsigned device, char *out, size_t size);
+
+/* Faults. `device` < 0: not about a device. Each hit of a counted fault uses it up by one. */
+bool fault_hit(enum fault_kind kind, pid_t pid, int device, const char *op, struct fault *out);
+/* The same, without using it up. */
+bool fault_active(enum fault_kind kind, pid_t pid, int device, struct fault *out);
+bool device_is_lost(unsigned device);
+uint64_t copy_bandwidth(unsigned device); /* bytes/s, 0: unlimited */
+
+/* Time and futexes. */
+uint64_t now_ns(void);
+void sleep_until(uint64_t ns);
+void futex_wait(const uint32_t *word, uint32_t value, int64_t timeout_ns, bool shared);
+void futex_wake(const uint32_t *word, bool shared);
+
+#endif

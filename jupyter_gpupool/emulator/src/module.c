@@ -1,0 +1,548 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Modules, libraries and kernels. PTX text is only searched for its entries and their
+ * parameters; what a launch does is in kernels.c.
+ */
+#include "driver.h"
+
+#include <ctype.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define MAX_PARAMS 64
+
+struct kernel {
+    uint32_t magic;
+    struct module *module;
+    char *name;
+    uint32_t params;
+    uint32_t offset[MAX_PARAMS], size[MAX_PARAMS];
+    int dynamic_shared;
+    struct kernel *next;
+};
+
+struct module {
+    uint32_t magic;
+    bool library;
+    unsigned count;
+    struct kernel *kernels; /* in the order of the text */
+    struct module *next;
+};
+
+static struct module *modules; /* under driver.lock */
+
+static void module_free(struct module *m)
+{
+    for (struct kernel *k = m->kernels, *next; k; k = next) {
+        next = k->next;
+        k->magic = 0;
+        free(k->name);
+        free(k);
+    }
+    m->magic = 0;
+    free(m);
+}
+
+/* "(.param .u64 a, .param .align 8 .b8 b[16])" */
+static void parse_params(struct kernel *k, const char *p)
+{
+    uint32_t end = 0;
+    while (*p && *p != ')' && k->params < MAX_PARAMS) {
+        uint32_t unit = 0, align = 0, many = 1;
+        const char *stop = p + strcspn(p, ",)");
+        for (const char *q = p; q < stop; q++) {
+            unsigned number;
+            if (!strncmp(q, ".align", 6) && sscanf(q + 6, "%u", &number) == 1)
+                align = number;
+            else if (*q == '.' && strchr("busf", q[1]) && sscanf(q + 2, "%u", &number) == 1)
+                unit = number / 8;
+            else if (*q == '[' && sscanf(q + 1, "%u", &number) == 1)
+                many = number;
+        }
+        if (unit) {
+            align = align ? align : unit;
+            end = (end + align - 1) / align * align;
+            k->offset[k->params] = end;
+            k->size[k->params++] = unit * many;
+            end += unit * many;
+        }
+        p = *stop ? stop + (*stop == ',') : stop;
+    }
+}
+
+/* Blanks comments out, so that an entry inside one is not found. */
+static void strip_comments(char *text)
+{
+    for (char *p = text; *p; p++) {
+        if (p[0] == '/' && p[1] == '/')
+            for (; *p && *p != '\n'; p++)
+                *p = ' ';
+        else if (p[0] == '/' && p[1] == '*')
+            for (; *p && !(p[0] == '*' && p[1] == '/'); p++)
+                *p = ' ';
+        if (!*p)
+            break;
+    }
+}
+
+static CUresult parse_ptx(char *text, struct module *m)
+{
+    struct kernel **tail = &m->kernels;
+    strip_comments(text);
+    if (!strstr(text, ".version") || !strstr(text, ".target"))
+        return CUDA_ERROR_INVALID_PTX;
+    for (char *p = text; (p = strstr(p, ".entry")); ) {
+        p += 6;
+        p += strspn(p, " \t\r\n");
+        size_t length = 0;
+        while (isalnum((unsigned char)p[length]) || p[length] == '_' || p[length] == '$')
+            length++;
+        struct kernel *k = length ? calloc(1, sizeof *k) : NULL;
+        if (!k)
+            return length ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_PTX;
+        k->magic = MAGIC_KERNEL;
+        k->module = m;
+        k->name = strndup(p, length);
+        *tail = k;
+        tail = &k->next;
+        m->count++;
+        if (!k->name)
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        p += length;
+        p += strspn(p, " \t\r\n");
+        if (*p == '(')
+            parse_params(k, p + 1);
+    }
+    return CUDA_SUCCESS;
+}
+
+static CUresult load(struct module **out, const char *image, bool library)
+{
+    if (!out || !image)
+        return CUDA_ERROR_INVALID_VALUE;
+    /* A cubin (ELF) or a fat binary holds machine code that nothing here could run. */
+    if (!memcmp(image, "\x7f" "ELF", 4) || !memcmp(image, "\x50\xed\x55\xba", 4))
+        return CUDA_ERROR_NO_BINARY_FOR_GPU;
+    char *text = strdup(image);
+    struct module *m = calloc(1, sizeof *m);
+    CUresult result = text && m ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    if (!result) {
+        m->magic = MAGIC_MODULE;
+        m->library = library;
+        result = parse_ptx(text, m);
+    }
+    free(text);
+    if (result) {
+        if (m)
+            module_free(m);
+        return result;
+    }
+    pthread_mutex_lock(&driver.lock);
+    m->next = modules;
+    modules = m;
+    pthread_mutex_unlock(&driver.lock);
+    *out = m;
+    return CUDA_SUCCESS;
+}
+
+static CUresult load_file(struct module **out, const char *path, bool library)
+{
+    struct stat st;
+    int fd = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+    if (fd < 0)
+        return CUDA_ERROR_FILE_NOT_FOUND;
+    CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+    char *text = fstat(fd, &st) ? NULL : calloc(1, (size_t)st.st_size + 8);
+    if (text)
+        result = read(fd, text, (size_t)st.st_size) == st.st_size ? load(out, text, library)
+                                                                 : CUDA_ERROR_INVALID_IMAGE;
+    free(text);
+    close(fd);
+    return result;
+}
+
+static struct module *module_find(const struct module *module)
+{
+    for (struct module *m = modules; m; m = m->next)
+        if (m == module)
+            return m;
+    return NULL;
+}
+
+static CUresult unload(struct module *module)
+{
+    CUresult result = CUDA_ERROR_INVALID_HANDLE;
+    pthread_mutex_lock(&driver.lock);
+    for (struct module **link = &modules; *link; link = &(*link)->next)
+        if (*link == module) {
+            *link = module->next;
+            module_free(module);
+            result = CUDA_SUCCESS;
+            break;
+        }
+    pthread_mutex_unlock(&driver.lock);
+    return result;
+}
+
+static CUresult get_kernel(struct kernel **out, struct module *module, const char *name)
+{
+    CUresult result = CUDA_ERROR_NOT_FOUND;
+    if (!out || !name)
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&driver.lock);
+    if (!module_find(module))
+        result = CUDA_ERROR_INVALID_HANDLE;
+    for (struct kernel *k = result == CUDA_ERROR_NOT_FOUND ? module->kernels : NULL; k; k = k->next)
+        if (!strcmp(k->name, name)) {
+            *out = k;
+            result = CUDA_SUCCESS;
+            break;
+        }
+    pthread_mutex_unlock(&driver.lock);
+    return result;
+}
+
+EXPORT CUresult cuModuleLoadData(CUmodule *out, const void *image)
+{
+    GATED;
+    struct context *c;
+    CUresult result = context_current(&c);
+    return result ? result : load(out, image, false);
+}
+
+EXPORT CUresult cuModuleLoadDataEx(CUmodule *out, const void *image, unsigned n, int *options, void **values)
+{
+    (void)n;
+    (void)options;
+    (void)values;
+    return cuModuleLoadData(out, image);
+}
+
+EXPORT CUresult cuModuleLoadFatBinary(CUmodule *out, const void *image) { return cuModuleLoadData(out, image); }
+
+EXPORT CUresult cuModuleLoad(CUmodule *out, const char *path)
+{
+    GATED;
+    return load_file(out, path, false);
+}
+
+EXPORT CUresult cuModuleUnload(CUmodule module)
+{
+    GATED;
+    return unload(module);
+}
+
+EXPORT CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name)
+{
+    CHECKED;
+    return get_kernel(out, module, name);
+}
+
+EXPORT CUresult cuModuleGetFunctionCount(unsigned *count, CUmodule module)
+{
+    CHECKED;
+    if (!count || !module)
+        return CUDA_ERROR_INVALID_VALUE;
+    *count = module->count;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuModuleEnumerateFunctions(CUfunction *out, unsigned n, CUmodule module)
+{
+    CHECKED;
+    if (!out || !module)
+        return CUDA_ERROR_INVALID_VALUE;
+    for (struct kernel *k = module->kernels; k && n--; k = k->next)
+        *out++ = k;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuModuleGetLoadingMode(int *mode)
+{
+    CHECKED;
+    if (!mode)
+        return CUDA_ERROR_INVALID_VALUE;
+    *mode = 2; /* lazy */
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuModuleGetGlobal_v2(CUdeviceptr *out, size_t *size, CUmodule module, const char *name)
+{
+    CHECKED;
+    (void)out;
+    (void)size;
+    (void)module;
+    (void)name;
+    return CUDA_ERROR_NOT_FOUND; /* PTX variables hold no bytes here */
+}
+
+EXPORT CUresult cuLibraryGetGlobal(CUdeviceptr *out, size_t *size, CUlibrary library, const char *name)
+{
+    return cuModuleGetGlobal_v2(out, size, library, name);
+}
+
+EXPORT CUresult cuLibraryLoadData(CUlibrary *out, const void *image, int *jit, void **jv, unsigned jn,
+                                  int *options, void **ov, unsigned on)
+{
+    GATED;
+    (void)jit;
+    (void)jv;
+    (void)jn;
+    (void)options;
+    (void)ov;
+    (void)on;
+    return load(out, image, true);
+}
+
+EXPORT CUresult cuLibraryLoadFromFile(CUlibrary *out, const char *path, int *jit, void **jv, unsigned jn,
+                                      int *options, void **ov, unsigned on)
+{
+    GATED;
+    (void)jit;
+    (void)jv;
+    (void)jn;
+    (void)options;
+    (void)ov;
+    (void)on;
+    return load_file(out, path, true);
+}
+
+EXPORT CUresult cuLibraryUnload(CUlibrary library)
+{
+    GATED;
+    return unload(library);
+}
+
+EXPORT CUresult cuLibraryGetKernel(CUkernel *out, CUlibrary library, const char *name)
+{
+    CHECKED;
+    return get_kernel(out, library, name);
+}
+
+EXPORT CUresult cuLibraryGetKernelCount(unsigned *count, CUlibrary library)
+{
+    return cuModuleGetFunctionCount(count, library);
+}
+
+EXPORT CUresult cuLibraryEnumerateKernels(CUkernel *out, unsigned n, CUlibrary library)
+{
+    return cuModuleEnumerateFunctions(out, n, library);
+}
+
+EXPORT CUresult cuLibraryGetModule(CUmodule *out, CUlibrary library)
+{
+    CHECKED;
+    if (!out || !library)
+        return CUDA_ERROR_INVALID_VALUE;
+    *out = library;
+    return CUDA_SUCCESS;
+}
+
+static bool kernel_bad(const struct kernel *k) { return !k || k->magic != MAGIC_KERNEL; }
+
+EXPORT CUresult cuKernelGetFunction(CUfunction *out, CUkernel k)
+{
+    CHECKED;
+    if (kernel_bad(k) || !out)
+        return CUDA_ERROR_INVALID_HANDLE;
+    *out = k;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuKernelGetLibrary(CUlibrary *out, CUkernel k)
+{
+    CHECKED;
+    if (kernel_bad(k) || !out)
+        return CUDA_ERROR_INVALID_HANDLE;
+    *out = k->module;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncGetModule(CUmodule *out, CUfunction f) { return cuKernelGetLibrary(out, f); }
+
+EXPORT CUresult cuKernelGetName(const char **name, CUkernel k)
+{
+    CHECKED;
+    if (kernel_bad(k) || !name)
+        return CUDA_ERROR_INVALID_HANDLE;
+    *name = k->name;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncGetName(const char **name, CUfunction f) { return cuKernelGetName(name, f); }
+
+EXPORT CUresult cuKernelGetParamInfo(CUkernel k, size_t index, size_t *offset, size_t *size)
+{
+    CHECKED;
+    if (kernel_bad(k))
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (index >= k->params || !offset)
+        return CUDA_ERROR_INVALID_VALUE;
+    *offset = k->offset[index];
+    if (size)
+        *size = k->size[index];
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncGetParamInfo(CUfunction f, size_t index, size_t *offset, size_t *size)
+{
+    return cuKernelGetParamInfo(f, index, offset, size);
+}
+
+EXPORT CUresult cuKernelGetParamCount(CUkernel k, size_t *count)
+{
+    CHECKED;
+    if (kernel_bad(k) || !count)
+        return CUDA_ERROR_INVALID_HANDLE;
+    *count = k->params;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncGetParamCount(CUfunction f, size_t *count) { return cuKernelGetParamCount(f, count); }
+
+EXPORT CUresult cuFuncGetAttribute(int *value, int which, CUfunction f)
+{
+    CHECKED;
+    if (kernel_bad(f) || !value)
+        return CUDA_ERROR_INVALID_HANDLE;
+    switch (which) {
+    case 0: *value = 1024; break; /* MAX_THREADS_PER_BLOCK */
+    case 4: *value = 32; break;   /* NUM_REGS */
+    case 5: case 6: *value = 90; break; /* PTX_VERSION, BINARY_VERSION */
+    case 8: *value = f->dynamic_shared ? f->dynamic_shared : 49152; break;
+    default:
+        if (which < 0 || which > 15)
+            return CUDA_ERROR_INVALID_VALUE;
+        *value = 0;
+    }
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncSetAttribute(CUfunction f, int which, int value)
+{
+    CHECKED;
+    if (kernel_bad(f))
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (which == 8)
+        f->dynamic_shared = value;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuKernelGetAttribute(int *value, int which, CUkernel k, CUdevice device)
+{
+    (void)device;
+    return cuFuncGetAttribute(value, which, k);
+}
+
+EXPORT CUresult cuKernelSetAttribute(int which, int value, CUkernel k, CUdevice device)
+{
+    (void)device;
+    return cuFuncSetAttribute(k, which, value);
+}
+
+EXPORT CUresult cuFuncSetCacheConfig(CUfunction f, int config)
+{
+    (void)config;
+    return kernel_bad(f) ? CUDA_ERROR_INVALID_HANDLE : CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncIsLoaded(int *state, CUfunction f)
+{
+    CHECKED;
+    if (kernel_bad(f) || !state)
+        return CUDA_ERROR_INVALID_HANDLE;
+    *state = 1;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncLoad(CUfunction f) { return kernel_bad(f) ? CUDA_ERROR_INVALID_HANDLE : CUDA_SUCCESS; }
+
+EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, CUfunction f, int size,
+                                                                     size_t shared, unsigned flags)
+{
+    CHECKED;
+    (void)shared;
+    (void)flags;
+    if (kernel_bad(f) || !blocks || size < 1 || size > 1024)
+        return CUDA_ERROR_INVALID_VALUE;
+    *blocks = 2048 / size;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction f, int size, size_t shared)
+{
+    return cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, f, size, shared, 0);
+}
+
+static CUresult launch(struct kernel *k, CUstream stream, void **params, unsigned blocks, unsigned threads)
+{
+    GATED;
+    struct stream *s;
+    CUresult result = CUDA_SUCCESS;
+    if (kernel_bad(k))
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (!blocks || !threads || threads > 1024 || (k->params && !params))
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&driver.lock);
+    result = stream_resolve(stream, &s);
+    int device = result ? 0 : s->context->device;
+    pthread_mutex_unlock(&driver.lock);
+    if (!result && device_is_lost(driver.device[device].physical))
+        result = CUDA_ERROR_LAUNCH_FAILED;
+    if (result)
+        return result;
+    uint64_t duration = kernel_run(k->name, params, k->params, &result);
+    if (result) {
+        /* As on hardware, the context is unusable from here on. */
+        __atomic_store_n(&driver.sticky, (uint32_t)result, __ATOMIC_RELAXED);
+        return CUDA_SUCCESS;
+    }
+    pthread_mutex_lock(&driver.lock);
+    uint64_t end = stream_submit(s, duration);
+    pthread_mutex_unlock(&driver.lock);
+    busy_record(driver.slot, driver.device[device].physical, end - duration, end);
+    return CUDA_SUCCESS;
+}
+
+/* Parameters may also come as one buffer: CU_LAUNCH_PARAM_BUFFER_POINTER (1), _SIZE (2), end (0). */
+static CUresult launch_any(struct kernel *k, CUstream stream, void **params, void **extra, unsigned blocks,
+                           unsigned threads)
+{
+    void *list[MAX_PARAMS];
+    if (!params && extra && !kernel_bad(k)) {
+        char *buffer = NULL;
+        for (void **e = extra; *e && e - extra < 8; e += 2)
+            if (*e == (void *)1)
+                buffer = e[1];
+        for (uint32_t i = 0; buffer && i < k->params; i++)
+            list[i] = buffer + k->offset[i];
+        params = buffer ? list : NULL;
+    }
+    return launch(k, stream, params, blocks, threads);
+}
+
+EXPORT CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                               unsigned bz, unsigned shared, CUstream stream, void **params, void **extra)
+{
+    (void)shared;
+    return launch_any(f, stream, params, extra, gx && gy && gz, bx * by * bz);
+}
+
+EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, void **extra)
+{
+    if (!c)
+        return CUDA_ERROR_INVALID_VALUE;
+    return launch_any(f, c->hStream, params, extra, c->gridDimX && c->gridDimY && c->gridDimZ,
+                      c->blockDimX * c->blockDimY * c->blockDimZ);
+}
+
+EXPORT CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                                          unsigned by, unsigned bz, unsigned shared, CUstream stream, void **params)
+{
+    return cuLaunchKernel(f, gx, gy, gz, bx, by, bz, shared, stream, params, NULL);
+}

@@ -1,0 +1,94 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * NVML: event sets. The one event there is: a critical Xid when a device is lost.
+ */
+#include "nvml.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define POLL_NS 10000000ull /* how soon a waiting set notices an injected loss */
+
+struct event_set {
+    uint64_t magic;
+    uint64_t registered; /* bit per device */
+    uint32_t seen[MAX_DEVICES];
+};
+
+#define MAGIC_SET 0x6e766d6c73657431ull
+
+EXPORT nvmlReturn nvmlEventSetCreate(struct event_set **out)
+{
+    INITIALISED;
+    REQUIRE(out);
+    *out = calloc(1, sizeof **out);
+    if (!*out)
+        return NVML_ERROR_MEMORY;
+    (*out)->magic = MAGIC_SET;
+    return NVML_SUCCESS;
+}
+
+EXPORT nvmlReturn nvmlEventSetFree(struct event_set *set)
+{
+    INITIALISED;
+    REQUIRE(set && set->magic == MAGIC_SET);
+    set->magic = 0;
+    free(set);
+    return NVML_SUCCESS;
+}
+
+EXPORT nvmlReturn nvmlDeviceGetSupportedEventTypes(nvmlDevice d, unsigned long long *types)
+{
+    DEVICE(d);
+    (void)index;
+    REQUIRE(types);
+    *types = EVENT_XID;
+    return NVML_SUCCESS;
+}
+
+EXPORT nvmlReturn nvmlDeviceRegisterEvents(nvmlDevice d, unsigned long long types, struct event_set *set)
+{
+    DEVICE(d);
+    REQUIRE(set && set->magic == MAGIC_SET);
+    if (types & ~EVENT_XID)
+        return NVML_ERROR_NOT_SUPPORTED;
+    if (types) {
+        set->seen[index] = machine->xid_sequence[index]; /* only what happens from now on */
+        set->registered |= 1ull << index;
+    }
+    return NVML_SUCCESS;
+}
+
+static bool poll_events(struct event_set *set, nvmlEventData *out)
+{
+    for (unsigned i = 0; i < machine->spec.count; i++) {
+        fault_active(FAULT_DEVICE_LOST, -1, (int)i, NULL); /* reads a changed control file */
+        if (!(set->registered >> i & 1) || set->seen[i] == machine->xid_sequence[i])
+            continue;
+        set->seen[i] = machine->xid_sequence[i];
+        *out = (nvmlEventData){nvml_handle(i), EVENT_XID, machine->xid_code[i], 0xffffffffu, 0xffffffffu};
+        return true;
+    }
+    return false;
+}
+
+EXPORT nvmlReturn nvmlEventSetWait_v2(struct event_set *set, nvmlEventData *out, unsigned timeout_ms)
+{
+    INITIALISED;
+    REQUIRE(set && set->magic == MAGIC_SET && out);
+    uint64_t deadline = now_ns() + timeout_ms * 1000000ull;
+    for (;;) {
+        if (poll_events(set, out))
+            return NVML_SUCCESS;
+        uint64_t now = now_ns();
+        if (now >= deadline)
+            return NVML_ERROR_TIMEOUT;
+        sleep_until(now + POLL_NS < deadline ? now + POLL_NS : deadline);
+    }
+}
+
+EXPORT nvmlReturn nvmlEventSetWait(struct event_set *set, nvmlEventData *out, unsigned timeout_ms)
+{
+    return nvmlEventSetWait_v2(set, out, timeout_ms);
+}

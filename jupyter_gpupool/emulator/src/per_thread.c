@@ -1,0 +1,75 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * The _ptsz and _ptds variants: the same calls, where a null stream is the per-thread one.
+ */
+#include "cuda_abi.h"
+
+/* Wraps `name`, whose last parameter is the stream. */
+#define LAST(name, parameters, ...)                                           \
+    extern CUresult name parameters;                                          \
+    EXPORT CUresult name##_ptsz parameters                                    \
+    {                                                                         \
+        return name(__VA_ARGS__, stream ? stream : STREAM_PER_THREAD);        \
+    }
+/* The same, with the stream first. */
+#define FIRST(name, parameters, ...)                                          \
+    extern CUresult name parameters;                                          \
+    EXPORT CUresult name##_ptsz parameters                                    \
+    {                                                                         \
+        return name(stream ? stream : STREAM_PER_THREAD, __VA_ARGS__);        \
+    }
+
+LAST(cuMemcpyPeerAsync, (CUdeviceptr t, CUcontext tc, CUdeviceptr f, CUcontext fc, size_t n, CUstream stream),
+     t, tc, f, fc, n)
+LAST(cuMemcpy2DAsync_v2, (const CUDA_MEMCPY2D *p, CUstream stream), p)
+LAST(cuMemcpy3DAsync_v2, (const CUDA_MEMCPY3D *p, CUstream stream), p)
+LAST(cuMemAllocAsync, (CUdeviceptr *p, size_t n, CUstream stream), p, n)
+LAST(cuMemAllocFromPoolAsync, (CUdeviceptr *p, size_t n, CUmemoryPool pool, CUstream stream), p, n, pool)
+LAST(cuMemFreeAsync, (CUdeviceptr p, CUstream stream), p)
+LAST(cuEventRecord, (CUevent e, CUstream stream), e)
+FIRST(cuStreamGetFlags, (CUstream stream, unsigned *v), v)
+FIRST(cuStreamGetPriority, (CUstream stream, int *v), v)
+FIRST(cuStreamGetId, (CUstream stream, unsigned long long *v), v)
+FIRST(cuStreamGetCtx, (CUstream stream, CUcontext *v), v)
+FIRST(cuStreamGetDevice, (CUstream stream, CUdevice *v), v)
+FIRST(cuStreamIsCapturing, (CUstream stream, int *v), v)
+FIRST(cuStreamWaitEvent, (CUstream stream, CUevent e, unsigned flags), e, flags)
+FIRST(cuLaunchHostFunc, (CUstream stream, void (*f)(void *), void *data), f, data)
+
+extern CUresult cuStreamSynchronize(CUstream stream);
+EXPORT CUresult cuStreamSynchronize_ptsz(CUstream stream)
+{
+    return cuStreamSynchronize(stream ? stream : STREAM_PER_THREAD);
+}
+
+extern CUresult cuStreamQuery(CUstream stream);
+EXPORT CUresult cuStreamQuery_ptsz(CUstream stream)
+{
+    return cuStreamQuery(stream ? stream : STREAM_PER_THREAD);
+}
+
+extern CUresult cuEventRecordWithFlags(CUevent e, CUstream stream, unsigned flags);
+EXPORT CUresult cuEventRecordWithFlags_ptsz(CUevent e, CUstream stream, unsigned flags)
+{
+    return cuEventRecordWithFlags(e, stream ? stream : STREAM_PER_THREAD, flags);
+}
+
+extern CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                               unsigned bz, unsigned shared, CUstream stream, void **params, void **extra);
+EXPORT CUresult cuLaunchKernel_ptsz(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                                    unsigned bz, unsigned shared, CUstream stream, void **params, void **extra)
+{
+    return cuLaunchKernel(f, gx, gy, gz, bx, by, bz, shared, stream ? stream : STREAM_PER_THREAD, params, extra);
+}
+
+extern CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, void **extra);
+EXPORT CUresult cuLaunchKernelEx_ptsz(const CUlaunchConfig *c, CUfunction f, void **params, void **extra)
+{
+    if (!c)
+        return CUDA_ERROR_INVALID_VALUE;
+    CUlaunchConfig config = *c;
+    if (!config.hStream)
+        config.hStream = STREAM_PER_THREAD;
+    return cuLaunchKernelEx(&config, f, params, extra);
+}

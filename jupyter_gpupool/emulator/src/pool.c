@@ -1,0 +1,383 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Stream-ordered allocation. A pool reserves device memory in 2 MiB pages as its use grows and,
+ * as the driver does, gives what is above its release threshold back when something synchronises.
+ */
+#include "driver.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+enum { ATTR_REUSE_FIRST = 1, ATTR_REUSE_LAST = 3, ATTR_THRESHOLD = 4, ATTR_RESERVED = 5,
+       ATTR_RESERVED_HIGH = 6, ATTR_USED = 7, ATTR_USED_HIGH = 8 };
+
+static struct pool *pool_new(int device, const CUmemPoolProps *props)
+{
+    struct pool *p = calloc(1, sizeof *p);
+    if (!p)
+        return NULL;
+    p->magic = MAGIC_POOL;
+    p->device = device;
+    p->props = *props;
+    p->reuse[0] = p->reuse[1] = p->reuse[2] = 1;
+    p->access = device < 0 ? ~0ull : 1ull << device;
+    p->next = driver.pools;
+    driver.pools = p;
+    return p;
+}
+
+/* With the lock held. */
+struct pool *pool_default(int device)
+{
+    struct device *d = &driver.device[device];
+    CUmemPoolProps props = {.allocType = MEM_ALLOCATION_PINNED, .location = {MEM_LOCATION_DEVICE, device}};
+    if (!d->default_pool) {
+        d->default_pool = pool_new(device, &props);
+        if (d->default_pool)
+            d->default_pool->is_default = true;
+    }
+    if (!d->current_pool)
+        d->current_pool = d->default_pool;
+    return d->default_pool;
+}
+
+static bool pool_valid(const struct pool *pool)
+{
+    for (struct pool *p = driver.pools; p; p = p->next)
+        if (p == pool)
+            return !p->destroyed;
+    return false;
+}
+
+static void trim(struct pool *p, uint64_t keep)
+{
+    uint64_t target = (p->used + GRANULE - 1) / GRANULE * GRANULE;
+    if (target < keep)
+        target = keep / GRANULE * GRANULE;
+    if (p->device < 0 || p->reserved <= target)
+        return;
+    machine_release(driver.slot, driver.device[p->device].physical, p->reserved - target);
+    p->reserved = target;
+}
+
+void pools_trim_idle(void)
+{
+    for (struct pool *p = driver.pools; p; p = p->next)
+        trim(p, p->destroyed ? 0 : p->threshold);
+}
+
+static CUresult reserve(struct pool *p, uint64_t bytes)
+{
+    uint64_t wanted = (p->used + bytes + GRANULE - 1) / GRANULE * GRANULE;
+    if (p->props.maxSize && p->used + bytes > p->props.maxSize)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    if (p->device >= 0 && wanted > p->reserved) {
+        uint32_t physical = driver.device[p->device].physical;
+        if (!machine_charge(driver.slot, physical, wanted - p->reserved)) {
+            pools_trim_idle(); /* other pools of this process may hold unused memory */
+            wanted = (p->used + bytes + GRANULE - 1) / GRANULE * GRANULE;
+            if (wanted > p->reserved && !machine_charge(driver.slot, physical, wanted - p->reserved))
+                return CUDA_ERROR_OUT_OF_MEMORY;
+        }
+    }
+    if (wanted > p->reserved)
+        p->reserved = wanted;
+    if (p->reserved > p->reserved_high)
+        p->reserved_high = p->reserved;
+    return CUDA_SUCCESS;
+}
+
+/* With the lock held. The caller removes the allocation. */
+CUresult pool_free(struct allocation *a)
+{
+    struct pool *p = a->pool;
+    if (a->device >= 0)
+        device_release(a, false);
+    else
+        munmap((void *)a->address, a->extent);
+    p->used -= a->extent;
+    p->live--;
+    if (p->destroyed)
+        trim(p, 0);
+    return CUDA_SUCCESS;
+}
+
+static CUresult allocate(CUdeviceptr *out, size_t size, struct pool *pool, CUstream stream)
+{
+    struct stream *s;
+    struct allocation a;
+    pthread_mutex_lock(&driver.lock);
+    CUresult result = stream_resolve(stream, &s);
+    if (!result && !pool && !pool_default(s->context->device))
+        result = CUDA_ERROR_OUT_OF_MEMORY;
+    if (!result && !pool)
+        pool = driver.device[s->context->device].current_pool;
+    if (!result && (!pool_valid(pool) || !out || !size))
+        result = CUDA_ERROR_INVALID_VALUE;
+    uint64_t extent = (size + 511) / 512 * 512;
+    if (!result && pool->device >= 0) {
+        result = size > machine->spec.memory ? CUDA_ERROR_OUT_OF_MEMORY : reserve(pool, extent);
+        if (!result)
+            result = device_allocate(pool->device, extent < MIB ? extent : (extent + GRANULE - 1) / GRANULE * GRANULE,
+                                     false, &a);
+    } else if (!result) {
+        extent = (size + 4095) / 4096 * 4096;
+        void *p = mmap(NULL, extent, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED)
+            result = CUDA_ERROR_OUT_OF_MEMORY;
+        a = (struct allocation){.address = (uint64_t)p, .extent = extent, .device = -1};
+    }
+    if (!result) {
+        a.size = size;
+        a.kind = ALLOC_POOL;
+        a.pool = pool;
+        a.context = s->context;
+        if (!allocation_add(&a)) {
+            result = CUDA_ERROR_OUT_OF_MEMORY;
+        } else {
+            pool->used += a.extent;
+            pool->live++;
+            /* The extent may be rounded beyond what was reserved for it. */
+            if (pool->device >= 0 && pool->used > pool->reserved && reserve(pool, 0)) {
+                pool_free(allocation_find(a.address));
+                allocation_remove(allocation_find(a.address));
+                result = CUDA_ERROR_OUT_OF_MEMORY;
+            }
+        }
+        if (!result) {
+            if (pool->used > pool->used_high)
+                pool->used_high = pool->used;
+            *out = a.address;
+        }
+    }
+    pthread_mutex_unlock(&driver.lock);
+    return result;
+}
+
+EXPORT CUresult cuMemAllocAsync(CUdeviceptr *out, size_t size, CUstream stream)
+{
+    GATED;
+    return allocate(out, size, NULL, stream);
+}
+
+EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t size, CUmemoryPool pool, CUstream stream)
+{
+    GATED;
+    return pool ? allocate(out, size, pool, stream) : CUDA_ERROR_INVALID_VALUE;
+}
+
+EXPORT CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
+{
+    GATED;
+    struct stream *s;
+    pthread_mutex_lock(&driver.lock);
+    CUresult result = stream_resolve(stream, &s);
+    struct allocation *a = result ? NULL : allocation_find(address);
+    if (!result && (!a || a->address != address || (a->kind != ALLOC_POOL && a->kind != ALLOC_DEVICE)))
+        result = CUDA_ERROR_INVALID_VALUE;
+    if (!result) {
+        if (a->kind == ALLOC_POOL)
+            pool_free(a);
+        else
+            device_release(a, true);
+        allocation_remove(a);
+    }
+    pthread_mutex_unlock(&driver.lock);
+    return result;
+}
+
+EXPORT CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
+{
+    GATED;
+    if (!out || !props)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (props->handleTypes)
+        return CUDA_ERROR_NOT_SUPPORTED; /* exports are refused: they cannot be suspended */
+    if (props->allocType == MEM_ALLOCATION_MANAGED)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    bool device = props->location.type == MEM_LOCATION_DEVICE;
+    if (props->allocType != MEM_ALLOCATION_PINNED ||
+        (device && (props->location.id < 0 || props->location.id >= driver.count)) ||
+        (!device && (props->location.type < MEM_LOCATION_HOST || props->location.type > MEM_LOCATION_HOST_NUMA_CURRENT)))
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&driver.lock);
+    *out = pool_new(device ? props->location.id : -1, props);
+    pthread_mutex_unlock(&driver.lock);
+    return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+/* Runs `body` with the lock held if the pool is valid. */
+#define WITH_POOL(pool, body)                                                     \
+    do {                                                                          \
+        pthread_mutex_lock(&driver.lock);                                         \
+        CUresult result = pool_valid(pool) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; \
+        if (!result) {                                                            \
+            body;                                                                 \
+        }                                                                         \
+        pthread_mutex_unlock(&driver.lock);                                       \
+        return result;                                                            \
+    } while (0)
+
+static void destroy(struct pool *p)
+{
+    p->destroyed = true; /* what is still allocated from it stays until it is freed */
+    for (int i = 0; i < driver.count; i++)
+        if (driver.device[i].current_pool == p)
+            driver.device[i].current_pool = driver.device[i].default_pool;
+    trim(p, 0);
+}
+
+EXPORT CUresult cuMemPoolDestroy(CUmemoryPool pool)
+{
+    GATED;
+    WITH_POOL(pool, if (pool->is_default) result = CUDA_ERROR_INVALID_VALUE; else destroy(pool));
+}
+
+EXPORT CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep)
+{
+    GATED;
+    WITH_POOL(pool, trim(pool, keep));
+}
+
+static CUresult get_attribute(struct pool *p, int attribute, void *value)
+{
+    if (attribute >= ATTR_REUSE_FIRST && attribute <= ATTR_REUSE_LAST) {
+        *(int *)value = p->reuse[attribute - 1];
+        return CUDA_SUCCESS;
+    }
+    const uint64_t figures[] = {p->threshold, p->reserved, p->reserved_high, p->used, p->used_high};
+    if (attribute < ATTR_THRESHOLD || attribute > ATTR_USED_HIGH)
+        return CUDA_ERROR_INVALID_VALUE;
+    *(uint64_t *)value = figures[attribute - ATTR_THRESHOLD];
+    return CUDA_SUCCESS;
+}
+
+static CUresult set_attribute(struct pool *p, int attribute, const void *value)
+{
+    if (attribute >= ATTR_REUSE_FIRST && attribute <= ATTR_REUSE_LAST)
+        p->reuse[attribute - 1] = *(const int *)value;
+    else if (attribute == ATTR_THRESHOLD)
+        p->threshold = *(const uint64_t *)value;
+    else if (attribute == ATTR_RESERVED_HIGH && !*(const uint64_t *)value)
+        p->reserved_high = p->reserved;
+    else if (attribute == ATTR_USED_HIGH && !*(const uint64_t *)value)
+        p->used_high = p->used;
+    else
+        return CUDA_ERROR_INVALID_VALUE;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemPoolGetAttribute(CUmemoryPool pool, int attribute, void *value)
+{
+    GATED;
+    if (!value)
+        return CUDA_ERROR_INVALID_VALUE;
+    WITH_POOL(pool, result = get_attribute(pool, attribute, value));
+}
+
+EXPORT CUresult cuMemPoolSetAttribute(CUmemoryPool pool, int attribute, void *value)
+{
+    GATED;
+    if (!value)
+        return CUDA_ERROR_INVALID_VALUE;
+    WITH_POOL(pool, result = set_attribute(pool, attribute, value));
+}
+
+EXPORT CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc *map, size_t count)
+{
+    GATED;
+    for (size_t i = 0; i < count; i++)
+        if (!map || map[i].location.type != MEM_LOCATION_DEVICE || map[i].location.id < 0 ||
+            map[i].location.id >= driver.count)
+            return CUDA_ERROR_INVALID_VALUE;
+    WITH_POOL(pool, for (size_t i = 0; i < count; i++) {
+        uint64_t bit = 1ull << map[i].location.id;
+        pool->access = map[i].flags ? pool->access | bit : pool->access & ~bit;
+    });
+}
+
+EXPORT CUresult cuMemPoolGetAccess(int *flags, CUmemoryPool pool, CUmemLocation *location)
+{
+    CHECKED;
+    if (!flags || !location || location->type != MEM_LOCATION_DEVICE || location->id < 0 ||
+        location->id >= driver.count)
+        return CUDA_ERROR_INVALID_VALUE;
+    WITH_POOL(pool, *flags = pool->access >> location->id & 1 ? 3 : 0);
+}
+
+EXPORT CUresult cuMemPoolExportToShareableHandle(void *out, CUmemoryPool pool, int type, uint64_t flags)
+{
+    GATED;
+    (void)out;
+    (void)pool;
+    (void)type;
+    (void)flags;
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+static CUresult device_pool(CUmemoryPool *out, CUdevice device, bool current)
+{
+    CHECKED;
+    if (device < 0 || device >= driver.count)
+        return CUDA_ERROR_INVALID_DEVICE;
+    if (!out)
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&driver.lock);
+    *out = pool_default(device);
+    if (current && *out)
+        *out = driver.device[device].current_pool;
+    pthread_mutex_unlock(&driver.lock);
+    return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+EXPORT CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *out, CUdevice d) { return device_pool(out, d, false); }
+EXPORT CUresult cuDeviceGetMemPool(CUmemoryPool *out, CUdevice d) { return device_pool(out, d, true); }
+
+EXPORT CUresult cuDeviceSetMemPool(CUdevice device, CUmemoryPool pool)
+{
+    CHECKED;
+    if (device < 0 || device >= driver.count)
+        return CUDA_ERROR_INVALID_DEVICE;
+    WITH_POOL(pool, if (pool->device != device) result = CUDA_ERROR_INVALID_VALUE;
+              else driver.device[device].current_pool = pool);
+}
+
+/* CUDA 13: by location and kind of memory. */
+static CUresult location_pool(CUmemoryPool *out, CUmemLocation *location, int type, bool current)
+{
+    static struct pool *host_pool;
+    CHECKED;
+    if (!out || !location)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (type != MEM_ALLOCATION_PINNED)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    if (location->type == MEM_LOCATION_DEVICE)
+        return device_pool(out, location->id, current);
+    CUmemPoolProps props = {.allocType = MEM_ALLOCATION_PINNED, .location = {MEM_LOCATION_HOST, 0}};
+    pthread_mutex_lock(&driver.lock);
+    if (!host_pool && (host_pool = pool_new(-1, &props)))
+        host_pool->is_default = true;
+    *out = host_pool;
+    pthread_mutex_unlock(&driver.lock);
+    return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+EXPORT CUresult cuMemGetDefaultMemPool(CUmemoryPool *out, CUmemLocation *location, int type)
+{
+    return location_pool(out, location, type, false);
+}
+
+EXPORT CUresult cuMemGetMemPool(CUmemoryPool *out, CUmemLocation *location, int type)
+{
+    return location_pool(out, location, type, true);
+}
+
+EXPORT CUresult cuMemSetMemPool(CUmemLocation *location, int type, CUmemoryPool pool)
+{
+    if (!location || type != MEM_ALLOCATION_PINNED || location->type != MEM_LOCATION_DEVICE)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    return cuDeviceSetMemPool(location->id, pool);
+}

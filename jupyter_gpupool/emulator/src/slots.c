@@ -1,0 +1,211 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Who uses the machine, and what each process is charged for.
+ */
+#include "machine.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+uint64_t process_start(pid_t pid)
+{
+    char path[32], buffer[1024];
+    snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return 0;
+    ssize_t n = read(fd, buffer, sizeof buffer - 1);
+    close(fd);
+    if (n <= 0)
+        return 0;
+    buffer[n] = 0;
+    char *p = strrchr(buffer, ')'); /* the name may hold anything, even parentheses */
+    if (!p)
+        return 0;
+    char state = 0;
+    long threads = 0;
+    unsigned long long start = 0;
+    if (sscanf(p + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %ld %*d %llu",
+               &state, &threads, &start) != 3)
+        return 0;
+    /* A zombie has given its memory back already, unless it is only the first thread of several. */
+    if ((state == 'Z' || state == 'X') && threads <= 1)
+        return 0;
+    return start ? start : 1;
+}
+
+bool slot_alive(const struct slot *slot)
+{
+    if (process_start(slot->pid) != slot->start)
+        return false;
+    /* execve() keeps the pid and the start time but ends the driver's thread, and with it the
+     * device memory. */
+    int tid = slot->service_tid;
+    return !tid || !syscall(SYS_tgkill, slot->pid, tid, 0) || errno != ESRCH;
+}
+
+/* After a process died holding the lock the sums may be half updated; the slots are the truth. */
+static void recount(void)
+{
+    memset(machine->used, 0, sizeof machine->used);
+    for (unsigned i = 0; i < machine->slots; i++)
+        for (unsigned d = 0; machine->slot[i].pid && d < machine->spec.count; d++)
+            machine->used[d] += machine->slot[i].used[d];
+}
+
+void machine_lock(void)
+{
+    if (pthread_mutex_lock(&machine->lock) == EOWNERDEAD) {
+        recount();
+        pthread_mutex_consistent(&machine->lock);
+    }
+}
+
+void machine_unlock(void) { pthread_mutex_unlock(&machine->lock); }
+
+static void free_slot(struct slot *slot)
+{
+    for (unsigned d = 0; d < machine->spec.count; d++) {
+        machine->used[d] -= slot->used[d];
+        slot->used[d] = 0;
+    }
+    __atomic_store_n(&slot->pid, 0, __ATOMIC_RELEASE);
+}
+
+void machine_reap(void)
+{
+    for (unsigned i = 0; i < machine->slots; i++)
+        if (machine->slot[i].pid && !slot_alive(&machine->slot[i]))
+            free_slot(&machine->slot[i]);
+}
+
+struct slot *machine_slot_take(void)
+{
+    pid_t pid = getpid();
+    struct slot *slot = NULL;
+    machine_lock();
+    machine_reap();
+    /* An own slot can only be left over from before an execve(). */
+    for (unsigned i = 0; i < machine->slots; i++)
+        if (machine->slot[i].pid == pid)
+            free_slot(&machine->slot[i]);
+    for (unsigned i = 0; i < machine->slots && !slot; i++)
+        if (!machine->slot[i].pid)
+            slot = &machine->slot[i];
+    if (!slot && machine->slots < MAX_SLOTS) {
+        slot = &machine->slot[machine->slots++];
+        pthread_mutexattr_t attr;
+        pthread_mutexattr_init(&attr);
+        pthread_mutexattr_setpshared(&attr, PTHREAD_PROCESS_SHARED);
+        pthread_mutexattr_setrobust(&attr, PTHREAD_MUTEX_ROBUST);
+        pthread_mutex_init(&slot->callers, &attr);
+        pthread_mutexattr_destroy(&attr);
+    }
+    if (slot) {
+        memset(slot, 0, offsetof(struct slot, callers));
+        slot->uid = geteuid();
+        slot->start = process_start(pid);
+        __atomic_store_n(&slot->pid, pid, __ATOMIC_RELEASE);
+    }
+    machine_unlock();
+    return slot;
+}
+
+struct slot *machine_slot_find(pid_t pid)
+{
+    struct slot *found = NULL;
+    machine_lock();
+    for (unsigned i = 0; i < machine->slots && pid > 0; i++)
+        if (machine->slot[i].pid == pid) {
+            if (slot_alive(&machine->slot[i]))
+                found = &machine->slot[i];
+            else
+                free_slot(&machine->slot[i]);
+            break;
+        }
+    machine_unlock();
+    return found;
+}
+
+uint64_t machine_capacity(void) { return machine->spec.memory - machine->spec.reserved; }
+
+bool machine_charge(struct slot *slot, unsigned device, uint64_t bytes)
+{
+    uint64_t capacity = machine_capacity();
+    machine_lock();
+    bool fits = bytes <= capacity && machine->used[device] <= capacity - bytes;
+    if (!fits && bytes <= capacity) {
+        machine_reap();
+        fits = machine->used[device] <= capacity - bytes;
+    }
+    if (fits) {
+        slot->used[device] += bytes;
+        machine->used[device] += bytes;
+    }
+    machine_unlock();
+    return fits;
+}
+
+void machine_release(struct slot *slot, unsigned device, uint64_t bytes)
+{
+    machine_lock();
+    slot->used[device] -= bytes;
+    machine->used[device] -= bytes;
+    machine_unlock();
+}
+
+uint64_t machine_free(unsigned device)
+{
+    machine_lock();
+    machine_reap();
+    uint64_t free = machine_capacity() - machine->used[device];
+    machine_unlock();
+    return free;
+}
+
+/* ---- utilisation ---- */
+
+void busy_record(struct slot *slot, unsigned device, uint64_t from, uint64_t until)
+{
+    struct busy *busy = &slot->busy[device];
+    if (until - from > BUSY_BUCKET_NS * BUSY_BUCKETS / 2) {
+        busy->from = from; /* too long for the ring: kept as one interval */
+        busy->until = until;
+        return;
+    }
+    while (from < until) {
+        uint64_t number = from / BUSY_BUCKET_NS, end = (number + 1) * BUSY_BUCKET_NS;
+        uint64_t part = (until < end ? until : end) - from;
+        uint64_t *bucket = &busy->bucket[number % BUSY_BUCKETS];
+        uint64_t old = __atomic_load_n(bucket, __ATOMIC_RELAXED);
+        uint64_t sum = (old >> 32) == (number & 0xffffffff) ? (old & 0xffffffff) + part : part;
+        if (sum > BUSY_BUCKET_NS)
+            sum = BUSY_BUCKET_NS;
+        __atomic_store_n(bucket, (number & 0xffffffff) << 32 | sum, __ATOMIC_RELAXED);
+        from += part;
+    }
+}
+
+unsigned busy_percent(const struct slot *slot, unsigned device, uint64_t now)
+{
+    const struct busy *busy = &slot->busy[device];
+    const uint64_t window = 10 * BUSY_BUCKET_NS;
+    uint64_t last = now / BUSY_BUCKET_NS, sum = 0;
+    for (uint64_t number = last - 9; number <= last; number++) {
+        uint64_t bucket = __atomic_load_n(&busy->bucket[number % BUSY_BUCKETS], __ATOMIC_RELAXED);
+        if (bucket >> 32 == (number & 0xffffffff))
+            sum += bucket & 0xffffffff;
+    }
+    uint64_t from = busy->from > now - window ? busy->from : now - window;
+    uint64_t until = busy->until < now ? busy->until : now;
+    if (until > from)
+        sum += until - from;
+    return sum >= window ? 100 : (unsigned)(sum * 100 / window);
+}

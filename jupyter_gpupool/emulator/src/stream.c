@@ -1,0 +1,383 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Streams and events. Data moves when it is submitted; what is asynchronous is the modelled time
+ * at which the work counts as done, which synchronise, query, events and the checkpoint lock's
+ * drain honour.
+ */
+#include "driver.h"
+
+#include <stdlib.h>
+
+struct stream *stream_new(struct context *context, unsigned flags, int priority)
+{
+    struct stream *s = calloc(1, sizeof *s);
+    if (!s)
+        return NULL;
+    *s = (struct stream){.magic = MAGIC_STREAM, .context = context, .flags = flags,
+                         .priority = priority, .id = ++driver.next_id, .next = driver.streams};
+    driver.streams = s;
+    return s;
+}
+
+/* One per thread and context, made at first use. They stay until the process ends. */
+static struct stream *per_thread(struct context *context)
+{
+    static __thread struct stream *cache;
+    if (cache && cache->context == context && !cache->destroyed)
+        return cache;
+    cache = stream_new(context, 0, 0);
+    return cache;
+}
+
+static bool stream_known(const struct stream *stream)
+{
+    for (struct stream *s = driver.streams; s; s = s->next)
+        if (s == stream)
+            return !s->destroyed;
+    return false;
+}
+
+/* With the lock held. */
+CUresult stream_resolve(CUstream handle, struct stream **out)
+{
+    if (!handle || handle == STREAM_LEGACY || handle == STREAM_PER_THREAD) {
+        struct context *c;
+        CUresult result = context_current(&c);
+        if (result)
+            return result;
+        *out = handle == STREAM_PER_THREAD ? per_thread(c) : c->legacy;
+        return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    if (!stream_known(handle))
+        return CUDA_ERROR_INVALID_HANDLE;
+    *out = handle;
+    return CUDA_SUCCESS;
+}
+
+static bool is_legacy(const struct stream *s) { return s == s->context->legacy; }
+
+/* The legacy stream and the blocking streams of its context wait for one another. */
+uint64_t stream_tail(const struct stream *stream)
+{
+    uint64_t tail = stream->tail;
+    if (stream->flags & STREAM_NON_BLOCKING)
+        return tail;
+    if (!is_legacy(stream))
+        return stream->context->legacy->tail > tail ? stream->context->legacy->tail : tail;
+    for (struct stream *s = driver.streams; s; s = s->next)
+        if (s->context == stream->context && !(s->flags & STREAM_NON_BLOCKING) && s->tail > tail)
+            tail = s->tail;
+    return tail;
+}
+
+uint64_t stream_submit(struct stream *stream, uint64_t duration)
+{
+    uint64_t start = stream_tail(stream), now = now_ns();
+    if (start < now)
+        start = now;
+    stream->tail = start + duration;
+    return stream->tail;
+}
+
+uint64_t driver_tail(const struct context *context)
+{
+    uint64_t tail = 0;
+    for (struct stream *s = driver.streams; s; s = s->next)
+        if ((!context || s->context == context) && s->tail > tail)
+            tail = s->tail;
+    return tail;
+}
+
+EXPORT CUresult cuStreamCreateWithPriority(CUstream *out, unsigned flags, int priority)
+{
+    GATED;
+    struct context *c;
+    CUresult result = context_current(&c);
+    if (result)
+        return result;
+    if (!out || flags > 1)
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&driver.lock);
+    *out = stream_new(c, flags, priority < -5 ? -5 : priority > 0 ? 0 : priority);
+    pthread_mutex_unlock(&driver.lock);
+    return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+EXPORT CUresult cuStreamCreate(CUstream *out, unsigned flags)
+{
+    return cuStreamCreateWithPriority(out, flags, 0);
+}
+
+EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
+{
+    GATED;
+    pthread_mutex_lock(&driver.lock);
+    CUresult result = CUDA_ERROR_INVALID_HANDLE;
+    for (struct stream **link = &driver.streams; *link; link = &(*link)->next)
+        if (*link == stream && !is_legacy(stream)) {
+            /* Work in flight goes on; the legacy stream carries its completion time. */
+            if (stream->context->legacy->tail < stream->tail)
+                stream->context->legacy->tail = stream->tail;
+            *link = stream->next;
+            stream->magic = 0;
+            free(stream);
+            result = CUDA_SUCCESS;
+            break;
+        }
+    pthread_mutex_unlock(&driver.lock);
+    return result;
+}
+
+/* Runs `body` with the resolved stream `s` under the lock; `result` is what is returned. */
+#define WITH_STREAM(handle, body)                         \
+    do {                                                  \
+        struct stream *s;                                 \
+        pthread_mutex_lock(&driver.lock);                 \
+        CUresult result = stream_resolve(handle, &s);     \
+        if (!result) {                                    \
+            body;                                         \
+        }                                                 \
+        pthread_mutex_unlock(&driver.lock);               \
+        return result;                                    \
+    } while (0)
+
+EXPORT CUresult cuStreamSynchronize(CUstream stream)
+{
+    CHECKED;
+    if (sync_returns_early())
+        return CUDA_SUCCESS;
+    struct stream *s;
+    pthread_mutex_lock(&driver.lock);
+    CUresult result = stream_resolve(stream, &s);
+    uint64_t tail = result ? 0 : stream_tail(s);
+    pthread_mutex_unlock(&driver.lock);
+    if (result)
+        return result;
+    sleep_until(tail);
+    pthread_mutex_lock(&driver.lock);
+    pools_trim_idle();
+    pthread_mutex_unlock(&driver.lock);
+    return (CUresult)driver.sticky;
+}
+
+EXPORT CUresult cuStreamQuery(CUstream stream)
+{
+    GATED;
+    WITH_STREAM(stream, result = now_ns() >= stream_tail(s) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
+}
+
+EXPORT CUresult cuStreamGetFlags(CUstream stream, unsigned *flags)
+{
+    CHECKED;
+    WITH_STREAM(stream, *flags = s->flags);
+}
+
+EXPORT CUresult cuStreamGetPriority(CUstream stream, int *priority)
+{
+    CHECKED;
+    WITH_STREAM(stream, *priority = s->priority);
+}
+
+EXPORT CUresult cuStreamGetId(CUstream stream, unsigned long long *id)
+{
+    CHECKED;
+    WITH_STREAM(stream, *id = s->id);
+}
+
+EXPORT CUresult cuStreamGetCtx(CUstream stream, CUcontext *context)
+{
+    CHECKED;
+    WITH_STREAM(stream, *context = s->context);
+}
+
+EXPORT CUresult cuStreamGetCtx_v2(CUstream stream, CUcontext *context, void **green)
+{
+    if (green)
+        *green = NULL;
+    return cuStreamGetCtx(stream, context);
+}
+
+EXPORT CUresult cuStreamGetDevice(CUstream stream, CUdevice *device)
+{
+    CHECKED;
+    WITH_STREAM(stream, *device = s->context->device);
+}
+
+EXPORT CUresult cuStreamIsCapturing(CUstream stream, int *status)
+{
+    CHECKED;
+    WITH_STREAM(stream, *status = 0);
+}
+
+EXPORT CUresult cuStreamGetCaptureInfo_v3(CUstream stream, int *status, uint64_t *id, void **graph,
+                                          const void ***dependencies, const void **edges, size_t *count)
+{
+    CHECKED;
+    (void)id;
+    (void)graph;
+    (void)dependencies;
+    (void)edges;
+    if (count)
+        *count = 0;
+    WITH_STREAM(stream, *status = 0);
+}
+
+EXPORT CUresult cuStreamGetCaptureInfo_v2(CUstream stream, int *status, uint64_t *id, void **graph,
+                                          const void ***dependencies, size_t *count)
+{
+    return cuStreamGetCaptureInfo_v3(stream, status, id, graph, dependencies, NULL, count);
+}
+
+EXPORT CUresult cuStreamBeginCapture_v2(CUstream stream, int mode)
+{
+    GATED;
+    (void)mode;
+    WITH_STREAM(stream, result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+}
+
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(int *mode)
+{
+    static __thread int current;
+    CHECKED;
+    if (!mode)
+        return CUDA_ERROR_INVALID_VALUE;
+    int old = current;
+    current = *mode;
+    *mode = old;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuLaunchHostFunc(CUstream stream, void (*function)(void *), void *data)
+{
+    GATED;
+    struct stream *s;
+    if (!function)
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&driver.lock);
+    CUresult result = stream_resolve(stream, &s);
+    uint64_t tail = result ? 0 : stream_tail(s);
+    pthread_mutex_unlock(&driver.lock);
+    if (result)
+        return result;
+    sleep_until(tail); /* a host function sees the work before it done */
+    function(data);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamAddCallback(CUstream stream, void (*function)(CUstream, CUresult, void *),
+                                    void *data, unsigned flags)
+{
+    GATED;
+    struct stream *s;
+    if (!function || flags)
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&driver.lock);
+    CUresult result = stream_resolve(stream, &s);
+    uint64_t tail = result ? 0 : stream_tail(s);
+    pthread_mutex_unlock(&driver.lock);
+    if (result)
+        return result;
+    sleep_until(tail);
+    function(stream, CUDA_SUCCESS, data);
+    return CUDA_SUCCESS;
+}
+
+/* ---- events ---- */
+
+static bool event_bad(const struct event *e) { return !e || e->magic != MAGIC_EVENT; }
+
+EXPORT CUresult cuEventCreate(CUevent *out, unsigned flags)
+{
+    GATED;
+    struct context *c;
+    CUresult result = context_current(&c);
+    if (result)
+        return result;
+    if (!out || flags > 7)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (flags & EVENT_INTERPROCESS)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    struct event *e = calloc(1, sizeof *e);
+    if (!e)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    e->magic = MAGIC_EVENT;
+    e->context = c;
+    e->flags = flags;
+    *out = e;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuEventDestroy_v2(CUevent e)
+{
+    GATED;
+    if (event_bad(e))
+        return CUDA_ERROR_INVALID_HANDLE;
+    e->magic = 0;
+    free(e);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuEventRecordWithFlags(CUevent e, CUstream stream, unsigned flags)
+{
+    GATED;
+    if (event_bad(e))
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (flags > 1)
+        return CUDA_ERROR_INVALID_VALUE;
+    WITH_STREAM(stream, e->recorded = true; e->time = stream_submit(s, 0));
+}
+
+EXPORT CUresult cuEventRecord(CUevent e, CUstream stream) { return cuEventRecordWithFlags(e, stream, 0); }
+
+EXPORT CUresult cuEventQuery(CUevent e)
+{
+    GATED;
+    if (event_bad(e))
+        return CUDA_ERROR_INVALID_HANDLE;
+    return now_ns() >= e->time ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+static CUresult event_time(CUevent e, uint64_t *time)
+{
+    GATED; /* blocks while locked, but does not hold the drain up while waiting */
+    if (event_bad(e))
+        return CUDA_ERROR_INVALID_HANDLE;
+    *time = e->time;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuEventSynchronize(CUevent e)
+{
+    uint64_t time;
+    CUresult result = event_time(e, &time);
+    if (!result)
+        sleep_until(time);
+    return result;
+}
+
+EXPORT CUresult cuEventElapsedTime_v2(float *ms, CUevent start, CUevent end)
+{
+    GATED;
+    if (!ms)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (event_bad(start) || event_bad(end) || !start->recorded || !end->recorded ||
+        (start->flags | end->flags) & EVENT_DISABLE_TIMING)
+        return CUDA_ERROR_INVALID_HANDLE;
+    uint64_t now = now_ns();
+    if (now < start->time || now < end->time)
+        return CUDA_ERROR_NOT_READY;
+    *ms = (float)((double)(int64_t)(end->time - start->time) / 1e6);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuEventElapsedTime(float *ms, CUevent a, CUevent b) { return cuEventElapsedTime_v2(ms, a, b); }
+
+EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent e, unsigned flags)
+{
+    GATED;
+    (void)flags;
+    if (event_bad(e))
+        return CUDA_ERROR_INVALID_HANDLE;
+    WITH_STREAM(stream, if (e->time > s->tail) s->tail = e->time);
+}

@@ -1,0 +1,205 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Moving the bytes of this process between its devices and its host memory.
+ *
+ * The copy is anonymous memory of the process itself, as with the real driver. It is made 2 MiB
+ * at a time, and each piece is given back on one side as soon as it is on the other, so host
+ * memory never holds two copies. Only pages that were ever touched exist at all.
+ */
+#include "driver.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+struct piece {
+    void *host;
+    uint64_t offset;
+    uint32_t size;
+    int32_t device;
+};
+
+static struct piece *pieces;
+static size_t piece_count, piece_room;
+static uint64_t owed[MAX_DEVICES]; /* per visible device: what was on its account */
+
+/* Holds the copy to the bandwidth of the machine: sleeps until `bytes` may have passed. */
+static void pace(uint64_t start, uint64_t bytes, uint64_t bandwidth)
+{
+    if (bandwidth)
+        sleep_until(start + (uint64_t)((unsigned __int128)bytes * 1000000000u / bandwidth));
+}
+
+static bool transfer(int fd, bool out, char *host, uint64_t size, uint64_t offset)
+{
+    while (size) {
+        ssize_t n = out ? pread(fd, host, size, (off_t)offset) : pwrite(fd, host, size, (off_t)offset);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n <= 0)
+            return false;
+        host += n;
+        size -= (uint64_t)n;
+        offset += (uint64_t)n;
+    }
+    return true;
+}
+
+static bool piece_out(int device, uint64_t offset, uint32_t size)
+{
+    int fd = driver.device[device].fd;
+    if (piece_count == piece_room) {
+        size_t room = piece_room ? piece_room * 2 : 256;
+        struct piece *p = realloc(pieces, room * sizeof *p);
+        if (!p)
+            return false;
+        pieces = p;
+        piece_room = room;
+    }
+    void *host = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (host == MAP_FAILED)
+        return false;
+    if (!transfer(fd, true, host, size, offset)) {
+        munmap(host, size);
+        return false;
+    }
+    fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, size);
+    pieces[piece_count++] = (struct piece){host, offset, size, device};
+    return true;
+}
+
+static bool piece_in(size_t i)
+{
+    struct piece *p = &pieces[i];
+    if (!transfer(driver.device[p->device].fd, false, p->host, p->size, p->offset))
+        return false;
+    munmap(p->host, p->size);
+    p->host = NULL;
+    return true;
+}
+
+/* All pieces back where they came from. */
+static bool all_in(bool paced, uint64_t *moved)
+{
+    uint64_t start = now_ns();
+    bool good = true;
+    *moved = 0;
+    for (size_t i = 0; i < piece_count; i++) {
+        if (!pieces[i].host)
+            continue;
+        good = piece_in(i) && good;
+        *moved += pieces[i].size;
+        if (paced)
+            pace(start, *moved, copy_bandwidth(driver.device[pieces[i].device].physical));
+    }
+    free(pieces);
+    pieces = NULL;
+    piece_count = piece_room = 0;
+    return good;
+}
+
+static bool device_out(int device, uint64_t start, uint64_t *moved)
+{
+    int fd = driver.device[device].fd;
+    uint64_t bandwidth = copy_bandwidth(driver.device[device].physical);
+    for (off_t at = 0;;) {
+        off_t data = lseek(fd, at, SEEK_DATA);
+        if (data < 0)
+            return errno == ENXIO; /* nothing more */
+        off_t hole = lseek(fd, data, SEEK_HOLE);
+        for (at = data; at < hole;) {
+            uint32_t size = (uint32_t)(hole - at < (off_t)GRANULE ? hole - at : (off_t)GRANULE);
+            if (!piece_out(device, (uint64_t)at, size))
+                return false;
+            at += size;
+            *moved += size;
+            pace(start, *moved, bandwidth);
+        }
+    }
+}
+
+CUresult suspend_out(void)
+{
+    struct fault fault;
+    uint64_t moved = 0, start = now_ns();
+    if (__atomic_load_n(&driver.slot->managed, __ATOMIC_ACQUIRE))
+        return CUDA_ERROR_NOT_SUPPORTED; /* CRIU plugins/cuda/README.md: no UVM */
+    for (int i = 0; i < driver.count; i++)
+        if (driver.device[i].charged && fault_active(FAULT_DEVICE_LOST, getpid(), (int)driver.device[i].physical, NULL))
+            return CUDA_ERROR_LAUNCH_FAILED;
+    for (int i = 0; i < driver.count; i++)
+        if (driver.device[i].charged &&
+            fault_hit(FAULT_CHECKPOINT_REFUSED, getpid(), (int)driver.device[i].physical, NULL, &fault))
+            return fault.code ? (CUresult)fault.code : CUDA_ERROR_NOT_SUPPORTED;
+    arena_poison(true);
+    for (int i = 0; i < driver.count; i++)
+        if (driver.device[i].fd >= 0 && !device_out(i, start, &moved)) {
+            all_in(false, &moved); /* no host memory: as if nothing had happened */
+            arena_poison(false);
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        }
+    machine_lock();
+    for (int i = 0; i < driver.count; i++) {
+        uint32_t physical = driver.device[i].physical;
+        owed[i] = driver.slot->used[physical];
+        machine->used[physical] -= owed[i];
+        driver.slot->used[physical] = 0;
+    }
+    driver.slot->suspended = moved;
+    machine_unlock();
+    return CUDA_SUCCESS;
+}
+
+/* Charges what is owed on the mapped devices. Without room everywhere, keeps what it could get. */
+static bool charge_all(const uint32_t *target)
+{
+    bool fits = true;
+    uint64_t capacity = machine_capacity();
+    machine_lock();
+    machine_reap();
+    for (int i = 0; i < driver.count; i++)
+        fits = fits && owed[i] <= capacity - machine->used[target[i]];
+    for (int i = 0; i < driver.count; i++) {
+        uint64_t room = capacity - machine->used[target[i]];
+        uint64_t bytes = owed[i] < room ? owed[i] : room;
+        driver.slot->used[target[i]] += bytes;
+        machine->used[target[i]] += bytes;
+    }
+    if (fits)
+        driver.slot->suspended = 0;
+    machine_unlock();
+    return fits;
+}
+
+CUresult suspend_in(const uint8_t *map, unsigned pairs, bool *fatal)
+{
+    struct fault fault;
+    uint32_t target[MAX_DEVICES];
+    uint64_t moved;
+    CUresult result = CUDA_SUCCESS;
+    *fatal = true;
+    for (int i = 0; i < driver.count; i++) {
+        target[i] = pairs ? map[driver.device[i].physical] : driver.device[i].physical;
+        if (owed[i] && fault_active(FAULT_DEVICE_LOST, getpid(), (int)target[i], NULL))
+            result = CUDA_ERROR_UNKNOWN;
+    }
+    bool fits = charge_all(target);
+    for (int i = 0; i < driver.count && !result; i++)
+        if (owed[i] && fault_hit(FAULT_RESTORE_FAILED, getpid(), (int)target[i], NULL, &fault))
+            result = fault.code ? (CUresult)fault.code : CUDA_ERROR_OPERATING_SYSTEM;
+    if (!fits && !result)
+        result = CUDA_ERROR_OPERATING_SYSTEM;
+    for (int i = 0; i < driver.count; i++)
+        driver.device[i].physical = target[i];
+    if (result)
+        return result;
+    if (!all_in(true, &moved))
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    arena_poison(false);
+    *fatal = false;
+    return CUDA_SUCCESS;
+}
