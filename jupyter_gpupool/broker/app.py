@@ -1,0 +1,382 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The broker's process: configuration, start in the right order, signals, end.
+
+Ending the broker does not end a session: what is attached stays attached, what is suspended stays
+suspended in its process, and the journal tells the next broker about both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Mapping, Sequence
+
+from traitlets.config import Config
+from traitlets.config.loader import DeferredConfigString
+
+from .. import __version__
+from ..config import BrokerSettings, load_settings
+from ..config.settings import needs_restart
+from ..devices.service import DeviceService
+from ..endpoint import find_socket
+from ..errors import ConfigError, GPUPoolError
+from ..pool import events as e
+from ..pool.machine import Pool
+from ..pool.model import Device
+from .auth import Access
+from .connection import Connection
+from .effects import DeviceEffects
+from .handlers import Handlers
+from .journal import Journal
+from .listener import Claim
+from .lives import GRACE
+from .monitor import Monitor
+from .recovery import RECOVERED_HOLD, Recovered, recover
+from .runner import Clock, Runner
+from .sessions import Sessions
+from .status import Snapshots
+from .surroundings import (
+    boot_id,
+    journal_path,
+    machine_environment,
+    raise_descriptor_limit,
+    report,
+)
+
+#: Seconds that driver calls under way may still take when the broker is asked to end.
+FINISH = 120.0
+
+#: A broker that does not linger still waits so long (seconds): for who had it started.
+LEAST_LINGER = 2.0
+
+#: Seconds between two tidyings of the journal.
+TIDY = 15.0
+
+_LOG = logging.getLogger("gpupool.broker")
+
+
+class BrokerApp:
+    """One broker, from its start to its end.
+
+    Parameters
+    ----------
+    config_files, overrides:
+        See :func:`jupyter_gpupool.config.load_settings`; read again on SIGHUP.
+    socket:
+        Overrules the configuration; "" leaves it to :func:`jupyter_gpupool.endpoint.find_socket`.
+    """
+
+    def __init__(
+        self, config_files: Sequence[Path], overrides: Config | None = None, socket: str = ""
+    ) -> None:
+        self._config_files = [*config_files]
+        self._overrides = overrides
+        self.settings = self._load()
+        self.path = Path(socket) if socket else find_socket(self.settings.socket)
+        self._stop = asyncio.Event()
+        self._lost: dict[str, str] = {}
+        self._devices: dict[str, Device] = {}
+
+    def _load(self) -> BrokerSettings:
+        return load_settings(self._config_files, self._overrides)
+
+    async def run(self, ready: int | None = None) -> None:
+        """Serve until asked to end. ``ready`` is a descriptor to report to, see :func:`report`.
+
+        Raises
+        ------
+        GPUPoolError
+            If it cannot start.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        raise_descriptor_limit()
+        async with AsyncExitStack() as stack:
+            claim = Claim(self.path)
+            stack.callback(claim.close)
+            journal = Journal(journal_path(self.settings, self.path), _LOG)
+            stack.callback(journal.close)
+            kernel_env = machine_environment(self.settings, self.path)
+            service = DeviceService(
+                env={**os.environ, **kernel_env},
+                log=_LOG.getChild("devices"),
+                lock_timeout=self.settings.lock_timeout,
+                on_device_lost=self._device_lost,
+            )
+            stack.push_async_callback(service.close)
+            devices = self._choose(await service.start())
+            self._build(claim, journal, service, kernel_env, devices)
+            self.monitor.start()
+            stack.push_async_callback(self.monitor.close)
+            await self._restore(journal, service)
+            listening = claim.bind()
+            server = await loop.create_unix_server(
+                lambda: Connection(self.handlers), sock=listening
+            )
+            stack.callback(server.close)
+            loop.add_signal_handler(signal.SIGHUP, self._reload)
+            self._announce(service)
+            if ready is not None:
+                report(ready, {"ok": True, "pid": os.getpid(), "socket": str(self.path)})
+            chores = [loop.create_task(self._tidy()), loop.create_task(self._linger())]
+            await self._stop.wait()
+            for chore in chores:
+                chore.cancel()
+            await asyncio.gather(*chores, return_exceptions=True)
+            _LOG.info("Ending; %d sessions stay as they are", len(self.runner.sessions))
+            server.close()
+            await self._end()
+
+    # ------------------------------------------------------------------ start
+
+    def _choose(self, found: Sequence[Device]) -> list[Device]:
+        """Return the devices of the pool, of those the machine has.
+
+        Raises
+        ------
+        ConfigError
+            If ``c.GPUPool.devices`` names one that is not there.
+        """
+        wanted = self.settings.devices
+        if wanted is None or not found:
+            return [*found]
+        chosen: dict[str, Device] = {}
+        for name in wanted:
+            matches = [d for d in found if name == str(d.index) or d.uuid.startswith(name)]
+            if not matches:
+                there = ", ".join(f"{d.index} ({d.uuid})" for d in found)
+                raise ConfigError(
+                    f"c.GPUPool.devices names {name!r}, and this machine has: {there}.",
+                    next_step="Correct it, or remove it to use every GPU.",
+                )
+            chosen |= {d.uuid: d for d in matches}
+        return [*chosen.values()]
+
+    def _build(
+        self,
+        claim: Claim,
+        journal: Journal,
+        service: DeviceService,
+        kernel_env: Mapping[str, str],
+        devices: Sequence[Device],
+    ) -> None:
+        """Connect the parts."""
+        settings, loop = self.settings, asyncio.get_running_loop()
+        clock = Clock(float(journal.meta("clock") or 0))
+        runner = Runner(Pool(settings.pool), journal, Sessions(), clock, _LOG)
+        effects = DeviceEffects(runner, service)
+        runner.effects = effects
+        access = Access(claim.machine_wide, os.geteuid(), settings.admins)
+        versions = f"NVIDIA driver {service.driver_version}, CUDA {service.cuda_version}"
+        snapshots = Snapshots(
+            runner, effects, access, socket=self.path, emulated=bool(settings.emulate),
+            machine=f"EMULATED {settings.emulate}" if settings.emulate else versions,
+        )  # fmt: skip
+        snapshots.attach = settings.attach
+        self.handlers = Handlers(
+            runner, access, snapshots, attach=settings.attach, environment=kernel_env, log=_LOG
+        )
+        if not devices:
+            self.handlers.no_device = service.problem or "none was found."
+        self.monitor = Monitor(runner, effects, settings, _LOG)
+        self.monitor.on_healthy = self._device_healthy
+        self.runner, self.effects, self.snapshots = runner, effects, snapshots
+        self._empty_since = loop.time()
+        runner.on_row = self.handlers.show_row
+        runner.on_population = self._population
+        runner.note(
+            "broker-start",
+            detail={"pid": os.getpid(), "version": __version__, "emulate": settings.emulate},
+        )
+        if journal.set_aside:
+            runner.note("journal-lost", reason=journal.set_aside)
+        for device in devices:
+            self._devices[device.uuid] = device
+            runner.note(
+                "device-seen", device=device.uuid, bytes=device.memory_total,
+                detail={"name": device.name, "tier": device.tier, "reason": device.tier_reason},
+            )  # fmt: skip
+            runner.handle(e.DeviceAppeared(now=runner.now(), device=device))
+        for uuid, reason in self._lost.items():
+            self._device_lost(uuid, reason)
+
+    async def _restore(self, journal: Journal, service: DeviceService) -> None:
+        """Go on with the sessions of a broker that was here before."""
+        stored = journal.records()
+        if stored and journal.meta("boot") not in ("", boot_id()):
+            stored = {}
+            for name in journal.records():
+                journal.put(name, None)
+        journal.remember("boot", boot_id())
+        found, dead = await recover(stored, service, self.runner.now(), _LOG)
+        for name, owner, reason in dead:
+            journal.put(name, None)
+            self.runner.note("close", reason=reason, detail={"session": name, "owner": owner})
+        # Those that hold a slice first: nobody may be given what they have.
+        for one in sorted(found, key=lambda r: not r.record.slices):
+            self._go_on(one)
+        self.runner.commit()
+        self._population(len(self.runner.sessions))
+
+    def _go_on(self, one: Recovered) -> None:
+        session, runner = one.session, self.runner
+        runner.sessions.add(session)
+        runner.handle(e.SessionRecovered(now=runner.now(), record=one.record))
+        self.handlers.lives.watch_process(session)
+        runner.dirty(session.id)
+        runner.note(
+            "recovered",
+            session,
+            device=one.record.slices[0].device if one.record.slices else None,
+            bytes=one.record.granted_bytes or None,
+            detail={"label": one.record.label, "state": one.record.state},
+        )
+        if one.lost:
+            self.effects.end_session(e.EndSession(session=session.id, message=one.lost))
+        elif any(hold.id == RECOVERED_HOLD for hold in one.record.holds):
+            self.handlers.lives.start_grace(session, GRACE)
+
+    def _announce(self, service: DeviceService) -> None:
+        _LOG.info(
+            "Broker %s (process %d) listens at %s for %s; journal %s",
+            __version__, os.getpid(), self.path,
+            "every user" if self.handlers.access.machine_wide else f"user id {os.geteuid()}",
+            self.runner.journal.path,
+        )  # fmt: skip
+        for note in self.settings.notes:
+            _LOG.warning("%s", note)
+        if not self._devices:
+            _LOG.error("No GPU: %s", service.problem or "none was found.")
+        for device in self._devices.values():
+            _LOG.info(
+                "GPU %d %s (%s): tier %s%s", device.index, device.name, device.uuid, device.tier,
+                f": {device.tier_reason}" if device.tier_reason else "",
+            )  # fmt: skip
+
+    # ------------------------------------------------------------------ while it runs
+
+    def _population(self, sessions: int) -> None:
+        self.monitor.want(sessions)
+        self._empty_since = asyncio.get_running_loop().time()
+
+    def _device_lost(self, uuid: str, reason: str) -> None:
+        self._lost[uuid] = reason
+        if uuid in self._devices:
+            self.runner.note("device-lost", device=uuid, reason=reason)
+            self.runner.handle(e.DeviceDrained(now=self.runner.now(), device=uuid, reason=reason))
+
+    def _device_healthy(self, uuid: str) -> None:
+        if self._lost.pop(uuid, None) is not None and uuid in self._devices:
+            self.runner.note("device-seen", device=uuid, reason="healthy again")
+            self.runner.handle(e.DeviceAppeared(now=self.runner.now(), device=self._devices[uuid]))
+
+    def _reload(self) -> None:
+        """Read the configuration again; a bad one changes nothing."""
+        try:
+            new = self._load()
+        except GPUPoolError as error:
+            _LOG.error("The configuration was not read again: %s", error)
+            self.runner.note("config", reason=f"refused: {error}")
+            return
+        late = needs_restart(self.settings, new)
+        if late:
+            names = ", ".join(f"c.GPUPool.{name}" for name in late)
+            _LOG.warning("%s changed and will count from the next start of the broker", names)
+        self.settings = new
+        access = Access(self.handlers.access.machine_wide, os.geteuid(), new.admins)
+        self.handlers.access = self.snapshots.access = access
+        self.handlers.attach = self.snapshots.attach = new.attach
+        self.monitor.settings = new
+        self.runner.note("config", reason="read again")
+        self.runner.handle(e.SettingsChanged(now=self.runner.now(), settings=new.pool))
+        _LOG.info("The configuration was read again")
+        for note in new.notes:
+            _LOG.warning("%s", note)
+
+    async def _tidy(self) -> None:
+        written = -1
+        while True:
+            await asyncio.sleep(TIDY)
+            if self.runner.journal.seq != written:
+                written = self.runner.journal.seq
+                await asyncio.to_thread(self.runner.journal.tidy)
+
+    async def _linger(self) -> None:
+        """End a broker of one user when nobody has needed it for a while."""
+        if self.handlers.access.machine_wide:
+            return
+        loop = asyncio.get_running_loop()
+        while True:
+            since = max(self._empty_since, self.handlers.last_connection)
+            linger = max(LEAST_LINGER, self.settings.linger)
+            left = since + linger - loop.time()
+            if self.runner.sessions:
+                await asyncio.sleep(linger / 4)
+            elif left > 0:
+                await asyncio.sleep(left)
+            else:
+                _LOG.info("No session for %g s", linger)
+                self._stop.set()
+                return
+
+    # ------------------------------------------------------------------ end
+
+    async def _end(self) -> None:
+        await self.effects.finish(FINISH)
+        self.runner.note("broker-stop", reason="ended in order")
+        self.runner.stop()
+        self.handlers.close_all()
+        # Let what was answered last reach its reader.
+        await asyncio.sleep(0)
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config | None]:
+    """Return the options, and what ``--GPUPool.name=value`` overrules."""
+    parser = argparse.ArgumentParser(
+        prog="jupyter gpupool broker",
+        description="Serve a GPU pool. --GPUPool.NAME=VALUE overrules a configured option.",
+    )
+    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE")
+    parser.add_argument("--socket", default="", help="listen here")
+    parser.add_argument("--ready-fd", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--debug", action="store_true", help="log everything")
+    options, rest = parser.parse_known_args(argv)
+    overrides = Config()
+    for word in rest:
+        name, equals, value = word.removeprefix("--GPUPool.").partition("=")
+        if not word.startswith("--GPUPool.") or not equals:
+            parser.error(f"unknown argument: {word}")
+        overrides.GPUPool[name] = DeferredConfigString(value)
+    return options, overrides if rest else None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a broker in the foreground; return the exit code."""
+    options, overrides = parse(argv)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.DEBUG if options.debug else logging.INFO,
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+    )
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+    async def run() -> None:
+        await BrokerApp(options.config, overrides, options.socket).run(options.ready_fd)
+
+    try:
+        asyncio.run(run())
+    except GPUPoolError as error:
+        if options.ready_fd is not None:
+            failure = {"ok": False, "code": error.code, "message": error.message}
+            report(options.ready_fd, {**failure, "next_step": error.next_step})
+        print(f"jupyter gpupool broker: {error}", file=sys.stderr)
+        return 1
+    return 0

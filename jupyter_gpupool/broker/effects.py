@@ -1,0 +1,374 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Attach and suspend: the agent's consent, then the driver. Each ends as one event.
+
+At most one effect runs per session; the pool sees to that. A driver call cannot be cancelled, so
+neither is an effect: when its session has ended meanwhile, the pool drops its completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Coroutine, Mapping, Sequence
+
+from ..devices.model import DeviceSample, SuspendOutcome
+from ..devices.service import DeviceService
+from ..errors import GPUPoolError
+from ..pool import events as e
+from ..pool.model import SessionRecord, Slice
+from ..units import format_bytes
+from . import host, processes
+from .runner import Runner
+from .sessions import Session
+
+#: Seconds that an agent has to answer a yield; it answers from a thread of its own.
+YIELD_TIMEOUT = 1.0
+
+#: A sample this young (seconds) is good enough to attach a session that holds nothing yet.
+FRESH = 1.0
+
+#: A process that has just ended may give its memory back a moment later: seconds, and between.
+ROOM_WAIT, ROOM_POLL = 1.0, 0.05
+
+#: Seconds in which the agent can still show why its session is lost.
+LAST_WORDS = 0.3
+
+
+class DeviceEffects:
+    """Performs the pool's Attach, Suspend and EndSession."""
+
+    def __init__(self, runner: Runner, devices: DeviceService) -> None:
+        self._runner = runner
+        self._devices = devices
+        self._running: set[asyncio.Task[None]] = set()
+        #: Sessions with an effect under way.
+        self.busy: set[str] = set()
+        #: The last sample by device, and when it was taken (loop time).
+        self.samples: Mapping[str, DeviceSample] = {}
+        self.sampled_at = float("-inf")
+
+    def attach(self, action: e.Attach) -> None:
+        self._runner.remember_attach(action.session)
+        if not action.origin and self._fits(action.slices, self._fresh()):
+            # Nothing to restore and a sample that says yes: no reason to wait for anything.
+            self._runner.handle(
+                e.AttachDone(now=self._runner.now(), session=action.session, epoch=action.epoch)
+            )
+            return
+        self._start(action.session, self._attach(action))
+
+    def suspend(self, action: e.Suspend) -> None:
+        self._start(action.session, self._suspend(action))
+
+    def end_session(self, action: e.EndSession) -> None:
+        self._start(action.session, self._end(action))
+
+    async def sample(self) -> list[DeviceSample]:
+        """Return a sample taken now, and keep it for the next attach.
+
+        Raises
+        ------
+        DriverError
+            If NVML does not answer.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        found = await self._devices.sample()
+        self.samples = {sample.uuid: sample for sample in found}
+        self.sampled_at = began
+        return found
+
+    async def finish(self, timeout: float) -> None:
+        """Wait until no effect is under way, at most ``timeout`` seconds."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=timeout)
+
+    # ------------------------------------------------------------------ attach
+
+    async def _attach(self, action: e.Attach) -> None:
+        session = self._runner.sessions.find(action.session)
+        if session is None:
+            return
+        now, name, epoch = self._runner.now, action.session, action.epoch
+        if action.origin:
+            event = await self._resume(session, action)
+        else:
+            problem = await self._wait_for_room(action.slices)
+            event = (
+                e.AttachFailed(now=now(), session=name, epoch=epoch, message=problem)
+                if problem
+                else e.AttachDone(now=now(), session=name, epoch=epoch)
+            )
+        if event is not None:
+            self._runner.handle(event)
+
+    async def _resume(self, session: Session, action: e.Attach) -> e.Event | None:
+        record = self._runner.record(session.id)
+        if session.process is None or record is None:
+            return None
+        outcome = await self._devices.resume(
+            session.process,
+            [piece.device for piece in action.slices],
+            action.origin,
+            session=session.id,
+            need=self._need(record, action),
+        )
+        now, name, epoch = self._runner.now(), session.id, action.epoch
+        if outcome.status == "resumed":
+            return e.AttachDone(now=now, session=name, epoch=epoch, seconds=outcome.driver_seconds)
+        if outcome.status == "gone":
+            return e.SessionEnded(now=now, session=name, reason="its process has ended")
+        return e.AttachFailed(
+            now=now,
+            session=name,
+            epoch=epoch,
+            message=outcome.message or "The driver did not resume it.",
+            lost=outcome.status in ("failed", "hung"),
+        )
+
+    def _need(self, record: SessionRecord, action: e.Attach) -> dict[str, int]:
+        """Return the free bytes that each target must show before a restore is tried."""
+        headroom = self._runner.pool.settings.resume_headroom
+        held = {piece.device: piece.bytes for piece in record.suspended}
+        need: dict[str, int] = {}
+        for origin, piece in zip(action.origin, action.slices, strict=True):
+            need[piece.device] = (
+                need.get(piece.device, 0) + held.get(origin, piece.bytes) + headroom
+            )
+        return need
+
+    async def _wait_for_room(self, slices: Sequence[Slice]) -> str:
+        """Return "" once the memory is free, or why it is not."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + ROOM_WAIT
+        while True:
+            try:
+                await self.sample()
+            except GPUPoolError as error:
+                return error.message
+            problem = self._missing(slices)
+            if not problem or loop.time() >= give_up:
+                return problem
+            await asyncio.sleep(ROOM_POLL)
+
+    def _fresh(self) -> bool:
+        return asyncio.get_running_loop().time() - self.sampled_at < FRESH
+
+    def _fits(self, slices: Sequence[Slice], fresh: bool) -> bool:
+        return fresh and not self._missing(slices)
+
+    def _missing(self, slices: Sequence[Slice]) -> str:
+        for piece in slices:
+            sample = self.samples.get(piece.device)
+            if sample is None or sample.lost:
+                return f"{piece.device} cannot be read: {sample.lost if sample else 'not found'}."
+            if sample.free < piece.bytes:
+                return (
+                    f"{format_bytes(piece.bytes)} were to be free on {piece.device} and "
+                    f"{format_bytes(sample.free)} are: a process outside the pool uses the rest."
+                )
+        return ""
+
+    # ------------------------------------------------------------------ suspend
+
+    async def _suspend(self, action: e.Suspend) -> None:
+        session = self._runner.sessions.find(action.session)
+        if session is None:
+            return
+        agreed, why = await self._ask(session, action.epoch)
+        if not agreed:
+            self._refused(action, "busy", why)
+            return
+        if session.process is None:
+            self._runner.handle(self._done(action, SuspendOutcome("nothing", cuda=False)))
+            return
+        before = await self._footprint(session, action.slices)
+        room = host.available(session.process.pid)
+        if sum(before.values()) > room:
+            self._refused(
+                action,
+                "host",
+                f"Its {format_bytes(sum(before.values()))} do not fit in the "
+                f"{format_bytes(room)} of host memory that it may still take.",
+            )
+            return
+        session.moving = before
+        self._runner.dirty(session.id)
+        self._runner.commit()
+        try:
+            outcome = await self._devices.suspend(
+                session.process, [piece.device for piece in action.slices], session=session.id
+            )
+        finally:
+            session.moving = {}
+        name, now = session.id, self._runner.now()
+        if outcome.status in ("suspended", "nothing"):
+            self._runner.handle(self._done(action, outcome, before))
+        elif outcome.status in ("pinned", "drain"):
+            kind = "pinned" if outcome.status == "pinned" else "drain"
+            self._refused(action, kind, outcome.message)
+        elif outcome.status == "gone":
+            self._runner.handle(
+                e.SessionEnded(now=now, session=name, reason="its process has ended")
+            )
+        else:
+            self._runner.handle(
+                e.SuspendFailed(now=now, session=name, epoch=action.epoch, message=outcome.message)
+            )
+
+    async def _ask(self, session: Session, epoch: int) -> tuple[bool, str]:
+        """Return whether the agent gives the lease up, and why not."""
+        if session.grace is not None:
+            return False, "its agent is being waited for"
+        agent = session.agent
+        if agent is None or not agent.open:
+            return True, ""
+        answer: asyncio.Future[tuple[bool, bool | None]] = (
+            asyncio.get_running_loop().create_future()
+        )
+        session.yielding = (epoch, answer)
+        agent.send({"type": "yield", "epoch": epoch})
+        try:
+            yielded, cuda = await asyncio.wait_for(answer, YIELD_TIMEOUT)
+        except asyncio.TimeoutError:
+            return False, f"its agent did not answer in {YIELD_TIMEOUT:g} s"
+        finally:
+            session.yielding = None
+        if cuda is not None:
+            session.cuda = cuda
+        return yielded, "a cell has begun"
+
+    async def _footprint(self, session: Session, slices: Sequence[Slice]) -> dict[str, int]:
+        """Return the bytes that a suspend will move, by device: seen now, else the whole slice."""
+        try:
+            samples = await self.sample()
+        except GPUPoolError:
+            samples = []  # the suspend itself will say what is wrong
+        assert session.process is not None
+        ours: dict[str, int] = {}
+        for sample in samples:
+            for process in sample.processes:
+                if process.bytes and processes.descends(process.pid, session.process):
+                    ours[sample.uuid] = ours.get(sample.uuid, 0) + process.bytes
+        if not ours and session.cuda is False:
+            return {}
+        return {piece.device: ours.get(piece.device) or piece.bytes for piece in slices}
+
+    def _done(
+        self, action: e.Suspend, outcome: SuspendOutcome, before: Mapping[str, int] | None = None
+    ) -> e.SuspendDone:
+        session = self._runner.sessions.find(action.session)
+        suspended: tuple[Slice, ...] = ()
+        if outcome.status == "suspended":
+            # Zero freed bytes is a device that NVML cannot tell about: then what was seen before.
+            suspended = tuple(
+                Slice(
+                    s.device, outcome.freed.get(s.device) or (before or {}).get(s.device, s.bytes)
+                )
+                for s in action.slices
+            )
+        cuda = outcome.cuda
+        if cuda is None and session is not None:
+            cuda = session.cuda
+        return e.SuspendDone(
+            now=self._runner.now(),
+            session=action.session,
+            epoch=action.epoch,
+            suspended=suspended,
+            cuda=cuda,
+            seconds=outcome.driver_seconds,
+        )
+
+    def _refused(self, action: e.Suspend, kind: str, why: str) -> None:
+        assert kind in ("busy", "pinned", "drain", "host")
+        self._runner.handle(
+            e.SuspendRefused(
+                now=self._runner.now(),
+                session=action.session,
+                epoch=action.epoch,
+                kind=kind,  # type: ignore[arg-type]
+                message=why,
+            )
+        )
+        session = self._runner.sessions.find(action.session)
+        if session is not None:
+            # The agent may have given the lease up: it has it again.
+            self._runner.push_lease(session, why)
+
+    # ------------------------------------------------------------------ end
+
+    async def _end(self, action: e.EndSession) -> None:
+        session = self._runner.sessions.find(action.session)
+        if session is None:
+            return
+        self._runner.note("lost", session, reason=action.message)
+        self._runner.commit()
+        self._runner.log.error("Session %s is lost: %s", session.id, action.message)
+        if session.agent is not None:
+            session.agent.send({"type": "lost", "message": action.message})
+            await asyncio.sleep(LAST_WORDS)
+        if session.process is not None:
+            # Children first: a parent that sees its child die may start another.
+            ended = [*reversed(processes.descendants(session.process)), session.process]
+            for problem in processes.kill(ended):
+                self._runner.log.error("Session %s: %s", session.id, problem)
+        self._runner.handle(
+            e.SessionEnded(
+                now=self._runner.now(), session=action.session, reason=f"lost: {action.message}"
+            )
+        )
+
+    # ------------------------------------------------------------------ internals
+
+    def _start(self, name: str, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(self._guarded(name, work))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _guarded(self, name: str, work: Coroutine[None, None, None]) -> None:
+        self.busy.add(name)
+        record = self._runner.record(name)
+        try:
+            await work
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._runner.log.exception("An effect of session %s failed", name)
+            if record is not None:
+                await self._recover(name, record, f"The broker failed ({error}); see its log.")
+        finally:
+            self.busy.discard(name)
+
+    async def _recover(self, name: str, before: SessionRecord, message: str) -> None:
+        """End an effect that failed in a way nobody foresaw, by what the driver says is true."""
+        session = self._runner.sessions.find(name)
+        if session is None or session.process is None:
+            return
+        try:
+            state = await self._devices.driver_state(session.process, session=name)
+            if state == "locked":
+                await self._devices.unlock(session.process, session=name)
+                state = "running"
+        except Exception:
+            self._runner.log.exception("The driver's state of session %s is unknown", name)
+            state = "hung"
+        now, epoch = self._runner.now(), before.epoch
+        fine = state in ("running", "none")
+        event: e.Event
+        if before.state == "attaching":
+            fine = fine if before.suspended else False
+            lost = state in ("failed", "hung")
+            event = (
+                e.AttachDone(now=now, session=name, epoch=epoch)
+                if fine
+                else e.AttachFailed(now=now, session=name, epoch=epoch, message=message, lost=lost)
+            )
+        elif fine:
+            event = e.SuspendRefused(
+                now=now, session=name, epoch=epoch, kind="drain", message=message
+            )
+        elif state == "checkpointed":
+            event = e.SuspendDone(now=now, session=name, epoch=epoch, suspended=before.slices)
+        else:
+            event = e.SuspendFailed(now=now, session=name, epoch=epoch, message=message)
+        self._runner.handle(event)

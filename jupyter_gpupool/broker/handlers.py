@@ -1,0 +1,383 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Requests into pool events, answers back. One method per message type of the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+from typing import Any, Callable, Mapping, get_args
+
+from ..config.settings import usable_attach
+from ..errors import GPUPoolError, RefusedError
+from ..pool import events as e
+from ..pool.model import AttachPolicy, Refusal
+from ..protocol import Message
+from . import processes
+from .agents import Agents
+from .auth import Access, owner_of
+from .connection import Connection, Counters
+from .journal import Row
+from .lives import Lives
+from .records import request_to_json
+from .requests import MAX_NAME, default_request, read_request
+from .runner import Runner, refused
+from .sessions import Session
+from .status import Snapshots
+
+#: Sessions that one user may have: memory for an attack, not a quota (see c.GPUPool.quotas).
+MAX_SESSIONS = 5000
+
+#: Connections that one user may have.
+MAX_CONNECTIONS = 8000
+
+_POLICIES = frozenset(get_args(AttachPolicy))
+
+
+class Handlers:
+    """What every connection talks to (see :class:`jupyter_gpupool.broker.connection.Service`).
+
+    ``environment`` is what each kernel gets from the machine besides its devices;
+    ``usable_attach`` is the policy of a session that does not choose.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        access: Access,
+        snapshots: Snapshots,
+        *,
+        attach: AttachPolicy,
+        environment: Mapping[str, str],
+        log: logging.Logger,
+    ) -> None:
+        self.runner = runner
+        self.sessions = runner.sessions
+        self.access = access
+        self.attach = attach
+        self.environment = dict(environment)
+        self.log = log
+        self.counters = Counters()
+        #: Why no device was found; empty if there are some.
+        self.no_device = ""
+        #: When (loop time) somebody last connected.
+        self.last_connection = asyncio.get_running_loop().time()
+        self._snapshots = snapshots
+        self._connections: set[Connection] = set()
+        self._per_user: dict[int, int] = {}
+        self._rids = itertools.count(1)
+        self.lives = Lives(runner, log)
+        self.agents = Agents(runner, self.lives, snapshots, log)
+        self._methods: dict[str, Callable[[Connection, Message], None]] = {
+            "open": self._open,
+            "launched": self._launched,
+            "close": self._close,
+            "hello": self.agents.hello,
+            "hold": self.agents.hold,
+            "drop": self.agents.drop,
+            "cancel": self.agents.cancel,
+            "yielded": self.agents.yielded,
+            "request": self._request,
+            "release": self._release,
+            "keep": self._keep,
+            "status": self._status,
+            "journal": self._journal,
+            "watch": self._watch,
+            "ping": self._ping,
+        }
+
+    # ------------------------------------------------------------------ Service
+
+    def connected(self, connection: Connection) -> None:
+        uid = connection.peer.uid
+        self.access.check_connect(connection.peer)
+        if self._per_user.get(uid, 0) >= MAX_CONNECTIONS:
+            raise RefusedError(
+                f"User id {uid} has {MAX_CONNECTIONS} connections to the broker already.",
+                code="too-many",
+            )
+        self._per_user[uid] = self._per_user.get(uid, 0) + 1
+        self._connections.add(connection)
+        self.last_connection = asyncio.get_running_loop().time()
+
+    def received(self, connection: Connection, message: Message) -> None:
+        self._methods[message["type"]](connection, message)
+
+    def disconnected(self, connection: Connection) -> None:
+        uid = connection.peer.uid
+        self._connections.discard(connection)
+        self._per_user[uid] -= 1
+        if not self._per_user[uid]:
+            del self._per_user[uid]
+        for name in list(connection.opened):
+            session = self.sessions.find(name)
+            if session is not None and session.process is None:
+                self.lives.end(
+                    session, "the server that opened it went away before its kernel started"
+                )
+        session = connection.session
+        if session is not None and session.agent is connection:
+            self.lives.agent_gone(session)
+
+    def close_all(self) -> None:
+        """End every connection: the broker ends."""
+        for connection in list(self._connections):
+            connection.close()
+
+    def show_row(self, row: Row) -> None:
+        """Push a journal row to those who watch and may see it."""
+        for connection in self._connections:
+            if connection.watching and self._may_see(connection, row):
+                connection.send({"type": "event", **row.as_message()})
+
+    # ------------------------------------------------------------------ a provisioner
+
+    def _open(self, connection: Connection, message: Message) -> None:
+        peer = connection.peer
+        owner = owner_of(peer.uid, peer.gid)
+        if self.no_device:
+            raise RefusedError(
+                f"This pool has no GPU: {self.no_device}",
+                code="no-device",
+                next_step="See `jupyter gpupool doctor`, or try c.GPUPool.emulate = '2x16GiB'.",
+            )
+        if sum(1 for s in self.sessions if s.uid == peer.uid) >= MAX_SESSIONS:
+            raise RefusedError(f"You have {MAX_SESSIONS} sessions already.", code="too-many")
+        attach = message.get("attach") or self.attach
+        if attach not in _POLICIES:
+            raise RefusedError(
+                f"There is no attach policy {attach[:40]!r}; there are cell, manual and lazy.",
+                code="bad-request",
+            )
+        if attach == "lazy":
+            attach = "cell"  # the guard, which lazy needs, is not there yet
+        request = read_request(
+            default_request(self.runner.pool.settings), message.get("request", {})
+        )
+        session, token = self.sessions.new(owner, peer.uid, message["kernel_id"][:MAX_NAME])
+        self.sessions.add(session)
+        outcome: list[tuple[Refusal | None, str]] = []
+        rid = self._rid()
+        self.runner.expect(rid, lambda refusal, note: outcome.append((refusal, note)))
+        self.runner.handle(
+            e.SessionOpened(
+                now=self.runner.now(), session=session.id, owner=owner, request=request,
+                attach=attach, label=message.get("label", "")[:MAX_NAME], rid=rid,
+            )
+        )  # fmt: skip
+        self.runner.forget(rid)
+        if outcome and outcome[0][0] is not None:
+            self.sessions.remove(session.id)
+            self._note_refusal(None, "open", outcome[0][0], owner=owner.name)
+            raise refused(outcome[0][0])
+        session.opener = connection
+        connection.opened.add(session.id)
+        self.lives.expect_launch(session)
+        self.runner.note(
+            "open",
+            session,
+            detail={
+                "label": message.get("label", "")[:MAX_NAME],
+                "kernel_id": session.kernel_id,
+                "request": request_to_json(request),
+                "attach": attach,
+            },
+        )
+        self.runner.commit()
+        self.runner.on_population(len(self.sessions))
+        env = {**self.environment, **self._snapshots.home(request)}
+        env |= {
+            "GPUPOOL_SOCKET": str(self._snapshots.socket),
+            "GPUPOOL_SESSION": session.id,
+            "GPUPOOL_TOKEN": token,
+            "GPUPOOL_ATTACH": attach,
+        }
+        connection.answer(
+            message.get("id"),
+            {
+                "session": session.id,
+                "token": token,
+                "attach": attach,
+                "request": request_to_json(request),
+                "env": env,
+            },
+        )
+
+    def _launched(self, connection: Connection, message: Message) -> None:
+        session = self._acting(connection, message)
+        pid = message["pid"]
+        process = processes.identify(pid) if pid > 0 else None
+        if process is None:
+            raise RefusedError(f"There is no process {pid}.", code="no-process")
+        if session.process == process:
+            connection.answer(message.get("id"))
+            return
+        if session.process is not None:
+            raise RefusedError(
+                f"Session {session.id} already is process {session.process.pid}.",
+                code="already-launched",
+                next_step="Open a session for each process.",
+            )
+        uid = processes.real_uid(pid)
+        if uid != session.uid:
+            raise RefusedError(
+                f"Process {pid} belongs to user id {uid} and the session to {session.uid}.",
+                code="not-yours",
+            )
+        other = self.sessions.of_process(process)
+        if other is not None:
+            raise RefusedError(
+                f"Process {pid} already is the session {other.id}.", code="already-launched"
+            )
+        session.process = process
+        session.opener = None
+        connection.opened.discard(session.id)
+        if session.launch_timer is not None:
+            session.launch_timer.cancel()
+            session.launch_timer = None
+        self.lives.watch_process(session)
+        self.runner.dirty(session.id)
+        self.runner.commit()
+        connection.answer(message.get("id"))
+        early, session.early_hello = session.early_hello, []
+        for agent, hello in early:
+            if agent.open:
+                self._try(agent, hello, self.agents.hello)
+
+    def _close(self, connection: Connection, message: Message) -> None:
+        session = self.sessions.find(message["session"])
+        if session is not None:
+            self._check_may_act(connection, session)
+            self.lives.end(session, message.get("reason", "")[:MAX_NAME] or "closed by its server")
+        connection.answer(message.get("id"))
+
+    # ------------------------------------------------------------------ whoever may act on it
+
+    def _request(self, connection: Connection, message: Message) -> None:
+        session = self._acting(connection, message)
+        request = read_request(self.lives.record(session).request, message)
+        self._ask(
+            connection,
+            message,
+            session,
+            lambda rid: e.RequestChanged(
+                now=self.runner.now(), session=session.id, request=request, rid=rid
+            ),
+        )
+
+    def _release(self, connection: Connection, message: Message) -> None:
+        session = self._acting(connection, message)
+        self._ask(
+            connection,
+            message,
+            session,
+            lambda rid: e.ReleaseAsked(now=self.runner.now(), session=session.id, rid=rid),
+        )
+
+    def _keep(self, connection: Connection, message: Message) -> None:
+        session = self._acting(connection, message)
+        seconds = float(message["seconds"])
+        if not math.isfinite(seconds) or seconds < 0:
+            raise RefusedError(f"A slice cannot be kept for {seconds} seconds.", code="bad-request")
+        until = self.runner.now() + seconds
+        self._ask(
+            connection,
+            message,
+            session,
+            lambda rid: e.KeepAsked(
+                now=self.runner.now(), session=session.id, until=until, rid=rid
+            ),
+        )
+
+    # ------------------------------------------------------------------ anybody
+
+    def _status(self, connection: Connection, message: Message) -> None:
+        connection.answer(
+            message.get("id"), self._snapshots.status(connection.peer, self.counters.snapshot())
+        )
+
+    def _journal(self, connection: Connection, message: Message) -> None:
+        self.runner.commit()
+        rows = self.runner.journal.rows(
+            message.get("after", 0), message.get("limit", 1000), message.get("session", "")
+        )
+        connection.answer(
+            message.get("id"),
+            {"rows": [row.as_message() for row in rows if self._may_see(connection, row)]},
+        )
+
+    def _watch(self, connection: Connection, message: Message) -> None:
+        connection.watching = True
+        connection.answer(message.get("id"), {"seq": self.runner.journal.seq})
+
+    def _ping(self, connection: Connection, message: Message) -> None:
+        connection.answer(message.get("id"))
+
+    # ------------------------------------------------------------------ internals
+
+    def _rid(self) -> str:
+        return f"r{next(self._rids)}"
+
+    def _acting(self, connection: Connection, message: Message) -> Session:
+        """Return the session that the message is about, if its sender may act on it."""
+        name = message.get("session")
+        session = self.agents.session_of(connection) if name is None else self.sessions.get(name)
+        self._check_may_act(connection, session)
+        return session
+
+    def _check_may_act(self, connection: Connection, session: Session) -> None:
+        if not self.access.may_act(connection.peer, session.uid):
+            raise RefusedError(
+                f"Session {session.id} belongs to another user.",
+                code="not-allowed",
+                next_step="Ask its owner or an admin.",
+            )
+
+    def _may_see(self, connection: Connection, row: Row) -> bool:
+        if not row.owner:
+            return True
+        peer = connection.peer
+        return row.owner == owner_of(peer.uid, peer.gid).name or self.access.is_admin(peer)
+
+    def _ask(
+        self,
+        connection: Connection,
+        message: Message,
+        session: Session,
+        event: Callable[[str], e.Event],
+    ) -> None:
+        """Hand an event to the pool and answer with what it answers."""
+        request_id, rid = message.get("id"), self._rid()
+
+        def reply(refusal: Refusal | None, note: str) -> None:
+            if refusal is not None:
+                self._note_refusal(session, message["type"], refusal)
+                connection.refuse(request_id, refused(refusal))
+                return
+            answer: dict[str, Any] = {"note": note}
+            record = self.runner.record(session.id)
+            if message["type"] == "request" and record is not None:
+                answer["request"] = request_to_json(record.request)
+            connection.answer(request_id, answer)
+
+        self.runner.expect(rid, reply)
+        self.runner.handle(event(rid))
+
+    def _note_refusal(
+        self, session: Session | None, what: str, refusal: Refusal, owner: str = ""
+    ) -> None:
+        detail = {"what": what, "code": refusal.code, **({"owner": owner} if owner else {})}
+        self.runner.note("refuse", session, reason=refusal.message, detail=detail)
+
+    def _try(
+        self,
+        connection: Connection,
+        message: Message,
+        method: Callable[[Connection, Message], None],
+    ) -> None:
+        try:
+            method(connection, message)
+        except GPUPoolError as error:
+            connection.refuse(message.get("id"), error)

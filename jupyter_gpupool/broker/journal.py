@@ -1,0 +1,314 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What must outlive the broker: the current sessions, and a row for everything that happened.
+
+One SQLite file in WAL mode. ``sessions`` is what a restart begins from; ``events`` is append-only
+and what reports and timelines are drawn from. A commit is not synced to the disk: it survives the
+death of the broker, and after the death of the machine there are no sessions left to recover.
+
+The pool goes on when the journal cannot be written (disk full, read-only): :attr:`Journal.problem`
+says so, rows are kept in memory, and every later commit tries again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sqlite3
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Mapping
+
+from ..errors import GPUPoolError
+
+#: Of the tables below. A file of another version is set aside, not guessed at.
+SCHEMA_VERSION = 1
+
+#: Rows kept; older ones are dropped. About 200 bytes each.
+MAX_ROWS = 500_000
+
+#: Rows kept in memory while the file cannot be written.
+MAX_PENDING = 20_000
+
+#: Rows that one answer may hold.
+MAX_ANSWER = 10_000
+
+#: Seconds to wait for another process that has the file locked. The event loop waits, too.
+LOCK_WAIT = 0.2
+
+_SCHEMA = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE sessions (id TEXT PRIMARY KEY, record TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE events (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    time REAL NOT NULL,
+    kind TEXT NOT NULL,
+    session TEXT NOT NULL,
+    owner TEXT NOT NULL,
+    device TEXT,
+    bytes INTEGER,
+    seconds REAL,
+    reason TEXT NOT NULL,
+    detail TEXT NOT NULL
+);
+CREATE INDEX events_session ON events (session, seq);
+"""
+_COLUMNS = "seq, time, kind, session, owner, device, bytes, seconds, reason, detail"
+
+
+@dataclass(slots=True)
+class Row:
+    """Something that happened. ``session`` and ``owner`` are empty for what concerns no session.
+
+    ``seconds`` is what the thing took: the wait of an attach, the driver's part of a suspend.
+    """
+
+    time: float
+    kind: str
+    session: str = ""
+    owner: str = ""
+    device: str | None = None
+    bytes: int | None = None
+    seconds: float | None = None
+    reason: str = ""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    seq: int = 0
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the row as the protocol shows it."""
+        return {
+            "seq": self.seq,
+            "time": self.time,
+            "kind": self.kind,
+            "session": self.session,
+            "owner": self.owner,
+            "device": self.device,
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+            "reason": self.reason,
+            "detail": dict(self.detail),
+        }
+
+
+class JournalUnusable(GPUPoolError):
+    """The journal can be neither read nor replaced."""
+
+    code = "journal"
+
+
+class Journal:
+    """The file at ``path``, made if need be.
+
+    Raises
+    ------
+    JournalUnusable
+        If the folder or file can be neither used nor made.
+    """
+
+    def __init__(self, path: Path, log: logging.Logger) -> None:
+        self.path = path
+        self._log = log
+        #: Why nothing can be written now; empty if all is well.
+        self.problem = ""
+        #: Why an older journal had to be set aside at the start; empty if it had not.
+        self.set_aside = ""
+        self._records: dict[str, str | None] = {}
+        self._rows: deque[Row] = deque()
+        self._meta: dict[str, str] = {}
+        self._lost = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._db = self._open()
+        except (sqlite3.DatabaseError, ValueError) as error:
+            if isinstance(error, sqlite3.OperationalError) and "malformed" not in str(error):
+                raise self._unusable(error) from None  # not damaged: locked, or no permission
+            self._db = self._replace(error)
+        except OSError as error:
+            raise self._unusable(error) from None
+        self.seq = self._last_seq()
+
+    # ------------------------------------------------------------------ reading
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """Return the current sessions by id, as they were last committed."""
+        found = {}
+        for session, text in self._db.execute("SELECT id, record FROM sessions"):
+            try:
+                found[session] = json.loads(text)
+            except ValueError:
+                self._log.error("The journal's record of session %s is not JSON; dropped", session)
+        return found
+
+    def meta(self, name: str) -> str:
+        """Return a remembered value, or empty."""
+        row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+        return str(row[0]) if row else ""
+
+    def rows(self, after: int = 0, limit: int = 1000, session: str = "") -> list[Row]:
+        """Return committed rows above ``after``, oldest first, at most ``limit``."""
+        where, values = "seq > ?", [after]  # type: str, list[Any]
+        if session:
+            where, values = where + " AND session = ?", [after, session]
+        limit = max(0, min(limit, MAX_ANSWER))
+        query = f"SELECT {_COLUMNS} FROM events WHERE {where} ORDER BY seq LIMIT ?"
+        return [
+            Row(
+                seq=r[0], time=r[1], kind=r[2], session=r[3], owner=r[4], device=r[5],
+                bytes=r[6], seconds=r[7], reason=r[8], detail=json.loads(r[9]),
+            )
+            for r in self._db.execute(query, (*values, limit))
+        ]  # fmt: skip
+
+    # ------------------------------------------------------------------ writing
+
+    def put(self, session: str, record: Mapping[str, Any] | None) -> None:
+        """Note a session's current record (None: it is gone) for the next commit."""
+        self._records[session] = (
+            None if record is None else json.dumps(record, separators=(",", ":"))
+        )
+
+    def append(self, row: Row) -> Row:
+        """Note a row for the next commit and give it its number."""
+        self.seq += 1
+        row.seq = self.seq
+        self._rows.append(row)
+        if len(self._rows) > MAX_PENDING:
+            self._rows.popleft()
+            self._lost += 1
+        return row
+
+    def remember(self, name: str, value: str) -> None:
+        """Note a value for the next commit."""
+        self._meta[name] = value
+
+    def commit(self) -> bool:
+        """Write what was noted. Return whether it is in the file now; never raises."""
+        if not (self._records or self._rows or self._meta):
+            return not self.problem
+        try:
+            with self._db:
+                self._write()
+        except sqlite3.Error as error:
+            self._complain(error)
+            return False
+        self._records.clear()
+        self._rows.clear()
+        self._meta.clear()
+        if self.problem:
+            self._log.warning(
+                "The journal %s can be written again; %d rows were lost", self.path, self._lost
+            )
+            self.problem = ""
+        return True
+
+    def tidy(self) -> None:
+        """Move the log into the file and drop the oldest rows. May be called in another thread.
+
+        On a connection of its own, so that the event loop does not wait for the disk.
+        """
+        try:
+            other = sqlite3.connect(self.path, timeout=LOCK_WAIT)
+            try:
+                other.execute("DELETE FROM events WHERE seq <= ?", (self.seq - MAX_ROWS,))
+                other.commit()
+                other.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            finally:
+                other.close()
+        except sqlite3.Error as error:
+            self._log.info("The journal %s was not tidied up: %s", self.path, error)
+
+    def close(self) -> None:
+        """Commit and close the file."""
+        self.commit()
+        self._db.close()
+
+    # ------------------------------------------------------------------ internals
+
+    def _open(self) -> sqlite3.Connection:
+        # The journal names kernels and users: nobody else's business.
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        db = sqlite3.connect(self.path, timeout=LOCK_WAIT)
+        try:
+            db.execute("PRAGMA journal_mode = WAL").fetchall()
+            db.execute("PRAGMA synchronous = NORMAL")
+            # tidy() does this, where the event loop does not wait for it.
+            db.execute("PRAGMA wal_autocheckpoint = 0").fetchall()
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if version == 0 and tables == 0:
+                with db:
+                    db.executescript(_SCHEMA)
+                    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            elif version != SCHEMA_VERSION:
+                raise ValueError(
+                    f"it has version {version} and this broker writes {SCHEMA_VERSION}"
+                )
+            found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if found != "ok":
+                raise ValueError(str(found))
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _replace(self, error: Exception) -> sqlite3.Connection:
+        """Set a damaged file aside and begin a new one."""
+        aside = self.path.with_name(f"{self.path.name}.damaged-{int(time.time())}")
+        try:
+            self.path.rename(aside)
+            for suffix in ("-wal", "-shm"):
+                other = self.path.with_name(self.path.name + suffix)
+                if other.exists():
+                    other.rename(aside.with_name(aside.name + suffix))
+            db = self._open()
+        except (OSError, sqlite3.Error, ValueError) as second:
+            raise self._unusable(second) from None
+        self.set_aside = (
+            f"The journal {self.path} was damaged ({error}) and is now {aside.name}; kernels that "
+            "were open have to be restarted to use a GPU again."
+        )
+        self._log.error("%s", self.set_aside)
+        return db
+
+    def _write(self) -> None:
+        for session, record in self._records.items():
+            if record is None:
+                self._db.execute("DELETE FROM sessions WHERE id = ?", (session,))
+            else:
+                self._db.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?)", (session, record))
+        self._db.executemany(
+            f"INSERT INTO events ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [
+                (
+                    r.seq, r.time, r.kind, r.session, r.owner, r.device, r.bytes, r.seconds,
+                    r.reason, json.dumps(r.detail, separators=(",", ":")),
+                )
+                for r in self._rows
+            ],
+        )  # fmt: skip
+        for name, value in self._meta.items():
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+
+    def _last_seq(self) -> int:
+        row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
+        return int(row[0]) if row else 0
+
+    def _complain(self, error: sqlite3.Error) -> None:
+        problem = (
+            f"The journal {self.path} cannot be written ({error}): the pool goes on, but a restart "
+            "of the broker would now lose track of what is suspended. Make room or set "
+            "c.GPUPool.state_dir to another folder."
+        )
+        if not self.problem:
+            self._log.error("%s", problem)
+        self.problem = problem
+
+    def _unusable(self, error: Exception) -> JournalUnusable:
+        reason = getattr(error, "strerror", None) or str(error)
+        return JournalUnusable(
+            f"The journal {self.path} cannot be used ({reason}).",
+            next_step="Set c.GPUPool.state_dir to a folder that you may write.",
+        )

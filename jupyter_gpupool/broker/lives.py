@@ -1,0 +1,95 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""How sessions begin to end: a process that dies, an agent that goes away, a wait that is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from ..errors import RefusedError
+from ..pool import events as e
+from ..pool.model import SessionRecord
+from . import processes
+from .runner import Runner
+from .sessions import Session
+
+#: Seconds for which the holds of an agent that went away are kept, process alive.
+GRACE = 10.0
+
+#: Seconds from open to launched; a server that was killed in between leaves no session behind.
+LAUNCH_TIMEOUT = 30.0
+
+
+class Lives:
+    """Turns what happens to processes and connections into pool events."""
+
+    def __init__(self, runner: Runner, log: logging.Logger) -> None:
+        self._runner = runner
+        self._log = log
+
+    def record(self, session: Session) -> SessionRecord:
+        """Return the pool's record of a session; refuse one that has ended."""
+        record = self._runner.record(session.id)
+        if record is None:
+            raise RefusedError(f"Session {session.id} has ended.", code="unknown-session")
+        return record
+
+    def expect_launch(self, session: Session) -> None:
+        """End the session if no process comes."""
+        session.launch_timer = asyncio.get_running_loop().call_later(
+            LAUNCH_TIMEOUT, self.end, session, f"no kernel came in {LAUNCH_TIMEOUT:g} s"
+        )
+
+    def watch_process(self, session: Session) -> None:
+        """End the session when its process ends."""
+        assert session.process is not None
+        session.death = processes.Death(
+            session.process, lambda: self.end(session, "its process has ended")
+        )
+
+    def start_grace(self, session: Session, seconds: float = GRACE) -> None:
+        """Keep the session's holds for a while: its agent may come back and say which are true."""
+        if session.grace is not None:
+            session.grace.cancel()
+        session.grace = asyncio.get_running_loop().call_later(seconds, self._grace_over, session)
+
+    def _grace_over(self, session: Session) -> None:
+        session.grace = None
+        self._log.warning("The agent of session %s did not come back; its holds end", session.id)
+        self._runner.handle(
+            e.HoldsReplaced(now=self._runner.now(), session=session.id, holds=(), cuda=session.cuda)
+        )
+
+    def agent_gone(self, session: Session) -> None:
+        """Drop what its agent waits for, and give it the time to come back for the rest."""
+        session.agent = None
+        if session.yielding is not None and not session.yielding[1].done():
+            session.yielding[1].set_result((False, None))
+        self.drop_waits(session)
+        if self.record(session).state != "ended":
+            self.start_grace(session)
+
+    def drop_waits(self, session: Session) -> None:
+        """End everything the session waits for."""
+        for hold in list(session.waits):
+            self.cancel(session, hold)
+
+    def cancel(self, session: Session, hold: str) -> None:
+        """Drop a hold; if it waits, its request ends with the error ``cancelled``."""
+        wait = session.waits.pop(hold, None)
+        if wait is not None:
+            wait.connection.waiting -= 1
+            wait.connection.refuse(
+                wait.request_id, RefusedError("The wait was cancelled.", code="cancelled")
+            )
+        self._runner.handle(
+            e.HoldDropped(now=self._runner.now(), session=session.id, hold=hold, cuda=session.cuda)
+        )
+
+    def end(self, session: Session, reason: str) -> None:
+        """The session is over, for this reason. Harmless if it was over before."""
+        if self._runner.sessions.find(session.id) is session:
+            self._runner.handle(
+                e.SessionEnded(now=self._runner.now(), session=session.id, reason=reason)
+            )

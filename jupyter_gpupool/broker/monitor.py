@@ -1,0 +1,230 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the driver and the host show, told to the pool; and processes that are not of the pool.
+
+Runs only while there is a session, and slower while nothing is attached and nobody waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Callable, Sequence
+
+from ..config import BrokerSettings
+from ..devices.model import DeviceSample, ProcessId
+from ..devices.processes import identify, session_of
+from ..errors import GPUPoolError
+from ..pool import events as e
+from . import host, processes
+from .effects import DeviceEffects
+from .runner import Runner
+from .sessions import Session
+
+#: Intervals between samples while nothing is attached and nobody waits.
+QUIET = 5
+
+#: A change of host memory that is worth an event while nobody waits, in bytes.
+HOST_STEP = 64 << 20
+
+#: Seconds to read the environment of a foreign process: it blocks while the process is being
+#: suspended by somebody else, so it is read in a thread and given up.
+ENVIRON_TIMEOUT = 1.0
+
+
+@dataclass
+class _Use:
+    """The memory of one device, by whom."""
+
+    foreign: int
+    footprints: dict[str, int]
+
+
+class Monitor:
+    """Samples devices and host while there are sessions."""
+
+    def __init__(
+        self, runner: Runner, effects: DeviceEffects, settings: BrokerSettings, log: logging.Logger
+    ) -> None:
+        self.settings = settings
+        self._runner = runner
+        self._effects = effects
+        self._log = log
+        self._wanted = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._told: dict[str, _Use] = {}
+        self._told_host = -1
+        #: Whose session each process on a device is; None: nobody's.
+        self._known: dict[ProcessId, str | None] = {}
+        self._reported: set[ProcessId] = set()
+        self._failing = ""
+        #: Called with each device that could be read.
+        self.on_healthy: Callable[[str], None] = lambda _uuid: None
+
+    def start(self) -> None:
+        """Begin, in a task of its own."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def want(self, sessions: int) -> None:
+        """Sample while there are sessions."""
+        if sessions:
+            self._wanted.set()
+        else:
+            self._wanted.clear()
+
+    async def close(self) -> None:
+        """End."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await self._wanted.wait()
+            try:
+                await self.look()
+            except GPUPoolError as error:
+                if self._failing != error.message:
+                    self._log.error("The devices were not read: %s", error)
+                self._failing = error.message
+            except Exception:
+                self._log.exception("A sample failed")
+            else:
+                self._failing = ""
+            quiet = not self._busy()
+            await asyncio.sleep(self.settings.sample_interval * (QUIET if quiet else 1))
+
+    def _busy(self) -> bool:
+        return any(
+            record is not None and record.state != "detached"
+            for record in (self._runner.record(s.id) for s in self._runner.sessions)
+        )
+
+    async def look(self) -> None:
+        """Take one sample and tell the pool."""
+        waited_for = any(
+            record is not None and record.state == "queued"
+            for record in (self._runner.record(s.id) for s in self._runner.sessions)
+        )
+        available = host.available()
+        if waited_for or abs(available - self._told_host) >= HOST_STEP:
+            self._told_host = available
+            self._runner.handle(e.HostMemorySeen(now=self._runner.now(), available=available))
+        before = dict(self._runner.changes)
+        samples = await self._effects.sample()
+        await self._identify(samples)
+        for sample in samples:
+            if sample.lost:
+                continue  # the device service tells of a loss itself, once
+            self.on_healthy(sample.uuid)
+            if self._runner.changes.get(sample.uuid) != before.get(sample.uuid):
+                continue  # something was attached or suspended there meanwhile: old news
+            use = self._attribute(sample)
+            if waited_for or self._told.get(sample.uuid) != use:
+                self._told[sample.uuid] = use
+                self._runner.handle(
+                    e.DeviceMemorySeen(
+                        now=self._runner.now(), device=sample.uuid, foreign=use.foreign,
+                        footprints=use.footprints,
+                    )
+                )  # fmt: skip
+        if self.settings.foreign_processes != "count":
+            self._treat_foreign(samples)
+
+    # ------------------------------------------------------------------ whose memory
+
+    async def _identify(self, samples: Sequence[DeviceSample]) -> None:
+        """Find out whose session each process on a device is, once per process."""
+        present: dict[ProcessId, str | None] = {}
+        for sample in samples:
+            for entry in sample.processes:
+                process = identify(entry.pid)
+                if process is None:
+                    continue
+                owner = self._known.get(process)
+                if owner is None or owner not in self._runner.sessions:
+                    owner = await self._owner(process)
+                present[process] = owner
+        self._known = present
+        self._reported &= present.keys()
+
+    async def _owner(self, process: ProcessId) -> str | None:
+        for session in self._runner.sessions:
+            if session.process == process:
+                return session.id
+        for session in self._runner.sessions:
+            if session.process and processes.descends(process.pid, session.process):
+                return session.id
+        if process in self._known:
+            return None  # its environment does not change
+        try:
+            named = await asyncio.wait_for(
+                asyncio.to_thread(session_of, process.pid), ENVIRON_TIMEOUT
+            )
+        except asyncio.TimeoutError:
+            return None
+        found = self._runner.sessions.find(named) if named else None
+        same_user = found is not None and processes.real_uid(process.pid) == found.uid
+        return found.id if found is not None and same_user else None
+
+    def _attribute(self, sample: DeviceSample) -> _Use:
+        """Split a device's used bytes into the sessions' and everybody else's.
+
+        Where NVML names no processes (in containers), what is used and not known counts first as
+        the use of the sessions attached there, up to their grants, and only then as foreign.
+        """
+        footprints: dict[str, int] = {}
+        known = 0
+        for entry in sample.processes:
+            process = identify(entry.pid)
+            owner = self._known.get(process) if process else None
+            if entry.bytes is None:
+                continue
+            known += entry.bytes
+            if owner is not None:
+                footprints[owner] = footprints.get(owner, 0) + entry.bytes
+        foreign = known - sum(footprints.values())
+        unseen = 0
+        for session in self._runner.sessions:
+            granted = self._granted(session, sample.uuid)
+            shown = footprints.get(session.id, 0)
+            session.seen[sample.uuid] = shown
+            if not shown:
+                unseen += granted
+            else:
+                # More than its slice is nobody's to give away again.
+                foreign += max(0, shown - granted)
+        foreign += max(0, sample.used - known - unseen)
+        return _Use(foreign, footprints)
+
+    def _granted(self, session: Session, device: str) -> int:
+        record = self._runner.record(session.id)
+        if record is None:
+            return 0
+        return sum(piece.bytes for piece in record.slices if piece.device == device)
+
+    # ------------------------------------------------------------------ foreign processes
+
+    def _treat_foreign(self, samples: Sequence[DeviceSample]) -> None:
+        users = {session.uid for session in self._runner.sessions}
+        for sample in samples:
+            for entry in sample.processes:
+                process = identify(entry.pid)
+                if process is None or self._known.get(process) or process in self._reported:
+                    continue
+                self._reported.add(process)
+                uid = processes.real_uid(process.pid)
+                # Root's processes are the machine's (a display server, say), whoever has a kernel.
+                end = self.settings.foreign_processes == "end" and uid in users and uid != 0
+                what = "ended" if end else "seen"
+                self._log.warning(
+                    "Foreign process %d of user id %s on %s %s", process.pid, uid, sample.uuid, what
+                )
+                self._runner.note(
+                    "foreign", device=sample.uuid, bytes=entry.bytes, reason=what,
+                    detail={"pid": process.pid, "uid": uid},
+                )  # fmt: skip
+                if end:
+                    for problem in processes.kill([process]):
+                        self._log.error("%s", problem)

@@ -1,0 +1,49 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Pool records to JSON and back, for the journal."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any, Mapping
+
+from ..pool.model import Hold, Owner, Request, SessionRecord, Slice
+
+
+def to_json(record: SessionRecord) -> dict[str, Any]:
+    """Return ``record`` as JSON values."""
+    return asdict(record)
+
+
+def from_json(data: Mapping[str, Any]) -> SessionRecord:
+    """Return the record that :func:`to_json` made.
+
+    Fields that this version does not know are left out, fields that it newly has get their
+    default: a journal outlives an update.
+
+    Raises
+    ------
+    (KeyError, TypeError, ValueError)
+        If this is not a record.
+    """
+    known = {f.name for f in fields(SessionRecord)}
+    values = {name: value for name, value in data.items() if name in known}
+    owner = values["owner"]
+    values["owner"] = Owner(owner["name"], tuple(owner["groups"]))
+    values["request"] = Request(**values["request"])
+    values["holds"] = tuple(Hold(**hold) for hold in values.get("holds", ()))
+    for name in ("slices", "suspended"):
+        values[name] = tuple(Slice(**s) for s in values.get(name, ()))
+    for name in ("bound", "last_devices"):
+        values[name] = tuple(values.get(name, ()))
+    return SessionRecord(**values)
+
+
+def slices_to_json(slices: tuple[Slice, ...]) -> list[dict[str, Any]]:
+    """Return slices as the protocol shows them."""
+    return [{"device": s.device, "bytes": s.bytes} for s in slices]
+
+
+def request_to_json(request: Request) -> dict[str, Any]:
+    """Return a request as the protocol shows it."""
+    return asdict(request)

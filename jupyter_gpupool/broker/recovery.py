@@ -1,0 +1,159 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""After a broker was killed: the pool as it was, from the journal and the driver's own word.
+
+The journal says what had been begun, the driver says how far it came:
+
+===========  ==============  ======================================================================
+journal      driver          result
+===========  ==============  ======================================================================
+any          process gone    closed
+queued       any             detached; its agent asks again
+attaching    none            detached (nothing had been begun)
+attaching    checkpointed    detached, still suspended
+attaching    running         attached: the restore had succeeded
+active/idle  running, none   attached
+active/idle  checkpointed    detached and suspended: somebody did it behind our back
+detaching    running, none   attached: the suspend had not begun, or was undone
+detaching    checkpointed    detached and suspended: it had succeeded
+any          locked          unlocked, then as running
+any          failed          lost: told to its user and ended
+any          hung            as the journal has it (stopped by SIGSTOP, most likely)
+===========  ==============  ======================================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Mapping
+
+from ..devices.model import ProcessId
+from ..devices.service import DeviceService
+from ..pool.model import Hold, SessionRecord, Slice
+from .processes import alive
+from .records import from_json
+from .sessions import Session
+
+#: A hold that stands for whatever the agent will say when it is back.
+RECOVERED_HOLD = "recovered"
+
+ATTACHED = ("active", "idle")
+
+
+@dataclass
+class Recovered:
+    """A session to go on with: ``lost`` says why it cannot."""
+
+    session: Session
+    record: SessionRecord
+    lost: str = ""
+
+
+async def recover(
+    stored: Mapping[str, Mapping[str, Any]], devices: DeviceService, now: float, log: logging.Logger
+) -> tuple[list[Recovered], list[tuple[str, str, str]]]:
+    """Return the sessions that live, and (id, owner, reason) of those that do not."""
+    living: list[tuple[Session, SessionRecord]] = []
+    dead: list[tuple[str, str, str]] = []
+    for name, entry in stored.items():
+        try:
+            record = from_json(entry["record"])
+            session = _session(record, entry)
+        except (KeyError, TypeError, ValueError) as error:
+            log.error("The journal's record of session %s cannot be read: %r", name, error)
+            dead.append((name, "", "its journal record cannot be read"))
+            continue
+        if session.process is None:
+            dead.append((name, record.owner.name, "its kernel had not started"))
+        elif not alive(session.process):
+            dead.append((name, record.owner.name, "its process ended while there was no broker"))
+        else:
+            living.append((session, record))
+    found = await asyncio.gather(*(_recover_one(s, r, devices, now, log) for s, r in living))
+    return list(found), dead
+
+
+def _session(record: SessionRecord, entry: Mapping[str, Any]) -> Session:
+    session = Session(
+        id=record.id,
+        owner=record.owner,
+        uid=int(entry["uid"]),
+        token_digest=str(entry["token_digest"]),
+        kernel_id=str(entry["kernel_id"]),
+        moving={str(k): int(v) for k, v in entry.get("moving", {}).items()},
+    )
+    if entry["pid"] is not None:
+        session.process = ProcessId(int(entry["pid"]), int(entry["start_time"]))
+    if record.bound:
+        session.cuda = True
+    return session
+
+
+async def _recover_one(
+    session: Session,
+    record: SessionRecord,
+    devices: DeviceService,
+    now: float,
+    log: logging.Logger,
+) -> Recovered:
+    assert session.process is not None
+    try:
+        state = await devices.driver_state(session.process, session=session.id)
+        if state == "locked":
+            await devices.unlock(session.process, session=session.id)
+            state = await devices.driver_state(session.process, session=session.id)
+    except Exception as error:
+        log.exception("The driver's state of session %s is unknown", session.id)
+        return Recovered(session, _detached(record, now), f"The driver does not answer: {error}.")
+    log.info("Session %s was %s, the driver says %s", session.id, record.state, state)
+    moving, session.moving = session.moving, {}
+    if state == "hung":
+        # Stopped, or stuck: nobody can tell. What it had it keeps until somebody can.
+        state = "checkpointed" if record.suspended and record.state != "attaching" else "running"
+    if state in ("failed", "locked"):
+        return Recovered(
+            session, _detached(record, now), f"The driver lost its GPU state ({state})."
+        )
+    if state == "checkpointed":
+        return Recovered(session, _suspended(record, moving, now))
+    if record.state in (*ATTACHED, "detaching") or (
+        record.state == "attaching" and record.suspended and state == "running"
+    ):
+        return Recovered(session, _attached(record, now))
+    if record.suspended:
+        # It was suspended and runs: somebody resumed it behind our back, without a grant.
+        log.warning("Session %s was suspended and runs without a slice", session.id)
+        record = replace(record, suspended=())
+    return Recovered(session, _detached(record, now))
+
+
+def _attached(record: SessionRecord, now: float) -> SessionRecord:
+    # Whatever its cells do now, the agent will say; until then the slice is in use.
+    hold = Hold(RECOVERED_HOLD, "cell", now)
+    state: Literal["active"] = "active"
+    return replace(
+        record, state=state, state_since=now, holds=(hold,), suspended=(), idle_since=0.0,
+        wait_reason="",
+    )  # fmt: skip
+
+
+def _detached(record: SessionRecord, now: float) -> SessionRecord:
+    return replace(
+        record, state="detached", state_since=now, holds=(), slices=(), queued_at=0.0,
+        wait_reason="",
+    )  # fmt: skip
+
+
+def _suspended(record: SessionRecord, moving: Mapping[str, int], now: float) -> SessionRecord:
+    suspended = record.suspended or tuple(
+        Slice(piece.device, moving.get(piece.device) or piece.bytes) for piece in record.slices
+    )
+    if not suspended:
+        suspended = tuple(Slice(device, record.footprint) for device in record.bound)
+    return replace(
+        _detached(record, now),
+        suspended=suspended,
+        bound=record.bound or tuple(piece.device for piece in suspended),
+    )

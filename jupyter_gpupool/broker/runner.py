@@ -1,0 +1,390 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The loop around the pool: an event in, the journal written, the actions performed.
+
+Everything happens in one thread, the event loop's. The order in :meth:`Runner.handle` is the
+point: what the pool decided is committed to the journal *before* anything is done about it, so
+that a broker killed at any instant finds at least what it had begun (see ``recovery``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import Any, Callable, Protocol
+
+from ..errors import RefusedError
+from ..pool import events as e
+from ..pool.machine import Pool
+from ..pool.model import Refusal, SessionRecord, Slice
+from .journal import Journal, Row
+from .records import slices_to_json, to_json
+from .sessions import Session, Sessions
+
+#: Seconds for which a changed hold may be missing in the journal. A restart does not need it: no
+#: slice is taken before its agent has had the time to come back and tell (see ``recovery``).
+FLUSH_AFTER = 0.25
+
+#: What an answer is given to: (refusal or None, note for people).
+Reply = Callable[[Refusal | None, str], None]
+
+
+class Effects(Protocol):
+    """Performs what takes time; each ends by handing an event to the runner."""
+
+    def attach(self, action: e.Attach) -> None: ...
+    def suspend(self, action: e.Suspend) -> None: ...
+    def end_session(self, action: e.EndSession) -> None: ...
+
+
+class Clock:
+    """Seconds since the epoch that never go back, also not over a restart."""
+
+    def __init__(self, not_before: float = 0.0) -> None:
+        self._offset = max(time.time(), not_before) - time.monotonic()
+
+    def now(self) -> float:
+        """Return the time."""
+        return time.monotonic() + self._offset
+
+
+class Runner:
+    """Has a pool, and is the only one to talk to it."""
+
+    def __init__(
+        self, pool: Pool, journal: Journal, sessions: Sessions, clock: Clock, log: logging.Logger
+    ) -> None:
+        self.pool = pool
+        self.journal = journal
+        self.sessions = sessions
+        self.log = log
+        self.now = clock.now
+        self.effects: Effects | None = None
+        #: Called with each row as it happens; for those who watch.
+        self.on_row: Callable[[Row], None] = lambda _row: None
+        #: Called when the last session has ended, or the first has come.
+        self.on_population: Callable[[int], None] = lambda _count: None
+        #: How often something happened on a device: a sample that was begun before is old news.
+        self.changes: dict[str, int] = {}
+        self._events: deque[e.Event] = deque()
+        self._handling = False
+        self._replies: dict[str, Reply] = {}
+        self._dirty: set[str] = set()
+        self._flush: asyncio.TimerHandle | None = None
+        self._wakeup: asyncio.TimerHandle | None = None
+        self._wakeup_at: float | None = None
+        self._last: dict[str, SessionRecord] = {}
+        self.stopped = False
+
+    # ------------------------------------------------------------------ for the rest of the broker
+
+    def handle(self, event: e.Event) -> None:
+        """Give the pool an event and perform what it decides.
+
+        May be called from within (an action that fails at once is an event, too): then the event
+        waits for its turn.
+        """
+        self._events.append(event)
+        if self._handling or self.stopped:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                self._step(self._events.popleft())
+        finally:
+            self._handling = False
+        self._schedule()
+
+    def expect(self, rid: str, reply: Reply) -> None:
+        """Call ``reply`` when the pool answers ``rid``."""
+        self._replies[rid] = reply
+
+    def forget(self, rid: str) -> bool:
+        """Drop an expected answer; return whether it had not come."""
+        return self._replies.pop(rid, None) is not None
+
+    def record(self, session: str) -> SessionRecord | None:
+        """Return the pool's record of a session, or None."""
+        return self.pool.record(session)
+
+    def note(self, kind: str, session: Session | None = None, **fields: Any) -> None:
+        """Append a row to the journal (committed with the next commit) and show it to watchers."""
+        row = Row(
+            time=self.now(),
+            kind=kind,
+            session=session.id if session else "",
+            owner=session.owner.name if session else "",
+            **fields,
+        )
+        self.on_row(self.journal.append(row))
+        self._flush_later()
+
+    def dirty(self, session: str) -> None:
+        """The session's record, or what we keep beside it, is to be written."""
+        self._dirty.add(session)
+        self._flush_later()
+
+    def commit(self) -> None:
+        """Write everything that is to be written, now."""
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        for name in self._dirty:
+            session, record = self.sessions.find(name), self.record(name)
+            if session is None or record is None or record.state == "ended":
+                self.journal.put(name, None)
+            else:
+                self.journal.put(name, journaled(session, record))
+        self._dirty.clear()
+        self.journal.remember("clock", repr(self.now()))
+        self.journal.commit()
+
+    def push_lease(self, session: Session, reason: str = "") -> None:
+        """Tell the session's agent how things stand."""
+        record = self.record(session.id)
+        if session.agent is not None and record is not None:
+            session.agent.send(
+                {
+                    "type": "lease",
+                    "state": record.state,
+                    "epoch": record.epoch,
+                    "slices": slices_to_json(record.slices),
+                    "reason": reason,
+                    "pinned_reason": record.pinned_reason,
+                }
+            )
+
+    def stop(self) -> None:
+        """Handle no further event: what is under way stays as it is in the journal."""
+        self.stopped = True
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+        self.commit()
+
+    # ------------------------------------------------------------------ the loop
+
+    def _step(self, event: e.Event) -> None:
+        actions = self.pool.handle(event)
+        named = getattr(event, "session", "")
+        if named:
+            self._dirty.add(named)
+        urgent = False
+        for action in actions:
+            if action.session:
+                self._dirty.add(action.session)
+            if isinstance(action, e.StateChanged):
+                self._journal_change(action, event)
+                # A hold more or less needs no commit of its own; everything else does.
+                urgent |= {action.old, action.new} != {"active", "idle"}
+            urgent |= isinstance(action, (e.Attach, e.Suspend, e.EndSession, e.Resize))
+        if urgent:
+            self.commit()
+        elif self._dirty:
+            self._flush_later()
+        for action in actions:
+            self._perform(action)
+        if isinstance(event, e.SessionEnded):
+            self._gone(event)
+
+    def _perform(self, action: e.Action) -> None:
+        session = self.sessions.find(action.session)
+        match action:
+            case e.StateChanged():
+                # Whether its own cells run, the agent knows better than we do.
+                if session is not None and {action.old, action.new} != {"active", "idle"}:
+                    self.push_lease(session, action.reason)
+            case e.HoldGranted():
+                self._granted(session, action)
+            case e.HoldRefused():
+                wait = session.waits.pop(action.hold, None) if session else None
+                if wait is not None and session is not None:
+                    wait.connection.waiting -= 1
+                    wait.connection.refuse(wait.request_id, refused(action.refusal))
+                    self.note("refuse", session, reason=action.refusal.message,
+                              detail={"what": "hold", "code": action.refusal.code})  # fmt: skip
+            case e.QueueMoved():
+                if session is not None and session.agent is not None:
+                    session.agent.send(
+                        {
+                            "type": "queue",
+                            "position": action.position,
+                            "length": action.length,
+                            "eta": action.eta,
+                            "reason": action.reason,
+                        }
+                    )
+            case e.Answer():
+                reply = self._replies.pop(action.rid, None)
+                if reply is not None:
+                    reply(action.refusal, action.note)
+            case e.Resize():
+                if session is not None:
+                    self.push_lease(session, "resized")
+            case e.Attach():
+                self._changed(action.slices)
+                assert self.effects is not None
+                self.effects.attach(action)
+            case e.Suspend():
+                self._changed(action.slices)
+                assert self.effects is not None
+                self.effects.suspend(action)
+            case e.EndSession():
+                assert self.effects is not None
+                self.effects.end_session(action)
+            case e.Log():
+                level = logging.getLevelName(action.level.upper())
+                self.log.log(level, "%s: %s", action.code, action.message)
+            case _:
+                raise AssertionError(f"an action nobody performs: {action!r}")
+
+    def _granted(self, session: Session | None, action: e.HoldGranted) -> None:
+        wait = session.waits.pop(action.hold, None) if session else None
+        if wait is None:
+            return  # taken without waiting: nobody asked to be told
+        wait.connection.waiting -= 1
+        wait.connection.answer(
+            wait.request_id,
+            {"epoch": action.epoch, "slices": slices_to_json(action.slices)},
+        )
+
+    # ------------------------------------------------------------------ journal rows
+
+    def _journal_change(self, change: e.StateChanged, cause: e.Event) -> None:
+        session = self.sessions.find(change.session)
+        self._changed(change.slices)
+        if session is None or {change.old, change.new} == {"active", "idle"}:
+            return
+        record = self.record(change.session)
+        first = change.slices[0] if change.slices else None
+        self.note(
+            "state",
+            session,
+            device=first.device if first else None,
+            bytes=sum(s.bytes for s in change.slices) or None,
+            reason=change.reason,
+            detail={
+                "old": change.old,
+                "new": change.new,
+                "epoch": change.epoch,
+                "suspended_bytes": record.suspended_bytes if record else 0,
+            },
+        )
+        if change.new == "queued":
+            session.queued_at = change.now
+            self.note("queue", session, reason=change.reason)
+        elif change.old == "attaching" and change.new in ("active", "idle"):
+            self._journal_attach(session, change, cause)
+        elif change.old == "detaching":
+            self._journal_suspend(session, change, cause)
+
+    def _journal_attach(self, session: Session, change: e.StateChanged, cause: e.Event) -> None:
+        waited = max(0.0, change.now - session.queued_at) if session.queued_at else 0.0
+        session.queued_at = 0.0
+        before = self._last.pop(session.id, None)
+        resumed = before is not None and bool(before.suspended)
+        for index, piece in enumerate(change.slices):
+            origin = before.suspended[index].device if resumed and before is not None else ""
+            self.note(
+                "resume" if resumed else "attach",
+                session,
+                device=piece.device,
+                bytes=piece.bytes,
+                seconds=waited,
+                reason=change.reason,
+                detail={"driver_seconds": getattr(cause, "seconds", 0.0)},
+            )
+            if origin and origin != piece.device:
+                self.note("migrate", session, device=piece.device, bytes=piece.bytes,
+                          detail={"from": origin})  # fmt: skip
+
+    def _journal_suspend(self, session: Session, change: e.StateChanged, cause: e.Event) -> None:
+        if isinstance(cause, e.SuspendDone):
+            for piece in cause.suspended:
+                self.note("suspend", session, device=piece.device, bytes=piece.bytes,
+                          seconds=cause.seconds, reason=change.reason)  # fmt: skip
+            if not cause.suspended:
+                self.note("release", session, reason=change.reason)
+        elif isinstance(cause, e.SuspendRefused):
+            self.note("refuse", session, reason=cause.message,
+                      detail={"what": "suspend", "kind": cause.kind})  # fmt: skip
+
+    # ------------------------------------------------------------------ internals
+
+    def remember_attach(self, session: str) -> None:
+        """Keep the record as it is while an attach begins: the journal row at its end needs it."""
+        record = self.record(session)
+        if record is not None:
+            self._last[session] = record
+
+    def _gone(self, event: e.SessionEnded) -> None:
+        session = self.sessions.remove(event.session)
+        self._last.pop(event.session, None)
+        if session is None:
+            return
+        self.note("close", session, reason=event.reason)
+        self.commit()
+        for wait in session.waits.values():
+            wait.connection.waiting -= 1
+            wait.connection.refuse(
+                wait.request_id,
+                refused(Refusal("ended", f"The session has ended: {event.reason}.")),
+            )
+        session.waits.clear()
+        if session.yielding is not None and not session.yielding[1].done():
+            session.yielding[1].cancel()
+        if session.agent is not None:
+            session.agent.session = None
+            session.agent.close()
+        self.on_population(len(self.sessions))
+
+    def _changed(self, slices: tuple[Slice, ...]) -> None:
+        for piece in slices:
+            self.changes[piece.device] = self.changes.get(piece.device, 0) + 1
+
+    def _flush_later(self) -> None:
+        if self._flush is None and not self.stopped:
+            self._flush = asyncio.get_running_loop().call_later(FLUSH_AFTER, self.commit)
+
+    def _schedule(self) -> None:
+        """Have a Tick come when the pool wants one."""
+        at = None if self.stopped else self.pool.next_wakeup(self.now())
+        if at == self._wakeup_at and self._wakeup is not None:
+            return
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+            self._wakeup = None
+        self._wakeup_at = at
+        if at is not None:
+            delay = max(0.0, at - self.now())
+            self._wakeup = asyncio.get_running_loop().call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        self._wakeup = None
+        self._wakeup_at = None
+        self.handle(e.Tick(now=self.now()))
+
+
+def journaled(session: Session, record: SessionRecord) -> dict[str, Any]:
+    """Return what a restart needs of a session."""
+    return {
+        "record": to_json(record),
+        "uid": session.uid,
+        "token_digest": session.token_digest,
+        "kernel_id": session.kernel_id,
+        "pid": session.process.pid if session.process else None,
+        "start_time": session.process.start_time if session.process else None,
+        "moving": dict(session.moving),
+        "queued_at": session.queued_at,
+    }
+
+
+def refused(refusal: Refusal) -> RefusedError:
+    """Return a pool's refusal as the error that goes over the wire."""
+    return RefusedError(
+        refusal.message,
+        code=refusal.code,
+        next_step=refusal.next_step,
+        details=refusal.details,
+    )

@@ -1,0 +1,140 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the broker knows of each session besides the pool's record: process, token, connections."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass, field
+from typing import Iterator, Mapping
+
+from ..devices.model import ProcessId
+from ..errors import RefusedError
+from ..pool.model import Owner
+from .connection import Connection
+from .processes import Death
+
+
+def digest(token: str) -> str:
+    """Return what is kept of a token: enough to check it, useless to whoever reads the journal."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+@dataclass
+class Wait:
+    """A hold request that has no answer yet."""
+
+    connection: Connection
+    request_id: int | None
+
+
+@dataclass(eq=False)
+class Session:
+    """One session's life outside the pool."""
+
+    id: str
+    owner: Owner
+    uid: int
+    token_digest: str
+    kernel_id: str
+    #: The kernel's process, once launched.
+    process: ProcessId | None = None
+    #: Where it was opened, until launched.
+    opener: Connection | None = None
+    agent: Connection | None = None
+    death: Death | None = None
+    #: By hold.
+    waits: dict[str, Wait] = field(default_factory=dict)
+    #: Runs while the agent may come back with holds that we do not know.
+    grace: asyncio.TimerHandle | None = None
+    #: Runs from open to launched.
+    launch_timer: asyncio.TimerHandle | None = None
+    #: A hello that came before its launched.
+    early_hello: list[tuple[Connection, dict[str, object]]] = field(default_factory=list)
+    #: The yield asked of the agent: its epoch and who waits for (yielded, cuda).
+    yielding: tuple[int, asyncio.Future[tuple[bool, bool | None]]] | None = None
+    #: Whether the process has called cuInit, as its agent last said.
+    cuda: bool | None = None
+    #: Bytes by device that a suspend in progress moves; for a restart in its middle.
+    moving: Mapping[str, int] = field(default_factory=dict)
+    #: Bytes by device that the driver last showed for this session's processes.
+    seen: dict[str, int] = field(default_factory=dict)
+    #: When the wait that goes on began, for the journal.
+    queued_at: float = 0.0
+
+    def token_is(self, token: str) -> bool:
+        """Return whether ``token`` is the one this session was opened with."""
+        return hmac.compare_digest(self.token_digest, digest(token))
+
+    def stop_timers(self) -> None:
+        """Cancel everything that would act on the session later."""
+        for timer in (self.grace, self.launch_timer):
+            if timer is not None:
+                timer.cancel()
+        self.grace = self.launch_timer = None
+        if self.death is not None:
+            self.death.close()
+            self.death = None
+
+
+class Sessions:
+    """All sessions by id and by process."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_id.values()))
+
+    def __contains__(self, session: object) -> bool:
+        return session in self._by_id
+
+    def new(self, owner: Owner, uid: int, kernel_id: str) -> tuple[Session, str]:
+        """Return a session with a new id, and its token."""
+        token = secrets.token_urlsafe(32)
+        while (name := secrets.token_hex(6)) in self._by_id:
+            pass
+        session = Session(name, owner, uid, digest(token), kernel_id)
+        return session, token
+
+    def add(self, session: Session) -> None:
+        """Keep a session."""
+        self._by_id[session.id] = session
+
+    def remove(self, session: str) -> Session | None:
+        """Forget a session; return it if it was known."""
+        found = self._by_id.pop(session, None)
+        if found is not None:
+            found.stop_timers()
+        return found
+
+    def find(self, session: str) -> Session | None:
+        """Return a session, or None."""
+        return self._by_id.get(session)
+
+    def get(self, session: str) -> Session:
+        """Return a session.
+
+        Raises
+        ------
+        RefusedError
+            With code ``unknown-session``.
+        """
+        found = self._by_id.get(session)
+        if found is None:
+            raise RefusedError(
+                f"There is no session {session[:40]!r} in this pool.",
+                code="unknown-session",
+                next_step="See `jupyter gpupool status` for those there are.",
+            )
+        return found
+
+    def of_process(self, process: ProcessId) -> Session | None:
+        """Return the session whose kernel is ``process``, or None."""
+        return next((s for s in self._by_id.values() if s.process == process), None)

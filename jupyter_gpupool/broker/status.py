@@ -1,0 +1,202 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The snapshot that ``status`` answers with, and what a kernel is told about the machine.
+
+``devices`` and ``host`` are for everybody; of other users' sessions only what explains the use of
+the devices and the place in the queue is shown. Sizes are bytes, times seconds; what nobody could
+read is null, never 0.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Mapping
+
+from .. import __version__
+from ..devices.model import DeviceSample
+from ..pool.model import DeviceView, Owner, PoolView, Request, SessionView
+from . import host
+from .auth import Access, Peer
+from .effects import DeviceEffects
+from .records import request_to_json
+from .runner import Runner
+
+#: CUDA's numbering of devices must be NVML's, or an index means two devices.
+_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+#: Frameworks that would otherwise take the whole device at their first use.
+_FRUGAL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+
+
+class Snapshots:
+    """Reads the pool for people."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        effects: DeviceEffects,
+        access: Access,
+        *,
+        socket: Path,
+        emulated: bool,
+        machine: str,
+    ) -> None:
+        self.socket = socket
+        self.access = access
+        self._runner = runner
+        self._effects = effects
+        self._emulated = emulated
+        self._machine = machine
+        #: The device that each session started with, to spread the kernels.
+        self._homes: dict[str, int] = {}
+
+    # ------------------------------------------------------------------ for a new kernel
+
+    def home(self, request: Request) -> dict[str, str]:
+        """Return the variables that show a new kernel its tentative devices.
+
+        Those with room and the fewest kernels; never none, as the driver's "no device" answer
+        would stay with the process. The agent corrects them at the first attach.
+        """
+        views = [v for v in self._view().devices if not v.drained_reason] or list(
+            self._view().devices
+        )
+        order = sorted(
+            views,
+            key=lambda v: (
+                v.capacity < request.memory,
+                v.free < request.memory,
+                self._homes.get(v.device.uuid, 0),
+                v.granted,
+                v.device.index,
+            ),
+        )
+        chosen = [v.device.uuid for v in order[: max(1, request.devices)]]
+        for uuid in chosen:
+            self._homes[uuid] = self._homes.get(uuid, 0) + 1
+        return {"CUDA_VISIBLE_DEVICES": ",".join(chosen), **_ORDER, **_FRUGAL}
+
+    def limits(self, owner: Owner) -> dict[str, Any]:
+        """Return what a session of ``owner`` may ask for: ``memory`` per device, ``devices``."""
+        view = self._view()
+        settings = view.settings
+        quota = settings.quotas.get(owner.name) or settings.quotas.get("*")
+        bounds = [
+            settings.max_memory_per_kernel,
+            max((v.capacity for v in view.devices), default=None),
+            quota.memory if quota else None,
+        ]
+        devices = [len(view.devices), quota.devices if quota else None]
+        return {
+            "memory": min((b for b in bounds if b is not None), default=None),
+            "devices": min(d for d in devices if d is not None),
+            "max_wait": settings.max_wait,
+            "priorities": sorted(settings.priority_classes),
+        }
+
+    # ------------------------------------------------------------------ status
+
+    def status(self, peer: Peer, counters: Mapping[str, int]) -> dict[str, Any]:
+        """Return the snapshot as ``peer`` may see it."""
+        view = self._view()
+        settings = view.settings
+        return {
+            "version": __version__,
+            "socket": str(self.socket),
+            "pid": os.getpid(),
+            "now": view.now,
+            "emulated": self._emulated,
+            "machine": self._machine,
+            "devices": [self._device(v) for v in view.devices],
+            "sessions": [self._session(v, view.now, peer) for v in view.sessions],
+            "queue_length": sum(1 for s in view.sessions if s.record.state == "queued"),
+            "host": {
+                "budget_bytes": view.host_budget,
+                "used_bytes": view.host_used,
+                "available_bytes": host.available(),
+            },
+            "settings": {
+                "idle_timeout": settings.idle_timeout,
+                "reclaim_after": settings.reclaim_after,
+                "max_wait": settings.max_wait,
+                "attach": self.attach,
+            },
+            "broker": {
+                "machine_wide": self.access.machine_wide,
+                "journal": str(self._runner.journal.path),
+                "journal_problem": self._runner.journal.problem,
+                "counters": dict(counters),
+            },
+        }
+
+    #: The policy of a session that does not choose; the application sets it.
+    attach: str = "cell"
+
+    def _view(self) -> PoolView:
+        return self._runner.pool.view(self._runner.now())
+
+    def _device(self, view: DeviceView) -> dict[str, Any]:
+        device = view.device
+        sample: DeviceSample | None = self._effects.samples.get(device.uuid)
+        seen = sample is not None and not sample.lost
+        return {
+            "uuid": device.uuid,
+            "index": device.index,
+            "name": device.name,
+            "emulated": device.emulated,
+            "tier": device.tier,
+            "tier_reason": device.tier_reason,
+            "can_suspend": device.can_suspend,
+            "memory_total": device.memory_total,
+            "memory_capacity": view.capacity,
+            "memory_granted": view.granted,
+            "memory_foreign": view.foreign,
+            "memory_free": view.free,
+            "memory_used": sample.used if seen and sample else None,
+            "utilisation": sample.utilisation if seen and sample else None,
+            "drained_reason": view.drained_reason,
+        }
+
+    def _session(self, view: SessionView, now: float, peer: Peer) -> dict[str, Any]:
+        record = view.record
+        session = self._runner.sessions.find(record.id)
+        device = record.slices[0].device if record.slices else None
+        if session is None or not self.access.may_act(peer, session.uid):
+            return {
+                "id": record.id,
+                "owner": "other",
+                "state": record.state,
+                "granted_bytes": record.granted_bytes,
+                "device": device,
+                "queue_position": view.queue_position,
+            }
+        return {
+            "id": record.id,
+            "pid": session.process.pid if session.process else None,
+            "owner": record.owner.name,
+            "label": record.label,
+            "kernel_id": session.kernel_id,
+            "state": record.state,
+            "attach": record.attach,
+            "priority": record.request.priority,
+            "granted_bytes": record.granted_bytes,
+            "footprint_bytes": record.footprint,
+            "suspended_bytes": record.suspended_bytes,
+            "request": request_to_json(record.request),
+            "holds": [{"id": h.id, "kind": h.kind, "since": h.since} for h in record.holds],
+            "device": device,
+            "devices": [piece.device for piece in record.slices],
+            "queue_position": view.queue_position,
+            "queue_length": view.queue_length,
+            "eta_seconds": view.eta_seconds,
+            "wait_reason": record.wait_reason,
+            "pinned_reason": record.pinned_reason,
+            "wait_seconds_total": view.wait_seconds_total,
+            "attached_seconds_total": view.attached_seconds_total,
+            "idle_seconds": max(0.0, now - record.idle_since) if record.state == "idle" else 0.0,
+            "suspends": record.suspends,
+            "resumes": record.resumes,
+            "migrations": record.migrations,
+            "agent": session.agent is not None,
+        }
