@@ -29,7 +29,7 @@ def _load_build(root: str) -> Any:
     return module
 
 
-class CustomBuildHook(BuildHookInterface[Any]):
+class CustomBuildHook(BuildHookInterface[Any]):  # type: ignore[misc]
     """Compiles for wheels, editable ones included; source distributions carry only sources."""
 
     PLUGIN_NAME = "custom"

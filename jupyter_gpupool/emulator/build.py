@@ -76,9 +76,12 @@ def libraries() -> dict[str, list[Path]]:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Keep concurrent test runs from compiling over one another."""
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(fd)
 
 
 def _stale(target: Path, sources: Sequence[Path]) -> bool:
@@ -141,6 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except subprocess.CalledProcessError as error:
         print(f"The C compiler failed with status {error.returncode}.", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"{options.out} cannot be written ({error}). Choose another --out.", file=sys.stderr)
         return 1
     print(f"The emulated driver is in {options.out}")
     return 0

@@ -48,7 +48,7 @@ class EmulatorError(ValueError):
     """What was asked of the emulated driver cannot be; the text says what can and what to do."""
 
 
-class EmulatorNotBuilt(EmulatorError):  # noqa: N818 - a state of the installation
+class EmulatorNotBuilt(EmulatorError):
     """The emulated driver has not been compiled on this machine."""
 
 
@@ -219,7 +219,7 @@ def real_driver_present() -> bool:
 
 
 def remove_state(state_dir: str | os.PathLike[str]) -> None:
-    """Remove a machine's shared state. Processes that still use it go on, on a machine of their own."""
+    """Remove a machine's shared state, which no process should be using any more."""
     shutil.rmtree(state_dir, ignore_errors=True)
 
 
