@@ -128,8 +128,6 @@ class SessionCalls:
             self.pids.add(member["process"]["pid"])
             if member["libcuda"] is False:
                 continue
-            if self.cuda is False:
-                self.cuda = None  # the library is there; only the driver knows if it is in use
             process = ProcessId(**member["process"])
             if member["presence"] == "stopped":
                 raise Refused("drain", checkpoint.absent(process, "stopped"))
@@ -151,10 +149,14 @@ class SessionCalls:
             raise Refused("drain", answer.message)
         if answer.outcome == "refused" and context:
             raise self.refusal(process, answer)
-        # Without a context the driver says "running" of any process at all.
+        # Without a context "running" says no more than that cuInit may have been called. Taking
+        # it for called is the safe side: the session then stays on the devices it sees.
+        if answer.outcome == "ok":
+            self.cuda = True
+        elif answer.code != checkpoint.NOT_INITIALIZED:
+            self.cuda = self.cuda or None
         if not context and answer.value not in ("locked", "checkpointed", "failed"):
             return ""
-        self.cuda = True
         return answer.value
 
     async def state(self, process: ProcessId) -> Answer:

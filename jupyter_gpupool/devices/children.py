@@ -88,6 +88,8 @@ class Child:
     ) -> None:
         self.module = module
         self.hello: dict[str, Any] = {}
+        #: The call that waits for its answer, empty if none does.
+        self.current = ""
         self._arguments = arguments
         self._env = env
         self._log = log
@@ -152,6 +154,7 @@ class Child:
         try:
             line = json.dumps({"id": request_id, "op": op, **fields}) + "\n"
             process.stdin.write(line.encode())
+            self.current = op
             answer = await asyncio.wait_for(future, timeout)
         except (asyncio.TimeoutError, TimeoutError):
             self._log.warning(
@@ -161,6 +164,7 @@ class Child:
             await self._end(process)
             raise ChildLost(f"No answer to {op!r} in {timeout:g} s.", hung=True) from None
         finally:
+            self.current = ""
             self._waiting.pop(request_id, None)
         if "error" in answer:
             raise DriverError(str(answer["error"]), code=str(answer.get("code", "driver")))

@@ -32,8 +32,8 @@ _SELFTESTS = 4
 #: Seconds between two looks at a stopped process that is to be brought back when it goes on.
 _SETTLE_POLL = 0.25
 
-#: How the emulated driver names its devices.
-_EMULATED = "Emulated"
+#: In the name of every device of the emulated driver.
+_EMULATED = "EMULATED"
 
 
 class DeviceService:

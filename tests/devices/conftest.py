@@ -1,0 +1,161 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A fresh emulated machine for every test, real CUDA processes on it, and a service over it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool.devices import processes
+from jupyter_gpupool.devices.service import DeviceService
+
+MiB = 1 << 20
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine function in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
+
+
+@dataclass
+class Emulated:
+    """One emulated machine: the environment that leads to it, and its faults."""
+
+    env: dict[str, str]
+    faults: object
+    state_dir: Path
+    lost: list[tuple[str, str]] = field(default_factory=list)
+
+    @contextlib.asynccontextmanager
+    async def service(self, **options):
+        """Yield a service that has not been started."""
+
+        def on_lost(uuid, reason):
+            self.lost.append((uuid, reason))
+
+        service = DeviceService(env=self.env, on_device_lost=on_lost, **options)
+        try:
+            yield service
+        finally:
+            await service.close()
+
+    @contextlib.asynccontextmanager
+    async def started(self, **options):
+        """Yield a started service and its devices."""
+        async with self.service(**options) as service:
+            yield service, await service.start()
+
+    @contextlib.asynccontextmanager
+    async def target(self, device="0", **env):
+        """Yield a CUDA process that sees one device."""
+        target = Target()
+        await target.start({**self.env, "CUDA_VISIBLE_DEVICES": device, **env})
+        try:
+            yield target
+        finally:
+            await target.end()
+
+
+class Target:
+    """The parent's end of ``target.py``."""
+
+    async def start(self, env):
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(__file__).parent / "target.py"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=env,
+            start_new_session=True,
+        )
+        self.pid = await self.do("pid")
+        self.root = processes.identify(self.pid)
+
+    async def do(self, name, *arguments, timeout=30):
+        """Return what function ``name`` of the target returns; RuntimeError if it raised."""
+        self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
+        line = await asyncio.wait_for(self.process.stdout.readline(), timeout)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["ok"]
+
+    async def child(self, name, *arguments):
+        """Have the target's child do something."""
+        answer = await self.do("relay", [name, *arguments])
+        return answer["ok"]
+
+    def stop(self):
+        """SIGSTOP, and wait until the kernel has done it."""
+        os.kill(self.pid, signal.SIGSTOP)
+        until(lambda: processes.presence(self.root) == "stopped")
+
+    def go_on(self):
+        os.kill(self.pid, signal.SIGCONT)
+
+    async def end(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.stdin.close()
+        await self.process.wait()
+
+
+def until(condition, timeout=20.0):
+    """Wait for a condition; TimeoutError if it does not come true."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.005)
+
+
+async def until_async(condition, timeout=20.0):
+    """Wait for a condition while the event loop goes on."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        await asyncio.sleep(0.005)
+
+
+@pytest.fixture(scope="session")
+def driver_library():
+    """Build the emulated driver, if that has not been done."""
+    from jupyter_gpupool.emulator import build
+
+    return build.compile()
+
+
+@pytest.fixture
+def emulated(driver_library, tmp_path):
+    """Return a function that makes a fresh emulated machine, ``2x1GiB`` unless told otherwise."""
+    from jupyter_gpupool.emulator import profiles
+
+    def make(machine="2x1GiB,context=16MiB"):
+        state_dir = tmp_path / "machine"
+        env = {**os.environ, **profiles.environment(machine, state_dir)}
+        return Emulated(env, profiles.Faults(state_dir), state_dir)
+
+    return make
+
+
+@pytest.fixture
+def waiting():
+    """The two ways to wait for a condition."""
+    return until, until_async

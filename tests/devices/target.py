@@ -1,0 +1,106 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A CUDA process under test: takes one JSON request per line, answers one JSON line.
+
+Run as a script, through NVIDIA's own bindings, with no part of jupyter_gpupool in it.
+"""
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+
+from cuda.bindings import driver
+
+buffers = {}
+children = []
+
+
+def call(function, *arguments):
+    result, *values = function(*arguments)
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{function.__name__}: {result.name}")
+    return values[0] if values else None
+
+
+def init():
+    call(driver.cuInit, 0)
+
+
+def context():
+    init()
+    device = call(driver.cuDeviceGet, 0)
+    call(driver.cuCtxSetCurrent, call(driver.cuDevicePrimaryCtxRetain, device))
+
+
+def fill(size, seed):
+    """Allocate, write known bytes, and return their hash."""
+    data = random.Random(seed).randbytes(size)
+    pointer = call(driver.cuMemAlloc, size)
+    call(driver.cuMemcpyHtoD, pointer, data, size)
+    buffers[seed] = (pointer, size)
+    return hashlib.sha256(data).hexdigest()
+
+
+def take(size):
+    """Allocate and touch nothing."""
+    return int(call(driver.cuMemAlloc, size))
+
+
+def digest(seed):
+    """Hash what the device holds now."""
+    pointer, size = buffers[seed]
+    data = bytearray(size)
+    call(driver.cuMemcpyDtoH, data, pointer, size)
+    return hashlib.sha256(data).hexdigest()
+
+
+def address(seed):
+    return int(buffers[seed][0])
+
+
+def managed(size):
+    flags = driver.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL.value
+    return int(call(driver.cuMemAllocManaged, size, flags))
+
+
+def device():
+    """Return the UUID of the device in use, as the driver shows it here and now."""
+    uuid = call(driver.cuDeviceGetUuid_v2, call(driver.cuCtxGetDevice))
+    return uuid.bytes.hex()
+
+
+def spawn():
+    """Start a child that is another one of these; return its pid."""
+    child = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    children.append(child)
+    return child.pid
+
+
+def relay(request):
+    """Have the newest child answer ``request``."""
+    child = children[-1]
+    child.stdin.write(json.dumps(request).encode() + b"\n")
+    child.stdin.flush()
+    return json.loads(child.stdout.readline())
+
+
+def pid():
+    return os.getpid()
+
+
+def main():
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        try:
+            answer = {"ok": globals()[name](*arguments)}
+        except RuntimeError as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+main()

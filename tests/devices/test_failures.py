@@ -1,0 +1,389 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Workers that die or hang, targets that stop or end, devices that are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool.devices import processes
+from jupyter_gpupool.errors import DriverError
+
+MiB = 1 << 20
+SESSION = "s1"
+
+
+def worker_of(service, uuid):
+    return service._workers[uuid]
+
+
+async def answer_started(service, uuid, op):
+    """Wait until the worker of a device has been given ``op``, and return its pid."""
+    worker = worker_of(service, uuid)
+    while worker.current != op:
+        await asyncio.sleep(0.002)
+    return worker.pid
+
+
+# ------------------------------------------------------------------ workers
+
+
+async def test_a_worker_killed_in_mid_suspend_loses_nothing(emulated, waiting):
+    """The driver completes a checkpoint whose caller died; the outcome is what it then says."""
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 64 * MiB, 1)
+        machine.faults.set("slow-copies", bandwidth="128MiB/s")
+        task = asyncio.create_task(service.suspend(target.root, [uuid], session=SESSION))
+        os.kill(await answer_started(service, uuid, "checkpoint"), signal.SIGKILL)
+        outcome = await task
+        assert outcome.status == "suspended", outcome.message
+        assert outcome.freed[uuid] >= 80 * MiB
+        machine.faults.clear()
+        resumed = await service.resume(
+            target.root, [uuid], [uuid], session=SESSION, need=outcome.freed
+        )
+        assert resumed.status == "resumed", resumed.message
+        assert await target.do("digest", 1) == digest
+
+
+async def test_a_worker_killed_in_mid_resume_loses_nothing(emulated):
+    """The driver leaves a process locked whose restorer died; it is unlocked by the next."""
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 64 * MiB, 1)
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        machine.faults.set("slow-copies", bandwidth="128MiB/s")
+        task = asyncio.create_task(
+            service.resume(target.root, [uuid], [uuid], session=SESSION, need=outcome.freed)
+        )
+        os.kill(await answer_started(service, uuid, "restore"), signal.SIGKILL)
+        resumed = await task
+        assert resumed.status == "resumed", resumed.message
+        assert await target.do("digest", 1) == digest
+
+
+@pytest.mark.parametrize("op", ["lock", "checkpoint"])
+async def test_a_hanging_worker_is_replaced_and_the_session_runs(emulated, op):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with (
+        machine.started(lock_timeout=0.1, call_timeout=1.0) as (service, devices),
+        machine.target() as target,
+    ):
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 4 * MiB, 1)
+        first = worker_of(service, uuid).pid
+        machine.faults.set("hang", op=op, count=1)
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert outcome.status == ("drain" if op == "lock" else "pinned"), outcome.message
+        assert worker_of(service, uuid).pid not in (None, first)
+        assert processes.identify(first) is None
+        assert await service.driver_state(target.root, session=SESSION) == "running"
+        assert await target.do("digest", 1) == digest
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert outcome.status == "suspended", outcome.message
+
+
+async def test_a_hanging_restore_leaves_the_session_suspended(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with (
+        machine.started(call_timeout=1.0) as (service, devices),
+        machine.target() as target,
+    ):
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 4 * MiB, 1)
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        machine.faults.set("hang", op="restore", count=1)
+        resumed = await service.resume(
+            target.root, [uuid], [uuid], session=SESSION, need=outcome.freed
+        )
+        assert resumed.status == "no-room"
+        assert "Nothing was resumed" in resumed.message
+        resumed = await service.resume(
+            target.root, [uuid], [uuid], session=SESSION, need=outcome.freed
+        )
+        assert resumed.status == "resumed", resumed.message
+        assert await target.do("digest", 1) == digest
+
+
+async def test_a_driver_that_never_answers_is_hung_in_bounded_time(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with (
+        machine.started(lock_timeout=0.1, call_timeout=0.5) as (service, devices),
+        machine.target() as target,
+    ):
+        await target.do("context")
+        machine.faults.set("hang")
+        assert await service.driver_state(target.root, session=SESSION) == "hung"
+        outcome = await service.suspend(target.root, [devices[0].uuid], session=SESSION)
+        assert outcome.status == "drain"  # nothing had been begun
+        machine.faults.clear()
+        assert await service.driver_state(target.root, session=SESSION) == "running"
+
+
+async def test_a_cancelled_caller_does_not_stop_the_driver(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        machine.faults.set("slow-copies", bandwidth="32MiB/s")
+        await target.do("fill", 8 * MiB, 1)
+        task = asyncio.create_task(service.suspend(target.root, [uuid], session=SESSION))
+        await answer_started(service, uuid, "checkpoint")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        # The next operation on the device waits for the one that goes on.
+        assert await service.driver_state(target.root, session=SESSION) == "checkpointed"
+
+
+async def test_children_end_with_their_parent(emulated, waiting):
+    until, _ = waiting
+    code = (
+        "import asyncio, os; from jupyter_gpupool.devices.service import DeviceService\n"
+        "async def main():\n"
+        "    service = DeviceService(); devices = await service.start()\n"
+        "    await service.sample()\n"
+        "    pids = [service._sampler.child.pid, *(w.pid for w in service._workers.values())]\n"
+        "    print(*pids, flush=True); await asyncio.sleep(3600)\n"
+        "asyncio.run(main())\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        code,
+        env={**emulated("2x1GiB").env, "PYTHONPATH": str(Path.cwd())},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    line = await process.stdout.readline()
+    children = [processes.identify(int(word)) for word in line.split()]
+    assert len(children) == 3
+    assert None not in children
+    for child in children:
+        # ^C in a terminal goes to the foreground group: not to them.
+        assert os.getsid(child.pid) == child.pid
+    # One of them cannot even read that its stdin ended.
+    os.kill(children[1].pid, signal.SIGSTOP)
+    process.kill()
+    await process.wait()
+    until(lambda: all(processes.presence(child) == "gone" for child in children))
+
+
+# ------------------------------------------------------------------ targets
+
+
+async def test_a_stopped_target_is_not_touched(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 4 * MiB, 1)
+        first = worker_of(service, uuid).pid
+        target.stop()
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert outcome.status == "drain"
+        assert "is stopped (SIGSTOP)" in outcome.message
+        assert f"kill -CONT {target.pid}" in outcome.message
+        assert await service.driver_state(target.root, session=SESSION) == "hung"
+        assert worker_of(service, uuid).pid == first  # nobody waited for a time-out
+        target.go_on()
+        assert await target.do("digest", 1) == digest
+
+
+async def test_a_stopped_target_is_not_resumed(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 4 * MiB, 1)
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        target.stop()
+        resumed = await service.resume(
+            target.root, [uuid], [uuid], session=SESSION, need=outcome.freed
+        )
+        assert resumed.status == "no-room"
+        assert "is stopped (SIGSTOP)" in resumed.message
+        target.go_on()
+        resumed = await service.resume(
+            target.root, [uuid], [uuid], session=SESSION, need=outcome.freed
+        )
+        assert resumed.status == "resumed", resumed.message
+        assert await target.do("digest", 1) == digest
+
+
+async def test_a_target_stopped_in_mid_suspend_is_brought_back_when_it_goes_on(emulated, waiting):
+    machine = emulated("1x1GiB,context=16MiB")
+    _, until_async = waiting
+    async with (
+        machine.started(call_timeout=1.0) as (service, devices),
+        machine.target() as target,
+    ):
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 32 * MiB, 1)
+        machine.faults.set("slow-copies", bandwidth="32MiB/s")
+        task = asyncio.create_task(service.suspend(target.root, [uuid], session=SESSION))
+        await answer_started(service, uuid, "checkpoint")
+        target.stop()
+        outcome = await task
+        assert outcome.status == "drain"
+        assert "is stopped (SIGSTOP)" in outcome.message
+        machine.faults.clear()
+        target.go_on()
+        # It completes the checkpoint it was stopped in, and is then restored: no lease was lost.
+        assert await target.do("digest", 1) == digest
+        await until_async(lambda: not service._settling)
+        assert await service.driver_state(target.root, session=SESSION) == "running"
+
+
+async def test_a_target_that_ends_in_mid_suspend_is_gone(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        await target.do("fill", 64 * MiB, 1)
+        machine.faults.set("slow-copies", bandwidth="32MiB/s")
+        task = asyncio.create_task(service.suspend(target.root, [uuid], session=SESSION))
+        await answer_started(service, uuid, "checkpoint")
+        target.process.kill()
+        await target.process.wait()
+        outcome = await task
+        assert outcome.status == "gone"
+        assert (await service.sample())[0].used == 0
+
+
+async def test_a_child_that_ends_in_mid_suspend_is_not_missed(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 4 * MiB, 1)
+        child = await target.do("spawn")
+        await target.child("context")
+        await target.child("fill", 32 * MiB, 2)
+        machine.faults.set("slow-copies", bandwidth="32MiB/s")
+        task = asyncio.create_task(service.suspend(target.root, [uuid], session=SESSION))
+        await answer_started(service, uuid, "checkpoint")
+        os.kill(child, signal.SIGKILL)
+        outcome = await task
+        assert outcome.status == "suspended", outcome.message
+        machine.faults.clear()
+        resumed = await service.resume(
+            target.root, [uuid], [uuid], session=SESSION, need=outcome.freed
+        )
+        assert resumed.status == "resumed", resumed.message
+        assert await target.do("digest", 1) == digest
+
+
+async def test_a_broker_that_died_half_way_is_recovered_from(emulated):
+    """What the next broker finds: a session locked, or suspended without a record of it."""
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 4 * MiB, 1)
+        process = {"pid": target.root.pid, "start_time": target.root.start_time}
+        worker = worker_of(service, uuid)
+        await worker.call("lock", 10.0, process=process, drain=5.0)
+        assert await service.driver_state(target.root, session=SESSION) == "locked"
+        await service.unlock(target.root, session=SESSION)
+        assert await service.driver_state(target.root, session=SESSION) == "running"
+        assert await target.do("digest", 1) == digest
+
+        await worker.call("lock", 10.0, process=process, drain=5.0)
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert outcome.status == "suspended", outcome.message
+        again = await service.suspend(target.root, [uuid], session=SESSION)
+        assert (again.status, again.freed) == ("suspended", {})
+        resumed = await service.resume(
+            target.root, [uuid], [uuid], session=SESSION, need=outcome.freed
+        )
+        assert resumed.status == "resumed", resumed.message
+        assert await target.do("digest", 1) == digest
+
+
+# ------------------------------------------------------------------ devices and NVML
+
+
+async def test_a_lost_device_is_reported_once_and_marked(emulated, waiting):
+    machine = emulated("2x1GiB,context=16MiB")
+    _, until_async = waiting
+    async with machine.started() as (service, devices):
+        machine.faults.set("device-lost", device=1)
+        samples = await service.sample()
+        await until_async(lambda: machine.lost)
+        while not samples[1].lost:
+            samples = await service.sample()
+        assert samples[0].lost == ""
+        assert samples[1].free == 0
+        assert samples[1].total == 1 << 30
+        await service.sample()
+        assert [uuid for uuid, _ in machine.lost] == [devices[1].uuid]
+        assert machine.lost[0][1]
+
+
+async def test_without_process_ids_the_free_memory_counts(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    machine.faults.set("nvml-missing-pids")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        assert devices[0].can_suspend, devices[0].tier_reason
+        await target.do("context")
+        digest = await target.do("fill", 64 * MiB, 1)
+        sample = (await service.sample())[0]
+        assert sample.processes == ()
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert (outcome.status, outcome.message) == ("suspended", "")
+        assert outcome.freed == {uuid: sample.used}
+        resumed = await service.resume(
+            target.root, [uuid], [uuid], session=SESSION, need=outcome.freed
+        )
+        assert resumed.status == "resumed", resumed.message
+        assert await target.do("digest", 1) == digest
+
+
+async def test_an_nvml_that_hangs_is_bounded_and_replaced(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with (
+        machine.started(sample_timeout=0.5) as (service, devices),
+        machine.target() as target,
+    ):
+        await target.do("context")
+        first = service._sampler.child.pid
+        # A process that is stopped answers as little as one that hangs in the driver.
+        os.kill(first, signal.SIGSTOP)
+        with pytest.raises(DriverError, match="NVML did not answer"):
+            await service.sample()
+        assert processes.identify(first) is None
+        (sample,) = await service.sample()
+        assert sample.uuid == devices[0].uuid
+        assert sample.used > 0
+        os.kill(service._sampler.child.pid, signal.SIGSTOP)
+        outcome = await service.suspend(target.root, [devices[0].uuid], session=SESSION)
+        assert outcome.status == "drain"
+        assert "NVML did not answer" in outcome.message
+
+
+async def test_a_monitor_that_was_replaced_still_watches(emulated, waiting):
+    machine = emulated("1x1GiB,context=16MiB")
+    _, until_async = waiting
+    async with machine.started() as (service, devices):
+        os.kill(service._sampler.child.pid, signal.SIGKILL)
+        await until_async(lambda: service._sampler.child.pid is None)
+        assert (await service.sample())[0].lost == ""
+        machine.faults.set("device-lost", device=0)
+        await service.sample()
+        await until_async(lambda: machine.lost)
+        assert machine.lost[0][0] == devices[0].uuid

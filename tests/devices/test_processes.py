@@ -1,0 +1,163 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What /proc says, on real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool.devices import processes
+from jupyter_gpupool.devices.model import ProcessId
+
+#: Prints its pid and those of the chain of processes below it, then waits for its stdin to end.
+CHAIN = """
+import os, subprocess, sys
+depth = int(sys.argv[1])
+print(os.getpid(), flush=True)
+child = None
+if depth:
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[2], str(depth - 1), sys.argv[2]])
+sys.stdin.read()
+if child:
+    child.wait()
+"""
+
+
+@pytest.fixture
+def spawn():
+    """Start Python code in a process with a pipe to its stdin; all are killed at the end."""
+    with ExitStack() as stack:
+
+        def start(code, *arguments, env=None, count=1):
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+            stack.callback(end, process)
+            return process, [int(process.stdout.readline()) for _ in range(count)]
+
+        def end(process):
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+
+        yield start
+
+
+def wait_state(pid, states):
+    """Wait until the process is in one of ``states``; the kernel gets there on its own."""
+    while (stat := processes.read_stat(pid)) is None or stat.state not in states:
+        time.sleep(0.002)
+
+
+def test_a_name_with_blanks_and_brackets_is_parsed():
+    rest = "S 7 3 3 0 -1 4 0 0 0 0 1 2 3 4 20 0 9 0 123456 99 88"
+    stat = processes.parse_stat(f"42 (a) (b c) {rest}\n")
+    assert (stat.pid, stat.state, stat.parent, stat.threads, stat.start_time) == (
+        42,
+        "S",
+        7,
+        9,
+        123456,
+    )
+
+
+def test_own_process_is_alive():
+    me = processes.identify(os.getpid())
+    assert me is not None
+    assert processes.presence(me) == "alive"
+
+
+def test_a_number_used_again_is_another_process():
+    me = processes.identify(os.getpid())
+    assert processes.presence(ProcessId(me.pid, me.start_time - 1)) == "gone"
+
+
+def test_a_stopped_process_is_told_apart(spawn):
+    _, (pid,) = spawn(CHAIN, "0", CHAIN)
+    identity = processes.identify(pid)
+    os.kill(pid, signal.SIGSTOP)
+    wait_state(pid, "T")
+    assert processes.presence(identity) == "stopped"
+    os.kill(pid, signal.SIGCONT)
+    wait_state(pid, "RS")
+    assert processes.presence(identity) == "alive"
+
+
+def test_a_zombie_is_gone(spawn):
+    process, (pid,) = spawn(CHAIN, "0", CHAIN)
+    identity = processes.identify(pid)
+    process.kill()
+    wait_state(pid, "Z")
+    assert processes.presence(identity) == "gone"
+    assert processes.identify(pid) is None
+
+
+def test_children_come_before_their_parents(spawn):
+    _, pids = spawn(CHAIN, "2", CHAIN, count=3)
+    root = processes.identify(pids[0])
+    members = processes.session_members(root, "s")
+    assert [member.process.pid for member in members] == pids[::-1]
+    assert {member.libcuda for member in members} == {False}
+
+
+def test_a_process_in_the_background_belongs_by_its_environment(spawn):
+    _, (root,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
+    _, (orphan,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
+    spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "other"})
+    members = processes.session_members(processes.identify(root), "mine")
+    assert [member.process.pid for member in members] == [orphan, root]
+
+
+def test_a_kernel_started_from_a_notebook_is_a_session_of_its_own(spawn):
+    nested = (
+        "import os, subprocess, sys; print(os.getpid(), flush=True);"
+        "subprocess.Popen([sys.executable, '-c', sys.argv[2], '0', ''],"
+        " env={**os.environ, 'GPUPOOL_SESSION': 'inner'}).wait()"
+    )
+    _, (outer, inner) = spawn(nested, "", CHAIN, env={"GPUPOOL_SESSION": "outer"}, count=2)
+    members = processes.session_members(processes.identify(outer), "outer")
+    assert [member.process.pid for member in members] == [outer]
+    members = processes.session_members(processes.identify(inner), "inner")
+    assert [member.process.pid for member in members] == [inner]
+
+
+def test_a_session_whose_root_ended_has_no_members():
+    assert processes.session_members(ProcessId(os.getpid(), 1), "s") == []
+
+
+def test_a_session_without_a_name_is_refused():
+    with pytest.raises(ValueError, match="name"):
+        processes.session_members(processes.identify(os.getpid()), "")
+
+
+def test_an_environment_that_cannot_be_read_is_unknown_and_not_empty():
+    assert processes.session_of(2**22 + 1) is None
+    assert processes.maps_libcuda(2**22 + 1) is None
+
+
+def test_the_driver_library_is_seen_in_the_map(spawn, tmp_path):
+    library = tmp_path / "libcuda.so.1"
+    library.write_bytes(Path(sys.executable).read_bytes()[:8192])
+    code = (
+        "import mmap, os, sys; f = open(sys.argv[1], 'rb');"
+        "m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ);"
+        "print(os.getpid(), flush=True); sys.stdin.read()"
+    )
+    _, (pid,) = spawn(code, str(library))
+    assert processes.maps_libcuda(pid) is True

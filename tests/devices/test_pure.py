@@ -1,0 +1,106 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Parts of the devices that need no process: maps, versions, error texts, figures."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jupyter_gpupool.devices import checkpoint, children, driver
+from jupyter_gpupool.devices.model import DeviceSample, ProcessMemory
+from jupyter_gpupool.devices.operations import freed_bytes
+
+
+def test_no_map_where_nothing_moves():
+    assert checkpoint.complete_mapping(("a", "b"), ("a", "b"), ("a", "b", "c")) is None
+    assert checkpoint.complete_mapping((), (), ("a",)) is None
+
+
+def test_the_displaced_device_takes_the_place_that_became_free():
+    assert checkpoint.complete_mapping(("a",), ("b",), ("a", "b", "c")) == {
+        "a": "b",
+        "b": "a",
+        "c": "c",
+    }
+
+
+def test_a_chain_is_closed():
+    found = checkpoint.complete_mapping(("a", "b"), ("b", "c"), ("a", "b", "c", "d"))
+    assert found == {"a": "b", "b": "c", "c": "a", "d": "d"}
+
+
+@given(st.data())
+def test_every_map_is_a_permutation_of_all_devices(data):
+    everything = tuple(f"GPU-{n}" for n in range(data.draw(st.integers(1, 8))))
+    count = data.draw(st.integers(0, len(everything)))
+    origin = tuple(data.draw(st.permutations(everything))[:count])
+    target = tuple(data.draw(st.permutations(everything))[:count])
+    found = checkpoint.complete_mapping(origin, target, everything)
+    if found is None:
+        assert origin == target
+        return
+    assert sorted(found) == sorted(found.values()) == sorted(everything)
+    assert all(found[old] == new for old, new in zip(origin, target, strict=True))
+
+
+@pytest.mark.parametrize(("origin", "target"), [("a", ""), ("aa", "bc"), ("ab", "cc")])
+def test_a_map_that_is_not_one_to_one_is_refused(origin, target):
+    with pytest.raises(ValueError, match="one to one"):
+        checkpoint.complete_mapping((*origin,), (*target,), ("a", "b", "c"))
+
+
+@pytest.mark.parametrize(
+    ("version", "suspend", "migrate"),
+    [
+        ("550.54.15", False, False),
+        ("570.86.10", True, False),
+        ("580.95.05", True, True),
+        ("615.01", True, True),
+        ("", True, True),
+    ],
+)
+def test_what_a_driver_version_rules_out(version, suspend, migrate):
+    found = driver.capabilities(version)
+    assert (found.suspend, found.migrate) == (suspend, migrate)
+    assert bool(found.reason) == (not migrate)
+    assert version in found.reason or migrate
+
+
+def test_the_text_of_cuda_core_becomes_a_code():
+    error = RuntimeError("CUDA_ERROR_NOT_READY: the work has not finished")
+    assert checkpoint.classify(error)[0] == "CUDA_ERROR_NOT_READY"
+
+
+def test_not_supported_is_not_reported_as_an_old_driver():
+    text = (
+        "CUDA checkpointing is not supported by the installed NVIDIA driver. "
+        "Upgrade to a driver version with CUDA checkpoint API support."
+    )
+    code, said = checkpoint.classify(RuntimeError(text))
+    assert code == "CUDA_ERROR_NOT_SUPPORTED"
+    assert "pgrade" not in said
+
+
+def sample(free, *rows):
+    shown = tuple(ProcessMemory(pid, size) for pid, size in rows)
+    return DeviceSample("a", total=100, used=100 - free, reserved=0, free=free, processes=shown)
+
+
+def test_freed_bytes_come_from_the_process_list():
+    assert freed_bytes([sample(10, (1, 40), (2, 50))], [sample(90)], {1}) == {"a": 40}
+
+
+def test_freed_bytes_come_from_free_memory_where_the_list_does_not_tell():
+    assert freed_bytes([sample(10)], [sample(50)], {1}) == {"a": 40}
+    assert freed_bytes([sample(10, (1, None))], [sample(50)], {1}) == {"a": 40}
+    assert freed_bytes([sample(10)], [sample(5)], {1}) == {"a": 0}
+
+
+def test_children_do_not_inherit_what_would_mislead_them():
+    env = children.child_environment(
+        {"CUDA_VISIBLE_DEVICES": "", "GPUPOOL_SESSION": "s", "GPUPOOL_TOKEN": "t", "HOME": "/h"}
+    )
+    env.pop("PYTHONPATH", None)  # where this package is, if it is not installed
+    assert env == {"HOME": "/h"}

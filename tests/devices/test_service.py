@@ -1,0 +1,342 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The service on the emulated driver: real child processes, NVIDIA's own clients, real bytes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool.devices.model import ProcessId
+from jupyter_gpupool.errors import DriverError
+
+MiB = 1 << 20
+SESSION = "s1"
+
+
+def held(samples, uuid, pid):
+    """Bytes that NVML shows for a process, 0 if it does not list it."""
+    sample = next(sample for sample in samples if sample.uuid == uuid)
+    return sum(process.bytes or 0 for process in sample.processes if process.pid == pid)
+
+
+# ------------------------------------------------------------------ discovery and self-test
+
+
+async def test_discovery_finds_and_tests_every_device(emulated):
+    machine = emulated("2x1GiB,context=16MiB")
+    async with machine.started() as (service, devices):
+        assert [device.index for device in devices] == [0, 1]
+        for device in devices:
+            assert device.uuid.startswith("GPU-")
+            assert device.emulated
+            assert "EMULATED" in device.name
+            assert device.memory_total == 1 << 30
+            assert device.tier == "unguarded", device.tier_reason
+            assert device.can_suspend
+            assert device.can_migrate
+            assert device.tier_reason == ""
+        assert service.problem == ""
+        assert service.driver_version
+        assert service.cuda_version
+        samples = await service.sample()
+    assert [sample.uuid for sample in samples] == [device.uuid for device in devices]
+    for sample in samples:
+        # The test programs are gone, and the workers hold no context.
+        assert (sample.used, sample.processes, sample.lost) == (0, (), "")
+        assert sample.free + sample.reserved == sample.total
+
+
+async def test_a_single_device_has_nowhere_to_migrate_to(emulated):
+    async with emulated("1x1GiB,context=16MiB").started() as (_, (device,)):
+        assert device.can_suspend
+        assert not device.can_migrate
+        assert device.tier_reason == ""
+
+
+async def test_a_refused_self_test_gives_the_lowest_tier_and_says_why(emulated):
+    machine = emulated()
+    machine.faults.set("checkpoint-refused", device=1)
+    async with machine.started() as (service, (good, bad)):
+        assert good.can_suspend
+        assert bad.tier == "none"
+        assert not bad.can_suspend
+        assert "self-test" in bad.tier_reason
+        assert "CUDA_ERROR_NOT_SUPPORTED" in bad.tier_reason
+        async with machine.target("1") as target:
+            await target.do("context")
+            outcome = await service.suspend(target.root, [bad.uuid], session=SESSION)
+            assert outcome.status == "pinned"
+            assert bad.tier_reason in outcome.message
+        machine.faults.clear()
+        assert (await service.self_test(bad.uuid)).can_suspend
+
+
+async def test_no_driver_is_a_sentence(tmp_path):
+    from jupyter_gpupool.devices.service import DeviceService
+
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("LD_", "GPUPOOL"))}
+    service = DeviceService(env=env)
+    try:
+        assert await service.start() == []
+        assert "No NVIDIA driver was found" in service.problem
+        assert "c.GPUPool.emulate" in service.problem
+        with pytest.raises(DriverError, match="No NVIDIA driver"):
+            await service.unlock(ProcessId(os.getpid(), 0), session=SESSION)
+    finally:
+        await service.close()
+
+
+def test_the_broker_process_loads_no_vendor_library(emulated):
+    code = (
+        "import asyncio, sys; from jupyter_gpupool.devices.service import DeviceService\n"
+        "async def main():\n"
+        "    service = DeviceService(); devices = await service.start()\n"
+        "    await service.sample(); await service.close(); print(len(devices))\n"
+        "asyncio.run(main())\n"
+        "assert not {'pynvml', 'cuda', 'numpy'} & {*sys.modules}, 'loaded'\n"
+        "assert 'libcuda' not in open('/proc/self/maps').read()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**emulated("1x1GiB").env, "PYTHONPATH": str(Path.cwd())},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+# ------------------------------------------------------------------ suspend and resume
+
+
+async def test_suspend_and_resume_keep_every_byte(emulated):
+    machine = emulated()
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 40 * MiB, 1)
+        address = await target.do("address", 1)
+        before = held(await service.sample(), uuid, target.pid)
+        assert before >= 56 * MiB
+
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert (outcome.status, outcome.message) == ("suspended", "")
+        assert outcome.freed == {uuid: before}
+        assert outcome.cuda is True
+        assert outcome.processes == (target.root,)
+        assert 0 < outcome.driver_seconds < outcome.seconds
+        samples = await service.sample()
+        assert samples[0].used == 0
+        assert await service.driver_state(target.root, session=SESSION) == "checkpointed"
+
+        resumed = await service.resume(
+            target.root, [uuid], [uuid], session=SESSION, need=outcome.freed
+        )
+        assert (resumed.status, resumed.message) == ("resumed", "")
+        assert 0 < resumed.driver_seconds < resumed.seconds
+        assert await service.driver_state(target.root, session=SESSION) == "running"
+        assert await target.do("digest", 1) == digest
+        assert await target.do("address", 1) == address
+        assert held(await service.sample(), uuid, target.pid) == before
+
+
+async def test_a_suspended_session_resumes_on_another_device(emulated):
+    machine = emulated("3x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        first, last = devices[0].uuid, devices[2].uuid
+        await target.do("context")
+        digest = await target.do("fill", 8 * MiB, 1)
+        there = await service.suspend(target.root, [first], session=SESSION)
+        resumed = await service.resume(
+            target.root, [last], [first], session=SESSION, need={last: there.freed[first]}
+        )
+        assert resumed.status == "resumed", resumed.message
+        assert await target.do("digest", 1) == digest
+        samples = await service.sample()
+        assert held(samples, last, target.pid) == there.freed[first]
+        assert held(samples, first, target.pid) == 0
+        # And back, from where it is now.
+        back = await service.suspend(target.root, [last], session=SESSION)
+        assert back.freed == {last: there.freed[first]}
+        resumed = await service.resume(
+            target.root, [first], [last], session=SESSION, need={first: back.freed[last]}
+        )
+        assert resumed.status == "resumed", resumed.message
+        assert await target.do("digest", 1) == digest
+
+
+async def test_nothing_to_suspend(emulated):
+    machine = emulated()
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        # The bindings are imported, so the library may be there, but cuInit was not called.
+        assert (outcome.status, outcome.cuda, outcome.freed) == ("nothing", False, {})
+        assert await service.driver_state(target.root, session=SESSION) == "none"
+        await target.do("init")
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert (outcome.status, outcome.cuda) == ("nothing", True)
+        assert await service.driver_state(target.root, session=SESSION) == "none"
+
+
+async def test_no_room_is_found_out_before_anything_is_touched(emulated):
+    machine = emulated()
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 8 * MiB, 1)
+        await target.do("take", 300 * MiB)
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        async with machine.target() as other:
+            await other.do("context")
+            await other.do("take", 800 * MiB)
+            resumed = await service.resume(
+                target.root, [uuid], [uuid], session=SESSION, need=outcome.freed
+            )
+            assert resumed.status == "no-room"
+            assert "MiB free" in resumed.message
+            assert await service.driver_state(target.root, session=SESSION) == "checkpointed"
+        resumed = await service.resume(
+            target.root, [uuid], [uuid], session=SESSION, need=outcome.freed
+        )
+        assert resumed.status == "resumed", resumed.message
+        assert await target.do("digest", 1) == digest
+
+
+async def test_a_restore_that_the_driver_fails_is_said_to_be_lost(emulated):
+    machine = emulated()
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        machine.faults.set("restore-failed")
+        resumed = await service.resume(
+            target.root, [uuid], [uuid], session=SESSION, need=outcome.freed
+        )
+        assert resumed.status == "failed"
+        assert "CUDA_ERROR_OPERATING_SYSTEM" in resumed.message
+        assert await service.driver_state(target.root, session=SESSION) == "failed"
+
+
+# ------------------------------------------------------------------ sessions of several processes
+
+
+async def test_every_process_of_a_session_goes_children_first(emulated):
+    machine = emulated()
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 8 * MiB, 1)
+        child = await target.do("spawn")
+        await target.child("context")
+        child_digest = await target.child("fill", 4 * MiB, 2)
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert outcome.status == "suspended", outcome.message
+        assert [process.pid for process in outcome.processes] == [child, target.pid]
+        assert outcome.freed[uuid] >= (8 + 4 + 2 * 16) * MiB
+        assert (await service.sample())[0].used == 0
+        resumed = await service.resume(
+            target.root, [uuid], [uuid], session=SESSION, need=outcome.freed
+        )
+        assert resumed.status == "resumed", resumed.message
+        assert await target.do("digest", 1) == digest
+        assert await target.child("digest", 2) == child_digest
+
+
+async def test_a_process_in_the_background_goes_with_its_session(emulated):
+    machine = emulated()
+    async with (
+        machine.started() as (service, devices),
+        machine.target(GPUPOOL_SESSION=SESSION) as target,
+        machine.target(GPUPOOL_SESSION=SESSION) as orphan,
+        machine.target(GPUPOOL_SESSION="other") as other,
+    ):
+        uuid = devices[0].uuid
+        for process in (target, orphan, other):
+            await process.do("context")
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert outcome.status == "suspended", outcome.message
+        assert outcome.processes == (orphan.root, target.root)
+        assert await service.driver_state(other.root, session="other") == "running"
+
+
+@pytest.mark.parametrize("victim", ["parent", "child"])
+async def test_one_refusal_undoes_the_whole_session(emulated, victim):
+    machine = emulated()
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 4 * MiB, 1)
+        child = await target.do("spawn")
+        await target.child("context")
+        child_digest = await target.child("fill", 4 * MiB, 2)
+        pid = target.pid if victim == "parent" else child
+        machine.faults.set("checkpoint-refused", pid=pid)
+        used = (await service.sample())[0].used
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert outcome.status == "pinned"
+        assert str(pid) in outcome.message
+        assert "CUDA_ERROR_NOT_SUPPORTED" in outcome.message
+        assert (outcome.freed, outcome.processes) == ({}, ())
+        assert await service.driver_state(target.root, session=SESSION) == "running"
+        assert (await service.sample())[0].used == used
+        assert await target.do("digest", 1) == digest
+        assert await target.child("digest", 2) == child_digest
+
+
+# ------------------------------------------------------------------ refusals
+
+
+async def test_managed_memory_pins_and_the_process_lives_on(emulated):
+    machine = emulated()
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 4 * MiB, 1)
+        await target.do("managed", MiB)
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert outcome.status == "pinned"
+        assert "managed memory" in outcome.message
+        assert "pgrade" not in outcome.message
+        assert outcome.cuda is True
+        assert await target.do("digest", 1) == digest
+
+
+async def test_work_that_does_not_drain_is_left_running(emulated):
+    machine = emulated()
+    async with (
+        machine.started(lock_timeout=0.1) as (service, devices),
+        machine.target() as target,
+    ):
+        await target.do("context")
+        digest = await target.do("fill", 4 * MiB, 1)
+        machine.faults.set("lock-timeout")
+        outcome = await service.suspend(target.root, [devices[0].uuid], session=SESSION)
+        assert outcome.status == "drain"
+        assert "0.1 s" in outcome.message
+        assert await target.do("digest", 1) == digest
+
+
+async def test_another_process_under_the_same_number_is_not_touched(emulated):
+    machine = emulated()
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        stale = ProcessId(target.pid, target.root.start_time - 1)
+        outcome = await service.suspend(stale, [uuid], session=SESSION)
+        assert outcome.status == "gone"
+        resumed = await service.resume(stale, [uuid], [uuid], session=SESSION, need={})
+        assert resumed.status == "gone"
+        assert await service.driver_state(stale, session=SESSION) == "gone"
+        assert await service.driver_state(target.root, session=SESSION) == "running"
+
+
+async def test_an_unknown_device_is_named(emulated):
+    async with emulated("1x1GiB").started() as (service, _):
+        with pytest.raises(DriverError, match="There is no device GPU-nowhere"):
+            await service.suspend(ProcessId(1, 1), ["GPU-nowhere"], session=SESSION)
