@@ -126,6 +126,13 @@ def _add(
     )
 
 
+def subcommands() -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command; the documentation is written from them."""
+    actions = _build()._actions
+    found = next(a for a in actions if isinstance(a, argparse._SubParsersAction))
+    return dict(found.choices)
+
+
 def _where(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--user", action="store_true", help="for you, in your home folder")

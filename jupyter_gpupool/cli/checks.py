@@ -122,16 +122,15 @@ def compiler() -> Finding:
     return Finding("warn", "compiler", "no C compiler", todo)
 
 
-def emulator(needed: bool) -> Finding:
+def emulator() -> Finding:
     """The libraries of the emulated driver, built with the package."""
-    from ..emulator.profiles import library_dir
+    from ..emulator.profiles import EmulatorNotBuilt, library_dir
 
-    folder = Path(library_dir())
-    missing = [n for n in ("libcuda.so.1", "libnvidia-ml.so.1") if not (folder / n).exists()]
-    if not missing:
-        return Finding("ok", "emulator", f"built in {folder}")
-    todo = "Build it with: python -m jupyter_gpupool.emulator.build"
-    return Finding("fail" if needed else "warn", "emulator", "not built", todo)
+    try:
+        return Finding("ok", "emulator", f"built in {library_dir()}")
+    except EmulatorNotBuilt:
+        todo = "Build it with: python -m jupyter_gpupool.emulator.build"
+        return Finding("warn", "emulator", "the emulated driver is not built", todo)
 
 
 def socket(path: Path, answers: bool) -> Finding:
@@ -202,13 +201,23 @@ def host_memory(settings: BrokerSettings, devices: Sequence[Mapping[str, Any]]) 
     return Finding("ok", "host memory", text)
 
 
+def journal(status: Mapping[str, Any]) -> list[Finding]:
+    """Whether the running broker can write what a restart begins from."""
+    broker = status.get("broker") or {}
+    if not broker.get("journal_problem"):
+        return [Finding("ok", "journal", str(broker["journal"]))] if "journal" in broker else []
+    todo = "Until it is repaired, a restart of the broker forgets what happened since."
+    return [Finding("fail", "journal", str(broker["journal_problem"]), todo)]
+
+
 def devices(found: Sequence[Mapping[str, Any]], problem: str) -> list[Finding]:
     """One line per GPU: its tier, and what that tier does not do."""
     if not found:
         return [Finding("fail", "devices", problem or "no GPU was found", "See 'driver' above.")]
     lines = []
     for device in found:
-        label = "EMULATED " if device["emulated"] else ""
+        # The emulated driver says so itself; a name that did not must still be told apart.
+        label = "EMULATED " * (device["emulated"] and "EMULATED" not in device["name"].upper())
         size = format_bytes(device["memory_total"])
         text = f"{label}{device['name']}, {size}, tier {device['tier']}"
         reason = str(device.get("tier_reason") or "")

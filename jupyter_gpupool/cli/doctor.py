@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import tempfile
 from dataclasses import asdict
@@ -52,7 +53,7 @@ def _summary(findings: Sequence[Finding]) -> str:
 
 
 def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
-    found = [checks.python(), *checks.packages()]
+    found = [checks.python(), *checks.packages(), checks.compiler(), checks.emulator()]
     try:
         settings = load_settings(config_files)
     except ConfigError as error:
@@ -60,7 +61,6 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
         found.append(Finding("fail", "config", error.message, error.next_step))
         return found
     found += checks.configuration(settings)
-    found += [checks.compiler(), checks.emulator(bool(settings.emulate))]
     if not settings.emulate:
         found += [checks.driver(), *checks.persistence_mode()]
     path = checks.find(socket, settings.socket)
@@ -68,6 +68,7 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     found.append(checks.socket(path, status is not None))
     if status is not None:
         devices, problem = list(status["devices"]), ""
+        found += checks.journal(status)
     else:
         devices, problem = _probe(settings)
     found += checks.devices(devices, problem)
@@ -112,4 +113,4 @@ def _environment(emulate: str, folder: Path) -> Mapping[str, str] | None:
         return None
     from ..emulator.profiles import environment, parse_machine
 
-    return environment(parse_machine(emulate), folder)
+    return {**os.environ, **environment(parse_machine(emulate), folder)}

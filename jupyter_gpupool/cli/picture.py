@@ -116,6 +116,9 @@ def _head(snapshot: Snapshot, style: Style) -> list[str]:
     used = 10 if snapshot["emulated"] else 0
     place = style.cut(f"  {snapshot['socket']}", max(0, style.width - 8 - used))
     lines = [f"{title}{label}{style.paint(place, 'dim')}"]
+    problem = (snapshot.get("broker") or {}).get("journal_problem")
+    if problem:
+        lines.append(style.paint(style.cut(f"Journal: {problem}", style.width), "alarm"))
     if not snapshot["devices"]:
         lines += ["", style.paint("No GPU.", "alarm") + " `jupyter gpupool doctor` says why."]
     return lines
@@ -136,7 +139,9 @@ def _device(
 ) -> list[str]:
     uuid = str(device["uuid"])
     title = f"GPU {device['index']}  "
-    emulated = "  EMULATED" if device["emulated"] else ""
+    # The emulated driver's names say it already; no device may be taken for a real one.
+    unsaid = device["emulated"] and "EMULATED" not in str(device["name"]).upper()
+    emulated = "  EMULATED" if unsaid else ""
     room = style.width - len(title) - len(emulated)
     name = style.cut(f"{device['name']}  {style.cut(uuid, 14)}", room)
     lines = ["", style.paint(title, "bold") + name + style.paint(emulated, "emulated")]

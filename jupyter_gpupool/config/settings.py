@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Iterable, Literal, Mapping, NoReturn, Sequence
 
 from ..endpoint import check_path
-from ..errors import BrokerUnavailable, ConfigError, GPUPoolError
+from ..errors import BrokerUnavailable, ConfigError
 from ..pool.model import AttachPolicy, PoolSettings, Quota
 from ..units import parse_bytes
 
@@ -180,16 +180,15 @@ def read_host_memory(value: Any, total: int) -> int:
 
 
 def check_machine(text: str, origin: str) -> None:
-    """Raise :class:`ConfigError` if ``text`` from ``origin`` is not a machine to emulate."""
-    from ..emulator.profiles import parse_machine  # the emulator is no part of the normal path
+    """Raise :class:`ConfigError` if the machine ``text``, from ``origin``, cannot be emulated."""
+    # Inside: the emulator is no part of the normal path.
+    from ..emulator.profiles import library_dir, parse_machine
 
     try:
         parse_machine(text)
-    except (GPUPoolError, ValueError) as error:
-        raise ConfigError(
-            f"{origin}: {getattr(error, 'message', error)}",
-            next_step=getattr(error, "next_step", "") or "Write it like '2x16GiB'.",
-        ) from None
+        library_dir()
+    except ValueError as error:
+        raise ConfigError(f"{origin}: {error}") from None
 
 
 def read_path(value: str) -> Path:

@@ -12,7 +12,7 @@ def device(index: int = 0, **changes):
     return {
         "uuid": UUIDS[index],
         "index": index,
-        "name": "Emulated GPU",
+        "name": "EMULATED NVIDIA GPU 16 GiB",
         "emulated": True,
         "tier": "unguarded",
         "tier_reason": "",

@@ -40,10 +40,10 @@ BUSY = pool(
 WIDE = """\
 GPU pool  EMULATED  /run/gpupool/broker.sock
 
-GPU 0  Emulated GPU  GPU-5d1c0000-…  EMULATED
+GPU 0  EMULATED NVIDIA GPU 16 GiB  GPU-5d1c0000-…
 [A██████████████████B▒▒▒▒▒▒▒▒▒▒▒╳╳╳╳╳╳╳············] 10 GiB of 16 GiB granted, 4 GiB free, 41 % busy
 
-GPU 1  Emulated GPU  GPU-7e2f0000-…  EMULATED
+GPU 1  EMULATED NVIDIA GPU 16 GiB  GPU-7e2f0000-…
 [                                                  ] 0 B of 16 GiB granted, 16 GiB free, 0 % busy
 Not used: Xid 79, the GPU has fallen off the bus
 
@@ -65,7 +65,7 @@ WAITING
 NARROW = """\
 GPU pool  EMULATED  /run/gpupool/broker.sock
 
-GPU 0  Emulated GPU  GPU-5d1c000...  EMULATED
+GPU 0  EMULATED NVIDIA GPU 16 GiB  GPU-5d1c0...
 [A################B==========xxxxxx...........]
 10 GiB of 16 GiB granted, 4 GiB free, 41 % busy"""
 
@@ -104,8 +104,19 @@ def test_without_devices_and_kernels():
 
 
 def test_real_devices_are_not_called_emulated():
-    lines = draw(pool(devices=[device(emulated=False)], emulated=False), Style(width=80))
+    real = device(emulated=False, name="NVIDIA H200")
+    lines = draw(pool(devices=[real], emulated=False), Style(width=80))
     assert not [line for line in lines if "EMULATED" in line]
+
+
+def test_an_emulated_device_is_called_so_whatever_its_name():
+    lines = draw(pool(devices=[device(name="NVIDIA H200")]), Style(width=80))
+    assert lines[2] == "GPU 0  NVIDIA H200  GPU-5d1c0000-…  EMULATED"
+
+
+def test_a_journal_that_cannot_be_written_is_seen_first():
+    snapshot = pool(broker={"journal_problem": "No space left on device."})
+    assert draw(snapshot, Style(width=80))[1] == "Journal: No space left on device."
 
 
 def test_a_label_cannot_steer_the_terminal_and_wide_letters_are_counted():

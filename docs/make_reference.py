@@ -1,0 +1,133 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Write ``config.md``, ``cli.md`` and ``protocol.md`` from the code they describe.
+
+``python docs/make_reference.py`` writes; ``tests/docs`` fails while they differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from jupyter_gpupool import protocol  # noqa: E402
+from jupyter_gpupool.cli import app  # noqa: E402
+from jupyter_gpupool.cli.configtext import markdown_reference  # noqa: E402
+
+NOTE = "<!-- Written by docs/make_reference.py; do not edit. -->\n\n"
+
+CONFIG = """\
+# Configuration
+
+All options are `c.GPUPool.*` in `jupyter_server_config.py` (or `.json`). `jupyter --paths` lists
+the folders where Jupyter looks; the user's folder wins over the system's. The broker reads the
+file, not the kernels: a user's notebook or kernelspec cannot change what is here.
+
+- `jupyter gpupool generate-config` prints a file with every option, commented out.
+- `jupyter gpupool doctor` checks the files. An unknown name or a bad value is refused, with the
+  nearest valid name and an example; the broker then does not start, or keeps what it had on SIGHUP.
+- Sizes take bytes or text: `4294967296`, `"4GiB"`, `"512MiB"`, `"1.5 GB"`. KiB, MiB, GiB are
+  powers of 1024 and so are K, M, G; kB, MB, GB are powers of 1000.
+- Durations take seconds or text: `90`, `"90s"`, `"10m"`, `"2h"`.
+- `devices`, `emulate`, `socket`, `state_dir` and `lock_timeout` take effect when the broker is
+  started again; all others also on SIGHUP.
+
+"""
+
+CLI = """\
+# Commands
+
+Exit codes: 0 done, 1 a problem or a refusal (nothing was changed), 2 wrong usage. Errors are one
+sentence on stderr. `--json` output is for programs; its sizes are bytes and its times seconds.
+
+"""
+
+BROKER = """\
+## `jupyter gpupool broker`
+
+Run the broker in the foreground. You need it only in a service file: without a machine-wide broker
+the first Pooled GPU kernel starts one for you. Every option of [the configuration](config.md) can be
+given as `--GPUPool.name=value`; `jupyter gpupool broker --help` lists the others.
+"""
+
+PROTOCOL = """\
+# Wire protocol
+
+This page is for people who write another client. Python programs use
+`jupyter_gpupool.client.Client`.
+
+"""
+
+_TYPES = {
+    str: "text",
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    dict: "object",
+    list: "list",
+    type(None): "null",
+}
+
+
+def config_page() -> str:
+    return NOTE + CONFIG + markdown_reference()
+
+
+def cli_page() -> str:
+    """From the parsers, not from their help: argparse words that differently in each Python."""
+    parts = [_command(*item) for item in app.subcommands().items() if item[0] != "broker"]
+    return NOTE + CLI + "\n".join([*parts, BROKER])
+
+
+def _command(name: str, parser: argparse.ArgumentParser) -> str:
+    usage, rows = [f"jupyter gpupool {name}"], []
+    for action in parser._actions:
+        if "--help" in action.option_strings:
+            continue
+        value = f" {action.metavar}" if action.metavar and action.option_strings else ""
+        names = ", ".join(f"`{option}{value}`" for option in action.option_strings)
+        if not names:
+            usage.append(str(action.metavar))
+        rows.append(f"| {names or f'`{action.metavar}`'} | {action.help} |")
+    usage.extend(["[options]"] if "--" in "".join(rows) else [])
+    table = ["", "| | |", "|---|---|", *rows] if rows else []
+    lines = [f"## `jupyter gpupool {name}`", "", str(parser.description), "", "```console"]
+    return "\n".join([*lines, " ".join(usage), "```", *table]) + "\n"
+
+
+def protocol_page() -> str:
+    rows = ["| message | required | optional |", "|---|---|---|"]
+    for name, (required, optional) in protocol.REQUESTS.items():
+        rows.append(f"| `{name}` | {_fields(required)} | {_fields(optional)} |")
+    return (
+        f"{NOTE}{PROTOCOL}```{{eval-rst}}\n{(protocol.__doc__ or '').strip()}\n```\n\n"
+        f"## Requests\n\nThis is version {protocol.VERSION}; a line has at most "
+        f"{protocol.MAX_LINE} bytes.\n\n" + "\n".join(rows) + "\n"
+    )
+
+
+def _fields(fields: object) -> str:
+    assert isinstance(fields, dict)
+    return ", ".join(f"`{name}` ({_type(accepted)})" for name, accepted in fields.items()) or "-"
+
+
+def _type(accepted: object) -> str:
+    types = accepted if isinstance(accepted, tuple) else (accepted,)
+    names = [_TYPES[t] for t in types if not (t is int and float in types)]
+    return " or ".join(names)
+
+
+PAGES = {"config.md": config_page, "cli.md": cli_page, "protocol.md": protocol_page}
+
+
+def main() -> None:
+    for name, page in PAGES.items():
+        (HERE / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

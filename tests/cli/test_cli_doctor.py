@@ -1,0 +1,197 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``doctor``: each check on a machine made for it, and all of them on this one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from snapshots import GiB, device, pool
+
+from jupyter_gpupool.cli import checks, main
+from jupyter_gpupool.cli.checks import Finding
+from jupyter_gpupool.config import load_settings
+from jupyter_gpupool.emulator import profiles
+
+
+def by_name(findings):
+    return {f["name"]: f for f in findings}
+
+
+def doctor(capsys, *arguments: str):
+    code = main(["doctor", "--json", *arguments])
+    return code, by_name(json.loads(capsys.readouterr().out))
+
+
+def test_with_a_broker_its_devices_are_shown(broker, capsys):
+    broker.answers["status"] = pool(broker={"journal": "/j", "journal_problem": ""})
+    _, found = doctor(capsys)
+    assert found["socket"]["verdict"] == "ok"
+    assert found["journal"] == {"verdict": "ok", "name": "journal", "message": "/j", "todo": ""}
+    assert found["GPU 0"]["message"] == (
+        "EMULATED NVIDIA GPU 16 GiB, 16 GiB, tier unguarded, suspend works"
+    )
+
+
+def test_without_a_broker_the_devices_are_tested_here(monkeypatch, capsys):
+    monkeypatch.setenv("GPUPOOL_EMULATE", "1x256MiB,context=16MiB")
+    monkeypatch.setenv("COLUMNS", "60")
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert "EMULATED NVIDIA GPU" in out
+    assert "tier unguarded, suspend works" in out
+    assert re.search("default_memory is 4 GiB; no GPU has above 2[0-9]+ MiB", out)
+    assert "\x1b" not in out
+
+
+def test_no_driver_is_a_failure_with_a_next_step(monkeypatch, capsys):
+    if profiles.real_driver_present():
+        pytest.skip("this machine has an NVIDIA driver")
+    code, found = doctor(capsys)
+    assert code == 1
+    assert found["driver"]["verdict"] == "warn"
+    assert found["devices"]["verdict"] == "fail"
+    assert "No NVIDIA driver was found" in found["devices"]["message"]
+    assert "c.GPUPool.emulate" in found["devices"]["message"]
+
+
+def test_a_broken_configuration_is_named_and_nothing_is_guessed_from_it(
+    no_configuration, tmp_path, capsys
+):
+    (no_configuration / "jupyter_server_config.py").write_text("c.GPUPool.atach = 'cell'")
+    code, found = doctor(capsys)
+    assert code == 1
+    assert "c.GPUPool.atach in" in found["config"]["message"]
+    assert "Did you mean 'attach'?" in found["config"]["todo"]
+    assert "socket" not in found
+
+
+def test_an_emulated_machine_that_is_none(monkeypatch, capsys):
+    monkeypatch.setenv("GPUPOOL_EMULATE", "2x")
+    code, found = doctor(capsys)
+    assert code == 1
+    assert found["config"]["message"].startswith("GPUPOOL_EMULATE: '' in '2x' is not a size")
+
+
+def test_an_emulator_that_is_not_built(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("GPUPOOL_EMULATE", "1x1GiB")
+    monkeypatch.setattr(profiles, "__file__", str(tmp_path / "profiles.py"))
+    code, found = doctor(capsys)
+    assert code == 1
+    assert found["emulator"]["todo"] == ("Build it with: python -m jupyter_gpupool.emulator.build")
+    assert "has not been compiled" in found["config"]["message"]
+
+
+def test_an_explicit_file(tmp_path, capsys):
+    code, found = doctor(capsys, "--config", str(tmp_path / "missing.py"))
+    assert code == 1
+    assert "There is no configuration file" in found["config"]["message"]
+
+
+# ------------------------------------------------------------------ single checks
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [("580.95.05", "ok"), ("575.57", "warn"), ("550.54.14", "fail")],
+)
+def test_driver_versions(tmp_path, version, verdict):
+    (tmp_path / "driver/nvidia").mkdir(parents=True)
+    (tmp_path / "driver/nvidia/version").write_text(
+        f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Wed Oct 1\n"
+        "GCC version:  gcc version 12.2.0\n"
+    )
+    found = checks.driver(tmp_path)
+    assert (found.verdict, found.message) == (verdict, f"NVIDIA {version}")
+    assert bool(found.todo) == (verdict != "ok")
+
+
+@pytest.mark.parametrize(
+    ("scope", "uid", "verdict"),
+    [(None, 1000, "ok"), ("0", 1000, "ok"), ("1", 0, "ok"), ("1", 1000, "warn"), ("2", 0, "warn")],
+)
+def test_ptrace_scope(tmp_path, monkeypatch, scope, uid, verdict):
+    if scope is not None:
+        (tmp_path / "sys/kernel/yama").mkdir(parents=True)
+        (tmp_path / "sys/kernel/yama/ptrace_scope").write_text(scope)
+    monkeypatch.setattr("os.getuid", lambda: uid)
+    assert checks.ptrace_scope(tmp_path).verdict == verdict
+
+
+def test_a_socket_with_nobody_behind_it(broker):
+    path = broker.path
+    assert checks.socket(path, answers=True).verdict == "ok"
+    found = checks.socket(path, answers=False)
+    assert found == Finding(
+        "fail",
+        "socket",
+        f"nothing answers at {path}",
+        f"Remove it, or end what listens there: rm {path}",
+    )
+
+
+def test_a_socket_that_is_a_link(tmp_path):
+    (tmp_path / "link").symlink_to("/nowhere")
+    found = checks.socket(tmp_path / "link", answers=False)
+    assert found.verdict == "fail"
+    assert "is a symbolic link" in found.message
+
+
+def nvidia_smi(folder: Path, script: str) -> None:
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("script", "verdict", "message"),
+    [
+        ("echo '0, Enabled'; echo '1, Enabled'", "ok", "on"),
+        ("echo '0, Enabled'; echo '1, Disabled'", "warn", "off on GPU 1"),
+        ("echo 'NVIDIA-SMI has failed'; exit 9", "fail", "NVIDIA-SMI has failed"),
+    ],
+)
+def test_persistence_mode(tmp_path, monkeypatch, script, verdict, message):
+    nvidia_smi(tmp_path, script)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    (found,) = checks.persistence_mode()
+    assert (found.verdict, found.message) == (verdict, message)
+
+
+def test_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert checks.compiler().verdict == "warn"
+
+
+def test_devices_that_cannot_suspend_or_are_lost():
+    mig = device(tier="mig", can_suspend=False, tier_reason="MIG cannot be suspended.")
+    lost = device(1, drained_reason="Xid 79")
+    found = checks.devices([mig, lost], "")
+    assert [f.verdict for f in found] == ["warn", "fail"]
+    assert found[0].todo == "MIG cannot be suspended."
+    assert found[1].todo == "not used: Xid 79"
+
+
+def test_host_memory_below_the_largest_gpu(monkeypatch):
+    monkeypatch.setattr(checks, "memory_total", lambda: 64 * GiB)
+    settings = load_settings()
+    small = checks.host_memory(settings, [device(memory_capacity=1 << 50)])
+    assert small.verdict == "warn"
+    assert "c.GPUPool.host_memory" in small.todo
+    assert checks.host_memory(settings, [device(memory_capacity=1)]).verdict == "ok"
+
+
+def test_a_missing_package(monkeypatch):
+    monkeypatch.setattr(checks, "PACKAGES", {"no-such-package": "nothing"})
+    assert checks.packages() == [
+        Finding(
+            "fail",
+            "no-such-package",
+            "not installed",
+            "It is needed for nothing: pip install no-such-package",
+        )
+    ]
