@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Callable
 
 from ..endpoint import SOCKET_VARIABLE
 from .attach import CudaProbe, FrameworkCaps
@@ -42,7 +42,7 @@ class Agent:
                 cuda=probe,
                 on_lost=self._lost,
             )
-            interrupts = Interrupts(shell.kernel.io_loop.add_callback)
+            interrupts = Interrupts(self._on_main_loop)
             self.gate = CellGate(shell, self.link, FrameworkCaps(probe), interrupts)
         self.magics = GPUMagics(shell, self.link, self.gate)
 
@@ -62,6 +62,10 @@ class Agent:
             self.link.close()
         for kind in ("line", "cell"):
             self.shell.magics_manager.magics[kind].pop("gpu", None)
+
+    def _on_main_loop(self, run: Callable[[], None]) -> None:
+        # Looked up late: the kernel has no loop yet while extensions are loaded.
+        self.shell.kernel.io_loop.add_callback(run)
 
     def _lost(self, message: str) -> None:
         """Say it at once, under the output of the latest cell, and again above the next one."""

@@ -1,0 +1,211 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Pooled twins of installed kernelspecs: made, listed, removed.
+
+A twin is a copy that starts the same kernel through our provisioner. Everything else of the
+original stays: files, logos, environment, interrupt mode, metadata. The original is not touched.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.kernelspec import KernelSpecManager
+
+from .errors import GPUPoolError
+
+PROVISIONER = "gpupool-provisioner"
+
+#: jupyter_client's own provisioner, which ours stands for.
+LOCAL_PROVISIONER = "local-provisioner"
+
+SUFFIX = " (Pooled GPU)"
+_NAME = re.compile(r"^[a-z0-9._-]+$", re.IGNORECASE)  # as jupyter_client has it
+
+
+class KernelSpecError(GPUPoolError):
+    """A kernelspec that does not exist, or cannot be wrapped or unwrapped."""
+
+    code = "kernelspec"
+
+
+@dataclass(frozen=True)
+class PooledKernel:
+    """A kernelspec that uses the pool; ``wraps`` names its original, if it is a twin."""
+
+    name: str
+    display_name: str
+    wraps: str
+    path: Path
+
+
+def list_pooled() -> list[PooledKernel]:
+    """Return the installed kernelspecs that start through our provisioner, by name."""
+    found = []
+    for name, folder in sorted(KernelSpecManager().find_kernel_specs().items()):
+        try:
+            spec = _read(Path(folder))
+        except KernelSpecError:
+            continue  # broken, and so not ours to show
+        if _provisioner(spec) == PROVISIONER:
+            metadata = spec.get("metadata", {}).get("gpupool", {})
+            wraps = str(metadata.get("wraps", "")) if isinstance(metadata, dict) else ""
+            shown = str(spec.get("display_name", name))
+            found.append(PooledKernel(name, shown, wraps, Path(folder)))
+    return found
+
+
+def wrap(
+    name: str,
+    *,
+    user: bool = False,
+    prefix: str | None = None,
+    new_name: str | None = None,
+    display_name: str | None = None,
+) -> Path:
+    """Install a pooled twin of kernelspec ``name`` and return its folder.
+
+    Parameters
+    ----------
+    name:
+        As ``jupyter kernelspec list`` shows it.
+    user, prefix:
+        Where, as for ``jupyter kernelspec install``; neither: system-wide.
+    new_name, display_name:
+        Default: ``gpupool-<name>``, and the original's with " (Pooled GPU)" added.
+
+    Raises
+    ------
+    KernelSpecError
+        If there is no such kernelspec, it already is pooled or started by another provisioner,
+        the new name is taken by a kernelspec that is no twin, or the folder cannot be written.
+    """
+    manager = KernelSpecManager()
+    folder = _find(manager, name)
+    spec = _native_or_read(folder)
+    provisioner = _provisioner(spec)
+    if provisioner == PROVISIONER:
+        raise KernelSpecError(
+            f"The kernelspec {name!r} uses the GPU pool already.",
+            next_step="`jupyter gpupool list` shows all that do.",
+        )
+    if provisioner not in ("", LOCAL_PROVISIONER):
+        raise KernelSpecError(
+            f"The kernelspec {name!r} is started by {provisioner!r}; only kernels that start on "
+            "this machine can use its GPU pool.",
+            next_step="Wrap a kernelspec without a kernel_provisioner.",
+        )
+    target = (new_name or f"gpupool-{name}").lower()
+    if not _NAME.match(target):
+        raise KernelSpecError(
+            f"{target!r} is not a kernelspec name.",
+            next_step="Use letters, digits, dots, hyphens and underscores.",
+        )
+    _refuse_taken(manager, target)
+    metadata = dict(spec.get("metadata") or {})
+    metadata["kernel_provisioner"] = {"provisioner_name": PROVISIONER, "config": {}}
+    metadata["gpupool"] = {"wraps": name}
+    spec["metadata"] = metadata
+    spec["display_name"] = display_name or f"{spec.get('display_name', name)}{SUFFIX}"
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch) / target
+        shutil.copytree(folder, copy)
+        (copy / "kernel.json").write_text(json.dumps(spec, indent=1) + "\n", encoding="utf-8")
+        try:
+            installed = manager.install_kernel_spec(str(copy), target, user=user, prefix=prefix)
+        except OSError as error:
+            raise KernelSpecError(
+                f"The kernelspec {target!r} could not be written: {error}.",
+                next_step="Add --user or --sys-prefix.",
+            ) from None
+    return Path(installed)
+
+
+def unwrap(name: str) -> None:
+    """Remove the pooled twin ``name``. The original stays.
+
+    Raises
+    ------
+    KernelSpecError
+        If there is no such kernelspec, or it is not one that :func:`wrap` has made.
+    """
+    manager = KernelSpecManager()
+    folder = _find(manager, name)
+    if not _is_twin(_read(folder)):
+        twins = [kernel.name for kernel in list_pooled() if kernel.wraps]
+        raise KernelSpecError(
+            f"The kernelspec {name!r} was not made by `jupyter gpupool wrap`, so it stays.",
+            next_step=f"Those that were: {', '.join(twins)}." if twins else "",
+        )
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise KernelSpecError(
+            f"The kernelspec {name!r} could not be removed: {error}.",
+            next_step="Use an account that may write there.",
+        ) from None
+
+
+def _find(manager: Any, name: str) -> Path:
+    specs = manager.find_kernel_specs()
+    folder = specs.get(name.lower())
+    if folder is None:
+        near = difflib.get_close_matches(name.lower(), specs, n=1, cutoff=0.5)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise KernelSpecError(
+            f"There is no kernelspec {name!r}.",
+            code="unknown-kernelspec",
+            next_step=f"{hint}`jupyter kernelspec list` shows all.",
+        )
+    return Path(folder)
+
+
+def _native_or_read(folder: Path) -> dict[str, Any]:
+    """Return the kernelspec as it would be started.
+
+    For the native kernel that is not the file: its ``argv`` names the interpreter of this
+    environment, which a twin installed elsewhere must still find.
+    """
+    spec = _read(folder)
+    try:
+        from ipykernel.kernelspec import RESOURCES, get_kernel_dict
+    except ImportError:
+        return spec
+    return dict(get_kernel_dict()) if Path(RESOURCES) == folder else spec
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / "kernel.json"
+    try:
+        spec = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise KernelSpecError(f"The kernelspec {path} cannot be read: {error}.") from None
+    if not isinstance(spec, dict) or not isinstance(spec.get("argv"), list):
+        raise KernelSpecError(f"The kernelspec {path} has no argv.")
+    return spec
+
+
+def _provisioner(spec: dict[str, Any]) -> str:
+    stanza = (spec.get("metadata") or {}).get("kernel_provisioner") or {}
+    return str(stanza.get("provisioner_name", "")) if isinstance(stanza, dict) else ""
+
+
+def _is_twin(spec: dict[str, Any]) -> bool:
+    ours = (spec.get("metadata") or {}).get("gpupool")
+    return isinstance(ours, dict) and bool(ours.get("wraps"))
+
+
+def _refuse_taken(manager: Any, target: str) -> None:
+    folder = manager.find_kernel_specs().get(target)
+    if folder is not None and not _is_twin(_read(Path(folder))):
+        raise KernelSpecError(
+            f"There is a kernelspec {target!r} already, and it is not a twin: {folder}.",
+            next_step="Choose another name with --name.",
+        )

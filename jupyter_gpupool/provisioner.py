@@ -1,0 +1,394 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Ties a kernel's process to its session in the pool: opened before the start, closed at the end.
+
+The same object serves a kernel's whole life, restarts included. jupyter_client calls:
+
+- start: ``pre_launch``, ``launch_kernel``, ``post_launch``;
+- restart: ``shutdown_requested(True)``, ``cleanup(True)``, then as for a start;
+- automatic restart after a crash: ``cleanup(True)``, then as for a start;
+- shutdown, culling: ``shutdown_requested(False)``, ``cleanup(False)``.
+
+``restart=True`` reaches only the calls named here; ``cleanup`` may come twice, or without a start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import hashlib
+import os
+import stat
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Mapping, MutableMapping, TypeVar
+
+from jupyter_client.provisioning import LocalProvisioner
+from traitlets import Int, TraitType, Unicode
+
+from .autostart import ensure_broker
+from .client import Client
+from .config import load_settings
+from .endpoint import SOCKET_VARIABLE, user_runtime_dir
+from .errors import ConfigError, GPUPoolError
+from .units import format_bytes, parse_bytes
+
+_Result = TypeVar("_Result")
+
+AGENT = "jupyter_gpupool.kernel"
+AGENT_FLAG = f"--IPKernelApp.extra_extensions={AGENT}"
+
+#: Variables of the session's environment that go in front of what the kernel has already.
+PATH_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
+
+#: Variables that only replace a default of a library: what the user has set stays.
+USERS_CHOICE = ("XLA_PYTHON_CLIENT_PREALLOCATE", "TF_FORCE_GPU_ALLOW_GROWTH")
+
+#: Options of a kernelspec's ``config``, and what each of them is.
+OPTIONS = ("memory", "limit", "devices", "priority", "attach", "broker_socket")
+
+POLICIES = ("cell", "manual", "lazy")
+
+
+class Memory(TraitType[int, "int | str"]):
+    """Bytes, or text like ``"12GiB"``; 0 leaves the choice to the pool's configuration."""
+
+    info_text = "a size like '12GiB', or a number of bytes"
+    default_value = 0
+
+    def validate(self, obj: Any, value: Any) -> int:
+        """Return the bytes; called by traitlets."""
+        if value in (0, ""):
+            return 0
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            name = f"{type(obj).__name__}.{self.name}"
+            raise ConfigError(f"{name}: {error}", next_step=_EXAMPLE) from None
+
+
+_EXAMPLE = 'Write for example {"memory": "12GiB"} in the config of the kernelspec.'
+
+
+class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
+    """Starts a kernel here, as the default provisioner does, with a session in the GPU pool.
+
+    What a kernelspec asks for is a default request: the pool's configuration decides.
+    """
+
+    memory = Memory(
+        0,
+        help="""Device memory that the kernel is guaranteed while it has a slice, in bytes or as
+        text like "12GiB". Default: c.GPUPool.default_memory. Example:
+        c.GPUPoolProvisioner.memory = "12GiB" """,
+    ).tag(config=True)
+    limit = Memory(
+        0,
+        help="""Device memory up to which the kernel may grow while there is room, in bytes or as
+        text like "20GiB". Default: the memory. Example: c.GPUPoolProvisioner.limit = "20GiB" """,
+    ).tag(config=True)
+    devices = Int(
+        0,
+        min=0,
+        help="""Devices that the kernel gets at once, each with the memory above. 0 (the default)
+        leaves it to the pool, which gives one. Example: c.GPUPoolProvisioner.devices = 2""",
+    ).tag(config=True)
+    priority = Unicode(
+        "",
+        help="""Priority class, one of c.GPUPool.priority_classes. Default:
+        c.GPUPool.default_priority. Example: c.GPUPoolProvisioner.priority = "batch" """,
+    ).tag(config=True)
+    attach = Unicode(
+        "",
+        help="""When the kernel gets its slice: "cell" (as a cell starts), "manual" (only on
+        %gpu attach). Default: c.GPUPool.attach.
+        Example: c.GPUPoolProvisioner.attach = "manual" """,
+    ).tag(config=True)
+    broker_socket = Unicode(
+        "",
+        help="""Absolute path of the broker's socket. Default: c.GPUPool.socket, $GPUPOOL_SOCKET,
+        /run/gpupool/broker.sock if it exists, else one of this user's own. Example:
+        c.GPUPoolProvisioner.broker_socket = "/run/gpupool/broker.sock" """,
+    ).tag(config=True)
+
+    _client: Client | None = None
+    _socket: Path | None = None
+    _session: str = ""
+    #: The request as the kernel had it before a restart; its user may have changed it by %gpu.
+    _request: Mapping[str, Any] | None = None
+
+    def __init__(self, **kwargs: Any) -> None:
+        # jupyter_client passes a kernelspec's options as arguments and drops unknown ones silently.
+        spec = kwargs.get("kernel_spec")
+        stanza = getattr(spec, "metadata", {}).get("kernel_provisioner", {}).get("config", {})
+        check_options(stanza, getattr(spec, "display_name", "this kernel"))
+        super().__init__(**kwargs)
+
+    # ------------------------------------------------------------------ called by jupyter_client
+
+    async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
+        """Open a session and prepare command and environment. Called before each (re)start.
+
+        Raises
+        ------
+        GPUPoolError
+            If the broker cannot be had or refuses: a kernel that nobody governs is not started.
+        """
+        await self._release("the kernel is started again")
+        env = kwargs.get("env") or os.environ
+        answer = await self._in_thread(self._open, self._label(env))
+        try:
+            kwargs = await super().pre_launch(**kwargs)
+            command = list(kwargs["cmd"])
+            environ: dict[str, str] = kwargs["env"]
+            merge_environment(environ, answer["env"])
+            if runs_ipykernel(command):
+                kwargs["cmd"] = [*command, AGENT_FLAG]
+                if not same_environment(command[0]):
+                    merge_environment(environ, {"PYTHONPATH": str(agent_folder())})
+            else:
+                # Nobody in this kernel would ask for the slice, so it gets no device at all.
+                environ["CUDA_VISIBLE_DEVICES"] = ""
+                self.log.warning(
+                    "GPU pool: %s is not an ipykernel, and without an agent it cannot ask for a "
+                    "GPU slice: it runs without a GPU.",
+                    self.kernel_spec.display_name,
+                )
+        except BaseException:
+            await self._release("the kernel could not be prepared")
+            raise
+        return kwargs
+
+    async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> Any:
+        """Start the process and tell the broker which one it is. Called after ``pre_launch``."""
+        try:
+            info = await super().launch_kernel(cmd, **kwargs)
+            await self._in_thread(self._launched, self.pid)
+        except BaseException:
+            await self.kill()
+            await self._release("the kernel did not start")
+            raise
+        return info
+
+    async def shutdown_requested(self, restart: bool = False) -> None:
+        """Remember the request as it is now, for a restart. Called while the kernel still runs."""
+        await super().shutdown_requested(restart=restart)
+        if restart and self._session:
+            try:
+                self._request = await self._in_thread(self._current_request)
+            except GPUPoolError as error:
+                self.log.debug("GPU pool: the request before a restart is not known: %s", error)
+
+    async def cleanup(self, restart: bool = False) -> None:
+        """End the session: its slice goes back to the pool. Called when the kernel has ended."""
+        try:
+            await super().cleanup(restart=restart)
+        finally:
+            if not restart:
+                self._request = None
+            await self._release("restart" if restart else "shutdown")
+
+    async def get_provisioner_info(self) -> dict[str, Any]:
+        """Return what a new server would need to take over this kernel."""
+        info = await super().get_provisioner_info()
+        socket = str(self._socket) if self._socket else ""
+        info.update({"gpupool_session": self._session, "gpupool_socket": socket})
+        return dict(info)
+
+    async def load_provisioner_info(self, provisioner_info: dict[str, Any]) -> None:
+        """Take over what :meth:`get_provisioner_info` returned."""
+        await super().load_provisioner_info(provisioner_info)
+        self._session = str(provisioner_info.get("gpupool_session", ""))
+        socket = provisioner_info.get("gpupool_socket", "")
+        self._socket = Path(socket) if socket else None
+
+    # ------------------------------------------------------------------ the broker (in a thread)
+
+    @staticmethod
+    async def _in_thread(function: Callable[..., _Result], *args: Any) -> _Result:
+        """Call what may block; the server's event loop serves other kernels meanwhile."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, partial(function, *args))
+
+    def _open(self, label: str) -> Mapping[str, Any]:
+        if self.attach and self.attach not in POLICIES:
+            raise ConfigError(
+                f"GPUPoolProvisioner.attach is {self.attach!r}; there are {', '.join(POLICIES)}.",
+                next_step=_nearest(self.attach, POLICIES),
+            )
+        self._socket = ensure_broker(self._pool_config(), self._configured_socket())
+        # Kept until the kernel is launched: if this server dies before, so does the session.
+        self._client = Client(self._socket)
+        try:
+            answer = self._client.call(
+                "open",
+                kernel_id=self.kernel_id or "",
+                label=label,
+                request=self._wanted(),
+                attach=self.attach or None,
+            )
+        except BaseException:
+            self._disconnect()
+            raise
+        self._session = str(answer["session"])
+        memory = (answer.get("request") or {}).get("memory")
+        self.log.info(
+            "GPU pool: session %s for %s%s",
+            self._session,
+            label,
+            f", asks for {format_bytes(memory)}" if isinstance(memory, int) else "",
+        )
+        return answer
+
+    def _launched(self, pid: int) -> None:
+        assert self._client is not None
+        self._client.call("launched", session=self._session, pid=pid)
+        self._disconnect()
+
+    def _current_request(self) -> Mapping[str, Any]:
+        assert self._socket is not None
+        with Client(self._socket) as client:
+            return dict(client.call("request", session=self._session)["request"])
+
+    def _close(self, session: str, reason: str) -> None:
+        client, self._client = self._client, None
+        if client is None:
+            assert self._socket is not None
+            client = Client(self._socket)
+        with client:
+            client.call("close", session=session, reason=reason)
+
+    async def _release(self, reason: str) -> None:
+        """Close the session if there is one. Never raises: the broker sees the process end too."""
+        session, self._session = self._session, ""
+        try:
+            if session and self._socket is not None:
+                await self._in_thread(self._close, session, reason)
+        except GPUPoolError as error:
+            self.log.warning("GPU pool: session %s could not be closed: %s", session, error)
+        finally:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    # ------------------------------------------------------------------ what is asked for, of whom
+
+    def _wanted(self) -> dict[str, Any]:
+        if self._request is not None:
+            return dict(self._request)
+        asked = {
+            "memory": self.memory,
+            "limit": self.limit or self.memory,
+            "devices": self.devices,
+            "priority": self.priority,
+        }
+        return {name: value for name, value in asked.items() if value}
+
+    def _label(self, env: Mapping[str, str]) -> str:
+        """Return what people call this kernel: its notebook, or else its kernelspec."""
+        return Path(env.get("JPY_SESSION_NAME", "")).name or str(self.kernel_spec.display_name)
+
+    def _pool_config(self) -> dict[str, Any] | None:
+        """Return what the server's own configuration (command line included) says of the pool."""
+        section = self.config.get("GPUPool")
+        return {"GPUPool": dict(section)} if section else None
+
+    def _configured_socket(self) -> str:
+        if self.broker_socket:
+            return str(self.broker_socket)
+        section = self.config.get("GPUPool") or {}
+        configured = str(section.get("socket", "") or "")
+        if configured or os.environ.get(SOCKET_VARIABLE):
+            return configured
+        # In nbclient or a console nobody has read the server's configuration files.
+        return "" if section else load_settings().socket
+
+
+def check_options(stanza: Mapping[str, Any], kernel: str) -> None:
+    """Refuse options of a kernelspec that this provisioner does not have.
+
+    Raises
+    ------
+    ConfigError
+        Naming the unknown option and the nearest that there is.
+    """
+    for name in stanza:
+        if name not in OPTIONS:
+            raise ConfigError(
+                f"The kernelspec of {kernel!r} has the option {name!r} for its GPU pool "
+                f"provisioner, which does not exist; there are {', '.join(OPTIONS)}.",
+                code="unknown-option",
+                next_step=_nearest(name, OPTIONS),
+            )
+
+
+def _nearest(name: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"Did you mean {near[0]!r}?" if near else ""
+
+
+def runs_ipykernel(command: list[str]) -> bool:
+    """Return whether this command starts ipykernel, and so knows the agent's flag."""
+    return any(
+        part in ("ipykernel_launcher", "ipykernel") or Path(part).name == "ipykernel_launcher.py"
+        for part in command[1:]
+    )
+
+
+def same_environment(python: str) -> bool:
+    """Return whether ``python`` is this process's interpreter: then it has this package too."""
+    return os.path.abspath(python) == os.path.abspath(sys.executable)
+
+
+def merge_environment(env: MutableMapping[str, str], ours: Mapping[str, str]) -> None:
+    """Add the session's variables to the kernel's, in place."""
+    for name, value in ours.items():
+        if name in USERS_CHOICE and name in env:
+            continue
+        if name in PATH_VARIABLES and env.get(name):
+            first = value.split(os.pathsep)
+            rest = [part for part in env[name].split(os.pathsep) if part and part not in first]
+            env[name] = os.pathsep.join([*first, *rest])
+        else:
+            env[name] = value
+
+
+def agent_folder() -> Path:
+    """Return a private folder with one link to this package, for another environment's PYTHONPATH.
+
+    Not the folder the package is installed in: it would bring every other package along.
+
+    Raises
+    ------
+    GPUPoolError
+        If somebody else could change what is imported from there.
+    """
+    package = Path(__file__).resolve().parent
+    base = user_runtime_dir()
+    folder = base / f"agent-{hashlib.sha256(str(package).encode()).hexdigest()[:12]}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in (base, folder):
+        found = path.lstat()
+        if (
+            not stat.S_ISDIR(found.st_mode)
+            or found.st_uid != os.getuid()
+            or stat.S_IMODE(found.st_mode) & 0o022
+        ):
+            raise GPUPoolError(
+                f"{path} is not a folder that only you can write to, so that no kernel of another "
+                "environment is started with it.",
+                code="bad-folder",
+                next_step=f"Remove it: rm -rf {path}",
+            )
+    link = folder / package.name
+    try:
+        link.symlink_to(package, target_is_directory=True)
+    except FileExistsError:
+        if link.resolve() != package:
+            link.unlink()
+            link.symlink_to(package, target_is_directory=True)
+    return folder
