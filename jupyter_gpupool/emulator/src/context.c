@@ -8,7 +8,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #define STACK_DEPTH 64
 
@@ -21,6 +20,14 @@ bool context_valid(struct context *context)
         if (c == context)
             return !c->destroyed;
     return false;
+}
+
+static bool known(struct context *c)
+{
+    pthread_mutex_lock(&driver.lock);
+    bool valid = context_valid(c);
+    pthread_mutex_unlock(&driver.lock);
+    return valid;
 }
 
 CUresult context_current(struct context **out)
@@ -78,7 +85,7 @@ static void context_end(struct context *c)
         else if (a.kind == ALLOC_DEVICE)
             device_release(&a, true);
         else
-            munmap((void *)a.address, a.extent);
+            host_release(&a);
         allocation_remove(&driver.allocation[i]);
     }
     for (struct stream *s = driver.streams; s; s = s->next)
@@ -218,10 +225,7 @@ EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int
 EXPORT CUresult cuCtxPushCurrent_v2(CUcontext c)
 {
     CHECKED;
-    pthread_mutex_lock(&driver.lock);
-    bool valid = context_valid(c);
-    pthread_mutex_unlock(&driver.lock);
-    return valid ? push(c) : CUDA_ERROR_INVALID_CONTEXT;
+    return known(c) ? push(c) : CUDA_ERROR_INVALID_CONTEXT;
 }
 
 EXPORT CUresult cuCtxPopCurrent_v2(CUcontext *out)
@@ -243,10 +247,7 @@ EXPORT CUresult cuCtxSetCurrent(CUcontext c)
             depth--;
         return CUDA_SUCCESS;
     }
-    pthread_mutex_lock(&driver.lock);
-    bool valid = context_valid(c);
-    pthread_mutex_unlock(&driver.lock);
-    if (!valid)
+    if (!known(c))
         return CUDA_ERROR_INVALID_CONTEXT;
     if (!depth)
         return push(c);
@@ -271,7 +272,7 @@ EXPORT CUresult cuCtxGetCurrent(CUcontext *out)
             CUresult current_ = context_current(&(c));  \
             if (current_)                               \
                 return current_;                        \
-        } else if (!context_valid(c)) {                 \
+        } else if (!known(c)) {                         \
             return CUDA_ERROR_INVALID_CONTEXT;          \
         }                                               \
     } while (0)
@@ -375,7 +376,7 @@ EXPORT CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
 {
     struct context *c = NULL;
     CONTEXT(c);
-    if (flags || !context_valid(peer) || peer->device == c->device)
+    if (flags || !known(peer) || peer->device == c->device)
         return CUDA_ERROR_INVALID_VALUE;
     if (c->peers >> peer->device & 1)
         return CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;
@@ -387,7 +388,7 @@ EXPORT CUresult cuCtxDisablePeerAccess(CUcontext peer)
 {
     struct context *c = NULL;
     CONTEXT(c);
-    if (!context_valid(peer) || !(c->peers >> peer->device & 1))
+    if (!known(peer) || !(c->peers >> peer->device & 1))
         return CUDA_ERROR_PEER_ACCESS_NOT_ENABLED;
     c->peers &= ~(1ull << peer->device);
     return CUDA_SUCCESS;
@@ -405,7 +406,7 @@ EXPORT CUresult cuCtxSynchronize_v2(CUcontext c)
     pthread_mutex_lock(&driver.lock);
     pools_trim_idle();
     pthread_mutex_unlock(&driver.lock);
-    return (CUresult)driver.sticky;
+    return driver_sticky();
 }
 
 EXPORT CUresult cuCtxSynchronize(void) { return cuCtxSynchronize_v2(NULL); }

@@ -18,14 +18,6 @@ static uint64_t copy_ns(uint64_t bytes, int from, int to)
     return bandwidth ? (uint64_t)((unsigned __int128)bytes * 1000000000u / bandwidth) : 0;
 }
 
-static CUresult lost(int from, int to)
-{
-    if ((from >= 0 && device_is_lost(driver.device[from].physical)) ||
-        (to >= 0 && device_is_lost(driver.device[to].physical)))
-        return CUDA_ERROR_LAUNCH_FAILED;
-    return CUDA_SUCCESS;
-}
-
 /* `rows` rows of `width` bytes; a plain copy has one. */
 struct transfer {
     uint64_t to, from;
@@ -45,8 +37,6 @@ static CUresult transfer(const struct transfer *t, CUstream stream, bool wait)
         if (!result)
             result = resolve(t->from, t->from_pitch * (t->rows - 1) + t->width, &from, &from_device);
     }
-    if (!result)
-        result = lost(from_device, to_device);
     pthread_mutex_unlock(&driver.lock);
     if (result || !t->rows || !t->width)
         return result;
@@ -188,15 +178,12 @@ static CUresult fill(uint64_t to, size_t pitch, unsigned value, unsigned unit, s
     GATED;
     struct stream *s;
     void *host = NULL;
-    int device;
     if (to % unit || (rows > 1 && pitch < width * unit))
         return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&driver.lock);
     CUresult result = stream_resolve(stream, &s);
     if (!result && width && rows)
-        result = resolve(to, pitch * (rows - 1) + width * unit, &host, &device);
-    if (!result && host)
-        result = lost(device, -1);
+        result = resolve(to, pitch * (rows - 1) + width * unit, &host, NULL);
     uint64_t tail = result ? 0 : stream_submit(s, 0);
     pthread_mutex_unlock(&driver.lock);
     if (result || !width)

@@ -155,6 +155,7 @@ static int attribute(int number, int d)
     case 106: return 32;        /* MAX_BLOCKS_PER_MULTIPROCESSOR */
     case 111: return 1024;      /* RESERVED_SHARED_MEMORY_PER_BLOCK */
     case 115: return 1;         /* MEMORY_POOLS_SUPPORTED */
+    case 142: case 144: return 1; /* HOST_NUMA_MEMORY_POOLS_SUPPORTED, HOST_MEMORY_POOLS_SUPPORTED */
     case 119: return 0;         /* MEMPOOL_SUPPORTED_HANDLE_TYPES */
     default: return 0;
     }

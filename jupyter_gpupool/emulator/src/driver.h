@@ -134,6 +134,7 @@ extern struct driver driver;
 
 /* ---- gate.c ---- */
 CUresult driver_check(void); /* initialised, and not the child of a fork()? */
+CUresult driver_sticky(void); /* the error that killed the contexts, if any */
 CUresult gate_enter(int *passed);
 void gate_leave(const int *passed);
 bool gate_close(uint64_t deadline); /* false: work was still running at the deadline (0: none) */
@@ -176,8 +177,11 @@ bool ranges_give(struct ranges *ranges, uint64_t start, uint64_t size);
 struct allocation *allocation_find(uint64_t address);
 struct allocation *allocation_add(const struct allocation *a); /* NULL: out of host memory */
 void allocation_remove(struct allocation *a);
+/* Without `charge` (pool memory) the size is not rounded up to device pages either. */
 CUresult device_allocate(int device, uint64_t size, bool charge, struct allocation *out);
 void device_release(const struct allocation *a, bool charge);
+void host_release(const struct allocation *a); /* host or managed memory */
+void managed_count(int change);
 /* Where the bytes are; device: visible ordinal, or -1 for host memory. */
 CUresult resolve(uint64_t address, uint64_t size, void **host, int *device);
 

@@ -157,6 +157,13 @@ static void refresh(bool look)
         close(fd);
 }
 
+bool faults_pending(void)
+{
+    pthread_once(&env_once, read_env);
+    refresh(false);
+    return env_table.count || __atomic_load_n(&machine->faults.count, __ATOMIC_RELAXED);
+}
+
 static struct fault *search(struct fault_table *table, enum fault_kind kind, pid_t pid, int device,
                             const char *op)
 {
@@ -173,9 +180,9 @@ static struct fault *search(struct fault_table *table, enum fault_kind kind, pid
 static bool look_up(enum fault_kind kind, pid_t pid, int device, const char *op, bool look, bool use,
                     struct fault *out)
 {
-    pthread_once(&env_once, read_env);
-    refresh(look);
-    if (!env_table.count && !__atomic_load_n(&machine->faults.count, __ATOMIC_RELAXED))
+    if (look)
+        refresh(true);
+    if (!faults_pending())
         return false;
     machine_lock();
     struct fault *f = search(&machine->faults, kind, pid, device, op);

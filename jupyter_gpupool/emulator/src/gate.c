@@ -28,6 +28,20 @@ static void leave(void)
         futex_wake(&driver.inflight, false);
 }
 
+/* A lost device takes the contexts of the process with it, for good. */
+CUresult driver_sticky(void)
+{
+    uint32_t error = __atomic_load_n(&driver.sticky, __ATOMIC_RELAXED);
+    if (error || !faults_pending())
+        return (CUresult)error;
+    for (int i = 0; i < driver.count; i++)
+        if (driver.device[i].charged && device_is_lost(driver.device[i].physical)) {
+            __atomic_store_n(&driver.sticky, CUDA_ERROR_LAUNCH_FAILED, __ATOMIC_RELAXED);
+            return CUDA_ERROR_LAUNCH_FAILED;
+        }
+    return CUDA_SUCCESS;
+}
+
 CUresult gate_enter(int *passed)
 {
     CUresult result = driver_check();
@@ -42,7 +56,7 @@ CUresult gate_enter(int *passed)
         futex_wait(&driver.closed, 1, -1, false);
     }
     *passed = 1;
-    return (CUresult)__atomic_load_n(&driver.sticky, __ATOMIC_RELAXED);
+    return driver_sticky();
 }
 
 void gate_leave(const int *passed)

@@ -7,7 +7,7 @@
  *   gpupool_fill_u64(u64 *p, u64 n, u64 value)   p[i] = value
  *   gpupool_iota_u32(u32 *p, u64 n, u32 first)   p[i] = first + i
  *   gpupool_add_u32(u32 *p, u64 n, u32 value)    p[i] += value
- *   gpupool_sum_u32(u64 *out, u32 *p, u64 n)     *out = sum of p[i] (out is set, not added to)
+ *   gpupool_sum_u32(u64 *out, u32 *p, u64 n)     *out += sum of p[i]
  *   gpupool_illegal_address()                    fails the context with error 700
  *
  * `kernels.py` holds real PTX of the same kernels, so that a program that uses them also runs
@@ -92,7 +92,7 @@ static CUresult sum_u32(void **params)
     for (uint64_t i = 0; i < n && !result; i++)
         sum += ((uint32_t *)p)[i];
     if (!result)
-        *(uint64_t *)out = sum;
+        *(uint64_t *)out += sum;
     return result;
 }
 

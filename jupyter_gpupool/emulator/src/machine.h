@@ -96,7 +96,7 @@ struct slot {
     uint64_t start; /* start time of the process, in clock ticks since boot */
     uint32_t state; /* PROCESS_* */
     int32_t service_tid; /* 0: no context yet */
-    uint32_t managed;    /* has managed memory: cannot be checkpointed */
+    uint32_t managed;    /* live managed allocations: with any, no checkpoint */
     uint32_t reserved0;
     uint64_t suspended; /* bytes held on the host while checkpointed */
     uint64_t used[MAX_DEVICES]; /* bytes charged per device, context included */
@@ -132,7 +132,7 @@ const char *machine_state_dir(void);
 
 void machine_lock(void);
 void machine_unlock(void);
-/* With the lock held: returns the bytes of processes that ended. */
+/* Without the lock: returns the bytes of processes that ended. */
 void machine_reap(void);
 
 struct slot *machine_slot_take(void);       /* the caller's own slot, created; NULL if full */
@@ -158,6 +158,7 @@ void pci_bus_id(unsigned device, char *out, size_t size);
 bool fault_hit(enum fault_kind kind, pid_t pid, int device, const char *op, struct fault *out);
 /* The same, without using it up. */
 bool fault_active(enum fault_kind kind, pid_t pid, int device, struct fault *out);
+bool faults_pending(void); /* cheap: may there be any fault at all? */
 bool device_is_lost(unsigned device);
 uint64_t copy_bandwidth(unsigned device); /* bytes/s, 0: unlimited */
 

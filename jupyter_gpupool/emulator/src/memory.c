@@ -65,7 +65,7 @@ void allocation_remove(struct allocation *a)
 CUresult device_allocate(int device, uint64_t size, bool charge, struct allocation *out)
 {
     struct device *d = &driver.device[device];
-    uint64_t unit = size >= MIB ? GRANULE : 512;
+    uint64_t unit = size >= MIB && charge ? GRANULE : 512;
     if (!size || size > machine->spec.memory)
         return size ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
     uint64_t extent = round_up(size, unit);
@@ -107,6 +107,19 @@ CUresult resolve(uint64_t address, uint64_t size, void **host, int *device)
     if (device)
         *device = a->device;
     return CUDA_SUCCESS;
+}
+
+/* Live managed memory is what makes a process unfit for a checkpoint. */
+void managed_count(int change)
+{
+    __atomic_add_fetch(&driver.slot->managed, (uint32_t)change, __ATOMIC_ACQ_REL);
+}
+
+void host_release(const struct allocation *a)
+{
+    if (a->kind == ALLOC_MANAGED)
+        managed_count(-1);
+    munmap((void *)a->address, a->extent);
 }
 
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t size)
@@ -170,7 +183,7 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
         else if (a.kind == ALLOC_POOL)
             result = pool_free(found);
         else if (a.kind == ALLOC_MANAGED)
-            munmap((void *)a.address, a.extent);
+            host_release(&a);
         else
             result = CUDA_ERROR_INVALID_VALUE;
         if (!result)
@@ -203,7 +216,7 @@ static CUresult host_allocate(void **out, size_t size, unsigned flags, int kind)
     } else {
         *out = p;
         if (kind == ALLOC_MANAGED)
-            __atomic_store_n(&driver.slot->managed, 1, __ATOMIC_RELEASE);
+            managed_count(1);
     }
     pthread_mutex_unlock(&driver.lock);
     return result;

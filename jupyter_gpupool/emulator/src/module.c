@@ -492,8 +492,6 @@ static CUresult launch(struct kernel *k, CUstream stream, void **params, unsigne
     result = stream_resolve(stream, &s);
     int device = result ? 0 : s->context->device;
     pthread_mutex_unlock(&driver.lock);
-    if (!result && device_is_lost(driver.device[device].physical))
-        result = CUDA_ERROR_LAUNCH_FAILED;
     if (result)
         return result;
     uint64_t duration = kernel_run(k->name, params, k->params, &result);

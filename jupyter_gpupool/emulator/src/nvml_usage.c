@@ -49,8 +49,8 @@ static unsigned processes(unsigned index, nvmlProcessInfo *out, unsigned room)
     unsigned count = 0;
     if (fault_active(FAULT_NVML_MISSING_PIDS, -1, (int)index, NULL))
         return 0;
-    machine_lock();
     machine_reap();
+    machine_lock();
     for (unsigned i = 0; i < machine->slots; i++) {
         const struct slot *s = &machine->slot[i];
         if (!s->pid || !s->used[index])
@@ -140,8 +140,8 @@ static unsigned samples(unsigned index, nvmlProcessUtilizationSample *out, unsig
     uint64_t now = now_ns(), stamp = wall_us();
     if (fault_active(FAULT_NVML_MISSING_PIDS, -1, (int)index, NULL))
         return 0;
-    machine_lock();
     machine_reap();
+    machine_lock();
     for (unsigned i = 0; i < machine->slots; i++) {
         const struct slot *s = &machine->slot[i];
         unsigned percent = s->pid && s->used[index] ? busy_percent(s, index, now) : 0;

@@ -31,21 +31,27 @@ static bool describe(uint64_t address, struct allocation *out)
     return true;
 }
 
+static bool is_managed(const struct allocation *a)
+{
+    return a->kind == ALLOC_MANAGED ||
+           (a->kind == ALLOC_POOL && a->pool->props.allocType == MEM_ALLOCATION_MANAGED);
+}
+
 static CUresult attribute(void *data, int which, uint64_t address, const struct allocation *a)
 {
-    bool host = a->kind == ALLOC_HOST || a->kind == ALLOC_REGISTERED || a->device < 0;
+    bool host = a->device < 0 && !is_managed(a);
     switch (which) {
     case ATTR_CONTEXT: *(void **)data = a->context; break;
     case ATTR_MEMORY_TYPE: *(unsigned *)data = host ? MEMORYTYPE_HOST : MEMORYTYPE_DEVICE; break;
     case ATTR_DEVICE_POINTER: *(uint64_t *)data = address; break;
     case ATTR_HOST_POINTER:
-        if (!host && a->kind != ALLOC_MANAGED)
+        if (!host && !is_managed(a))
             return CUDA_ERROR_INVALID_VALUE;
         *(uint64_t *)data = address;
         break;
     case ATTR_SYNC_MEMOPS: *(unsigned *)data = 0; break;
     case ATTR_BUFFER_ID: *(uint64_t *)data = a->id; break;
-    case ATTR_IS_MANAGED: *(unsigned *)data = a->kind == ALLOC_MANAGED; break;
+    case ATTR_IS_MANAGED: *(unsigned *)data = is_managed(a); break;
     case ATTR_DEVICE_ORDINAL:
         *(int *)data = a->device >= 0 ? a->device : a->context ? a->context->device : 0;
         break;

@@ -97,6 +97,8 @@ CUresult pool_free(struct allocation *a)
         device_release(a, false);
     else
         munmap((void *)a->address, a->extent);
+    if (p->props.allocType == MEM_ALLOCATION_MANAGED)
+        managed_count(-1);
     p->used -= a->extent;
     p->live--;
     if (p->destroyed)
@@ -120,8 +122,7 @@ static CUresult allocate(CUdeviceptr *out, size_t size, struct pool *pool, CUstr
     if (!result && pool->device >= 0) {
         result = size > machine->spec.memory ? CUDA_ERROR_OUT_OF_MEMORY : reserve(pool, extent);
         if (!result)
-            result = device_allocate(pool->device, extent < MIB ? extent : (extent + GRANULE - 1) / GRANULE * GRANULE,
-                                     false, &a);
+            result = device_allocate(pool->device, extent, false, &a);
     } else if (!result) {
         extent = (size + 4095) / 4096 * 4096;
         void *p = mmap(NULL, extent, PROT_READ | PROT_WRITE,
@@ -140,12 +141,8 @@ static CUresult allocate(CUdeviceptr *out, size_t size, struct pool *pool, CUstr
         } else {
             pool->used += a.extent;
             pool->live++;
-            /* The extent may be rounded beyond what was reserved for it. */
-            if (pool->device >= 0 && pool->used > pool->reserved && reserve(pool, 0)) {
-                pool_free(allocation_find(a.address));
-                allocation_remove(allocation_find(a.address));
-                result = CUDA_ERROR_OUT_OF_MEMORY;
-            }
+            if (pool->props.allocType == MEM_ALLOCATION_MANAGED)
+                managed_count(1);
         }
         if (!result) {
             if (pool->used > pool->used_high)
@@ -196,12 +193,11 @@ EXPORT CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
         return CUDA_ERROR_INVALID_VALUE;
     if (props->handleTypes)
         return CUDA_ERROR_NOT_SUPPORTED; /* exports are refused: they cannot be suspended */
-    if (props->allocType == MEM_ALLOCATION_MANAGED)
-        return CUDA_ERROR_NOT_SUPPORTED;
-    bool device = props->location.type == MEM_LOCATION_DEVICE;
-    if (props->allocType != MEM_ALLOCATION_PINNED ||
+    bool managed = props->allocType == MEM_ALLOCATION_MANAGED;
+    bool device = props->location.type == MEM_LOCATION_DEVICE && !managed;
+    if ((props->allocType != MEM_ALLOCATION_PINNED && !managed) ||
         (device && (props->location.id < 0 || props->location.id >= driver.count)) ||
-        (!device && (props->location.type < MEM_LOCATION_HOST || props->location.type > MEM_LOCATION_HOST_NUMA_CURRENT)))
+        (!device && !managed && (props->location.type < MEM_LOCATION_HOST || props->location.type > MEM_LOCATION_HOST_NUMA_CURRENT)))
         return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&driver.lock);
     *out = pool_new(device ? props->location.id : -1, props);
@@ -348,19 +344,18 @@ EXPORT CUresult cuDeviceSetMemPool(CUdevice device, CUmemoryPool pool)
 /* CUDA 13: by location and kind of memory. */
 static CUresult location_pool(CUmemoryPool *out, CUmemLocation *location, int type, bool current)
 {
-    static struct pool *host_pool;
+    static struct pool *host_pools[2]; /* pinned, managed */
     CHECKED;
-    if (!out || !location)
+    if (!out || !location || (type != MEM_ALLOCATION_PINNED && type != MEM_ALLOCATION_MANAGED))
         return CUDA_ERROR_INVALID_VALUE;
-    if (type != MEM_ALLOCATION_PINNED)
-        return CUDA_ERROR_NOT_SUPPORTED;
-    if (location->type == MEM_LOCATION_DEVICE)
+    if (location->type == MEM_LOCATION_DEVICE && type == MEM_ALLOCATION_PINNED)
         return device_pool(out, location->id, current);
-    CUmemPoolProps props = {.allocType = MEM_ALLOCATION_PINNED, .location = {MEM_LOCATION_HOST, 0}};
+    CUmemPoolProps props = {.allocType = type, .location = {MEM_LOCATION_HOST, 0}};
+    struct pool **host_pool = &host_pools[type == MEM_ALLOCATION_MANAGED];
     pthread_mutex_lock(&driver.lock);
-    if (!host_pool && (host_pool = pool_new(-1, &props)))
-        host_pool->is_default = true;
-    *out = host_pool;
+    if (!*host_pool && (*host_pool = pool_new(-1, &props)))
+        (*host_pool)->is_default = true;
+    *out = *host_pool;
     pthread_mutex_unlock(&driver.lock);
     return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }

@@ -79,19 +79,32 @@ static void free_slot(struct slot *slot)
     __atomic_store_n(&slot->pid, 0, __ATOMIC_RELEASE);
 }
 
+/* Looks at /proc without the lock: whoever is stopped by a signal while holding it stops all. */
+static void reap_slot(struct slot *slot)
+{
+    int32_t pid = __atomic_load_n(&slot->pid, __ATOMIC_ACQUIRE);
+    uint64_t start = slot->start;
+    if (!pid || slot_alive(slot))
+        return;
+    machine_lock();
+    if (slot->pid == pid && slot->start == start)
+        free_slot(slot);
+    machine_unlock();
+}
+
 void machine_reap(void)
 {
     for (unsigned i = 0; i < machine->slots; i++)
-        if (machine->slot[i].pid && !slot_alive(&machine->slot[i]))
-            free_slot(&machine->slot[i]);
+        reap_slot(&machine->slot[i]);
 }
 
 struct slot *machine_slot_take(void)
 {
     pid_t pid = getpid();
     struct slot *slot = NULL;
-    machine_lock();
+    uint64_t start = process_start(pid);
     machine_reap();
+    machine_lock();
     /* An own slot can only be left over from before an execve(). */
     for (unsigned i = 0; i < machine->slots; i++)
         if (machine->slot[i].pid == pid)
@@ -111,7 +124,7 @@ struct slot *machine_slot_take(void)
     if (slot) {
         memset(slot, 0, offsetof(struct slot, callers));
         slot->uid = geteuid();
-        slot->start = process_start(pid);
+        slot->start = start;
         __atomic_store_n(&slot->pid, pid, __ATOMIC_RELEASE);
     }
     machine_unlock();
@@ -120,18 +133,15 @@ struct slot *machine_slot_take(void)
 
 struct slot *machine_slot_find(pid_t pid)
 {
-    struct slot *found = NULL;
-    machine_lock();
-    for (unsigned i = 0; i < machine->slots && pid > 0; i++)
-        if (machine->slot[i].pid == pid) {
-            if (slot_alive(&machine->slot[i]))
-                found = &machine->slot[i];
-            else
-                free_slot(&machine->slot[i]);
-            break;
-        }
-    machine_unlock();
-    return found;
+    for (unsigned i = 0; i < machine->slots && pid > 0; i++) {
+        struct slot *slot = &machine->slot[i];
+        if (__atomic_load_n(&slot->pid, __ATOMIC_ACQUIRE) != pid)
+            continue;
+        reap_slot(slot);
+        if (__atomic_load_n(&slot->pid, __ATOMIC_ACQUIRE) == pid)
+            return slot;
+    }
+    return NULL;
 }
 
 uint64_t machine_capacity(void) { return machine->spec.memory - machine->spec.reserved; }
@@ -139,17 +149,19 @@ uint64_t machine_capacity(void) { return machine->spec.memory - machine->spec.re
 bool machine_charge(struct slot *slot, unsigned device, uint64_t bytes)
 {
     uint64_t capacity = machine_capacity();
-    machine_lock();
-    bool fits = bytes <= capacity && machine->used[device] <= capacity - bytes;
-    if (!fits && bytes <= capacity) {
-        machine_reap();
+    bool fits = false;
+    /* Full may only mean that a process has just died: look, and try once more. */
+    for (int attempt = 0; attempt < 2 && !fits && bytes <= capacity; attempt++) {
+        if (attempt)
+            machine_reap();
+        machine_lock();
         fits = machine->used[device] <= capacity - bytes;
+        if (fits) {
+            slot->used[device] += bytes;
+            machine->used[device] += bytes;
+        }
+        machine_unlock();
     }
-    if (fits) {
-        slot->used[device] += bytes;
-        machine->used[device] += bytes;
-    }
-    machine_unlock();
     return fits;
 }
 
@@ -163,8 +175,8 @@ void machine_release(struct slot *slot, unsigned device, uint64_t bytes)
 
 uint64_t machine_free(unsigned device)
 {
-    machine_lock();
     machine_reap();
+    machine_lock();
     uint64_t free = machine_capacity() - machine->used[device];
     machine_unlock();
     return free;

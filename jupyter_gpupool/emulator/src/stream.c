@@ -158,7 +158,7 @@ EXPORT CUresult cuStreamSynchronize(CUstream stream)
     pthread_mutex_lock(&driver.lock);
     pools_trim_idle();
     pthread_mutex_unlock(&driver.lock);
-    return (CUresult)driver.sticky;
+    return driver_sticky();
 }
 
 EXPORT CUresult cuStreamQuery(CUstream stream)
@@ -233,7 +233,7 @@ EXPORT CUresult cuStreamBeginCapture_v2(CUstream stream, int mode)
 {
     GATED;
     (void)mode;
-    WITH_STREAM(stream, result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    WITH_STREAM(stream, result = CUDA_ERROR_NOT_SUPPORTED);
 }
 
 EXPORT CUresult cuThreadExchangeStreamCaptureMode(int *mode)

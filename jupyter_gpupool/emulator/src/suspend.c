@@ -86,6 +86,8 @@ static bool piece_in(size_t i)
 static bool all_in(bool paced, uint64_t *moved)
 {
     uint64_t start = now_ns();
+    uint64_t bandwidth = 0;
+    int last = -1;
     bool good = true;
     *moved = 0;
     for (size_t i = 0; i < piece_count; i++) {
@@ -93,8 +95,11 @@ static bool all_in(bool paced, uint64_t *moved)
             continue;
         good = piece_in(i) && good;
         *moved += pieces[i].size;
-        if (paced)
-            pace(start, *moved, copy_bandwidth(driver.device[pieces[i].device].physical));
+        if (paced) {
+            if (pieces[i].device != last)
+                bandwidth = copy_bandwidth(driver.device[last = pieces[i].device].physical);
+            pace(start, *moved, bandwidth);
+        }
     }
     free(pieces);
     pieces = NULL;
@@ -159,8 +164,8 @@ static bool charge_all(const uint32_t *target)
 {
     bool fits = true;
     uint64_t capacity = machine_capacity();
-    machine_lock();
     machine_reap();
+    machine_lock();
     for (int i = 0; i < driver.count; i++)
         fits = fits && owed[i] <= capacity - machine->used[target[i]];
     for (int i = 0; i < driver.count; i++) {
