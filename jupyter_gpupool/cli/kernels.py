@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import json
+
 from .. import kernelspecs
+from ..provisioner import runs_ipykernel
 
 
 def show_list() -> int:
@@ -31,6 +34,11 @@ def wrap(
         name, user=user, prefix=prefix, new_name=new_name, display_name=display_name
     )
     print(f"Kernel {folder.name!r} uses the pool: {folder}")
+    if not runs_ipykernel(json.loads((folder / "kernel.json").read_text())["argv"]):
+        print(
+            "Note: it is not an IPython kernel, so it cannot ask for a slice yet: "
+            "it will run without a GPU."
+        )
     return 0
 
 

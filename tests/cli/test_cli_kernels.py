@@ -1,0 +1,94 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``list``, ``wrap``, ``unwrap``: what they print and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jupyter_gpupool.cli import main
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    """A data folder with an R kernel; returns the folder of kernelspecs."""
+    folder = tmp_path / "data" / "kernels"
+    for name in ("ir", "gpupool-python3"):
+        (folder / name).mkdir(parents=True)
+    stanza = {"kernel_provisioner": {"provisioner_name": "gpupool-provisioner"}}
+    spec = {"argv": ["python", "-m", "ipykernel_launcher"], "display_name": "P", "language": "p"}
+    (folder / "gpupool-python3/kernel.json").write_text(json.dumps({**spec, "metadata": stanza}))
+    ir = folder / "ir"
+    (ir / "kernel.json").write_text(
+        json.dumps({"argv": ["R", "{connection_file}"], "display_name": "R", "language": "R"})
+    )
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("JUPYTER_PATH", "")
+    return folder
+
+
+def test_wrap_list_unwrap(kernels, capsys):
+    assert main(["wrap", "python3", "--user", "--name", "mine", "--display-name", "Mine"]) == 0
+    twin = kernels / "mine"
+    out = capsys.readouterr().out
+    assert out == f"Kernel 'mine' uses the pool: {twin}\n"
+    assert json.loads((twin / "kernel.json").read_text())["display_name"] == "Mine"
+
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["KERNEL", "SHOWN", "AS", "WRAPS", "FOLDER"]
+    row = next(line for line in lines if line.startswith("mine "))
+    assert row.split() == ["mine", "Mine", "python3", str(twin)]
+
+    assert main(["unwrap", "mine"]) == 0
+    assert capsys.readouterr().out == "Removed 'mine'. Kernels that run keep running.\n"
+    assert not twin.exists()
+
+
+def test_wrap_of_another_language_says_what_it_can_not_do(kernels, capsys):
+    assert main(["wrap", "ir", "--user", "--name", "pooled-r"]) == 0
+    assert capsys.readouterr().out == (
+        f"Kernel 'pooled-r' uses the pool: {kernels / 'pooled-r'}\n"
+        "Note: it is not an IPython kernel, so it cannot ask for a slice yet: "
+        "it will run without a GPU.\n"
+    )
+
+
+def test_prefix(kernels, tmp_path, capsys):
+    assert main(["wrap", "python3", "--name", "mine", "--prefix", str(tmp_path / "p")]) == 0
+    assert (tmp_path / "p/share/jupyter/kernels/mine/kernel.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["wrap", "irr"],
+            "There is no kernelspec 'irr'. Did you mean 'ir'? `jupyter kernelspec list` shows all.",
+        ),
+        (
+            ["wrap", "ir", "--name", "a b"],
+            ("'a b' is not a kernelspec name. Use letters, digits, dots, hyphens and underscores."),
+        ),
+        (
+            ["wrap", "gpupool-python3"],
+            (
+                "The kernelspec 'gpupool-python3' uses the GPU pool already. "
+                "`jupyter gpupool list` shows all that do."
+            ),
+        ),
+        (
+            ["unwrap", "ir"],
+            "The kernelspec 'ir' was not made by `jupyter gpupool wrap`, so it stays.",
+        ),
+    ],
+)
+def test_what_cannot_be(kernels, capsys, arguments, message):
+    before = sorted(kernels.rglob("*"))
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"jupyter gpupool: {message}\n"
+    assert sorted(kernels.rglob("*")) == before
