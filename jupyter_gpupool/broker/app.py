@@ -104,9 +104,10 @@ class BrokerApp:
             stack.callback(claim.close)
             journal = Journal(journal_path(self.settings, self.path), _LOG)
             stack.callback(journal.close)
-            kernel_env = machine_environment(self.settings, self.path)
+            kernel_env = machine_environment(self.settings, self.path, {})
+            own_env = {**os.environ, **machine_environment(self.settings, self.path, os.environ)}
             service = DeviceService(
-                env={**os.environ, **kernel_env},
+                env=own_env,
                 log=_LOG.getChild("devices"),
                 lock_timeout=self.settings.lock_timeout,
                 on_device_lost=self._device_lost,

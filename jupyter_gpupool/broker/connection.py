@@ -89,6 +89,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._scanned = 0
+        self._ended = False
         self._bad = 0
         self._allowance = BURST
         self._filled_at = 0.0
@@ -150,9 +151,11 @@ class Connection(asyncio.Protocol):
         elif len(self._buffer) > BACKLOG + MAX_LINE:
             self._abuse("sends more than it may")
 
-    def eof_received(self) -> None:
-        if self._buffer and self.accepted:
-            self._bad_message(ProtocolError("The connection ended in the middle of a message."))
+    def eof_received(self) -> bool:
+        self._ended = True
+        if self._resume is None:
+            self._work()
+        return True  # we close it ourselves, when all it sent has been handled
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._transport = None
@@ -181,6 +184,8 @@ class Connection(asyncio.Protocol):
                         ProtocolError(f"A message has more than {MAX_LINE} bytes.", code="too-long")
                     )
                     self._abuse("sent an endless line")
+                elif self._ended:
+                    self._finish()
                 return
             if not self._may_go_on():
                 return
@@ -188,8 +193,15 @@ class Connection(asyncio.Protocol):
             del self._buffer[: end + 1]
             self._scanned = 0
             self._take(line)
-        if self._buffer:
+        if self._buffer or self._ended:
             self._resume = loop.call_soon(self._work)
+
+    def _finish(self) -> None:
+        """The peer has said all that it will."""
+        if self._buffer and self.accepted:
+            self._buffer.clear()
+            self._bad_message(ProtocolError("The connection ended in the middle of a message."))
+        self.close()
 
     def _may_go_on(self) -> bool:
         loop = asyncio.get_running_loop()

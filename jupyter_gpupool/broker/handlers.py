@@ -151,11 +151,9 @@ class Handlers:
                 f"There is no attach policy {attach[:40]!r}; there are cell, manual and lazy.",
                 code="bad-request",
             )
-        if attach == "lazy":
-            attach = "cell"  # the guard, which lazy needs, is not there yet
-        request = read_request(
-            default_request(self.runner.pool.settings), message.get("request", {})
-        )
+        attach, _ = usable_attach(attach)
+        usual = default_request(self.runner.pool.settings)
+        request = read_request(usual, message.get("request", {}))
         session, token = self.sessions.new(owner, peer.uid, message["kernel_id"][:MAX_NAME])
         self.sessions.add(session)
         outcome: list[tuple[Refusal | None, str]] = []

@@ -107,7 +107,7 @@ class Runner:
 
     def record(self, session: str) -> SessionRecord | None:
         """Return the pool's record of a session, or None."""
-        return self.pool.record(session)
+        return self.pool.record(session) if session in self.pool else None
 
     def note(self, kind: str, session: Session | None = None, **fields: Any) -> None:
         """Append a row to the journal (committed with the next commit) and show it to watchers."""
@@ -349,7 +349,7 @@ class Runner:
 
     def _schedule(self) -> None:
         """Have a Tick come when the pool wants one."""
-        at = None if self.stopped else self.pool.next_wakeup(self.now())
+        at = None if self.stopped else self.pool.next_wakeup()
         if at == self._wakeup_at and self._wakeup is not None:
             return
         if self._wakeup is not None:

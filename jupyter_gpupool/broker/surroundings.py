@@ -13,10 +13,15 @@ from typing import Mapping
 
 from ..config import BrokerSettings
 from ..endpoint import MACHINE_SOCKET, user_runtime_dir
+from ..errors import DriverError
 
 
-def machine_environment(settings: BrokerSettings, socket: Path) -> dict[str, str]:
-    """Return the variables that make a process see the pool's GPUs; none for the real driver.
+def machine_environment(
+    settings: BrokerSettings, socket: Path, base: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables that, over ``base``, show a process the pool's GPUs.
+
+    None for the real driver.
 
     The only place where the choice between the real and the emulated driver is made: the rest of
     the code cannot tell them apart, and NVIDIA's own client libraries find either through these.
@@ -27,8 +32,12 @@ def machine_environment(settings: BrokerSettings, socket: Path) -> dict[str, str
 
     folder = socket.with_name(socket.name + ".emulated")
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = profiles.environment(profiles.parse_machine(settings.emulate), folder)
-    return {name: value for name, value in found.items() if os.environ.get(name) != value}
+    try:
+        return profiles.environment(profiles.parse_machine(settings.emulate), folder, base)
+    except profiles.EmulatorError as error:
+        raise DriverError(
+            str(error), code="no-emulator", next_step="Or unset c.GPUPool.emulate."
+        ) from None
 
 
 def journal_path(settings: BrokerSettings, socket: Path) -> Path:

@@ -1,0 +1,148 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A process like a kernel, steered by lines of JSON: the agent's own Link, and real CUDA memory.
+
+Run with the environment that ``open`` answered. One command per line on stdin, one answer per line
+on stdout; ``{"ok": ...}`` or ``{"error": ..., "code": ...}``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import threading
+
+from jupyter_gpupool.errors import GPUPoolError
+from jupyter_gpupool.kernel.link import Link
+
+
+def cu_initialised():
+    """Whether cuInit was called here, as the agent finds out."""
+    return STATE["device"] is not None
+
+
+STATE = {"device": None, "buffers": []}
+WAITS = {}
+LINK = Link(
+    os.environ["GPUPOOL_SOCKET"],
+    os.environ["GPUPOOL_SESSION"],
+    os.environ["GPUPOOL_TOKEN"],
+    cuda=cu_initialised,
+    on_lost=lambda message: STATE.update(lost=message),
+)
+
+
+def settle(wait, seconds):
+    """Wait until the broker has answered a hold; return slices and epoch."""
+    if not wait.changed.wait(seconds):
+        raise TimeoutError("no answer to the hold")
+    if isinstance(wait.answer, GPUPoolError):
+        raise wait.answer
+    return {"epoch": LINK.epoch, "slices": [list(s) for s in LINK.slices]}
+
+
+def do_start(_):
+    LINK.start()
+
+
+def do_ask(command):
+    """Begin to wait for a hold."""
+    changed = threading.Event()
+
+    def on_change():
+        if wait.answer is not None:
+            changed.set()
+
+    started = threading.Event()
+    wait = LINK.wait(command["hold"], command.get("kind", "cell"), lambda: started.wait() and on_change())
+    wait.changed = changed
+    started.set()
+    on_change()
+    WAITS[command["hold"]] = wait
+
+
+def do_got(command):
+    """Wait for the answer to a hold that was asked for."""
+    return settle(WAITS.pop(command["hold"]), command.get("seconds", 60))
+
+
+def do_take(command):
+    """Take a hold without a round trip; false if not attached."""
+    return LINK.take(command["hold"], command.get("kind", "cell"))
+
+
+def do_drop(command):
+    LINK.drop(command["hold"])
+
+
+def do_link(_):
+    """What the agent believes."""
+    return {
+        "state": LINK.state,
+        "attached": LINK.attached,
+        "epoch": LINK.epoch,
+        "slices": [list(s) for s in LINK.slices],
+        "holds": list(LINK.holds),
+        "queue": LINK.queue._asdict() if LINK.queue else None,
+        "greeted": LINK.unreachable_for() == 0.0,
+        "lost": STATE.get("lost"),
+        "reason": LINK.reason,
+    }
+
+
+def do_call(command):
+    """A request of this session's."""
+    return LINK.call(command["type"], **command.get("fields", {}))
+
+
+def do_alloc(command):
+    """Allocate device memory on the slice's device and fill it with a byte."""
+    from cuda.core import Device
+
+    if STATE["device"] is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(s.device for s in LINK.slices)
+        STATE["device"] = Device()
+    device = STATE["device"]
+    device.set_current()
+    stream = device.create_stream()
+    buffer = device.allocate(command["bytes"], stream=stream)
+    buffer.fill(command["byte"], stream=stream)
+    stream.sync()
+    STATE["buffers"].append((buffer, stream, command["byte"]))
+
+
+def do_check(_):
+    """Copy everything back and compare; return the device's UUID."""
+    from cuda.bindings import driver
+
+    STATE["device"].set_current()
+    for buffer, _stream, byte in STATE["buffers"]:
+        host = ctypes.create_string_buffer(buffer.size)
+        (result,) = driver.cuMemcpyDtoH(host, int(buffer.handle), buffer.size)
+        assert result == driver.CUresult.CUDA_SUCCESS, result
+        assert host.raw == bytes([byte]) * buffer.size, "bytes differ"
+    return sum(b.size for b, _, _ in STATE["buffers"])
+
+
+def do_sleep_holding_gil(command):
+    """Like a long call into a C library that does not let Python run."""
+    ctypes.PyDLL(None).usleep(int(command["seconds"] * 1e6))
+
+
+def main():
+    print(json.dumps({"ok": os.getpid()}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"ok": globals()[f"do_{command['do']}"](command)}
+        except GPUPoolError as error:
+            answer = {"error": str(error), "code": error.code}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}", "code": "exception"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Real brokers, real clients, real processes; every wait has a condition and a bound."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from jupyter_gpupool.client import Client
+from jupyter_gpupool.emulator.profiles import Faults
+
+MiB = 1 << 20
+ROOT = Path(__file__).parents[2]
+
+#: Two small devices; a context costs something, as on real ones.
+MACHINE = "2x512MiB,context=32MiB"
+CAPACITY = 512 * MiB
+
+#: What a session asks for here: no two fit on one device.
+BIG = 300 * MiB
+
+
+def wait_until(condition, what, seconds=30.0):
+    """Return the first true result of ``condition``; a time-out is a failure."""
+    deadline = time.monotonic() + seconds
+    while True:
+        result = condition()
+        if result:
+            return result
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.005)
+
+
+class Raw:
+    """A socket to the broker for what no proper client would send."""
+
+    def __init__(self, path):
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(20)
+        self.socket.connect(str(path))
+        self.file = self.socket.makefile("rb")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def send(self, data):
+        self.socket.sendall(data)
+
+    def say(self, **message):
+        self.send(json.dumps({"v": 1, **message}).encode() + b"\n")
+
+    def read(self):
+        """Return the next message; None at the end of the connection."""
+        try:
+            line = self.file.readline()
+        except ConnectionResetError:
+            return None
+        return json.loads(line) if line else None
+
+    def read_all(self):
+        """Return all messages until the broker closes the connection."""
+        found = []
+        while (message := self.read()) is not None:
+            found.append(message)
+        return found
+
+    def close(self):
+        self.file.close()
+        self.socket.close()
+
+
+class Broker:
+    """A broker process in a folder of its own; may be killed and started again there."""
+
+    def __init__(self, folder, **config):
+        self.folder = Path(folder)
+        self.socket = self.folder / "broker.sock"
+        self.log = self.folder / "broker.log"
+        self.config_file = self.folder / "config.json"
+        self.process = None
+        self.configure(**config)
+
+    def configure(self, **config):
+        values = {
+            "emulate": MACHINE,
+            "state_dir": str(self.folder / "state"),
+            "default_memory": BIG,
+            "idle_timeout": 3600,
+            "sample_interval": 0.2,
+            "host_memory": "2GiB",
+            "linger": 3600,
+            "resume_headroom": 0,
+            **config,
+        }
+        self.config_file.write_text(json.dumps({"GPUPool": values}))
+
+    def start(self, *, wait=True, env=None):
+        reading, writing = os.pipe()
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "jupyter_gpupool.broker",
+                    "--socket", str(self.socket), "--config", str(self.config_file),
+                    "--ready-fd", str(writing),
+                ],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, pass_fds=(writing,),
+                env=environment(self.folder) if env is None else env, cwd=ROOT,
+            )  # fmt: skip
+        os.close(writing)
+        if not wait:
+            os.close(reading)
+            return None
+        with os.fdopen(reading, "rb") as pipe:
+            assert select.select([pipe], [], [], 60)[0], f"no word from the broker: {self.tail()}"
+            line = pipe.readline()
+        answer = json.loads(line) if line else {"ok": False, "message": self.tail()}
+        if not answer["ok"]:
+            self.process.wait(20)
+            self.process = None
+        return answer
+
+    @property
+    def started(self):
+        """Start it and fail unless it serves."""
+        answer = self.start()
+        assert answer["ok"], answer
+        return self
+
+    def kill(self):
+        """SIGKILL, as the OOM killer does it."""
+        self.process.kill()
+        self.process.wait(20)
+        self.process = None
+
+    def stop(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+        code = self.process.wait(60)
+        self.process = None
+        return code
+
+    def close(self):
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(20)
+
+    def tail(self, size=4000):
+        return self.log.read_text()[-size:] if self.log.exists() else ""
+
+    def client(self, **kwargs):
+        return Client(self.socket, **kwargs)
+
+    def status(self):
+        with self.client() as client:
+            return client.call("status")
+
+    def session(self, name):
+        """Return a session of the status, None if there is none."""
+        return next((s for s in self.status()["sessions"] if s["id"] == name), None)
+
+    def rows(self, *kinds):
+        with self.client() as client:
+            rows = client.call("journal", limit=10000)["rows"]
+        return [row for row in rows if not kinds or row["kind"] in kinds]
+
+    @property
+    def faults(self):
+        return Faults(self.folder / "broker.sock.emulated")
+
+
+class Kernel:
+    """A session and its process, see ``child.py``."""
+
+    def __init__(self, broker, label="", *, memory=None, launch=True, agent=True, **request):
+        self.broker = broker
+        self.server = broker.client()
+        if memory is not None:
+            request["memory"] = memory
+        answer = self.server.call("open", kernel_id=f"k-{label}", label=label, request=request)
+        self.session, self.token, self.env = answer["session"], answer["token"], answer["env"]
+        self.process = None
+        if launch:
+            self.launch(agent=agent)
+
+    def launch(self, *, agent=True, tell=True):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.broker.child"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**environment(self.broker.folder), **self.env},
+        )  # fmt: skip
+        self.answer()
+        if tell:
+            self.server.call("launched", session=self.session, pid=self.process.pid)
+        if agent:
+            self.do("start")
+            wait_until(lambda: self.link()["greeted"], "the agent's hello")
+
+    def tell(self, do, **fields):
+        self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self, seconds=90):
+        assert select.select([self.process.stdout], [], [], seconds)[0], "the child is silent"
+        line = self.process.stdout.readline()
+        assert line, "the child has ended"
+        answer = json.loads(line)
+        assert "error" not in answer, answer
+        return answer["ok"]
+
+    def do(self, do, **fields):
+        self.tell(do, **fields)
+        return self.answer()
+
+    def refused(self, do, **fields):
+        """Do what fails; return the error's code."""
+        self.tell(do, **fields)
+        assert select.select([self.process.stdout], [], [], 60)[0], "the child is silent"
+        return json.loads(self.process.stdout.readline())["code"]
+
+    def link(self):
+        return self.do("link")
+
+    def attach(self, hold="cell", **fields):
+        """Hold a slice."""
+        self.do("ask", hold=hold, **fields)
+        return self.do("got", hold=hold)
+
+    def state(self):
+        found = self.broker.session(self.session)
+        return found["state"] if found else None
+
+    def wait_state(self, *states, seconds=30):
+        wait_until(lambda: self.state() in states, f"{self.session} {states}", seconds)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait(20)
+
+    def close(self):
+        with suppress(Exception):
+            self.server.close()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(20)
+            self.process.stdin.close()
+            self.process.stdout.close()
+
+
+def environment(folder):
+    """Return an environment in which nothing of this machine's own configuration counts."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("GPUPOOL_", "JUPYTER_"))}
+    return {
+        **kept,
+        "PYTHONPATH": str(ROOT),
+        "JUPYTER_CONFIG_DIR": str(Path(folder) / "no-config"),
+        "JUPYTER_NO_CONFIG": "1",
+        "JUPYTER_PREFER_ENV_PATH": "0",
+    }
+
+
+def short_folder():
+    """Return a new folder with a name short enough for a socket."""
+    return Path(tempfile.mkdtemp(prefix="gpb-", dir="/tmp"))
+
+
+def remove(folder):
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,253 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""One peer's limits: what closes a connection, and what does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+
+import pytest
+
+from jupyter_gpupool.broker import connection as module
+from jupyter_gpupool.broker.connection import Connection, Counters
+from jupyter_gpupool.errors import RefusedError
+from jupyter_gpupool.protocol import MAX_LINE
+
+
+class Echo:
+    """A service that answers pings and refuses watches."""
+
+    def __init__(self):
+        self.counters = Counters()
+        self.log = logging.getLogger("test")
+        self.living = set()
+        self.refuse_all = None
+
+    def connected(self, connection):
+        if self.refuse_all:
+            raise self.refuse_all
+        self.living.add(connection)
+
+    def received(self, connection, message):
+        if message["type"] == "watch":
+            raise RefusedError("No.", code="no")
+        if message["type"] == "status":
+            raise ZeroDivisionError
+        connection.answer(message.get("id"), {"n": message.get("n")})
+
+    def disconnected(self, connection):
+        self.living.remove(connection)
+
+
+def run(folder, scenario):
+    """Run ``scenario(service, connect)`` against a served socket."""
+
+    async def main():
+        service, path = Echo(), str(folder / "s")
+        server = await asyncio.get_running_loop().create_unix_server(
+            lambda: Connection(service), path
+        )
+
+        async def connect():
+            return await asyncio.open_unix_connection(path, limit=4 << 20)
+
+        try:
+            await asyncio.wait_for(scenario(service, connect), 60)
+        finally:
+            server.close()
+
+    asyncio.run(main())
+
+
+def line(**message):
+    return json.dumps({"v": 1, **message}).encode() + b"\n"
+
+
+async def messages(reader):
+    return [json.loads(text) async for text in reader]
+
+
+def test_answers_come_in_order_and_fields_are_kept(folder):
+    async def scenario(service, connect):
+        reader, writer = await connect()
+        writer.write(b"".join(line(type="ping", id=n, n=n) for n in range(1, 500)))
+        writer.write_eof()
+        found = await messages(reader)
+        assert [(m["id"], m["n"]) for m in found] == [(n, n) for n in range(1, 500)]
+        writer.close()
+
+    run(folder, scenario)
+
+
+def test_a_message_in_pieces_is_one_message(folder):
+    async def scenario(service, connect):
+        reader, writer = await connect()
+        for byte in line(type="ping", id=1):
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0)
+        assert json.loads(await reader.readline())["id"] == 1
+        writer.close()
+
+    run(folder, scenario)
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        b"GET / HTTP/1.1\n",
+        b"\x00\xff\xfe\n",
+        b"[]\n",
+        b"{}\n",
+        b'{"v":1,"type":5}\n',
+        b"[" * 100_000 + b"\n",
+        b'{"v":2,"type":"ping"}\n',
+        b'{"v":1,"type":"nonsense"}\n',
+        b'{"v":1,"type":"ping","id":-1}\n',
+        b'{"v":1,"type":"ping","id":true}\n',
+        b'{"v":1,"type":"hold","hold":5,"kind":"cell"}\n',
+        b"\n",
+    ],
+)
+def test_rubbish_is_answered_counted_and_survived(folder, rubbish):
+    async def scenario(service, connect):
+        reader, writer = await connect()
+        writer.write(rubbish)
+        assert json.loads(await reader.readline())["type"] == "error"
+        writer.write(line(type="ping", id=7))
+        assert json.loads(await reader.readline())["id"] == 7
+        assert service.counters.bad_messages == 1
+        writer.close()
+
+    run(folder, scenario)
+
+
+def test_who_sends_only_rubbish_is_disconnected(folder):
+    async def scenario(service, connect):
+        reader, writer = await connect()
+        writer.write(b"x\n" * 100)
+        found = await messages(reader)
+        assert len(found) == module.MAX_BAD + 1
+        assert found[-1]["code"] == "abuse"
+        assert service.counters.closed_for_abuse == 1
+        writer.close()
+
+    run(folder, scenario)
+
+
+def test_an_endless_line_is_cut(folder):
+    async def scenario(service, connect):
+        reader, writer = await connect()
+        writer.write(b"x" * (MAX_LINE + 70_000))
+        with contextlib.suppress(ConnectionError):  # it may still be writing when it is cut
+            found = await messages(reader)
+            assert [m["code"] for m in found] == ["too-long", "abuse"]
+        assert service.counters.closed_for_abuse == 1
+        writer.close()
+
+    run(folder, scenario)
+
+
+def test_half_a_line_at_the_end_is_counted(folder):
+    async def scenario(service, connect):
+        reader, writer = await connect()
+        writer.write(b'{"v":1,"type":')
+        writer.write_eof()
+        (error,) = await messages(reader)
+        assert "middle" in error["message"]
+        assert service.counters.bad_messages == 1
+        writer.close()
+
+    run(folder, scenario)
+
+
+def test_a_flood_is_closed_and_others_are_served_meanwhile(folder, monkeypatch):
+    monkeypatch.setattr(module, "BURST", 100.0)
+    monkeypatch.setattr(module, "RATE", 50.0)
+
+    async def scenario(service, connect):
+        reader, writer = await connect()
+        other_reader, other_writer = await connect()
+
+        async def drowned():
+            found = []
+            with contextlib.suppress(ConnectionError):
+                async for text in reader:
+                    found.append(json.loads(text))
+            return found
+
+        flood = asyncio.create_task(drowned())
+        writer.write(line(type="ping", id=1) * 20_000)
+        for n in range(1, 50):
+            other_writer.write(line(type="ping", id=n))
+            assert json.loads(await other_reader.readline())["id"] == n
+        found = await flood
+        assert len(found) < 500
+        assert service.counters.closed_for_abuse == 1
+        writer.close()
+        other_writer.close()
+
+    run(folder, scenario)
+
+
+def test_who_waits_for_answers_is_slowed_down_and_not_closed(folder, monkeypatch):
+    monkeypatch.setattr(module, "BURST", 20.0)
+    monkeypatch.setattr(module, "RATE", 2000.0)
+
+    async def scenario(service, connect):
+        reader, writer = await connect()
+        for n in range(1, 200):
+            writer.write(line(type="ping", id=n))
+            assert json.loads(await reader.readline())["id"] == n
+        assert service.counters.closed_for_abuse == 0
+        writer.close()
+
+    run(folder, scenario)
+
+
+def test_who_does_not_read_is_disconnected(folder, monkeypatch):
+    monkeypatch.setattr(module, "MAX_UNREAD", 100_000)
+
+    async def scenario(service, connect):
+        raw = socket.socket(socket.AF_UNIX)
+        raw.connect(str(folder / "s"))
+        raw.setblocking(False)
+        loop = asyncio.get_running_loop()
+        with raw:
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                while True:
+                    await loop.sock_sendall(raw, line(type="ping", id=1, n="y" * 10_000))
+                    await asyncio.sleep(0)
+        assert service.counters.closed_for_abuse == 1
+        while service.living:
+            await asyncio.sleep(0)
+
+    run(folder, scenario)
+
+
+def test_a_refusal_and_a_fault_of_ours_are_answered(folder, caplog):
+    async def scenario(service, connect):
+        reader, writer = await connect()
+        writer.write(line(type="watch", id=1) + line(type="status", id=2) + line(type="ping", id=3))
+        found = [json.loads(await reader.readline()) for _ in range(3)]
+        assert [m.get("code") for m in found] == ["no", "internal", None]
+        assert "ZeroDivisionError" in caplog.text
+        writer.close()
+
+    run(folder, scenario)
+
+
+def test_a_peer_that_is_not_served_is_told_why(folder):
+    async def scenario(service, connect):
+        service.refuse_all = RefusedError("Not you.", code="not-served")
+        reader, writer = await connect()
+        (error,) = await messages(reader)
+        assert error["code"] == "not-served"
+        assert not service.living
+        writer.close()
+
+    run(folder, scenario)

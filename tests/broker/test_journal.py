@@ -1,0 +1,192 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The journal: what a commit keeps, and what happens to a broken file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import stat
+
+import pytest
+
+from jupyter_gpupool.broker import journal as module
+from jupyter_gpupool.broker.journal import Journal, JournalUnusable, Row
+from jupyter_gpupool.broker.records import from_json, to_json
+from jupyter_gpupool.pool.model import Hold, Owner, Request, SessionRecord, Slice
+
+LOG = logging.getLogger("test")
+
+RECORD = SessionRecord(
+    id="s1",
+    owner=Owner("ada", ("users", "gpu")),
+    request=Request(memory=5, limit=6, devices=2),
+    attach="cell",
+    holds=(Hold("h", "cell", 1.5),),
+    slices=(Slice("GPU-a", 5), Slice("GPU-b", 5)),
+    suspended=(Slice("GPU-a", 3),),
+    bound=("GPU-a", "GPU-b"),
+    last_devices=("GPU-a",),
+)
+
+
+@pytest.fixture
+def path(folder):
+    return folder / "state" / "journal.sqlite"
+
+
+def test_a_record_comes_back_as_it_was():
+    assert from_json(to_json(RECORD)) == RECORD
+
+
+def test_a_record_of_a_newer_or_older_version_is_read():
+    data = to_json(RECORD) | {"invented": 1}
+    del data["keep_until"]
+    assert from_json(data) == RECORD
+
+
+def test_what_was_committed_is_there_after_a_kill(path):
+    journal = Journal(path, LOG)
+    journal.put("s1", to_json(RECORD))
+    journal.append(Row(time=1.0, kind="open", session="s1", owner="ada", detail={"a": 1}))
+    journal.remember("clock", "12.5")
+    assert journal.commit()
+    # No close: as after SIGKILL.
+    after = Journal(path, LOG)
+    assert from_json(after.records()["s1"]) == RECORD
+    assert after.meta("clock") == "12.5"
+    (row,) = after.rows()
+    assert (row.seq, row.kind, row.owner, row.detail) == (1, "open", "ada", {"a": 1})
+    assert after.seq == 1
+    after.put("s1", None)
+    after.close()
+    journal.close()
+    last = Journal(path, LOG)
+    assert last.records() == {}
+    last.close()
+
+
+def test_it_is_readable_by_nobody_else(path):
+    journal = Journal(path, LOG)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    journal.close()
+
+
+def test_rows_are_found_by_number_and_session(path):
+    journal = Journal(path, LOG)
+    for n in range(10):
+        journal.append(Row(time=n, kind="k", session=f"s{n % 2}"))
+    journal.commit()
+    assert [r.seq for r in journal.rows(after=7)] == [8, 9, 10]
+    assert [r.seq for r in journal.rows(after=4, session="s0")] == [5, 7, 9]
+    assert [r.seq for r in journal.rows(limit=2)] == [1, 2]
+    assert journal.rows(limit=-5) == []
+    journal.close()
+
+
+def test_old_rows_are_dropped_and_numbers_go_on(path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_ROWS", 10)
+    journal = Journal(path, LOG)
+    for n in range(30):
+        journal.append(Row(time=n, kind="k"))
+    journal.commit()
+    journal.tidy()
+    assert [r.seq for r in journal.rows()] == list(range(21, 31))
+    journal.append(Row(time=1, kind="k"))
+    journal.commit()
+    assert journal.rows()[-1].seq == 31
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    "damage", [b"not a database at all" * 100, b""], ids=["rubbish", "truncated-to-nothing"]
+)
+def test_a_damaged_file_is_set_aside_and_said(path, damage):
+    journal = Journal(path, LOG)
+    journal.put("s1", to_json(RECORD))
+    journal.close()
+    path.write_bytes(damage)
+    after = Journal(path, LOG)
+    assert after.records() == {}
+    after.append(Row(time=1, kind="k"))
+    assert after.commit()
+    if damage:
+        assert "damaged" in after.set_aside
+        assert [p.read_bytes() for p in path.parent.glob("*.damaged-*")] == [damage]
+    after.close()
+
+
+def test_a_file_of_another_version_is_set_aside(path):
+    Journal(path, LOG).close()
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    after = Journal(path, LOG)
+    assert "version 99" in after.set_aside
+    after.close()
+
+
+def test_pages_damaged_in_the_middle_are_noticed(path):
+    journal = Journal(path, LOG)
+    for n in range(2000):
+        journal.append(Row(time=n, kind="k" * 50))
+    journal.commit()
+    journal.tidy()
+    journal.close()
+    with path.open("r+b") as file:
+        file.seek(4096 * 3)
+        file.write(os.urandom(4096 * 5))
+    after = Journal(path, LOG)
+    assert after.set_aside
+    assert after.commit()
+    after.close()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_the_way_out(folder):
+    (folder / "file").write_text("")
+    with pytest.raises(JournalUnusable, match=r"c\.GPUPool\.state_dir"):
+        Journal(folder / "file" / "journal.sqlite", LOG)
+
+
+def test_a_full_disk_is_said_once_and_made_up_for_later(path, caplog):
+    journal = Journal(path, LOG)
+    # What a full disk looks like to SQLite: no page may be added.
+    pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
+    journal._db.execute(f"PRAGMA max_page_count = {pages}")
+    big = "x" * 100_000
+    for _ in range(3):
+        journal.append(Row(time=1, kind="k", reason=big))
+        assert not journal.commit()
+    assert "full" in journal.problem
+    assert len([r for r in caplog.records if "cannot be written" in r.message]) == 1
+    journal._db.execute("PRAGMA max_page_count = 100000")
+    assert journal.commit()
+    assert journal.problem == ""
+    assert [r.seq for r in journal.rows()] == [1, 2, 3]
+    journal.close()
+
+
+def test_a_locked_file_delays_and_loses_nothing(path):
+    journal = Journal(path, LOG)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    journal.append(Row(time=1, kind="k"))
+    assert not journal.commit()
+    assert "locked" in journal.problem
+    other.execute("ROLLBACK")
+    other.close()
+    assert journal.commit()
+    assert len(journal.rows()) == 1
+    journal.close()
+
+
+def test_memory_is_bounded_while_nothing_can_be_written(path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_PENDING", 5)
+    journal = Journal(path, LOG)
+    for n in range(20):
+        journal.append(Row(time=n, kind="k"))
+    journal.commit()
+    assert [r.seq for r in journal.rows()] == [16, 17, 18, 19, 20]
+    journal.close()

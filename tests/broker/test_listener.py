@@ -1,0 +1,112 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The socket's file: whose it may be, and who has it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+
+import pytest
+
+from jupyter_gpupool.broker.listener import Claim, is_machine_wide
+from jupyter_gpupool.errors import BrokerUnavailable
+
+
+def refused(path):
+    with pytest.raises(BrokerUnavailable) as caught:
+        Claim(path).close()
+    return caught.value
+
+
+def test_a_new_folder_and_socket_are_ours_alone(folder):
+    path = folder / "new" / "broker.sock"
+    claim = Claim(path)
+    listening = claim.bind()
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    listening.close()
+    claim.close()
+    assert not path.exists()
+
+
+def test_a_second_claim_is_refused_with_the_holder(folder):
+    claim = Claim(folder / "broker.sock")
+    error = refused(folder / "broker.sock")
+    assert error.code == "already-running"
+    assert f"process {os.getpid()}" in error.message
+    claim.close()
+    Claim(folder / "broker.sock").close()
+
+
+def test_a_stale_socket_is_replaced(folder):
+    path = folder / "broker.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    claim = Claim(path)
+    claim.bind().close()
+    claim.close()
+
+
+def test_a_socket_that_somebody_serves_without_the_lock_is_left_alone(folder):
+    path = folder / "broker.sock"
+    with socket.socket(socket.AF_UNIX) as living:
+        living.bind(str(path))
+        living.listen()
+        assert refused(path).code == "already-running"
+    assert path.exists()
+
+
+def test_a_symbolic_link_is_not_followed(folder):
+    path = folder / "broker.sock"
+    path.symlink_to(folder / "elsewhere")
+    assert "symbolic link" in refused(path).message
+    assert path.is_symlink()
+
+
+def test_a_file_is_not_removed(folder):
+    path = folder / "broker.sock"
+    path.write_text("important")
+    assert refused(path).code == "bad-socket"
+    assert path.read_text() == "important"
+
+
+def test_a_folder_that_is_a_symbolic_link_is_refused(folder):
+    (folder / "real").mkdir()
+    (folder / "link").symlink_to(folder / "real")
+    assert refused(folder / "link" / "broker.sock").code == "bad-socket"
+
+
+def test_a_folder_that_others_may_write_is_refused(folder):
+    (folder / "open").mkdir()
+    (folder / "open").chmod(0o777)
+    assert "other users may write" in refused(folder / "open" / "broker.sock").message
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_anothers_folder_and_anothers_socket_are_refused(folder):
+    (folder / "theirs").mkdir()
+    os.chown(folder / "theirs", 65534, 65534)
+    assert "user id 65534" in refused(folder / "theirs" / "broker.sock").message
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(folder / "broker.sock"))
+    os.chown(folder / "broker.sock", 65534, 65534)
+    assert "user id 65534" in refused(folder / "broker.sock").message
+
+
+def test_a_lock_that_is_a_symbolic_link_is_refused(folder):
+    (folder / "broker.sock.lock").symlink_to(folder / "victim")
+    assert refused(folder / "broker.sock").code == "bad-socket"
+    assert not (folder / "victim").exists()
+
+
+def test_a_path_that_is_too_long_names_the_limit(folder):
+    error = refused(folder / ("x" * 120))
+    assert "107" in error.message
+
+
+def test_only_root_below_run_is_machine_wide(folder):
+    assert not is_machine_wide(folder / "broker.sock")
+    assert not is_machine_wide(type(folder)("/run/user/1000/gpupool/broker.sock"))
+    assert is_machine_wide(type(folder)("/run/gpupool/broker.sock")) == (os.geteuid() == 0)

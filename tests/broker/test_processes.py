@@ -1,0 +1,186 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Identity, descent and death of processes; host memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jupyter_gpupool.broker import host, processes
+from jupyter_gpupool.broker.auth import Access, Peer, owner_of
+from jupyter_gpupool.devices.model import ProcessId
+from jupyter_gpupool.errors import RefusedError
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture
+def child():
+    process = subprocess.Popen(SLEEP)
+    yield process
+    process.kill()
+    process.wait(20)
+
+
+def death_of(child, act, *, fallback=False):
+    """Return the seconds between ``act`` and the report."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        died = loop.create_future()
+        watch = processes.Death(
+            processes.identify(child.pid), lambda: died.set_result(time.monotonic())
+        )
+        if fallback:
+            assert watch._descriptor is None
+        before = time.monotonic()
+        act()
+        return await asyncio.wait_for(died, 20) - before
+
+    return asyncio.run(main())
+
+
+def test_a_killed_process_is_reported(child):
+    assert death_of(child, child.kill) < 10
+
+
+def test_without_pidfd_it_is_reported_too(child, monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open")
+    assert death_of(child, child.kill, fallback=True) < 10
+
+
+def test_another_process_of_the_same_number_is_dead(child):
+    wrong = ProcessId(child.pid, processes.identify(child.pid).start_time + 1)
+
+    async def main():
+        died = asyncio.Event()
+        processes.Death(wrong, died.set)
+        await asyncio.wait_for(died.wait(), 20)
+
+    asyncio.run(main())
+    assert not processes.alive(wrong)
+
+
+def test_a_zombie_is_dead(child):
+    root = processes.identify(child.pid)
+    child.kill()
+    deadline = time.monotonic() + 20
+    while processes.alive(root):
+        assert time.monotonic() < deadline
+    assert processes.identify(child.pid) is None
+
+
+def test_no_report_after_close(child):
+    async def main():
+        watch = processes.Death(processes.identify(child.pid), lambda: pytest.fail("reported"))
+        watch.close()
+        watch.close()
+        child.kill()
+        await asyncio.to_thread(child.wait, 20)
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+def test_descent():
+    script = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    middle = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        grandchild = int(middle.stdout.readline())
+        root = processes.identify(middle.pid)
+        assert processes.descends(grandchild, root)
+        assert processes.descends(middle.pid, root)
+        assert not processes.descends(os.getpid(), root)
+        assert [p.pid for p in processes.descendants(root)] == [grandchild]
+        assert processes.kill([processes.identify(grandchild)]) == []
+        middle.wait(20)
+        assert processes.descendants(root) == []
+    finally:
+        middle.kill()
+        middle.stdout.close()
+        middle.wait(20)
+
+
+def test_kill_does_not_touch_a_reused_number(child):
+    wrong = ProcessId(child.pid, 1)
+    assert processes.kill([wrong]) == []
+    assert child.poll() is None
+
+
+def test_owners_have_names_and_groups():
+    assert owner_of(0, 0).name == "root"
+    assert owner_of(4_000_000, 4_000_000).name == "uid-4000000"
+
+
+def test_who_may_connect_and_act():
+    mine = Access(machine_wide=False, own_uid=1000)
+    mine.check_connect(Peer(1, 1000, 1000))
+    mine.check_connect(Peer(1, 0, 0))
+    with pytest.raises(RefusedError, match="serves only user id 1000"):
+        mine.check_connect(Peer(1, 1001, 1001))
+    everybodys = Access(machine_wide=True, own_uid=0, admins=("nobody",))
+    everybodys.check_connect(Peer(1, 1001, 1001))
+    assert everybodys.may_act(Peer(1, 1001, 1001), 1001)
+    assert not everybodys.may_act(Peer(1, 1001, 1001), 1002)
+    assert everybodys.may_act(Peer(1, 65534, 65534), 1002)
+    assert everybodys.may_act(Peer(1, 0, 0), 1002)
+
+
+MEMINFO = "MemTotal: 100 kB\nMemAvailable: 4096 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/a/b\n", {}, 4096 << 10),
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/b/memory.current": "5"}, 4096 << 10),
+        ("0::/a/b\n", {"a/b/memory.max": "1000", "a/b/memory.current": "400"}, 600),
+        (
+            "0::/a/b\n",
+            {
+                "a/b/memory.max": "1000",
+                "a/b/memory.current": "400",
+                "a/memory.max": "500",
+                "a/memory.current": "450",
+            },
+            50,
+        ),
+        (
+            "0::/a/b\n",
+            {
+                "a/memory.max": "500",
+                "a/memory.current": "450",
+                "a/memory.stat": "anon 1\ninactive_file 100\n",
+            },
+            150,
+        ),
+        ("0::/a/b\n", {"a/memory.max": "500", "a/memory.current": "600"}, 0),
+        (
+            "4:memory:/x\n0::/\n",
+            {"memory/x/memory.limit_in_bytes": "900", "memory/x/memory.usage_in_bytes": "100"},
+            800,
+        ),
+    ],
+)
+def test_host_memory_is_the_least_of_machine_and_cgroups(tmp_path, groups, files, expected):
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    root.mkdir()
+    (proc / "meminfo").write_text(MEMINFO)
+    (proc / "self" / "cgroup").write_text(groups)
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    assert host.available(root=root, proc=proc) == expected
+
+
+def test_host_memory_of_this_machine():
+    assert host.available() > 0
+    assert host.available(os.getpid()) > 0
+    assert host.available(2**22 - 1) > 0  # no such process: only the machine limits
