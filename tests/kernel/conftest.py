@@ -2,33 +2,14 @@
 # Distributed under the terms of the Modified BSD License.
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Callable, Iterator
 
 import pytest
-from harness import ROOT, Kernel, start_kernel, this_python
+from agent_fixtures import old_python as old_python
+from harness import Kernel, start_kernel, this_python
 from scripted_broker import ScriptedBroker
-
-#: An environment with ipykernel 6 and nothing of ours; made once, kept for the next run.
-OLD_VENV = ROOT / ".venv-ipykernel629"
-
-
-@pytest.fixture(scope="session")
-def old_python() -> str:
-    """The interpreter of an environment that has ipykernel 6.29.5 and not this package."""
-    python = OLD_VENV / "bin" / "python"
-    done = OLD_VENV / "complete"
-    if not done.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(OLD_VENV)], check=True)
-        subprocess.run(
-            [str(python), "-m", "pip", "install", "-q", "ipykernel==6.29.5"], check=True
-        )
-        done.touch()
-    return str(python)
-
 
 @pytest.fixture
 def broker() -> Iterator[ScriptedBroker]:

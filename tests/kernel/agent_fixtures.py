@@ -1,0 +1,26 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Fixtures that the tests of the agent and of the provisioner share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+
+#: An environment with ipykernel 6 and nothing of ours; made once, kept for the next run.
+OLD_VENV = ROOT / ".venv-ipykernel629"
+
+
+@pytest.fixture(scope="session")
+def old_python() -> str:
+    """The interpreter of an environment that has ipykernel 6.29.5 and not this package."""
+    python = OLD_VENV / "bin" / "python"
+    done = OLD_VENV / "complete"
+    if not done.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(OLD_VENV)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", "ipykernel==6.29.5"], check=True)
+        done.touch()
+    return str(python)

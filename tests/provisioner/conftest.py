@@ -1,0 +1,57 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernel"))
+
+from agent_fixtures import old_python as old_python
+from scripted_broker import ScriptedBroker
+
+IPYKERNEL = ["-m", "ipykernel_launcher", "-f", "{connection_file}"]
+
+
+@pytest.fixture
+def broker(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedBroker]:
+    """A scripted broker that provisioners find by the environment."""
+    with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:
+        broker = ScriptedBroker(Path(folder) / "broker.sock").start()
+        monkeypatch.setenv("GPUPOOL_SOCKET", str(broker.path))
+        yield broker
+        broker.die()
+        assert broker.problems == []
+
+
+@pytest.fixture
+def install_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Install kernelspecs that use our provisioner, for this test alone."""
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+
+    def install(
+        name: str, argv: list[str], config: dict[str, Any] | None = None, **more: Any
+    ) -> str:
+        folder = tmp_path / "kernels" / name
+        folder.mkdir(parents=True)
+        spec = {
+            "argv": argv,
+            "display_name": f"Test {name}",
+            "language": "python",
+            "metadata": {
+                "kernel_provisioner": {
+                    "provisioner_name": "gpupool-provisioner",
+                    "config": config or {},
+                }
+            },
+            **more,
+        }
+        (folder / "kernel.json").write_text(json.dumps(spec))
+        return name
+
+    return install

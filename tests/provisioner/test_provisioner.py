@@ -1,0 +1,292 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The provisioner with jupyter_client's managers, against a scripted broker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import sys
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+from conftest import IPYKERNEL
+from jupyter_client import AsyncKernelManager, KernelManager
+from scripted_broker import DEVICE, GiB, ScriptedBroker
+from traitlets.config import Config
+
+from jupyter_gpupool import provisioner as module
+from jupyter_gpupool.errors import ConfigError, GPUPoolError, RefusedError
+from jupyter_gpupool.provisioner import (
+    GPUPoolProvisioner,
+    agent_folder,
+    merge_environment,
+    runs_ipykernel,
+)
+
+
+def environ(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(e.decode().split("=", 1) for e in entries if b"=" in e)
+
+
+def execute(manager: Any, code: str) -> str:
+    client = manager.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=60)
+        text: list[str] = []
+
+        def hook(message: dict[str, Any]) -> None:
+            if message["msg_type"] == "stream":
+                text.append(message["content"]["text"])
+
+        reply = client.execute_interactive(code, timeout=60, output_hook=hook)
+        assert reply["content"]["status"] == "ok", reply["content"]
+        return "".join(text)
+    finally:
+        client.stop_channels()
+
+
+def test_a_kernel_from_start_to_end(broker: ScriptedBroker, monkeypatch: Any) -> None:
+    monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/train.ipynb")
+    manager = KernelManager(kernel_name="gpupool-python3")
+    manager.start_kernel()
+    try:
+        opened = broker.wait_for("open")
+        assert opened["kernel_id"] == manager.kernel_id
+        assert opened["label"] == "train.ipynb"
+        assert opened["request"] == {}
+        assert opened["attach"] is None
+        pid = manager.provisioner.pid
+        assert broker.wait_for("launched")["pid"] == pid
+        assert broker.wait_for("hello")["session"] == "s1"
+        env = environ(pid)
+        assert env["CUDA_VISIBLE_DEVICES"] == DEVICE
+        assert env["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+        assert "jupyter_gpupool" not in env.get("PYTHONPATH", "")
+        assert execute(manager, "print(6 * 7)") == "42\n"
+    finally:
+        manager.shutdown_kernel()
+    assert broker.wait_for("close")["session"] == "s1"
+    assert broker.sessions == {}
+
+
+def test_a_restart_ends_the_session_and_keeps_the_request(broker: ScriptedBroker) -> None:
+    config = Config({"GPUPoolProvisioner": {"memory": "2GiB"}})
+    manager = KernelManager(kernel_name="gpupool-python3", config=config)
+    manager.start_kernel()
+    try:
+        assert broker.wait_for("open")["request"] == {"memory": 2 * GiB, "limit": 2 * GiB}
+        execute(manager, "%gpu memory 6GiB --limit 8GiB")
+        provisioner = manager.provisioner
+        manager.restart_kernel()
+        assert manager.provisioner is provisioner
+        again = broker.wait_for("open", count=2)["request"]
+        assert (again["memory"], again["limit"]) == (6 * GiB, 8 * GiB)
+        kinds = [m["type"] for m in broker.messages if m["type"] in ("open", "close")]
+        assert kinds == ["open", "close", "open"]
+        assert execute(manager, "print('x' in globals())") == "False\n"
+    finally:
+        manager.shutdown_kernel(now=True)
+    broker.wait_for("close", count=2)
+    manager.provisioner is None or manager.cleanup_resources()
+    assert len(broker.seen("close")) == 2  # cleanup again changes nothing
+
+
+def test_the_asynchronous_manager(broker: ScriptedBroker) -> None:
+    async def scene() -> None:
+        manager = AsyncKernelManager(kernel_name="gpupool-python3")
+        await manager.start_kernel()
+        info = await manager.provisioner.get_provisioner_info()
+        assert info["gpupool_session"] == "s1"
+        assert info["gpupool_socket"] == str(broker.path)
+        os.killpg(manager.provisioner.pgid, signal.SIGKILL)
+        await manager.restart_kernel(now=True)
+        broker.wait_for("open", count=2)
+        await manager.shutdown_kernel(now=True)
+        broker.wait_for("close", count=2)
+
+    asyncio.run(scene())
+
+
+def test_what_is_persisted_is_enough_to_end_the_session(broker: ScriptedBroker) -> None:
+    async def scene() -> None:
+        manager = AsyncKernelManager(kernel_name="gpupool-python3")
+        await manager.start_kernel()
+        info = await manager.provisioner.get_provisioner_info()
+        other = GPUPoolProvisioner(kernel_id="x", kernel_spec=manager.kernel_spec, parent=None)
+        await other.load_provisioner_info(info)
+        await other.cleanup()
+        assert broker.wait_for("close")["session"] == "s1"
+        await manager.shutdown_kernel(now=True)
+
+    asyncio.run(scene())
+
+
+def test_what_a_kernelspec_asks_for(
+    broker: ScriptedBroker, install_spec: Callable[..., str]
+) -> None:
+    asked = {"memory": "12GiB", "limit": "20GiB", "devices": 2, "priority": "batch"}
+    name = install_spec("asking", [sys.executable, *IPYKERNEL], {**asked, "attach": "manual"})
+    manager = KernelManager(kernel_name=name)
+    manager.start_kernel()
+    manager.shutdown_kernel(now=True)
+    opened = broker.wait_for("open")
+    assert opened["request"] == {
+        "memory": 12 * GiB,
+        "limit": 20 * GiB,
+        "devices": 2,
+        "priority": "batch",
+    }
+    assert opened["attach"] == "manual"
+    assert opened["label"] == "Test asking"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"slice_memory": "4G"}, "Did you mean 'memory'?"),
+        ({"device": 2}, "Did you mean 'devices'?"),
+        ({"memory": "12 parsecs"}, "'12 parsecs' is not a size."),
+        ({"attach": "autmatic"}, "there are cell, manual, lazy."),
+        ({"broker_socket": "here.sock"}, "must be absolute"),
+    ],
+)
+def test_bad_options_stop_the_kernel(
+    broker: ScriptedBroker, install_spec: Callable[..., str], config: Any, message: str
+) -> None:
+    name = install_spec("bad", [sys.executable, *IPYKERNEL], config)
+    manager = KernelManager(kernel_name=name)
+    with pytest.raises(GPUPoolError, match="(?s).") as caught:
+        manager.start_kernel()
+    assert message in str(caught.value)
+    assert not manager.has_kernel
+    assert broker.seen("open") == []
+
+
+def test_a_refused_session_stops_the_kernel(broker: ScriptedBroker) -> None:
+    def refuse(message: Any) -> None:
+        raise RefusedError("You asked for 99 GiB and may have 16 GiB.", next_step="Ask for less.")
+
+    broker.scripts["open"] = refuse
+    manager = KernelManager(kernel_name="gpupool-python3")
+    with pytest.raises(RefusedError, match="99 GiB and may have 16 GiB. Ask for less."):
+        manager.start_kernel()
+    assert not manager.has_kernel
+
+
+def test_a_kernel_that_cannot_be_registered_is_not_left_running(broker: ScriptedBroker) -> None:
+    pids: list[int] = []
+
+    def refuse(message: Any) -> None:
+        pids.append(message["pid"])
+        raise RefusedError("There is no such process.")
+
+    broker.scripts["launched"] = refuse
+    manager = KernelManager(kernel_name="gpupool-python3")
+    with pytest.raises(RefusedError):
+        manager.start_kernel()
+    broker.wait_for("close")
+    manager.provisioner.process.wait(20)
+    assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def test_a_broker_that_dies_does_not_keep_a_kernel_from_ending(broker: ScriptedBroker) -> None:
+    manager = KernelManager(kernel_name="gpupool-python3")
+    manager.start_kernel()
+    broker.wait_for("launched")
+    broker.die()
+    manager.shutdown_kernel(now=True)
+    assert not manager.has_kernel
+
+
+def test_a_kernel_of_another_environment_gets_the_agent(
+    broker: ScriptedBroker, install_spec: Callable[..., str], old_python: str
+) -> None:
+    name = install_spec("elsewhere", [old_python, *IPYKERNEL])
+    manager = KernelManager(kernel_name=name)
+    manager.start_kernel()
+    try:
+        assert broker.wait_for("hello")["session"] == "s1"
+        text = execute(manager, "import jupyter_gpupool.kernel, sys; print(sys.path)")
+        assert "gpupool" in text
+        assert broker.wait_for("hold")["kind"] == "cell"
+        folder = environ(manager.provisioner.pid)["PYTHONPATH"].split(os.pathsep)[0]
+        assert os.listdir(folder) == ["jupyter_gpupool"]
+    finally:
+        manager.shutdown_kernel(now=True)
+
+
+def test_a_kernel_without_an_agent_sees_no_device(
+    broker: ScriptedBroker, install_spec: Callable[..., str]
+) -> None:
+    name = install_spec("shell", ["sleep", "60"], language="bash")
+    manager = KernelManager(kernel_name=name)
+    manager.start_kernel()
+    try:
+        assert environ(manager.provisioner.pid)["CUDA_VISIBLE_DEVICES"] == ""
+    finally:
+        manager.shutdown_kernel(now=True)
+
+
+def test_paths_are_put_in_front_and_choices_respected() -> None:
+    env = {
+        "LD_LIBRARY_PATH": "/mine:/emulator",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+        "CUDA_VISIBLE_DEVICES": "7",
+    }
+    merge_environment(
+        env,
+        {
+            "LD_LIBRARY_PATH": "/emulator",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+            "CUDA_VISIBLE_DEVICES": DEVICE,
+        },
+    )
+    assert env == {
+        "LD_LIBRARY_PATH": "/emulator:/mine",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+        "CUDA_VISIBLE_DEVICES": DEVICE,
+    }
+
+
+def test_which_commands_are_ipykernels() -> None:
+    assert runs_ipykernel(["python", "-m", "ipykernel_launcher", "-f", "x"])
+    assert runs_ipykernel(["/opt/conda/bin/python", "-Xfrozen_modules=off", "-m", "ipykernel"])
+    assert runs_ipykernel(["python", "/usr/lib/ipykernel_launcher.py"])
+    assert not runs_ipykernel(["R", "--slave", "-e", "IRkernel::main()"])
+    assert not runs_ipykernel(["python", "-m", "bash_kernel", "-f", "ipykernel.json"])
+
+
+def test_the_agents_folder_must_be_private(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "user_runtime_dir", lambda: tmp_path / "gpupool")
+    folder = agent_folder()
+    assert (folder / "jupyter_gpupool" / "kernel" / "cells.py").exists()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert agent_folder() == folder
+    (folder / "jupyter_gpupool").unlink()
+    (folder / "jupyter_gpupool").symlink_to(tmp_path)
+    assert (agent_folder() / "jupyter_gpupool" / "kernel").exists()
+    folder.chmod(0o777)
+    with pytest.raises(GPUPoolError, match="only you can write to"):
+        agent_folder()
+
+
+def test_every_option_is_described() -> None:
+    options = GPUPoolProvisioner.class_own_traits(config=True)
+    assert tuple(options) and set(options) == set(module.OPTIONS)
+    for trait in options.values():
+        assert "Example:" in trait.help
+
+
+def test_bad_configuration_names_the_option(broker: ScriptedBroker) -> None:
+    config = Config({"GPUPoolProvisioner": {"memory": "lots"}})
+    manager = KernelManager(kernel_name="gpupool-python3", config=config)
+    with pytest.raises(ConfigError, match="GPUPoolProvisioner.memory: 'lots' is not a size"):
+        manager.start_kernel()
