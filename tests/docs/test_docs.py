@@ -1,0 +1,130 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The documentation says what the code does: names, links, generated pages, a clean build."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from jupyter_gpupool.cli.app import COMMANDS
+from jupyter_gpupool.config import GPUPool
+from jupyter_gpupool.config.settings import QUOTA_KEYS
+from jupyter_gpupool.kernel.command import SUBCOMMANDS
+from jupyter_gpupool.kernelspecs import PROVISIONER
+from jupyter_gpupool.provisioner import OPTIONS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md")) + [
+    ROOT / n for n in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+]
+
+sys.path.insert(0, str(DOCS))
+import make_reference  # noqa: E402
+
+
+def text_of(name: str) -> str:
+    return (DOCS / name).read_text()
+
+
+@pytest.mark.parametrize("name", sorted(make_reference.PAGES))
+def test_generated_pages_are_up_to_date(name):
+    assert text_of(name) == make_reference.PAGES[name](), "run: python docs/make_reference.py"
+
+
+def test_every_option_is_documented_and_every_documented_option_exists():
+    options = set(GPUPool.class_traits(config=True))
+    headings = re.findall(r"^## `c\.GPUPool\.(\w+)`$", text_of("config.md"), re.MULTILINE)
+    assert set(headings) == options
+    named = [*PAGES, *(ROOT / "examples").glob("*.py")]
+    for path in named:
+        found = set(re.findall(r"c\.GPUPool\.(\w+)", path.read_text()))
+        assert found <= options | {"name", "idle_timout"}, path
+
+
+def test_every_quota_is_documented():
+    for key in QUOTA_KEYS:
+        assert key in text_of("config.md").split("## `c.GPUPool.quotas`")[1].split("\n## ")[0]
+
+
+def test_every_command_is_documented_and_every_documented_command_exists():
+    headings = re.findall(r"^## `jupyter gpupool ([\w-]+)`$", text_of("cli.md"), re.MULTILINE)
+    assert set(headings) == set(COMMANDS)
+    for path in PAGES:
+        found = set(re.findall(r"`?jupyter[ -]gpupool ([a-z][\w-]*)", path.read_text()))
+        assert found <= set(COMMANDS), path
+
+
+def test_every_gpu_command_is_documented():
+    text = text_of("users.md")
+    for name, (usage, _) in SUBCOMMANDS.items():
+        assert any(f"`{part.strip()}`" in text for part in usage.split(", or ")), name
+
+
+def test_the_options_of_a_kernelspec_are_documented():
+    text = text_of("admins.md")
+    assert PROVISIONER in text
+    for option in OPTIONS:
+        assert f"`{option}`" in text, option
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page: its headings as MyST and GitHub name them, and explicit ones."""
+    found = set(re.findall(r"^\(([\w-]+)\)=$", path.read_text(), re.MULTILINE))
+    for heading in re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+        found.add(slug)
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(path):
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        page = (path.parent / name).resolve() if name else path
+        assert page.exists(), f"{path.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(page), f"{path.name} links to {target}"
+
+
+def test_where_do_i_change_names_files_that_exist():
+    table = (
+        (ROOT / "CONTRIBUTING.md").read_text().split("## Where do I change")[1].split("\n## ")[0]
+    )
+    for name in re.findall(r"`([\w/]+(?:\.py)?)`", table):
+        if "/" in name or name.endswith(".py"):
+            place = (
+                ROOT / name
+                if name.startswith("jupyter_gpupool")
+                else ROOT / "jupyter_gpupool" / name
+            )
+            assert place.exists() or (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("images/*.svg")), ids=lambda p: p.name)
+def test_pictures_are_well_formed_and_stand_alone(path):
+    root = ElementTree.parse(path).getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "http" not in path.read_text().replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_pages_build_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx", reason="the docs extra is not installed")
+    pytest.importorskip("myst_parser", reason="the docs extra is not installed")
+    pytest.importorskip("pydata_sphinx_theme", reason="the docs extra is not installed")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    done = subprocess.run(
+        [*command, str(DOCS), str(tmp_path / "html"), "-d", str(tmp_path / "trees")],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert done.returncode == 0
