@@ -1,0 +1,340 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What each event means for the session or device that it names.
+
+Handlers change one session and mark what must be looked at again; who is served is decided
+afterwards, in :mod:`.serve`. Completions of effects are in :mod:`.effects`.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Mapping
+
+from . import events as ev
+from .books import Books
+from .effects import Effects
+from .lease import ATTACHED, Session
+from .model import Hold, PoolSettings, Refusal
+from .policy import timeout_at
+from .quota import never
+from .requests import Requests
+from .serve import Server
+
+
+class Handlers:
+    """One method per event."""
+
+    def __init__(self, books: Books, server: Server) -> None:
+        self._books = books
+        self._server = server
+        self._requests = Requests(books, server)
+        effects = Effects(books, server)
+        self._table: Mapping[type[ev.Event], Callable[..., None]] = {
+            ev.DeviceAppeared: self._device_appeared,
+            ev.DeviceDrained: self._device_drained,
+            ev.DeviceMemorySeen: self._device_memory,
+            ev.HostMemorySeen: self._host_memory,
+            ev.SettingsChanged: self._settings,
+            ev.Tick: self._tick,
+            ev.SessionOpened: self._opened,
+            ev.SessionRecovered: self._recovered,
+            ev.SessionEnded: self._ended,
+            ev.HoldTaken: self._hold_taken,
+            ev.HoldDropped: self._hold_dropped,
+            ev.HoldsReplaced: self._holds_replaced,
+            ev.RequestChanged: self._requests.changed,
+            ev.ReleaseAsked: self._requests.release,
+            ev.KeepAsked: self._requests.keep,
+            ev.AttachDone: effects.attach_done,
+            ev.AttachFailed: effects.attach_failed,
+            ev.SuspendDone: effects.suspend_done,
+            ev.SuspendRefused: effects.suspend_refused,
+            ev.SuspendFailed: effects.suspend_failed,
+        }
+
+    def handle(self, event: ev.Event) -> None:
+        """Take note of one event."""
+        self._table[type(event)](event)
+
+    # ------------------------------------------------------------------ the clock
+
+    def clock(self) -> None:
+        """Act on every session whose time has come."""
+        books = self._books
+        now = books.now
+        for s in books.timers.due(now):
+            if s.state == "idle":
+                if timeout_at(s, books) <= now and s.id not in books.leaving:
+                    self._server.expire(s)
+                if s.state == "idle":
+                    books.offer(s)
+            elif s.state == "queued":
+                most = books.settings.max_wait
+                if most is not None and s.queued_at + most <= now:
+                    self._waited_too_long(s, most)
+                    continue
+                if s.lane == "later" and s.retry_at <= now:
+                    books.set_lane(s, "fresh")
+                if books.claim is not None and books.claim.session == s.id:
+                    books.recheck_head = True
+                books.offer(s)
+
+    def _waited_too_long(self, s: Session, most: float) -> None:
+        books = self._books
+        books.refuse_holds(
+            s,
+            Refusal(
+                "wait-timeout",
+                f"No GPU slice came free within {most:g} s.",
+                "Run the cell again to wait once more, or ask for less with %gpu.",
+                {"max_wait": most},
+            ),
+        )
+        self._stop_waiting(s, "waited too long")
+
+    def _stop_waiting(self, s: Session, reason: str) -> None:
+        books = self._books
+        s.wait_total += max(0.0, books.now - s.queued_at)
+        books.dequeue(s)
+        s.queued_at = 0.0
+        books.move(s, "detached", reason)
+
+    def _tick(self, event: ev.Tick) -> None:
+        """The clock has been looked at already."""
+
+    # ------------------------------------------------------------------ the machine
+
+    def _device_appeared(self, event: ev.DeviceAppeared) -> None:
+        books = self._books
+        books.inventory.appeared(event.device, books.settings)
+        self._recheck(event.device.uuid)
+
+    def _device_drained(self, event: ev.DeviceDrained) -> None:
+        books = self._books
+        if event.device not in books.inventory.devices:
+            books.log("", "warning", "unknown-device", f"There is no device {event.device}.")
+            return
+        books.inventory.drain(event.device, event.reason)
+        self._recheck(event.device)
+
+    def _recheck(self, uuid: str) -> None:
+        """A device changed in what it can do at all, not only in what is free."""
+        books = self._books
+        books.recheck_head = True
+        for s in list(books.nowhere.values()):
+            books.set_lane(s, "fresh")
+        for name in books.inventory[uuid].leases:
+            books.offer(books.sessions[name])
+
+    def _device_memory(self, event: ev.DeviceMemorySeen) -> None:
+        books = self._books
+        ledger = books.inventory.devices.get(event.device)
+        if ledger is None:
+            books.log("", "warning", "unknown-device", f"There is no device {event.device}.")
+            return
+        over = 0
+        for name, size in event.footprints.items():
+            s = books.sessions.get(name)
+            if s is not None:
+                over += self._requests.measured(s, event.device, size)
+        if event.foreign + over < ledger.foreign + ledger.overuse:
+            for s in list(books.nowhere.values()):
+                books.set_lane(s, "fresh")
+        elif event.foreign + over > ledger.foreign + ledger.overuse:
+            books.recheck_head = True
+        if (event.foreign, over) != (ledger.foreign, ledger.overuse):
+            books.inventory.seen(event.device, event.foreign, over)
+
+    def _host_memory(self, event: ev.HostMemorySeen) -> None:
+        self._books.host.seen(event.available)
+
+    def _settings(self, event: ev.SettingsChanged) -> None:
+        """Apply new rules to everything; this reads all sessions, and happens rarely."""
+        books = self._books
+        new: PoolSettings = event.settings
+        books.settings = new
+        books.quotas.settings = new
+        books.host.budget = new.host_memory
+        books.inventory.configure(new)
+        if books.claim is not None:
+            books.set_claim(None)
+        waiting = [books.sessions[entry[4]] for entry in books.order]
+        for s in waiting:
+            refusal = self._requests.never(s.request, s)
+            if refusal is not None and not s.suspended:
+                books.refuse_holds(s, refusal)
+                self._stop_waiting(s, "the rules changed")
+            else:
+                books.requeue(s)
+        for s in books.sessions.values():
+            books.offer(s)
+
+    # ------------------------------------------------------------------ sessions
+
+    def _opened(self, event: ev.SessionOpened) -> None:
+        books = self._books
+        refusal: Refusal | None
+        if event.session in books.sessions:
+            refusal = Refusal("session-exists", f"There is a session {event.session} already.")
+        else:
+            refusal = never(
+                event.request,
+                event.owner,
+                books.settings,
+                self._requests.capacities(),
+                suspends=self._requests.suspends(),
+            )
+        if refusal is None:
+            books.sessions[event.session] = Session(
+                id=event.session,
+                owner=event.owner,
+                request=event.request,
+                attach=event.attach,
+                label=event.label,
+                opened_at=books.now,
+                state_since=books.now,
+            )
+        if refusal is not None or event.rid:
+            books.emit(ev.Answer(session=event.session, rid=event.rid, refusal=refusal))
+
+    def _recovered(self, event: ev.SessionRecovered) -> None:
+        books = self._books
+        record = event.record
+        if record.id in books.sessions:
+            books.log(record.id, "warning", "session-exists", "Recovered twice; ignored.")
+            return
+        attached = record.state in ATTACHED and bool(record.slices)
+        s = Session(
+            id=record.id,
+            owner=record.owner,
+            request=record.request,
+            attach=record.attach,
+            label=record.label,
+            epoch=record.epoch,
+            opened_at=record.opened_at,
+            state_since=books.now,
+            holds={h.id: h for h in record.holds} if attached else {},
+            slices=record.slices if attached else (),
+            suspended=() if attached else record.suspended,
+            bound=record.bound,
+            last_devices=record.last_devices,
+            pinned_reason=record.pinned_reason,
+            pinned_at=record.pinned_at,
+            release_asked=record.release_asked,
+            keep_until=record.keep_until,
+            idle_since=books.now,
+            #: A session that was waiting keeps its place if it asks again soon.
+            queued_at=0.0 if attached else record.queued_at,
+            wait_total=record.wait_seconds_total,
+            attached_total=record.attached_seconds_total,
+            suspends=record.suspends,
+            resumes=record.resumes,
+            migrations=record.migrations,
+            attached_at=books.now,
+            busy_since=books.now,
+        )
+        if attached:
+            s.state = "active" if s.holds else "idle"
+        books.sessions[s.id] = s
+        books.adopt(s)
+        if attached:
+            books.note_growth(s)
+
+    def _ended(self, event: ev.SessionEnded) -> None:
+        books = self._books
+        s = books.sessions.get(event.session)
+        if s is None:
+            books.log(
+                event.session, "debug", "unknown-session", f"Session {event.session} ended twice."
+            )
+            return
+        books.remove(s, event.reason)
+
+    # ------------------------------------------------------------------ holds
+
+    def _hold_taken(self, event: ev.HoldTaken) -> None:
+        books = self._books
+        s = books.sessions.get(event.session)
+        if s is None or s.state == "ended":
+            refusal = (
+                Refusal(
+                    "unknown-session",
+                    f"There is no session {event.session}.",
+                    "Restart the kernel.",
+                )
+                if s is None
+                else Refusal(
+                    "lost", "The GPU state of this kernel was lost.", "Restart the kernel."
+                )
+            )
+            books.emit(ev.HoldRefused(session=event.session, hold=event.hold, refusal=refusal))
+            return
+        known = event.hold in s.holds
+        if not known:
+            s.holds[event.hold] = Hold(event.hold, event.kind, books.now)
+        self.held(s)
+        if s.state in ATTACHED:
+            books.emit(
+                ev.HoldGranted(session=s.id, hold=event.hold, epoch=s.epoch, slices=s.slices)
+            )
+
+    def held(self, s: Session) -> None:
+        """Let a session with at least one hold be active or wait."""
+        books = self._books
+        if s.state == "idle":
+            books.move(s, "active", "a hold was taken")
+        elif s.state == "detached":
+            refusal = None if s.suspended else self._requests.never(s.request, s)
+            if refusal is not None:
+                books.refuse_holds(s, refusal)
+                return
+            since = s.queued_at
+            if not since or books.now - s.state_since > REJOIN:
+                since = books.now
+            books.move(s, "queued", "a hold needs a slice")
+            books.enqueue(s, since)
+
+    def _hold_dropped(self, event: ev.HoldDropped) -> None:
+        books = self._books
+        s = books.sessions.get(event.session)
+        if s is None:
+            books.log(event.session, "debug", "unknown-session", "A hold of no session dropped.")
+            return
+        if s.holds.pop(event.hold, None) is None:
+            return
+        self._bind(s, event.cuda)
+        self.unheld(s)
+
+    def unheld(self, s: Session) -> None:
+        """Let a session without a hold be idle, or stop waiting."""
+        books = self._books
+        if s.holds:
+            return
+        if s.state == "active":
+            books.move(s, "idle", "the last hold was dropped")
+            if s.release_asked:
+                self._server.expire(s)
+        elif s.state == "queued":
+            self._stop_waiting(s, "the wait was cancelled")
+
+    def _holds_replaced(self, event: ev.HoldsReplaced) -> None:
+        books = self._books
+        s = books.sessions.get(event.session)
+        if s is None or s.state == "ended":
+            books.log(event.session, "debug", "unknown-session", "Holds of no session replaced.")
+            return
+        self._bind(s, event.cuda)
+        s.holds = {h.id: h for h in event.holds}
+        if s.holds:
+            self.held(s)
+        else:
+            self.unheld(s)
+
+    def _bind(self, s: Session, cuda: bool | None) -> None:
+        if s.state not in ATTACHED or cuda is None:
+            return
+        s.bound = tuple(x.device for x in s.slices) if cuda else ()
+
+
+#: Seconds after a restart of the broker in which a session that was waiting may claim its place.
+REJOIN = 60.0

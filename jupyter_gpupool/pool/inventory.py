@@ -1,0 +1,360 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The two memory ledgers: device memory, per device, and host memory for suspended state.
+
+Device memory is counted five ways, all in bytes:
+
+=============  ====================================================================================
+``granted``    sum of all leases, those on their way in and on their way out included
+``foreign``    seen in use by processes that are no session's
+``overuse``    seen in use by sessions beyond what they were granted
+``incoming``   the part of ``granted`` whose suspend is under way
+``reserved``   promised to sessions whose plan waits for such suspends
+=============  ====================================================================================
+
+``free = capacity - granted - foreign - overuse`` may be negative: then nobody is ended, but nothing
+is granted. ``avail = free - reserved`` is what a newcomer may have now, ``expect`` what will be
+there when all suspends under way are done, and ``pot`` what could be there if every idle lease
+that may be taken were taken. Devices are kept sorted by ``avail`` and by ``pot``.
+
+Burst will add ``burst`` (bytes above the guarantee, the first to be reclaimed) as one more column.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import Iterable, Iterator
+
+from .lease import Session
+from .model import Device, DeviceView, PoolSettings, Slice
+
+
+class DeviceLedger:
+    """The account of one device; changed only through :class:`Inventory`."""
+
+    __slots__ = (
+        "avail_key",
+        "capacity",
+        "device",
+        "drained",
+        "excess",
+        "foreign",
+        "granted",
+        "growers",
+        "idle",
+        "incoming",
+        "leases",
+        "overuse",
+        "plans",
+        "pot_key",
+        "reserved",
+        "yieldable",
+    )
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.capacity = 0
+        self.granted = 0
+        self.foreign = 0
+        self.overuse = 0
+        self.incoming = 0
+        self.reserved = 0
+        self.yieldable = 0
+        #: Bytes by session, of all leases here.
+        self.leases: dict[str, int] = {}
+        #: Idle sessions that may be taken now.
+        self.idle: dict[str, Session] = {}
+        #: Sessions whose plan reserves bytes here.
+        self.plans: dict[str, Session] = {}
+        #: Attached sessions that ask for more than they have here.
+        self.growers: dict[str, Session] = {}
+        self.drained = ""
+        #: Bytes granted beyond the capacity because the capacity fell afterwards.
+        self.excess = 0
+        self.avail_key: tuple[int, int, str] | None = None
+        self.pot_key: tuple[int, int, str] | None = None
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.granted - self.foreign - self.overuse
+
+    @property
+    def avail(self) -> int:
+        return self.free - self.reserved
+
+    @property
+    def expect(self) -> int:
+        return self.free - self.reserved + self.incoming
+
+    @property
+    def pot(self) -> int:
+        return self.free - self.reserved + self.incoming + self.yieldable
+
+    def view(self) -> DeviceView:
+        """Return the public form; overuse is shown as foreign (bytes that no grant covers)."""
+        return DeviceView(
+            device=self.device,
+            capacity=self.capacity,
+            granted=self.granted,
+            foreign=self.foreign + self.overuse,
+            drained_reason=self.drained,
+        )
+
+
+class Inventory:
+    """All devices of the pool."""
+
+    def __init__(self) -> None:
+        self.devices: dict[str, DeviceLedger] = {}
+        self._avail: list[tuple[int, int, str]] = []
+        self._pot: list[tuple[int, int, str]] = []
+        self._touched: dict[str, DeviceLedger] = {}
+        self._gained: dict[str, DeviceLedger] = {}
+        self._shrunk: dict[str, DeviceLedger] = {}
+
+    def __getitem__(self, uuid: str) -> DeviceLedger:
+        return self.devices[uuid]
+
+    # ------------------------------------------------------------------ changes
+
+    def appeared(self, device: Device, settings: PoolSettings) -> None:
+        """Add a device, or take note that it is healthy (again)."""
+        ledger = self.devices.get(device.uuid)
+        if ledger is None:
+            ledger = self.devices[device.uuid] = DeviceLedger(device)
+        ledger.device = device
+        ledger.drained = ""
+        self._resize(ledger, settings)
+
+    def placeholder(self, uuid: str) -> DeviceLedger:
+        """Return the ledger of ``uuid``; a device that is not there gets one that can do nothing.
+
+        A recovered lease may name a device that this broker has not found.
+        """
+        if uuid not in self.devices:
+            device = Device(
+                uuid=uuid,
+                index=len(self.devices),
+                name="not found",
+                model="",
+                memory_total=0,
+                can_suspend=False,
+                can_migrate=False,
+                tier="none",
+            )
+            ledger = self.devices[uuid] = DeviceLedger(device)
+            ledger.drained = "the device was not found"
+        return self.devices[uuid]
+
+    def drain(self, uuid: str, reason: str) -> None:
+        """Grant nothing more on this device."""
+        ledger = self.devices[uuid]
+        ledger.drained = reason or "drained"
+        self._touch(ledger)
+
+    def configure(self, settings: PoolSettings) -> None:
+        """Apply ``settings.reserve`` to every device."""
+        for ledger in self.devices.values():
+            self._resize(ledger, settings)
+
+    def take(self, session: str, slices: Iterable[Slice], *, force: bool = False) -> None:
+        """Grant ``slices``.
+
+        Raises
+        ------
+        ValueError
+            If a device has not that much free memory, unless ``force`` (a recovered lease is a
+            fact). Nothing is taken then.
+        """
+        wanted = tuple(slices)
+        if not force:
+            for s in wanted:
+                if self.devices[s.device].free < s.bytes:
+                    raise ValueError(f"{s.bytes} bytes are not free on {s.device}")
+        for s in wanted:
+            ledger = self.devices[s.device]
+            ledger.granted += s.bytes
+            ledger.leases[session] = s.bytes
+            if force:
+                ledger.excess = max(ledger.excess, ledger.granted - ledger.capacity)
+            self._touch(ledger)
+
+    def give_back(self, session: str, slices: Iterable[Slice]) -> None:
+        """Return what :meth:`take` granted."""
+        for s in slices:
+            ledger = self.devices[s.device]
+            ledger.granted -= s.bytes
+            ledger.excess = max(0, min(ledger.excess, ledger.granted - ledger.capacity))
+            del ledger.leases[session]
+            self._touch(ledger)
+
+    def going(self, slices: Iterable[Slice], sign: int) -> None:
+        """Count ``slices`` as on their way out (``sign`` 1) or no longer so (-1)."""
+        for s in slices:
+            ledger = self.devices[s.device]
+            ledger.incoming += sign * s.bytes
+            self._touch(ledger)
+
+    def reserve(self, session: Session, slices: Iterable[Slice], sign: int) -> None:
+        """Promise ``slices`` to ``session`` (``sign`` 1) or take the promise back (-1)."""
+        for s in slices:
+            ledger = self.devices[s.device]
+            ledger.reserved += sign * s.bytes
+            if sign > 0:
+                ledger.plans[session.id] = session
+            else:
+                del ledger.plans[session.id]
+            self._touch(ledger)
+
+    def offer(self, session: Session, sign: int) -> None:
+        """Count the idle lease of ``session`` as one that may be taken (1), or not (-1)."""
+        for s in session.slices:
+            ledger = self.devices[s.device]
+            ledger.yieldable += sign * s.bytes
+            if sign > 0:
+                ledger.idle[session.id] = session
+            else:
+                del ledger.idle[session.id]
+            self._touch(ledger)
+
+    def seen(self, uuid: str, foreign: int, overuse: int) -> None:
+        """Take note of a sample."""
+        ledger = self.devices[uuid]
+        ledger.foreign = foreign
+        ledger.overuse = overuse
+        self._touch(ledger)
+
+    # ------------------------------------------------------------------ what changed
+
+    def gained(self) -> dict[str, DeviceLedger]:
+        """Return, once, the devices that have more to give (now or by suspending) than before."""
+        self.settle()
+        found, self._gained = self._gained, {}
+        return found
+
+    def shrunk(self) -> dict[str, DeviceLedger]:
+        """Return, once, the devices that have less to give, or were drained."""
+        self.settle()
+        found, self._shrunk = self._shrunk, {}
+        return found
+
+    def nudge(self, uuid: str) -> None:
+        """Let ``uuid`` count as having gained (say, a claim on it is gone)."""
+        if uuid in self.devices:
+            self._gained[uuid] = self.devices[uuid]
+
+    # ------------------------------------------------------------------ questions
+
+    def by_avail(self, least: int) -> Iterator[DeviceLedger]:
+        """Yield the devices with at least ``least`` bytes available now, the tightest first."""
+        self.settle()
+        order = self._avail
+        for at in range(bisect_left(order, (least, -1, "")), len(order)):
+            yield self.devices[order[at][2]]
+
+    def by_pot(self, least: int) -> Iterator[DeviceLedger]:
+        """Yield the devices that could have ``least`` bytes, the one with the most first."""
+        self.settle()
+        for pot, _, uuid in reversed(self._pot):
+            if pot < least:
+                return
+            yield self.devices[uuid]
+
+    def most(self) -> int:
+        """Return the most bytes that any one device could give."""
+        self.settle()
+        return self._pot[-1][0] if self._pot else 0
+
+    def settle(self) -> None:
+        """Put the devices that changed in their places again."""
+        if not self._touched:
+            return
+        for uuid, ledger in self._touched.items():
+            avail_key = pot_key = None
+            if not ledger.drained:
+                index = ledger.device.index
+                avail_key, pot_key = (ledger.avail, index, uuid), (ledger.pot, index, uuid)
+            more = _move(self._avail, ledger.avail_key, avail_key)
+            more = _move(self._pot, ledger.pot_key, pot_key) or more
+            ledger.avail_key, ledger.pot_key = avail_key, pot_key
+            if more:
+                self._gained[uuid] = ledger
+            if ledger.plans and (ledger.drained or ledger.expect < 0):
+                self._shrunk[uuid] = ledger
+        self._touched.clear()
+
+    def _touch(self, ledger: DeviceLedger) -> None:
+        self._touched[ledger.device.uuid] = ledger
+
+    def _resize(self, ledger: DeviceLedger, settings: PoolSettings) -> None:
+        device = ledger.device
+        ledger.capacity = max(0, device.memory_total - device.memory_reserved - settings.reserve)
+        ledger.excess = max(0, ledger.granted - ledger.capacity)
+        self._touch(ledger)
+
+
+def _move(
+    order: list[tuple[int, int, str]],
+    old: tuple[int, int, str] | None,
+    new: tuple[int, int, str] | None,
+) -> bool:
+    """Replace ``old`` by ``new`` in a sorted list; return whether it rose."""
+    if old == new:
+        return False
+    if old is not None:
+        del order[bisect_left(order, old)]
+    if new is not None:
+        insort(order, new)
+    return new is not None and (old is None or new[0] > old[0])
+
+
+class HostLedger:
+    """Host memory for suspended state."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        #: Bytes of state that is suspended.
+        self.used = 0
+        #: Bytes set aside for suspends under way.
+        self.going = 0
+        #: Bytes the host could give when last seen (None: never seen), and taken since.
+        self._available: int | None = None
+        self._taken = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes that a new suspend may take; may be negative."""
+        room = self.budget - self.used - self.going
+        if self._available is not None:
+            # The sample already lacks what was suspended before it, and may or may not lack
+            # what was on its way: counted as lacking nothing of it.
+            room = min(room, self._available - self._taken)
+        return room
+
+    def seen(self, available: int) -> None:
+        self._available = available
+        self._taken = self.going
+
+    def begin(self, size: int) -> None:
+        """Set ``size`` bytes aside for a suspend."""
+        self.going += size
+        self._taken += size
+
+    def cancel(self, size: int) -> None:
+        """Take back :meth:`begin`."""
+        self.going -= size
+        self._taken = max(0, self._taken - size)
+
+    def finish(self, size: int, actual: int) -> None:
+        """The suspend that :meth:`begin` announced took ``actual`` bytes."""
+        self.going -= size
+        self.used += actual
+        self._taken = max(0, self._taken - size + actual)
+
+    def add(self, actual: int) -> None:
+        """Count state that was suspended before this broker started."""
+        self.used += actual
+
+    def free(self, actual: int) -> None:
+        """The state is back on a device, or gone with its process."""
+        self.used -= actual

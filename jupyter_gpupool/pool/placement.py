@@ -1,0 +1,156 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Where a session may go, and how many bytes it takes there.
+
+A session with suspended state needs, for each device that the state came from, a device of the
+same model that can take migrated state (or the very device), each on a distinct one. A session
+that has called cuInit but holds nothing can only go where it was: its process knows no other
+device. Everybody else goes anywhere. The devices of the last lease come first (no migration), then
+the tightest device with room (best fit), which keeps the large holes for large requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Mapping, Sequence
+
+from .inventory import DeviceLedger, Inventory
+from .lease import Session
+from .model import PoolSettings, Slice
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One slice that a session needs: bytes on one device, which must be distinct from others."""
+
+    #: Bytes without which it can not be.
+    least: int
+    #: Bytes to reserve: ``least`` and, to resume, the headroom.
+    bytes: int
+    #: The device whose state moves here; "" if nothing is suspended.
+    origin: str = ""
+    #: The only device that will do; "" for any.
+    fixed: str = ""
+    #: The only model that will do; None for any.
+    model: str | None = None
+
+    def amount(self, ledger: DeviceLedger) -> int:
+        """Return the bytes to reserve on this device.
+
+        That is all of ``bytes``, except where the state fits the device but state and headroom
+        exceed even an empty one: then it is the whole device. More can not be had anywhere, and
+        the state was on such a device before.
+        """
+        if self.bytes <= ledger.capacity:
+            return self.bytes
+        return max(self.least, ledger.capacity)
+
+    def allows(self, ledger: DeviceLedger) -> bool:
+        """Return whether this device will do, room aside."""
+        device = ledger.device
+        if ledger.drained:
+            return False
+        if self.fixed:
+            return device.uuid == self.fixed
+        if self.model is None:
+            return True
+        return device.model == self.model and (device.can_migrate or device.uuid == self.origin)
+
+
+def needs_of(session: Session, inventory: Inventory, settings: PoolSettings) -> tuple[Need, ...]:
+    """Return what ``session`` needs to be attached, in the order in which it sees its devices."""
+    memory = session.request.memory
+    if session.suspended:
+        found = []
+        for s in session.suspended:
+            device = inventory.placeholder(s.device).device
+            least = max(memory, s.bytes)
+            found.append(
+                Need(
+                    least=least,
+                    bytes=max(memory, s.bytes + settings.resume_headroom),
+                    origin=s.device,
+                    fixed="" if device.can_migrate else s.device,
+                    model=device.model if device.can_migrate else None,
+                )
+            )
+        return tuple(found)
+    if session.bound:
+        return tuple(Need(memory, memory, fixed=uuid) for uuid in session.bound)
+    return (Need(memory, memory),) * session.request.devices
+
+
+def preferred(session: Session) -> tuple[str, ...]:
+    """Return the devices where it was last, in its order."""
+    return tuple(s.device for s in session.suspended) or session.last_devices
+
+
+def in_turn(needs: Sequence[Need]) -> list[int]:
+    """Return the order in which needs choose: those without a choice first, then the largest.
+
+    Needs of one model differ only in size, so what suits a larger one suits a smaller one, and
+    choosing in this order finds a place for all whenever there is one.
+    """
+    return sorted(range(len(needs)), key=lambda i: (not needs[i].fixed, -needs[i].least, i))
+
+
+def spare(ledger: DeviceLedger, wanted: int) -> int:
+    """Return the bytes on a claimed device that can go to others without harm to the claimant.
+
+    The claimant wants ``wanted`` bytes and waits until leases here end. Giving ``x`` bytes away is
+    harmless if it starts no later in any order in which the present leases may end. That is so if
+    all leases smaller than what is missing do not suffice together: then a larger one must end in
+    any case, and what the smallest of the larger ones has beyond the missing bytes can go.
+    """
+    if ledger.reserved:
+        return 0
+    missing = wanted - ledger.avail
+    if missing <= 0:
+        return -missing
+    small, large = 0, 0
+    for size in ledger.leases.values():
+        if size < missing:
+            small += size
+        elif not large or size < large:
+            large = size
+    return large - missing if large and small < missing else 0
+
+
+def place_now(
+    session: Session, needs: Sequence[Need], inventory: Inventory, claimed: Mapping[str, int]
+) -> tuple[Slice, ...] | None:
+    """Return slices for all ``needs`` out of what is free now, or None.
+
+    ``claimed`` maps devices that somebody ahead accumulates memory on to the bytes wanted there.
+    """
+
+    def room(ledger: DeviceLedger) -> int:
+        wanted = claimed.get(ledger.device.uuid)
+        return ledger.avail if wanted is None else min(ledger.avail, spare(ledger, wanted))
+
+    last = preferred(session)
+    if len(last) == len(needs):
+        same = []
+        for need, uuid in zip(needs, last, strict=True):
+            ledger = inventory.devices.get(uuid)
+            if ledger is None or not need.allows(ledger) or room(ledger) < need.amount(ledger):
+                break
+            same.append(Slice(uuid, need.amount(ledger)))
+        else:
+            return tuple(same)
+    chosen: dict[int, Slice] = {}
+    used: set[str] = set()
+    for at in in_turn(needs):
+        need = needs[at]
+        options = (
+            [inventory.placeholder(need.fixed)] if need.fixed else inventory.by_avail(need.least)
+        )
+        for ledger in options:
+            uuid = ledger.device.uuid
+            if uuid not in used and need.allows(ledger) and room(ledger) >= need.amount(ledger):
+                used.add(uuid)
+                chosen[at] = Slice(uuid, need.amount(ledger))
+                break
+        else:
+            return None
+    return tuple(chosen[at] for at in range(len(needs)))

@@ -1,0 +1,250 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What people ask of a session: another size, release, keep; and what its measured size means."""
+
+from __future__ import annotations
+
+from ..units import format_bytes, format_seconds
+from . import events as ev
+from .books import Books
+from .lease import ATTACHED, HAS_LEASE, Session
+from .model import Refusal, Request, Slice
+from .policy import empty, suspendable
+from .quota import check_form, never
+from .serve import Server
+
+#: A sample may be older than the last change of the session by up to so many seconds.
+SETTLE = 2.0
+
+
+class Requests:
+    """Answers what people ask of one session."""
+
+    def __init__(self, books: Books, server: Server) -> None:
+        self._books = books
+        self._server = server
+
+    # ------------------------------------------------------------------ can it be met?
+
+    def capacities(self) -> list[int]:
+        """Return what each device can give at most, largest first."""
+        devices = self._books.inventory.devices.values()
+        return sorted((d.capacity for d in devices if d.capacity), reverse=True)
+
+    def suspends(self) -> bool:
+        """Return whether any device can suspend."""
+        return any(d.device.can_suspend for d in self._books.inventory.devices.values())
+
+    def never(self, request: Request, s: Session) -> Refusal | None:
+        """Return why ``request`` of session ``s`` can never be met, or None."""
+        return never(
+            request, s.owner, self._books.settings, self.capacities(), suspends=self.suspends()
+        )
+
+    def _session(self, name: str, rid: str) -> Session | None:
+        s = self._books.sessions.get(name)
+        if s is not None and s.state != "ended":
+            return s
+        refusal = Refusal(
+            "unknown-session",
+            f"There is no session {name}.",
+            "Run `jupyter gpupool status` to see those that there are.",
+            {"session": name},
+        )
+        self._books.emit(ev.Answer(session=name, rid=rid, refusal=refusal))
+        return None
+
+    def _answer(self, s: Session, rid: str, note: str) -> None:
+        self._books.emit(ev.Answer(session=s.id, rid=rid, note=note))
+
+    def _refuse(self, s: Session, rid: str, refusal: Refusal) -> None:
+        self._books.emit(ev.Answer(session=s.id, rid=rid, refusal=refusal))
+
+    # ------------------------------------------------------------------ another size
+
+    def changed(self, event: ev.RequestChanged) -> None:
+        s = self._session(event.session, event.rid)
+        if s is None:
+            return
+        new = event.request
+        refusal = (
+            check_form(new, self._books.settings)
+            or self.never(new, s)
+            or self._bound(s, new)
+            or self._in_use(s, new)
+        )
+        if refusal is not None:
+            self._refuse(s, event.rid, refusal)
+            return
+        old, s.request = s.request, new
+        if s.state in ATTACHED:
+            note = self._resize(s, old)
+        elif s.state == "queued":
+            self._books.requeue(s)
+            note = "The kernel waits for the new size."
+        elif s.state in HAS_LEASE:
+            if s.state == "attaching":
+                self._books.recharge(s)
+            note = "It applies as soon as the change under way is done."
+        else:
+            note = "It applies when the kernel next gets its slice."
+        self._answer(s, event.rid, note)
+
+    def _bound(self, s: Session, new: Request) -> Refusal | None:
+        """Return why the number of devices can not change, or None."""
+        here = len(s.suspended) or len(s.slices) or len(s.bound) or s.request.devices
+        if new.devices in (here, s.request.devices):
+            return None
+        if not (s.suspended or s.bound or (s.slices and not empty(s))):
+            return None
+        return Refusal(
+            "devices-bound",
+            f"{new.devices} GPUs were asked for; this kernel has begun to use CUDA on {here}, and "
+            "a process can not change that.",
+            "Restart the kernel and ask before the first use of the GPU.",
+            {"devices": new.devices, "bound": here},
+        )
+
+    def _in_use(self, s: Session, new: Request) -> Refusal | None:
+        """Return why the lease can not shrink that far, or None."""
+        used = max((x.bytes for x in s.suspended), default=max(s.footprints.values(), default=0))
+        if new.memory >= s.request.memory or used <= new.memory:
+            return None
+        return Refusal(
+            "in-use",
+            f"{format_bytes(new.memory)} was asked for; the kernel uses {format_bytes(used)} now.",
+            f"Free memory first, or ask for at least {format_bytes(used)}.",
+            {"memory": new.memory, "in_use": used},
+        )
+
+    def _resize(self, s: Session, old: Request) -> str:
+        books = self._books
+        memory = s.request.memory
+        books.drop_plan(s)
+        if s.request.devices != len(s.slices):
+            return "It applies at the next attach: release the slice first (%gpu release)."
+        if memory <= old.memory or all(x.bytes >= memory for x in s.slices):
+            books.recharge(s)
+            if self._trim(s) or all(x.bytes <= memory for x in s.slices):
+                return f"The slice is {format_bytes(s.slices[0].bytes)} now."
+            return "It applies once the memory in use has been measured."
+        books.grow_later(s)
+        if self._server.grow(s):
+            return f"The slice is {format_bytes(s.slices[0].bytes)} now."
+        have = format_bytes(s.slices[0].bytes)
+        if s.plan is not None:
+            return f"The slice stays {have} until idle kernels have made room."
+        return (
+            f"The slice stays {have}: there is no more on this GPU now. It grows as soon as "
+            "memory comes free."
+        )
+
+    def _trim(self, s: Session) -> bool:
+        """Shrink a lease to what is asked for, as far as what was measured allows."""
+        memory = s.request.memory
+        slices = tuple(
+            Slice(x.device, min(x.bytes, max(memory, s.footprints[x.device])))
+            if x.device in s.footprints
+            else x
+            for x in s.slices
+        )
+        if slices == s.slices:
+            return False
+        self._books.resize(s, slices)
+        self._books.note_growth(s)
+        return True
+
+    def measured(self, s: Session, device: str, size: int) -> int:
+        """Take note of what ``s`` was seen to use; return the bytes that no grant covers."""
+        books = self._books
+        held = books.inventory[device].leases.get(s.id, 0)
+        if s.state not in ATTACHED:
+            if s.suspended or s.state != "detached" or books.now < s.state_since + SETTLE:
+                # Older than the suspend (or resume) that it would contradict.
+                return 0
+            return size
+        before = s.footprints.get(device, 0)
+        s.footprints[device] = size
+        if held:
+            s.sampled_at = books.now
+            if size:
+                s.bound = tuple(x.device for x in s.slices)
+        if size > held >= before:
+            books.log(
+                s.id,
+                "warning",
+                "overuse",
+                f"It uses {format_bytes(size)} of a slice of {format_bytes(held)} on {device}.",
+            )
+        if held > s.request.memory:
+            self._trim(s)
+            held = books.inventory[device].leases.get(s.id, 0)
+        if s.state == "idle":
+            books.offer(s)
+        return max(0, size - held)
+
+    # ------------------------------------------------------------------ release and keep
+
+    def release(self, event: ev.ReleaseAsked) -> None:
+        s = self._session(event.session, event.rid)
+        if s is None:
+            return
+        books = self._books
+        if s.state == "queued":
+            refusal = Refusal(
+                "nothing-to-release",
+                "The kernel waits for a slice and has none.",
+                "Interrupt the cell to stop waiting.",
+            )
+            self._refuse(s, event.rid, refusal)
+            return
+        if s.state == "detached":
+            self._answer(s, event.rid, "The kernel has no slice.")
+            return
+        if s.state == "detaching":
+            self._answer(s, event.rid, "The slice is on its way back already.")
+            return
+        if not suspendable(s, books) and (s.state == "idle" or s.footprint):
+            name = books.inventory[s.slices[0].device].device.name
+            refusal = Refusal(
+                "cannot-suspend",
+                f"The state of this kernel can not be moved off its GPU ({name}).",
+                "Free the memory in the kernel, or restart it, to give the slice back.",
+            )
+            self._refuse(s, event.rid, refusal)
+            return
+        s.release_asked = True
+        s.keep_until = 0.0
+        if s.state != "idle":
+            self._answer(s, event.rid, "The slice goes back when the running cell is done.")
+            return
+        if self._server.expire(s):
+            self._answer(s, event.rid, "The slice goes back to the pool.")
+        else:
+            books.offer(s)
+            self._answer(
+                s,
+                event.rid,
+                "Host memory for suspended state is full; the slice goes back as soon as there is "
+                "room.",
+            )
+
+    def keep(self, event: ev.KeepAsked) -> None:
+        s = self._session(event.session, event.rid)
+        if s is None:
+            return
+        books = self._books
+        s.keep_until = event.until
+        s.release_asked = False
+        left = event.until - books.now
+        if s.state == "idle":
+            if left > 0:
+                books.leaving.pop(s.id, None)
+            books.offer(s)
+        if left <= 0:
+            note = "The slice is not kept any longer when idle."
+        elif s.state in HAS_LEASE:
+            note = f"The slice stays for {format_seconds(left)}, even when idle."
+        else:
+            note = f"The next slice stays until {format_seconds(left)} from now, even when idle."
+        self._answer(s, event.rid, note)

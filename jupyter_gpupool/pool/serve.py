@@ -1,0 +1,350 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Which waiting sessions to look at after an event, in what order, and to carry out their plans.
+
+After each event only those are looked at whose case may have changed: plans on devices that
+gained memory, newcomers, the head of the queue, and behind it those that fit on a device that
+gained. The walk goes in the order of the queue, so that whoever is ahead chooses first. At most
+``LOOKS`` sessions that turn out to be blocked are looked at per event; the rest of the walk is done
+at the next ``Tick``, which ``Pool.next_wakeup`` then asks for at once.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from .books import Books
+from .inventory import DeviceLedger
+from .lease import Session
+from .model import Slice
+from .placement import needs_of, place_now
+from .policy import (
+    Blocked,
+    Plan,
+    accumulates,
+    count_leaving,
+    make_claim,
+    plan_attach,
+    plan_growth,
+    promised,
+)
+from .queue import Entry
+
+#: Blocked sessions looked at per event.
+LOOKS = 32
+#: Rounds per event; a round only follows when the last one took a promise back.
+ROUNDS = 8
+
+
+class Server:
+    """Serves the queue of one pool."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._room = 0
+        #: Where an unfinished walk goes on, and the bytes that it looks for.
+        self._rest: tuple[Entry, int] | None = None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a ``Tick`` is needed now to finish the last walk."""
+        return self._rest is not None
+
+    def run(self, *, tick: bool) -> None:
+        """Serve whoever can be served after an event."""
+        books = self._books
+        for _ in range(ROUNDS):
+            inventory = books.inventory
+            cancelled: list[Session] = []
+            for ledger in inventory.shrunk().values():
+                self._overpromised(ledger, cancelled)
+            gained = inventory.gained()
+            fell, books.quotas.fell = books.quotas.fell, {}
+            room = books.host.room
+            host, self._room = room > self._room, room
+            if host and books.leaving:
+                for s in list(books.leaving.values()):
+                    self.expire(s)
+            if not (gained or fell or host or cancelled or books.fresh or books.recheck_head):
+                break
+            if books.order or any(ledger.growers for ledger in gained.values()):
+                self._plans(gained, fell, cancelled)
+                self._walk(gained, fell, cancelled, host=host)
+                self._grow(gained)
+            books.recheck_head = False
+        if tick and self._rest is not None:
+            after, most = self._rest
+            self._rest = None
+            self._behind(after, most, [])
+
+    # ------------------------------------------------------------------ idle leases
+
+    def expire(self, s: Session) -> bool:
+        """Suspend an idle session whose time is over, or remember it until there is host room."""
+        books = self._books
+        if books.may_suspend(s):
+            books.leaving.pop(s.id, None)
+            books.suspend(s, "release" if s.release_asked else "idle")
+            return True
+        books.leaving[s.id] = s
+        return False
+
+    # ------------------------------------------------------------------ plans under way
+
+    def _overpromised(self, ledger: DeviceLedger, cancelled: list[Session]) -> None:
+        """Take promises back, the latest first, that this device can not keep any more."""
+        while ledger.plans and (ledger.drained or ledger.expect < 0):
+            last = max(ledger.plans.values(), key=_turn)
+            self._cancel(last, cancelled)
+
+    def _cancel(self, s: Session, cancelled: list[Session]) -> None:
+        books = self._books
+        books.drop_plan(s)
+        if s.entry is not None:
+            books.set_lane(s, "open")
+            cancelled.append(s)
+
+    def _plans(
+        self, gained: dict[str, DeviceLedger], fell: dict[str, None], cancelled: list[Session]
+    ) -> None:
+        books = self._books
+        concerned: dict[str, Session] = {}
+        most = 0
+        for ledger in gained.values():
+            concerned.update(ledger.plans)
+            most = max(most, ledger.avail)
+        for s in books.planned.values():
+            if s.owner.name in fell or (s.entry is not None and s.entry[3] <= most):
+                concerned[s.id] = s
+        for s in sorted(concerned.values(), key=_turn):
+            plan = s.plan
+            if plan is None:
+                continue
+            less = promised(books, s)
+            owner = s.owner.name
+            lacking = books.quotas.lacking(owner, plan.charge, plan.devices, plan.leases, less)
+            if lacking is not None:
+                count_leaving(books, owner, less)
+                if books.quotas.lacking(owner, plan.charge, plan.devices, plan.leases, less):
+                    self._cancel(s, cancelled)
+            elif self._ready(s, plan):
+                self._commit(s, plan)
+            elif s.entry is not None and s.entry[3] <= most:
+                needs = needs_of(s, books.inventory, books.settings)
+                takes = place_now(s, needs, books.inventory, self._claimed(s))
+                if takes is not None:
+                    books.grant(s, takes, "memory came free elsewhere")
+
+    def _ready(self, s: Session, plan: Plan) -> bool:
+        turn = _turn(s)
+        for take in plan.takes:
+            ledger = self._books.inventory[take.device]
+            before = sum(
+                x.bytes
+                for other in ledger.plans.values()
+                if other is not s and _turn(other) < turn and other.plan is not None
+                for x in other.plan.takes
+                if x.device == take.device
+            )
+            if ledger.free - before < take.bytes:
+                return False
+        return True
+
+    def _commit(self, s: Session, plan: Plan) -> None:
+        """Carry out a plan for which nothing has to happen first."""
+        books = self._books
+        books.drop_plan(s)
+        if s.entry is not None:
+            books.grant(s, plan.takes, "a slice is free")
+            return
+        more = {x.device: x.bytes for x in plan.takes}
+        slices = [Slice(x.device, x.bytes + more.get(x.device, 0)) for x in s.slices]
+        books.resize(s, slices)
+        books.note_growth(s)
+
+    # ------------------------------------------------------------------ the queue
+
+    def _walk(
+        self,
+        gained: dict[str, DeviceLedger],
+        fell: dict[str, None],
+        cancelled: list[Session],
+        *,
+        host: bool,
+    ) -> None:
+        books = self._books
+        new = self._newcomers(fell, cancelled)
+        changed = bool(gained or fell or host or books.recheck_head)
+        looked: set[str] = set()
+        head: Session | None = None
+        while True:
+            first = books.open.first()
+            if new and (first is None or new[0] <= first):
+                s = books.sessions.get(heappop(new)[4])
+                if s is not None and s.entry is not None and s.lane not in ("", "planned"):
+                    looked.add(s.id)
+                    self._consider(s, new, guarded=False)
+                continue
+            if first is None:
+                break
+            head = books.sessions[first[4]]
+            known = head.id in looked or (
+                books.claim is not None and books.claim.session == head.id and not changed
+            )
+            if (known or not self._consider(head, new, guarded=False)) and head.lane == "open":
+                break
+        self._claim_for(head if head is not None and head.lane == "open" else None)
+        if head is None or head.lane != "open" or head.entry is None:
+            return
+        most = books.inventory.most() if host else self._most(gained)
+        self._behind(head.entry, most, new)
+
+    def _newcomers(self, fell: dict[str, None], cancelled: list[Session]) -> list[Entry]:
+        books = self._books
+        new = [s.entry for s in cancelled if s.entry is not None]
+        for s in books.fresh.values():
+            assert s.entry is not None
+            new.append(s.entry)
+        for owner in fell:
+            queue = books.by_quota.get(owner)
+            first = queue.first() if queue else None
+            if first is not None:
+                new.append(first)
+        heapify(new)
+        return new
+
+    def _behind(self, after: Entry, most: int, new: list[Entry]) -> None:
+        """Serve those behind the head: newcomers, and who may fit on a device that gained."""
+        books = self._books
+        looks = LOOKS
+        spot = after
+        candidate = books.open.first_fitting(most, spot) if most > 0 else None
+        done: set[Entry] = set()
+        while new or candidate is not None:
+            if new and (candidate is None or new[0] <= candidate):
+                entry = heappop(new)
+                if entry == candidate:
+                    continue
+            else:
+                assert candidate is not None
+                entry = spot = candidate
+                looks -= 1
+            s = books.sessions.get(entry[4])
+            if (
+                entry not in done
+                and s is not None
+                and s.entry == entry
+                and s.lane in ("fresh", "open", "quota")
+            ):
+                done.add(entry)
+                if self._consider(s, new, guarded=True):
+                    looks += 1
+            if looks <= 0:
+                rest = self._rest or (spot, most)
+                self._rest = min(spot, rest[0]), max(most, rest[1])
+                candidate = None
+                most = 0
+                looks = LOOKS
+            elif candidate is not None and entry == candidate:
+                candidate = books.open.first_fitting(most, spot)
+
+    def _consider(self, s: Session, new: list[Entry], *, guarded: bool) -> bool:
+        """Serve or plan for one waiting session if that is possible; put it in its lane if not."""
+        books = self._books
+        assert s.entry is not None
+        owner, arrived, was = s.owner.name, s.lane == "fresh", s.lane
+        queue = books.by_quota.get(owner)
+        if queue is not None and was != "quota":
+            ahead = queue.first()
+            if ahead is not None and ahead < s.entry:
+                s.why = ("quota-behind",)
+                books.set_lane(s, "quota")
+                return False
+        claimed = books.claim.wanted if guarded and books.claim is not None else {}
+        if not guarded and books.claim is not None and books.claim.session != s.id:
+            # A new head: whoever claimed so far is behind it.
+            books.set_claim(None)
+        plan = plan_attach(books, s, claimed, guarded=guarded)
+        if arrived and books.planned and not (isinstance(plan, Plan) and not plan.victims):
+            # Whoever is ahead may use what was promised to those behind.
+            later = [w for w in books.planned.values() if w.entry is not None and w.entry > s.entry]
+            if later:
+                for w in later:
+                    books.drop_plan(w)
+                    books.set_lane(w, "open")
+                    assert w.entry is not None
+                    heappush(new, w.entry)
+                plan = plan_attach(books, s, claimed, guarded=guarded)
+        if isinstance(plan, Blocked):
+            s.why = plan.why
+            books.set_lane(s, plan.lane)
+        elif plan.ready:
+            self._commit(s, plan)
+        else:
+            s.why = ("planned", tuple(x.device for x in plan.takes))
+            books.begin_plan(s, plan)
+        if was == "quota" and s.lane != "quota":
+            # The owner's next one is not behind it any more.
+            queue = books.by_quota.get(owner)
+            first = queue.first() if queue is not None else None
+            if first is not None:
+                heappush(new, first)
+        return isinstance(plan, Plan)
+
+    def _claimed(self, s: Session) -> dict[str, int]:
+        claim = self._books.claim
+        if claim is None or claim.session == s.id or s.entry is None:
+            return {}
+        head = self._books.sessions[claim.session].entry
+        return claim.wanted if head is not None and head < s.entry else {}
+
+    def _claim_for(self, head: Session | None) -> None:
+        books = self._books
+        if head is None:
+            if books.claim is not None:
+                books.set_claim(None)
+            return
+        if head.head_since is None:
+            head.head_since = books.now
+        old = books.claim if books.claim is not None and books.claim.session == head.id else None
+        claim = make_claim(books, head, old)
+        if claim != books.claim:
+            books.set_claim(claim)
+        for victim in accumulates(books, claim):
+            books.suspend(victim, "the next kernel in the queue waits for memory")
+
+    def _most(self, gained: dict[str, DeviceLedger]) -> int:
+        """Return the most bytes that someone behind the head can find on a device that gained."""
+        claim = self._books.claim
+        most = 0
+        for uuid, ledger in gained.items():
+            if not ledger.drained:
+                closed = claim is not None and uuid in claim.wanted
+                most = max(most, ledger.avail if closed else max(ledger.avail, ledger.pot))
+        return most
+
+    # ------------------------------------------------------------------ growth
+
+    def _grow(self, gained: dict[str, DeviceLedger]) -> None:
+        for ledger in gained.values():
+            for s in list(ledger.growers.values()):
+                self.grow(s)
+
+    def grow(self, s: Session) -> bool:
+        """Give an attached session what it asks for beyond what it has; tell whether it has it."""
+        books = self._books
+        if s.plan is not None or s.state not in ("active", "idle"):
+            return False
+        plan = plan_growth(books, s)
+        if isinstance(plan, Blocked):
+            return False
+        if plan.ready:
+            self._commit(s, plan)
+            return True
+        books.begin_plan(s, plan)
+        return False
+
+
+def _turn(s: Session) -> tuple[int, Entry]:
+    """Return the order in which plans are carried out: growth of leases, then the queue."""
+    return (0, (0.0, 0.0, 0, 0, s.id)) if s.entry is None else (1, s.entry)

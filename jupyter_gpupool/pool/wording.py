@@ -1,0 +1,169 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What waiting sessions are told, and when: the reason in words, the position, the estimate.
+
+No sentence names another owner.
+"""
+
+from __future__ import annotations
+
+from ..units import format_bytes
+from .books import Books
+from .events import QueueMoved
+from .lease import ATTACHED, HAS_LEASE, Session
+
+#: Queues up to this length are told of every change at once.
+AT_ONCE = 8
+#: In longer ones, the first so many positions and as many others in turns are told ...
+AT_A_TIME = 50
+#: ... at most once in so many seconds. (A session whose own reason changed is told at once.)
+INTERVAL = 1.0
+
+
+def reason(books: Books, s: Session) -> str:
+    """Return why ``s`` waits, in words; "" if it does not."""
+    if not s.why:
+        return ""
+    code, *figures = s.why
+    if code == "planned":
+        return _planned(books, figures[0])
+    if code == "behind":
+        return "the free memory is kept for the kernel that is next in the queue"
+    if code == "host":
+        host = books.host
+        text = f"{format_bytes(host.used + host.going)} of {format_bytes(host.budget)} in use"
+        return f"host memory for suspended state is full ({text})"
+    if code == "quota":
+        name, limit, _, others = figures
+        size = format_bytes(limit) if name == "memory" else f"{limit} {_NAMES[name]}"
+        return f"your quota of {size} is in use by your other {_count(others, 'kernel')}"
+    if code == "quota-behind":
+        return "another kernel of yours is ahead and waits for your quota"
+    if code == "drained":
+        return f"its GPU ({figures[0]}) is out of service: {figures[1]}"
+    if code == "foreign":
+        return (
+            f"{format_bytes(figures[0])} is not there as long as processes outside the pool use "
+            "the GPUs"
+        )
+    if code == "nowhere":
+        return "no GPU that it can use is in service"
+    if code == "retry":
+        return str(figures[0])
+    return _busy(books, *figures)
+
+
+_NAMES = {"devices": "GPUs", "leases": "slices"}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _planned(books: Books, devices: tuple[str, ...]) -> str:
+    leaving = {
+        name
+        for uuid in devices
+        for name in books.inventory[uuid].leases
+        if books.sessions[name].state == "detaching"
+    }
+    if not leaving:
+        return "waiting for memory to come free"
+    return f"waiting for {_count(len(leaving), 'idle kernel')} to be suspended"
+
+
+def _busy(books: Books, memory: int, devices: int) -> str:
+    ledgers = [d for d in books.inventory.devices.values() if not d.drained]
+    total = format_bytes(sum(d.capacity for d in ledgers))
+    best = max((d.avail for d in ledgers), default=0)
+    users = "running cells" if books.active else "kernels that keep their slice"
+    if best <= 0:
+        return f"all {total} in use by {users}"
+    where = "" if devices == 1 else f" on each of {devices} GPUs"
+    return (
+        f"{format_bytes(memory)}{where} is needed and at most {format_bytes(best)} is free on a "
+        f"GPU; the rest is in use by {users}"
+    )
+
+
+class News:
+    """Tells waiting sessions where they stand, as often as is useful and no more."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._told_at = -INTERVAL
+        self._spot = AT_A_TIME
+        self._stale = False
+
+    def next_at(self) -> float | None:
+        """Return when somebody must be told something, None if all know."""
+        return self._told_at + INTERVAL if self._stale else None
+
+    def run(self, touched: list[Session], *, changed: bool) -> None:
+        """Tell ``touched`` sessions at once, all others now or later.
+
+        ``changed``: there may be something new to tell.
+        """
+        books = self._books
+        length = len(books.order)
+        if not length:
+            self._stale = False
+            return
+        if changed:
+            self._stale = True
+        if not self._stale:
+            return
+        if length <= AT_ONCE:
+            for entry in list(books.order):
+                self._tell(books.sessions[entry[4]], length)
+            self._stale = False
+            return
+        for s in touched:
+            if s.entry is not None:
+                self._tell(s, length)
+        if books.now < self._told_at + INTERVAL:
+            return
+        self._told_at = books.now
+        self._stale = False
+        for at, entry in enumerate(books.order.slice(0, AT_A_TIME), 1):
+            self._tell(books.sessions[entry[4]], length, at)
+        if length > AT_A_TIME:
+            if self._spot >= length:
+                self._spot = AT_A_TIME
+            stop = self._spot + AT_A_TIME
+            for at, entry in enumerate(books.order.slice(self._spot, stop), self._spot + 1):
+                self._tell(books.sessions[entry[4]], length, at)
+            # Whoever was not reached hears at one of the next rounds.
+            self._stale = length > 2 * AT_A_TIME or stop < length
+            self._spot = stop
+
+    def _tell(self, s: Session, length: int, position: int | None = None) -> None:
+        books = self._books
+        assert s.entry is not None
+        if position is None:
+            position = books.order.position(s.entry)
+        eta = self.eta(s, position)
+        text = reason(books, s)
+        told = (position, length, eta, text)
+        if s.told is not None and s.told[:2] == told[:2] and s.told[3] == text:
+            before = s.told[2]
+            if before == eta or (
+                before is not None and eta is not None and abs(eta - before) <= 0.2 * before
+            ):
+                return
+        s.told = told
+        books.emit(QueueMoved(session=s.id, position=position, length=length, eta=eta, reason=text))
+
+    def eta(self, s: Session, position: int) -> float | None:
+        """Return the seconds that ``s`` will probably wait, None if nothing is known."""
+        return self._books.estimates.wait(position, planned=s.lane == "planned")
+
+
+def seconds(s: Session, now: float) -> tuple[float, float]:
+    """Return the seconds that ``s`` has waited and been attached so far."""
+    waited, attached = s.wait_total, s.attached_total
+    if s.state in ("queued", "attaching"):
+        waited += max(0.0, now - s.queued_at)
+    if s.state in HAS_LEASE or s.state in ATTACHED:
+        attached += max(0.0, now - s.attached_at)
+    return waited, attached
