@@ -1,0 +1,450 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * What jupyter_gpupool relies on in a CUDA driver, as a program for whatever libcuda.so.1 the
+ * loader finds: the emulated one in the test-suite, a real one by hand. A difference between the
+ * two is a fault of the emulation.
+ *
+ *     cc -std=gnu11 -o conformance conformance.c -ldl && ./conformance [SKIP...]
+ *
+ * Prints TAP; the exit status is 0 if nothing failed. SKIP names cases to leave out. On hardware
+ * that other people use, leave out at least "restore_without_room", which fills the device and
+ * strands a process until it is killed, "sync_while_suspended", which crashes one, and
+ * "stopped_target", which hangs a call. The program suspends only processes that it started.
+ */
+#include "conformance.h"
+
+#include <sys/wait.h>
+
+/* ---- one process, one device ---- */
+
+static void case_version(void)
+{
+    int version = 0;
+    OK(cuDriverGetVersion(&version));
+    CHECK(version >= 12080);
+}
+
+static void case_symbols(void)
+{
+    void *p = NULL;
+    int status = -1;
+    OK(cuGetProcAddress_v2("cuMemAlloc", &p, 12080, 0, &status));
+    CHECK(p && status == 0);
+    IS(cuGetProcAddress_v2("cuGpupoolNoSuchCall", &p, 12080, 0, &status), 500);
+    CHECK(!p && status == 1);
+    OK(cuGetProcAddress_v2("cuMemcpyHtoD", &p, 12080, 2, &status)); /* per-thread stream */
+    CHECK(p != NULL);
+}
+
+static void case_error_names(void)
+{
+    const char *text = NULL;
+    OK(cuGetErrorName(2, &text));
+    CHECK(text && !strcmp(text, "CUDA_ERROR_OUT_OF_MEMORY"));
+    OK(cuGetErrorString(600, &text));
+    CHECK(text && *text);
+    IS(cuGetErrorName(123456, &text), 1);
+}
+
+static void case_device(void)
+{
+    char name[200] = "", id[32] = "";
+    unsigned char uuid[16] = {0};
+    size_t total = 0;
+    int count = 0, major = 0;
+    OK(cuDeviceGetCount(&count));
+    CHECK(count >= 1);
+    OK(cuDeviceGetName(name, sizeof name, 0));
+    CHECK(*name);
+    OK(cuDeviceGetUuid_v2(uuid, 0));
+    CHECK(uuid[0] | uuid[1] | uuid[2] | uuid[3]);
+    OK(cuDeviceTotalMem_v2(&total, 0));
+    CHECK(total >= (128 * MIB));
+    OK(cuDeviceGetAttribute(&major, 75, 0));
+    CHECK(major >= 5);
+    OK(cuDeviceGetPCIBusId(id, sizeof id, 0));
+    CHECK(strchr(id, ':') != NULL);
+    IS(cuDeviceGet(&count, 4096), 101);
+}
+
+static void case_needs_context(void)
+{
+    uint64_t p;
+    IS(cuMemAlloc_v2(&p, 4096), 201);
+}
+
+static void case_copies(void)
+{
+    enum { N = 1 << 16 };
+    static uint32_t out[N], back[N];
+    uint64_t a = 0, b = 0;
+    for (uint32_t i = 0; i < N; i++)
+        out[i] = i * 2654435761u;
+    OK(cuMemAlloc_v2(&a, sizeof out));
+    OK(cuMemAlloc_v2(&b, sizeof out));
+    CHECK(a % 256 == 0 && b % 256 == 0 && a != b);
+    OK(cuMemcpyHtoD_v2(a, out, sizeof out));
+    OK(cuMemcpyDtoD_v2(b, a, sizeof out));
+    OK(cuMemcpyDtoH_v2(back, b, sizeof out));
+    CHECK(!memcmp(out, back, sizeof out));
+    memset(back, 0, sizeof back);
+    OK(cuMemcpy((uint64_t)(uintptr_t)back, a + 4, sizeof out - 4)); /* unified addresses */
+    CHECK(!memcmp(out + 1, back, sizeof out - 4));
+    OK(cuMemsetD32_v2(a, 0xdeadbeef, N / 2));
+    OK(cuMemsetD16_v2(a, 0x1234, 2));
+    OK(cuMemsetD8_v2(a, 0x56, 1));
+    OK(cuMemcpyDtoH_v2(back, a, sizeof back));
+    CHECK(back[0] == 0x12341256 && back[1] == 0xdeadbeef && back[N / 2] == out[N / 2]);
+    OK(cuMemFree_v2(a));
+    OK(cuMemFree_v2(b));
+    IS(cuMemFree_v2(a), 1);
+}
+
+static void case_copy_2d(void)
+{
+    uint8_t from[64], to[64] = {0};
+    uint64_t a = 0;
+    size_t pitch = 0;
+    for (int i = 0; i < 64; i++)
+        from[i] = (uint8_t)i;
+    OK(cuMemAllocPitch_v2(&a, &pitch, 8, 4, 4));
+    CHECK(pitch >= 8);
+    struct copy2d c = {.srcMemoryType = 1, .srcHost = from, .srcPitch = 16, .dstMemoryType = 2,
+                       .dstDevice = a, .dstPitch = pitch, .WidthInBytes = 8, .Height = 4};
+    OK(cuMemcpy2D_v2(&c));
+    struct copy2d d = {.srcMemoryType = 2, .srcDevice = a, .srcPitch = pitch, .dstMemoryType = 1,
+                       .dstHost = to, .dstPitch = 8, .WidthInBytes = 8, .Height = 4};
+    OK(cuMemcpy2D_v2(&d));
+    CHECK(to[0] == 0 && to[7] == 7 && to[8] == 16 && to[31] == 55);
+    OK(cuMemFree_v2(a));
+}
+
+static void case_out_of_memory(void)
+{
+    size_t total = 0, free = 0, after = 0;
+    uint64_t p = 0;
+    OK(cuMemGetInfo_v2(&free, &total));
+    CHECK(free < total); /* the context costs something */
+    IS(cuMemAlloc_v2(&p, total + MIB), 2);
+    OK(cuMemAlloc_v2(&p, 32 * MIB));
+    OK(cuMemGetInfo_v2(&after, &total));
+    CHECK(after + 32 * MIB <= free);
+    OK(cuMemFree_v2(p));
+    OK(cuMemGetInfo_v2(&after, &total));
+    CHECK(after == free);
+    IS(cuMemAlloc_v2(&p, 0), 1);
+}
+
+static void case_host_memory(void)
+{
+    void *host = NULL;
+    uint64_t device = 0;
+    unsigned kind = 0;
+    OK(cuMemHostAlloc(&host, 4096, 0));
+    memset(host, 7, 4096);
+    OK(cuMemHostGetDevicePointer_v2(&device, host, 0));
+    OK(cuPointerGetAttribute(&kind, 2, (uint64_t)(uintptr_t)host));
+    IS(kind, 1);
+    OK(cuMemFreeHost(host));
+    OK(cuMemAlloc_v2(&device, 4096));
+    OK(cuPointerGetAttribute(&kind, 2, device + 100));
+    IS(kind, 2);
+    OK(cuMemFree_v2(device));
+    IS(cuPointerGetAttribute(&kind, 2, (uint64_t)(uintptr_t)&kind), 1);
+}
+
+static void case_streams_and_events(void)
+{
+    void *stream = NULL, *a = NULL, *b = NULL;
+    float ms = -1;
+    OK(cuStreamCreate(&stream, 1));
+    OK(cuEventCreate(&a, 0));
+    OK(cuEventCreate(&b, 0));
+    IS(cuEventElapsedTime(&ms, a, b), 400);
+    OK(cuEventRecord(a, stream));
+    OK(spin(stream, 20000000));
+    OK(cuEventRecord(b, stream));
+    IS(cuEventQuery(b), 600);
+    IS(cuStreamQuery(stream), 600);
+    OK(cuEventSynchronize(b));
+    OK(cuStreamQuery(stream));
+    OK(cuEventElapsedTime(&ms, a, b));
+    CHECK(ms >= 19 && ms < 1000);
+    OK(cuEventDestroy_v2(a));
+    OK(cuEventDestroy_v2(b));
+    OK(cuStreamDestroy_v2(stream));
+}
+
+static void case_kernel(void)
+{
+    enum { N = 1000 };
+    uint32_t data[N], one = 5;
+    uint64_t p = 0, n = N;
+    for (uint32_t i = 0; i < N; i++)
+        data[i] = i;
+    OK(cuMemAlloc_v2(&p, sizeof data));
+    OK(cuMemcpyHtoD_v2(p, data, sizeof data));
+    void *params[] = {&p, &n, &one};
+    OK(cuLaunchKernel(add_kernel(), 4, 1, 1, 128, 1, 1, 0, NULL, params, NULL));
+    OK(cuCtxSynchronize());
+    OK(cuMemcpyDtoH_v2(data, p, sizeof data));
+    CHECK(data[0] == 5 && data[N - 1] == N + 4);
+    OK(cuMemFree_v2(p));
+}
+
+static void case_pool(void)
+{
+    void *pool = NULL, *stream = NULL;
+    uint64_t p = 0, used = 0, reserved = 0;
+    uint32_t v = 0;
+    OK(cuStreamCreate(&stream, 1));
+    OK(cuDeviceGetDefaultMemPool(&pool, 0));
+    OK(cuMemAllocAsync(&p, 3 * MIB, stream));
+    OK(cuMemsetD32Async(p, 0x01020304, 16, stream));
+    OK(cuStreamSynchronize(stream));
+    OK(cuMemcpyDtoH_v2(&v, p + 60, 4));
+    CHECK(v == 0x01020304);
+    OK(cuMemPoolGetAttribute(pool, 7, &used));
+    OK(cuMemPoolGetAttribute(pool, 5, &reserved));
+    CHECK(used >= 3 * MIB && reserved >= used);
+    OK(cuMemFreeAsync(p, stream));
+    OK(cuStreamSynchronize(stream));
+    OK(cuMemPoolTrimTo(pool, 0));
+    OK(cuMemPoolGetAttribute(pool, 5, &reserved));
+    IS(reserved, 0);
+    OK(cuStreamDestroy_v2(stream));
+}
+
+static void case_vmm(void)
+{
+    struct prop prop = {.type = 1, .location_type = 1};
+    struct access access = {1, 0, 3};
+    uint64_t handle = 0, va = 0;
+    size_t unit = 0;
+    uint32_t v = 0;
+    OK(cuMemGetAllocationGranularity(&unit, &prop, 0));
+    CHECK(unit && unit % 4096 == 0);
+    OK(cuMemAddressReserve(&va, 2 * unit, 0, 0, 0));
+    OK(cuMemCreate(&handle, unit, &prop, 0));
+    OK(cuMemMap(va, unit, 0, handle, 0));
+    CHECK(cuMemsetD32_v2(va, 1, 1) != 0); /* mapped, but nobody may access it */
+    OK(cuMemSetAccess(va, unit, &access, 1));
+    OK(cuMemMap(va + unit, unit, 0, handle, 0));
+    OK(cuMemSetAccess(va + unit, unit, &access, 1));
+    OK(cuMemsetD32_v2(va, 77, 4));
+    OK(cuMemcpyDtoH_v2(&v, va + unit + 4, 4)); /* the same memory under another address */
+    IS(v, 77);
+    OK(cuMemUnmap(va, 2 * unit));
+    OK(cuMemRelease(handle));
+    OK(cuMemAddressFree(va, 2 * unit));
+}
+
+/* ---- processes ---- */
+
+static void case_fork(void)
+{
+    int status = 0;
+    pid_t pid = fork();
+    if (!pid) {
+        uint64_t p;
+        _exit(cuInit(0) == 3 && cuMemAlloc_v2(&p, 4096) == 3 ? 0 : 1);
+    }
+    waitpid(pid, &status, 0);
+    IS(status, 0);
+}
+
+static void case_no_device_is_sticky(void)
+{
+    struct child c = start("CUDA_VISIBLE_DEVICES=");
+    IS(ask(&c, "init"), 100);
+    ask(&c, "show 0"); /* sets the variable to 0 in the child */
+    IS(ask(&c, "init"), 100);
+    end(&c);
+}
+
+static void case_state_machine(void)
+{
+    struct child c = start(NULL);
+    IS(ask(&c, "alloc 64"), 0);
+    IS(op(&c, 's', 0), 0);
+    CHECK(state(&c) == 0 && thread_id(&c) > 0);
+    IS(op(&c, 'c', 0), 401);
+    IS(op(&c, 'r', 0), 401);
+    IS(op(&c, 'u', 0), 401);
+    IS(op(&c, 'l', 5000), 0);
+    IS(state(&c), 1);
+    IS(op(&c, 'l', 5000), 401);
+    IS(op(&c, 'r', 0), 401);
+    size_t locked = free_memory();
+    IS(op(&c, 'c', 0), 0);
+    IS(state(&c), 2);
+    CHECK(free_memory() >= locked + 64 * MIB); /* the memory is really back */
+    IS(op(&c, 'c', 0), 401);
+    IS(op(&c, 'u', 0), 401);
+    IS(op(&c, 'l', 0), 401);
+    IS(op(&c, 'r', 0), 0);
+    IS(state(&c), 1);
+    IS(op(&c, 'u', 0), 0);
+    IS(state(&c), 0);
+    IS(ask(&c, "verify"), 0);
+    end(&c);
+}
+
+static void case_not_a_cuda_process(void)
+{
+    struct child c = start(NULL);
+    CHECK(thread_id(&c) < 0);
+    IS(ask(&c, "init"), 0);
+    CHECK(thread_id(&c) < 0);
+    IS(op(&c, 'l', 1000), 3); /* cuInit alone: nothing to suspend */
+    end(&c);
+    CHECK(op(&c, 'l', 1000) != 0); /* gone */
+}
+
+static void case_lock_timeout(void)
+{
+    struct child c = start(NULL);
+    IS(ask(&c, "alloc 1"), 0);
+    IS(ask(&c, "spin 1500"), 0);
+    IS(op(&c, 'l', 200), 600);
+    IS(state(&c), 0);
+    IS(op(&c, 'l', 10000), 0); /* drains */
+    IS(op(&c, 'u', 0), 0);
+    IS(ask(&c, "verify"), 0);
+    end(&c);
+}
+
+static void blocks_while(const char *command, bool suspended)
+{
+    struct child c = start(NULL);
+    IS(ask(&c, "alloc 4"), 0);
+    IS(op(&c, 'l', 5000), 0);
+    if (suspended)
+        IS(op(&c, 'c', 0), 0);
+    tell(&c, command);
+    CHECK(!answers_within(&c, 300));
+    if (suspended)
+        IS(op(&c, 'r', 0), 0);
+    IS(op(&c, 'u', 0), 0);
+    IS(answer(&c), 0);
+    end(&c);
+}
+
+static void case_calls_block(void)
+{
+    static const char *const commands[] = {"verify", "alloc 1", "spin 1", "event"};
+    for (unsigned i = 0; i < 4; i++) {
+        blocks_while(commands[i], false);
+        blocks_while(commands[i], true);
+    }
+}
+
+static void case_managed_memory(void)
+{
+    struct child c = start(NULL);
+    IS(ask(&c, "alloc 4"), 0);
+    IS(ask(&c, "managed"), 0);
+    IS(op(&c, 'l', 5000), 0);
+    IS(op(&c, 'c', 0), 801);
+    IS(op(&c, 'u', 0), 0);
+    IS(ask(&c, "verify"), 0);
+    end(&c);
+}
+
+static void case_kill_suspended(void)
+{
+    size_t before = free_memory();
+    struct child c = start(NULL);
+    IS(ask(&c, "alloc 32"), 0);
+    IS(op(&c, 'l', 5000), 0);
+    IS(op(&c, 'c', 0), 0);
+    end(&c); /* SIGKILL */
+    CHECK(free_memory() >= before);
+}
+
+static void case_migration(void)
+{
+    int count = 0;
+    OK(cuDeviceGetCount(&count));
+    if (count < 2) {
+        skip("one device");
+        return;
+    }
+    struct child c = start(NULL);
+    IS(ask(&c, "alloc 16"), 0);
+    IS(op(&c, 'l', 5000), 0);
+    IS(op(&c, 'c', 0), 0);
+    CHECK(restore_elsewhere(&c, count - 1) != 0); /* a map must list every GPU */
+    IS(state(&c), 2);
+    IS(restore_elsewhere(&c, count), 0);
+    IS(op(&c, 'u', 0), 0);
+    IS(ask(&c, "verify"), 0);
+    end(&c);
+}
+
+static void case_sync_while_locked(void)
+{
+    struct child c = start(NULL);
+    IS(ask(&c, "alloc 1"), 0);
+    IS(op(&c, 'l', 5000), 0);
+    IS(ask(&c, "sync"), 0);
+    IS(op(&c, 'u', 0), 0);
+    end(&c);
+}
+
+static void case_sync_while_suspended(void)
+{
+    struct child c = start(NULL);
+    IS(ask(&c, "alloc 1"), 0);
+    IS(op(&c, 'l', 5000), 0);
+    IS(op(&c, 'c', 0), 0);
+    tell(&c, "sync");
+    IS(signal_of(&c), SIGSEGV);
+}
+
+static void case_stopped_target(void)
+{
+    struct child c = start(NULL);
+    IS(ask(&c, "alloc 1"), 0);
+    kill(c.pid, SIGSTOP);
+    pid_t caller = fork_op(&c, 'l', 100);
+    CHECK(!ends_within(caller, 500)); /* the time-out does not help */
+    kill(caller, SIGKILL);
+    waitpid(caller, NULL, 0);
+    kill(c.pid, SIGCONT);
+    if (state(&c) == 1) /* the request may still have been served */
+        IS(op(&c, 'u', 0), 0);
+    IS(state(&c), 0);
+    IS(ask(&c, "verify"), 0);
+    end(&c);
+}
+
+static void case_restore_without_room(void)
+{
+    struct child c = start(NULL), hog = start(NULL);
+    char command[40];
+    IS(ask(&c, "alloc 64"), 0);
+    IS(op(&c, 'l', 5000), 0);
+    IS(op(&c, 'c', 0), 0);
+    IS(ask(&hog, "alloc 1"), 0);
+    snprintf(command, sizeof command, "hold %zu", (size_t)(free_memory() / MIB - 40));
+    IS(ask(&hog, command), 0);
+    CHECK(op(&c, 'r', 0) != 0);
+    IS(state(&c), 3);
+    end(&hog);
+    CHECK(op(&c, 'r', 0) != 0); /* for good, with all the room in the world */
+    IS(op(&c, 'u', 0), 401);
+    end(&c);
+}
+
+#define CASE(name) {#name, case_##name}
+const struct test tests[] = {
+    CASE(version), CASE(symbols), CASE(error_names), CASE(device), CASE(needs_context),
+    CASE(copies), CASE(copy_2d), CASE(out_of_memory), CASE(host_memory),
+    CASE(streams_and_events), CASE(kernel), CASE(pool), CASE(vmm), CASE(fork),
+    CASE(no_device_is_sticky), CASE(state_machine), CASE(not_a_cuda_process), CASE(lock_timeout),
+    CASE(calls_block), CASE(managed_memory), CASE(kill_suspended), CASE(migration),
+    CASE(sync_while_locked), CASE(sync_while_suspended), CASE(stopped_target),
+    CASE(restore_without_room), {NULL, NULL},
+};
