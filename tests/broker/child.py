@@ -56,7 +56,9 @@ def do_ask(command):
             changed.set()
 
     started = threading.Event()
-    wait = LINK.wait(command["hold"], command.get("kind", "cell"), lambda: started.wait() and on_change())
+    wait = LINK.wait(
+        command["hold"], command.get("kind", "cell"), lambda: started.wait() and on_change()
+    )
     wait.changed = changed
     started.set()
     on_change()
@@ -102,7 +104,8 @@ def do_alloc(command):
     from cuda.core import Device
 
     if STATE["device"] is None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(s.device for s in LINK.slices)
+        if LINK.slices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(s.device for s in LINK.slices)
         STATE["device"] = Device()
     device = STATE["device"]
     device.set_current()

@@ -1,0 +1,247 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The broker dies at every stage, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from .kit import Kernel, MiB, wait_until
+
+#: Slow enough that a kill comes in the middle: 64 MiB take about two seconds.
+SLOW = 32 * MiB
+
+
+@pytest.fixture
+def kernels(broker):
+    made = {}
+
+    def make(*names, **kwargs):
+        for name in names:
+            made[name] = Kernel(broker, name, **kwargs)
+        return [made[name] for name in names]
+
+    yield make
+    for one in made.values():
+        one.close()
+
+
+def restart(broker, *kernels):
+    broker.kill()
+    broker.started  # noqa: B018
+    for one in kernels:
+        wait_until(lambda one=one: one.link()["greeted"], f"{one.session} is back")
+
+
+def test_active_with_a_running_cell(broker, kernels):
+    (one,) = kernels("one")
+    got = one.attach()
+    one.do("alloc", bytes=16 * MiB, byte=5)
+    restart(broker, one)
+    found = broker.session(one.session)
+    assert (found["state"], [h["id"] for h in found["holds"]]) == ("active", ["cell"])
+    assert found["device"] == got["slices"][0][0]
+    assert one.link()["attached"]
+    one.do("drop", hold="cell")
+    one.wait_state("idle")
+    assert one.do("take", hold="next")
+    assert one.do("check") == 16 * MiB
+
+
+def test_idle(broker, kernels):
+    (one,) = kernels("one")
+    one.attach()
+    one.do("drop", hold="cell")
+    one.wait_state("idle")
+    restart(broker, one)
+    one.wait_state("idle")
+    assert one.do("take", hold="next")
+
+
+def test_cells_begun_and_ended_while_there_was_no_broker(broker, kernels):
+    (one,) = kernels("one")
+    one.attach()
+    broker.kill()
+    one.do("drop", hold="cell")
+    assert one.do("take", hold="while-away")
+    broker.started  # noqa: B018
+    wait_until(lambda: one.link()["greeted"], "its return")
+    found = broker.session(one.session)
+    assert [h["id"] for h in found["holds"]] == ["while-away"]
+
+
+def test_suspended(broker, kernels):
+    one, two, three = kernels("one", "two", "three", memory=400 * MiB)
+    one.attach()
+    one.do("alloc", bytes=16 * MiB, byte=5)
+    one.do("drop", hold="cell")
+    two.attach()
+    three.attach()
+    one.wait_state("detached")
+    restart(broker, one, two, three)
+    found = broker.session(one.session)
+    assert found["state"] == "detached"
+    assert found["suspended_bytes"] == (16 + 32) * MiB
+    assert broker.status()["host"]["used_bytes"] == (16 + 32) * MiB
+    two.do("drop", hold="cell")
+    one.attach("again")
+    assert one.do("check") == 16 * MiB
+
+
+def test_queued(broker, kernels):
+    one, two, three = kernels("one", "two", "three", memory=400 * MiB)
+    one.attach()
+    two.attach()
+    three.do("ask", hold="cell")
+    three.wait_state("queued")
+    restart(broker, one, two, three)
+    three.wait_state("queued")
+    one.do("drop", hold="cell")
+    three.do("got", hold="cell")
+    assert one.state() == "detached"
+
+
+def test_in_the_middle_of_a_suspend(broker, kernels):
+    one, two, three = kernels("one", "two", "three", memory=400 * MiB)
+    one.attach()
+    one.do("alloc", bytes=64 * MiB, byte=9)
+    two.attach()
+    broker.faults.set("slow-copies", bandwidth=SLOW)
+    three.do("ask", hold="cell")
+    one.do("drop", hold="cell")
+    one.wait_state("detaching")
+    broker.kill()
+    broker.faults.clear()
+    restart_all(broker, one, two, three)
+    # Finished or undone, the waiting one gets its turn and the bytes are there.
+    three.do("got", hold="cell")
+    three.do("drop", hold="cell")
+    one.attach("again")
+    assert one.do("check") == 64 * MiB
+
+
+def test_in_the_middle_of_a_resume(broker, kernels):
+    one, two, three = kernels("one", "two", "three", memory=400 * MiB)
+    one.attach()
+    one.do("alloc", bytes=64 * MiB, byte=9)
+    one.do("drop", hold="cell")
+    two.attach()
+    three.attach()
+    one.wait_state("detached")
+    broker.faults.set("slow-copies", bandwidth=SLOW)
+    one.do("ask", hold="again")
+    two.do("drop", hold="cell")
+    one.wait_state("attaching")
+    broker.kill()
+    broker.faults.clear()
+    restart_all(broker, one, two, three)
+    one.do("got", hold="again")
+    assert one.do("check") == 64 * MiB
+
+
+def restart_all(broker, *kernels):
+    broker.started  # noqa: B018
+    for one in kernels:
+        wait_until(lambda one=one: one.link()["greeted"], f"{one.session} is back")
+
+
+def test_kernels_that_died_meanwhile_are_closed(broker, kernels):
+    one, two = kernels("one", "two")
+    one.attach()
+    two.attach()
+    broker.kill()
+    one.kill()
+    broker.started  # noqa: B018
+    assert broker.session(one.session) is None
+    wait_until(lambda: two.link()["greeted"], "the other's return")
+    assert sum(d["memory_granted"] for d in broker.status()["devices"]) == 300 * MiB
+    closed = [r for r in broker.rows("close") if r["detail"].get("session") == one.session]
+    assert "while there was no broker" in closed[0]["reason"]
+
+
+def test_an_agent_that_cannot_come_back_yet_keeps_its_slice(broker, kernels):
+    """A cell in a C library that keeps the GIL: nobody takes its slice meanwhile."""
+    one, two = kernels("one", "two", memory=400 * MiB)
+    three = kernels("three", memory=400 * MiB)[0]
+    one.attach()
+    two.attach()
+    one.tell("sleep_holding_gil", seconds=4)
+    broker.kill()
+    broker.started  # noqa: B018
+    wait_until(lambda: two.link()["greeted"] and three.link()["greeted"], "the others")
+    three.do("ask", hold="cell")
+    three.wait_state("queued")
+    assert one.state() == "active"
+    one.answer()
+    wait_until(lambda: one.link()["greeted"], "its return")
+    assert [h["id"] for h in broker.session(one.session)["holds"]] == ["cell"]
+    one.do("drop", hold="cell")
+    three.do("got", hold="cell")
+
+
+def test_an_orderly_end_does_not_end_sessions(broker, kernels):
+    one, two, three = kernels("one", "two", "three", memory=400 * MiB)
+    one.attach()
+    one.do("alloc", bytes=16 * MiB, byte=2)
+    one.do("drop", hold="cell")
+    two.attach()
+    three.attach()
+    one.wait_state("detached")
+    assert broker.stop() == 0
+    assert not broker.socket.exists()
+    assert one.process.poll() is None
+    restart_all(broker, one, two, three)
+    assert broker.session(one.session)["suspended_bytes"] == (16 + 32) * MiB
+    two.do("drop", hold="cell")
+    one.attach("again")
+    assert one.do("check") == 16 * MiB
+
+
+def test_a_damaged_journal_is_said_and_the_pool_goes_on(broker, kernels):
+    (one,) = kernels("one")
+    one.attach()
+    broker.kill()
+    (path,) = (broker.folder / "state").glob("journal-*.sqlite")
+    for wal in (broker.folder / "state").glob("*.sqlite-*"):
+        wal.unlink()
+    path.write_bytes(b"rubbish" * 1000)
+    broker.started  # noqa: B018
+    assert "was damaged" in broker.tail()
+    assert broker.rows("journal-lost")
+    assert broker.status()["sessions"] == []
+    new = kernels("new")[0]
+    new.attach()
+
+
+def test_after_a_reboot_there_are_no_sessions(broker, kernels):
+    """The boot id differs: start times count from another zero."""
+    (one,) = kernels("one")
+    one.attach()
+    broker.kill()
+    import sqlite3
+
+    (path,) = (broker.folder / "state").glob("journal-*.sqlite")
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE meta SET value = 'another' WHERE name = 'boot'")
+    db.close()
+    broker.started  # noqa: B018
+    assert broker.status()["sessions"] == []
+    assert os.path.exists(f"/proc/{one.process.pid}")
+
+
+def test_killed_again_and_again(broker, kernels):
+    one, two, three = kernels("one", "two", "three", memory=400 * MiB)
+    for number, each in enumerate((one, two, three), 1):
+        each.attach()
+        each.do("alloc", bytes=16 * MiB, byte=number)
+        each.do("drop", hold="cell")
+    for _ in range(3):
+        for each in (one, two, three):
+            each.do("ask", hold="cell")
+            restart(broker, one, two, three)
+            each.do("got", hold="cell")
+            assert each.do("check") == 16 * MiB
+            each.do("drop", hold="cell")
+    assert sum(d["memory_granted"] for d in broker.status()["devices"]) <= 2 * 512 * MiB
