@@ -110,9 +110,12 @@ class SessionCalls:
             "pinned", f"The driver did not suspend process {process.pid}: {answer.message}"
         )
 
-    async def members(self) -> list[ProcessId]:
-        """Return the processes that may have a CUDA context, children first."""
-        fields = {"root": _wire(self._root), "session": self._session}
+    async def members(self, *, again: bool = False) -> list[ProcessId]:
+        """Return the processes that may have a CUDA context, children first.
+
+        ``again``: it was asked a moment ago, in the same operation.
+        """
+        fields = {"root": _wire(self._root), "session": self._session, "again": again}
         try:
             try:
                 answer = await self._worker.call("find", self._call_timeout, **fields)
@@ -193,7 +196,9 @@ class SessionCalls:
 
     async def call(self, op: str, process: ProcessId, **fields: Any) -> Answer:
         """Make a call that changes the process; if its worker is lost, settle what came of it."""
-        timeout = self.lock_timeout + LOCK_GRACE if op == "lock" else self._copy_timeout
+        timeout = self._copy_timeout
+        if op == "lock":
+            timeout = self.lock_timeout + min(LOCK_GRACE, self._call_timeout)
         before, after = _STATES[op]
         for attempt in (1, 2):
             try:

@@ -77,7 +77,7 @@ class Operation:
         listing: list[ProcessId] = []
         seen: set[ProcessId] = set()
         for _ in range(_LOOKS):
-            listing = await self._calls.members()
+            listing = await self._calls.members(again=bool(seen))
             found = [process for process in listing if process not in seen]
             if not found:
                 break

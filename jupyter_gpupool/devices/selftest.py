@@ -31,11 +31,21 @@ SESSION = "gpupool-selftest"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a device proved able to do; ``reason`` says what it failed at, in a sentence."""
+    """What a device proved able to do; ``reason`` says what it failed at, in a sentence.
+
+    Not ``tested``: the device had no room for the test, which proves nothing. A driver that has
+    the calls is then trusted to suspend, because a suspend that it refuses is undone; it is not
+    trusted to move a process to another device, because a restore that fails is fatal.
+    """
 
     can_suspend: bool
     can_migrate: bool
     reason: str = ""
+    tested: bool = True
+
+
+class _NoRoom(Exception):
+    """Somebody else took the memory."""
 
 
 async def judge(
@@ -58,6 +68,8 @@ async def judge(
                 return f"suspending a test process failed: {suspended.message or suspended.status}"
             second: Operation = operation(process)
             resumed = await second.resume([destination], [uuid], suspended.freed, everything)
+            if resumed.status == "no-room":
+                raise _NoRoom(resumed.message)
             if resumed.status != "resumed":
                 return f"resuming a test process failed: {resumed.message or resumed.status}"
             if not (await target.call("check", STEP_TIMEOUT))["same"]:
@@ -73,7 +85,11 @@ async def judge(
         if problem:
             return Verdict(True, False, f"The self-test on another device failed: {problem}")
         return Verdict(True, True)
+    except _NoRoom as error:
+        return Verdict(True, False, f"The self-test had no room: {error}", tested=False)
     except (ChildLost, DriverError) as error:
+        if "CUDA_ERROR_OUT_OF_MEMORY" in str(error):
+            return Verdict(True, False, f"The self-test had no room: {error}", tested=False)
         return Verdict(False, False, f"The self-test did not run: {error}")
     finally:
         await target.close()

@@ -70,6 +70,8 @@ class DeviceService:
         #: Versions as NVML tells them, empty where unknown.
         self.driver_version = ""
         self.cuda_version = ""
+        #: Devices that had no room for a self-test: able to suspend for all one knows.
+        self.untested: set[str] = set()
         self.on_device_lost = on_device_lost
         self._log = log or logging.getLogger(__name__)
         self._env = child_environment(env)
@@ -86,10 +88,12 @@ class DeviceService:
 
     # ------------------------------------------------------------------ life
 
-    async def start(self) -> list[Device]:
+    async def start(self, known: Mapping[str, Device] | None = None) -> list[Device]:
         """Find the devices and test each; return them, an empty list if there is no driver.
 
         Never raises for a missing or broken driver: :attr:`problem` then says what is wrong.
+        ``known`` are devices by UUID as an earlier broker found them; they are not tested again,
+        because a test takes memory (a CUDA context) that sessions may have been granted.
         """
         try:
             found = await self._sampler.discover()
@@ -107,6 +111,15 @@ class DeviceService:
             return []
         for row in rows:
             self._add(row)
+        trusted = {uuid: d for uuid, d in (known or {}).items() if uuid in self._devices}
+        for uuid, device in trusted.items():
+            self._devices[uuid] = replace(
+                self._devices[uuid],
+                tier=device.tier,
+                can_suspend=device.can_suspend,
+                can_migrate=device.can_migrate,
+                tier_reason=device.tier_reason,
+            )
         await self._sampler.watch([*self._devices])
         # One at a time would make a machine of eight GPUs start in half a minute.
         limit = asyncio.Semaphore(_SELFTESTS)
@@ -115,7 +128,7 @@ class DeviceService:
             async with limit:
                 await self.self_test(uuid)
 
-        await asyncio.gather(*(test(uuid) for uuid in self._devices))
+        await asyncio.gather(*(test(uuid) for uuid in self._devices if uuid not in trusted))
         return [*self._devices.values()]
 
     def _add(self, row: Mapping[str, Any]) -> None:
@@ -140,7 +153,11 @@ class DeviceService:
         self._locks[uuid] = asyncio.Lock()
 
     async def self_test(self, uuid: str) -> Device:
-        """Test a device, again if need be (after a failed resume), and return it as it now is."""
+        """Test a device and return it as it now is.
+
+        Again after a failed resume, or when a device in :attr:`untested` has no lease: the test
+        takes a CUDA context and a few MiB for about a second.
+        """
         device = self._device(uuid)
         if device.tier == "mig":
             return device
@@ -150,6 +167,7 @@ class DeviceService:
             verdict = await self._shielded(self._self_test(device, migrate=able.migrate))
         if not verdict.can_suspend:
             self._log.warning("%s (%s) cannot suspend: %s", device.name, uuid, verdict.reason)
+        (self.untested.discard if verdict.tested else self.untested.add)(uuid)
         peers = self._peers(device)
         tested = replace(
             device,

@@ -8,7 +8,6 @@ call. It may be killed at any time; the broker then asks a new one for the drive
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from typing import Any
 
@@ -18,15 +17,30 @@ from .model import ProcessId
 from .serve import Handler, claim_stdout, die_with_parent, emit, serve
 
 
-def find(root: dict[str, int], session: str) -> dict[str, Any]:
-    """Return the processes of a session, see :func:`processes.session_members`."""
-    begin = time.perf_counter()
-    members = processes.session_members(ProcessId(**root), session)
-    return {
-        "root": processes.presence(ProcessId(**root)),
-        "members": [asdict(member) for member in members],
-        "seconds": time.perf_counter() - begin,
-    }
+class Finder:
+    """Looks for the processes of a session, and remembers the last look."""
+
+    def __init__(self) -> None:
+        self._about: tuple[ProcessId, str, frozenset[int]] | None = None
+        self._members: list[processes.Member] = []
+
+    def find(self, root: dict[str, int], session: str, again: bool) -> dict[str, Any]:
+        """Return the processes of a session, see :func:`processes.session_members`.
+
+        ``again``: within one operation, to see what was started meanwhile. If no process of the
+        machine was, only those found before are looked at.
+        """
+        top = ProcessId(**root)
+        about = (top, session, processes.all_pids())
+        if again and about == self._about:
+            self._members = processes.look_again(self._members)
+        else:
+            self._members = processes.session_members(top, session)
+        self._about = about
+        return {
+            "root": processes.presence(top),
+            "members": [asdict(member) for member in self._members],
+        }
 
 
 def state(process: dict[str, int]) -> dict[str, Any]:
@@ -70,7 +84,7 @@ def main() -> None:
         return
     emit(out, {"event": "ready", "problem": "", "cuda": cuda})
     handlers: dict[str, Handler] = {
-        "find": find,
+        "find": Finder().find,
         "state": state,
         "thread": thread,
         "lock": lock,

@@ -76,6 +76,41 @@ async def test_a_refused_self_test_gives_the_lowest_tier_and_says_why(emulated):
         assert (await service.self_test(bad.uuid)).can_suspend
 
 
+async def test_a_full_device_proves_nothing_and_is_trusted_to_suspend(emulated):
+    machine = emulated("2x1GiB,context=16MiB")
+    async with machine.target() as target:
+        await target.do("context")
+        digest = await target.do("fill", 4 * MiB, 1)
+        await target.do("take", 1000 * MiB)
+        async with machine.started() as (service, (full, free)):
+            assert service.untested == {full.uuid}
+            assert (full.tier, full.can_suspend, full.can_migrate) == ("unguarded", True, False)
+            assert "no room" in full.tier_reason
+            assert free.can_suspend
+            outcome = await service.suspend(target.root, [full.uuid], session=SESSION)
+            assert outcome.status == "suspended", outcome.message
+            tested = await service.self_test(full.uuid)
+            assert (tested.can_migrate, tested.tier_reason) == (True, "")
+            assert service.untested == set()
+            resumed = await service.resume(
+                target.root, [full.uuid], [full.uuid], session=SESSION, need=outcome.freed
+            )
+            assert resumed.status == "resumed", resumed.message
+            assert await target.do("digest", 1) == digest
+
+
+async def test_known_devices_are_not_tested_again(emulated):
+    machine = emulated("2x1GiB,context=16MiB")
+    async with machine.started() as (_, devices):
+        pass
+    machine.faults.set("checkpoint-refused")  # a test would fail now
+    async with machine.service() as service:
+        first = devices[0]
+        found = await service.start(known={first.uuid: first, "GPU-gone": first})
+        assert found[0] == first
+        assert not found[1].can_suspend
+
+
 async def test_no_driver_is_a_sentence(tmp_path):
     from jupyter_gpupool.devices.service import DeviceService
 
