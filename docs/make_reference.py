@@ -49,8 +49,9 @@ sentence on stderr. `--json` output is for programs; its sizes are bytes and its
 BROKER = """\
 ## `jupyter gpupool broker`
 
-Run the broker in the foreground. You need it only in a service file: without a machine-wide broker
-the first Pooled GPU kernel starts one for you. Every option of [the configuration](config.md) can be
+Run the broker in the foreground. You need it only in a service file: without a machine-wide
+broker the first Pooled GPU kernel starts one for you. A broker that is not the machine's ends when
+it has had no kernel for `c.GPUPool.linger`. Every option of [the configuration](config.md) can be
 given as `--GPUPool.name=value`; `jupyter gpupool broker --help` lists the others.
 """
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import string
+import textwrap
 import unicodedata
 from dataclasses import dataclass
 from typing import Any, Iterable, Mapping, Sequence
@@ -88,7 +89,8 @@ def columns(text: str) -> int:
 
 def draw(snapshot: Snapshot, style: Style) -> list[str]:
     """Return the lines of the whole picture: devices, sessions, queue, host memory."""
-    sessions = sorted(snapshot["sessions"], key=_order)
+    place = {device["uuid"]: device["index"] for device in snapshot["devices"]}
+    sessions = sorted(snapshot["sessions"], key=lambda s: _order(s, place))
     attached = (s["id"] for s in sessions if s.get("granted_bytes"))
     letters = dict(zip(attached, _LETTERS, strict=False))
     devices = snapshot["devices"]
@@ -104,10 +106,11 @@ def draw(snapshot: Snapshot, style: Style) -> list[str]:
     ]
 
 
-def _order(session: Snapshot) -> tuple[int, int, str]:
-    attached = 0 if session.get("granted_bytes") else 1
-    position = session.get("queue_position") or 1 << 30
-    return attached, position, str(session["id"])
+def _order(session: Snapshot, place: Mapping[str, int]) -> tuple[int, int, str]:
+    """Attached ones first, as their devices come; then those that wait, next ones first."""
+    if session.get("granted_bytes"):
+        return 0, place.get(str(session.get("device")), 0), str(session["id"])
+    return 1, session.get("queue_position") or 1 << 30, str(session["id"])
 
 
 def _head(snapshot: Snapshot, style: Style) -> list[str]:
@@ -266,10 +269,13 @@ def _queue(sessions: Sequence[Snapshot], style: Style) -> list[str]:
             if request.get("devices", 1) > 1:
                 asks += f" on each of {request['devices']} GPUs"
         eta = session.get("eta_seconds")
-        soon = f", about {format_seconds(eta)}" if eta is not None else ""
+        soon = f", about {format_seconds(max(1.0, eta))}" if eta is not None else ""
         reason = f": {session['wait_reason']}" if session.get("wait_reason") else ""
         place = f"{session['queue_position']}." if session.get("queue_position") else "-"
-        lines.append(style.cut(f"{place} {_short(session['id'])}{asks}{soon}{reason}", style.width))
+        text = printable(f"{_short(session['id'])}{asks}{soon}{reason}")
+        lines += textwrap.wrap(
+            text, style.width, initial_indent=f"{place} ", subsequent_indent=" " * (len(place) + 1)
+        )
     return lines
 
 

@@ -1,0 +1,149 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The command line against a real broker on two emulated GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool.cli import main
+from jupyter_gpupool.client import Client
+
+ROOT = Path(__file__).parents[2]
+MiB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def real_broker():
+    """The socket of a broker started by ``jupyter gpupool broker``, once it says it is ready."""
+    folder = Path(tempfile.mkdtemp(prefix="gpupool-"))
+    reading, writing = os.pipe()
+    environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(folder), "JUPYTER_CONFIG_PATH": ""}
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "jupyter_gpupool.cli", "broker",
+            "--socket", str(folder / "b.sock"), "--ready-fd", str(writing),
+            "--GPUPool.emulate=2x512MiB,context=16MiB", f"--GPUPool.state_dir={folder}/state",
+            "--GPUPool.default_memory=128MiB", "--GPUPool.linger=3600",
+        ],
+        cwd=ROOT, env=environment, pass_fds=(writing,), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(writing)
+    with os.fdopen(reading) as ready:
+        assert json.loads(ready.readline())["ok"]
+    yield folder / "b.sock"
+    process.terminate()
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 0, log
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def opened(real_broker, monkeypatch):
+    """A session of a process that does nothing; returns its id."""
+    monkeypatch.setenv("GPUPOOL_SOCKET", str(real_broker))
+    process = subprocess.Popen(["sleep", "1000"])
+    with Client(real_broker) as client:
+        session = client.call("open", kernel_id="abcdef01-2345", label="train.ipynb")["session"]
+        client.call("launched", session=session, pid=process.pid)
+        yield session
+        client.call("close", session=session)
+    process.kill()
+    process.wait()
+
+
+def test_status(opened, capsys):
+    assert main(["status"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("GPU pool  EMULATED")
+    assert out.count("EMULATED NVIDIA GPU") == 2
+    assert re.search(rf"^ +{opened[:12]} +\S+ +detached +- +train\.ipynb$", out, re.MULTILINE)
+
+
+def documented(kind: str) -> set[str]:
+    """The fields of the table in the admins' page."""
+    text = (ROOT / "docs/admins.md").read_text()
+    row = re.search(rf"^\| `{kind}` \| (.*) \|$", text, re.MULTILINE)[1]
+    return set(re.findall(r"`([a-z_]+)`", row))
+
+
+def test_status_json_has_every_documented_field(opened, capsys):
+    assert main(["status", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["emulated"] is True
+    assert documented(r"devices\[\]") <= set(found["devices"][0])
+    assert documented(r"sessions\[\]") <= set(found["sessions"][0])
+    assert documented("host") <= set(found["host"])
+    assert documented("settings") <= set(found["settings"])
+    assert {"version", "socket", "pid", "now", "machine", "queue_length"} <= set(found)
+    assert found["devices"][0]["memory_total"] == 512 * MiB
+
+
+@pytest.mark.parametrize("name", ["the session", "the kernel"])
+def test_release_by_a_beginning(opened, capsys, name):
+    beginning = opened[:6] if name == "the session" else "abcdef"
+    assert main(["release", beginning]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_release_of_nothing(opened, capsys):
+    assert main(["release", "nope"]) == 1
+    assert capsys.readouterr().err == (
+        "jupyter gpupool: No session or kernel id begins with 'nope'. "
+        "`jupyter gpupool status` lists them.\n"
+    )
+
+
+def test_doctor(opened, real_broker, capsys):
+    main(["doctor", "--json"])
+    found = {f["name"]: f for f in json.loads(capsys.readouterr().out)}
+    assert found["socket"] == {
+        "verdict": "ok",
+        "name": "socket",
+        "message": f"a broker answers at {real_broker}",
+        "todo": "",
+    }
+    assert found["GPU 1"]["verdict"] == "ok"
+    assert found["journal"]["verdict"] == "ok"
+
+
+def test_a_second_broker_on_the_socket_is_refused(real_broker):
+    done = subprocess.run(
+        [sys.executable, "-m", "jupyter_gpupool.cli", "broker", "--socket", str(real_broker)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("jupyter gpupool broker: ")
+    assert "already listens" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--GPUPool.idle_timout=3", "Did you mean 'idle_timeout'?"),
+        ("--GPUPool.emulate=2x", "is not a size of device memory"),
+        ("--GPUPool.devices=7", "names '7', and this machine has"),
+        ("--GPUPool.attach=lasy", "It takes: 'lazy', 'cell' or 'manual'."),
+    ],
+)
+def test_a_broker_with_a_mistake_does_not_start(tmp_path, option, message):
+    arguments = ["--GPUPool.emulate=1x64MiB,context=16MiB", f"--GPUPool.state_dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jupyter_gpupool.cli", "broker",
+         "--socket", str(tmp_path / "s"), *arguments, option],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "s").exists()
