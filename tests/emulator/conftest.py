@@ -1,0 +1,189 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Emulated machines, and child processes that use them.
+
+Everything that touches the driver runs in a child with its own environment: the test process
+never loads it.
+"""
+
+import ast
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jupyter_gpupool.emulator import build
+from jupyter_gpupool.emulator.profiles import Faults, environment
+
+#: Seconds within which a child answers, unless it hangs.
+TIMEOUT = 30
+
+#: A child that executes the statements it is sent and answers with repr(_).
+TARGET = r"""
+import ast, ctypes, hashlib, os, signal, sys
+import numpy as np
+from cuda.bindings import driver as D
+
+class Failed(Exception):
+    pass
+
+def ok(result):
+    if int(result[0]):
+        raise Failed(int(result[0]))
+    return result[1] if len(result) == 2 else result[1:]
+
+def context(device=0):
+    ok(D.cuInit(0))
+    c = ok(D.cuDevicePrimaryCtxRetain(device))
+    ok(D.cuCtxSetCurrent(c))
+    return c
+
+def bytes_of(n, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, n, dtype=np.uint8)
+
+def put(pointer, data):
+    ok(D.cuMemcpyHtoD(int(pointer), data.ctypes.data, data.nbytes))
+
+def get(pointer, n):
+    data = np.zeros(n, dtype=np.uint8)
+    ok(D.cuMemcpyDtoH(data.ctypes.data, int(pointer), n))
+    return hashlib.sha256(data).hexdigest()
+
+g = dict(globals())
+for line in sys.stdin:
+    try:
+        exec(compile(ast.literal_eval(line), "<sent>", "exec"), g)
+        out = repr(g.pop("_", None))
+    except Failed as error:
+        out = repr(("failed", error.args[0]))
+    except BaseException as error:
+        out = repr(("raised", f"{type(error).__name__}: {error}"))
+    print("\x01" + out, flush=True)
+"""
+
+
+class Target:
+    """A child process on an emulated machine."""
+
+    def __init__(self, env, code=TARGET):
+        self.process = subprocess.Popen(
+            [sys.executable, "-uc", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **env},
+        )
+        self.pid = self.process.pid
+        self._buffer = b""
+
+    def send(self, code):
+        """Send statements without waiting."""
+        self.process.stdin.write(repr(code).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def reply(self, timeout=TIMEOUT):
+        """Return what the sent statements left in ``_``; raise TimeoutError or EOFError."""
+        deadline = time.monotonic() + timeout
+        while True:
+            line, newline, rest = self._buffer.partition(b"\n")
+            if newline:
+                self._buffer = rest
+                if line.startswith(b"\x01"):
+                    return ast.literal_eval(line[1:].decode())
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
+                raise TimeoutError(f"no answer within {timeout} s")
+            data = os.read(self.process.stdout.fileno(), 65536)
+            if not data:
+                raise EOFError(f"the child ended with {self.process.wait(TIMEOUT)}")
+            self._buffer += data
+
+    def do(self, code, timeout=TIMEOUT):
+        """Run statements; what they left in ``_``."""
+        self.send(code)
+        return self.reply(timeout)
+
+    def hangs(self, seconds=0.3):
+        """Whether the statements sent are still running after ``seconds``."""
+        return not select.select([self.process.stdout], [], [], seconds)[0]
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        status = self.process.wait(TIMEOUT)
+        self.process.stdin.close()
+        self.process.stdout.close()
+        return status
+
+
+class Emulated:
+    """An emulated machine for one test."""
+
+    def __init__(self, machine, state_dir):
+        self.env = environment(machine, state_dir)
+        self.state_dir = state_dir
+        self.faults = Faults(state_dir)
+        self.children = []
+
+    def target(self, **variables):
+        child = Target({**self.env, **variables})
+        self.children.append(child)
+        return child
+
+    def run(self, code, *args, timeout=TIMEOUT, check=True, **variables):
+        """Run a whole program; its standard output."""
+        done = subprocess.run(
+            [sys.executable, "-c", code, *map(str, args)],
+            env={**os.environ, **self.env, **variables},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if check:
+            assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def close(self):
+        for child in self.children:
+            if child.process.returncode is None:
+                child.kill()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libraries():
+    """Compile the driver if its sources are newer than the libraries."""
+    build.compile()
+
+
+@pytest.fixture
+def emulated(tmp_path):
+    """Return a function that makes the test's machines."""
+    made = []
+
+    def make(machine="2x1GiB,context=32MiB"):
+        made.append(Emulated(machine, tmp_path / f"machine{len(made)}"))
+        return made[-1]
+
+    yield make
+    for machine in made:
+        machine.close()
+
+
+def wait_for(condition, timeout=TIMEOUT):
+    """Wait until ``condition()`` is true; fail after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never became true"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def until():
+    return wait_for

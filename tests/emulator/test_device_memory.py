@@ -1,0 +1,294 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Device memory: sparse, accounted between processes, and gone with its process."""
+
+import os
+import signal
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+NVML = """
+import pynvml as n
+n.nvmlInit()
+def used(i=0):
+    return n.nvmlDeviceGetMemoryInfo(n.nvmlDeviceGetHandleByIndex(i), version=n.nvmlMemory_v2).used
+def processes(i=0):
+    h = n.nvmlDeviceGetHandleByIndex(i)
+    return {p.pid: p.usedGpuMemory for p in n.nvmlDeviceGetComputeRunningProcesses(h)}
+_ = 1
+"""
+
+
+def rss(pid):
+    """Bytes of host memory of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
+@pytest.fixture
+def watch(emulated):
+    """A machine of 2 x 1 GiB with 32 MiB contexts, and a process that watches it by NVML."""
+    machine = emulated()
+    watcher = machine.target()
+    watcher.do(NVML)
+    return machine, lambda expression: watcher.do(f"_ = {expression}")
+
+
+def test_a_large_machine_costs_what_is_touched(emulated):
+    machine = emulated("8x80GiB")
+    child = machine.target()
+    child.do("context(0)")
+    before = rss(child.pid)
+    code = """
+    pointers = []
+    for device in range(8):
+        context(device)
+        pointers.append(ok(D.cuMemAlloc(79 << 30)))
+        put(int(pointers[-1]) + (70 << 30), bytes_of(1 << 20, device))
+    _ = [get(int(p) + (70 << 30), 1 << 20) for p in pointers]
+    """
+    hashes = child.do(dedent(code))
+    assert len(set(hashes)) == 8
+    assert rss(child.pid) - before < 48 * MIB
+    machine.run(SUSPEND_AND_RESUME, child.pid)
+    assert rss(child.pid) - before < 48 * MIB
+    assert child.do("_ = [get(int(p) + (70 << 30), 1 << 20) for p in pointers]") == hashes
+
+
+SUSPEND_AND_RESUME = """
+import sys
+from cuda.core.checkpoint import Process
+p = Process(int(sys.argv[1]))
+p.lock(5000); p.checkpoint(); p.restore(); p.unlock()
+"""
+
+
+def test_loading_the_libraries_costs_nothing(emulated):
+    machine = emulated()
+    code = """
+    import ctypes, os
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        ctypes.CDLL(name)
+    print(len(os.listdir("/proc/self/task")), os.path.exists(os.environ["GPUPOOL_EMULATE_STATE"]))
+    """
+    assert machine.run(dedent(code)) == "1 False"
+
+
+def test_contexts_and_allocations_are_charged(watch):
+    machine, look = watch
+    child = machine.target()
+    child.do("ok(D.cuInit(0))")
+    assert look("used(0)") == 0
+    child.do("context(0)")
+    assert look("used(0)") == 32 * MIB
+    child.do("context(0); _ = 1")  # the overhead is paid once
+    assert look("used(0)") == 32 * MIB
+    child.do("p = ok(D.cuMemAlloc(100 << 20)); q = ok(D.cuMemAlloc(100))")
+    assert look("used(0)") == 132 * MIB + 512
+    assert look("processes(0)") == {child.pid: 132 * MIB + 512}
+    assert child.do("_ = ok(D.cuMemGetInfo())") == (GIB - 132 * MIB - 512, GIB)
+    assert (look("used(1)"), look("processes(1)")) == (0, {})
+    child.do("ok(D.cuMemFree(p)); ok(D.cuMemFree(q))")
+    assert look("used(0)") == 32 * MIB
+    child.do("ok(D.cuDevicePrimaryCtxReset(0))")
+    assert (look("used(0)"), look("processes(0)")) == (0, {})
+
+
+def test_sizes_are_whole_device_pages_from_one_mib(watch):
+    machine, look = watch
+    child = machine.target()
+    child.do("context(); p = ok(D.cuMemAlloc((1 << 20) + 1))")
+    assert look("used(0)") == 34 * MIB
+
+
+def test_memory_of_a_killed_process_comes_back(watch):
+    machine, look = watch
+    child = machine.target()
+    child.do("context(); ok(D.cuMemAlloc(900 << 20))")
+    assert look("used(0)") == 932 * MIB
+    other = machine.target()
+    assert other.do("context(); ok(D.cuMemAlloc(900 << 20))") == ("failed", 2)
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie until it is reaped
+    assert look("used(0)") == 32 * MIB  # the other's context
+    assert other.do("ok(D.cuMemAlloc(900 << 20)); _ = 1") == 1
+
+
+def test_memory_of_a_process_that_calls_exec_comes_back(watch):
+    machine, look = watch
+    child = machine.target()
+    child.do("context(); ok(D.cuMemAlloc(100 << 20))")
+    child.send("os.execv(sys.executable, [sys.executable, '-c', 'print(\"\\x01 1\"); input()'])")
+    assert child.reply() == 1
+    assert look("used(0)") == 0
+
+
+def test_a_forked_child_has_no_device_and_no_charge(watch):
+    machine, look = watch
+    child = machine.target()
+    code = """
+    context(); p = ok(D.cuMemAlloc(100 << 20))
+    r, w = os.pipe()
+    if not os.fork():
+        found = [int(D.cuInit(0)[0]), int(D.cuMemAlloc(4096)[0]), int(D.cuDeviceGetCount()[0])]
+        os.write(w, repr(found).encode()); os._exit(0)
+    os.wait()
+    _ = (eval(os.read(r, 100)), int(D.cuMemFree(p)[0]))
+    """
+    assert child.do(dedent(code)) == ([3, 3, 3], 0)
+    assert look("used(0)") == 32 * MIB
+
+
+def test_a_surviving_fork_does_not_keep_the_memory(watch):
+    machine, look = watch
+    child = machine.target()
+    survivor = child.do("""
+context(); p = ok(D.cuMemAlloc(100 << 20)); put(p, bytes_of(100 << 20))
+import time
+pid = os.fork()
+if not pid:
+    time.sleep(60); os._exit(0)
+_ = pid
+""")
+    try:
+        child.kill()
+        assert look("used(0)") == 0
+        maps = Path(f"/proc/{survivor}/maps").read_text()
+        assert "gpupool-emulated-device" not in maps
+        links = [
+            os.readlink(f"/proc/{survivor}/fd/{n}") for n in os.listdir(f"/proc/{survivor}/fd")
+        ]
+        assert not [link for link in links if "gpupool-emulated-device" in link]
+    finally:
+        os.kill(survivor, signal.SIGKILL)
+
+
+RACE = """
+context()
+import random, time
+random.seed(os.getpid())
+held, most = [], 0
+def race(rounds):
+    refused = 0
+    for _ in range(rounds):
+        if held and random.random() < 0.4:
+            ok(D.cuMemFree(held.pop(random.randrange(len(held)))))
+            continue
+        result = D.cuMemAlloc(random.choice([2, 6, 30, 64]) << 20)
+        if int(result[0]) == 2:
+            refused += 1
+        else:
+            held.append(ok(result))
+    return refused
+_ = 1
+"""
+
+
+def test_processes_together_never_get_more_than_there_is(watch):
+    machine, look = watch
+    children = [machine.target() for _ in range(4)]
+    for child in children:
+        child.do(RACE)
+    for child in children:
+        child.send("_ = race(3000)")
+    samples, busy = [], list(children)
+    while busy:
+        samples.append(look("used(0)"))
+        busy = [child for child in busy if child.hangs(0)]
+    assert max(samples) <= GIB
+    assert sum(child.reply() for child in children) > 0  # it did get full
+    assert look("used(0)") == sum(look("processes(0)").values())
+    for child in children:
+        child.do("for p in held: ok(D.cuMemFree(p))")
+    assert look("used(0)") == 4 * 32 * MIB
+
+
+def test_processes_killed_while_they_allocate_leak_nothing(watch):
+    machine, look = watch
+    for _ in range(10):
+        child = machine.target()
+        child.do(RACE)
+        child.send("_ = race(10**9)")
+        assert child.hangs(0.05)
+        child.kill()
+        assert look("used(0)") == 0
+
+
+def test_a_host_access_to_device_memory_faults(emulated):
+    child = emulated().target()
+    child.send("context(); p = ok(D.cuMemAlloc(4096)); ctypes.memset(int(p), 0, 1)")
+    with pytest.raises(EOFError, match=str(-signal.SIGSEGV)):
+        child.reply()
+
+
+@pytest.mark.parametrize(
+    ("visible", "want"),
+    [
+        ("0", [0]),
+        ("2,0", [2, 0]),
+        (" 1 , 2", [1, 2]),
+        ("1,7,0", [1]),  # ends at the first that does not exist
+        ("1,-1,0", [1]),
+        ("1,1", None),
+        ("", None),
+        ("-1", None),
+        ("NoDevFiles", None),
+        ("{1}", [1]),
+        ("{2},{0}", [2, 0]),
+        ("{1:.12}", [1]),
+        ("GPU-", None),  # ambiguous
+    ],
+)
+def test_visible_devices(emulated, visible, want):
+    machine = emulated("3x1GiB")
+    uuids = machine.run("""
+import pynvml
+pynvml.nvmlInit()
+for i in range(3): print(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)))
+""").split()
+    code = """
+from cuda.bindings import driver as D
+import os
+first = int(D.cuInit(0)[0])
+os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+again = int(D.cuInit(0)[0])
+uuids = [bytes(D.cuDeviceGetUuid(i)[1].bytes).hex() for i in range(D.cuDeviceGetCount()[1] or 0)]
+print(first, again, *uuids)
+"""
+    first, again, *found = machine.run(code, CUDA_VISIBLE_DEVICES=visible.format(*uuids)).split()
+    assert first == again == ("100" if want is None else "0")
+    assert found == [uuids[i][4:].replace("-", "") for i in want or []]
+
+
+def test_threads_share_the_driver(emulated):
+    child = emulated().target()
+    code = """
+    from threading import Thread
+    c = context(); bad = []
+    def work(seed):
+        try:
+            ok(D.cuCtxSetCurrent(c))
+            s = ok(D.cuStreamCreate(1))
+            for n in range(200):
+                data = bytes_of(3000 + n, seed)
+                p = ok(D.cuMemAlloc(data.nbytes)) if n % 2 else ok(D.cuMemAllocAsync(data.nbytes, s))
+                put(p, data)
+                if get(p, data.nbytes) != hashlib.sha256(data).hexdigest():
+                    bad.append((seed, n))
+                ok(D.cuMemFree(p)) if n % 2 else ok(D.cuMemFreeAsync(p, s))
+            ok(D.cuStreamDestroy(s))
+        except BaseException as error:
+            bad.append(repr(error))
+    threads = [Thread(target=work, args=(i,)) for i in range(6)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    _ = (bad, ok(D.cuMemGetInfo())[0])
+    """
+    bad, free = child.do(dedent(code))
+    assert bad == []
+    assert free >= GIB - 32 * MIB - 64 * MIB  # at most the pool's idle reserve is gone
