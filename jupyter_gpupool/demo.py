@@ -44,8 +44,8 @@ from pathlib import Path
 from cuda.core import Device
 gpu = Device()
 gpu.set_current()
-mine = gpu.allocate(256 << 20)
 stream = gpu.create_stream()
+mine = gpu.allocate(256 << 20, stream=stream)
 mine.fill(7, stream=stream)
 stream.sync()
 while {busy} and not Path({flag!r}).exists():
@@ -85,12 +85,13 @@ def private_broker(emulate: str) -> Iterator[Path]:
         yield ensure_broker(config, str(socket))
         with Client(socket) as client:
             os.kill(client.call("status")["pid"], signal.SIGTERM)
+        # Only now: after a failure the broker's log in it is what to look at.
+        shutil.rmtree(folder, ignore_errors=True)
     finally:
         if saved is None:
             del os.environ[SOCKET_VARIABLE]
         else:
             os.environ[SOCKET_VARIABLE] = saved
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def say(text: str) -> None:
@@ -98,19 +99,28 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-async def _neighbour(memory: int, busy: bool, flag: Path, label: str) -> Any:
-    """Start a kernel that takes a GPU; return its manager once its data is on the device."""
+async def _start_kernel(memory: int, label: str, folder: Path) -> Any:
+    """Start a Pooled GPU kernel that asks for ``memory`` bytes; return its manager."""
     from jupyter_client.manager import AsyncKernelManager
     from traitlets.config import Config
 
-    say(f"  {label} starts and asks for {format_bytes(memory)}")
+    # A KernelManager hands its own config to the provisioner, as a server's would. Sockets in our
+    # own folder instead of TCP: nobody else can read what the kernels say.
     manager = AsyncKernelManager(
-        kernel_name=KERNEL_NAME, config=Config({"GPUPoolProvisioner": {"memory": memory}})
+        kernel_name=KERNEL_NAME,
+        transport="ipc",
+        connection_file=str(folder / f"{label.replace(' ', '-')}.json"),
+        config=Config({"GPUPoolProvisioner": {"memory": memory}}),
     )
-    await manager.start_kernel(env={**os.environ, "JPY_SESSION_NAME": label})
+    await manager.start_kernel(env={**os.environ, "JPY_SESSION_NAME": label}, cwd=str(folder))
+    return manager
+
+
+async def _neighbour(manager: Any, label: str, busy: bool, flag: Path) -> Any:
+    """Make a neighbour put data on a GPU, and keep its cell running if ``busy``."""
     client = manager.client()
     client.start_channels()
-    await client.wait_for_ready(timeout=60)
+    await client.wait_for_ready(timeout=CELL_TIMEOUT)
     code = NEIGHBOUR.format(busy=busy, flag=str(flag))
     if busy:
         # Runs until the flag appears; the journal shows when it had its device.
@@ -119,7 +129,7 @@ async def _neighbour(memory: int, busy: bool, flag: Path, label: str) -> Any:
         reply = await client.execute_interactive(code, timeout=CELL_TIMEOUT)
         if reply["content"]["status"] != "ok":
             raise GPUPoolError(f"{label} failed: {reply['content'].get('evalue')}")
-    return manager, client
+    return client
 
 
 async def _wait_attached(broker: Client, label: str) -> None:
@@ -135,44 +145,44 @@ async def _wait_attached(broker: Client, label: str) -> None:
 
 async def _run_notebook(broker: Client, folder: Path) -> None:
     import nbformat
-    from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
-    from traitlets.config import Config
 
     devices = broker.call("status")["devices"]
     memory = int(min(d["memory_capacity"] for d in devices) * SHARE_OF_DEVICE)
-    flag = folder / "main-is-done"
-    neighbours = []
+    flag = folder / "notebook-is-done"
     notebook = nbformat.read(find_notebook(), as_version=4)
-    # A KernelManager hands its own config to the provisioner, as a server's would.
-    manager = AsyncKernelManager(
-        kernel_name=KERNEL_NAME, config=Config({"GPUPoolProvisioner": {"memory": memory}})
-    )
-    client = NotebookClient(notebook, km=manager, timeout=CELL_TIMEOUT)
+    managers, clients = [], []
     say(f"  your notebook starts, without a GPU; its slice will be {format_bytes(memory)}")
-    env = {**os.environ, "JPY_SESSION_NAME": "your notebook"}
     try:
-        async with client.async_setup_kernel(env=env, cwd=str(folder)):
+        managers.append(await _start_kernel(memory, "your notebook", folder))
+        client = NotebookClient(notebook, km=managers[0], timeout=CELL_TIMEOUT)
+        async with client.async_setup_kernel():
             for index, cell in enumerate(notebook.cells):
                 if "others-need-the-gpu" in cell.metadata.get("tags", []):
-                    first = await _neighbour(memory, False, flag, "neighbour 1")
-                    neighbours.append(first)
-                    # With one device only, nobody may sit on it when the notebook comes back.
-                    busy = len(devices) > 1
-                    neighbours.append(await _neighbour(memory, busy, flag, "neighbour 2"))
-                    await _wait_attached(broker, "neighbour 2") if busy else None
+                    for label in ("neighbour 1", "neighbour 2"):
+                        say(f"  {label} starts and asks for {format_bytes(memory)}")
+                        managers.append(await _start_kernel(memory, label, folder))
+                        # With one device only, nobody may sit on it when the notebook is back.
+                        busy = label == "neighbour 2" and len(devices) > 1
+                        clients.append(await _neighbour(managers[-1], label, busy, flag))
+                        if busy:
+                            await _wait_attached(broker, label)
                     say("  your notebook runs its next cells")
                 await client.async_execute_cell(cell, index)
-                for output in cell.get("outputs", []):
-                    text = output.get("text") or output.get("data", {}).get("text/plain", "")
-                    for line in text.rstrip().splitlines():
-                        say(f"    | {line}")
-            flag.touch()
+                _show_outputs(cell)
     finally:
         flag.touch()
-        for manager, channel in neighbours:
-            channel.stop_channels()
+        for client in clients:
+            client.stop_channels()
+        for manager in managers:
             await manager.shutdown_kernel(now=True)
+
+
+def _show_outputs(cell: Any) -> None:
+    for output in cell.get("outputs", []):
+        text = output.get("text") or output.get("data", {}).get("text/plain", "")
+        for line in text.rstrip().splitlines():
+            say(f"    | {line}")
 
 
 def run_demo(*, emulate: str = "", svg: str = "") -> int:

@@ -171,24 +171,34 @@ def draw_svg(lanes: Sequence[Lane], devices: Sequence[str], names: Sequence[str]
 
 def describe(rows: Iterable[Row], labels: Mapping[str, str], devices: Sequence[str]) -> list[str]:
     """Return one sentence for each attach, suspend and resume, in order, with bytes and seconds."""
-    verbs = {
-        "attach": "attached to",
-        "resume": "restored on",
-        "migrate": "moved to",
-        "suspend": "suspended from",
-    }
     first: float | None = None
+    why: dict[str, str] = {}
     lines = []
     for row in rows:
-        first = row["time"] if first is None else first
-        verb = verbs.get(row["kind"])
-        if verb is None:
+        if first is None and row["kind"] == "open":
+            first = row["time"]
+        kind, session, detail = row["kind"], row.get("session") or "", row.get("detail") or {}
+        if kind == "state" and detail.get("new") == "detaching":
+            why[session] = row.get("reason") or ""
+        where = _name(row.get("device"), devices)
+        size, seconds = format_bytes(row.get("bytes") or 0), row.get("seconds") or 0.0
+        waited = f", after waiting {seconds:.2f} s" if seconds >= 0.005 else ""
+        if kind == "attach":
+            text = f"attached to {where} with a slice of {size}{waited}"
+        elif kind == "resume":
+            took = detail.get("driver_seconds", 0.0)
+            text = f"restored on {where} in {took:.2f} s{waited}"
+        elif kind == "migrate":
+            text = f"moved from {_name(detail.get('from'), devices)} to {where}"
+        elif kind == "suspend":
+            reason = f": {why[session]}" if why.get(session) else ""
+            text = f"suspended from {where}, {size} to host memory in {seconds:.2f} s{reason}"
+        else:
             continue
-        device = row.get("device")
-        where = f"GPU {devices.index(device)}" if device in devices else str(device)
-        size = f", {format_bytes(row['bytes'])}" if row.get("bytes") else ""
-        took = f", {row['seconds']:.2f} s" if row.get("seconds") else ""
-        why = f" ({row['reason']})" if row.get("reason") else ""
-        label = labels.get(row.get("session") or "", "?")
-        lines.append(f"{row['time'] - first:7.2f} s  {label} {verb} {where}{size}{took}{why}")
+        since = row["time"] - (first if first is not None else row["time"])
+        lines.append(f"{since:7.2f} s  {labels.get(session, session[:8])} {text}")
     return lines
+
+
+def _name(device: str | None, devices: Sequence[str]) -> str:
+    return f"GPU {devices.index(device)}" if device in devices else str(device)

@@ -26,7 +26,7 @@ ROWS = [
     state(1.5, "a", "active", "GPU-1"),
     {"kind": "open", "time": 2.0, "session": "b", "detail": {}},
     state(2.0, "b", "queued"),
-    state(4.0, "a", "detaching", "GPU-1"),
+    {**state(4.0, "a", "detaching", "GPU-1"), "reason": "a kernel waits"},
     {
         "kind": "suspend",
         "time": 5.0,
@@ -34,7 +34,7 @@ ROWS = [
         "device": "GPU-1",
         "bytes": 1 << 30,
         "seconds": 1.0,
-        "reason": "a kernel waits",
+        "reason": "suspended",
     },
     state(5.0, "a", "detached", suspended_bytes=1 << 30),
     state(5.0, "b", "active", "GPU-1"),
@@ -75,8 +75,25 @@ def test_the_picture_is_well_formed_and_escapes_labels():
 
 
 def test_sentences_give_bytes_seconds_and_the_reason():
-    (line,) = timeline.describe(ROWS, {"a": "mine"}, ["GPU-0", "GPU-1"])
-    assert line.strip() == "5.00 s  mine suspended from GPU 1, 1 GiB, 1.00 s (a kernel waits)"
+    row = {"session": "a", "device": "GPU-1", "bytes": 2 << 30, "seconds": 0.5}
+    attach = {**row, "kind": "attach", "time": 1.5}
+    resume = {**row, "kind": "resume", "time": 8.5, "detail": {"driver_seconds": 0.25}}
+    migrate = {
+        **row,
+        "kind": "migrate",
+        "time": 8.5,
+        "device": "GPU-0",
+        "detail": {"from": "GPU-1"},
+    }
+    lines = timeline.describe(
+        [*ROWS[:4], attach, *ROWS[4:], resume, migrate], {"a": "mine"}, ["GPU-0", "GPU-1"]
+    )
+    assert [line.strip() for line in lines] == [
+        "1.50 s  mine attached to GPU 1 with a slice of 2 GiB, after waiting 0.50 s",
+        "5.00 s  mine suspended from GPU 1, 1 GiB to host memory in 1.00 s: a kernel waits",
+        "8.50 s  mine restored on GPU 1 in 0.25 s, after waiting 0.50 s",
+        "8.50 s  mine moved from GPU 1 to GPU 0",
+    ]
 
 
 @pytest.mark.parametrize("rows", [[], [{"kind": "broker-start", "time": 1.0, "session": None}]])
