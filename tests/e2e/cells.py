@@ -32,7 +32,7 @@ class Block:
 
     def allocate(self):
         call(driver.cuInit(0))
-        if not call(driver.cuCtxGetCurrent()):
+        if not int(call(driver.cuCtxGetCurrent())):
             call(driver.cuCtxSetCurrent(call(driver.cuDevicePrimaryCtxRetain(call(driver.cuDeviceGet(0))))))
         self.address = int(call(driver.cuMemAlloc(self.bytes)))
         self.order = list(range(self.count))

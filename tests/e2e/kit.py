@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,8 +24,8 @@ from pathlib import Path
 from typing import Any, Callable
 
 import psutil
-from jupyter_gpupool.autostart import ensure_broker
 
+from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import BrokerUnavailable
 
@@ -39,6 +40,8 @@ LOOK = 0.02
 
 #: In the environment of every process that a test starts, so that none can hide.
 MARK = "GPUPOOL_E2E_MARK"
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 SAMPLER = Path(__file__).with_name("sampler.py")
 
@@ -137,6 +140,7 @@ class Kernel:
         self.label = label
         self.manager: Any = None
         self.client: Any = None
+        self._log = -1
 
     async def start(
         self,
@@ -155,12 +159,14 @@ class Kernel:
         self.manager = AsyncKernelManager(
             kernel_name=KERNEL_NAME, config=Config({"GPUPoolProvisioner": options})
         )
-        with open(self.pool.folder / f"kernel-{self.label.replace(' ', '-')}.log", "ab") as log:
-            await self.manager.start_kernel(
-                env={**os.environ, "JPY_SESSION_NAME": self.label, **(env or {})},
-                stdout=log,
-                stderr=log,
-            )
+        # Stays open: jupyter_client hands the same files to a restarted kernel.
+        name = f"kernel-{self.label.replace(' ', '-')}.log"
+        self._log = os.open(self.pool.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        await self.manager.start_kernel(
+            env={**os.environ, "JPY_SESSION_NAME": self.label, **(env or {})},
+            stdout=self._log,
+            stderr=self._log,
+        )
         self.pool.kernels.append(self)
         self.client = self.manager.client()
         self.client.start_channels()
@@ -210,7 +216,7 @@ class Kernel:
         cell.status = content["status"]
         cell.ename = content.get("ename", "")
         cell.evalue = content.get("evalue", "")
-        cell.traceback = "\n".join(content.get("traceback", []))
+        cell.traceback = COLOUR.sub("", "\n".join(content.get("traceback", [])))
         cell.seconds = time.monotonic() - begun
         return cell
 
@@ -229,6 +235,9 @@ class Kernel:
         """Shut the kernel down; idempotent."""
         if self in self.pool.kernels:
             self.pool.kernels.remove(self)
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1
         if self.client is not None:
             self.client.stop_channels()
             self.client = None

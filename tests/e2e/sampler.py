@@ -56,12 +56,7 @@ class Broker:
         except GPUPoolError:
             return None
         return {
-            str(s["pid"]): (
-                s["state"],
-                s["granted_bytes"],
-                s["devices"],
-                s["attached_seconds_total"] > 0,
-            )
+            str(s["pid"]): (s["state"], s["granted_bytes"], s["devices"])
             for s in sessions
             if s["pid"]
         }

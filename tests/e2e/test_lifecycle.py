@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
 import pytest
 
@@ -154,12 +155,12 @@ def test_keep_postpones_the_idle_timeout(pool):
         kernel = await pool.kernel()
         (await kernel.run(cells.setup(6, DATA))).check()
         cell = (await kernel.run("%gpu keep 2s")).check()
+        kept = time.time()
         assert cell.text or cell.displays
         session = await suspended(kernel)
         rows = pool.journal(session=session["id"])
-        idle = [r["time"] for r in rows if r["kind"] == "state" and r["detail"]["new"] == "idle"]
         gone = [r for r in rows if r["kind"] == "state" and r["detail"]["new"] == "detaching"]
-        assert gone[-1]["time"] - idle[-1] >= 1.5, rows
+        assert gone[-1]["time"] - kept >= 1.5, rows
         (await kernel.run("block.verify()")).check()
         await kernel.stop()
 
@@ -477,7 +478,7 @@ def test_without_a_broker_a_gpu_cell_fails_in_plain_words_and_cpu_work_goes_on(p
         assert str(pool.socket) in said, said
         assert (await kernel.run("print(x)")).check().text.strip() == "42"
         pool.start_broker()
-        await until(lambda: kernel.session(), "the kernel to be known again")
+        await until(lambda: (kernel.session() or {}).get("agent"), "the kernel to be back")
         (await kernel.run("%gpu attach")).check()
         (await kernel.run(cells.setup(1, DATA) + "block.verify()")).check()
         await kernel.stop()
