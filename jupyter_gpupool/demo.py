@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -256,12 +257,10 @@ def run_lab(*, emulate: str = "") -> int:
     if emulate:
         say(f"No NVIDIA driver here: emulating {emulate}.")
         arguments.append(f"--GPUPool.emulate={emulate}")
-    try:
-        import jupyterlab  # noqa: F401
-    except ImportError:
+    if find_spec("jupyterlab") is None:
         raise GPUPoolError(
             "JupyterLab is not installed.",
             code="no-lab",
             next_step="Install it with: pip install 'jupyter_gpupool[lab]'",
-        ) from None
+        )
     os.execv(sys.executable, arguments)
