@@ -24,8 +24,9 @@ CONFIG = """\
 # Configuration
 
 All options are `c.GPUPool.*` in `jupyter_server_config.py` (or `.json`). `jupyter --paths` lists
-the folders where Jupyter looks; the user's folder wins over the system's. The broker reads the
-file, not the kernels: a user's notebook or kernelspec cannot change what is here.
+the folders where Jupyter looks, under "config"; a folder that is listed earlier wins. The broker
+reads the files as the user it runs as, and nobody else does: a notebook or a kernelspec cannot
+change what is here.
 
 - `jupyter gpupool generate-config` prints a file with every option, commented out.
 - `jupyter gpupool doctor` checks the files. An unknown name or a bad value is refused, with the

@@ -39,8 +39,8 @@ def load_settings(
     """Return the settings of this machine's (or user's) pool.
 
     Read in this order, later values win: ``jupyter_config`` and ``jupyter_server_config``
-    (``.py``, then ``.json``) in each folder of ``jupyter --paths``, system folders first, the
-    user's last; then ``config_files``; then ``overrides``, usually the command line's. Only the
+    (``.py``, then ``.json``) in each folder of ``jupyter --paths``, the one listed last first;
+    then ``config_files``; then ``overrides``, usually the command line's. Only the
     section ``GPUPool`` is looked at. Unlike Jupyter Server, the working directory is not searched:
     a broker may be started from a folder of notebooks.
 
