@@ -11,6 +11,7 @@ from agent_fixtures import old_python as old_python
 from harness import Kernel, start_kernel, this_python
 from scripted_broker import ScriptedBroker
 
+
 @pytest.fixture
 def broker() -> Iterator[ScriptedBroker]:
     with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:

@@ -153,9 +153,7 @@ def start_kernel(python: str, env: dict[str, str], *, agent: bool = True, **extr
     manager.kernel_spec.argv[0] = python
     environ = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL_")}
     environ["PYTHONPATH"] = str(ROOT)
-    manager.start_kernel(
-        env={**environ, **env, **extra}, extra_arguments=[AGENT] if agent else []
-    )
+    manager.start_kernel(env={**environ, **env, **extra}, extra_arguments=[AGENT] if agent else [])
     try:
         return Kernel(manager)
     except BaseException:

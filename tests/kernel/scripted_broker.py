@@ -156,7 +156,9 @@ class ScriptedBroker:
                 if m["type"] == kind and all(m.get(k) == v for k, v in fields.items())
             ]
 
-    def wait_for(self, kind: str, /, *, count: int = 1, timeout: float = 20, **fields: Any) -> Message:
+    def wait_for(
+        self, kind: str, /, *, count: int = 1, timeout: float = 20, **fields: Any
+    ) -> Message:
         """Return the ``count``-th message of this kind and these fields, waiting for it."""
         deadline = time.monotonic() + timeout
         with self._changed:

@@ -100,7 +100,9 @@ def test_a_refusal_is_the_cells_error(broker: ScriptedBroker, kernel: Kernel) ->
 @pytest.mark.parametrize(
     "code", ["", "   \n", "%gpu help", "# mine\n%gpu help\n\n%gpu help", "%gpu?"]
 )
-def test_what_needs_no_hold(broker: ScriptedBroker, start: Callable[..., Kernel], code: str) -> None:
+def test_what_needs_no_hold(
+    broker: ScriptedBroker, start: Callable[..., Kernel], code: str
+) -> None:
     kernel = start()
     assert kernel.run(code).status == "ok"
     assert broker.seen("hold") == []
@@ -189,7 +191,13 @@ def test_nested_cells_are_one_hold(broker: ScriptedBroker, kernel: Kernel) -> No
 def test_errors_syntax_errors_and_exits_drop_the_hold(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    codes = ["1/0", "def", "await __import__('asyncio').sleep(0)", "%%bash\ntrue", "raise SystemExit"]
+    codes = [
+        "1/0",
+        "def",
+        "await __import__('asyncio').sleep(0)",
+        "%%bash\ntrue",
+        "raise SystemExit",
+    ]
     for number, code in enumerate(codes, 1):
         kernel.run(code)
         broker.wait_for("drop", count=number)

@@ -1,0 +1,294 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``%gpu`` and ``%%gpu`` in a real kernel, every way to get them wrong included."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import pytest
+from harness import Kernel, start_kernel, this_python
+from scripted_broker import DEVICE, GiB, ScriptedBroker
+
+from jupyter_gpupool.errors import RefusedError
+
+
+def error_of(cell: Any) -> str:
+    """Return the message of a failed magic; fail if it came with a traceback."""
+    assert cell.status == "error"
+    assert cell.reply["ename"] == "UsageError"
+    assert "Traceback" not in cell.text
+    (output,) = cell.outputs
+    assert output["text"] == f"UsageError: {cell.reply['evalue']}\n"
+    assert output["text"].count("\n") == 1
+    return cell.reply["evalue"]
+
+
+def test_status(broker: ScriptedBroker, kernel: Kernel) -> None:
+    cell = kernel.run("%gpu")
+    (output,) = cell.outputs
+    assert "no slice now" in output["data"]["text/plain"]
+    assert "<table" in output["data"]["text/html"]
+    assert "EMULATED" in output["data"]["text/plain"]
+    kernel.run("pass")
+    text = kernel.run("%gpu status").text
+    assert "granted" in text
+    assert "4 GiB on GPU 0 (Scripted GPU)" in text
+    assert len(broker.seen("hold")) == 1
+
+
+def test_the_pool_and_the_help(broker: ScriptedBroker, kernel: Kernel) -> None:
+    (pool,) = kernel.run("%gpu pool").outputs
+    assert "Scripted GPU" in pool["data"]["text/plain"]
+    assert "this kernel" in pool["data"]["text/html"]
+    assert "nobody is waiting" in pool["data"]["text/plain"]
+    (text,) = kernel.run("%gpu help").outputs
+    for name in ("%gpu 12GiB", "%gpu attach", "%gpu keep 10m", "%%gpu 16GiB"):
+        assert name in text["data"]["text/plain"]
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ("12GiB", {"memory": 12 * GiB, "limit": 12 * GiB}),
+        ("12 GiB", {"memory": 12 * GiB, "limit": 12 * GiB}),
+        ("memory 12GiB --limit 20GiB", {"memory": 12 * GiB, "limit": 20 * GiB}),
+        ("memory 12GiB --limit=20GiB --devices 2", {"memory": 12 * GiB, "devices": 2}),
+        ("devices 2", {"devices": 2}),
+        ("priority batch", {"priority": "batch"}),
+    ],
+)
+def test_a_new_request(
+    broker: ScriptedBroker, start: Callable[..., Kernel], line: str, fields: dict[str, Any]
+) -> None:
+    kernel = start()
+    cell = kernel.run(f"%gpu {line}")
+    assert cell.status == "ok"
+    assert cell.text.startswith("Asked for ")
+    sent = broker.wait_for("request")
+    assert {name: sent[name] for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("12 parsecs", "'12 parsecs' is not a size."),
+        ("-5GiB", "'-5GiB' is not a size."),
+        ("0", "'0' is not a size above zero."),
+        ("99999999TiB", "is more than any machine has."),
+        ("atach", "There is no subcommand 'atach' of %gpu. Did you mean %gpu attach?"),
+        ("xyzzy", "There is no subcommand 'xyzzy' of %gpu. Sizes are written like %gpu 12GiB."),
+        ("release now", "%gpu release takes no argument, and 'now' was given."),
+        ("keep", "%gpu keep needs a value."),
+        ("keep forever", "'forever' is not a duration."),
+        ("devices two", "devices must be a whole number above zero, not 'two'."),
+        ("devices 1 2", "%gpu devices takes one value, and '1 2' was given."),
+        ("memory", "%gpu memory needs a value."),
+        ("memory 12GiB --limt 20GiB", "Did you mean --limit?"),
+        ("memory 12GiB --limit", "The option --limit needs a value."),
+        ("memory 12GiB --limit 2GiB", "The limit 2GiB is below the guaranteed memory 12GiB."),
+        ("memory 12GiB --compute 101", "compute must be a share from 1 to 100, not '101'."),
+    ],
+)
+def test_bad_input(one_kernel: Kernel, line: str, message: str) -> None:
+    assert message in error_of(one_kernel.run(f"%gpu {line}"))
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("%%gpu", "%%gpu needs the device memory for its cell."),
+        ("%%gpu 12 parsecs", "'12 parsecs' is not a size."),
+        ("%%gpu release", "write %gpu release, with one per cent sign"),
+    ],
+)
+def test_a_bad_cell_header_does_not_run_the_cell(
+    one_kernel: Kernel, header: str, message: str
+) -> None:
+    cell = one_kernel.run(f"{header}\nran = True")
+    assert cell.status == "error"
+    assert message in cell.text
+    assert one_kernel.value("'ran' in globals()") == "False"
+
+
+def test_a_refusal_says_the_rule(broker: ScriptedBroker, kernel: Kernel) -> None:
+    def refuse(message: Any) -> None:
+        raise RefusedError(
+            "You asked for 99 GiB and may have 16 GiB (c.GPUPool.max_memory_per_kernel).",
+            code="over-quota",
+            next_step="Ask for at most 16GiB.",
+        )
+
+    broker.scripts["request"] = refuse
+    assert error_of(kernel.run("%gpu 99GiB")) == (
+        "You asked for 99 GiB and may have 16 GiB (c.GPUPool.max_memory_per_kernel). "
+        "Ask for at most 16GiB."
+    )
+
+
+def test_release_and_keep(broker: ScriptedBroker, kernel: Kernel) -> None:
+    assert kernel.run("%gpu release").text == "The slice goes back to the pool now.\n"
+    assert kernel.run("%gpu keep 10m").text == "The GPU slice is kept for 10 min, even when idle.\n"
+    assert broker.wait_for("keep")["seconds"] == 600
+    assert broker.seen("hold") == []
+
+
+def test_attach_waits_with_a_display_and_can_be_interrupted(
+    broker: ScriptedBroker, kernel: Kernel
+) -> None:
+    broker.hold_back()
+    cell = kernel.start("%gpu attach")
+    hold = broker.wait_for("hold")["hold"]
+    broker.push("queue", position=1, length=1, eta=5.0, reason="")
+    assert "position 1 of 1" in cell.until("display_data")["content"]["data"]["text/plain"]
+    kernel.manager.interrupt_kernel()
+    assert "was interrupted" in error_of(cell.done())
+    broker.wait_for("cancel", hold=hold)
+    cell = kernel.start("%gpu attach")
+    hold = broker.wait_for("hold", count=2)["hold"]
+    broker.grant(hold)
+    assert cell.done().text == (
+        f"Attached: 4 GiB on {DEVICE}. It is kept until it is idle too long.\n"
+    )
+    broker.wait_for("drop", hold=hold)
+    assert broker.live_holds() == set()
+
+
+def test_one_cell_with_more(broker: ScriptedBroker, kernel: Kernel) -> None:
+    cell = kernel.run("%%gpu 16GiB\nx = 1\nprint(In[-1][:5])\n1/0")
+    assert cell.status == "error"
+    assert cell.reply is not None
+    assert cell.reply["ename"] == "ZeroDivisionError"
+    assert any("line 4" in line or "4 1/0" in line for line in cell.reply["traceback"]), cell.reply
+    kinds = [m["type"] for m in broker.messages if m["type"] in ("request", "hold", "drop")]
+    broker.wait_for("request", count=2)
+    kinds = [m["type"] for m in broker.messages if m["type"] in ("request", "hold", "drop")]
+    assert kinds == ["request", "hold", "drop", "request"]
+    first, second = broker.seen("request")
+    assert (first["memory"], first["limit"]) == (16 * GiB, 16 * GiB)
+    assert (second["memory"], second["limit"]) == (4 * GiB, 4 * GiB)
+    assert kernel.value("get_ipython().history_manager.input_hist_raw[1][:11]") == "'%%gpu 16GiB'"
+
+
+def test_one_cell_with_more_of_another_magic(broker: ScriptedBroker, kernel: Kernel) -> None:
+    cell = kernel.run("%%gpu 16GiB\n%%capture out\nprint('hidden')")
+    assert cell.status == "ok"
+    assert kernel.value("out.stdout") == repr("hidden\n")
+
+
+def test_one_cell_with_top_level_await(broker: ScriptedBroker, kernel: Kernel) -> None:
+    cell = kernel.run("%%gpu 16GiB\nimport asyncio\nawait asyncio.sleep(0)\nprint('done')")
+    assert cell.text == "done\n"
+
+
+def test_one_cell_takes_a_larger_slice_than_it_has(
+    broker: ScriptedBroker, start: Callable[..., Kernel]
+) -> None:
+    """Attached with too little: the slice is given back, and the cell waits for the larger one."""
+    kernel = start()
+    kernel.run("pass")
+
+    def keep_the_size(message: Any) -> dict[str, Any]:
+        return {"request": {**broker.request, "memory": message["memory"]}, "note": ""}
+
+    def release(message: Any) -> dict[str, Any]:
+        broker._agents[-1].write(b'{"v":1,"type":"yield","epoch":%d}\n' % broker.epoch)
+        broker.state = "detached"
+        return {"note": ""}
+
+    slices = broker.slices()
+    broker.scripts["request"] = keep_the_size
+    broker.scripts["release"] = release
+    assert slices[0]["bytes"] == 4 * GiB
+    assert kernel.run("%%gpu 16GiB\npass").status == "ok"
+    assert broker.wait_for("yielded")["yielded"] is True
+    assert broker.wait_for("hold", count=2)["wait"] is True
+
+
+def test_a_request_that_cannot_be_met_does_not_run_the_cell(
+    broker: ScriptedBroker, kernel: Kernel
+) -> None:
+    def refuse(message: Any) -> None:
+        raise RefusedError("You asked for 99 GiB and may have 16 GiB.")
+
+    broker.scripts["request"] = refuse
+    cell = kernel.run("%%gpu 99GiB\nran = True")
+    assert cell.text == "GPURefused: You asked for 99 GiB and may have 16 GiB."
+    assert kernel.value("'ran' in globals()") == "False"
+    assert broker.seen("hold") == []
+
+
+def test_deep_inside_a_cell_the_magic_says_where_it_belongs(kernel: Kernel) -> None:
+    cell = kernel.run("%%time\n%%gpu 16GiB\nx = 1")
+    assert "works as the first line of a cell only" in cell.text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("%gpu ", ["attach", "release", "keep", "pool", "help", "memory", "devices", "4GiB"]),
+        ("%gpu at", ["attach"]),
+        ("%gpu keep ", ["10m"]),
+        ("%gpu memory 4GiB --li", ["--limit"]),
+        ("%%gpu ", ["16GiB"]),
+    ],
+)
+def test_completion(one_kernel: Kernel, text: str, expected: list[str]) -> None:
+    reply = one_kernel.client.complete(text, len(text), reply=True, timeout=20)["content"]
+    assert reply["status"] == "ok"
+    found = {m.strip() for m in reply["matches"]}
+    assert found.issuperset(expected), found
+
+
+def test_documentation(one_kernel: Kernel) -> None:
+    reply = one_kernel.client.inspect("%gpu", reply=True, timeout=20)["content"]
+    assert "Show and change this kernel's share" in reply["data"]["text/plain"]
+
+
+def test_with_the_broker_gone(broker: ScriptedBroker, kernel: Kernel) -> None:
+    kernel.run("pass")
+    broker.die()
+    message = error_of(kernel.run("%gpu 12GiB"))
+    assert str(broker.path) in message
+    cell = kernel.run("%gpu")
+    assert cell.status == "ok"
+    assert "4 GiB on" in cell.text  # what the agent knows by itself
+    assert str(broker.path) in cell.text
+
+
+def test_without_a_session(python: str) -> None:
+    kernel = start_kernel(python, {})
+    try:
+        assert "has no GPU pool session" in error_of(kernel.run("%gpu"))
+        assert kernel.run("1 + 1").text == "2"
+        assert kernel.run("%gpu help").status == "ok"
+    finally:
+        kernel.stop()
+
+
+def test_it_can_be_unloaded_and_loaded_again(broker: ScriptedBroker, kernel: Kernel) -> None:
+    assert kernel.run("%unload_ext jupyter_gpupool.kernel").status == "ok"
+    assert kernel.run("%gpu").status == "error"
+    before = len(broker.seen("hold"))
+    assert kernel.run("x = 1").status == "ok"
+    assert len(broker.seen("hold")) == before
+    kernel.run("%load_ext jupyter_gpupool.kernel")
+    broker.wait_for("hello", count=2)
+    kernel.run("x = 2")
+    broker.wait_for("hold", count=before + 1)
+
+
+@pytest.fixture(scope="module")
+def one_kernel(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One kernel for all cases that leave it as it was."""
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:
+        broker = ScriptedBroker(Path(folder) / "broker.sock").start()
+        opened = broker._on_open({"type": "open", "kernel_id": "test"})
+        kernel = start_kernel(this_python(), opened["env"])
+        broker.wait_for("hello")
+        yield kernel
+        kernel.stop()
+        broker.die()

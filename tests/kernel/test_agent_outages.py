@@ -1,0 +1,225 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The agent when the broker dies, comes back, is slow, forgets, or loses the session."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Callable
+
+import pytest
+from harness import Kernel
+from scripted_broker import DEVICE, GiB, ScriptedBroker
+
+from jupyter_gpupool.errors import RefusedError
+
+#: Makes the agent believe that this process has called cuInit.
+USED_CUDA = """
+from jupyter_gpupool.kernel import _agents
+link = next(iter(_agents.values())).link
+link._cuda = lambda: True
+"""
+
+
+def test_a_running_cell_survives_the_broker(broker: ScriptedBroker, kernel: Kernel) -> None:
+    cell = kernel.start(
+        "import time; print('in', flush=True); input_ = time.sleep(1.5); print('out')"
+    )
+    cell.until("stream")
+    hold = broker.wait_for("hold")["hold"]
+    broker.die()
+    broker.start()
+    hello = broker.wait_for("hello", count=2)
+    assert hello["holds"] == [{"id": hold, "kind": "cell"}]
+    assert hello["epoch"] == 1
+    assert cell.done().text.split() == ["in", "out"]
+    broker.wait_for("drop", hold=hold)
+    kernel.run("pass")
+    assert broker.wait_for("hold", count=2)["wait"] is False
+
+
+def test_attached_cells_run_without_a_broker(broker: ScriptedBroker, kernel: Kernel) -> None:
+    kernel.run("pass")
+    broker.die()
+    assert kernel.run("1 + 1").text == "2"
+    broker.start()
+    assert broker.wait_for("hello", count=2)["holds"] == []
+
+
+def test_a_waiting_cell_asks_the_new_broker(broker: ScriptedBroker, kernel: Kernel) -> None:
+    broker.hold_back()
+    cell = kernel.start("print('hi')")
+    hold = broker.wait_for("hold")["hold"]
+    broker.die()
+    shown = cell.until("display_data")["content"]["data"]["text/plain"]
+    assert shown.startswith("Waiting for ")
+    broker.start()
+    again = broker.wait_for("hold", count=2)
+    assert (again["hold"], again["wait"]) == (hold, True)
+    broker.grant(hold)
+    assert cell.done().outputs == [{"name": "stdout", "text": "hi\n"}]
+
+
+def test_without_a_broker_cpu_work_goes_on_and_it_is_said_once(
+    broker: ScriptedBroker, kernel: Kernel
+) -> None:
+    broker.die()
+    first = kernel.run("print('ran')")
+    assert first.status == "ok"
+    notice, output = first.outputs
+    assert output["text"] == "ran\n"
+    assert str(broker.path) in notice["text"]
+    assert "do not use the GPU before that" in notice["text"]
+    assert kernel.run("print('again')").outputs == [{"name": "stdout", "text": "again\n"}]
+    # When it is back, cells wait for their slice again, and the next outage is said again.
+    broker.start()
+    broker.wait_for("hello", count=2)
+    assert kernel.run("1").text == "1"
+    assert broker.wait_for("hold")["wait"] is True
+
+
+def test_with_its_state_in_host_memory_a_cell_fails_without_a_broker(
+    broker: ScriptedBroker, kernel: Kernel
+) -> None:
+    """It could only hang: a CUDA call would wait for a resume that nobody can do."""
+    kernel.run(USED_CUDA)
+    assert broker.ask_back() == {
+        **broker.seen("yielded")[-1],
+        "yielded": True,
+        "cuda": True,
+    }
+    broker.die()
+    cell = kernel.run("ran = True")
+    assert cell.status == "error"
+    assert cell.reply is not None
+    assert cell.reply["ename"] == "BrokerUnavailable"
+    assert "is in host memory and nobody can bring it back" in cell.reply["evalue"]
+    assert str(broker.path) in cell.reply["evalue"]
+    assert str(broker.path.with_suffix(".log")) in cell.reply["evalue"]
+    assert kernel.run("x = 1", metadata={"tags": ["no-gpu"]}).status == "ok"
+    assert kernel.run("'ran' in globals()", metadata={"tags": ["no-gpu"]}).text == "False"
+
+
+def test_a_new_broker_that_took_the_slice_is_asked_for_it(
+    broker: ScriptedBroker, kernel: Kernel
+) -> None:
+    cell = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(20)")
+    cell.until("stream")
+    hold = broker.wait_for("hold")["hold"]
+    broker.die()
+    broker.state = "detached"
+    broker.start()
+    again = broker.wait_for("hold", count=2)
+    assert (again["hold"], again["wait"]) == (hold, True)
+    kernel.manager.interrupt_kernel()
+    cell.done()
+    broker.wait_for("drop", hold=hold)
+    assert broker.live_holds() == set()
+
+
+def test_a_forgotten_session_is_said(broker: ScriptedBroker, kernel: Kernel) -> None:
+    broker.die()
+
+    def unknown(message: Any) -> None:
+        raise RefusedError("There is no session 's1' in this pool.", code="unknown-session")
+
+    broker.scripts["hello"] = unknown
+    broker.start()
+    broker.wait_for("hello", count=2)
+    cell = kernel.run("print('ran')")
+    assert "There is no session 's1' in this pool." in cell.text
+    assert cell.text.endswith("ran\n")
+
+
+def test_a_refused_hello_and_another_version_are_no_crash(
+    broker: ScriptedBroker, kernel: Kernel
+) -> None:
+    broker.push("lease", state="active")  # misses fields: ignored or taken, never fatal
+    broker.push("whatever", of="the future")
+    broker.push("yield", epoch=99)
+    assert broker.wait_for("yielded")["yielded"] is True
+    assert kernel.run("1 + 1").text == "2"
+
+
+def test_lost_state_is_said_at_once_and_again(broker: ScriptedBroker, kernel: Kernel) -> None:
+    cell = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(20)")
+    cell.until("stream")
+    broker.push("lost", message="The driver could not restore this kernel: device lost.")
+    seen = len(cell.messages)
+    while not any("device lost" in m["content"].get("text", "") for m in cell.messages):
+        kernel.read(time.monotonic() + 20, cell)
+    assert len(cell.messages) > seen
+    kernel.manager.interrupt_kernel()
+    cell.done()
+    after = kernel.run("print('on')")
+    assert "could not restore this kernel: device lost" in after.text
+
+
+def test_resized_while_attached(broker: ScriptedBroker, kernel: Kernel) -> None:
+    kernel.run("pass")
+    broker.push(
+        "lease",
+        state="active",
+        epoch=1,
+        slices=[{"device": DEVICE, "bytes": 6 * GiB}],
+        reason="resized",
+        pinned_reason="",
+    )
+    # The push is read before the answer to a request that is sent after it.
+    kernel.run("%gpu pool")
+    broker.die()
+    assert "6 GiB on" in kernel.run("%gpu").text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        (
+            "OutOfMemoryError",
+            "CUDA out of memory. Tried to allocate 6.00 GiB. GPU 0 has a total capacity of 16 GiB",
+            "GPU pool: this kernel is granted 4 GiB of device memory; up to 16 GiB may be asked "
+            "for. Type: %gpu 10GiB\n",
+        ),
+        (
+            "CUDAError",
+            "CUDA_ERROR_OUT_OF_MEMORY: The API call failed because it was unable to allocate",
+            "GPU pool: this kernel is granted 4 GiB of device memory; up to 16 GiB may be asked "
+            "for. Type: %gpu 8GiB\n",
+        ),
+        ("RuntimeError", "CUDA error: out of memory", "Type: %gpu 8GiB\n"),
+        ("ValueError", "out of ideas", ""),
+    ],
+)
+def test_out_of_memory_gets_one_line(
+    broker: ScriptedBroker, start: Callable[..., Kernel], name: str, text: str, line: str
+) -> None:
+    kernel = start()
+    cell = kernel.run(f"class {name}(Exception): pass\nraise {name}({text!r})")
+    assert cell.outputs[0]["ename"] == name
+    if not line:
+        assert len(cell.outputs) == 1
+        return
+    _, added = cell.outputs
+    assert added["name"] == "stderr"
+    assert added["text"].endswith(line)
+    assert added["text"].count("\n") == 1
+
+
+def test_out_of_memory_at_the_most_that_may_be_asked(
+    broker: ScriptedBroker, start: Callable[..., Kernel]
+) -> None:
+    broker.limits = {"memory": 4 * GiB}
+    kernel = start()
+    cell = kernel.run("raise RuntimeError('CUDA out of memory.')")
+    assert "which is the most it may ask for. Free some" in cell.text
+
+
+def test_the_holds_of_a_dead_kernel_are_not_renewed(
+    broker: ScriptedBroker, start: Callable[..., Kernel]
+) -> None:
+    kernel = start()
+    cell = kernel.start("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    broker.wait_for("hold")
+    kernel.manager.provisioner.process.wait(20)
+    assert cell.reply is None
+    assert len(broker.seen("hello")) == 1
