@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import threading
+import time
 
 from jupyter_gpupool.errors import GPUPoolError
 from jupyter_gpupool.kernel.link import Link
@@ -34,10 +35,13 @@ LINK = Link(
 )
 
 
-def settle(wait, seconds):
+def settle(wait, changed, seconds):
     """Wait until the broker has answered a hold; return slices and epoch."""
-    if not wait.changed.wait(seconds):
-        raise TimeoutError("no answer to the hold")
+    deadline = time.monotonic() + seconds
+    while wait.answer is None:
+        if not changed.wait(deadline - time.monotonic()):
+            raise TimeoutError("no answer to the hold")
+        changed.clear()
     if isinstance(wait.answer, GPUPoolError):
         raise wait.answer
     return {"epoch": LINK.epoch, "slices": [list(s) for s in LINK.slices]}
@@ -50,24 +54,13 @@ def do_start(_):
 def do_ask(command):
     """Begin to wait for a hold."""
     changed = threading.Event()
-
-    def on_change():
-        if wait.answer is not None:
-            changed.set()
-
-    started = threading.Event()
-    wait = LINK.wait(
-        command["hold"], command.get("kind", "cell"), lambda: started.wait() and on_change()
-    )
-    wait.changed = changed
-    started.set()
-    on_change()
-    WAITS[command["hold"]] = wait
+    wait = LINK.wait(command["hold"], command.get("kind", "cell"), changed.set)
+    WAITS[command["hold"]] = wait, changed
 
 
 def do_got(command):
     """Wait for the answer to a hold that was asked for."""
-    return settle(WAITS.pop(command["hold"]), command.get("seconds", 60))
+    return settle(*WAITS.pop(command["hold"]), command.get("seconds", 60))
 
 
 def do_take(command):

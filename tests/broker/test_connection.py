@@ -217,10 +217,14 @@ def test_who_does_not_read_is_disconnected(folder, monkeypatch):
         raw.connect(str(folder / "s"))
         raw.setblocking(False)
         loop = asyncio.get_running_loop()
-        with raw, pytest.raises((BrokenPipeError, ConnectionResetError)):
+
+        async def send_for_ever():
             while True:
                 await loop.sock_sendall(raw, line(type="ping", id=1, n="y" * 10_000))
                 await asyncio.sleep(0)
+
+        with raw, pytest.raises((BrokenPipeError, ConnectionResetError)):
+            await send_for_ever()
         assert service.counters.closed_for_abuse == 1
         while service.living:
             await asyncio.sleep(0)

@@ -89,7 +89,10 @@ def test_no_report_after_close(child):
 
 
 def test_descent():
-    script = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    script = (
+        "import subprocess; p = subprocess.Popen(['sleep', '600']);"
+        "print(p.pid, flush=True); p.wait()"
+    )
     middle = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
         grandchild = int(middle.stdout.readline())
