@@ -156,7 +156,10 @@ class Chaos:
         )
         status = self.pool.check_ledger()
         assert not any(d["drained_reason"] for d in status["devices"]), status["devices"]
-        self.figures.setdefault(kind, []).append(round(time.monotonic() - begun, 1))
+        self.figure(f"{kind}: round, seconds", time.monotonic() - begun)
+
+    def figure(self, what, value):
+        self.figures.setdefault(what, []).append(round(value, 3))
 
     # -------------------------------------------------------------- victims
 
@@ -172,20 +175,24 @@ class Chaos:
         begun = time.monotonic()
         reap(pid)
         await until(lambda: kernel.session() is None, "the killed kernel's session to end")
-        self.figures.setdefault("slice back, seconds", []).append(
-            round(time.monotonic() - begun, 3)
-        )
+        self.figure("slice back, seconds", time.monotonic() - begun)
         if cell is not None:
             cell.cancel()
             await asyncio.gather(cell, return_exceptions=True)
         await kernel.stop(now=True)
         assert not psutil.pid_exists(pid), f"kernel {name} is still there"
 
-    async def broker(self, gap=1.0):
+    async def broker(self):
         await self.moment()
         self.pool.kill_broker()
-        await self.moment(gap)
+        await self.moment(1.0)
+        await self.revive()
+
+    async def revive(self):
+        """Start a broker on the state that the killed one left."""
+        begun = time.monotonic()
         await asyncio.to_thread(self.pool.start_broker)
+        self.figure("broker restart, seconds", time.monotonic() - begun)
 
     async def worker(self):
         await self.moment()
@@ -259,7 +266,7 @@ class Chaos:
         await self.moment(0.2)
         kernel.kill()
         await self.moment(0.5)
-        await asyncio.to_thread(self.pool.start_broker)
+        await self.revive()
         await self.bury(kernel)
 
     async def server(self):
@@ -361,7 +368,8 @@ async def chaos(pool, seed, kinds):
     refused = sum(len(n.refused) for n in play.notebooks)
     checks = sum(n.checks for n in play.notebooks)
     print(f"seed {seed}: {checks} checks of all bytes, {refused} cells without a broker")
-    print(json.dumps(play.figures, indent=1))
+    for what, values in play.figures.items():
+        print(f"{what}: {len(values)}, {min(values)} to {max(values)}")
     sessions = pool.sessions()
     await pool.stop_kernels()
     return sessions
