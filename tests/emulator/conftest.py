@@ -7,6 +7,7 @@ never loads it.
 """
 
 import ast
+import contextlib
 import os
 import select
 import signal
@@ -102,10 +103,16 @@ class Target:
                 raise EOFError(f"the child ended with {self.process.wait(TIMEOUT)}")
             self._buffer += data
 
-    def do(self, code, timeout=TIMEOUT):
-        """Run statements; what they left in ``_``."""
+    def attempt(self, code, timeout=TIMEOUT):
+        """Run statements; what they left in ``_``, or ("failed", code) or ("raised", text)."""
         self.send(code)
         return self.reply(timeout)
+
+    def do(self, code, timeout=TIMEOUT):
+        """Run statements that must not fail; what they left in ``_``."""
+        found = self.attempt(code, timeout)
+        assert not isinstance(found, tuple) or found[:1] not in (("failed",), ("raised",)), found
+        return found
 
     def hangs(self, seconds=0.3):
         """Whether the statements sent are still running after ``seconds``."""
@@ -115,9 +122,10 @@ class Target:
         self.process.send_signal(number)
 
     def kill(self):
-        self.process.send_signal(signal.SIGKILL)
+        self.process.send_signal(signal.SIGKILL)  # nothing, if it has ended
         status = self.process.wait(TIMEOUT)
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.stdout.close()
         return status
 
@@ -152,8 +160,7 @@ class Emulated:
 
     def close(self):
         for child in self.children:
-            if child.process.returncode is None:
-                child.kill()
+            child.kill()
 
 
 @pytest.fixture(scope="session", autouse=True)

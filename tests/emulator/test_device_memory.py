@@ -112,7 +112,7 @@ def test_memory_of_a_killed_process_comes_back(watch):
     child.do("context(); ok(D.cuMemAlloc(900 << 20))")
     assert look("used(0)") == 932 * MIB
     other = machine.target()
-    assert other.do("context(); ok(D.cuMemAlloc(900 << 20))") == ("failed", 2)
+    assert other.attempt("context(); ok(D.cuMemAlloc(900 << 20))") == ("failed", 2)
     os.kill(child.pid, signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie until it is reaped
     assert look("used(0)") == 32 * MIB  # the other's context
@@ -276,7 +276,8 @@ def test_threads_share_the_driver(emulated):
             s = ok(D.cuStreamCreate(1))
             for n in range(200):
                 data = bytes_of(3000 + n, seed)
-                p = ok(D.cuMemAlloc(data.nbytes)) if n % 2 else ok(D.cuMemAllocAsync(data.nbytes, s))
+                size = data.nbytes
+                p = ok(D.cuMemAlloc(size)) if n % 2 else ok(D.cuMemAllocAsync(size, s))
                 put(p, data)
                 if get(p, data.nbytes) != hashlib.sha256(data).hexdigest():
                     bad.append((seed, n))

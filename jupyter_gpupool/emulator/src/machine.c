@@ -143,6 +143,7 @@ static struct machine *create_file(const char *path, const struct spec *spec)
     m->abi = MACHINE_ABI;
     m->size = sizeof *m;
     m->spec = *spec;
+    m->faults_touch = 1; /* faults may have been set before there was a machine */
     init_mutex(&m->lock);
     for (unsigned i = 0; i < spec->count; i++)
         make_uuid(i, m->uuid[i]);

@@ -1,0 +1,220 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Each injected fault, as NVIDIA's clients see it."""
+
+import re
+import time
+
+import pytest
+
+from jupyter_gpupool.emulator.profiles import FAULTS, EmulatorError, Faults
+
+WORKER = """
+from cuda.core.checkpoint import Process
+import pynvml as n
+n.nvmlInit()
+def call(pid, name, *args):
+    try:
+        getattr(Process(pid), name)(*args)
+    except Exception as error:
+        return str(error).split(":")[0]
+def handle(i=0):
+    return n.nvmlDeviceGetHandleByIndex(i)
+def pids(i=0):
+    return [p.pid for p in n.nvmlDeviceGetComputeRunningProcesses(handle(i))]
+_ = 1
+"""
+
+
+@pytest.fixture
+def trio(emulated):
+    machine = emulated("2x1GiB")
+    target, worker = machine.target(), machine.target()
+    worker.do(WORKER)
+    target.do("import time; context(); p = ok(D.cuMemAlloc(8 << 20)); put(p, bytes_of(8 << 20))")
+    return machine, target, worker
+
+
+def call(worker, target, name, *args, timeout=30):
+    return worker.do(f"_ = call({target.pid}, {name!r}, *{args!r})", timeout)
+
+
+def state(worker, target):
+    return worker.do(f"_ = Process({target.pid}).state")
+
+
+def test_slow_copies(trio):
+    machine, target, worker = trio
+    timed = "start = time.monotonic(); put(p, bytes_of(4_000_000)); _ = time.monotonic() - start"
+    machine.faults.set("slow-copies", bandwidth="20MB/s")
+    assert target.do(timed) >= 0.2
+    machine.faults.set("slow-copies", bandwidth=20_000_000, device=1)
+    assert target.do(timed) >= 0.2  # another scope: both stand
+    machine.faults.clear()
+    machine.faults.set("slow-copies", bandwidth=1, device=1)
+    assert target.do(timed) < 5  # device 0 is as it was
+    machine.faults.clear()
+    machine.faults.set("slow-copies", bandwidth="40MB/s", pid=target.pid)
+    start = time.monotonic()
+    call(worker, target, "lock", 1000)
+    call(worker, target, "checkpoint")
+    assert time.monotonic() - start >= 0.2
+
+
+def test_lock_timeout_by_count_and_pid(trio):
+    machine, target, worker = trio
+    machine.faults.set("lock-timeout", pid=target.pid + 1)
+    assert call(worker, target, "lock", 50) is None
+    assert call(worker, target, "unlock") is None
+    machine.faults.clear("lock-timeout")
+    machine.faults.set("lock-timeout", pid=target.pid, count=2)
+    assert call(worker, target, "lock", 50) == "CUDA_ERROR_NOT_READY"
+    machine.faults.set("nvml-missing-pids")  # the count survives a rewrite of the file
+    assert call(worker, target, "lock", 50) == "CUDA_ERROR_NOT_READY"
+    assert state(worker, target) == "running"
+    assert call(worker, target, "lock", 50) is None
+    assert state(worker, target) == "locked"
+
+
+def test_checkpoint_refused(trio):
+    machine, target, worker = trio
+    machine.faults.set("checkpoint-refused", count=1)
+    call(worker, target, "lock", 1000)
+    text = call(worker, target, "checkpoint")
+    assert "not supported" in text
+    assert state(worker, target) == "locked"
+    assert call(worker, target, "unlock") is None
+    assert target.do("_ = len(get(p, 100))") == 64  # it survives
+    machine.faults.set("checkpoint-refused", code=999)
+    call(worker, target, "lock", 1000)
+    assert call(worker, target, "checkpoint") == "CUDA_ERROR_UNKNOWN"
+
+
+def test_restore_failed(trio):
+    machine, target, worker = trio
+    machine.faults.set("restore-failed", device=0, count=1)
+    call(worker, target, "lock", 1000)
+    call(worker, target, "checkpoint")
+    assert call(worker, target, "restore") == "CUDA_ERROR_OPERATING_SYSTEM"
+    assert state(worker, target) == "failed"
+    assert call(worker, target, "restore") == "CUDA_ERROR_OPERATING_SYSTEM"
+
+
+def test_device_lost(trio):
+    machine, target, worker = trio
+    worker.do("events = n.nvmlEventSetCreate()")
+    worker.do("n.nvmlDeviceRegisterEvents(handle(0), n.nvmlEventTypeXidCriticalError, events)")
+    worker.send("e = n.nvmlEventSetWait_v2(events, 30000); _ = (e.eventType, e.eventData)")
+    assert worker.hangs(0.1)
+    machine.faults.set("device-lost", device=0)
+    assert worker.reply() == (8, 79)
+    kind, text = worker.attempt("_ = n.nvmlEventSetWait_v2(events, 10)")
+    assert (kind, text) == ("raised", "NVMLError_Timeout: Timeout")
+    assert "GPU is lost" in worker.attempt("_ = handle(0)")[1]
+    assert worker.do("_ = n.nvmlDeviceGetName(handle(1))").startswith("EMULATED")
+    assert target.attempt("_ = get(p, 100)") == ("failed", 719)
+    assert target.attempt("context(1)") == ("failed", 719)  # its contexts are gone, for good
+    other = machine.target()
+    assert other.attempt("context(0)") == ("failed", 46)
+    assert other.do("context(1); _ = 1") == 1
+    machine.faults.clear("device-lost")
+    assert target.attempt("_ = get(p, 100)") == ("failed", 719)
+    assert worker.do("_ = n.nvmlDeviceGetIndex(handle(0))") == 0
+
+
+def test_a_suspended_process_outlives_its_device(trio):
+    machine, target, worker = trio
+    want = target.do("_ = get(p, 8 << 20)")
+    call(worker, target, "lock", 1000)
+    call(worker, target, "checkpoint")
+    uuids = worker.do("_ = [n.nvmlDeviceGetUUID(handle(i))[4:] for i in range(2)]")
+    machine.faults.set("device-lost", device=0)
+    assert call(worker, target, "restore", dict(zip(uuids, uuids[::-1], strict=True))) is None
+    assert call(worker, target, "unlock") is None
+    assert target.do("_ = get(p, 8 << 20)") == want
+
+
+def test_a_restore_onto_a_lost_device_is_fatal(trio):
+    machine, target, worker = trio
+    call(worker, target, "lock", 1000)
+    call(worker, target, "checkpoint")
+    machine.faults.set("device-lost", device=0)
+    assert call(worker, target, "restore") == "CUDA_ERROR_UNKNOWN"
+    assert state(worker, target) == "failed"
+
+
+def test_nvml_missing_pids(trio):
+    machine, target, worker = trio
+    assert worker.do("_ = pids()") == [target.pid]
+    machine.faults.set("nvml-missing-pids", device=1)
+    assert worker.do("_ = pids()") == [target.pid]
+    machine.faults.set("nvml-missing-pids", device=0)
+    assert worker.do("_ = pids()") == []
+    machine.faults.clear()
+    assert worker.do("_ = pids()") == [target.pid]
+
+
+@pytest.mark.parametrize("name", ["lock", "checkpoint"])
+def test_hang(trio, name):
+    machine, target, worker = trio
+    machine.faults.set("hang", op=name, count=1)
+    if name == "checkpoint":
+        call(worker, target, "lock", 1000)
+    worker.send(f"_ = call({target.pid}, {name!r})")
+    assert worker.hangs()
+    machine.faults.clear()
+    assert worker.hangs()  # for ever
+    other = machine.target()
+    other.do(WORKER)
+    assert state(other, target) == ("locked" if name == "checkpoint" else "running")
+
+
+def test_faults_from_the_environment(emulated):
+    machine = emulated()
+    worker = machine.target()
+    worker.do(WORKER)
+    target = machine.target(GPUPOOL_EMULATE_FAULTS="nothing-known; lock-timeout count=1 code=999")
+    target.do("context()")
+    assert call(worker, target, "lock", 10) == "CUDA_ERROR_UNKNOWN"
+    assert call(worker, target, "lock", 10) is None
+
+
+def test_a_file_written_by_hand_is_read(trio):
+    machine, target, worker = trio
+    (machine.state_dir / "faults").write_text(f"lock-timeout pid={target.pid}\n")
+    assert call(worker, target, "lock", 10) == "CUDA_ERROR_NOT_READY"
+    (machine.state_dir / "faults").unlink()
+    assert call(worker, target, "lock", 10) is None
+
+
+def test_faults_set_before_the_machine_exists(emulated):
+    machine = emulated()
+    machine.faults.set("device-lost", device=0)
+    assert machine.target().attempt("context(0)") == ("failed", 46)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "near"),
+    [
+        ("slow-copy", {"bandwidth": 1}, "slow-copies"),
+        ("lock-timeouts", {}, "lock-timeout"),
+        ("lock-timeout", {"pids": 1}, "pid"),
+        ("device-lost", {"devise": 1}, "device"),
+        ("hang", {"op": "stop"}, "checkpoint"),
+        ("lock-timeout", {"count": "x"}, "number"),
+        ("lock-timeout", {"count": True}, "number"),
+        ("slow-copies", {"bandwidth": "fast"}, "number"),
+        ("slow-copies", {"pid": 1}, "bandwidth="),
+    ],
+)
+def test_unknown_faults_are_refused(tmp_path, name, params, near):
+    with pytest.raises(EmulatorError, match=near):
+        Faults(tmp_path / "state").set(name, **params)
+    assert not (tmp_path / "state").exists()
+
+
+def test_python_and_c_know_the_same_faults():
+    from jupyter_gpupool.emulator.build import SOURCES
+
+    names = re.findall(r'\[FAULT_\w+\] = "([a-z-]+)"', (SOURCES / "faults.c").read_text())
+    assert set(names) == set(FAULTS)

@@ -1,0 +1,312 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Suspend and resume through NVIDIA's own client, cuda.core.checkpoint."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+#: A process that suspends and resumes others.
+WORKER = """
+from cuda.core.checkpoint import Process
+import pynvml as n
+n.nvmlInit()
+handles = [n.nvmlDeviceGetHandleByIndex(i) for i in range(n.nvmlDeviceGetCount())]
+uuids = [n.nvmlDeviceGetUUID(h)[4:] for h in handles]
+def used(i=0):
+    return n.nvmlDeviceGetMemoryInfo(handles[i], version=n.nvmlMemory_v2).used
+def pids(i=0):
+    return [p.pid for p in n.nvmlDeviceGetComputeRunningProcesses(handles[i])]
+def suspend(pid):
+    p = Process(pid); p.lock(5000); p.checkpoint()
+def resume(pid, mapping=None):
+    p = Process(pid); p.restore(mapping); p.unlock()
+def shift(by):
+    return {u: uuids[(i + by) % len(uuids)] for i, u in enumerate(uuids)}
+_ = 1
+"""
+
+FILL = """
+c = context()
+s = ok(D.cuStreamCreate(1))
+def vmm(n):
+    prop = D.CUmemAllocationProp()
+    prop.type = D.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = D.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    prop.location.id = 0
+    va = ok(D.cuMemAddressReserve(n, 0, 0, 0))
+    handle = ok(D.cuMemCreate(n, prop, 0))
+    ok(D.cuMemMap(va, n, 0, handle, 0))
+    access = D.CUmemAccessDesc()
+    access.location = prop.location
+    access.flags = D.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    ok(D.cuMemSetAccess(va, n, [access], 1))
+    return va
+def pool(n):
+    props = D.CUmemPoolProps()
+    props.allocType = D.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    props.location.type = D.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    props.location.id = 0
+    return ok(D.cuMemAllocFromPoolAsync(n, ok(D.cuMemPoolCreate(props)), s))
+makers = [lambda n: ok(D.cuMemAlloc(n)), lambda n: ok(D.cuMemAllocAsync(n, s)), pool, vmm]
+sizes = [8 << 20, 3 << 20, 12345678, 4 << 20]
+pointers = [make(n) for make, n in zip(makers, sizes)]
+for i, (p, n) in enumerate(zip(pointers, sizes)):
+    put(p, bytes_of(n, i))
+small = [ok(D.cuMemAlloc(1000)) for _ in range(50)]
+for i, p in enumerate(small):
+    put(p, bytes_of(1000, 100 + i))
+def digest():
+    return [get(p, n) for p, n in zip(pointers, sizes)] + [get(p, 1000) for p in small]
+_ = digest()
+"""
+
+ALL_SIZES = "sum(sizes)"
+
+
+@pytest.fixture
+def pair(emulated):
+    """A target with every kind of device memory on 2 x 1 GiB, and a worker."""
+    machine = emulated()
+    target, worker = machine.target(), machine.target()
+    worker.do(WORKER)
+    digest = target.do(FILL)
+    assert len(set(digest)) == 54
+    return machine, target, worker, digest
+
+
+def status(pid, field):
+    """Bytes of a field of /proc/<pid>/status."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(rf"^{field}:\s+(\d+) kB", text, re.M)[1]) * 1024
+
+
+def test_the_bytes_survive(pair):
+    _, target, worker, digest = pair
+    before = worker.do("_ = used()")
+    worker.do(f"suspend({target.pid})")
+    assert worker.do("_ = (used(), pids())") == (0, [])
+    assert worker.do(f"_ = Process({target.pid}).state") == "checkpointed"
+    worker.do(f"resume({target.pid})")
+    assert worker.do(f"_ = (used(), pids() == [{target.pid}])") == (before, True)
+    assert target.do("_ = digest()") == digest
+
+
+def test_the_copy_is_the_targets_own_memory(pair):
+    _, target, worker, _ = pair
+    target.do("big = ok(D.cuMemAlloc(256 << 20)); put(big, bytes_of(200 << 20))")
+    target.do("import gc; gc.collect(); ctypes.CDLL(None).malloc_trim(0)")
+    anonymous, whole = status(target.pid, "RssAnon"), status(target.pid, "VmRSS")
+    worker.do(f"suspend({target.pid})")
+    assert status(target.pid, "RssAnon") - anonymous > 200 * MIB
+    assert status(target.pid, "VmRSS") - whole < 16 * MIB  # one copy, not two
+    worker.do(f"resume({target.pid})")
+    assert status(target.pid, "RssAnon") - anonymous < 16 * MIB
+
+
+def test_suspended_device_memory_is_poisoned(pair):
+    _, target, worker, _ = pair
+    links = Path(f"/proc/{target.pid}/fd")
+    device = next(x for x in links.iterdir() if "emulated-device" in x.readlink().name)
+    assert os.stat(device).st_blocks * 512 >= 24 * MIB
+    worker.do(f"suspend({target.pid})")
+    assert os.stat(device).st_blocks == 0
+    maps = Path(f"/proc/{target.pid}/maps").read_text().splitlines()
+    modes = {line.split()[1] for line in maps if "emulated-device" in line}
+    assert modes == {"---s"}
+    worker.do(f"resume({target.pid})")
+
+
+def test_it_moves_to_another_device(pair):
+    _, target, worker, digest = pair
+    before = worker.do("_ = used()")
+    uuid = target.do("_ = bytes(ok(D.cuDeviceGetUuid(0)).bytes).hex()")
+    worker.do(f"suspend({target.pid}); resume({target.pid}, shift(1))")
+    assert worker.do("_ = (used(0), used(1))") == (0, before)
+    assert target.do("_ = digest()") == digest
+    assert target.do("_ = bytes(ok(D.cuDeviceGetUuid(0)).bytes).hex()") != uuid
+    target.do("ok(D.cuMemAlloc(64 << 20))")
+    assert worker.do("_ = (used(0), used(1))") == (0, before + 64 * MIB)
+    worker.do(f"suspend({target.pid}); resume({target.pid}, shift(1))")  # and back
+    assert worker.do("_ = (used(0), used(1))") == (before + 64 * MIB, 0)
+
+
+def test_two_devices_are_exchanged(emulated):
+    machine = emulated("2x1GiB,context=0")
+    target, worker = machine.target(), machine.target()
+    worker.do(WORKER)
+    target.do(
+        dedent("""
+        memory = []
+        for device, mib in ((0, 100), (1, 900)):
+            context(device)
+            p = ok(D.cuMemAlloc(mib << 20))
+            put(p, bytes_of(5000, device))
+            memory.append(p)
+        """)
+    )
+    want = target.do("_ = [get(p, 5000) for p in memory]")
+    worker.do(f"suspend({target.pid}); resume({target.pid}, shift(1))")
+    assert worker.do("_ = (used(0), used(1))") == (900 * MIB, 100 * MIB)
+    assert target.do("_ = [get(p, 5000) for p in memory]") == want
+
+
+def test_visible_devices_do_not_shrink_the_map(emulated):
+    machine = emulated("3x1GiB")
+    worker = machine.target()
+    worker.do(WORKER)
+    target = machine.target(CUDA_VISIBLE_DEVICES="2")
+    want = target.do(FILL)
+    worker.do(f"suspend({target.pid})")
+    kind, text = worker.attempt(f"resume({target.pid}, {{uuids[2]: uuids[0]}})")
+    assert kind == "raised"
+    assert "INVALID_VALUE" in text
+    worker.do(f"resume({target.pid}, shift(1))")
+    assert target.do("_ = digest()") == want
+    assert worker.do("_ = (used(0) > 0, used(2))") == (True, 0)
+
+
+def test_without_room_the_process_is_lost(pair):
+    machine, target, worker, _ = pair
+    worker.do(f"suspend({target.pid})")
+    hog = machine.target()
+    hog.do("context(); ok(D.cuMemAlloc(970 << 20))")
+    kind, text = worker.attempt(f"resume({target.pid})")
+    assert kind == "raised"
+    assert "CUDA_ERROR_OPERATING_SYSTEM" in text
+    assert worker.do(f"_ = Process({target.pid}).state") == "failed"
+    assert worker.do("_ = used()") == GIB  # it keeps what it grabbed
+    hog.kill()
+    assert worker.attempt(f"resume({target.pid})")[0] == "raised"  # for good
+    assert worker.attempt(f"_ = Process({target.pid}).unlock()")[0] == "raised"
+    target.send("_ = digest()")
+    assert target.hangs()
+    target.kill()
+    assert worker.do("_ = used()") == 0
+
+
+@pytest.mark.parametrize("bandwidth", ["0", "100MB/s"])
+def test_a_killed_target_ends_the_call(emulated, bandwidth):
+    machine = emulated(f"1x1GiB,bandwidth={bandwidth}")
+    target, worker = machine.target(), machine.target()
+    worker.do(WORKER)
+    target.do("context(); p = ok(D.cuMemAlloc(64 << 20)); put(p, bytes_of(64 << 20))")
+    worker.do(f"Process({target.pid}).lock(5000)")
+    if bandwidth == "0":
+        target.signal(signal.SIGSTOP)  # holds the call at its start
+    worker.send(f"Process({target.pid}).checkpoint()")
+    assert worker.hangs(0.2)
+    target.kill()
+    kind, _ = worker.reply()
+    assert kind == "raised"
+    assert worker.do("_ = used()") == 0
+
+
+def test_a_checkpoint_completes_without_its_caller(emulated, until):
+    machine = emulated("1x1GiB,bandwidth=100MB/s")
+    target, worker, dying = (machine.target() for _ in range(3))
+    worker.do(WORKER)
+    dying.do(WORKER)
+    want = target.do(
+        "context(); p = ok(D.cuMemAlloc(64 << 20)); put(p, bytes_of(64 << 20)); _ = get(p, 64 << 20)"
+    )
+    worker.do(f"Process({target.pid}).lock(5000)")
+    dying.send(f"Process({target.pid}).checkpoint()")
+    assert dying.hangs(0.2)
+    dying.kill()
+    assert worker.do(f"_ = Process({target.pid}).state") == "checkpointed"  # waits for it
+    restoring = machine.target()
+    restoring.do(WORKER)
+    restoring.send(f"Process({target.pid}).restore()")
+    assert restoring.hangs(0.2)
+    restoring.kill()
+    assert worker.do(f"_ = Process({target.pid}).state") == "locked"
+    worker.do(f"Process({target.pid}).unlock()")
+    assert target.do("_ = get(p, 64 << 20)") == want
+
+
+def test_copies_take_the_time_of_the_bandwidth(emulated):
+    machine = emulated("1x1GiB,bandwidth=200MB/s")
+    target, worker = machine.target(), machine.target()
+    worker.do(WORKER + "import time\n")
+    target.do("context(); import time; data = bytes_of(40_000_000); p = ok(D.cuMemAlloc(1 << 26))")
+    took = "start = time.monotonic(); {}; _ = time.monotonic() - start"
+    assert 0.2 <= target.do(took.format("put(p, data)")) < 5
+    assert 0.2 <= worker.do(took.format(f"suspend({target.pid})")) < 5
+    assert 0.2 <= worker.do(took.format(f"resume({target.pid})")) < 5
+
+
+def test_a_stopped_target_hangs_the_call_and_goes_on(pair):
+    _, target, worker, digest = pair
+    target.signal(signal.SIGSTOP)
+    worker.send(f"_ = Process({target.pid}).state")
+    assert worker.hangs()
+    target.signal(signal.SIGCONT)
+    assert worker.reply() == "running"
+    assert target.do("_ = digest()") == digest
+
+
+def test_a_process_suspends_itself(pair):
+    _, target, _, digest = pair
+    target.do(
+        dedent("""
+        from cuda.core.checkpoint import Process
+        me = Process(os.getpid())
+        me.lock(); me.checkpoint(); me.restore(); me.unlock()
+        """)
+    )
+    assert target.do("_ = digest()") == digest
+
+
+def test_restores_of_many_fit_only_what_is_there(emulated):
+    """Two footprints of 600 MiB on one device, in turns."""
+    machine = emulated("1x1GiB,context=0")
+    a, b, worker = (machine.target() for _ in range(3))
+    worker.do(WORKER)
+    want = []
+    for seed, target in enumerate((a, b)):
+        code = f"context(); p = ok(D.cuMemAlloc(600 << 20)); put(p, bytes_of(1 << 20, {seed}))"
+        assert target.do(code) is None
+        want.append(target.do("_ = get(p, 1 << 20)"))
+        worker.do(f"suspend({target.pid})")
+    for _ in range(3):
+        for target, digest in zip((a, b), want, strict=True):
+            worker.do(f"resume({target.pid})")
+            assert target.do("_ = get(p, 1 << 20)") == digest
+            worker.do(f"suspend({target.pid})")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused(pair):
+    machine, target, worker, digest = pair
+    machine.state_dir.chmod(0o777)
+    for folder in [machine.state_dir, *machine.state_dir.parents]:
+        if folder.owner() == "root" and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o055)
+    code = """
+    import ctypes, os, sys
+    os.setuid(65534)
+    driver = ctypes.CDLL("libcuda.so.1")
+    pid = int(sys.argv[1])
+    print(driver.cuCheckpointProcessLock(pid, None), driver.cuInit(0))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(code), str(target.pid)],
+        env={**os.environ, **machine.env},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert done.stdout.split() == ["304", "0"], done.stderr
+    worker.do(f"suspend({target.pid}); resume({target.pid})")  # root may act on anybody
+    assert target.do("_ = digest()") == digest
