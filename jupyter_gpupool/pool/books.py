@@ -238,7 +238,7 @@ class Books:
         """Let the head of the queue accumulate memory on the devices of ``claim``."""
         old, self.claim = self.claim, claim
         same = old is not None and claim is not None and old.session == claim.session
-        if not same or (old and old.charge) != (claim and claim.charge):
+        if not same or _cost(old) != _cost(claim):
             for change, sign in ((old, -1), (claim, 1)):
                 if change is not None:
                     self.quotas.charge(change.owner, change.charge, change.devices, 1, sign)
@@ -306,7 +306,13 @@ class Books:
         offered = s.yieldable
         if offered:
             self._withdraw(s)
-        self._set_slices(s, tuple(slices))
+        held = {x.device: x.bytes for x in s.slices}
+        for x in slices:
+            more = x.bytes - held[x.device]
+            if more > 0 and self.inventory[x.device].free < more:
+                raise ValueError(f"{more} more bytes are not free on {x.device}")
+        # What stays is a fact, even where the free bytes are below zero.
+        self._set_slices(s, tuple(slices), force=True)
         if offered:
             self.offer(s)
         self.emit(Resize(session=s.id, epoch=s.epoch, slices=s.slices))
@@ -317,16 +323,11 @@ class Books:
             self.inventory.give_back(s.id, s.slices)
             self.quotas.charge(owner, s.charge, len(s.slices), 1, -1)
         s.slices = slices
+        # By the request at this moment: a later one counts when the lease has changed with it.
         s.charge = sum(min(x.bytes, s.request.memory) for x in slices)
         if slices:
             self.inventory.take(s.id, slices, force=force)
             self.quotas.charge(owner, s.charge, len(slices), 1, 1)
-
-    def recharge(self, s: Session) -> None:
-        """Charge the owner by the request as it is now."""
-        charge = sum(min(x.bytes, s.request.memory) for x in s.slices)
-        self.quotas.charge(s.owner.name, s.charge - charge, 0, 0, -1)
-        s.charge = charge
 
     def _grow_over(self, s: Session) -> None:
         self.drop_plan(s)
@@ -363,12 +364,15 @@ class Books:
         self.drop_plan(s)
         self.move(s, "detaching", reason)
         self.inventory.going(s.slices, 1)
+        # What it is charged will come back: a session held up by the quota can be planned for.
+        self.quotas.fell[s.owner.name] = None
         self.emit(Suspend(session=s.id, epoch=s.epoch, slices=s.slices, reason=reason))
 
     def suspend_over(self, s: Session, actual: int | None) -> None:
         """The suspend is done with ``actual`` host bytes taken, or (None) nothing happened."""
         self.inventory.going(s.slices, -1)
         bound, s.host_bound = s.host_bound, 0
+        self.quotas.fell[s.owner.name] = None
         if actual is None:
             self.host.cancel(bound)
             self.quotas.suspended(s.owner.name, -bound)
@@ -403,6 +407,7 @@ class Books:
         """The driver lost the session: it must end. Its lease counts until its process is gone."""
         if s.state == "detaching":
             self.suspend_over(s, None)
+        self._grow_over(s)
         self.refuse_holds(
             s,
             Refusal(
@@ -434,6 +439,10 @@ class Books:
         s.timer = math.inf
         self.leaving.pop(s.id, None)
         del self.sessions[s.id]
+
+
+def _cost(claim: Claim | None) -> tuple[int, int] | None:
+    return None if claim is None else (claim.charge, claim.devices)
 
 
 _ENDED = Refusal("session-ended", "The kernel has ended.")

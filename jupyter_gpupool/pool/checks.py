@@ -75,8 +75,7 @@ def _session(books: Books, s: Session) -> list[str]:
         bad.append("two slices on one device")
     if s.state == "attaching" and s.suspended:
         for x, old in zip(s.slices, s.suspended, strict=True):
-            need = old.bytes + books.settings.resume_headroom
-            if x.bytes < min(need, max(old.bytes, books.inventory[x.device].capacity)):
+            if x.bytes < old.bytes:
                 bad.append(f"resumes {old.bytes} bytes into {x.bytes} on {x.device}")
     if s.yieldable and (s.state != "idle" or yield_at(s, books) > books.now):
         bad.append("offered although it may not be taken")
@@ -140,7 +139,7 @@ def _totals(books: Books) -> list[str]:
     for owner in owners:
         own = [s for s in books.sessions.values() if s.owner.name == owner]
         usage = books.quotas.usage(owner)
-        memory = sum(min(x.bytes, s.request.memory) for s in own for x in s.slices)
+        memory = sum(s.charge for s in own)
         devices = sum(len(s.slices) for s in own)
         leases = sum(bool(s.slices) for s in own)
         suspended = sum(s.suspended_bytes + s.host_bound for s in own)

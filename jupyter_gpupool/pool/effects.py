@@ -61,8 +61,6 @@ class Effects:
         books.move(s, "active" if s.holds else "idle", "attached")
         self._settle_size(s, resumed)
         books.grant_holds(s)
-        if not s.holds and s.release_asked:
-            self._server.expire(s)
 
     def _settle_size(self, s: Session, resumed: tuple[Slice, ...]) -> None:
         """Give back the headroom of the resume; note what is missing if the request grew."""
@@ -73,7 +71,6 @@ class Effects:
             Slice(x.device, min(x.bytes, max(memory, h)))
             for x, h in zip(s.slices, held, strict=True)
         ]
-        books.recharge(s)
         if tuple(slices) != s.slices and resumed:
             books.resize(s, slices)
         books.note_growth(s)

@@ -311,9 +311,8 @@ class Handlers:
         if s.holds:
             return
         if s.state == "active":
+            # A release that was asked for makes it due at once.
             books.move(s, "idle", "the last hold was dropped")
-            if s.release_asked:
-                self._server.expire(s)
         elif s.state == "queued":
             self._stop_waiting(s, "the wait was cancelled")
 

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The pool: events in, actions out.
 
-One event passes through four steps: the clock (sessions whose time has come), the event itself
-(:mod:`.handlers`: what it means for one session), the queue (:mod:`.serve`: who is served now) and
+One event passes through four steps: the event itself (:mod:`.handlers`: what it means for one
+session), the clock (sessions whose time has come), the queue (:mod:`.serve`: who is served now) and
 the news (:mod:`.wording`: who is told what).
 """
 
@@ -46,8 +46,9 @@ class Pool:
         books = self._books
         books.now = max(books.now, event.now)
         books.actions = []
-        self._handlers.clock()
+        # The clock second: a hold that comes as the idle time-out passes must find its lease.
         self._handlers.handle(event)
+        self._handlers.clock()
         self._server.run(tick=isinstance(event, Tick))
         steps = [a for a in books.actions if isinstance(a, StateChanged)]
         joined = dict.fromkeys(a.session for a in steps if a.new == "queued")

@@ -40,9 +40,11 @@ if TYPE_CHECKING:
 
 #: Devices considered for one need when idle leases must yield: those with the most to give.
 WIDTH = 16
-#: Up to so many idle leases, every combination is tried when host memory is too short for the
-#: simple choice; beyond, only the one that frees the most per host byte.
-EXACT = 8
+#: With up to so many idle leases to choose from, every combination is tried when host memory is
+#: too short for the usual choice; with more, only the one that frees the most per host byte.
+EXACT = 6
+#: Less than any device can have, however much foreign processes use.
+NOTHING = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +212,10 @@ class WhatIf:
             return None
         found = self._greedy(options, missing, size)
         if found is None:
-            # Short of host memory: what frees the most for the least, then every combination.
+            # Short of host memory: what frees the most for the least.
             self.host_short = True
             cheap = sorted(options, key=lambda v: (host_bound(v) / (size[v.id] or 1), v.id))
             found = self._greedy(cheap, missing, size)
-            if found is None and len(options) <= EXACT:
-                found = self._exact(options, missing, size)
         assert found is None or all(uuid in {x.device for x in v.slices} for v in found)
         return found
 
@@ -254,28 +254,23 @@ class WhatIf:
                 total -= size[v.id]
         return found
 
-    def _exact(
-        self, options: Sequence[Session], missing: int, size: dict[str, int]
-    ) -> list[Session] | None:
-        for count in range(1, len(options) + 1):
-            for group in combinations(options, count):
-                if sum(size[v.id] for v in group) >= missing and self.fits(group):
-                    return list(group)
-        return None
-
-    def place(self, s: Session, needs: Sequence[Need], claimed: Iterable[str]) -> bool:
-        """Choose a device for every need, with victims where needed; fill :attr:`takes`."""
+    def place(
+        self, s: Session, needs: Sequence[Need], claimed: Iterable[str], *, more: bool = True
+    ) -> bool:
+        """Choose a device for every need, with ``more`` victims if needed; fill :attr:`takes`."""
         closed = set(claimed)
         last = preferred(s)
         takes: dict[int, Slice] = {}
         used: set[str] = set()
         for at in in_turn(needs):
             need = needs[at]
-            best: tuple[Any, DeviceLedger, list[Session]] | None = None
+            best: tuple[tuple[Any, ...], DeviceLedger, list[Session]] | None = None
             for ledger in self._options(need, used, closed):
                 amount = need.amount(ledger)
                 missing = amount - self.expect(ledger)
-                found = self.victims(ledger, missing, s.id) if missing > 0 else []
+                found: list[Session] | None = []
+                if missing > 0:
+                    found = self.victims(ledger, missing, s.id) if more else None
                 if found is None:
                     continue
                 order = (
@@ -332,24 +327,57 @@ def plan_attach(
     reason = "another kernel waits for memory"
     less = promised(books, s)
     lacking = books.quotas.lacking(owner, charge, len(needs), 1, less)
+    own: list[Session] | None = []
     if lacking is not None:
         own = _own_victims(books, what, s, charge, len(needs), less=less)
-        if own is None:
-            return Blocked("quota", ("quota", *lacking, max(0, len(books.leased.get(owner, ())))))
-        what.add(own)
+        what.add(own or ())
         reason = "another kernel of the same owner waits and the owner's quota is in use"
     else:
         takes = place_now(s, needs, inventory, claimed)
         if takes is not None:
             return Plan(takes, (), True, charge, len(needs), 1)
-    if what.place(s, needs, claimed):
-        victims = tuple(what.chosen)
-        return Plan(what.takes, victims, False, charge, len(needs), 1, reason)
+    placed = own is not None and what.place(s, needs, claimed)
+    if not placed and what.host_short:
+        other = _any_combination(books, s, needs, claimed, guarded=guarded)
+        placed, what = other is not None, other or what
+    if placed:
+        return Plan(what.takes, tuple(what.chosen), False, charge, len(needs), 1, reason)
+    if own is None and lacking is not None:
+        return Blocked("quota", ("quota", *lacking, len(books.leased.get(owner, ()))))
     if guarded and place_now(s, needs, inventory, {}) is not None:
         return Blocked("open", ("behind",))
     if what.host_short:
         return Blocked("open", ("host",))
     return Blocked("open", ("busy", s.request.memory, len(needs)))
+
+
+def _any_combination(
+    books: Books, s: Session, needs: Sequence[Need], claimed: dict[str, int], *, guarded: bool
+) -> WhatIf | None:
+    """Return the smallest set of idle leases that makes room, if there are few to choose from."""
+    owner = s.owner.name
+    charge = s.request.memory * len(needs)
+    options = {v.id: v for v in books.leased.get(owner, {}).values() if v.yieldable}
+    for ledger in books.inventory.by_pot(-NOTHING):
+        if ledger.device.uuid not in claimed and any(n.allows(ledger) for n in needs):
+            options.update(ledger.idle)
+        if len(options) > EXACT:
+            return None
+    room = host_room(books, guarded=guarded)
+    for count in range(1, len(options) + 1):
+        for group in combinations(options.values(), count):
+            what = WhatIf(books, room)
+            if what.fits(group):
+                less = promised(books, s)
+                count_leaving(books, owner, less)
+                for v in group:
+                    if v.owner.name == owner:
+                        _count(less, v, 1)
+                if books.quotas.lacking(owner, charge, len(needs), 1, less) is None:
+                    what.add(group)
+                    if what.place(s, needs, claimed, more=False):
+                        return what
+    return None
 
 
 def plan_growth(books: Books, s: Session) -> Plan | Blocked:
@@ -358,7 +386,7 @@ def plan_growth(books: Books, s: Session) -> Plan | Blocked:
     more = tuple(
         Need(d, d, fixed=x.device) for x in s.slices if (d := s.request.memory - x.bytes) > 0
     )
-    charge = sum(need.bytes for need in more)
+    charge = s.request.memory * len(s.slices) - s.charge
     lacking = books.quotas.lacking(s.owner.name, charge, 0, 0)
     if lacking is not None:
         return Blocked("", ("quota", *lacking, len(books.leased[s.owner.name])))
@@ -473,7 +501,7 @@ def make_claim(books: Books, s: Session, old: Claim | None) -> Claim:
     for need in (needs[at] for at in in_turn(needs) if needs[at].fixed):
         wanted.setdefault(need.fixed, need.amount(devices[need.fixed]))
     more = False
-    for ledger in books.inventory.by_pot(-(1 << 62)):
+    for ledger in books.inventory.by_pot(-NOTHING):
         uuid = ledger.device.uuid
         if uuid in wanted:
             continue

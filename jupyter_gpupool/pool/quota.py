@@ -39,6 +39,8 @@ class Quotas:
     def __init__(self, settings: PoolSettings) -> None:
         self.settings = settings
         self._usage: dict[str, Usage] = {}
+        #: Some owner's quota of suspended state has more room than at the last look.
+        self.eased = False
         #: Owners whose use fell since the last look.
         self.fell: dict[str, None] = {}
 
@@ -66,7 +68,8 @@ class Quotas:
     def suspended(self, owner: str, size: int) -> None:
         """Add ``size`` bytes (may be negative) of suspended state to the owner's account."""
         self.usage(owner).suspended += size
-        if size < 0:
+        if size < 0 and self.limit(owner).suspended is not None:
+            self.eased = True
             self.fell[owner] = None
 
     def suspend_room(self, owner: str) -> int | None:

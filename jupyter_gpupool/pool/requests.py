@@ -9,7 +9,7 @@ from . import events as ev
 from .books import Books
 from .lease import ATTACHED, HAS_LEASE, Session
 from .model import Refusal, Request, Slice
-from .policy import empty, suspendable
+from .policy import empty, host_bound, suspendable, timeout_at
 from .quota import check_form, never
 from .serve import Server
 
@@ -83,8 +83,6 @@ class Requests:
             self._books.requeue(s)
             note = "The kernel waits for the new size."
         elif s.state in HAS_LEASE:
-            if s.state == "attaching":
-                self._books.recharge(s)
             note = "It applies as soon as the change under way is done."
         else:
             note = "It applies when the kernel next gets its slice."
@@ -124,7 +122,6 @@ class Requests:
         if s.request.devices != len(s.slices):
             return "It applies at the next attach: release the slice first (%gpu release)."
         if memory <= old.memory or all(x.bytes >= memory for x in s.slices):
-            books.recharge(s)
             if self._trim(s) or all(x.bytes <= memory for x in s.slices):
                 return f"The slice is {format_bytes(s.slices[0].bytes)} now."
             return "It applies once the memory in use has been measured."
@@ -163,7 +160,7 @@ class Requests:
                 # Older than the suspend (or resume) that it would contradict.
                 return 0
             return size
-        before = s.footprints.get(device, 0)
+        before, bound = s.footprints.get(device, 0), host_bound(s)
         s.footprints[device] = size
         if held:
             s.sampled_at = books.now
@@ -181,6 +178,10 @@ class Requests:
             held = books.inventory[device].leases.get(s.id, 0)
         if s.state == "idle":
             books.offer(s)
+            if host_bound(s) < bound:
+                # It may fit in host memory now.
+                books.quotas.eased = True
+                books.quotas.fell[s.owner.name] = None
         return max(0, size - held)
 
     # ------------------------------------------------------------------ release and keep
@@ -218,7 +219,12 @@ class Requests:
         if s.state != "idle":
             self._answer(s, event.rid, "The slice goes back when the running cell is done.")
             return
-        if self._server.expire(s):
+        if timeout_at(s, books) > books.now:
+            books.offer(s)
+            why = s.pinned_reason or "the last try was refused"
+            left = format_seconds(timeout_at(s, books) - books.now)
+            self._answer(s, event.rid, f"The slice can not be moved now ({why}); again in {left}.")
+        elif self._server.expire(s):
             self._answer(s, event.rid, "The slice goes back to the pool.")
         else:
             books.offer(s)

@@ -23,6 +23,7 @@ from .policy import (
     Plan,
     accumulates,
     count_leaving,
+    host_room,
     make_claim,
     plan_attach,
     plan_growth,
@@ -41,7 +42,8 @@ class Server:
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._room = 0
+        #: Host bytes at the last look: for the head, and for those behind it.
+        self._room = (0, 0)
         #: Where an unfinished walk goes on, and the bytes that it looks for.
         self._rest: tuple[Entry, int] | None = None
 
@@ -60,8 +62,7 @@ class Server:
                 self._overpromised(ledger, cancelled)
             gained = inventory.gained()
             fell, books.quotas.fell = books.quotas.fell, {}
-            room = books.host.room
-            host, self._room = room > self._room, room
+            host = self._host_eased()
             if host and books.leaving:
                 for s in list(books.leaving.values()):
                     self.expire(s)
@@ -76,6 +77,13 @@ class Server:
             after, most = self._rest
             self._rest = None
             self._behind(after, most, [])
+
+    def _host_eased(self) -> bool:
+        """Return whether more state may be suspended than at the last look."""
+        books = self._books
+        before, self._room = self._room, (books.host.room, host_room(books, guarded=True))
+        eased, books.quotas.eased = books.quotas.eased, False
+        return eased or self._room[0] > before[0] or self._room[1] > before[1]
 
     # ------------------------------------------------------------------ idle leases
 

@@ -1,0 +1,197 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""No session waits while a feasible plan exists that harms nobody: found by brute force.
+
+A plan for a waiting session is a set of idle leases that may be taken (possibly none) and a place
+for each of its slices. It is feasible if the places have the bytes once the suspends under way and
+those of the set are done, host memory has room for the set, and no quota is exceeded. It harms
+nobody if it takes nothing that was promised to another plan under way, nothing on the devices that
+the head of the queue claims except what ``spare`` allows (which has its own brute-force test), no
+host memory and no quota that the head is going to need.
+"""
+
+from __future__ import annotations
+
+from itertools import chain, combinations, permutations
+
+from jupyter_gpupool.pool.lease import Session
+from jupyter_gpupool.pool.machine import Pool
+from jupyter_gpupool.pool.placement import spare
+
+from .naive import Naive
+
+#: Larger pools have too many subsets.
+MOST_IDLE = 6
+
+
+def check_liveness(pool: Pool, naive: Naive) -> None:
+    books = pool._books
+    if pool._server.unfinished or not len(books.order):
+        return
+    settings, now = naive.settings, books.now
+    idle = [
+        s
+        for s in books.sessions.values()
+        if s.state == "idle"
+        and now >= s.idle_since + settings.reclaim_after
+        and now >= s.keep_until
+        and now >= s.retry_at
+        and not (s.pinned_reason and now < s.pinned_at + settings.pinned_retry)
+        and _can_suspend(naive, s)
+    ]
+    if len(idle) > MOST_IDLE:
+        return
+    head = books.open.first()
+    first_of: set[str] = set()
+    for entry in books.order:
+        s = books.sessions[entry[4]]
+        owner = s.owner.name
+        blocked_before = owner in first_of
+        if s.lane == "quota":
+            first_of.add(owner)
+        if s.lane in ("later", "planned") or blocked_before:
+            if s.lane == "planned":
+                _check_plan(pool, s)
+            continue
+        behind = head is not None and entry > head
+        for group in chain.from_iterable(combinations(idle, n) for n in range(len(idle) + 1)):
+            places = _feasible(pool, naive, s, group, behind=behind)
+            assert not places, (
+                f"{s.id} ({s.lane}, {s.why}) waits, but could go to {places} "
+                f"after {[v.id for v in group]} yield"
+            )
+
+
+def _check_plan(pool: Pool, s: Session) -> None:
+    """A plan under way waits for something that is under way."""
+    books = pool._books
+    assert s.plan is not None
+    assert any(v.state == "detaching" for v in books.sessions.values()), f"{s.id}: {s.plan}"
+
+
+def _can_suspend(naive: Naive, s: Session) -> bool:
+    known = s.sampled_at >= s.idle_since and all(x.device in s.footprints for x in s.slices)
+    if known and not any(s.footprints.values()):
+        return True
+    return all(naive.devices[x.device].can_suspend for x in s.slices)
+
+
+def _bound(naive: Naive, s: Session) -> int:
+    n = naive.sessions[s.id]
+    known = n.sampled_at >= n.idle_since and set(n.lease) <= set(n.footprints)
+    used = sum(n.footprints.values())
+    return used if known else max(used, sum(n.lease.values()))
+
+
+def _feasible(
+    pool: Pool, naive: Naive, s: Session, group: tuple[Session, ...], *, behind: bool
+) -> tuple[str, ...] | None:
+    books, settings = pool._books, naive.settings
+    claim = books.claim if behind else None
+    n = naive.sessions[s.id]
+    freed: dict[str, int] = {}
+    for v in group:
+        for x in v.slices:
+            freed[x.device] = freed.get(x.device, 0) + x.bytes
+    # host memory
+    if group:
+        need = sum(_bound(naive, v) for v in group)
+        room = settings.host_memory - naive.host_used()
+        available, taken = books.host._available, books.host._taken
+        if available is not None:
+            room = min(room, available - taken)
+        if claim is not None:
+            short = sorted(
+                max(0, wanted - books.inventory[u].expect) for u, wanted in claim.wanted.items()
+            )
+            room -= sum(short[: claim.devices])
+        if need > max(0, room):
+            return None
+        for owner in {v.owner.name for v in group}:
+            limit = naive.quota(owner).suspended
+            have = sum(sum(o.suspended.values()) + o.host for o in naive.of(owner))
+            more = sum(_bound(naive, v) for v in group if v.owner.name == owner)
+            if limit is not None and more and have + more > limit:
+                return None
+    # quota
+    if n.suspended:
+        count = len(n.suspended)
+    else:
+        count = len(n.bound) or n.request.devices
+    if not _quota(pool, naive, s, group, count, claim is not None):
+        return None
+    # places
+    needs = []
+    if n.suspended:
+        for origin, size in n.suspended.items():
+            needs.append((max(size, n.request.memory), size, origin))
+    else:
+        needs = [(n.request.memory, 0, "")] * count
+    for places in permutations(sorted(naive.devices), count):
+        if n.bound and not n.suspended and places != n.bound:
+            continue
+        if all(_place(pool, naive, u, *need, freed, claim) for u, need in zip(places, needs)):  # noqa: B905
+            return places
+    return None
+
+
+def _place(pool, naive, uuid, least, size, origin, freed, claim) -> bool:
+    if uuid in naive.drained:
+        return False
+    device = naive.devices[uuid]
+    if origin and uuid != origin:
+        old = naive.devices[origin]
+        if old.model != device.model or not (old.can_migrate and device.can_migrate):
+            return False
+    ledger = pool._books.inventory[uuid]
+    want = least
+    if size or origin:
+        want = max(least, size + naive.settings.resume_headroom)
+        if want > ledger.capacity:
+            want = max(least, ledger.capacity)
+    if claim is not None and uuid in claim.wanted:
+        return min(ledger.avail, spare(ledger, claim.wanted[uuid])) >= want and not freed
+    leaving = sum(s.lease.get(uuid, 0) for s in naive.sessions.values() if s.state == "detaching")
+    room = naive.free(uuid) - ledger.overuse - ledger.reserved + leaving + freed.get(uuid, 0)
+    return room >= want
+
+
+def _quota(pool, naive, s, group, count, behind) -> bool:
+    owner = s.owner.name
+    limit = naive.quota(owner)
+    books = pool._books
+    own = naive.of(owner)
+    leaving = {v.id for v in group if v.owner.name == owner}
+    memory = devices = leases = 0
+    for name, o in naive.sessions.items():
+        if o.owner.name == owner and name not in leaving and o.state != "detaching":
+            memory += naive.charge(o)
+            devices += len(o.lease)
+            leases += bool(o.lease)
+    for other in books.sessions.values():
+        if other.owner.name == owner and other.plan is not None:
+            memory += other.plan.charge
+            devices += other.plan.devices
+            leases += other.plan.leases
+    claim = books.claim
+    if claim is not None and claim.owner == owner and claim.session != s.id:
+        memory += claim.charge
+        devices += claim.devices
+        leases += 1
+    del own, behind
+    return (
+        (limit.memory is None or memory + s.request.memory * count <= limit.memory)
+        and (limit.devices is None or devices + count <= limit.devices)
+        and (limit.leases is None or leases + 1 <= limit.leases)
+    )
+
+
+def check_order(pool: Pool) -> None:
+    """The devices that the head claims only ever lose bytes to sessions that do not harm it."""
+    books = pool._books
+    claim = books.claim
+    if claim is None:
+        return
+    head = books.open.first()
+    assert head is not None
+    assert claim.session == head[4]

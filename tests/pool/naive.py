@@ -1,0 +1,295 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A second, simple-minded bookkeeping: what a runner sees, from events and actions alone.
+
+It knows none of the pool's data structures. Each action is checked against it at the moment at
+which it is asked for: no grant without room, no suspend of a busy session, no two effects at once,
+epochs that grow, quotas and host memory, every waiting hold answered exactly once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.lease import TRANSITIONS
+from jupyter_gpupool.pool.model import Device, Owner, PoolSettings, Quota, Request
+
+
+@dataclass
+class NaiveSession:
+    owner: Owner
+    request: Request
+    state: str = "detached"
+    epoch: int = 0
+    holds: dict[str, bool] = field(default_factory=dict)  # hold -> answered
+    lease: dict[str, int] = field(default_factory=dict)
+    suspended: dict[str, int] = field(default_factory=dict)
+    bound: tuple[str, ...] = ()
+    effect: str = ""
+    host: int = 0
+    charge: int = 0
+    footprints: dict[str, int] = field(default_factory=dict)
+    sampled_at: float = float("-inf")
+    idle_since: float = 0.0
+    keep_until: float = 0.0
+    asked: dict[str, Request] = field(default_factory=dict)
+    position: int = 0
+
+
+class Naive:
+    def __init__(self, settings: PoolSettings) -> None:
+        self.settings = settings
+        self.devices: dict[str, Device] = {}
+        self.drained: set[str] = set()
+        self.foreign: dict[str, int] = {}
+        self.sessions: dict[str, NaiveSession] = {}
+        self.opening: dict[str, ev.SessionOpened] = {}
+        self.now = 0.0
+
+    # ------------------------------------------------------------------ sums
+
+    def capacity(self, uuid: str) -> int:
+        d = self.devices[uuid]
+        return max(0, d.memory_total - d.memory_reserved - self.settings.reserve)
+
+    def granted(self, uuid: str) -> int:
+        return sum(s.lease.get(uuid, 0) for s in self.sessions.values())
+
+    def free(self, uuid: str) -> int:
+        return self.capacity(uuid) - self.granted(uuid) - self.foreign.get(uuid, 0)
+
+    def host_used(self) -> int:
+        return sum(sum(s.suspended.values()) + s.host for s in self.sessions.values())
+
+    def charge(self, s: NaiveSession) -> int:
+        return s.charge if s.lease else 0
+
+    def quota(self, owner: str) -> Quota:
+        return self.settings.quotas.get(owner) or self.settings.quotas.get("*") or Quota()
+
+    def of(self, owner: str) -> list[NaiveSession]:
+        return [s for s in self.sessions.values() if s.owner.name == owner]
+
+    # ------------------------------------------------------------------ events
+
+    def before(self, event: ev.Event) -> None:
+        self.now = max(self.now, event.now)
+        name = getattr(event, "session", "")
+        s = self.sessions.get(name)
+        if isinstance(event, ev.DeviceAppeared):
+            self.devices[event.device.uuid] = event.device
+            self.drained.discard(event.device.uuid)
+        elif isinstance(event, ev.DeviceDrained):
+            self.drained.add(event.device)
+        elif isinstance(event, ev.DeviceMemorySeen):
+            self.foreign[event.device] = event.foreign
+            for who, size in event.footprints.items():
+                seen = self.sessions.get(who)
+                if seen is not None and seen.state in ("active", "idle"):
+                    seen.footprints[event.device] = size
+                    seen.sampled_at = event.now
+                    if size and event.device in seen.lease:
+                        seen.bound = tuple(seen.lease)
+        elif isinstance(event, ev.SettingsChanged):
+            self.settings = event.settings
+        elif isinstance(event, ev.SessionOpened):
+            if name not in self.sessions:
+                self.sessions[name] = NaiveSession(event.owner, event.request)
+                self.opening[name] = event
+        elif isinstance(event, ev.SessionEnded):
+            if s is not None:
+                s.lease, s.suspended, s.effect, s.host = {}, {}, "", 0
+        elif s is None or s.state == "ended":
+            return
+        elif isinstance(event, ev.HoldTaken):
+            s.holds.setdefault(event.hold, False)
+            if s.state in ("active", "idle"):
+                s.holds[event.hold] = False  # to be answered again
+        elif isinstance(event, ev.HoldDropped):
+            if s.holds.pop(event.hold, None) is not None:
+                self._bind(s, event.cuda)
+        elif isinstance(event, ev.HoldsReplaced):
+            s.holds = {h.id: s.state in ("active", "idle") for h in event.holds}
+            self._bind(s, event.cuda)
+        elif isinstance(event, ev.RequestChanged):
+            s.asked[event.rid] = event.request
+        elif isinstance(event, ev.KeepAsked):
+            s.keep_until = event.until
+        elif isinstance(event, (ev.AttachDone, ev.AttachFailed)):
+            if s.effect == "attach" and s.epoch == event.epoch:
+                s.effect = ""
+                if isinstance(event, ev.AttachDone):
+                    if s.suspended:
+                        s.bound = tuple(s.lease)
+                    s.suspended = {}
+                elif not event.lost:
+                    s.lease = {}
+        elif isinstance(event, (ev.SuspendDone, ev.SuspendRefused, ev.SuspendFailed)):
+            if s.effect == "suspend" and s.epoch == event.epoch:
+                s.effect, s.host = "", 0
+                if isinstance(event, ev.SuspendDone):
+                    if event.suspended or event.cuda:
+                        s.bound = tuple(s.lease)
+                    elif event.cuda is False:
+                        s.bound = ()
+                    if event.suspended:
+                        s.suspended = {u: 0 for u in s.lease}
+                        s.suspended.update({x.device: x.bytes for x in event.suspended})
+                    s.lease = {}
+                    s.footprints, s.sampled_at = {}, float("-inf")
+
+    def _bind(self, s: NaiveSession, cuda: bool | None) -> None:
+        if s.lease and not s.effect and s.state in ("active", "idle") and cuda is not None:
+            s.bound = tuple(s.lease) if cuda else ()
+
+    # ------------------------------------------------------------------ actions
+
+    def action(self, a: ev.Action) -> None:
+        if isinstance(a, ev.Log):
+            return
+        if isinstance(a, ev.Answer):
+            return self._answer(a)
+        s = self.sessions.get(a.session)
+        if isinstance(a, ev.HoldRefused) and (s is None or s.state == "ended"):
+            if s is not None:
+                s.holds.pop(a.hold, None)
+            return None
+        assert s is not None, f"{a} for an unknown session"
+        if isinstance(a, ev.StateChanged):
+            self._step(s, a)
+        elif isinstance(a, ev.Attach):
+            self._attach(s, a)
+        elif isinstance(a, ev.Suspend):
+            self._suspend(s, a)
+        elif isinstance(a, ev.Resize):
+            self._resize(s, a)
+        elif isinstance(a, ev.HoldGranted):
+            assert s.state == "active", a
+            assert a.epoch == s.epoch
+            assert {x.device: x.bytes for x in a.slices} == s.lease
+            assert a.hold in s.holds, f"granted a hold that nobody has: {a}"
+            s.holds[a.hold] = True
+        elif isinstance(a, ev.HoldRefused):
+            assert s.state not in ("active", "idle"), a
+            assert not s.holds.pop(a.hold), f"refused a hold that was granted: {a}"
+        elif isinstance(a, ev.QueueMoved):
+            assert s.state == "queued", a
+            assert 1 <= a.position <= a.length
+            assert a.reason, a
+            assert a.eta is None or a.eta >= 0
+        elif isinstance(a, ev.EndSession):
+            assert s.state == "ended", a
+        else:
+            raise AssertionError(f"unknown action {a}")
+        return None
+
+    def _answer(self, a: ev.Answer) -> None:
+        if a.session in self.opening:
+            event = self.opening.pop(a.session)
+            if a.refusal is not None and event.rid == a.rid:
+                del self.sessions[a.session]
+            return
+        s = self.sessions.get(a.session)
+        if s is not None and a.rid in s.asked:
+            request = s.asked.pop(a.rid)
+            if a.refusal is None:
+                s.request = request
+
+    def _step(self, s: NaiveSession, a: ev.StateChanged) -> None:
+        assert a.old == s.state, f"{a}, but it is {s.state}"
+        assert (a.old, a.new) in TRANSITIONS, a
+        s.state = a.new
+        if a.new == "idle" and a.old in ("active", "attaching"):
+            s.idle_since = a.now
+
+    def _attach(self, s: NaiveSession, a: ev.Attach) -> None:
+        assert s.state == "attaching", a
+        assert not s.effect, f"{a} during {s.effect}"
+        assert not s.lease
+        assert s.holds, f"{a} though nobody waits"
+        assert a.epoch > s.epoch, f"{a}, epoch was {s.epoch}"
+        s.epoch = a.epoch
+        s.effect = "attach"
+        assert len({x.device for x in a.slices}) == len(a.slices), a
+        assert a.origin == tuple(s.suspended), a
+        for x in a.slices:
+            assert x.device not in self.drained, a
+            assert x.bytes >= s.request.memory
+            assert self.free(x.device) >= x.bytes, f"{a}: only {self.free(x.device)} free"
+        if s.suspended:
+            assert len(a.slices) == len(s.suspended)
+            for x, (origin, size) in zip(a.slices, s.suspended.items(), strict=True):
+                enough = min(size + self.settings.resume_headroom, self.capacity(x.device))
+                assert x.bytes >= max(size, enough), f"{a}: {size} suspended"
+                if x.device != origin:
+                    old, new = self.devices[origin], self.devices[x.device]
+                    assert old.model == new.model, a
+                    assert old.can_migrate, a
+                    assert new.can_migrate, a
+        elif s.bound:
+            assert tuple(x.device for x in a.slices) == s.bound, f"{a}: bound to {s.bound}"
+        else:
+            assert len(a.slices) == s.request.devices
+        s.lease = {x.device: x.bytes for x in a.slices}
+        s.charge = sum(min(x.bytes, s.request.memory) for x in a.slices)
+        own, limit = self.of(s.owner.name), self.quota(s.owner.name)
+        for most, used in (
+            (limit.memory, sum(map(self.charge, own))),
+            (limit.devices, sum(len(o.lease) for o in own)),
+            (limit.leases, sum(bool(o.lease) for o in own)),
+        ):
+            assert most is None or used <= most, f"{a}: {used} of a quota of {most}"
+
+    def _suspend(self, s: NaiveSession, a: ev.Suspend) -> None:
+        assert s.state == "detaching", a
+        assert not s.effect, f"{a} during {s.effect}"
+        assert not any(s.holds.values()), f"{a} though {s.holds}"
+        assert a.epoch == s.epoch
+        assert {x.device: x.bytes for x in a.slices} == s.lease
+        known = s.sampled_at >= s.idle_since and set(s.lease) <= set(s.footprints)
+        used = sum(s.footprints.values())
+        size = used if known else max(used, sum(s.lease.values()))
+        if not all(self.devices[u].can_suspend for u in s.lease):
+            assert size == 0, f"{a}: its device can not suspend"
+        if size:
+            assert self.host_used() + size <= self.settings.host_memory, f"{a}: host is full"
+            own, limit = self.of(s.owner.name), self.quota(s.owner.name).suspended
+            have = sum(sum(o.suspended.values()) + o.host for o in own)
+            assert limit is None or have + size <= limit, f"{a}: {have} of {limit} suspended"
+        s.effect, s.host = "suspend", size
+
+    def _resize(self, s: NaiveSession, a: ev.Resize) -> None:
+        assert s.state in ("active", "idle"), a
+        assert a.epoch == s.epoch
+        assert [x.device for x in a.slices] == list(s.lease)
+        for x in a.slices:
+            more = x.bytes - s.lease[x.device]
+            if more > 0:
+                assert x.device not in self.drained, a
+                assert x.bytes <= s.request.memory or s.asked
+                assert self.free(x.device) >= more, f"{a}: only {self.free(x.device)} free"
+        s.lease = {x.device: x.bytes for x in a.slices}
+        # The answer to a request comes after the resize that it leads to.
+        memory = next(iter(s.asked.values()), s.request).memory
+        before, s.charge = s.charge, sum(min(x.bytes, memory) for x in a.slices)
+        limit = self.quota(s.owner.name).memory
+        if limit is not None and s.charge > before:
+            assert sum(map(self.charge, self.of(s.owner.name))) <= limit, a
+
+    # ------------------------------------------------------------------ after each event
+
+    def after(self) -> None:
+        for name, s in list(self.sessions.items()):
+            assert (s.effect == "attach") == (s.state == "attaching"), (name, s)
+            assert (s.effect == "suspend") == (s.state == "detaching"), (name, s)
+            if s.state == "active":
+                assert s.holds, (name, s)
+                assert all(s.holds.values()), f"{name}: a hold was not answered: {s}"
+            if s.state in ("queued", "attaching", "detaching"):
+                assert not any(s.holds.values()), (name, s)
+            if s.state in ("idle", "detached"):
+                assert not s.holds, f"{name}: a hold was not answered: {s}"
+            if s.state == "ended" and not s.lease:
+                del self.sessions[name]
+        self.opening.clear()

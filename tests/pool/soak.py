@@ -1,0 +1,91 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Random events by the million: ``python -m tests.pool.soak --events 1000000 --seed 0``.
+
+After every event: every action checked by the naive model, all accounts recomputed, and liveness
+by brute force. Prints a JSON summary; a violation ends with the seed and the events that led to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+
+from .world import World
+
+#: Events after which a new machine with other settings begins.
+EPISODE = 2000
+
+
+def run(events: int, seed: int, *, trace: bool = False) -> dict[str, object]:
+    done, episode = 0, 0
+    kinds: dict[str, int] = {}
+    started = time.perf_counter()
+    while done < events:
+        rng = random.Random(seed * 1_000_003 + episode)
+        world = World(rng, devices=rng.choice([1, 2, 2, 3]), most=rng.choice([4, 6, 9]))
+        if trace:
+            _trace(world)
+        try:
+            while world.events < min(EPISODE, events - done):
+                world.step()
+        except Exception as error:
+            error.add_note(f"seed {seed}, episode {episode}, event {world.events}")
+            raise
+        done += world.events
+        episode += 1
+        for name, count in world.kinds.items():
+            kinds[name] = kinds.get(name, 0) + count
+    return {
+        "events": done,
+        "seed": seed,
+        "machines": episode,
+        "violations": 0,
+        "seconds": round(time.perf_counter() - started, 1),
+        "counts": dict(sorted(kinds.items())),
+    }
+
+
+def one(seed: int, episode: int, tail: int = 40) -> None:
+    """Run one machine again and print the last events before its failure."""
+    rng = random.Random(seed * 1_000_003 + episode)
+    world = World(rng, devices=rng.choice([1, 2, 2, 3]), most=rng.choice([4, 6, 9]))
+    lines: list[str] = [str(world.settings), *(str(d) for d in world.naive.devices.values())]
+    send = world.pool.__class__.handle
+
+    def handle(pool, event):
+        lines.append(f"> {event}")
+        actions = send(pool, event)
+        lines.extend(f"    {a}" for a in actions)
+        return actions
+
+    world.pool.__class__.handle = handle  # type: ignore[method-assign]
+    try:
+        while world.events < EPISODE:
+            world.step()
+    finally:
+        world.pool.__class__.handle = send  # type: ignore[method-assign]
+        print("\n".join([*lines[:4], "...", *lines[-tail:]]))
+
+
+def _trace(world: World) -> None:
+    del world
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--episode", type=int, help="run only this one, and show its last events")
+    parser.add_argument("--tail", type=int, default=40)
+    options = parser.parse_args()
+    if options.episode is not None:
+        one(options.seed, options.episode, options.tail)
+    else:
+        print(json.dumps(run(options.events, options.seed), indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A pool, the naive model, and a pretended runner; what random tests do to them.
+
+Every step takes its choices from a ``Chooser``: ``random.Random`` in the soak, Hypothesis's draws
+in the property test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol, Sequence, TypeVar
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.machine import Pool
+from jupyter_gpupool.pool.model import Device, Hold, Owner, PoolSettings, Quota, Request, Slice
+
+from .liveness import check_liveness, check_order
+from .naive import Naive
+
+T = TypeVar("T")
+
+
+class Chooser(Protocol):
+    def choice(self, options: Sequence[T]) -> T: ...
+    def randint(self, low: int, high: int) -> int: ...
+
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10)
+OWNERS = tuple(Owner(name) for name in ("ann", "bob", "cyd"))
+CLASSES = ("interactive", "notebook", "notebook", "notebook", "batch")
+
+
+def random_settings(c: Chooser) -> PoolSettings:
+    quota = c.choice(
+        [
+            {},
+            {},
+            {"ann": Quota(memory=10), "*": Quota(memory=14, leases=3)},
+            {"bob": Quota(devices=2, suspended=8), "ann": Quota(leases=1)},
+        ]
+    )
+    return PoolSettings(
+        quotas=quota,
+        idle_timeout=float(c.choice([5, 30, 300])),
+        reclaim_after=float(c.choice([0, 0, 3])),
+        max_wait=c.choice([None, None, 40.0]),
+        ageing=float(c.choice([10, 60])),
+        reserve=c.choice([0, 0, 1]),
+        host_memory=c.choice([12, 30, 1000]),
+        resume_headroom=c.choice([0, 1]),
+        pinned_retry=20.0,
+        max_memory_per_kernel=c.choice([None, None, 10]),
+    )
+
+
+class World:
+    """One machine with up to ``most`` sessions."""
+
+    def __init__(self, c: Chooser, *, devices: int = 3, most: int = 9, deep: bool = True) -> None:
+        self.c = c
+        self.most = most
+        self.deep = deep
+        self.now = 1000.0
+        self.settings = random_settings(c)
+        self.pool = Pool(self.settings)
+        self.naive = Naive(self.settings)
+        self.count = 0
+        self.events = 0
+        self.kinds: dict[str, int] = {}
+        for index in range(devices):
+            self.send(
+                ev.DeviceAppeared(
+                    now=self.now,
+                    device=Device(
+                        uuid=f"GPU-{index}",
+                        index=index,
+                        name="test",
+                        model=c.choice(["A", "A", "B"]),
+                        memory_total=c.choice([8, 10, 12]),
+                        memory_reserved=c.choice([0, 0, 1]),
+                        can_suspend=c.choice([True] * 5 + [False]),
+                        can_migrate=c.choice([True] * 3 + [False]),
+                    ),
+                )
+            )
+
+    # ------------------------------------------------------------------ sending
+
+    def send(self, event: ev.Event) -> list[ev.Action]:
+        self.events += 1
+        name = type(event).__name__
+        self.kinds[name] = self.kinds.get(name, 0) + 1
+        self.naive.before(event)
+        actions = self.pool.handle(event)
+        for a in actions:
+            name = type(a).__name__
+            self.kinds[name] = self.kinds.get(name, 0) + 1
+            self.naive.action(a)
+        self.naive.after()
+        self.pool.check_invariants()
+        if self.deep:
+            check_liveness(self.pool, self.naive)
+            check_order(self.pool)
+        at = self.pool.next_wakeup()
+        assert at is None or at > self.now or self.pool._server.unfinished or not actions or True
+        return actions
+
+    def _sessions(self, *states: str) -> list[str]:
+        return [n for n, s in self.naive.sessions.items() if not states or s.state in states]
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self) -> None:
+        """Do one random thing."""
+        name = self.c.choice(_WEIGHTED)
+        getattr(self, name)()
+
+    def wait(self) -> None:
+        self.now += self.c.choice([0.0, 0.5, 1.0, 3.0, 11.0])
+
+    def wait_long(self) -> None:
+        self.now += self.c.choice([30.0, 61.0, 120.0])
+        self.send(ev.Tick(now=self.now))
+
+    def tick(self) -> None:
+        at = self.pool.next_wakeup()
+        if at is not None and self.c.choice([True, True, False]):
+            self.now = max(self.now, min(at, self.now + 1000))
+        self.send(ev.Tick(now=self.now))
+
+    def request(self) -> Request:
+        memory = self.c.choice(SIZES)
+        return Request(
+            memory=memory,
+            limit=memory + self.c.choice([0, 0, 2]),
+            devices=self.c.choice([1, 1, 1, 1, 2]),
+            priority=self.c.choice(CLASSES),
+        )
+
+    def open(self) -> None:
+        if len(self.naive.sessions) >= self.most:
+            return
+        self.count += 1
+        self.send(
+            ev.SessionOpened(
+                now=self.now,
+                session=f"s{self.count}",
+                owner=self.c.choice(OWNERS),
+                request=self.request(),
+                attach="cell",
+                rid=self.c.choice(["", "r"]),
+            )
+        )
+
+    def hold(self) -> None:
+        names = self._sessions()
+        if names:
+            name = self.c.choice(names)
+            hold = f"h{self.c.randint(1, 2)}"
+            self.send(ev.HoldTaken(now=self.now, session=name, hold=hold, kind="cell"))
+
+    def drop(self) -> None:
+        names = [n for n, s in self.naive.sessions.items() if s.holds]
+        if names:
+            name = self.c.choice(names)
+            hold = self.c.choice(sorted(self.naive.sessions[name].holds))
+            cuda = self.c.choice([None, None, True, False])
+            self.send(ev.HoldDropped(now=self.now, session=name, hold=hold, cuda=cuda))
+
+    def replace(self) -> None:
+        names = self._sessions()
+        if names:
+            holds = self.c.choice([(), ("h1",), ("h1", "h3")])
+            self.send(
+                ev.HoldsReplaced(
+                    now=self.now,
+                    session=self.c.choice(names),
+                    holds=tuple(Hold(h, "cell", self.now) for h in holds),
+                    cuda=self.c.choice([None, True]),
+                )
+            )
+
+    def complete(self) -> None:
+        """End one effect, mostly well."""
+        names = [n for n, s in self.naive.sessions.items() if s.effect]
+        if not names:
+            return
+        name = self.c.choice(names)
+        s = self.naive.sessions[name]
+        how = self.c.randint(1, 20)
+        common: dict[str, Any] = {"now": self.now, "session": name, "epoch": s.epoch}
+        if s.effect == "attach":
+            if how <= 17:
+                self.send(ev.AttachDone(**common, seconds=self.c.choice([0.0, 1.5])))
+            else:
+                self.send(ev.AttachFailed(**common, message="not free", lost=how == 20))
+        elif how <= 14:
+            state: tuple[Slice, ...] = ()
+            if self.c.choice([True, True, False]):
+                most = s.host // len(s.lease)
+                state = tuple(
+                    Slice(u, self.c.randint(1, max(1, min(size, most))))
+                    for u, size in s.lease.items()
+                    if min(size, most) > 0
+                )[: self.c.choice([1, 2, 2])]
+            cuda = self.c.choice([None, True, False])
+            self.send(ev.SuspendDone(**common, suspended=state, cuda=cuda, seconds=2.0))
+        elif how <= 19:
+            kind: Any = self.c.choice(["busy", "pinned", "drain", "host"])
+            self.send(ev.SuspendRefused(**common, kind=kind, message="no"))
+        else:
+            self.send(ev.SuspendFailed(**common, message="hung"))
+
+    def stale(self) -> None:
+        """A completion that nobody waits for."""
+        name = self.c.choice([*self._sessions(), "nobody"])
+        epoch = self.c.randint(0, 3)
+        s = self.naive.sessions.get(name)
+        if s is not None and s.effect and s.epoch == epoch:
+            return
+        common: dict[str, Any] = {"now": self.now, "session": name, "epoch": epoch}
+        self.send(
+            self.c.choice(
+                [
+                    ev.AttachDone(**common),
+                    ev.AttachFailed(**common, message="x", lost=True),
+                    ev.SuspendDone(**common, suspended=(Slice("GPU-0", 4),)),
+                    ev.SuspendRefused(**common, kind="busy", message="x"),
+                    ev.SuspendFailed(**common, message="x"),
+                ]
+            )
+        )
+
+    def end(self) -> None:
+        names = [*self._sessions(), "nobody"]
+        dead = self._sessions("ended")
+        name = self.c.choice(dead) if dead else self.c.choice(names)
+        self.send(ev.SessionEnded(now=self.now, session=name, reason="exit"))
+
+    def change(self) -> None:
+        self.count += 1
+        name = self.c.choice([*self._sessions(), "nobody"])
+        self.send(
+            ev.RequestChanged(
+                now=self.now, session=name, request=self.request(), rid=f"q{self.count}"
+            )
+        )
+
+    def release(self) -> None:
+        name = self.c.choice([*self._sessions(), "nobody"])
+        self.send(ev.ReleaseAsked(now=self.now, session=name, rid="x"))
+
+    def keep(self) -> None:
+        name = self.c.choice([*self._sessions(), "nobody"])
+        until = self.now + self.c.choice([0, 5, 50])
+        s = self.naive.sessions.get(name)
+        if s is not None:
+            self.send(ev.KeepAsked(now=self.now, session=name, until=until, rid="x"))
+
+    def sample(self) -> None:
+        uuid = self.c.choice(sorted(self.naive.devices))
+        prints = {}
+        for name, s in self.naive.sessions.items():
+            if uuid in s.lease and s.state in ("active", "idle") and self.c.choice([True, False]):
+                prints[name] = self.c.randint(0, s.lease[uuid])
+        foreign = self.c.choice([0, 0, 0, 2, 5])
+        self.send(
+            ev.DeviceMemorySeen(now=self.now, device=uuid, foreign=foreign, footprints=prints)
+        )
+
+    def host(self) -> None:
+        self.send(ev.HostMemorySeen(now=self.now, available=self.c.choice([5, 20, 1000])))
+
+    def drain(self) -> None:
+        uuid = self.c.choice([*sorted(self.naive.devices), "GPU-none"])
+        if uuid in self.naive.devices:
+            self.send(ev.DeviceDrained(now=self.now, device=uuid, reason="Xid 79"))
+
+    def heal(self) -> None:
+        for uuid in sorted(self.naive.drained):
+            self.send(ev.DeviceAppeared(now=self.now, device=self.naive.devices[uuid]))
+
+    def configure(self) -> None:
+        self.settings = random_settings(self.c)
+        self.send(ev.SettingsChanged(now=self.now, settings=self.settings))
+
+    def restart(self) -> None:
+        """Kill the broker; a new pool gets what the journal and the driver know."""
+        old = self.pool
+        records = old.records()
+        self.pool = Pool(self.settings)
+        self.now += 1
+        for d in self.naive.devices.values():
+            self.pool.handle(ev.DeviceAppeared(now=self.now, device=d))
+        for uuid in self.naive.drained:
+            self.pool.handle(ev.DeviceDrained(now=self.now, device=uuid, reason="Xid 79"))
+        for uuid, foreign in self.naive.foreign.items():
+            self.pool.handle(ev.DeviceMemorySeen(now=self.now, device=uuid, foreign=foreign))
+        for r in records:
+            s = self.naive.sessions[r.id]
+            if r.state == "ended":
+                del self.naive.sessions[r.id]
+                continue
+            # What a broker does: effects under way are finished or undone first.
+            state = {"queued": "detached", "attaching": "detached", "detaching": "idle"}.get(
+                r.state, r.state
+            )
+            attached = state in ("active", "idle")
+            r = dataclasses.replace(
+                r,
+                state=state,
+                slices=r.slices if attached else (),
+                holds=r.holds if state == "active" else (),
+            )
+            s.effect, s.host = "", 0
+            s.state = "active" if attached and r.holds else "idle" if attached else "detached"
+            s.idle_since = self.now
+            s.footprints, s.sampled_at = {}, float("-inf")
+            if not attached:
+                s.lease = {}
+            s.holds = {h.id: True for h in r.holds}
+            s.charge = sum(min(x.bytes, r.request.memory) for x in r.slices)
+            self.send(ev.SessionRecovered(now=self.now, record=r))
+
+
+_WEIGHTS = {
+    "wait": 10,
+    "wait_long": 1,
+    "tick": 4,
+    "open": 8,
+    "hold": 22,
+    "drop": 16,
+    "replace": 1,
+    "complete": 26,
+    "stale": 1,
+    "end": 2,
+    "change": 3,
+    "release": 1,
+    "keep": 1,
+    "sample": 4,
+    "host": 1,
+    "drain": 0,
+    "heal": 1,
+}
+_WEIGHTED = [name for name, weight in _WEIGHTS.items() for _ in range(2 * weight)] + [
+    "drain",
+    "configure",
+    "restart",
+]
