@@ -160,10 +160,8 @@ _ = pid
         assert look("used(0)") == 0
         maps = Path(f"/proc/{survivor}/maps").read_text()
         assert "gpupool-emulated-device" not in maps
-        links = [
-            os.readlink(f"/proc/{survivor}/fd/{n}") for n in os.listdir(f"/proc/{survivor}/fd")
-        ]
-        assert not [link for link in links if "gpupool-emulated-device" in link]
+        links = [link.readlink().name for link in Path(f"/proc/{survivor}/fd").iterdir()]
+        assert not [name for name in links if "gpupool-emulated-device" in name]
     finally:
         os.kill(survivor, signal.SIGKILL)
 

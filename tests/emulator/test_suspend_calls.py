@@ -117,9 +117,9 @@ def test_suspended_device_memory_is_poisoned(pair):
     _, target, worker, _ = pair
     links = Path(f"/proc/{target.pid}/fd")
     device = next(x for x in links.iterdir() if "emulated-device" in x.readlink().name)
-    assert os.stat(device).st_blocks * 512 >= 24 * MIB
+    assert device.stat().st_blocks * 512 >= 24 * MIB
     worker.do(f"suspend({target.pid})")
-    assert os.stat(device).st_blocks == 0
+    assert device.stat().st_blocks == 0
     maps = Path(f"/proc/{target.pid}/maps").read_text().splitlines()
     modes = {line.split()[1] for line in maps if "emulated-device" in line}
     assert modes == {"---s"}
@@ -217,7 +217,7 @@ def test_a_checkpoint_completes_without_its_caller(emulated, until):
     worker.do(WORKER)
     dying.do(WORKER)
     want = target.do(
-        "context(); p = ok(D.cuMemAlloc(64 << 20)); put(p, bytes_of(64 << 20)); _ = get(p, 64 << 20)"
+        "context(); n = 64 << 20; p = ok(D.cuMemAlloc(n)); put(p, bytes_of(n)); _ = get(p, n)"
     )
     worker.do(f"Process({target.pid}).lock(5000)")
     dying.send(f"Process({target.pid}).checkpoint()")
