@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 import pytest
-from agent_fixtures import old_python as old_python
+from agent_fixtures import old_python  # noqa: F401
 from harness import Kernel, start_kernel, this_python
 from scripted_broker import ScriptedBroker
 

@@ -177,14 +177,18 @@ def test_resized_while_attached(broker: ScriptedBroker, kernel: Kernel) -> None:
         (
             "OutOfMemoryError",
             "CUDA out of memory. Tried to allocate 6.00 GiB. GPU 0 has a total capacity of 16 GiB",
-            "GPU pool: this kernel is granted 4 GiB of device memory; up to 16 GiB may be asked "
-            "for. Type: %gpu 10GiB\n",
+            (
+                "GPU pool: this kernel is granted 4 GiB of device memory; up to 16 GiB may be "
+                "asked for. Type: %gpu 10GiB\n"
+            ),
         ),
         (
             "CUDAError",
             "CUDA_ERROR_OUT_OF_MEMORY: The API call failed because it was unable to allocate",
-            "GPU pool: this kernel is granted 4 GiB of device memory; up to 16 GiB may be asked "
-            "for. Type: %gpu 8GiB\n",
+            (
+                "GPU pool: this kernel is granted 4 GiB of device memory; up to 16 GiB may be "
+                "asked for. Type: %gpu 8GiB\n"
+            ),
         ),
         ("RuntimeError", "CUDA error: out of memory", "Type: %gpu 8GiB\n"),
         ("ValueError", "out of ideas", ""),
