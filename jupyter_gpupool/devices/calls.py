@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import DriverError
 from . import checkpoint, processes
 from .checkpoint import Answer
-from .children import Child, ChildLost
+from .children import RETRY_PAUSE, Child, ChildLost
 from .model import ProcessId, SuspendStatus
 
 #: Seconds beyond the lock's own time-out before its worker is taken to hang.
@@ -117,10 +117,7 @@ class SessionCalls:
         """
         fields = {"root": _wire(self._root), "session": self._session, "again": again}
         try:
-            try:
-                answer = await self._worker.call("find", self._call_timeout, **fields)
-            except ChildLost:
-                answer = await self._worker.call("find", self._call_timeout, **fields)
+            answer = await self._worker.ask("find", self._call_timeout, **fields)
         except (ChildLost, DriverError) as error:
             text = f"The processes of the session cannot be listed: {error}"
             raise Refused("drain", text) from None
@@ -174,21 +171,16 @@ class SessionCalls:
             await asyncio.sleep(0.05)
 
     async def _query(self, op: str, process: ProcessId) -> Answer:
-        """Ask, and once more if the worker died; a query that hangs is not repeated.
+        """Ask the driver about a process.
 
         The time-out allows for a copy: the driver answers only when one in flight has ended.
         """
-        message = ""
-        for _ in range(2):
-            try:
-                return await self._once(op, process, self._copy_timeout)
-            except ChildLost as lost:
-                message = str(lost)
-                if lost.hung:
-                    break
-            except DriverError as error:
-                message = str(error)
-                break
+        try:
+            return self._count(
+                await self._worker.ask(op, self._copy_timeout, process=_wire(process))
+            )
+        except (ChildLost, DriverError) as error:
+            message = str(error)
         there = processes.presence(process)
         if there != "alive":  # stopped since: that explains it
             return Answer(there, message=checkpoint.absent(process, there))
@@ -200,23 +192,25 @@ class SessionCalls:
         if op == "lock":
             timeout = self.lock_timeout + min(LOCK_GRACE, self._call_timeout)
         before, after = _STATES[op]
-        for attempt in (1, 2):
+        deadline = time.monotonic() + self._call_timeout
+        while True:
             try:
-                return await self._once(op, process, timeout, **fields)
+                answer = await self._worker.call(op, timeout, process=_wire(process), **fields)
+                return self._count(answer)
             except (ChildLost, DriverError) as error:
-                answer = await self.state(process)
-                if answer.outcome != "ok":
-                    return answer
-                if answer.value == after:
+                now = await self.state(process)
+                if now.outcome != "ok":
+                    return now
+                if now.value == after:
                     return Answer("ok", value=after)
                 died = isinstance(error, ChildLost) and not error.hung
-                if answer.value == before and attempt == 1 and (died or op == "unlock"):
-                    continue  # the driver never heard of it; and an unlock may be repeated
-                return Answer("refused", LOST, f"The driver did not answer: {error}", answer.value)
-        raise AssertionError("unreachable")
+                again = now.value == before and (died or op == "unlock")
+                if not again or time.monotonic() >= deadline:
+                    return Answer("refused", LOST, f"The driver did not answer: {error}", now.value)
+                # The driver never heard of it; and an unlock may be repeated.
+                await asyncio.sleep(RETRY_PAUSE)
 
-    async def _once(self, op: str, process: ProcessId, timeout: float, **fields: Any) -> Answer:
-        answer = await self._worker.call(op, timeout, process=_wire(process), **fields)
+    def _count(self, answer: dict[str, Any]) -> Answer:
         result = Answer(**{key: answer[key] for key in Answer.__slots__})
         self.driver_seconds += result.seconds
         return result

@@ -75,6 +75,8 @@ def initialise() -> str:
         If there is no usable driver, with the reason in a sentence.
     """
     try:
+        # Imported now, which takes a while, and not within the time-out of the first call.
+        import cuda.core.checkpoint  # noqa: F401
         from cuda.bindings import driver
 
         (result,) = driver.cuInit(0)
@@ -83,7 +85,7 @@ def initialise() -> str:
         _, version = driver.cuDriverGetVersion()
     except ImportError as error:
         raise DriverError(
-            f"The Python package cuda-bindings cannot be imported ({error}).",
+            f"The Python packages cuda-core and cuda-bindings cannot be imported ({error}).",
             next_step="Install it: pip install 'cuda-core>=1.0' 'cuda-bindings>=13.0.2'",
         ) from None
     except RuntimeError as error:

@@ -14,6 +14,8 @@ import logging
 import os
 import sys
 import sysconfig
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
@@ -25,6 +27,9 @@ START_TIMEOUT = 60.0
 
 #: Seconds to wait for a killed child. One stuck inside the kernel driver is left behind.
 _REAP_TIMEOUT = 5.0
+
+#: Seconds before a call is made again whose child died.
+RETRY_PAUSE = 0.05
 
 #: Bytes of one line from a child: a sample of 64 devices with a thousand processes fits.
 _MAX_LINE = 1 << 24
@@ -58,6 +63,14 @@ def child_environment(base: Mapping[str, str] | None) -> dict[str, str]:
         entries = [str(package), *filter(None, [env.get("PYTHONPATH", "")])]
         env["PYTHONPATH"] = os.pathsep.join(entries)
     return env
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that waits, and the process it was made to."""
+
+    process: asyncio.subprocess.Process
+    answer: asyncio.Future[dict[str, Any]]
 
 
 class Child:
@@ -98,7 +111,7 @@ class Child:
         self._started = 0
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._waiting: dict[int, _Call] = {}
         self._ready: asyncio.Future[dict[str, Any]] | None = None
         self._next_id = 0
         self._lock = asyncio.Lock()
@@ -150,7 +163,7 @@ class Child:
         self._next_id += 1
         request_id = self._next_id
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = future
+        self._waiting[request_id] = _Call(process, future)
         try:
             line = json.dumps({"id": request_id, "op": op, **fields}) + "\n"
             process.stdin.write(line.encode())
@@ -170,6 +183,21 @@ class Child:
             raise DriverError(str(answer["error"]), code=str(answer.get("code", "driver")))
         return answer
 
+    async def ask(self, op: str, timeout: float, **fields: Any) -> dict[str, Any]:
+        """Make a call that changes nothing: if the child dies under it, ask the next one.
+
+        For as long as one call may take: giving up on a question may end somebody's notebook.
+        A child that hung is not asked again; it has cost the whole time-out already.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return await self.call(op, timeout, **fields)
+            except ChildLost as lost:
+                if lost.hung or self._closed or time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(RETRY_PAUSE)
+
     async def kill(self) -> None:
         """End the process now, if it runs. The next call starts another."""
         if self._process is not None:
@@ -188,16 +216,12 @@ class Child:
         self._started += 1
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", f"{__package__}.{self.module}", str(os.getpid()),
-            *self._arguments,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=self._env,
-            cwd="/",
-            start_new_session=True,  # ^C in a terminal is for the broker alone
-            limit=_MAX_LINE,
-        )  # fmt: skip
+        try:
+            process = await self._execute()
+        except OSError as error:  # no memory or no process number left
+            raise ChildLost(
+                f"The {self.module} process cannot be started: {error}.", hung=False
+            ) from None
         self._process = process
         self._reader = asyncio.create_task(self._read(process, self._ready))
         try:
@@ -207,6 +231,21 @@ class Child:
             raise ChildLost(
                 f"The {self.module} process did not start in {timeout:g} s.", hung=True
             ) from None
+
+    async def _execute(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            f"{__package__}.{self.module}",
+            str(os.getpid()),
+            *self._arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=self._env,
+            cwd="/",
+            start_new_session=True,  # ^C in a terminal is for the broker alone
+            limit=_MAX_LINE,
+        )
 
     async def _read(
         self, process: asyncio.subprocess.Process, ready: asyncio.Future[dict[str, Any]]
@@ -225,10 +264,10 @@ class Child:
         if not ready.done():
             ready.set_exception(lost)
             ready.exception()  # seen: nobody may be waiting any more
-        waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
-            if not future.done():
-                future.set_exception(lost)
+        for call in self._waiting.values():
+            # Others wait for the process that has taken this one's place.
+            if call.process is process and not call.answer.done():
+                call.answer.set_exception(lost)
         await self._reap(process)
 
     def _take(self, message: dict[str, Any], ready: asyncio.Future[dict[str, Any]]) -> None:
@@ -239,9 +278,9 @@ class Child:
             if self._on_event is not None:
                 self._on_event(message)
         else:
-            future = self._waiting.get(message["id"])
-            if future is not None and not future.done():
-                future.set_result(message)
+            call = self._waiting.get(message["id"])
+            if call is not None and not call.answer.done():
+                call.answer.set_result(message)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is None:

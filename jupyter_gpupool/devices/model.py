@@ -73,8 +73,9 @@ class SuspendOutcome:
     message: str = ""
     #: Device bytes given back, by device; the footprint that a resume must reserve. From the
     #: process lists of NVML where these show the session's processes, else free memory after
-    #: less before. Empty if a process was suspended already (a broker died meanwhile): what it
-    #: held is then not to be seen any more, and the grant is the safe figure.
+    #: less before (too little if others took memory meanwhile: reserve the grant if it is more).
+    #: Empty if NVML did not answer, or a process was suspended already (a broker died meanwhile)
+    #: and what it held is not to be seen any more: the grant is the safe figure then, too.
     freed: Mapping[str, int] = field(default_factory=dict)
     #: Whether the session has called cuInit and is bound to its devices; None: nobody can tell.
     cuda: bool | None = None

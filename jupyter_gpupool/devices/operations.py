@@ -50,12 +50,11 @@ class Operation:
     async def suspend(self, devices: Sequence[str]) -> SuspendOutcome:
         """Suspend the session. See :class:`SuspendOutcome`."""
         try:
-            before = await self._sampler.sample(devices)
-        except DriverError as error:
-            return self._suspended("drain", f"Nothing was begun. {error}")
-        self._calls.allow_copy(sum(sample.used for sample in before))
-        try:
             targets, adopted = await self._lock_all()
+            # Not before: what a process takes until it is locked must count, or a resume would
+            # reserve too little, and that is fatal.
+            before = await self._sampler.sample(devices)
+            self._calls.allow_copy(sum(sample.used for sample in before))
             if not targets:
                 self._nothing_held(before)
                 return self._suspended("nothing", "")
@@ -63,6 +62,8 @@ class Operation:
                 await self._checkpoint(process)
         except Refused as refused:
             return await self._give_up(refused)
+        except DriverError as error:
+            return await self._give_up(Refused("drain", f"It was not suspended. {error}"))
         if processes.presence(self._root) == "gone":
             return self._suspended("gone", checkpoint.absent(self._root, "gone"))
         return await self._verify(targets, adopted, before)
@@ -175,11 +176,12 @@ class Operation:
         if adopted:
             return self._suspended("suspended", "", targets)
         pids = {process.pid for process in targets}
-        message = ""
         try:
             after, free = await self._sampler.wait_freed(pids, before)
         except DriverError as error:
-            return self._suspended("suspended", str(error), targets)
+            message = f"It is not verified that the memory is free. {error}"
+            return self._suspended("suspended", message, targets, freed_bytes(before, None, pids))
+        message = ""
         if not free:
             message = f"NVML still shows the memory of {sorted(pids)} after the suspend."
         return self._suspended("suspended", message, targets, freed_bytes(before, after, pids))
@@ -315,9 +317,9 @@ class Operation:
 
 
 def freed_bytes(
-    before: Sequence[DeviceSample], after: Sequence[DeviceSample], pids: Collection[int]
+    before: Sequence[DeviceSample], after: Sequence[DeviceSample] | None, pids: Collection[int]
 ) -> dict[str, int]:
-    """Return the bytes that ``pids`` gave back, by device.
+    """Return the bytes that ``pids`` gave back, by device; empty if that is unknown.
 
     From NVML's process lists if they show every one of ``pids``, which keeps other processes that
     come and go out of the count; else from free memory.
@@ -325,4 +327,6 @@ def freed_bytes(
     known = {p.pid for s in before for p in s.processes if p.bytes is not None}
     if set(pids) <= known:
         return {s.uuid: sum(p.bytes or 0 for p in s.processes if p.pid in pids) for s in before}
+    if after is None:
+        return {}
     return {b.uuid: max(0, a.free - b.free) for b, a in zip(before, after, strict=True)}

@@ -105,23 +105,14 @@ class Sampler:
 
     async def _rewatch(self) -> None:
         """Tell a monitor that was replaced what to watch, and what is lost for good."""
-        if not self._uuids:
+        if not self._uuids or (self.child.pid and self._watching == self.child.generation):
             return
-        await self._started()
-        if self._watching != self.child.generation:
-            generation = self.child.generation
-            await self._call("watch", self._timeout, uuids=self._uuids, lost=self._xids)
-            self._watching = generation
-
-    async def _started(self) -> None:
-        try:
-            await self.child.start()
-        except ChildLost as error:
-            raise DriverError(f"NVML does not start: {error}", code="nvml") from None
+        await self._call("watch", self._timeout, uuids=self._uuids, lost=self._xids)
+        self._watching = self.child.generation
 
     async def _call(self, op: str, timeout: float, **fields: Any) -> dict[str, Any]:
         try:
-            return await self.child.call(op, timeout, **fields)
+            return await self.child.ask(op, timeout, **fields)
         except ChildLost as error:
             raise DriverError(
                 f"NVML did not answer: {error}",

@@ -254,8 +254,14 @@ class DeviceService:
         ``need`` is the free memory, by device, without which it is not even tried. The caller has
         reserved it: nobody else of the pool may take it meanwhile.
         """
-        for uuid in (*devices, *origin):
+        for uuid in devices:
             self._device(uuid)
+        gone = [uuid for uuid in origin if uuid not in self._devices]
+        if gone:
+            # It is safe where it is, in host memory; nothing can be said about its way back.
+            return ResumeOutcome(
+                "no-room", f"Device {gone[0]}, from which it was suspended, is not there any more."
+            )
 
         async def run(operation: Operation) -> ResumeOutcome:
             return await operation.resume(devices, origin, need, self._physical())

@@ -77,7 +77,7 @@ async def test_a_worker_killed_in_mid_resume_loses_nothing(emulated):
 async def test_a_hanging_worker_is_replaced_and_the_session_runs(emulated, op):
     machine = emulated("1x1GiB,context=16MiB")
     async with (
-        machine.started(lock_timeout=0.1, call_timeout=1.0) as (service, devices),
+        machine.started(lock_timeout=0.1, call_timeout=2.0) as (service, devices),
         machine.target() as target,
     ):
         uuid = devices[0].uuid
@@ -98,7 +98,7 @@ async def test_a_hanging_worker_is_replaced_and_the_session_runs(emulated, op):
 async def test_a_hanging_restore_leaves_the_session_suspended(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with (
-        machine.started(call_timeout=1.0) as (service, devices),
+        machine.started(call_timeout=2.0) as (service, devices),
         machine.target() as target,
     ):
         uuid = devices[0].uuid
@@ -121,7 +121,7 @@ async def test_a_hanging_restore_leaves_the_session_suspended(emulated):
 async def test_a_driver_that_never_answers_is_hung_in_bounded_time(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with (
-        machine.started(lock_timeout=0.1, call_timeout=0.5) as (service, devices),
+        machine.started(lock_timeout=0.1, call_timeout=2.0) as (service, devices),
         machine.target() as target,
     ):
         await target.do("context")
@@ -227,7 +227,7 @@ async def test_a_target_stopped_in_mid_suspend_is_brought_back_when_it_goes_on(e
     machine = emulated("1x1GiB,context=16MiB")
     _, until_async = waiting
     async with (
-        machine.started(call_timeout=1.0) as (service, devices),
+        machine.started(call_timeout=2.0) as (service, devices),
         machine.target() as target,
     ):
         uuid = devices[0].uuid
@@ -334,6 +334,82 @@ async def test_a_lost_device_is_reported_once_and_marked(emulated, waiting):
         assert machine.lost[0][1]
 
 
+async def test_a_session_suspended_from_a_lost_device_resumes_on_another(emulated):
+    machine = emulated("2x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        first, second = (device.uuid for device in devices)
+        await target.do("context")
+        digest = await target.do("fill", 4 * MiB, 1)
+        outcome = await service.suspend(target.root, [first], session=SESSION)
+        machine.faults.set("device-lost", device=0)
+        nowhere = await service.resume(
+            target.root, [first], [first], session=SESSION, need=outcome.freed
+        )
+        assert nowhere.status == "no-room"
+        assert "is lost" in nowhere.message
+        resumed = await service.resume(
+            target.root, [second], [first], session=SESSION, need={second: outcome.freed[first]}
+        )
+        assert resumed.status == "resumed", resumed.message
+        assert await target.do("digest", 1) == digest
+
+
+async def test_a_session_on_a_lost_device_is_not_suspended(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        await target.do("context")
+        machine.faults.set("device-lost", device=0)
+        outcome = await service.suspend(target.root, [devices[0].uuid], session=SESSION)
+        assert outcome.status == "pinned"
+        assert "CUDA_ERROR_LAUNCH_FAILED" in outcome.message
+        assert await service.driver_state(target.root, session=SESSION) == "running"
+
+
+async def test_an_origin_that_is_not_there_any_more_is_said(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        resumed = await service.resume(
+            target.root, [devices[0].uuid], ["GPU-removed"], session=SESSION, need={}
+        )
+        assert resumed.status == "no-room"
+        assert "GPU-removed" in resumed.message
+
+
+async def test_a_suspended_process_that_is_killed_leaves_nothing(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        target.process.kill()
+        await target.process.wait()
+        assert await service.driver_state(target.root, session=SESSION) == "gone"
+        resumed = await service.resume(
+            target.root, [uuid], [uuid], session=SESSION, need=outcome.freed
+        )
+        assert resumed.status == "gone"
+        assert (await service.sample())[0].used == 0
+
+
+async def test_operations_on_one_device_wait_for_each_other(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with (
+        machine.started() as (service, devices),
+        machine.target() as first,
+        machine.target() as second,
+    ):
+        uuid = devices[0].uuid
+        for target in (first, second):
+            await target.do("context")
+            await target.do("fill", 4 * MiB, 1)
+        outcomes = await asyncio.gather(
+            *(service.suspend(t.root, [uuid], session=f"s{t.pid}") for t in (first, second))
+        )
+        assert [outcome.status for outcome in outcomes] == ["suspended"] * 2
+        # Had they been at it together, free memory would have counted for both.
+        assert outcomes[0].freed == outcomes[1].freed
+
+
 async def test_without_process_ids_the_free_memory_counts(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     machine.faults.set("nvml-missing-pids")
@@ -357,7 +433,7 @@ async def test_without_process_ids_the_free_memory_counts(emulated):
 async def test_an_nvml_that_hangs_is_bounded_and_replaced(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with (
-        machine.started(sample_timeout=0.5) as (service, devices),
+        machine.started(sample_timeout=2.0) as (service, devices),
         machine.target() as target,
     ):
         await target.do("context")

@@ -98,6 +98,11 @@ def test_freed_bytes_come_from_free_memory_where_the_list_does_not_tell():
     assert freed_bytes([sample(10)], [sample(5)], {1}) == {"a": 0}
 
 
+def test_freed_bytes_are_unknown_where_nothing_tells():
+    assert freed_bytes([sample(10, (1, 40))], None, {1}) == {"a": 40}
+    assert freed_bytes([sample(10)], None, {1}) == {}
+
+
 def test_children_do_not_inherit_what_would_mislead_them():
     env = children.child_environment(
         {"CUDA_VISIBLE_DEVICES": "", "GPUPOOL_SESSION": "s", "GPUPOOL_TOKEN": "t", "HOME": "/h"}

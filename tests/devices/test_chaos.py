@@ -1,0 +1,69 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Sessions that swap and migrate on two devices while the service's children are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+
+import pytest
+
+MiB = 1 << 20
+
+
+async def swap(machine, service, uuids, number, rounds, rng):
+    """One session: suspend, resume anywhere, compare every byte, again and again."""
+    name, at = f"s{number}", number % 2
+    async with machine.target(str(at), GPUPOOL_SESSION=name) as target:
+        await target.do("context")
+        digest = await target.do("fill", rng.choice([2, 8, 24]) * MiB, 1)
+        await target.do("spawn")
+        await target.child("context")
+        child_digest = await target.child("fill", 4 * MiB, 2)
+        for _ in range(rounds):
+            outcome = await service.suspend(target.root, [uuids[at]], session=name)
+            assert outcome.status == "suspended", outcome
+            assert len(outcome.processes) == 2
+            there = rng.randrange(2)
+            resumed = await service.resume(
+                target.root,
+                [uuids[there]],
+                [uuids[at]],
+                session=name,
+                need={uuids[there]: outcome.freed[uuids[at]]},
+            )
+            assert resumed.status == "resumed", resumed
+            at = there
+            assert await target.do("digest", 1) == digest
+            assert await target.child("digest", 2) == child_digest
+
+
+async def kill(service, rng):
+    """Kill a child of the service now and then, for ever."""
+    children = [service._sampler.child, *service._workers.values()]
+    while True:
+        await asyncio.sleep(rng.random() * 0.6)
+        pid = rng.choice(children).pid
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "rounds", [4, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+)
+async def test_no_byte_is_lost_while_children_are_killed(emulated, rounds):
+    machine = emulated("2x1GiB,context=16MiB")
+    async with machine.started() as (service, devices):
+        uuids = [device.uuid for device in devices]
+        killer = asyncio.create_task(kill(service, random.Random(0)))
+        try:
+            await asyncio.gather(
+                *(swap(machine, service, uuids, n, rounds, random.Random(n)) for n in range(3))
+            )
+        finally:
+            killer.cancel()
+            await asyncio.wait({killer})
+        assert sum(sample.used for sample in await service.sample()) == 0
