@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
@@ -55,3 +56,17 @@ def install_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
         return name
 
     return install
+
+
+@pytest.fixture
+def in_background() -> Iterator[Callable[..., None]]:
+    """Run a function in a thread; what it raises fails the test."""
+    with ThreadPoolExecutor() as threads:
+        futures: list[Any] = []
+
+        def run(function: Callable[..., None], *args: Any) -> None:
+            futures.append(threads.submit(function, *args))
+
+        yield run
+        for future in futures:
+            future.result(60)

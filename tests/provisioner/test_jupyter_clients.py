@@ -1,0 +1,203 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The Pooled GPU kernel under the programs that people run it with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jupyter_kernel_test
+import nbformat
+import pexpect
+import psutil
+import pytest
+from jupyter_client import KernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
+from nbformat.v4 import new_code_cell, new_notebook
+from scripted_broker import ScriptedBroker
+
+from jupyter_gpupool.errors import RefusedError
+
+
+def notebook(*cells: str) -> Any:
+    found = new_notebook(cells=[new_code_cell(source) for source in cells])
+    found.metadata.kernelspec = {"name": "gpupool-python3", "display_name": "x"}
+    return found
+
+
+def outputs(book: Any) -> list[Any]:
+    return [
+        [{k: v for k, v in o.items() if k in ("text", "ename", "data")} for o in cell.outputs]
+        for cell in book.cells
+    ]
+
+
+def queue_then_grant(broker: ScriptedBroker, waits: int) -> None:
+    """Show each waiting hold a queue position, then grant it."""
+    for number in range(waits):
+        hold = broker.wait_for("hold", count=number + 1)["hold"]
+        broker.push("queue", position=2, length=2, eta=30.0, reason="")
+        broker.push("queue", position=1, length=1, eta=None, reason="")
+        broker.grant(hold)
+        broker.wait_for("drop", hold=hold)
+        if number < waits - 1:
+            broker.ask_back()
+
+
+def test_a_saved_notebook_has_no_trace_of_the_wait(
+    broker: ScriptedBroker, in_background: Any
+) -> None:
+    broker.hold_back()
+    book = notebook("print('hi')", "1 + 1")
+    in_background(queue_then_grant, broker, 1)
+    NotebookClient(book, timeout=60).execute()
+    assert outputs(book) == [[{"text": "hi\n"}], [{"data": {"text/plain": "2"}}]]
+    nbformat.validate(book)
+
+
+def test_nbclient_counts_the_wait_in_its_timeout(broker: ScriptedBroker) -> None:
+    """Documented behaviour of nbclient; its interrupt must leave nothing behind."""
+    broker.hold_back()
+    book = notebook("print('hi')")
+    with pytest.raises(CellTimeoutError):
+        NotebookClient(book, timeout=1, interrupt_on_timeout=False).execute()
+    broker.wait_for("close")
+    assert broker.sessions == {}
+
+
+def test_a_refusal_stops_a_notebook(broker: ScriptedBroker) -> None:
+    def refuse(message: Any) -> None:
+        raise RefusedError("You have waited 60 s, the longest allowed here.")
+
+    broker.scripts["hold"] = refuse
+    book = notebook("ran = True", "print('never')")
+    with pytest.raises(CellExecutionError, match="You have waited 60 s"):
+        NotebookClient(book, timeout=60).execute()
+    assert outputs(book)[1] == []
+
+
+def test_papermill(broker: ScriptedBroker, tmp_path: Path) -> None:
+    nbformat.write(notebook("print('hi')"), tmp_path / "in.ipynb")
+    done = subprocess.run(
+        [sys.executable, "-m", "papermill", "in.ipynb", "out.ipynb", "--no-progress-bar"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    book = nbformat.read(tmp_path / "out.ipynb", 4)
+    assert [{"text": "hi\n"}] in outputs(book)
+    broker.wait_for("close")
+
+
+def test_a_console_of_its_own(broker: ScriptedBroker) -> None:
+    console = pexpect.spawn(
+        sys.executable,
+        ["-m", "jupyter_console", "--kernel", "gpupool-python3", "--simple-prompt"],
+        env={**os.environ, "TERM": "dumb", "JUPYTER_CONSOLE_TEST": "1"},
+        encoding="utf-8",
+        timeout=60,
+    )
+    try:
+        console.expect(r"In \[1\]")
+        console.sendline("%gpu")
+        console.expect("no slice now")
+        console.expect(r"In \[2\]")
+        console.sendline("print(6 * 7)")
+        console.expect("42")
+        broker.wait_for("drop")
+        console.expect(r"In \[3\]")
+        console.sendline("quit()")
+        console.expect(pexpect.EOF)
+    finally:
+        console.close(force=True)
+    # The console leaves without a word; the real broker sees the process end.
+    pid = broker.wait_for("launched")["pid"]
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_second_client_with_existing(broker: ScriptedBroker) -> None:
+    manager = KernelManager(kernel_name="gpupool-python3")
+    manager.start_kernel()
+    console = None
+    try:
+        broker.wait_for("hello")
+        console = pexpect.spawn(
+            sys.executable,
+            ["-m", "jupyter_console", "--existing", manager.connection_file, "--simple-prompt"],
+            env={**os.environ, "TERM": "dumb"},
+            encoding="utf-8",
+            timeout=60,
+        )
+        console.expect(r"In \[1\]")
+        broker.hold_back()
+        console.sendline("print(6 * 7)")
+        hold = broker.wait_for("hold")["hold"]
+        broker.push("queue", position=1, length=1, eta=None, reason="")
+        console.expect("position 1 of 1")
+        broker.grant(hold)
+        console.expect("42")
+    finally:
+        if console is not None:
+            console.close(force=True)
+        manager.shutdown_kernel(now=True)
+
+
+class TestConformance(jupyter_kernel_test.KernelTests):
+    """The third-party conformance suite for kernels."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.patch = pytest.MonkeyPatch()
+        cls.folder = tempfile.TemporaryDirectory(prefix="gpupool-")
+        cls.broker = ScriptedBroker(Path(cls.folder.name) / "broker.sock").start()
+        cls.patch.setenv("GPUPOOL_SOCKET", str(cls.broker.path))
+        super().setUpClass()
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        super().tearDownClass()
+        cls.patch.undo()
+        cls.broker.die()
+        cls.folder.cleanup()
+        assert cls.broker.problems == []
+        assert cls.broker.live_holds() == set()
+
+    kernel_name = "gpupool-python3"
+    language_name = "python"
+    file_extension = ".py"
+    code_hello_world = "print('hello, world')"
+    code_stderr = "import sys; print('test', file=sys.stderr)"
+    completion_samples = [
+        {"text": "zi", "matches": {"zip"}},
+        {"text": "%gpu rel", "matches": {"release"}},
+    ]
+    complete_code_samples = ["1", "print('hello, world')", "def f(x):\n  return x*2\n\n\n"]
+    incomplete_code_samples = ["print('''hello", "def f(x):\n  x*2"]
+    invalid_code_samples = ["import = 7q"]
+    code_page_something = "zip?"
+    code_generate_error = "raise"
+    code_execute_result = [{"code": "1+2+3", "result": "6"}]
+    code_display_data = [
+        {
+            "code": "from IPython.display import HTML, display; display(HTML('<b>x</b>'))",
+            "mime": "text/html",
+        },
+    ]
+    code_history_pattern = "1?2*"
+    # "range" answers with session 0 on plain ipykernel 7.4 as well.
+    supported_history_operations = ("tail", "search")
+    code_inspect_sample = "zip"
+    code_clear_output = "from IPython.display import clear_output; clear_output()"
