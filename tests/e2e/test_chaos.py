@@ -14,6 +14,7 @@ kills at the same moments again (what else the machine does differs).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -28,7 +29,7 @@ import psutil
 import pytest
 
 from . import cells
-from .kit import MiB, Sampler, reap, until
+from .kit import LOOK, MiB, Sampler, command_of, reap, until
 
 MACHINE = "2x640MiB,context=32MiB"
 NOTEBOOKS = 5
@@ -46,6 +47,8 @@ KINDS = (
     "suspended kernel",
     "kernel at any moment",
     "broker and kernel",
+    "broker and workers",
+    "monitor",
     "server",
 )
 
@@ -199,6 +202,26 @@ class Chaos:
         worker = self.rng.choice(self.pool.workers())
         worker.kill()
 
+    async def monitor(self):
+        """The child that reads NVML: without it nothing can be granted or resumed."""
+        await self.moment()
+        broker = psutil.Process(self.pool.status()["pid"])
+        found = [p for p in broker.children() if "devices.monitor" in command_of(p)]
+        assert found, [command_of(p) for p in broker.children()]
+        found[0].kill()
+
+    async def broker_and_workers(self):
+        """All of it at once, and two servers that want a broker at the same moment."""
+        await self.moment()
+        status = self.pool.status()
+        children = psutil.Process(status["pid"]).children()
+        self.pool.kill_broker()
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        await self.moment(0.3)
+        await asyncio.gather(self.revive(), self.revive())
+
     async def attached_kernel(self):
         kernel = await self.victim(cells.setup(900 + self.round, DATA))
         flag = self.pool.folder / "never"
@@ -322,13 +345,21 @@ class Server:
         from jupyter_client.asynchronous import AsyncKernelClient
         from tornado.httpclient import AsyncHTTPClient
 
-        answer = await AsyncHTTPClient().fetch(
-            f"{self.url}api/kernels",
-            method="POST",
-            body=json.dumps({"name": "gpupool-python3"}),
-            headers={"Authorization": "token e2e"},
-            request_timeout=60,
-        )
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                answer = await AsyncHTTPClient().fetch(
+                    f"{self.url}api/kernels",
+                    method="POST",
+                    body=json.dumps({"name": "gpupool-python3"}),
+                    headers={"Authorization": "token e2e"},
+                    request_timeout=60,
+                )
+                break
+            except ConnectionRefusedError:
+                # The server says where it will listen before it does.
+                assert time.monotonic() < deadline, self.log.read_text()
+                await asyncio.sleep(LOOK)
         self.kernel_id = json.loads(answer.body)["id"]
         client = AsyncKernelClient()
         runtime = Path(os.environ["JUPYTER_RUNTIME_DIR"])

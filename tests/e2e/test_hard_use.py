@@ -1,0 +1,419 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What real notebooks do to a GPU besides one array: children, threads, streams; and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from jupyter_gpupool.emulator.profiles import Faults
+
+from . import cells
+from .kit import MiB, until
+from .test_lifecycle import DATA, MACHINE, SLICE, play, state, suspended
+
+
+async def release(pool, kernel):
+    """Have the kernel suspended, and wait for it."""
+    pool.call("release", session=kernel.session()["id"])
+    return await suspended(kernel)
+
+
+# ---------------------------------------------------------------------- shapes of work
+
+
+TWO_DEVICES = """
+blocks = []
+for ordinal in range(2):
+    context = call(driver.cuDevicePrimaryCtxRetain(call(driver.cuDeviceGet(ordinal))))
+    call(driver.cuCtxSetCurrent(context))
+    blocks.append((context, Block(64).allocate().write(10 + ordinal)))
+
+def each():
+    found = []
+    for context, block in blocks:
+        call(driver.cuCtxSetCurrent(context))
+        block.verify()
+        found.append(device())
+    return found
+"""
+
+
+def test_a_kernel_on_two_devices_is_suspended_and_resumed_whole(pool):
+    pool = pool(MACHINE, default_memory=SLICE)
+
+    async def scenario():
+        kernel = await pool.kernel("wide", provisioner={"devices": 2})
+        setup = f"SEED = 3\n{cells.DEFINE}\ncall(driver.cuInit(0))\n{TWO_DEVICES}\neach()"
+        (await kernel.run(setup)).check()
+        session = await state(kernel, "idle")
+        assert sorted(session["devices"]) == sorted(d["uuid"] for d in pool.devices())
+        assert session["granted_bytes"] == 2 * SLICE
+        session = await release(pool, kernel)
+        assert session["suspended_bytes"] >= 2 * 64 * MiB
+        (await kernel.run("assert len(set(each())) == 2")).check()
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_a_wide_kernel_waits_for_both_devices_and_gets_them(pool):
+    pool = pool(MACHINE, default_memory=512 * MiB)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        narrow = await pool.kernel("narrow")
+        wide = await pool.kernel("wide", provisioner={"devices": 2})
+        busy = asyncio.create_task(narrow.run(cells.setup(1, DATA) + cells.busy(flag)))
+        await state(narrow, "active")
+        setup = f"SEED = 3\n{cells.DEFINE}\ncall(driver.cuInit(0))\n{TWO_DEVICES}\neach()"
+        waiting = asyncio.create_task(wide.run(setup))
+        session = await state(wide, "queued")
+        assert session["granted_bytes"] == 0, "all or nothing"
+        assert session["wait_reason"]
+        flag.touch()
+        (await busy).check()
+        (await waiting).check()
+        (await narrow.run("block.verify()")).check()
+        (await wide.run("each()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+CHILD = """
+import subprocess, sys, textwrap
+program = {define!r} + textwrap.dedent('''
+    SEED = 77
+    block = Block({mib}).allocate().write(1)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        block.verify()
+        print("fine", flush=True)
+''')
+child = subprocess.Popen(
+    [sys.executable, "-c", "import sys\\n" + program],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+)
+assert child.stdout.readline() == "ready\\n"
+
+def ask_child():
+    child.stdin.write("?\\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == "fine\\n"
+"""
+
+
+def test_children_of_a_kernel_move_with_it(pool):
+    pool = pool(MACHINE, default_memory=SLICE)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(1, 48))).check()
+        (await kernel.run(CHILD.format(define=cells.DEFINE, mib=48))).check()
+        session = await release(pool, kernel)
+        # Two contexts of 32 MiB and two blocks.
+        assert session["suspended_bytes"] >= 160 * MiB, session
+        assert all(d["memory_foreign"] == 0 for d in pool.devices())
+        (await kernel.run("block.verify(); ask_child()")).check()
+        await release(pool, kernel)
+        (await kernel.run("ask_child(); block.verify(); child.stdin.close(); child.wait()")).check()
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_a_child_that_outlives_its_kernel_is_seen_and_counted(pool):
+    pool = pool("1x640MiB,context=32MiB", default_memory=SLICE)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(1, 48))).check()
+        code = CHILD.format(define=cells.DEFINE, mib=48).replace(
+            "text=True,", "text=True, start_new_session=True,"
+        )
+        (await kernel.run(code)).check()
+        child = int((await kernel.run("print(child.pid)")).check().text)
+        other = await pool.kernel("other")
+        # Its stdin ends with the kernel; stopped, it can not notice and keeps its memory.
+        os.kill(child, 19)
+        kernel.kill()
+        await until(lambda: kernel.session() is None, "the killed kernel's session to end")
+        await kernel.stop(now=True)
+        if psutil.pid_exists(child):
+            await until(
+                lambda: pool.devices()[0]["memory_foreign"] >= 48 * MiB,
+                "the child's bytes to be counted",
+                show=pool.devices,
+            )
+            (await other.run(cells.setup(2, DATA) + "block.verify()")).check()
+            os.kill(child, 9)
+        await until(
+            lambda: pool.devices()[0]["memory_foreign"] == 0,
+            "the child's bytes to be back",
+            show=pool.devices,
+        )
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+WAIT_FOR_TURNS = """
+end = time.monotonic() + 20
+while turns[0] <= before + 2 and not problems:
+    assert time.monotonic() < end
+    time.sleep(0.01)
+assert not problems, problems
+"""
+
+
+def test_a_thread_that_goes_on_after_its_cell_is_stopped_and_goes_on(pool):
+    """GPU work between cells: it must neither fail nor see other bytes, only wait."""
+    pool = pool(MACHINE, default_memory=SLICE)
+    thread = """
+import threading, time
+context = call(driver.cuCtxGetCurrent())
+turns, problems, stop = [0], [], threading.Event()
+mine = Block(48).allocate().write(99)
+def work():
+    try:
+        call(driver.cuCtxSetCurrent(context))
+        while not stop.is_set():
+            mine.verify()
+            turns[0] += 1
+            time.sleep(0.01)
+    except BaseException as error:
+        problems.append(repr(error))
+worker = threading.Thread(target=work)
+worker.start()
+"""
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(1, 64) + thread)).check()
+        for _ in range(3):
+            await release(pool, kernel)
+            (await kernel.run("before = turns[0]; block.verify()")).check()
+            (await kernel.run(WAIT_FOR_TURNS)).check()
+        (await kernel.run("stop.set(); worker.join(); assert not problems, problems")).check()
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_work_still_running_at_the_end_of_a_cell_is_waited_for(pool):
+    pool = pool(f"{MACHINE},bandwidth=2GB/s", default_memory=SLICE)
+    code = """
+stream = call(driver.cuStreamCreate(0))
+host = np.arange(64 << 17, dtype=np.uint64) + np.uint64(SEED)
+target = int(call(driver.cuMemAlloc(host.nbytes)))
+for _ in range(4):
+    call(driver.cuMemcpyHtoDAsync(target, host.ctypes.data, host.nbytes, stream))
+"""
+    check = """
+back = np.empty_like(host)
+call(driver.cuStreamSynchronize(stream))
+call(driver.cuMemcpyDtoH(back.ctypes.data, target, back.nbytes))
+assert (back == host).all()
+block.verify()
+"""
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(1, 64))).check()
+        (await kernel.run(code)).check()
+        await release(pool, kernel)
+        (await kernel.run(check)).check()
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_what_cannot_be_suspended_is_pinned_with_its_reason_and_works_on(pool):
+    pool = pool("1x640MiB,context=32MiB", default_memory=400 * MiB)
+
+    async def scenario():
+        pinned, waiting = await pool.kernel("pinned"), await pool.kernel("waiting")
+        code = cells.setup(1, DATA) + "managed = call(driver.cuMemAllocManaged(1 << 20, 1))\n"
+        (await pinned.run(code)).check()
+        cell = asyncio.create_task(waiting.run(cells.setup(2, DATA)))
+        await until(
+            lambda: (pinned.session() or {}).get("pinned_reason"),
+            "the reason why it is pinned",
+            show=pinned.session,
+        )
+        session = await state(waiting, "queued")
+        assert session["wait_reason"]
+        (await pinned.run("block.verify()")).check()
+        assert pinned.session()["granted_bytes"] == 400 * MiB
+        # Its end gives the slice to the one who waits.
+        await pinned.stop()
+        (await cell).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_a_kernel_killed_again_and_again_by_its_user_leaves_nothing(pool):
+    """Restart at every stage: attached, waiting, suspended, in the middle of a move."""
+    pool = pool("1x640MiB,context=32MiB", default_memory=400 * MiB)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        kernel, other = await pool.kernel("restarted"), await pool.kernel("other")
+        (await kernel.run(cells.setup(1, DATA))).check()
+        await kernel.restart()  # attached
+        (await kernel.run(cells.setup(2, DATA))).check()
+        await release(pool, kernel)
+        await kernel.restart()  # suspended
+        busy = asyncio.create_task(other.run(cells.setup(3, DATA) + cells.busy(flag)))
+        await state(other, "active")
+        cell = asyncio.create_task(kernel.run("1"))
+        await state(kernel, "queued")
+        cell.cancel()
+        await asyncio.gather(cell, return_exceptions=True)
+        await kernel.restart(now=True)  # waiting
+        flag.touch()
+        (await busy).check()
+        (await kernel.run(cells.setup(4, DATA))).check()
+        pool.call("release", session=kernel.session()["id"])
+        await kernel.restart(now=True)  # on its way, or just there
+        (await kernel.run(cells.setup(5, DATA) + "block.verify()")).check()
+        (await other.run("block.verify()")).check()
+        pool.check_ledger()
+        assert len(pool.sessions()) == 2
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+# ---------------------------------------------------------------------- when the driver fails
+
+
+def faults(pool):
+    return Faults(pool.driver_env["GPUPOOL_EMULATE_STATE"])
+
+
+def test_a_resume_that_fails_loses_one_session_says_so_and_touches_no_other(pool):
+    pool = pool(MACHINE, default_memory=SLICE)
+
+    async def scenario():
+        doomed, other = await pool.kernel("doomed"), await pool.kernel("other")
+        for number, kernel in enumerate((doomed, other)):
+            (await kernel.run(cells.setup(number, DATA))).check()
+        await release(pool, doomed)
+        process = psutil.Process(doomed.pid)
+        faults(pool).set("restore-failed", pid=doomed.pid, count=1)
+        said = []
+        cell = asyncio.create_task(doomed.run("block.verify()", timeout=100))
+        await until(lambda: doomed.session() is None, "the lost session to end", timeout=30)
+        await until(
+            lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE,
+            "the lost kernel to end",
+        )
+        cell.cancel()
+        await asyncio.gather(cell, return_exceptions=True)
+        said = [row["reason"] for row in pool.journal() if row["kind"] == "lost"]
+        assert said, "nobody was told"
+        (await other.run("block.verify().write(3).verify()")).check()
+        assert other.session()["suspends"] == 0
+        assert all(not d["drained_reason"] for d in pool.devices()), pool.devices()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+# The broker gives a copy two minutes before it ends the worker that makes it.
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("op", ["lock", pytest.param("checkpoint", marks=pytest.mark.long)])
+def test_a_worker_that_hangs_is_replaced_and_the_notebook_goes_on(pool, op):
+    pool = pool(MACHINE, default_memory=SLICE, lock_timeout=1.0)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(1, DATA))).check()
+        before = {worker.pid for worker in pool.workers()}
+        faults(pool).set("hang", pid=kernel.pid, op=op, count=1)
+        pool.call("release", session=kernel.session()["id"])
+        await until(
+            lambda: {w.pid for w in pool.workers()} - before and len(pool.workers()) == len(before),
+            "a new worker in the place of the one that hangs",
+            timeout=180,
+        )
+        (await kernel.run("block.verify().write(4).verify()", timeout=90)).check()
+        assert len(pool.sessions()) == 1
+        await kernel.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 380))
+
+
+def test_a_lost_device_is_drained_and_suspended_notebooks_resume_elsewhere(pool):
+    pool = pool(MACHINE, default_memory=SLICE)
+
+    async def scenario():
+        away, other = await pool.kernel("away"), await pool.kernel("other")
+        (await away.run(cells.setup(1, DATA))).check()
+        home = (await state(away, "idle"))["device"]
+        await release(pool, away)
+        index = next(d["index"] for d in pool.devices() if d["uuid"] == home)
+        faults(pool).set("device-lost", device=index)
+        await until(
+            lambda: next(d for d in pool.devices() if d["uuid"] == home)["drained_reason"],
+            "the lost device to be drained",
+            show=pool.devices,
+        )
+        (await away.run("block.verify()")).check()
+        assert away.session()["device"] != home
+        (await other.run(cells.setup(2, DATA) + "block.verify()")).check()
+        assert other.session()["device"] != home
+        await pool.stop_kernels()
+        faults(pool).clear()
+
+    play(scenario())
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+def test_the_command_line_shows_and_releases_a_real_kernel(pool):
+    pool = pool(MACHINE, default_memory=SLICE)
+
+    def command(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "jupyter_gpupool.cli", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(1, DATA))).check()
+        done = await asyncio.to_thread(command, "status", "--json")
+        assert done.returncode == 0, done.stderr
+        status = json.loads(done.stdout)
+        (session,) = status["sessions"]
+        assert session["pid"] == kernel.pid
+        assert session["granted_bytes"] == SLICE
+        assert all(d["emulated"] for d in status["devices"])
+        done = await asyncio.to_thread(command, "status")
+        assert "EMULATED" in done.stdout
+        done = await asyncio.to_thread(command, "release", session["id"])
+        assert done.returncode == 0, done.stderr
+        await suspended(kernel)
+        done = await asyncio.to_thread(command, "release", "nonsense")
+        assert done.returncode == 1
+        assert "nonsense" in done.stderr
+        assert "Traceback" not in done.stderr
+        (await kernel.run("block.verify()")).check()
+        await kernel.stop()
+
+    play(scenario())
