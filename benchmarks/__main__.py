@@ -94,7 +94,8 @@ def table(lines: list[dict[str, Any]]) -> str:
         )
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     )
 
 
@@ -119,6 +120,9 @@ def main() -> int:
             broken.append(name)
             print(f"{name} {result}", file=sys.stderr)
             continue
+        if result.get("emulated"):
+            facts["devices"] = ["EMULATED NVIDIA GPU"]
+        facts["devices"] = result.pop("device_names", facts["devices"])
         result.setdefault("machine", facts)
         result["quick"] = options.quick
         result["seconds"] = round(time.monotonic() - begun, 1)

@@ -3,7 +3,8 @@
 """Percentiles, facts about the machine, and how a result is written.
 
 A benchmark's result is a dict of JSON values. Under ``budgets`` it may have a list of
-:func:`budget`; the runner's table shows these. Nothing written names a host, a user or a path.
+:func:`budget`; the runner's table shows these. ``emulated`` (a bool) or ``device_names`` (as the
+pool names them) say what it ran on. Nothing written names a host, a user or a path.
 """
 
 from __future__ import annotations
