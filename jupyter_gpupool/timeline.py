@@ -120,7 +120,7 @@ def draw_svg(lanes: Sequence[Lane], devices: Sequence[str], names: Sequence[str]
     end = max(lane.spans[-1].end for lane in lanes)
     left, width, row, bar = 150, 700, 40, 24
     scale = width / max(end - start, 1e-9)
-    height = row * len(lanes) + 84
+    height = row * len(lanes) + 110
     out = [
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 20} {height}" '
@@ -157,14 +157,19 @@ def draw_svg(lanes: Sequence[Lane], devices: Sequence[str], names: Sequence[str]
     legend = [(_DEVICE_COLOURS[i % len(_DEVICE_COLOURS)], name) for i, name in enumerate(names)]
     legend += [
         (_COLOURS["queued"], "waiting"),
+        (_COLOURS["detaching"], "suspending"),
         (_COLOURS["suspended"], "in host memory"),
+        (_COLOURS["attaching"], "restoring"),
         (_COLOURS["detached"], "no GPU state"),
     ]
-    x = 12
+    x, y = 12, y + 26
     for colour, name in legend:
-        out.append(f'<rect x="{x}" y="{y + 26}" width="14" height="14" fill="{colour}"/>')
-        out.append(f'<text x="{x + 20}" y="{y + 38}" fill="#202124">{escape(name)}</text>')
-        x += 44 + 7 * len(name)
+        room = 44 + 7 * len(name)
+        if x + room > left + width:
+            x, y = 12, y + 24
+        out.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{colour}"/>')
+        out.append(f'<text x="{x + 20}" y="{y + 12}" fill="#202124">{escape(name)}</text>')
+        x += room
     out.append("</svg>")
     return "\n".join(out) + "\n"
 
