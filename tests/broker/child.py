@@ -26,6 +26,7 @@ def cu_initialised():
 
 STATE = {"device": None, "buffers": []}
 WAITS = {}
+CHILDREN = []
 LINK = Link(
     os.environ["GPUPOOL_SOCKET"],
     os.environ["GPUPOOL_SESSION"],
@@ -49,6 +50,20 @@ def settle(wait, changed, seconds):
 
 def do_start(_):
     LINK.start()
+
+
+def do_close(_):
+    # Not waited for: what the test is about is what the broker sees.
+    threading.Thread(target=LINK.close, daemon=True).start()
+
+
+def do_start_in_child(_):
+    """Let a child process be the agent."""
+    import subprocess
+
+    CHILDREN.append(
+        subprocess.Popen([sys.executable, "-m", __spec__.name, "--start"], stdin=subprocess.PIPE)
+    )
 
 
 def do_ask(command):
@@ -128,6 +143,10 @@ def do_sleep_holding_gil(command):
 
 
 def main():
+    if "--start" in sys.argv:
+        LINK.start()
+        sys.stdin.read()
+        return
     print(json.dumps({"ok": os.getpid()}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)

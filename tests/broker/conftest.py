@@ -27,6 +27,7 @@ def make_broker(folder):
     yield make
     for broker in made:
         broker.close()
+        print(broker.tail())  # pytest shows it if the test failed
 
 
 @pytest.fixture

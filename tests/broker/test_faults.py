@@ -1,0 +1,233 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Named faults of the driver, the workers and the agent, and what the pool makes of each."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from .kit import Kernel, MiB, wait_until
+
+
+@pytest.fixture
+def three(broker, kernel):
+    """Two sessions on the two devices, with data, and a third that would need a device."""
+    one, two, three = (kernel(name, memory=400 * MiB) for name in ("one", "two", "three"))
+    for number, each in enumerate((one, two), 1):
+        each.attach()
+        each.do("alloc", bytes=64 * MiB, byte=number)
+    return one, two, three
+
+
+def children(broker, module):
+    """Return the pids of the broker's child processes that run ``module``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == broker.process.pid and f"jupyter_gpupool.devices.{module}".encode() in command:
+            found.append(int(entry.name))
+    return found
+
+
+def test_workers_and_monitor_may_be_killed_at_rest(broker, three):
+    one, _two, heir = three
+    for pid in children(broker, "worker") + children(broker, "monitor"):
+        os.kill(pid, signal.SIGKILL)
+    one.do("drop", hold="cell")
+    heir.attach()
+    assert broker.session(one.session)["suspended_bytes"] == (64 + 32) * MiB
+    heir.do("drop", hold="cell")
+    one.attach("again")
+    assert one.do("check") == 64 * MiB
+
+
+def test_a_worker_killed_in_the_middle_of_a_suspend(broker, three):
+    one, _two, heir = three
+    broker.faults.set("slow-copies", bandwidth=64 * MiB)
+    heir.do("ask", hold="cell")
+    one.do("drop", hold="cell")
+    one.wait_state("detaching")
+    for pid in children(broker, "worker"):
+        os.kill(pid, signal.SIGKILL)
+    broker.faults.clear()
+    heir.do("got", hold="cell")
+    heir.do("drop", hold="cell")
+    one.attach("again")
+    assert one.do("check") == 64 * MiB
+
+
+def test_a_kernel_killed_in_the_middle_of_a_suspend(broker, three):
+    one, two, heir = three
+    broker.faults.set("slow-copies", bandwidth=32 * MiB)
+    heir.do("ask", hold="cell")
+    one.do("drop", hold="cell")
+    one.wait_state("detaching")
+    one.kill()
+    heir.do("got", hold="cell")
+    assert broker.session(one.session) is None
+    assert two.do("check") == 64 * MiB
+
+
+def test_a_refused_checkpoint_pins_the_session_and_says_why(broker, three):
+    one, two, heir = three
+    broker.faults.set("checkpoint-refused", pid=one.process.pid)
+    heir.do("ask", hold="cell")
+    one.do("drop", hold="cell")
+    wait_until(lambda: broker.session(one.session)["pinned_reason"], "the reason")
+    assert one.state() == "idle"
+    assert one.link()["attached"], "the agent has its lease again"
+    assert one.do("take", hold="more")
+    assert one.do("check") == 64 * MiB
+    assert heir.state() == "queued"
+    # The other one can be suspended.
+    two.do("drop", hold="cell")
+    heir.do("got", hold="cell")
+    refused = [r for r in broker.rows("refuse") if r["detail"].get("kind") == "pinned"]
+    assert refused[0]["session"] == one.session
+
+
+def test_work_that_does_not_drain_is_left_running(broker, three):
+    one, two, heir = three
+    broker.faults.set("lock-timeout", pid=one.process.pid, count=1)
+    heir.do("ask", hold="cell")
+    one.do("drop", hold="cell")
+    wait_until(
+        lambda: [r for r in broker.rows("refuse") if r["detail"].get("kind") == "drain"],
+        "the refusal",
+    )
+    assert one.do("check") == 64 * MiB
+    two.do("drop", hold="cell")
+    heir.do("got", hold="cell")
+
+
+def test_a_failed_resume_ends_that_session_and_no_other(broker, three):
+    one, two, heir = three
+    one.do("drop", hold="cell")
+    heir.attach()
+    one.wait_state("detached")
+    broker.faults.set("restore-failed", pid=one.process.pid)
+    one.do("ask", hold="again")
+    two.do("drop", hold="cell")
+    one.process.wait(30)
+    wait_until(lambda: broker.session(one.session) is None, "its end")
+    broker.faults.clear()
+    (lost,) = broker.rows("lost")
+    assert lost["session"] == one.session
+    assert lost["reason"]
+    assert broker.status()["host"]["used_bytes"] <= (64 + 32) * MiB
+    heir.do("drop", hold="cell")
+    two.attach("again")
+    assert two.do("check") == 64 * MiB
+
+
+def test_a_lost_device_is_drained_and_its_suspended_go_elsewhere(broker, three):
+    one, two, heir = three
+    lost = broker.session(one.session)["device"]
+    index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == lost)
+    one.do("drop", hold="cell")
+    heir.attach()
+    one.wait_state("detached")
+    broker.faults.set("device-lost", device=index)
+
+    def drained():
+        return next(d for d in broker.status()["devices"] if d["uuid"] == lost)["drained_reason"]
+
+    wait_until(drained, "the drained device")
+    assert broker.rows("device-lost")[0]["device"] == lost
+    two.do("drop", hold="cell")
+    one.attach("again")
+    assert broker.session(one.session)["device"] != lost
+    assert one.do("check") == 64 * MiB
+
+
+def test_without_process_lists_the_accounts_still_agree(broker, kernel):
+    broker.faults.set("nvml-missing-pids")
+    one, two = kernel("one", memory=400 * MiB), kernel("two", memory=400 * MiB)
+    three = kernel("three", memory=400 * MiB)
+    for number, each in enumerate((one, two), 1):
+        each.attach()
+        each.do("alloc", bytes=64 * MiB, byte=number)
+    one.do("drop", hold="cell")
+    three.attach()
+    assert broker.session(one.session)["suspended_bytes"] == (64 + 32) * MiB
+    assert all(d["memory_foreign"] == 0 for d in broker.status()["devices"])
+    two.do("drop", hold="cell")
+    one.attach("again")
+    assert one.do("check") == 64 * MiB
+
+
+def test_a_stopped_kernel_is_left_alone(broker, three):
+    """SIGSTOP makes every checkpoint call hang; nobody else may suffer."""
+    one, two, heir = three
+    one.do("drop", hold="cell")
+    one.wait_state("idle")
+    os.kill(one.process.pid, signal.SIGSTOP)
+    heir.do("ask", hold="cell")
+    wait_until(lambda: heir.link()["queue"], "its place in the queue")
+    two.do("drop", hold="cell")
+    heir.do("got", hold="cell")
+    os.kill(one.process.pid, signal.SIGCONT)
+    assert one.do("check") == 64 * MiB
+
+
+def test_an_agent_with_a_cell_on_its_way_keeps_its_lease(broker, kernel):
+    """A hold that was sent before the yield was read: the answer is no."""
+    one, two = kernel("one", memory=400 * MiB, agent=False), kernel("two", memory=400 * MiB)
+    three = kernel("three", memory=400 * MiB)
+    two.attach()
+    pushes = []
+    with broker.client(on_push=pushes.append) as agent:
+        # This process is no descendant of the kernel: it may not say hello.
+        code = None
+        try:
+            agent.call("hello", session=one.session, token=one.token)
+        except Exception as error:
+            code = error.code
+    assert code == "not-yours"
+    one.do("start")
+    wait_until(lambda: one.link()["greeted"], "its hello")
+    one.attach()
+    three.do("ask", hold="cell")
+    three.wait_state("queued")
+    # It drops and takes again at once, over and over: the yield meets a hold, or it does not.
+    for number in range(20):
+        one.do("drop", hold="cell" if number == 0 else f"c{number - 1}")
+        if not one.do("take", hold=f"c{number}"):
+            break
+    else:
+        one.do("drop", hold="c19")
+    three.do("got", hold="cell")
+    assert one.state() in ("detached", "detaching", "queued")
+
+
+def test_an_agent_that_goes_away_keeps_its_cell_for_a_while(broker, kernel):
+    one = kernel("one")
+    one.attach()
+    one.do("close")
+    wait_until(lambda: not broker.session(one.session)["agent"], "the agent's leave")
+    found = broker.session(one.session)
+    assert (found["state"], len(found["holds"])) == ("active", 1)
+
+
+def test_no_driver_is_one_sentence(make_broker, folder):
+    broker = make_broker(emulate="")
+    if os.path.exists("/dev/nvidiactl"):
+        pytest.skip("this machine has an NVIDIA driver")
+    assert broker.start()["ok"]
+    from jupyter_gpupool.errors import RefusedError
+
+    with pytest.raises(RefusedError) as caught:
+        Kernel(broker, "x", launch=False)
+    assert caught.value.code == "no-device"
+    assert "driver" in caught.value.message
+    assert "doctor" in caught.value.next_step

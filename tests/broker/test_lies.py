@@ -1,0 +1,269 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Clients that lie, and users who look at each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool.client import Client
+from jupyter_gpupool.errors import BrokerUnavailable, GPUPoolError, RefusedError
+
+from . import kit
+from .kit import Kernel, Raw, wait_until
+
+NOBODY = 65534
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+
+
+def refusal(client, message, /, **fields):
+    with pytest.raises(RefusedError) as caught:
+        client.call(message, **fields)
+    return caught.value.code
+
+
+def ping_until_closed(client):
+    while True:
+        client.call("ping")
+
+
+def pool_is_fine(broker):
+    return broker.process.poll() is None and broker.status()["pid"] == broker.process.pid
+
+
+def test_a_wrong_token_is_refused_and_closed(broker, kernel):
+    one = kernel("one", agent=False)
+    with broker.client() as client:
+        assert refusal(client, "hello", session=one.session, token="guess") == "bad-token"
+        with pytest.raises(BrokerUnavailable):
+            ping_until_closed(client)
+    assert broker.status()["broker"]["counters"]["closed_for_abuse"] == 1
+
+
+def test_the_right_token_from_the_wrong_process_is_refused(broker, kernel):
+    one = kernel("one", agent=False)
+    with broker.client() as client:
+        assert refusal(client, "hello", session=one.session, token=one.token) == "not-yours"
+    one.do("start")
+    wait_until(lambda: one.link()["greeted"], "the true agent")
+
+
+def test_a_child_of_the_kernel_may_speak_for_it(broker, kernel):
+    one = kernel("one", agent=False)
+    one.do("start_in_child")
+    wait_until(lambda: broker.session(one.session)["agent"], "the child's hello")
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 2**22 - 1, 10**9])
+def test_a_process_that_is_not_there(broker, kernel, pid):
+    one = kernel("one", launch=False)
+    assert refusal(one.server, "launched", session=one.session, pid=pid) == "no-process"
+
+
+def test_a_process_is_one_session_and_a_session_one_process(broker, kernel):
+    one, two = kernel("one"), kernel("two", launch=False)
+    taken = one.process.pid
+    assert refusal(two.server, "launched", session=two.session, pid=taken) == "already-launched"
+    assert (
+        refusal(one.server, "launched", session=one.session, pid=os.getpid()) == "already-launched"
+    )
+    one.server.call("launched", session=one.session, pid=taken)  # again the same: fine
+
+
+@root_only
+def test_a_process_of_another_user_is_refused(broker, kernel):
+    one = kernel("one", launch=False)
+    other = subprocess.Popen(["sleep", "600"], user=NOBODY)
+    try:
+        assert refusal(one.server, "launched", session=one.session, pid=other.pid) == "not-yours"
+    finally:
+        other.kill()
+        other.wait(20)
+    assert broker.session(one.session) is None or pool_is_fine(broker)
+
+
+@pytest.mark.parametrize("kind", ["launched", "close", "release", "keep", "request", "hello"])
+def test_sessions_that_are_not_there(broker, kind):
+    fields = {"pid": os.getpid(), "seconds": 1, "token": "t"}
+    with broker.client() as client:
+        if kind == "close":
+            client.call("close", session="nope")
+            return
+        assert refusal(client, kind, session="nope", **fields) == "unknown-session"
+
+
+def test_an_agents_messages_need_a_hello(broker):
+    with broker.client() as client:
+        assert refusal(client, "hold", hold="h", kind="cell", wait=True) == "no-session"
+        assert refusal(client, "cancel", hold="h") == "no-session"
+        assert refusal(client, "release") == "no-session"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\n" * 50, b"{" * 1000 + b"\n", os.urandom(5000), b'{"v":1,"type":"ping"}\n' * 60_000],
+    ids=["lines", "braces", "noise", "flood"],
+)
+def test_rubbish_and_floods_do_not_reach_the_pool(broker, kernel, data):
+    one = kernel("one")
+    one.attach()
+    with Raw(broker.socket) as raw:
+        try:
+            raw.send(data)
+            raw.socket.shutdown(1)
+            raw.read_all()
+        except OSError:
+            pass  # it was cut off
+    assert one.do("take", hold="more")
+    assert pool_is_fine(broker)
+    one.wait_state("active")
+
+
+def test_another_version_is_told_so(broker):
+    with Raw(broker.socket) as raw:
+        raw.send(b'{"v":99,"type":"ping","id":1}\n')
+        answer = raw.read()
+    assert (answer["type"], answer["code"]) == ("error", "version")
+    assert "same version" in answer["next_step"]
+
+
+def test_too_many_waits_on_one_connection(broker, kernel):
+    blocker = [kernel(n, memory=400 << 20) for n in ("a", "b")]
+    for one in blocker:
+        one.attach()
+    one = kernel("one", memory=400 << 20)
+    for number in range(256):
+        one.do("ask", hold=f"h{number}")
+    one.do("ask", hold="one-too-many")
+    assert one.refused("got", hold="one-too-many") == "too-many"
+    one.do("drop", hold="h0")
+    blocker[0].do("drop", hold="cell")
+    one.do("got", hold="h255")
+    assert len(broker.session(one.session)["holds"]) == 255
+
+
+SPY = """
+import json, os, sys
+from jupyter_gpupool.client import Client
+from jupyter_gpupool.errors import GPUPoolError
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+client = Client(sys.argv[1])
+answers = []
+for kind, fields in json.loads(sys.argv[2]):
+    try:
+        answers.append(client.call(kind, **fields))
+    except GPUPoolError as error:
+        answers.append({"code": error.code})
+print(json.dumps(answers))
+client.close()
+"""
+
+
+def as_nobody(path, *calls):
+    """Return the answers that another user gets."""
+    done = subprocess.run(
+        [sys.executable, "-c", SPY, str(path), json.dumps(calls)],
+        capture_output=True, text=True, timeout=60, cwd=kit.ROOT,
+        env={**os.environ, "PYTHONPATH": str(kit.ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def machine_wide(make_broker):
+    """A broker for everybody, as systemd starts it."""
+    folder = Path("/run") / f"gpb-{os.getpid()}"
+    broker = make_broker()
+    broker.socket = folder / "broker.sock"
+    try:
+        yield broker.started
+        broker.close()
+    finally:
+        kit.remove(folder)
+
+
+@root_only
+def test_other_users_see_only_what_explains_the_devices(machine_wide):
+    mine = Kernel(machine_wide, "my secret label")
+    try:
+        mine.attach()
+        status, journal, release, keep, request, close, hello = as_nobody(
+            machine_wide.socket,
+            ("status", {}),
+            ("journal", {"limit": 10000}),
+            ("release", {"session": mine.session}),
+            ("keep", {"session": mine.session, "seconds": 1}),
+            ("request", {"session": mine.session, "memory": 1 << 20}),
+            ("close", {"session": mine.session}),
+            ("hello", {"session": mine.session, "token": mine.token}),
+        )
+        (seen,) = status["sessions"]
+        assert seen["owner"] == "other"
+        assert set(seen) == {
+            "id", "owner", "state", "granted_bytes", "device", "queue_position",
+        }  # fmt: skip
+        assert "secret" not in str(status)
+        assert "secret" not in str(journal)
+        assert {row["session"] for row in journal["rows"]} == {""}
+        assert [a["code"] for a in (release, keep, request, close)] == ["not-allowed"] * 4
+        assert hello["code"] == "not-yours"
+        assert mine.state() == "active"
+        (whole,) = machine_wide.status()["sessions"]
+        assert whole["label"] == "my secret label"
+    finally:
+        mine.close()
+
+
+@root_only
+def test_an_admin_sees_and_releases_everything(make_broker):
+    folder = Path("/run") / f"gpb-{os.getpid()}"
+    broker = make_broker(admins=["nobody"])
+    broker.socket = folder / "broker.sock"
+    broker.start()
+    mine = Kernel(broker, "label")
+    try:
+        mine.attach()
+        mine.do("drop", hold="cell")
+        status, release = as_nobody(
+            broker.socket, ("status", {}), ("release", {"session": mine.session})
+        )
+        assert status["sessions"][0]["label"] == "label"
+        assert release["note"]
+        mine.wait_state("detached")
+    finally:
+        mine.close()
+        broker.close()
+        kit.remove(folder)
+
+
+@root_only
+def test_another_users_session_is_theirs(machine_wide):
+    opened, status = as_nobody(
+        machine_wide.socket, ("open", {"kernel_id": "k", "label": "theirs"}), ("status", {})
+    )
+    assert opened["session"]
+    (seen,) = status["sessions"]
+    assert seen["owner"] == "nobody"
+    wait_until(lambda: not machine_wide.status()["sessions"], "its end with the connection")
+
+
+@root_only
+def test_a_users_own_broker_cannot_even_be_reached_by_others(broker):
+    with pytest.raises(AssertionError, match="BrokerUnavailable"):
+        as_nobody(broker.socket, ("ping", {}))
+
+
+def test_a_socket_that_is_not_ours_is_not_spoken_to(folder):
+    (folder / "link").symlink_to("/run/other.sock")
+    with pytest.raises(GPUPoolError) as caught:
+        Client(folder / "link")
+    assert caught.value.code == "bad-socket"
