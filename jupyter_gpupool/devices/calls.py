@@ -22,6 +22,10 @@ from .model import ProcessId, SuspendStatus
 #: Seconds beyond the lock's own time-out before its worker is taken to hang.
 LOCK_GRACE = 5.0
 
+#: Seconds for a question to a process that nothing has been done to yet. It is answered at once
+#: unless a copy is in flight; a frozen process never answers, and others wait for the device.
+PATIENCE = 10.0
+
 #: Bytes per second below which a copy is taken to hang; half of the slowest seen in the field.
 SLOWEST_COPY = 0.5e9
 
@@ -83,6 +87,8 @@ class SessionCalls:
         self.lock_timeout = lock_timeout
         self._call_timeout = call_timeout
         self._copy_timeout = call_timeout
+        #: Seconds that :meth:`probe` waits; a copy may have to end first if a broker died.
+        self.patience = call_timeout
         #: Sum over the driver calls so far, as measured around each of them.
         self.driver_seconds = 0.0
         #: Whether a process of the session has called cuInit; None: nobody can tell.
@@ -95,6 +101,7 @@ class SessionCalls:
         self._copy_timeout = self._call_timeout + size / SLOWEST_COPY
 
     def refusal(self, process: ProcessId, answer: Answer) -> Refused:
+        """Return what to raise for an answer that is not ``ok``."""
         if answer.outcome == "stopped":
             return Refused("drain", answer.message)
         if answer.outcome == "hung":
@@ -136,7 +143,8 @@ class SessionCalls:
 
     async def probe(self, process: ProcessId) -> str:
         """Return the driver's state of a process, empty if it has no CUDA context."""
-        answer = await self._query("thread", process)
+        patience = min(self.patience, self._call_timeout)
+        answer = await self._query("thread", process, patience)
         if answer.outcome == "gone":
             return ""
         if answer.outcome in ("stopped", "hung"):
@@ -144,7 +152,7 @@ class SessionCalls:
         context = answer.outcome == "ok" and int(answer.value or 0) > 0
         if answer.outcome == "refused" and answer.code not in _NO_CONTEXT:
             raise self.refusal(process, answer)
-        answer = await self.state(process)
+        answer = await self.state(process, patience)
         if answer.outcome in ("stopped", "hung"):
             raise Refused("drain", answer.message)
         if answer.outcome == "refused" and context:
@@ -159,26 +167,25 @@ class SessionCalls:
             return ""
         return answer.value
 
-    async def state(self, process: ProcessId) -> Answer:
-        """Return the driver's state, after a transfer that is under way has ended."""
-        deadline = time.monotonic() + self._copy_timeout
+    async def state(self, process: ProcessId, patience: float | None = None) -> Answer:
+        """Return the driver's state, after a transfer that is under way has ended.
+
+        The driver answers only then, so ``patience`` seconds (None: enough for a copy) allow for
+        it.
+        """
+        patience = self._copy_timeout if patience is None else patience
+        deadline = time.monotonic() + patience
         while True:
-            answer = await self._query("state", process)
+            answer = await self._query("state", process, patience)
             if answer.value not in ("checkpointing", "restoring"):
                 return answer
             if time.monotonic() >= deadline:
                 return Answer("hung", message=f"Process {process.pid} is {answer.value} for ever.")
             await asyncio.sleep(0.05)
 
-    async def _query(self, op: str, process: ProcessId) -> Answer:
-        """Ask the driver about a process.
-
-        The time-out allows for a copy: the driver answers only when one in flight has ended.
-        """
+    async def _query(self, op: str, process: ProcessId, patience: float) -> Answer:
         try:
-            return self._count(
-                await self._worker.ask(op, self._copy_timeout, process=_wire(process))
-            )
+            return self._count(await self._worker.ask(op, patience, process=_wire(process)))
         except (ChildLost, DriverError) as error:
             message = str(error)
         there = processes.presence(process)

@@ -9,6 +9,7 @@ next call starts a fresh one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -254,9 +255,10 @@ class Child:
         try:
             while line := await process.stdout.readline():
                 self._take(json.loads(line), ready)
-        except ValueError as error:  # not JSON, or an endless line
-            self._log.error("The %s process sent rubbish: %s", self.module, error)
-            process.kill()
+        except Exception:  # not JSON, an endless line, or the callback failed
+            self._log.exception("What the %s process sent could not be taken", self.module)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
         # Closed stdout is the end, even if the process lingers.
         if self._process is process:
             self._process = None
@@ -278,16 +280,14 @@ class Child:
             if self._on_event is not None:
                 self._on_event(message)
         else:
-            call = self._waiting.get(message["id"])
+            call = self._waiting.get(message.get("id", 0))
             if call is not None and not call.answer.done():
                 call.answer.set_result(message)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            except ProcessLookupError:
-                pass  # it was first
         if self._process is process:
             self._process = None
         reader = self._reader

@@ -8,12 +8,13 @@ and no process waits for another that is suspended already. Any refusal undoes e
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Collection, Mapping, Sequence
 
 from ..errors import DriverError
 from . import checkpoint, processes
-from .calls import LOST, Refused, SessionCalls
+from .calls import LOST, PATIENCE, Refused, SessionCalls
 from .checkpoint import Answer, complete_mapping
 from .model import (
     DeviceSample,
@@ -29,6 +30,9 @@ from .sampling import Sampler
 #: Times to look for processes that a session started while it was being locked.
 _LOOKS = 3
 
+#: Seconds that a rollback waits for memory that somebody outside the pool took.
+ROOM_WAIT = 5.0
+
 _WORST: tuple[SessionState, ...] = ("hung", "failed", "checkpointed", "locked", "running")
 
 
@@ -42,6 +46,7 @@ class Operation:
         self._begin = time.perf_counter()
         #: Processes that are, or may be, no longer running because of us, in that order.
         self.touched: list[ProcessId] = []
+        self._before: list[DeviceSample] = []
         #: Processes that could not be brought back to running because they are stopped.
         self.unsettled: list[ProcessId] = []
 
@@ -49,23 +54,25 @@ class Operation:
 
     async def suspend(self, devices: Sequence[str]) -> SuspendOutcome:
         """Suspend the session. See :class:`SuspendOutcome`."""
+        self._calls.patience = PATIENCE
         try:
             targets, adopted = await self._lock_all()
             # Not before: what a process takes until it is locked must count, or a resume would
             # reserve too little, and that is fatal.
-            before = await self._sampler.sample(devices)
+            self._before = before = await self._sampler.sample(devices)
             self._calls.allow_copy(sum(sample.used for sample in before))
             if not targets:
                 self._nothing_held(before)
                 return self._suspended("nothing", "")
-            for process in targets:
-                await self._checkpoint(process)
+            targets = [process for process in targets if await self._checkpoint(process)]
         except Refused as refused:
             return await self._give_up(refused)
         except DriverError as error:
             return await self._give_up(Refused("drain", f"It was not suspended. {error}"))
         if processes.presence(self._root) == "gone":
             return self._suspended("gone", checkpoint.absent(self._root, "gone"))
+        if not targets:  # they have ended, and the root has no context
+            return self._suspended("nothing", "")
         return await self._verify(targets, adopted, before)
 
     async def _lock_all(self) -> tuple[list[ProcessId], bool]:
@@ -108,7 +115,9 @@ class Operation:
         if answer.outcome == "gone" or answer.code == checkpoint.NOT_INITIALIZED:
             self.touched.remove(process)
             return False
-        if answer.code in (checkpoint.NOT_READY, LOST):
+        if answer.code == LOST:
+            raise Refused("drain", f"Process {process.pid} was not suspended. {answer.message}")
+        if answer.code == checkpoint.NOT_READY:
             raise Refused(
                 "drain",
                 f"The GPU work of process {process.pid} did not finish in "
@@ -116,14 +125,14 @@ class Operation:
             )
         raise self._calls.refusal(process, answer)
 
-    async def _checkpoint(self, process: ProcessId) -> None:
+    async def _checkpoint(self, process: ProcessId) -> bool:
+        """Suspend a locked process, if it is not; False if it has ended."""
         answer = await self._calls.state(process)
-        if answer.outcome == "ok" and answer.value == "checkpointed":
-            return
-        if answer.outcome == "ok":
+        if answer.outcome == "ok" and answer.value != "checkpointed":
             answer = await self._calls.call("checkpoint", process)
         if answer.outcome not in ("ok", "gone"):
             raise self._calls.refusal(process, answer)
+        return answer.outcome == "ok"
 
     async def _give_up(self, refused: Refused) -> SuspendOutcome:
         trouble = await self.undo(self.touched)
@@ -141,6 +150,7 @@ class Operation:
         for process in reversed([*touched]):
             answer = await self._calls.state(process)
             if answer.value == "checkpointed":
+                await self._wait_for_room(process)
                 answer = await self._calls.call("restore", process, mapping=None)
                 if answer.outcome == "ok":
                     answer = Answer("ok", value="locked")
@@ -157,6 +167,18 @@ class Operation:
             what = answer.message or f"the driver says {answer.value!r}"
             trouble = status, f"Process {process.pid} could not be brought back: {what}"
         return trouble
+
+    async def _wait_for_room(self, process: ProcessId) -> None:
+        """Wait a little until what a process had is free again, if somebody took it.
+
+        The lease has not been given away, so it is somebody outside the pool. If it stays taken
+        the restore is tried all the same: half a session suspended is a session lost.
+        """
+        deadline = time.monotonic() + ROOM_WAIT
+        had = {s.uuid: sum(p.bytes or 0 for p in s.processes if p.pid == process.pid)
+               for s in self._before}  # fmt: skip
+        while await self._no_room(had) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
 
     def _nothing_held(self, before: Sequence[DeviceSample]) -> None:
         """Refuse "nothing" if NVML shows memory of the session: it must not be given away."""
@@ -215,6 +237,7 @@ class Operation:
         """Resume the session on ``devices``. See :class:`ResumeOutcome`."""
         mapping = complete_mapping((*origin,), (*devices,), (*everything,))
         self._calls.allow_copy(sum(need.values()))
+        self._calls.patience = PATIENCE
         try:
             members = await self._calls.members()
             states = {process: await self._calls.probe(process) for process in reversed(members)}

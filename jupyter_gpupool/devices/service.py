@@ -383,7 +383,11 @@ class DeviceService:
 
         task = asyncio.create_task(settle())
         self._settling[root] = task
-        task.add_done_callback(lambda _: self._settling.pop(root, None))
+        task.add_done_callback(lambda _: self._settled(root, task))
+
+    def _settled(self, root: ProcessId, task: asyncio.Task[None]) -> None:
+        if self._settling.get(root) is task:
+            del self._settling[root]
 
     async def _forget_settling(self, root: ProcessId) -> None:
         task = self._settling.pop(root, None)

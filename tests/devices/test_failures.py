@@ -287,6 +287,21 @@ async def test_a_child_that_ends_in_mid_suspend_is_not_missed(emulated):
         assert await target.do("digest", 1) == digest
 
 
+async def test_when_every_cuda_process_ends_in_mid_suspend_nothing_is_suspended(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        child = await target.do("spawn")
+        await target.child("context")
+        await target.child("fill", 32 * MiB, 2)
+        machine.faults.set("slow-copies", bandwidth="32MiB/s")
+        task = asyncio.create_task(service.suspend(target.root, [uuid], session=SESSION))
+        await answer_started(service, uuid, "checkpoint")
+        os.kill(child, signal.SIGKILL)
+        outcome = await task
+        assert (outcome.status, outcome.freed, outcome.processes) == ("nothing", {}, ())
+
+
 async def test_a_broker_that_died_half_way_is_recovered_from(emulated):
     """What the next broker finds: a session locked, or suspended without a record of it."""
     machine = emulated("1x1GiB,context=16MiB")
