@@ -309,6 +309,8 @@ class BrokerApp:
             if self.runner.journal.seq != written:
                 written = self.runner.journal.seq
                 await asyncio.to_thread(self.runner.journal.tidy)
+                for problem in self.runner.pool.self_check():
+                    _LOG.error("The pool's accounts do not agree; please report this: %s", problem)
 
     async def _linger(self) -> None:
         """End a broker of one user when nobody has needed it for a while."""

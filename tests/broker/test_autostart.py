@@ -1,0 +1,288 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Brokers that are started when needed, end when not, and read their configuration again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from traitlets.config import Config
+from traitlets.config.loader import KVArgParseConfigLoader
+
+from jupyter_gpupool.autostart import ensure_broker
+from jupyter_gpupool.client import Client
+from jupyter_gpupool.errors import BrokerUnavailable, RefusedError
+
+from . import kit
+from .kit import BIG, MACHINE, Kernel, MiB, wait_until
+
+
+@pytest.fixture
+def clean(monkeypatch, folder):
+    """The environment of a user without any configuration, and one's own folder for the socket."""
+    for name in list(os.environ):
+        if name.startswith(("GPUPOOL_", "JUPYTER_")):
+            monkeypatch.delenv(name)
+    for name, value in kit.environment(folder).items():
+        if name.startswith("JUPYTER_"):
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    yield folder
+    for log in folder.rglob("*.lock"):
+        text = log.read_text().strip()
+        if text:
+            with_pid(int(text))
+
+
+def with_pid(pid):
+    """End a broker that a test has started, and wait for it."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "the broker's end")
+
+
+def settings(folder, **more):
+    return {
+        "GPUPool": {
+            "emulate": MACHINE,
+            "state_dir": str(folder / "state"),
+            "default_memory": BIG,
+            **more,
+        }
+    }
+
+
+def status(path):
+    with Client(path) as client:
+        return client.call("status")
+
+
+def test_it_starts_once_and_is_found_again(clean):
+    path = ensure_broker(settings(clean))
+    assert path == clean / "gpupool" / "broker.sock"
+    first = status(path)
+    assert first["machine"] == f"EMULATED {MACHINE}"
+    assert ensure_broker(None) == path
+    assert status(path)["pid"] == first["pid"]
+    # Of its own session: ^C in the terminal of the server does not end it.
+    assert os.getsid(first["pid"]) == first["pid"]
+    config = path.with_suffix(".config.json")
+    assert config.stat().st_mode & 0o777 == 0o600
+    assert json.loads(config.read_text())["GPUPool"]["emulate"] == MACHINE
+
+
+def test_twenty_at_once_start_one(clean):
+    script = (
+        "import json, sys; from jupyter_gpupool.autostart import ensure_broker;"
+        "from jupyter_gpupool.client import Client;"
+        "path = ensure_broker(json.loads(sys.argv[1]));"
+        "print(Client(path).call('status')['pid'])"
+    )
+    command = [sys.executable, "-c", script, json.dumps(settings(clean))]
+    starters = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=kit.ROOT)
+        for _ in range(20)
+    ]
+    pids = set()
+    for starter in starters:
+        out, _ = starter.communicate(timeout=110)
+        assert starter.returncode == 0
+        pids.add(out.strip())
+    assert len(pids) == 1
+    log = (clean / "gpupool" / "broker.log").read_text()
+    assert log.count(" listens at ") == 1
+
+
+def test_options_of_a_command_line_reach_the_broker(clean):
+    r"""As ``jupyter lab --GPUPool.emulate=...`` leaves them in the server's configuration."""
+    loader = KVArgParseConfigLoader(
+        argv=[
+            f"--GPUPool.emulate={MACHINE}",
+            f"--GPUPool.state_dir={clean / 's'}",
+            "--GPUPool.idle_timeout=77",
+        ]
+    )
+    path = ensure_broker(loader.load_config())
+    found = status(path)
+    assert found["settings"]["idle_timeout"] == 77
+    assert found["emulated"]
+
+
+def test_a_configuration_as_an_object(clean):
+    config = Config(settings(clean, idle_timeout=55))
+    assert status(ensure_broker(config))["settings"]["idle_timeout"] == 55
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"idle_timeoutt": 5}, "idle_timeout"),
+        ({"emulate": "2x"}, "2x"),
+        ({"devices": [7]}, "devices names '7'"),
+    ],
+    ids=str,
+)
+def test_a_broker_that_cannot_start_says_why(clean, more, says):
+    with pytest.raises(BrokerUnavailable) as caught:
+        ensure_broker(settings(clean, **more))
+    assert says in str(caught.value)
+    assert not (clean / "gpupool" / "broker.sock").exists()
+    # And once the fault is gone, it starts.
+    assert status(ensure_broker(settings(clean)))["devices"]
+
+
+def test_a_broker_that_hangs_at_its_start_is_ended(clean):
+    ensure_broker(settings(clean))
+    path = clean / "gpupool" / "broker.sock"
+    pid = status(path)["pid"]
+    with pytest.raises(BrokerUnavailable, match="in time"):
+        ensure_broker(settings(clean), str(clean / "other" / "b.sock"), timeout=0.01)
+    assert status(path)["pid"] == pid
+
+
+def test_what_json_cannot_say_is_refused(clean):
+    with pytest.raises(BrokerUnavailable, match="cannot be handed"):
+        ensure_broker(settings(clean, quotas={"ada": object()}))
+
+
+def test_a_foreign_folder_is_refused(clean):
+    (clean / "gpupool").symlink_to("/tmp")
+    with pytest.raises(BrokerUnavailable) as caught:
+        ensure_broker(settings(clean))
+    assert caught.value.code == "bad-socket"
+
+
+def test_a_socket_that_is_a_symbolic_link_is_refused(clean):
+    (clean / "gpupool").mkdir(mode=0o700)
+    (clean / "gpupool" / "broker.sock").symlink_to("/run/gpupool/other.sock")
+    with pytest.raises(BrokerUnavailable, match="symbolic link"):
+        ensure_broker(settings(clean))
+
+
+def test_a_path_that_is_too_long_is_refused(clean):
+    with pytest.raises(BrokerUnavailable, match="107"):
+        ensure_broker(settings(clean), str(clean / ("x" * 120)))
+
+
+@contextmanager
+def kernel_on(broker):
+    one = Kernel(broker, "one")
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def test_a_broker_without_sessions_ends_itself(make_broker):
+    broker = make_broker(linger=2).started
+    with kernel_on(broker) as one:
+        one.attach()
+        assert broker.process.poll() is None
+    # Its kernel is gone; nobody asks it anything.
+    assert broker.process.wait(60) == 0
+    assert not broker.socket.exists()
+    assert "No session for" in broker.tail()
+
+
+def test_a_second_broker_is_refused_and_the_first_goes_on(broker):
+    process = broker.process
+    answer = broker.start()
+    assert answer["ok"] is False
+    assert answer["code"] == "already-running"
+    assert f"process {process.pid}" in answer["message"]
+    broker.process = process
+    assert broker.status()["pid"] == process.pid
+
+
+def test_sighup_reads_the_configuration_again(broker, kernel):
+    one = kernel("one")
+    one.attach()
+    broker.configure(idle_timeout=99, default_memory=100 * MiB, attach="manual")
+    broker.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: broker.status()["settings"]["idle_timeout"] == 99, "the new setting")
+    assert broker.status()["settings"]["attach"] == "manual"
+    assert one.state() == "active"
+    two = kernel("two")
+    assert broker.session(two.session)["request"]["memory"] == 100 * MiB
+    assert broker.session(two.session)["attach"] == "manual"
+
+
+@pytest.mark.parametrize("bad", [{"idle_timeot": 1}, {"default_memory": "12 parsecs"}], ids=str)
+def test_a_bad_configuration_changes_nothing(broker, kernel, bad):
+    one = kernel("one")
+    one.attach()
+    before = broker.status()["settings"]
+    broker.configure(**bad)
+    broker.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: "was not read again" in broker.tail(), "the complaint")
+    assert broker.status()["settings"] == before
+    assert one.state() == "active"
+
+
+def test_what_needs_a_restart_is_said(broker):
+    broker.configure(emulate="1x1GiB")
+    broker.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: "from the next start" in broker.tail(), "the notice")
+    assert len(broker.status()["devices"]) == 2
+
+
+@pytest.fixture
+def small_disk(folder):
+    """A file system of one MiB, and a file on it that fills it."""
+    state = folder / "state"
+    state.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(state)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield (state / "filler").open("wb", buffering=0)
+    subprocess.run(["umount", "-l", str(state)], check=True)
+
+
+def test_a_full_disk_does_not_stop_the_pool(small_disk, broker, kernel):
+    with small_disk:
+        with pytest.raises(OSError, match="No space"):
+            fill(small_disk)
+        one = kernel("one")
+        one.attach()
+        one.do("drop", hold="cell")
+        wait_until(lambda: broker.status()["broker"]["journal_problem"], "the complaint")
+        assert "cannot be written" in broker.tail()
+        assert one.attach("again")
+        small_disk.truncate(0)
+        one.do("drop", hold="again")
+        wait_until(lambda: not broker.status()["broker"]["journal_problem"], "its recovery")
+        assert [r["kind"] for r in broker.rows("open", "attach")] == ["open", "attach"]
+
+
+def fill(file):
+    while True:
+        file.write(b"x" * 4096)
+
+
+def test_a_journal_that_cannot_be_made_is_one_sentence(make_broker, folder):
+    (folder / "file").write_text("")
+    answer = make_broker(state_dir=str(folder / "file" / "state")).start()
+    assert answer["ok"] is False
+    assert answer["code"] == "journal"
+    assert "state_dir" in answer["next_step"]
+
+
+def test_sessions_of_a_broker_whose_devices_are_chosen(make_broker):
+    broker = make_broker(devices=[1]).started
+    assert [d["index"] for d in broker.status()["devices"]] == [1]
+    with kernel_on(broker) as one:
+        one.attach()
+        with pytest.raises(RefusedError):
+            Kernel(broker, "two", devices=2, launch=False)
