@@ -40,8 +40,8 @@ _FLAGS = (
     "-pthread",
 )
 # -Bsymbolic: a library of the same SONAME may be preloaded before this one; its symbols must not
-# replace ours inside our own tables.
-_LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,now")
+# replace ours inside our own tables. nodelete: the driver's thread outlives a dlclose().
+_LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,now", "-Wl,-z,nodelete")
 
 
 class CompilerMissing(RuntimeError):

@@ -256,7 +256,6 @@ class Faults:
 
     def __init__(self, state_dir: str | os.PathLike[str]) -> None:
         self._folder = Path(state_dir)
-        self._lines: dict[str, list[str]] = {}
 
     def set(self, name: str, **params: int | str) -> None:
         """Inject fault ``name``. One with the same name, ``pid`` and ``device`` is replaced.
@@ -269,28 +268,28 @@ class Faults:
         _check_fault(name, params)
         words = [name, *(f"{key}={value}" for key, value in params.items())]
         # The identity keeps this fault's count while others come and go.
-        words.append(f"id={secrets.randbits(63)}")
-        scope = f"pid={params.get('pid')} device={params.get('device')}"
-        kept = [line for line in self._lines.get(name, []) if not line.startswith(scope + "\n")]
-        self._lines[name] = [*kept, scope + "\n" + " ".join(words)]
-        self._write()
+        line = " ".join([*words, f"id={secrets.randbits(63)}"])
+        self._write([*(old for old in self._read() if _scope(old) != _scope(line)), line])
 
     def clear(self, name: str | None = None) -> None:
         """Remove fault ``name``, or all of them."""
         if name is None:
-            self._lines.clear()
-        else:
-            _check_fault(name, {})
-            self._lines.pop(name, None)
-        self._write()
+            self._write([])
+            return
+        _check_fault(name, {})
+        self._write([line for line in self._read() if _scope(line)[0] != name])
 
-    def _write(self) -> None:
+    def _read(self) -> list[str]:
+        try:
+            text = (self._folder / "faults").read_text(encoding="ascii")
+        except FileNotFoundError:
+            return []
+        return [line for line in text.replace(";", "\n").splitlines() if line.strip()]
+
+    def _write(self, lines: list[str]) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        text = "".join(
-            line.split("\n", 1)[1] + "\n" for lines in self._lines.values() for line in lines
-        )
         temporary = self._folder / f"faults.{os.getpid()}.{secrets.token_hex(4)}"
-        temporary.write_text(text, encoding="ascii")
+        temporary.write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
         temporary.replace(self._folder / "faults")
         # Tells running processes: see `faults_touch` in machine.h.
         try:
@@ -301,6 +300,12 @@ class Faults:
             os.pwrite(fd, time.time_ns().to_bytes(8, "little"), 16)
         finally:
             os.close(fd)
+
+
+def _scope(line: str) -> tuple[str, ...]:
+    """Return what tells one fault from another: its name, ``pid`` and ``device``."""
+    name, *words = line.split()
+    return (name, *sorted(word for word in words if word.startswith(("pid=", "device="))))
 
 
 def _check_fault(name: str, params: Mapping[str, object]) -> None:

@@ -187,6 +187,19 @@ def test_a_file_written_by_hand_is_read(trio):
     assert call(worker, target, "lock", 10) is None
 
 
+def test_faults_of_several_hands_stand_together(trio):
+    machine, target, worker = trio
+    machine.faults.set("lock-timeout")
+    Faults(machine.state_dir).set("nvml-missing-pids")
+    assert call(worker, target, "lock", 10) == "CUDA_ERROR_NOT_READY"
+    assert worker.do("_ = pids()") == []
+    Faults(machine.state_dir).clear("lock-timeout")
+    assert call(worker, target, "lock", 10) is None
+    assert worker.do("_ = pids()") == []
+    Faults(machine.state_dir).clear()
+    assert worker.do("_ = pids()") == [target.pid]
+
+
 def test_faults_set_before_the_machine_exists(emulated):
     machine = emulated()
     machine.faults.set("device-lost", device=0)

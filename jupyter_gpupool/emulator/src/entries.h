@@ -11,6 +11,10 @@
 #ifndef ENTRY1
 #define ENTRY1(NAME, SINCE, SYMBOL) ENTRY(NAME, SINCE, SYMBOL, SYMBOL)
 #endif
+    ENTRY1("cuArray3DCreate", 3020, cuArray3DCreate_v2)
+    ENTRY1("cuArray3DGetDescriptor", 3020, cuArray3DGetDescriptor_v2)
+    ENTRY1("cuArrayCreate", 3020, cuArrayCreate_v2)
+    ENTRY1("cuArrayDestroy", 2000, cuArrayDestroy)
     ENTRY1("cuCheckpointProcessCheckpoint", 12080, cuCheckpointProcessCheckpoint)
     ENTRY1("cuCheckpointProcessGetRestoreThreadId", 12080, cuCheckpointProcessGetRestoreThreadId)
     ENTRY1("cuCheckpointProcessGetState", 12080, cuCheckpointProcessGetState)

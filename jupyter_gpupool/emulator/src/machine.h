@@ -123,6 +123,8 @@ struct machine {
     struct slot slot[MAX_SLOTS];
 };
 
+_Static_assert(offsetof(struct machine, faults_touch) == 16, "profiles.py writes there");
+
 /* Maps the machine that the environment describes. Idempotent, thread-safe.
  * 0; or a reason: */
 enum { MACHINE_OK = 0, MACHINE_NONE, MACHINE_BAD, MACHINE_CONFLICT };

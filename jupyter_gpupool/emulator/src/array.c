@@ -1,0 +1,81 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Arrays: accounted device memory whose opaque layout nothing here can read or write.
+ */
+#include "driver.h"
+
+#include <stdlib.h>
+
+struct array {
+    uint32_t magic;
+    int device;
+    uint64_t bytes;
+    CUDA_ARRAY3D_DESCRIPTOR descriptor;
+};
+
+static unsigned format_bytes(int format)
+{
+    switch (format) {
+    case 0x01: case 0x08: return 1;            /* 8-bit integers */
+    case 0x02: case 0x09: case 0x10: return 2; /* 16-bit integers, half */
+    case 0x03: case 0x0a: case 0x20: return 4; /* 32-bit integers, float */
+    default: return 0;
+    }
+}
+
+EXPORT CUresult cuArray3DCreate_v2(CUarray *out, const CUDA_ARRAY3D_DESCRIPTOR *d)
+{
+    GATED;
+    struct context *c;
+    CUresult result = context_current(&c);
+    if (result)
+        return result;
+    unsigned unit = d ? format_bytes(d->Format) : 0;
+    if (!out || !unit || !d->Width || d->NumChannels < 1 || d->NumChannels > 4 || d->NumChannels == 3)
+        return CUDA_ERROR_INVALID_VALUE;
+    uint64_t height = d->Height ? d->Height : 1, depth = d->Depth ? d->Depth : 1;
+    unsigned __int128 bytes = (unsigned __int128)d->Width * height * depth * unit * d->NumChannels;
+    if (bytes > machine->spec.memory)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    struct array *a = calloc(1, sizeof *a);
+    if (!a)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    *a = (struct array){MAGIC_ARRAY, c->device, ((uint64_t)bytes + 511) / 512 * 512, *d};
+    if (!machine_charge(driver.slot, driver.device[c->device].physical, a->bytes)) {
+        free(a);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    *out = a;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuArrayCreate_v2(CUarray *out, const CUDA_ARRAY_DESCRIPTOR *d)
+{
+    if (!d)
+        return CUDA_ERROR_INVALID_VALUE;
+    CUDA_ARRAY3D_DESCRIPTOR wide = {d->Width, d->Height, 0, d->Format, d->NumChannels, 0};
+    return cuArray3DCreate_v2(out, &wide);
+}
+
+EXPORT CUresult cuArrayDestroy(CUarray a)
+{
+    GATED;
+    if (!a || a->magic != MAGIC_ARRAY)
+        return CUDA_ERROR_INVALID_HANDLE;
+    machine_release(driver.slot, driver.device[a->device].physical, a->bytes);
+    a->magic = 0;
+    free(a);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuArray3DGetDescriptor_v2(CUDA_ARRAY3D_DESCRIPTOR *out, CUarray a)
+{
+    CHECKED;
+    if (!a || a->magic != MAGIC_ARRAY)
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (!out)
+        return CUDA_ERROR_INVALID_VALUE;
+    *out = a->descriptor;
+    return CUDA_SUCCESS;
+}
