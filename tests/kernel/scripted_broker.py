@@ -53,6 +53,7 @@ class ScriptedBroker:
         self.limits: dict[str, Any] = {"memory": 16 * GiB}
         self.env: dict[str, str] = {}
         self.sessions: dict[str, dict[str, Any]] = {}
+        self._opened = 0
         self.scripts: dict[str, Script] = {}
         self.messages: list[Message] = []
         self.problems: list[str] = []
@@ -244,7 +245,8 @@ class ScriptedBroker:
     # ------------------------------------------------------------------ left alone
 
     def _on_open(self, message: Message) -> dict[str, Any]:
-        session = f"s{len(self.sessions) + 1}"
+        self._opened += 1
+        session = f"s{self._opened}"
         self.sessions[session] = dict(message)
         env = {
             "GPUPOOL_SOCKET": str(self.path),
