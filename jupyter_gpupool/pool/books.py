@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any, Sequence
 
+from .claims import Claim
 from .estimate import Estimates
 from .events import (
     Action,
@@ -24,13 +25,14 @@ from .events import (
     Suspend,
 )
 from .inventory import HostLedger, Inventory
-from .lease import HAS_LEASE, Session
+from .lease import ATTACHED, Session
 from .model import PoolSettings, Refusal, Slice, State
 from .placement import needs_of
-from .policy import Claim, Plan, host_bound, host_room, timeout_at, yield_at
+from .policy import Plan
 from .queue import Entry, WaitQueue, rank
 from .quota import Quotas
 from .timers import Timers
+from .yielding import host_bound, host_room, timeout_at, yield_at
 
 #: Seconds before a session is tried again after a failed attach or a refused suspend; doubled with
 #: every further failure, up to ``BACK_OFF_MOST``. ``drain`` and ``host`` begin later because work
@@ -58,6 +60,8 @@ class Books:
         self.planned: dict[str, Session] = {}
         #: Waiting sessions held up by their owner's quota, in order, by owner.
         self.by_quota: dict[str, WaitQueue] = {}
+        #: Owners for whom more host memory would make room in the quota.
+        self.host_waits: dict[str, None] = {}
         #: Waiting sessions for which no device will do at present.
         self.nowhere: dict[str, Session] = {}
         #: Waiting sessions that must be looked at again.
@@ -371,6 +375,9 @@ class Books:
     def suspend_over(self, s: Session, actual: int | None) -> None:
         """The suspend is done with ``actual`` host bytes taken, or (None) nothing happened."""
         self.inventory.going(s.slices, -1)
+        self._host_over(s, actual)
+
+    def _host_over(self, s: Session, actual: int | None) -> None:
         bound, s.host_bound = s.host_bound, 0
         self.quotas.fell[s.owner.name] = None
         if actual is None:
@@ -404,9 +411,14 @@ class Books:
     # ------------------------------------------------------------------ the end
 
     def lose(self, s: Session, message: str) -> None:
-        """The driver lost the session: it must end. Its lease counts until its process is gone."""
+        """The driver lost the session: it must end.
+
+        Until its process is gone, it may still hold all of its lease and its host bytes, so these
+        go on counting.
+        """
         if s.state == "detaching":
-            self.suspend_over(s, None)
+            self.inventory.going(s.slices, -1)
+            self.quotas.fell[s.owner.name] = None
         self._grow_over(s)
         self.refuse_holds(
             s,
@@ -416,7 +428,6 @@ class Books:
                 "Restart the kernel.",
             ),
         )
-        self.drop_suspended(s)
         self.move(s, "ended", message)
         self.emit(EndSession(session=s.id, message=message))
 
@@ -425,8 +436,9 @@ class Books:
         if s.state == "queued":
             self.dequeue(s)
         if s.state == "detaching":
-            self.suspend_over(s, None)
-        if s.state not in HAS_LEASE or s.state in ("attaching", "detaching"):
+            self.inventory.going(s.slices, -1)
+        self._host_over(s, None)
+        if s.state not in ATTACHED:
             self.refuse_holds(s, _ENDED)
         s.holds.clear()
         self._withdraw(s)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from .books import Books
 from .lease import ATTACHED, HAS_LEASE, Session
-from .policy import yield_at
+from .yielding import yield_at
 
 
 def _story(s: Session) -> str:
@@ -69,7 +69,7 @@ def _session(books: Books, s: Session) -> list[str]:
         bad.append(f"{s.state} without slices")
     if s.state not in HAS_LEASE and s.slices and s.state != "ended":
         bad.append(f"{s.state} with slices")
-    if s.suspended and s.state not in ("detached", "queued", "attaching"):
+    if s.suspended and s.state not in ("detached", "queued", "attaching", "ended"):
         bad.append(f"{s.state} with suspended state")
     if len({x.device for x in s.slices}) != len(s.slices):
         bad.append("two slices on one device")
@@ -81,7 +81,7 @@ def _session(books: Books, s: Session) -> list[str]:
         bad.append("offered although it may not be taken")
     if s.state == "idle" and not s.yieldable and yield_at(s, books) <= books.now:
         bad.append("not offered although it may be taken")
-    if s.host_bound and s.state != "detaching":
+    if s.host_bound and s.state not in ("detaching", "ended"):
         bad.append("host memory set aside")
     if s.plan is not None and s.state not in ("queued", *ATTACHED):
         bad.append(f"a plan while {s.state}")

@@ -15,10 +15,10 @@ from .books import Books
 from .effects import Effects
 from .lease import ATTACHED, Session
 from .model import Hold, PoolSettings, Refusal
-from .policy import timeout_at
 from .quota import never
 from .requests import Requests
 from .serve import Server
+from .yielding import timeout_at
 
 
 class Handlers:
@@ -232,6 +232,7 @@ class Handlers:
             migrations=record.migrations,
             attached_at=books.now,
             busy_since=books.now,
+            retry_at=books.now + GRACE,
         )
         if attached:
             s.state = "active" if s.holds else "idle"
@@ -335,5 +336,8 @@ class Handlers:
         s.bound = tuple(x.device for x in s.slices) if cuda else ()
 
 
+#: Seconds after a restart of the broker in which no recovered lease is taken: all sessions must be
+#: counted first, and an agent that has not reconnected yet may have a running cell.
+GRACE = 10.0
 #: Seconds after a restart of the broker in which a session that was waiting may claim its place.
 REJOIN = 60.0

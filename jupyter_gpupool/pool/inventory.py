@@ -28,6 +28,9 @@ from typing import Iterable, Iterator
 from .lease import Session
 from .model import Device, DeviceView, PoolSettings, Slice
 
+#: Less than any device can have, however much foreign processes use, with the sign turned.
+NOTHING = 1 << 62
+
 
 class DeviceLedger:
     """The account of one device; changed only through :class:`Inventory`."""
@@ -38,6 +41,7 @@ class DeviceLedger:
         "device",
         "drained",
         "excess",
+        "expected",
         "foreign",
         "granted",
         "growers",
@@ -71,6 +75,8 @@ class DeviceLedger:
         self.drained = ""
         #: Bytes granted beyond the capacity because the capacity fell afterwards.
         self.excess = 0
+        #: ``expect`` and the places in the sorted lists when last settled.
+        self.expected = 0
         self.avail_key: tuple[int, int, str] | None = None
         self.pot_key: tuple[int, int, str] | None = None
 
@@ -277,7 +283,8 @@ class Inventory:
             more = _move(self._avail, ledger.avail_key, avail_key)
             more = _move(self._pot, ledger.pot_key, pot_key) or more
             ledger.avail_key, ledger.pot_key = avail_key, pot_key
-            if more:
+            expect, ledger.expected = ledger.expected, ledger.expect
+            if more or (expect < ledger.expected and not ledger.drained):
                 self._gained[uuid] = ledger
             if ledger.plans and (ledger.drained or ledger.expect < 0):
                 self._shrunk[uuid] = ledger

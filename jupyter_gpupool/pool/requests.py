@@ -9,9 +9,9 @@ from . import events as ev
 from .books import Books
 from .lease import ATTACHED, HAS_LEASE, Session
 from .model import Refusal, Request, Slice
-from .policy import empty, host_bound, suspendable, timeout_at
 from .quota import check_form, never
 from .serve import Server
+from .yielding import empty, host_bound, suspendable, timeout_at
 
 #: A sample may be older than the last change of the session by up to so many seconds.
 SETTLE = 2.0

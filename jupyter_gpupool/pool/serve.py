@@ -14,22 +14,14 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 
 from .books import Books
+from .claims import accumulates, make_claim
 from .inventory import DeviceLedger
 from .lease import Session
 from .model import Slice
 from .placement import needs_of, place_now
-from .policy import (
-    Blocked,
-    Plan,
-    accumulates,
-    count_leaving,
-    host_room,
-    make_claim,
-    plan_attach,
-    plan_growth,
-    promised,
-)
+from .policy import Blocked, Plan, count_leaving, plan_attach, plan_growth, promised
 from .queue import Entry
+from .yielding import host_room
 
 #: Blocked sessions looked at per event.
 LOOKS = 32
@@ -63,6 +55,9 @@ class Server:
             gained = inventory.gained()
             fell, books.quotas.fell = books.quotas.fell, {}
             host = self._host_eased()
+            if host and books.host_waits:
+                fell.update(books.host_waits)
+                books.host_waits.clear()
             if host and books.leaving:
                 for s in list(books.leaving.values()):
                     self.expire(s)
@@ -286,6 +281,8 @@ class Server:
         if isinstance(plan, Blocked):
             s.why = plan.why
             books.set_lane(s, plan.lane)
+            if plan.lane == "quota" and plan.why[0] == "host":
+                books.host_waits[owner] = None
         elif plan.ready:
             self._commit(s, plan)
         else:

@@ -150,7 +150,7 @@ def _place(pool, naive, uuid, least, size, origin, freed, claim) -> bool:
         if want > ledger.capacity:
             want = max(least, ledger.capacity)
     if claim is not None and uuid in claim.wanted:
-        return min(ledger.avail, spare(ledger, claim.wanted[uuid])) >= want and not freed
+        return min(ledger.avail, spare(ledger, claim.wanted[uuid])) >= want
     leaving = sum(s.lease.get(uuid, 0) for s in naive.sessions.values() if s.state == "detaching")
     room = naive.free(uuid) - ledger.overuse - ledger.reserved + leaving + freed.get(uuid, 0)
     return room >= want

@@ -127,7 +127,9 @@ class Naive:
                     s.lease = {}
         elif isinstance(event, (ev.SuspendDone, ev.SuspendRefused, ev.SuspendFailed)):
             if s.effect == "suspend" and s.epoch == event.epoch:
-                s.effect, s.host = "", 0
+                s.effect = ""
+                if not isinstance(event, ev.SuspendFailed):
+                    s.host = 0
                 if isinstance(event, ev.SuspendDone):
                     if event.suspended or event.cuda:
                         s.bound = tuple(s.lease)

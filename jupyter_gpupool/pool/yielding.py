@@ -1,0 +1,242 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Who may yield, and what would come free if they did, on paper.
+
+An idle lease yields to a waiting session when nothing holds it, it has been idle for
+``reclaim_after``, its user does not keep it, the last refusal is long enough ago, and its devices
+can suspend. The largest bytes x idle time go first, no more of them than needed, as far as host
+memory and their owners' quotas of suspended state have room.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Iterable, Mapping, Sequence
+
+from .inventory import DeviceLedger
+from .lease import Session
+from .model import Slice
+from .placement import Need, in_turn, preferred, spare
+
+if TYPE_CHECKING:
+    from .books import Books
+
+#: Devices considered for one need when idle leases must yield: those with the most to give.
+WIDTH = 16
+
+
+def empty(s: Session) -> bool:
+    """Return whether it is known to hold no device memory (measured since it became idle)."""
+    return (
+        s.sampled_at >= s.idle_since
+        and len(s.footprints) >= len(s.slices)
+        and not any(s.footprints.values())
+    )
+
+
+def suspendable(s: Session, books: Books) -> bool:
+    """Return whether suspending an idle session can work at all.
+
+    On a device that can not suspend, only a lease that is known to hold nothing can be taken
+    back: there is nothing to move. Anything else stays until its kernel frees it or ends.
+    """
+    devices = books.inventory.devices
+    return all(devices[x.device].device.can_suspend for x in s.slices) or empty(s)
+
+
+def _not_before(s: Session, books: Books) -> float:
+    if not suspendable(s, books):
+        return math.inf
+    at = s.retry_at
+    if s.pinned_reason:
+        at = max(at, s.pinned_at + books.settings.pinned_retry)
+    return at
+
+
+def yield_at(s: Session, books: Books) -> float:
+    """Return from when on a waiting session may take the lease of idle ``s``."""
+    return max(_not_before(s, books), s.idle_since + books.settings.reclaim_after, s.keep_until)
+
+
+def timeout_at(s: Session, books: Books) -> float:
+    """Return when idle ``s`` gives its lease back on its own."""
+    if s.release_asked:
+        return _not_before(s, books)
+    return max(_not_before(s, books), s.idle_since + books.settings.idle_timeout, s.keep_until)
+
+
+def host_bound(s: Session) -> int:
+    """Return the host bytes that suspending ``s`` may take.
+
+    What was measured since it became idle; without such a measurement, what it was granted (or
+    the older measurement, if that is more).
+    """
+    if s.sampled_at >= s.idle_since and len(s.footprints) >= len(s.slices):
+        return s.footprint
+    return max(s.granted, s.footprint)
+
+
+def score(s: Session, now: float) -> tuple[float, int, str]:
+    """Return the order in which idle leases yield, smallest first: most bytes x idle time."""
+    return -s.granted * (now - s.idle_since), -s.granted, s.id
+
+
+def host_room(books: Books, claimed: Iterable[str] = (), *, guarded: bool) -> int:
+    """Return the host bytes that a suspend may take now.
+
+    ``guarded``: less what the head of the queue is still going to need, unless all devices in
+    ``claimed`` (where bytes come free) are its own.
+    """
+    room = books.host.room
+    claim = books.claim
+    if guarded and claim is not None:
+        freed = set(claimed)
+        if not freed or not freed <= claim.wanted.keys():
+            devices = books.inventory.devices
+            # The claim may have grown beyond what is needed: count the cheapest devices only.
+            missing = sorted(max(0, n - devices[u].expect) for u, n in claim.wanted.items())
+            room -= sum(missing[: claim.devices])
+    return room
+
+
+class WhatIf:
+    """Which idle leases would have to yield; a copy of the few figures that this changes."""
+
+    def __init__(self, books: Books, room: int) -> None:
+        self._books = books
+        self._now = books.now
+        self.room = room
+        self.chosen: dict[str, Session] = {}
+        self._freed: dict[str, int] = {}
+        self._by_owner: dict[str, int] = {}
+        #: A choice failed for want of host memory, not of idle leases.
+        self.host_short = False
+
+    def add(self, victims: Iterable[Session]) -> None:
+        """Let ``victims`` yield."""
+        for v in victims:
+            self.chosen[v.id] = v
+            bound = host_bound(v)
+            self.room -= bound
+            self._by_owner[v.owner.name] = self._by_owner.get(v.owner.name, 0) + bound
+            for x in v.slices:
+                self._freed[x.device] = self._freed.get(x.device, 0) + x.bytes
+
+    def expect(self, ledger: DeviceLedger) -> int:
+        """Return the bytes that come free there without more victims."""
+        return ledger.expect + self._freed.get(ledger.device.uuid, 0)
+
+    def victims(self, ledger: DeviceLedger, missing: int, spared: str) -> list[Session] | None:
+        """Return the idle leases on a device that free ``missing`` bytes there, or None."""
+        uuid = ledger.device.uuid
+        options = sorted(
+            (v for v in ledger.idle.values() if v.id not in self.chosen and v.id != spared),
+            key=lambda v: score(v, self._now),
+        )
+        size = {v.id: ledger.leases[v.id] for v in options}
+        if sum(size.values()) < missing:
+            return None
+        found = self._greedy(options, missing, size)
+        if found is None:
+            # Short of host memory: what frees the most for the least.
+            self.host_short = True
+            cheap = sorted(options, key=lambda v: (host_bound(v) / (size[v.id] or 1), v.id))
+            found = self._greedy(cheap, missing, size)
+        assert found is None or all(uuid in {x.device for x in v.slices} for v in found)
+        return found
+
+    def fits(self, victims: Sequence[Session]) -> bool:
+        """Return whether the state of ``victims`` has room besides that of those chosen."""
+        total = 0
+        owners: dict[str, int] = {}
+        for v in victims:
+            bound = host_bound(v)
+            total += bound
+            owners[v.owner.name] = owners.get(v.owner.name, 0) + bound
+        if total > max(0, self.room):
+            return False
+        for owner, size in owners.items():
+            most = self._books.quotas.suspend_room(owner)
+            if most is not None and size and self._by_owner.get(owner, 0) + size > most:
+                return False
+        return True
+
+    def _greedy(
+        self, options: Sequence[Session], missing: int, size: dict[str, int]
+    ) -> list[Session] | None:
+        found: list[Session] = []
+        total = 0
+        for v in options:
+            if self.fits([*found, v]):
+                found.append(v)
+                total += size[v.id]
+                if total >= missing:
+                    break
+        else:
+            return None
+        for v in reversed(found[:-1]):
+            if total - size[v.id] >= missing:
+                found.remove(v)
+                total -= size[v.id]
+        return found
+
+    def place(
+        self, s: Session, needs: Sequence[Need], claimed: Mapping[str, int], *, more: bool = True
+    ) -> bool:
+        """Choose a device for every need, with ``more`` victims if needed; fill :attr:`takes`.
+
+        On ``claimed`` devices nobody yields; only what the head can spare is taken.
+        """
+        last = preferred(s)
+        takes: dict[int, Slice] = {}
+        used: set[str] = set()
+        for at in in_turn(needs):
+            need = needs[at]
+            best: tuple[tuple[Any, ...], DeviceLedger, list[Session]] | None = None
+            for ledger in self._options(need, used, claimed):
+                missing = need.amount(ledger) - self.expect(ledger)
+                found: list[Session] | None = []
+                if missing > 0 and ledger.device.uuid not in claimed:
+                    found = self.victims(ledger, missing, s.id) if more else None
+                if found is None:
+                    continue
+                order = (
+                    bool(found),
+                    ledger.device.uuid not in last,
+                    score(found[0], self._now)[0] if found else self.expect(ledger),
+                    ledger.device.index,
+                )
+                if best is None or order < best[0]:
+                    best = order, ledger, found
+            if best is None:
+                return False
+            _, ledger, found = best
+            self.add(found)
+            used.add(ledger.device.uuid)
+            takes[at] = Slice(ledger.device.uuid, need.amount(ledger))
+        self.takes = tuple(takes[at] for at in range(len(needs)))
+        return True
+
+    def _options(
+        self, need: Need, used: set[str], claimed: Mapping[str, int]
+    ) -> list[DeviceLedger]:
+        inventory = self._books.inventory
+        if need.fixed:
+            ledgers: Iterable[DeviceLedger] = [inventory.placeholder(need.fixed)]
+        else:
+            ledgers = inventory.by_pot(need.least)
+        found: list[DeviceLedger] = []
+        for ledger in ledgers:
+            uuid = ledger.device.uuid
+            if uuid in used or not need.allows(ledger):
+                continue
+            wanted = claimed.get(uuid)
+            if wanted is None:
+                room = self.expect(ledger) + ledger.yieldable
+            else:
+                room = min(ledger.avail, spare(ledger, wanted))
+            if room >= need.amount(ledger):
+                found.append(ledger)
+                if len(found) == WIDTH:
+                    break
+        return found
