@@ -294,6 +294,75 @@ def test_a_kernel_killed_again_and_again_by_its_user_leaves_nothing(pool):
     play(scenario())
 
 
+# ---------------------------------------------------------------------- to the last byte
+
+
+def test_a_kernel_that_fills_a_whole_device_comes_back(pool):
+    """Nothing is left for a reserve on top of what it held, and there is no larger device."""
+    pool = pool("1x640MiB,context=32MiB", default_memory=640 * MiB)
+
+    async def scenario():
+        kernel, other = await pool.kernel("all of it"), await pool.kernel("other")
+        (await kernel.run(cells.setup(1, 608))).check()
+        (await other.run(cells.setup(2, DATA))).check()
+        assert kernel.session()["suspended_bytes"] == 640 * MiB
+        (await kernel.run("block.verify().write(2).verify()", timeout=30)).check()
+        (await other.run("block.verify()", timeout=30)).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_two_that_fill_their_slices_share_a_device_again_after_a_suspend(pool):
+    pool = pool("1x640MiB,context=32MiB", default_memory=320 * MiB)
+
+    async def scenario():
+        kernels = [await pool.kernel(f"half {number}") for number in range(2)]
+        for number, kernel in enumerate(kernels):
+            (await kernel.run(cells.setup(number, 288))).check()
+        assert pool.devices()[0]["memory_free"] == 0
+        for kernel in kernels:
+            await release(pool, kernel)
+        for _ in range(2):
+            for kernel in kernels:
+                (await kernel.run("block.verify()", timeout=30)).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_who_takes_more_than_the_slice_gets_back_what_it_held_and_harms_nobody(pool):
+    """Without the guard nothing stops an allocation; the ledger must not promise those bytes."""
+    pool = pool("1x640MiB,context=32MiB", default_memory=SLICE)
+
+    async def scenario():
+        greedy, modest = await pool.kernel("greedy"), await pool.kernel("modest")
+        (await greedy.run(cells.setup(1, 400))).check()
+        (await modest.run(cells.setup(2, 96) + "block.verify()", timeout=40)).check()
+        for kernel in (greedy, modest, greedy):
+            (await kernel.run("block.verify()", timeout=40)).check()
+        await release(pool, greedy)
+        (await greedy.run("block.verify(); block.free()", timeout=40)).check()
+        (await modest.run("block.verify()", timeout=40)).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_who_took_more_than_the_quota_is_told_or_served_but_not_forgotten(pool):
+    pool = pool("1x640MiB,context=32MiB", default_memory=SLICE, quotas={"*": {"memory": 300 * MiB}})
+
+    async def scenario():
+        greedy = await pool.kernel("greedy")
+        (await greedy.run(cells.setup(1, 400))).check()
+        await release(pool, greedy)
+        done = await greedy.run("block.verify()", timeout=40)
+        assert done.ok or "300 MiB" in done.evalue, done
+        await greedy.stop()
+
+    play(scenario())
+
+
 # ---------------------------------------------------------------------- when the driver fails
 
 
