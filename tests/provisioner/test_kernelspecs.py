@@ -1,0 +1,130 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Pooled twins of kernelspecs, and the one that is shipped."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client import KernelManager
+from jupyter_client.kernelspec import KernelSpecManager
+from scripted_broker import ScriptedBroker
+
+from jupyter_gpupool.kernelspecs import KernelSpecError, list_pooled, unwrap, wrap
+
+SHIPPED = Path(__file__).parents[2] / "share/jupyter/kernels/gpupool-python3"
+
+
+@pytest.fixture
+def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
+    return str(tmp_path)
+
+
+def install(prefix: str, name: str, **spec: Any) -> Path:
+    folder = Path(prefix) / "share" / "jupyter" / "kernels" / name
+    folder.mkdir(parents=True)
+    whole = {"argv": ["R", "--args", "{connection_file}"], "display_name": "R", **spec}
+    (folder / "kernel.json").write_text(json.dumps(whole))
+    (folder / "logo-svg.svg").write_text("<svg/>")
+    return folder
+
+
+def test_a_twin_keeps_everything_else(prefix: str) -> None:
+    install(
+        prefix,
+        "ir",
+        env={"R_HOME": "{resource_dir}"},
+        interrupt_mode="message",
+        metadata={"debugger": True},
+    )
+    folder = wrap("ir", prefix=prefix)
+    assert folder.name == "gpupool-ir"
+    spec = json.loads((folder / "kernel.json").read_text())
+    assert spec == {
+        "argv": ["R", "--args", "{connection_file}"],
+        "display_name": "R (Pooled GPU)",
+        "env": {"R_HOME": "{resource_dir}"},
+        "interrupt_mode": "message",
+        "metadata": {
+            "debugger": True,
+            "kernel_provisioner": {"provisioner_name": "gpupool-provisioner", "config": {}},
+            "gpupool": {"wraps": "ir"},
+        },
+    }
+    assert (folder / "logo-svg.svg").read_text() == "<svg/>"
+    (twin,) = [kernel for kernel in list_pooled() if kernel.wraps]
+    assert (twin.name, twin.display_name, twin.wraps) == ("gpupool-ir", "R (Pooled GPU)", "ir")
+    wrap("ir", prefix=prefix, display_name="R, pooled")  # again: replaces its own
+    assert json.loads((folder / "kernel.json").read_text())["display_name"] == "R, pooled"
+    unwrap("gpupool-ir")
+    assert not folder.exists()
+    assert "ir" in KernelSpecManager().find_kernel_specs()
+
+
+def test_a_twin_of_the_native_kernel_runs(prefix: str, broker: ScriptedBroker) -> None:
+    folder = wrap("python3", prefix=prefix, new_name="My.Twin")
+    assert folder.name == "my.twin"
+    manager = KernelManager(kernel_name="my.twin")
+    manager.start_kernel()
+    try:
+        broker.wait_for("hello")
+    finally:
+        manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("pyton3", {}, "There is no kernelspec 'pyton3'. Did you mean 'python3'?"),
+        ("gpupool-python3", {}, "uses the GPU pool already."),
+        ("remote", {}, "is started by 'k8s-provisioner'; only kernels that start on this machine"),
+        ("ir", {"new_name": "a b"}, "'a b' is not a kernelspec name."),
+        ("ir", {"new_name": "python3"}, "There is a kernelspec 'python3' already"),
+        ("ir", {"new_name": "gpupool-python3"}, "it is not a twin"),
+        ("broken", {}, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_wrapped(
+    prefix: str, name: str, options: dict[str, str], message: str
+) -> None:
+    install(prefix, "ir")
+    install(
+        prefix, "remote", metadata={"kernel_provisioner": {"provisioner_name": "k8s-provisioner"}}
+    )
+    (install(prefix, "broken") / "kernel.json").write_text("{")
+    before = sorted(KernelSpecManager().find_kernel_specs())
+    with pytest.raises(KernelSpecError) as caught:
+        wrap(name, prefix=prefix, **options)
+    assert message in str(caught.value)
+    assert sorted(KernelSpecManager().find_kernel_specs()) == before
+
+
+def test_a_folder_that_cannot_be_written(prefix: str) -> None:
+    install(prefix, "ir")
+    with pytest.raises(KernelSpecError, match="could not be written"):
+        wrap("ir", prefix="/proc/nowhere")
+
+
+@pytest.mark.parametrize("name", ["nothing", "ir", "gpupool-python3"])
+def test_only_twins_are_unwrapped(prefix: str, name: str) -> None:
+    install(prefix, "ir")
+    with pytest.raises(KernelSpecError):
+        unwrap(name)
+    assert "ir" in KernelSpecManager().find_kernel_specs()
+
+
+def test_the_shipped_kernelspec() -> None:
+    spec = json.loads((SHIPPED / "kernel.json").read_text())
+    assert spec["display_name"] == "Python 3 (Pooled GPU)"
+    manager = KernelManager(kernel_name="gpupool-python3")
+    assert manager.format_kernel_cmd()[0] == sys.executable
+    for size in (32, 64):
+        data = (SHIPPED / f"logo-{size}x{size}.png").read_bytes()
+        assert struct.unpack(">II", data[16:24]) == (size, size)
+    assert "<svg" in (SHIPPED / "logo-svg.svg").read_text()
