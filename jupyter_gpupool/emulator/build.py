@@ -34,7 +34,6 @@ _FLAGS = (
     "-g1",
     "-Wall",
     "-Wextra",
-    "-Werror",
     "-fPIC",
     "-fvisibility=hidden",
     "-pthread",
@@ -92,12 +91,16 @@ def _stale(target: Path, sources: Sequence[Path]) -> bool:
 
 
 def compile(  # noqa: A001 - the name the package build and the tests call
-    out_dir: str | os.PathLike[str] = DEFAULT_OUT, *, sanitize: str | None = None
+    out_dir: str | os.PathLike[str] = DEFAULT_OUT,
+    *,
+    sanitize: str | None = None,
+    strict: bool = True,
 ) -> None:
     """Compile both libraries into ``out_dir``, if the sources are newer than what is there.
 
     ``sanitize`` is ``"address"`` or ``"thread"``: instrumented libraries, for which the program
-    that loads them must preload the sanitizer's runtime.
+    that loads them must preload the sanitizer's runtime. ``strict`` makes warnings errors, which
+    is right for developers and wrong where a later compiler warns of something new.
 
     Raises
     ------
@@ -109,7 +112,9 @@ def compile(  # noqa: A001 - the name the package build and the tests call
     command = compiler()
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
-    extra = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"] if sanitize else []
+    extra = ["-Werror"] if strict else []
+    if sanitize:
+        extra += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"]
     with _alone(out):
         for soname, sources in libraries().items():
             target = out / soname

@@ -55,7 +55,7 @@ def _kernel(name: str, params: str, text: str) -> str:
     return f".visible .entry {name}({params})\n{{{text}}}\n"
 
 
-def _loop(name: str, params: str, shift: int, setup: str, body: str, finish: str = "") -> str:
+def _loop(name: str, params: str, *, shift: int, setup: str, body: str, finish: str = "") -> str:
     text = _LOOP.format(shift=shift, setup=setup, body=body, finish=finish)
     return _kernel(name, params, text)
 
@@ -82,31 +82,31 @@ LOOP:
     + _loop(
         "gpupool_fill_u64",
         ".param .u64 p, .param .u64 n, .param .u64 value",
-        3,
-        "\n  ld.param.u64 %d2, [value];",
-        "\n  st.global.u64 [%d5], %d2;",
+        shift=3,
+        setup="\n  ld.param.u64 %d2, [value];",
+        body="\n  st.global.u64 [%d5], %d2;",
     )
     + _loop(
         "gpupool_iota_u32",
         ".param .u64 p, .param .u64 n, .param .u32 first",
-        2,
-        "\n  ld.param.u32 %r4, [first];",
-        "\n  cvt.u32.u64 %r5, %d3;\n  add.u32 %r5, %r5, %r4;\n  st.global.u32 [%d5], %r5;",
+        shift=2,
+        setup="\n  ld.param.u32 %r4, [first];",
+        body="\n  cvt.u32.u64 %r5, %d3;\n  add.u32 %r5, %r5, %r4;\n  st.global.u32 [%d5], %r5;",
     )
     + _loop(
         "gpupool_add_u32",
         ".param .u64 p, .param .u64 n, .param .u32 value",
-        2,
-        "\n  ld.param.u32 %r4, [value];",
-        "\n  ld.global.u32 %r5, [%d5];\n  add.u32 %r5, %r5, %r4;\n  st.global.u32 [%d5], %r5;",
+        shift=2,
+        setup="\n  ld.param.u32 %r4, [value];",
+        body="\n  ld.global.u32 %r5, [%d5];\n  add.u32 %r5, %r5, %r4;\n  st.global.u32 [%d5], %r5;",
     )
     + _loop(
         "gpupool_sum_u32",
         ".param .u64 out, .param .u64 p, .param .u64 n",
-        2,
-        "\n  ld.param.u64 %d2, [out];\n  cvta.to.global.u64 %d2, %d2;\n  mov.u64 %d6, 0;",
-        "\n  ld.global.u32 %r5, [%d5];\n  cvt.u64.u32 %d7, %r5;\n  add.u64 %d6, %d6, %d7;",
-        "\n  red.global.add.u64 [%d2], %d6;",
+        shift=2,
+        setup="\n  ld.param.u64 %d2, [out];\n  cvta.to.global.u64 %d2, %d2;\n  mov.u64 %d6, 0;",
+        body="\n  ld.global.u32 %r5, [%d5];\n  cvt.u64.u32 %d7, %r5;\n  add.u64 %d6, %d6, %d7;",
+        finish="\n  red.global.add.u64 [%d2], %d6;",
     )
     + _kernel(
         "gpupool_illegal_address",

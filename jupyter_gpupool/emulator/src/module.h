@@ -1,0 +1,33 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * What a module and a kernel are, for loading and launching.
+ */
+#ifndef GPUPOOL_MODULE_H
+#define GPUPOOL_MODULE_H
+
+#include "driver.h"
+
+#define MAX_PARAMS 64
+
+struct kernel {
+    uint32_t magic;
+    struct module *module;
+    char *name;
+    uint32_t params;
+    uint32_t offset[MAX_PARAMS], size[MAX_PARAMS];
+    int dynamic_shared;
+    struct kernel *next;
+};
+
+struct module {
+    uint32_t magic;
+    bool library;
+    unsigned count;
+    struct kernel *kernels; /* in the order of the text */
+    struct module *next;
+};
+
+static inline bool kernel_bad(const struct kernel *k) { return !k || k->magic != MAGIC_KERNEL; }
+
+#endif
