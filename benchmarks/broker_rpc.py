@@ -1,0 +1,357 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The broker's answers: how long they take, and what a session costs it, with 1 to 1,000 sessions.
+
+A real broker process on an emulated machine of 64 devices, and one real process with its own
+connection per session. Each figure is set against a bare asyncio echo server on a unix socket, in
+a process of its own, asked by the same client code in the same run.
+
+``hold_drop``: what a cell on an attached session sends, a hold and a drop without an answer, then
+a ping to see the end of it. ``grant``: a hold of a detached session until its answer, from free
+memory, journal included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import budget, summary
+from jupyter_gpupool.client import Client
+
+MiB = 1 << 20
+DEVICES = 64
+
+#: Milliseconds, p99, end to end; bytes; share of one core.
+GRANT_BUDGET_MS = 1.0
+MEMORY_BUDGET = 150e6
+CPU_BUDGET = 0.01
+
+#: Of a session here: all of them fit on the machine at once.
+SLICE = 64 * MiB
+
+
+def main(argv: Sequence[str] = ()) -> dict[str, Any]:
+    """Run, and return latencies in milliseconds, memory in bytes, CPU as share of one core."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer devices, sessions and rounds")
+    parser.add_argument("--devices", type=int, default=0)
+    parser.add_argument("--sessions", type=int, nargs="*", default=[])
+    options = parser.parse_args(argv)
+    devices = options.devices or (4 if options.quick else DEVICES)
+    steps = options.sessions or ([1, 10, 50] if options.quick else [1, 10, 100, 1000])
+    rounds = 300 if options.quick else 2000
+    with tempfile.TemporaryDirectory(prefix="gpb", dir="/tmp") as name:
+        folder = Path(name)
+        with echo_server(folder) as path:
+            echo = summary(ping_times(path, rounds))
+        with broker(folder, devices) as pid:
+            found = measure(folder, pid, steps, rounds)
+    last = found[-1]
+    for one in found:
+        for kind in ("ping", "hold_drop", "grant"):
+            one[kind]["ratio_p50_to_echo"] = one[kind]["p50"] / echo["p50"]
+    count = last["sessions"]
+    return {
+        "emulated": True,
+        "devices": devices,
+        "echo_ms": echo,
+        "by_sessions": found,
+        "budgets": [
+            budget(f"grant from free memory, p99, {count} sessions on {devices} devices",
+                   last["grant"]["p99"], GRANT_BUDGET_MS, "ms"),
+            budget(f"broker memory with {count} idle sessions",
+                   last["broker_rss_bytes"] / 1e6, MEMORY_BUDGET / 1e6, "MB"),
+            budget(f"broker CPU with {count} idle sessions",
+                   100 * last["idle_cpu_share"], 100 * CPU_BUDGET, "% of a core"),
+        ],
+    }  # fmt: skip
+
+
+# --------------------------------------------------------------------------- the servers
+
+
+@contextmanager
+def echo_server(folder: Path) -> Iterator[Path]:
+    """Serve lines back from another process: what a round trip costs at least."""
+    path = folder / "echo.sock"
+    ready, child = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(ready)
+        asyncio.run(echo_for_ever(path, child))
+        os._exit(0)
+    os.close(child)
+    os.read(ready, 1)
+    os.close(ready)
+    try:
+        yield path
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+class Echo(asyncio.Protocol):
+    """Sends what it gets."""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.transport.write(data)
+
+
+async def echo_for_ever(path: Path, ready: int) -> None:
+    server = await asyncio.get_running_loop().create_unix_server(Echo, str(path))
+    os.write(ready, b"1")
+    await server.serve_forever()
+
+
+@contextmanager
+def broker(folder: Path, devices: int) -> Iterator[int]:
+    """Run a broker; yield its pid."""
+    config = folder / "config.json"
+    settings = {
+        "emulate": f"{devices}x80GiB",
+        "state_dir": str(folder / "state"),
+        "default_memory": SLICE,
+        "idle_timeout": 86400,
+        "linger": 86400,
+    }
+    config.write_text(json.dumps({"GPUPool": settings}))
+    reading, writing = os.pipe()
+    with (folder / "broker.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "jupyter_gpupool.broker", "--config", str(config),
+                "--socket", str(folder / "b.sock"), "--ready-fd", str(writing),
+            ],
+            stderr=log, pass_fds=(writing,),
+            env={**os.environ, "JUPYTER_NO_CONFIG": "1", "JUPYTER_CONFIG_DIR": str(folder)},
+        )  # fmt: skip
+    os.close(writing)
+    try:
+        if not select.select([reading], [], [], 600)[0]:
+            raise TimeoutError("the broker did not start")
+        answer = json.loads(os.read(reading, 65536) or b"{}")
+        if not answer.get("ok"):
+            raise RuntimeError((folder / "broker.log").read_text())
+        yield process.pid
+    finally:
+        os.close(reading)
+        process.terminate()
+        process.wait(120)
+
+
+# --------------------------------------------------------------------------- one peer
+
+
+class Peer:
+    """One connection, blocking, without a thread: the least that a client can be."""
+
+    def __init__(self, path: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.connect(str(path))
+        self.file = self.socket.makefile("rb")
+        self.ids = 0
+
+    def send(self, kind: str, /, **fields: Any) -> None:
+        self.socket.sendall(json.dumps({"v": 1, "type": kind, **fields}).encode() + b"\n")
+
+    def call(self, kind: str, /, **fields: Any) -> dict[str, Any]:
+        """Return the answer; what comes before it is thrown away."""
+        self.ids += 1
+        self.send(kind, id=self.ids, **fields)
+        return self.until(lambda m: m.get("id") == self.ids)
+
+    def until(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Return the first message that is wanted; answer a yield on the way."""
+        while True:
+            message: dict[str, Any] = json.loads(self.file.readline())
+            if message["type"] == "yield":
+                self.send("yielded", epoch=message["epoch"], yielded=True, cuda=False)
+            if wanted(message):
+                if message["type"] == "error":
+                    raise RuntimeError(message["message"])
+                return message
+
+
+def ping_times(path: Path, rounds: int) -> list[float]:
+    """Return milliseconds of round trips, one after the other."""
+    peer = Peer(path)
+    return [timed(lambda: peer.call("ping")) for _ in range(rounds)]
+
+
+def timed(act: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    act()
+    return 1000 * (time.perf_counter() - begun)
+
+
+# --------------------------------------------------------------------------- sessions
+
+
+class Member:
+    """A forked process that is one session, steered through a pipe."""
+
+    def __init__(self, path: Path, server: Client, number: int) -> None:
+        answer = server.call("open", kernel_id=f"k{number}", label=f"n{number}", timeout=60)
+        commands, self._tell = os.pipe()
+        self._hear, results = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._tell)
+            os.close(self._hear)
+            status = 1
+            try:
+                serve(path, answer["session"], answer["token"], commands, results)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        os.close(commands)
+        os.close(results)
+        server.call("launched", session=answer["session"], pid=self.pid, timeout=60)
+
+    def do(self, what: str) -> Any:
+        """Have the process do something and return its result."""
+        os.write(self._tell, what.encode() + b"\n")
+        data = b""
+        while not data.endswith(b"\n"):
+            chunk = os.read(self._hear, 1 << 20)
+            if not chunk:
+                raise RuntimeError("a session's process has ended")
+            data += chunk
+        return json.loads(data)
+
+    def close(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self._tell)
+        os.close(self._hear)
+
+
+def serve(path: Path, session: str, token: str, commands: int, results: int) -> None:
+    """Be a session: greet, then do what is asked."""
+    peer = Peer(path)
+    peer.call("hello", session=session, token=token)
+
+    def hold_drop() -> None:
+        peer.send("hold", hold="h", kind="cell", wait=False)
+        peer.send("drop", hold="h")
+        peer.call("ping")
+
+    def grant() -> float:
+        taken = timed(lambda: peer.call("hold", hold="g", kind="cell", wait=True))
+        peer.send("drop", hold="g")
+        return taken
+
+    def give_back() -> None:
+        peer.call("release")
+        peer.until(lambda m: m["type"] == "lease" and m["state"] == "detached")
+
+    with os.fdopen(commands) as lines:
+        for line in lines:
+            what, _, count = line.strip().partition(" ")
+            result: Any = None
+            if what == "hold_drop":
+                result = [timed(hold_drop) for _ in range(int(count))]
+            elif what == "grant":
+                result = grant()
+            elif what == "give_back":
+                give_back()
+            os.write(results, json.dumps(result).encode() + b"\n")
+
+
+# --------------------------------------------------------------------------- measuring
+
+
+def measure(folder: Path, pid: int, steps: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Return one dict per number of sessions."""
+    path = folder / "b.sock"
+    empty = rss(pid)
+    members: list[Member] = []
+    found = []
+    # Made before the thread of Client could be caught by a fork: none is.
+    try:
+        for count in steps:
+            with Client(path) as server:
+                while len(members) < count:
+                    members.append(Member(path, server, len(members)))
+                one = measure_step(path, members, rounds)
+            begun, used = time.monotonic(), cpu(pid)
+            time.sleep(10)
+            one["idle_cpu_share"] = (cpu(pid) - used) / (time.monotonic() - begun)
+            one["sessions"] = count
+            one["broker_rss_bytes"] = rss(pid)
+            one["broker_rss_per_session_bytes"] = (rss(pid) - empty) / count
+            one["children_rss_bytes"] = sum(rss(child) for child in children(pid))
+            found.append(one)
+            print(json.dumps({k: v for k, v in one.items() if not isinstance(v, dict)}),
+                  {k: (round(v["p50"], 3), round(v["p99"], 3)) for k, v in one.items()
+                   if isinstance(v, dict)}, flush=True)  # fmt: skip
+    finally:
+        for member in members:
+            member.close()
+    return found
+
+
+def measure_step(path: Path, members: Sequence[Member], rounds: int) -> dict[str, Any]:
+    """Measure with the sessions there are; all are detached again afterwards."""
+    grants = []
+    wanted = min(rounds, max(200, len(members)))
+    while len(grants) < wanted:
+        for member in members[: wanted - len(grants)]:
+            grants.append(member.do("grant"))
+        if len(grants) == wanted:
+            break
+        for member in members:
+            member.do("give_back")
+    hold_drop = members[0].do(f"hold_drop {rounds}")
+    result = {
+        "ping": summary(ping_times(path, rounds)),
+        "hold_drop": summary(hold_drop),
+        "grant": summary(grants),
+    }
+    for member in members:
+        member.do("give_back")
+    return result
+
+
+def rss(pid: int) -> int:
+    """Return the resident bytes of a process."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def cpu(pid: int) -> float:
+    """Return the CPU seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def children(pid: int) -> list[int]:
+    """Return the pids of a process's children."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1:]), indent=2))
