@@ -26,6 +26,9 @@ NOT_SUPPORTED = "CUDA_ERROR_NOT_SUPPORTED"
 NOT_READY = "CUDA_ERROR_NOT_READY"
 NOT_INITIALIZED = "CUDA_ERROR_NOT_INITIALIZED"
 
+#: Refusals that a live process gets.
+_PLAIN = {NOT_SUPPORTED, NOT_READY}
+
 _CODE = re.compile(r"\bCUDA_ERROR_[A-Z0-9_]+")
 _UNKNOWN_STATE = re.compile(r"Unknown CUDA checkpoint process state: (\d+)")
 
@@ -95,6 +98,19 @@ def initialise() -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
+def _ends(process: ProcessId, tries: int) -> bool:
+    """Tell whether a call failed because its process is dying.
+
+    The driver may know first: its thread in the process goes before the process does.
+    """
+    for turn in range(tries):
+        if turn:
+            time.sleep(0.01)
+        if processes.ending(process):
+            return True
+    return False
+
+
 def _call(process: ProcessId, action: Callable[[Any], object]) -> Answer:
     there = processes.presence(process)
     if there != "alive":
@@ -110,9 +126,9 @@ def _call(process: ProcessId, action: Callable[[Any], object]) -> Answer:
         if match:
             name = _LATER_STATES.get(match.group(1), f"state {match.group(1)}")
             return Answer("ok", value=name, seconds=seconds)
-        if processes.presence(process) == "gone":
-            return Answer("gone", message=absent(process, "gone"), seconds=seconds)
         code, text = classify(error)
+        if code not in _PLAIN and _ends(process, tries=1 if code == NOT_INITIALIZED else 5):
+            return Answer("gone", message=absent(process, "gone"), seconds=seconds)
         return Answer("refused", code, text, seconds=seconds)
     seconds = time.perf_counter() - begin
     return Answer("ok", value="" if value is None else str(value), seconds=seconds)

@@ -69,7 +69,7 @@ class Operation:
             return await self._give_up(refused)
         except DriverError as error:
             return await self._give_up(Refused("drain", f"It was not suspended. {error}"))
-        if processes.presence(self._root) == "gone":
+        if processes.ending(self._root):
             return self._suspended("gone", checkpoint.absent(self._root, "gone"))
         if not targets:  # they have ended, and the root has no context
             return self._suspended("nothing", "")
@@ -112,7 +112,7 @@ class Operation:
         answer = await self._calls.call("lock", process, drain=self._calls.lock_timeout)
         if answer.outcome == "ok":
             return True
-        if answer.outcome == "gone" or answer.code == checkpoint.NOT_INITIALIZED:
+        if _over(answer):
             self.touched.remove(process)
             return False
         if answer.code == LOST:
@@ -130,13 +130,15 @@ class Operation:
         answer = await self._calls.state(process)
         if answer.outcome == "ok" and answer.value != "checkpointed":
             answer = await self._calls.call("checkpoint", process)
-        if answer.outcome not in ("ok", "gone"):
+        if _over(answer):
+            return False
+        if answer.outcome != "ok":
             raise self._calls.refusal(process, answer)
-        return answer.outcome == "ok"
+        return True
 
     async def _give_up(self, refused: Refused) -> SuspendOutcome:
         trouble = await self.undo(self.touched)
-        if processes.presence(self._root) == "gone":
+        if processes.ending(self._root):
             return self._suspended("gone", checkpoint.absent(self._root, "gone"))
         if trouble:
             return self._suspended(trouble[0], f"{refused.message} {trouble[1]}")
@@ -158,7 +160,7 @@ class Operation:
                 answer = await self._calls.call("unlock", process)
                 if answer.outcome == "ok":
                     answer = await self._calls.state(process)
-            if answer.outcome == "gone" or answer.value == "running":
+            if _over(answer) or answer.value == "running":
                 continue
             if answer.outcome == "stopped":
                 self.unsettled.append(process)
@@ -255,7 +257,7 @@ class Operation:
                 return self._resumed("no-room", problem)
         for process in suspended:
             answer = await self._calls.call("restore", process, mapping=mapping)
-            if answer.outcome == "gone":
+            if _over(answer):
                 continue
             if answer.outcome != "ok":
                 return await self._not_restored(process, answer)
@@ -267,12 +269,12 @@ class Operation:
             if answer.outcome == "stopped":
                 # Its memory is back; it only cannot be told before it goes on.
                 self.unsettled.append(process)
-            elif answer.outcome not in ("ok", "gone"):
+            elif answer.outcome != "ok" and not _over(answer):
                 return self._resumed(
                     "hung" if answer.outcome == "hung" else "failed",
                     f"Process {process.pid} was restored but not unlocked: {answer.message}",
                 )
-        if processes.presence(self._root) == "gone":
+        if processes.ending(self._root):
             return self._resumed("gone", checkpoint.absent(self._root, "gone"))
         return self._resumed("resumed", "")
 
@@ -300,7 +302,7 @@ class Operation:
         if untouched:
             for restored in self.touched:
                 again = await self._calls.call("checkpoint", restored)
-                untouched &= again.outcome in ("ok", "gone")
+                untouched &= again.outcome == "ok" or _over(again)
         if untouched:
             return self._resumed("no-room", f"Nothing was resumed. {answer.message}")
         return self._resumed(
@@ -330,13 +332,18 @@ class Operation:
             for process in await self._calls.members():
                 if await self._calls.probe(process) == "locked":
                     answer = await self._calls.call("unlock", process)
-                    if answer.outcome not in ("ok", "gone"):
+                    if answer.outcome != "ok" and not _over(answer):
                         raise DriverError(
                             f"Process {process.pid} could not be unlocked: {answer.message}"
                         )
         except Refused as refused:
             if refused.status != "gone":
                 raise DriverError(refused.message) from None
+
+
+def _over(answer: Answer) -> bool:
+    """Tell whether a process that had a context has none any more: it ended, or became another."""
+    return answer.outcome == "gone" or answer.code == checkpoint.NOT_INITIALIZED
 
 
 def freed_bytes(

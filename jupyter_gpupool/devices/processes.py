@@ -10,6 +10,8 @@ can be killed, not in the broker.
 from __future__ import annotations
 
 import os
+import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +25,9 @@ Presence = Literal["alive", "stopped", "gone"]
 
 _PROC = Path("/proc")
 
+#: In ``flags``: the first thread is past the point of no return.
+_PF_EXITING = 0x4
+
 
 @dataclass(frozen=True, slots=True)
 class Stat:
@@ -32,6 +37,8 @@ class Stat:
     #: R running, S sleeping, D disk, T stopped, t traced, Z zombie, X dead, I idle.
     state: str
     parent: int
+    #: PF_* of the kernel's sched.h.
+    flags: int
     threads: int
     start_time: int
 
@@ -68,6 +75,7 @@ def parse_stat(text: str) -> Stat:
         pid=pid,
         state=fields[0],
         parent=int(fields[1]),
+        flags=int(fields[6]),
         threads=int(fields[17]),
         start_time=int(fields[19]),
     )
@@ -93,6 +101,24 @@ def presence(process: ProcessId) -> Presence:
     if stat is None or stat.start_time != process.start_time:
         return "gone"
     return stat.presence
+
+
+def ending(process: ProcessId) -> bool:
+    """Tell whether ``process`` has ended or is about to: nothing stops it any more.
+
+    It may hold device memory for a while yet: giving back many GiB takes the kernel seconds.
+    """
+    stat = read_stat(process.pid)
+    if stat is None or stat.start_time != process.start_time or stat.presence == "gone":
+        return True
+    if stat.flags & _PF_EXITING:
+        return True
+    try:
+        status = _read(process.pid, "status").decode(errors="replace")
+    except OSError:
+        return True
+    pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending)
 
 
 def session_of(pid: int) -> str | None:

@@ -108,6 +108,16 @@ def test_a_zombie_is_gone(spawn):
     assert processes.identify(pid) is None
 
 
+def test_a_process_that_is_being_killed_is_ending(spawn):
+    process, (pid,) = spawn(CHAIN, "0", CHAIN)
+    identity = processes.identify(pid)
+    assert not processes.ending(identity)
+    os.kill(pid, signal.SIGKILL)
+    assert processes.ending(identity)
+    process.wait()
+    assert processes.ending(identity)
+
+
 def test_children_come_before_their_parents(spawn):
     _, pids = spawn(CHAIN, "2", CHAIN, count=3)
     root = processes.identify(pids[0])
