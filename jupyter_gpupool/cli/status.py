@@ -40,7 +40,7 @@ def socket_path(given: str) -> Path:
 def style_for(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Style:
     """Return how to draw on ``stream``: colour only on a terminal and without ``NO_COLOR``."""
     terminal = stream.isatty()
-    width = shutil.get_terminal_size((100, 24)).columns
+    width = shutil.get_terminal_size((100, 24)).columns or 100
     colour = terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
     encoding = (getattr(stream, "encoding", "") or "").lower().replace("-", "")
     return Style(width=max(40, width), colour=colour, unicode=encoding.startswith("utf"))
@@ -113,7 +113,8 @@ def _frame(lines: Sequence[str], *, screen: bool) -> None:
     if not screen:
         print("\n".join(lines), flush=True)
         return
-    height = shutil.get_terminal_size().lines
+    # 0 rows or columns is what a terminal says that does not know (and Python 3.10 hands on).
+    height = shutil.get_terminal_size().lines or 24
     shown = list(lines[: height - 1])
     if len(shown) < len(lines):
         shown[-1] = f"({len(lines) - len(shown) + 1} more lines; make the window higher)"

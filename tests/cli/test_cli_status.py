@@ -125,13 +125,20 @@ class Watcher:
             assert self.more.wait_for(lambda: text in self.text(), timeout=30), self.text()
 
     def end(self) -> int:
+        """Interrupt it as ^C would, and return its exit code."""
         self.process.send_signal(signal.SIGINT)
-        code = self.process.wait(30)
+        return self.process.wait(30)
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()  # without effect if it has ended as it should
+        self.process.wait(30)
         self.reader.join(30)
         os.close(self.ours)
         self.errors = self.process.stderr.read().decode()
         self.process.stderr.close()
-        return code
 
 
 def test_watch_redraws_in_place_and_leaves_the_terminal_as_it_was(broker):
@@ -139,9 +146,9 @@ def test_watch_redraws_in_place_and_leaves_the_terminal_as_it_was(broker):
         pool(sessions=[attached("3f2a", "active", 4 * GiB)]),
         pool(sessions=[attached("3f2a", "idle", 4 * GiB, idle_seconds=7)]),
     ]
-    watcher = Watcher("--interval", "0.1", environ={"COLUMNS": "90"})
-    watcher.wait_for("idle 7 s")
-    assert watcher.end() == 0
+    with Watcher("--interval", "0.1", environ={"COLUMNS": "90"}) as watcher:
+        watcher.wait_for("idle 7 s")
+        assert watcher.end() == 0
     text = watcher.text()
     assert watcher.errors == ""
     assert text.startswith("\x1b[?1049h\x1b[?25l"), "the second screen, cursor hidden"
@@ -153,10 +160,10 @@ def test_watch_redraws_in_place_and_leaves_the_terminal_as_it_was(broker):
 
 def test_watch_waits_for_a_broker_that_went_away(broker):
     broker.snapshots = [pool(), None, pool(sessions=[session("b00c")])]
-    watcher = Watcher("--interval", "0.1", environ={"NO_COLOR": "1"})
-    watcher.wait_for("Trying again ...")
-    watcher.wait_for("b00c")
-    assert watcher.end() == 0
+    with Watcher("--interval", "0.1", environ={"NO_COLOR": "1"}) as watcher:
+        watcher.wait_for("Trying again ...")
+        watcher.wait_for("b00c")
+        assert watcher.end() == 0
     assert "\x1b[1m" not in watcher.text(), "NO_COLOR"
 
 
