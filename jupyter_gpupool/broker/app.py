@@ -175,6 +175,7 @@ class BrokerApp:
         runner = Runner(Pool(settings.pool), journal, Sessions(), clock, _LOG)
         effects = DeviceEffects(runner, service)
         runner.effects = effects
+        effects.on_bad_device = self._device_lost
         access = Access(claim.machine_wide, os.geteuid(), settings.admins)
         versions = f"NVIDIA driver {service.driver_version}, CUDA {service.cuda_version}"
         snapshots = Snapshots(

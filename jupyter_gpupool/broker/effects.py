@@ -9,7 +9,7 @@ neither is an effect: when its session has ended meanwhile, the pool drops its c
 from __future__ import annotations
 
 import asyncio
-from typing import Coroutine, Mapping, Sequence
+from typing import Callable, Coroutine, Mapping, Sequence
 
 from ..devices.model import DeviceSample, SuspendOutcome
 from ..devices.service import DeviceService
@@ -24,8 +24,9 @@ from .sessions import Session
 #: Seconds that an agent has to answer a yield; it answers from a thread of its own.
 YIELD_TIMEOUT = 1.0
 
-#: A sample this young (seconds) is good enough to attach a session that holds nothing yet.
-FRESH = 1.0
+#: A sample this young (seconds) is good enough to attach a session that holds nothing yet: there
+#: is nothing to restore, and so nothing to lose if a process outside the pool was faster.
+FRESH = 10.0
 
 #: A process that has just ended may give its memory back a moment later: seconds, and between.
 ROOM_WAIT, ROOM_POLL = 1.0, 0.05
@@ -46,6 +47,10 @@ class DeviceEffects:
         #: The last sample by device, and when it was taken (loop time).
         self.samples: Mapping[str, DeviceSample] = {}
         self.sampled_at = float("-inf")
+        #: The broker ends: what is begun is finished, and nothing new is begun.
+        self.closing = False
+        #: Called with a device that failed its self-test, and why.
+        self.on_bad_device: Callable[[str, str], None] = lambda _uuid, _reason: None
 
     def attach(self, action: e.Attach) -> None:
         self._runner.remember_attach(action.session)
@@ -79,7 +84,8 @@ class DeviceEffects:
         return found
 
     async def finish(self, timeout: float) -> None:
-        """Wait until no effect is under way, at most ``timeout`` seconds."""
+        """Begin nothing more, and wait for what is under way at most ``timeout`` seconds."""
+        self.closing = True
         if self._running:
             await asyncio.wait(self._running, timeout=timeout)
 
@@ -118,13 +124,23 @@ class DeviceEffects:
             return e.AttachDone(now=now, session=name, epoch=epoch, seconds=outcome.driver_seconds)
         if outcome.status == "gone":
             return e.SessionEnded(now=now, session=name, reason="its process has ended")
+        lost = outcome.status in ("failed", "hung")
+        if lost:
+            for uuid in dict.fromkeys(piece.device for piece in action.slices):
+                self._start("", self._examine(uuid))
         return e.AttachFailed(
             now=now,
             session=name,
             epoch=epoch,
             message=outcome.message or "The driver did not resume it.",
-            lost=outcome.status in ("failed", "hung"),
+            lost=lost,
         )
+
+    async def _examine(self, uuid: str) -> None:
+        """Was it the process, or is it the device? A device that fails gets nobody else."""
+        device = await self._devices.self_test(uuid)
+        if not device.can_suspend:
+            self.on_bad_device(uuid, device.tier_reason)
 
     def _need(self, record: SessionRecord, action: e.Attach) -> dict[str, int]:
         """Return the free bytes that each target must show before a restore is tried."""
@@ -223,9 +239,8 @@ class DeviceEffects:
         agent = session.agent
         if agent is None or not agent.open:
             return True, ""
-        answer: asyncio.Future[tuple[bool, bool | None]] = (
-            asyncio.get_running_loop().create_future()
-        )
+        answer: asyncio.Future[tuple[bool, bool | None]]
+        answer = asyncio.get_running_loop().create_future()
         session.yielding = (epoch, answer)
         agent.send({"type": "yield", "epoch": epoch})
         try:
@@ -236,7 +251,7 @@ class DeviceEffects:
             session.yielding = None
         if cuda is not None:
             session.cuda = cuda
-        return yielded, "a cell has begun"
+        return yielded, "a cell has begun" if session.agent else "its agent went away"
 
     async def _footprint(self, session: Session, slices: Sequence[Slice]) -> dict[str, int]:
         """Return the bytes that a suspend will move, by device: seen now, else the whole slice."""
@@ -321,6 +336,9 @@ class DeviceEffects:
     # ------------------------------------------------------------------ internals
 
     def _start(self, name: str, work: Coroutine[None, None, None]) -> None:
+        if self.closing:
+            work.close()  # the next broker finds it in the journal, not begun
+            return
         task = asyncio.get_running_loop().create_task(self._guarded(name, work))
         self._running.add(task)
         task.add_done_callback(self._running.discard)

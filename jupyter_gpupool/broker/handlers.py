@@ -30,6 +30,9 @@ from .status import Snapshots
 #: Sessions that one user may have: memory for an attack, not a quota (see c.GPUPool.quotas).
 MAX_SESSIONS = 5000
 
+#: Seconds for which a slice may be kept idle at a time: a month.
+MAX_KEEP = 30 * 86400.0
+
 #: Connections that one user may have.
 MAX_CONNECTIONS = 8000
 
@@ -277,7 +280,7 @@ class Handlers:
     def _keep(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
         seconds = float(message["seconds"])
-        if not math.isfinite(seconds) or seconds < 0:
+        if not math.isfinite(seconds) or not 0 <= seconds <= MAX_KEEP:
             raise RefusedError(f"A slice cannot be kept for {seconds} seconds.", code="bad-request")
         until = self.runner.now() + seconds
         self._ask(

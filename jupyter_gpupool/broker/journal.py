@@ -151,8 +151,10 @@ class Journal:
         """Return committed rows above ``after``, oldest first, at most ``limit``."""
         where, values = "seq > ?", [after]  # type: str, list[Any]
         if session:
-            where, values = where + " AND session = ?", [after, session]
+            where += " AND session = ?"
+            values.append(session.encode("utf-8", "replace").decode())
         limit = max(0, min(limit, MAX_ANSWER))
+        values[0] = max(0, min(after, 1 << 62))
         query = f"SELECT {_COLUMNS} FROM events WHERE {where} ORDER BY seq LIMIT ?"
         return [
             Row(
@@ -174,6 +176,8 @@ class Journal:
         """Note a row for the next commit and give it its number."""
         self.seq += 1
         row.seq = self.seq
+        # A client may send half a character, which is no text to SQLite; see also _complain.
+        row.reason = row.reason.encode("utf-8", "replace").decode()
         self._rows.append(row)
         if len(self._rows) > MAX_PENDING:
             self._rows.popleft()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from dataclasses import dataclass
 from typing import Callable, Sequence
 
@@ -59,6 +60,8 @@ class Monitor:
         self._known: dict[ProcessId, str | None] = {}
         self._reported: set[ProcessId] = set()
         self._failing = ""
+        #: This process: what it starts (workers, self-tests) is the pool's.
+        self.own = identify(os.getpid())
         #: Called with each device that could be read.
         self.on_healthy: Callable[[str], None] = lambda _uuid: None
 
@@ -212,6 +215,8 @@ class Monitor:
             for entry in sample.processes:
                 process = identify(entry.pid)
                 if process is None or self._known.get(process) or process in self._reported:
+                    continue
+                if self.own is not None and processes.descends(process.pid, self.own):
                     continue
                 self._reported.add(process)
                 uid = processes.real_uid(process.pid)

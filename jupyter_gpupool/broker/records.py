@@ -4,15 +4,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, Mapping
 
 from ..pool.model import Hold, Owner, Request, SessionRecord, Slice
 
+_FIELDS = tuple(f.name for f in fields(SessionRecord))
+_REQUEST_FIELDS = tuple(f.name for f in fields(Request))
+
 
 def to_json(record: SessionRecord) -> dict[str, Any]:
-    """Return ``record`` as JSON values."""
-    return asdict(record)
+    """Return ``record`` as JSON values; by hand, as ``asdict`` takes ten times as long."""
+    data = {name: getattr(record, name) for name in _FIELDS}
+    data["owner"] = {"name": record.owner.name, "groups": record.owner.groups}
+    data["request"] = request_to_json(record.request)
+    data["holds"] = [{"id": h.id, "kind": h.kind, "since": h.since} for h in record.holds]
+    data["slices"] = slices_to_json(record.slices)
+    data["suspended"] = slices_to_json(record.suspended)
+    return data
 
 
 def from_json(data: Mapping[str, Any]) -> SessionRecord:
@@ -46,4 +55,4 @@ def slices_to_json(slices: tuple[Slice, ...]) -> list[dict[str, Any]]:
 
 def request_to_json(request: Request) -> dict[str, Any]:
     """Return a request as the protocol shows it."""
-    return asdict(request)
+    return {name: getattr(request, name) for name in _REQUEST_FIELDS}

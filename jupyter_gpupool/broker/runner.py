@@ -72,6 +72,8 @@ class Runner:
         self._handling = False
         self._replies: dict[str, Reply] = {}
         self._dirty: set[str] = set()
+        #: Sessions whose agents are to hear of their lease, with the last reason.
+        self._news: dict[str, str] = {}
         self._flush: asyncio.TimerHandle | None = None
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakeup_at: float | None = None
@@ -95,6 +97,7 @@ class Runner:
                 self._step(self._events.popleft())
         finally:
             self._handling = False
+            self._tell_agents()
         self._schedule()
 
     def expect(self, rid: str, reply: Reply) -> None:
@@ -176,9 +179,7 @@ class Runner:
                 self._dirty.add(action.session)
             if isinstance(action, e.StateChanged):
                 self._journal_change(action, event)
-                # A hold more or less needs no commit of its own; everything else does.
-                urgent |= {action.old, action.new} != {"active", "idle"}
-            urgent |= isinstance(action, (e.Attach, e.Suspend, e.EndSession, e.Resize))
+            urgent |= _must_be_written_first(action)
         if urgent:
             self.commit()
         elif self._dirty:
@@ -194,7 +195,7 @@ class Runner:
             case e.StateChanged():
                 # Whether its own cells run, the agent knows better than we do.
                 if session is not None and {action.old, action.new} != {"active", "idle"}:
-                    self.push_lease(session, action.reason)
+                    self._news[session.id] = action.reason
             case e.HoldGranted():
                 self._granted(session, action)
             case e.HoldRefused():
@@ -221,7 +222,7 @@ class Runner:
                     reply(action.refusal, action.note)
             case e.Resize():
                 if session is not None:
-                    self.push_lease(session, "resized")
+                    self._news[session.id] = "resized"
             case e.Attach():
                 self._changed(action.slices)
                 assert self.effects is not None
@@ -238,6 +239,14 @@ class Runner:
                 self.log.log(level, "%s: %s", action.code, action.message)
             case _:
                 raise AssertionError(f"an action nobody performs: {action!r}")
+
+    def _tell_agents(self) -> None:
+        """Push each changed lease once: how it came about in several steps is no news."""
+        news, self._news = self._news, {}
+        for name, why in news.items():
+            session = self.sessions.find(name)
+            if session is not None:
+                self.push_lease(session, why)
 
     def _granted(self, session: Session | None, action: e.HoldGranted) -> None:
         wait = session.waits.pop(action.hold, None) if session else None
@@ -364,6 +373,20 @@ class Runner:
         self._wakeup = None
         self._wakeup_at = None
         self.handle(e.Tick(now=self.now()))
+
+
+def _must_be_written_first(action: e.Action) -> bool:
+    """Return whether the journal must know before ``action`` is performed.
+
+    Not so for a hold more or less, nor while a slice is looked for: a broker that is killed then
+    has begun nothing and told nobody.
+    """
+    if isinstance(action, e.StateChanged):
+        steady = {action.old, action.new} == {"active", "idle"}
+        return not steady and action.new not in ("queued", "attaching")
+    if isinstance(action, e.Attach):
+        return bool(action.origin)
+    return isinstance(action, (e.Suspend, e.EndSession, e.Resize))
 
 
 def journaled(session: Session, record: SessionRecord) -> dict[str, Any]:

@@ -28,6 +28,9 @@ _ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 #: Frameworks that would otherwise take the whole device at their first use.
 _FRUGAL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 
+#: Seconds for which a view serves new kernels: a class of a hundred starts at ten o'clock.
+RECENT = 0.5
+
 
 class Snapshots:
     """Reads the pool for people."""
@@ -48,8 +51,9 @@ class Snapshots:
         self._effects = effects
         self._emulated = emulated
         self._machine = machine
-        #: The device that each session started with, to spread the kernels.
+        #: How many kernels began on each device, to spread them.
         self._homes: dict[str, int] = {}
+        self._recent: PoolView | None = None
 
     # ------------------------------------------------------------------ for a new kernel
 
@@ -59,9 +63,8 @@ class Snapshots:
         Those with room and the fewest kernels; never none, as the driver's "no device" answer
         would stay with the process. The agent corrects them at the first attach.
         """
-        views = [v for v in self._view().devices if not v.drained_reason] or list(
-            self._view().devices
-        )
+        devices = self._recent_view().devices
+        views = [v for v in devices if not v.drained_reason] or [*devices]
         order = sorted(
             views,
             key=lambda v: (
@@ -79,7 +82,7 @@ class Snapshots:
 
     def limits(self, owner: Owner) -> dict[str, Any]:
         """Return what a session of ``owner`` may ask for: ``memory`` per device, ``devices``."""
-        view = self._view()
+        view = self._recent_view()
         settings = view.settings
         quota = settings.quotas.get(owner.name) or settings.quotas.get("*")
         bounds = [
@@ -135,6 +138,17 @@ class Snapshots:
 
     def _view(self) -> PoolView:
         return self._runner.pool.view(self._runner.now())
+
+    def _recent_view(self) -> PoolView:
+        """Return a view that may be RECENT seconds old: it reads all sessions."""
+        view = self._recent
+        if (
+            view is None
+            or view.settings is not self._runner.pool.settings
+            or self._runner.now() - view.now > RECENT
+        ):
+            view = self._recent = self._view()
+        return view
 
     def _device(self, view: DeviceView) -> dict[str, Any]:
         device = view.device

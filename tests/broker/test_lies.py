@@ -267,3 +267,26 @@ def test_a_socket_that_is_not_ours_is_not_spoken_to(folder):
     with pytest.raises(GPUPoolError) as caught:
         Client(folder / "link")
     assert caught.value.code == "bad-socket"
+
+
+def test_text_that_is_no_text_does_not_stop_the_journal(broker, kernel):
+    """Half a surrogate pair is legal JSON and no UTF-8; SQLite refuses it."""
+    half = "\ud800"
+    with Raw(broker.socket) as raw:
+        raw.say(type="open", id=1, kernel_id=half, label=half + "\0\n\x1b[31m")
+        opened = raw.read()
+        raw.say(type="journal", id=2, session=half, after=2**70, limit=2**70)
+        assert raw.read()["rows"] == []
+        raw.say(type="close", id=3, session=opened["session"], reason=half * 10)
+        assert raw.read()["type"] == "ok"
+    one = kernel("one")
+    one.attach()
+    assert broker.rows("close")[0]["reason"] == "?" * 10
+    assert broker.rows("attach")
+    assert broker.status()["broker"]["journal_problem"] == ""
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -1, 1e300], ids=str)
+def test_a_keep_without_end_is_refused(broker, kernel, seconds):
+    one = kernel("one", agent=False)
+    assert refusal(one.server, "keep", session=one.session, seconds=seconds) == "bad-request"
