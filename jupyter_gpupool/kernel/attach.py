@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any, Sequence
 
-from .link import Slice
+from .values import Slice
 
 #: ``CUDA_ERROR_NOT_INITIALIZED`` (cuda.h): cuInit has not been called in this process.
 NOT_INITIALIZED = 3

@@ -22,27 +22,29 @@ import inspect
 import itertools
 import logging
 import time
-from contextvars import ContextVar
 from typing import Any, Awaitable, Callable, Literal, Mapping
 
-from ..errors import BrokerUnavailable, GPUPoolError
+from ..errors import BrokerUnavailable, GPUPoolError, RefusedError
+from ..units import format_bytes
 from .attach import FrameworkCaps, show_devices
-from .command import CellRequest, cell_header, is_gpu_only, parse_cell_header
+from .command import (
+    CellRequest,
+    cell_header,
+    current_header,
+    hide_header,
+    is_gpu_only,
+    parse_cell_header,
+)
 from .interrupts import Alarm, Interrupts
-from .link import Link, Slice
+from .link import GRACE, Link
 from .oom import advice, is_out_of_memory
 from .progress import WaitDisplay, describe, worth_showing
-
-#: Seconds without a broker after which a cell stops waiting for it to come back.
-GRACE = 5.0
+from .values import Slice
 
 #: Seconds in which a request (not a wait) is answered.
 ANSWER = 10.0
 
 Plan = Literal["pass", "soft", "if-attached", "wait"]
-
-#: The ``%%gpu`` line that the gate has dealt with for the cell now running.
-current_header: ContextVar[str] = ContextVar("gpupool_current_header", default="")
 
 log = logging.getLogger("jupyter_gpupool.kernel")
 
@@ -65,6 +67,7 @@ class CellGate:
         self._ids = itertools.count(1)
         self._notices: list[str] = []
         self._told_unreachable = False
+        self._told_suspended = 0
         self._originals: dict[str, Any] = {}
         self._settled: tuple[Slice, ...] = ()
 
@@ -112,16 +115,17 @@ class CellGate:
         if plan == "pass":
             return await _result(original(code, silent, *args, **kwargs))
         hold = f"cell-{next(self._ids)}"
-        asked: CellRequest | None = None
         before: dict[str, Any] = {}
         try:
             problem: GPUPoolError | None = None
             try:
                 if header:
-                    asked = parse_cell_header(header, self.link.request)
-                    before = await self._ask_for(asked)
+                    await self._broker_expected()
+                    await self._ask_for(parse_cell_header(header, self.link.request), before)
                 if not self.link.take(hold, "cell") and self._must_wait(plan):
                     problem = await self._wait(hold, "cell", silent, explicit=bool(header))
+                elif plan == "if-attached" and self.link.suspended:
+                    self._tell_suspended()
             except KeyboardInterrupt:
                 problem = _interrupted()
             except GPUPoolError as error:
@@ -241,18 +245,45 @@ class CellGate:
             )
         return None
 
+    def _tell_suspended(self) -> None:
+        """Say once for each release, in ``manual`` policy, what CUDA calls will do now."""
+        if self._told_suspended != self.link.epoch:
+            self._told_suspended = self.link.epoch
+            self.notice(
+                "GPU pool: the GPU state of this kernel is in host memory. Type %gpu attach before "
+                "you use it: until then a CUDA call waits, and cannot be interrupted."
+            )
+
     # ------------------------------------------------------------------ %%gpu: one cell's request
 
-    async def _ask_for(self, asked: CellRequest) -> dict[str, Any]:
-        """Change the request for one cell; return the fields that undo it."""
-        before = {name: self.link.request.get(name) for name in asked.fields}
+    async def _ask_for(self, asked: CellRequest, before: dict[str, Any]) -> None:
+        """Change the request for one cell; put the fields that undo it into ``before``."""
+        old = {name: self.link.request.get(name) for name in asked.fields}
         answer = await self._call("request", **asked.fields)
+        before.update({name: value for name, value in old.items() if value is not None})
         self.link.note_request(answer)
         smallest = min((s.bytes for s in self.link.slices), default=0)
         if self.link.attached and not self.link.holds and smallest < asked.memory:
-            # Not enough room where it is: detach, so that the hold below waits for the new size.
+            # Not enough room where it is: detach, so that the cell waits for the new size.
             await self._call("release")
-        return {name: value for name, value in before.items() if value is not None}
+            await self._until_detached(asked.memory)
+
+    async def _until_detached(self, wanted: int) -> None:
+        """Wait until the slice that was released is on its way back."""
+        alarm = Alarm()
+        give_up = time.monotonic() + ANSWER
+        with self.interrupts.watch(alarm.interrupt):
+            while self.link.attached and not alarm.interrupted and time.monotonic() < give_up:
+                await alarm.wait()
+        if alarm.interrupted:
+            raise _interrupted()
+        if self.link.attached:
+            why = self.link.pinned_reason or self.link.reason or "the kernel is busy"
+            raise RefusedError(
+                f"{format_bytes(wanted)} are not free on the GPU that this kernel is on, and it "
+                f"could not leave it: {why}.",
+                next_step="Try again later, or ask for less.",
+            )
 
     async def _give_back(self, before: dict[str, Any]) -> None:
         try:
@@ -263,6 +294,15 @@ class CellGate:
             self.notice(f"GPU pool: the request of this kernel could not be set back: {error}")
         else:
             self.link.note_request(answer)
+
+    async def _broker_expected(self) -> None:
+        """Wait for a broker that is expected back; a new kernel is still greeting its own."""
+        alarm = Alarm()
+        with self.interrupts.watch(alarm.interrupt):
+            while 0.0 < self.link.unreachable_for() < GRACE:
+                await alarm.wait()
+                if alarm.interrupted:
+                    raise _interrupted()
 
     async def _call(self, kind: str, **fields: Any) -> Mapping[str, Any]:
         """Send a request and return the answer, which is quick: an interrupt is not heard here.
@@ -361,25 +401,6 @@ class CellGate:
             "payload": [],
             **content,
         }
-
-
-def hide_header(lines: list[str]) -> list[str]:
-    """Leave the body of a ``%%gpu`` cell whose request the gate has made (IPython transformer).
-
-    The line becomes a comment, which keeps the line numbers of tracebacks; before another cell
-    magic, which must come first, it goes.
-    """
-    header = current_header.get()
-    if not header or not lines:
-        return lines
-    first = next((n for n, line in enumerate(lines) if line.strip()), 0)
-    if lines[first].strip() != header:
-        return lines
-    rest = lines[first + 1 :]
-    following = next((line for line in rest if line.strip()), "")
-    if following.startswith("%%"):
-        return rest
-    return [*lines[:first], f"# {header}\n", *rest]
 
 
 def log_hint(link: Link) -> str:

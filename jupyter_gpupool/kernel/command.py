@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Mapping
 
@@ -34,6 +35,10 @@ OPTIONS = ("limit", "devices", "priority", "compute")
 _WITHOUT_ARGUMENTS = ("status", "attach", "release", "pool", "help")
 _GPU_LINE = re.compile(r"^(\?{0,2}%{1,2}gpu\?{0,2}(\s|$)|%gpu\?)")
 _HEADER = re.compile(r"^%%gpu(\s+[^?]*)?$")
+
+
+#: The ``%%gpu`` line that the gate has dealt with for the cell now running.
+current_header: ContextVar[str] = ContextVar("gpupool_current_header", default="")
 
 
 class CommandError(GPUPoolError):
@@ -75,6 +80,25 @@ def cell_header(code: str) -> str:
     """Return the ``%%gpu ...`` line that a cell begins with, or nothing."""
     first = code.lstrip().split("\n", 1)[0].strip()
     return first if _HEADER.match(first) else ""
+
+
+def hide_header(lines: list[str]) -> list[str]:
+    """Leave the body of a ``%%gpu`` cell whose request the gate has made (IPython transformer).
+
+    The line becomes a comment, which keeps the line numbers of tracebacks; before another cell
+    magic, which must come first, it goes.
+    """
+    header = current_header.get()
+    if not header or not lines:
+        return lines
+    first = next((n for n, line in enumerate(lines) if line.strip()), 0)
+    if lines[first].strip() != header:
+        return lines
+    rest = lines[first + 1 :]
+    following = next((line for line in rest if line.strip()), "")
+    if following.startswith("%%"):
+        return rest
+    return [*lines[:first], f"# {header}\n", *rest]
 
 
 def parse_cell_header(header: str, request: Mapping[str, Any]) -> CellRequest:

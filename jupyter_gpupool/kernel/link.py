@@ -13,60 +13,31 @@ held while waiting for an answer.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 from ..client import CALL_TIMEOUT, Client
 from ..errors import BrokerUnavailable, GPUPoolError
 from ..protocol import Message
+from .values import Queue, Slice, Wait, slices_of
 
 #: Seconds between attempts to reach the broker: the first pause and the longest.
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 5.0
 
+#: Seconds without a broker in which it is expected back: cells and commands wait for it so long.
+GRACE = 5.0
+
+log = logging.getLogger("jupyter_gpupool.kernel")
+
 #: States of a session in which its slice is attached.
 ATTACHED = ("active", "idle")
-
-
-class Slice(NamedTuple):
-    """Bytes of device memory on the device with this UUID."""
-
-    device: str
-    bytes: int
-
-
-def _slices(message: Mapping[str, Any]) -> tuple[Slice, ...]:
-    return tuple(Slice(str(s["device"]), int(s["bytes"])) for s in message.get("slices") or ())
-
-
-class Wait:
-    """One hold that waits for its lease.
-
-    ``answer`` is None while it waits, then the broker's ``ok``, or the error that ended it.
-    ``on_change`` is called, in any thread, whenever something about the wait may have changed.
-    """
-
-    def __init__(self, hold: str, kind: str, on_change: Callable[[], None]) -> None:
-        self.hold = hold
-        self.kind = kind
-        self.on_change = on_change
-        self.since = time.monotonic()
-        self.asked = False
-        self.answer: Message | GPUPoolError | None = None
-
-
-class Queue(NamedTuple):
-    """Where a waiting session stands; ``position`` 1 is next, ``eta`` in seconds or None."""
-
-    position: int
-    length: int
-    eta: float | None
-    reason: str
 
 
 class Link:
@@ -105,6 +76,7 @@ class Link:
         self._lock = threading.RLock()
         self._client: Client | None = None
         self._greeted = False
+        self._ready = threading.Event()
         self._stopped = False
         self._poke = threading.Event()
         self._thread: threading.Thread | None = None
@@ -149,6 +121,12 @@ class Link:
         """Return for how many seconds there has been no broker; 0.0 if there is one."""
         since = self._down_since
         return 0.0 if since is None else time.monotonic() - since
+
+    def wait_ready(self) -> None:
+        """Wait, at most :data:`GRACE` seconds, for a broker that is expected (back)."""
+        if not self._greeted:
+            self._poke.set()
+            self._ready.wait(max(0.0, GRACE - self.unreachable_for()))
 
     def unavailable(self) -> GPUPoolError:
         """Return the error that says why the broker cannot be used now."""
@@ -218,11 +196,15 @@ class Link:
     def call(self, kind: str, /, *, timeout: float = CALL_TIMEOUT, **fields: Any) -> Message:
         """Send a request about this session and return the answer.
 
+        Waits for a broker that is expected back: a kernel that has just started is still greeting
+        its own.
+
         Raises
         ------
         GPUPoolError
             The broker's refusal, or :class:`BrokerUnavailable`.
         """
+        self.wait_ready()
         future = self.start_call(kind, **fields)
         try:
             answer = future.result(timeout)
@@ -303,6 +285,7 @@ class Link:
             if self._client is None or self._client.closed:
                 return
             self._greeted = True
+            self._ready.set()
             self._down_since = None
             self.down = None
             self.policy = answer.get("attach") or self.policy
@@ -331,6 +314,7 @@ class Link:
         with self._lock:
             self._client = None
             self._greeted = False
+            self._ready.clear()
             self.queue = None
             if self._down_since is None:
                 self._down_since = time.monotonic()
@@ -370,7 +354,7 @@ class Link:
             answer = error
         with self._lock:
             if not isinstance(answer, GPUPoolError):
-                self._take_lease(int(answer["epoch"]), _slices(answer))
+                self._take_lease(int(answer["epoch"]), slices_of(answer))
             wanted = self._waits.pop(wait.hold, None) is wait
             if wanted and not isinstance(answer, GPUPoolError):
                 self._holds[wait.hold] = wait.kind
@@ -384,6 +368,13 @@ class Link:
     # ------------------------------------------------------------------ pushes (reader thread)
 
     def _push(self, message: Message) -> None:
+        try:
+            self._take_push(message)
+        except (KeyError, TypeError, ValueError) as error:
+            # It must not end the reader thread, on which everything else depends.
+            log.warning("A %r message of the broker was not understood: %r", message, error)
+
+    def _take_push(self, message: Message) -> None:
         kind = message["type"]
         if kind == "yield":
             self._yield(int(message["epoch"]))
@@ -440,7 +431,7 @@ class Link:
         self.reason = str(message.get("reason") or "")
         self.pinned_reason = str(message.get("pinned_reason") or "")
         if self.state in ATTACHED:
-            self._take_lease(epoch, _slices(message))
+            self._take_lease(epoch, slices_of(message))
         elif self.state != "detaching":  # which our own answer to a yield decides
             if self.attached:
                 self.suspended = self._cuda_seen is not False

@@ -14,10 +14,10 @@ from IPython.display import display
 
 from ..errors import BrokerUnavailable, GPUPoolError
 from ..units import format_bytes, format_seconds
-from .cells import GRACE, CellGate, log_hint
+from .cells import CellGate, log_hint
 from .command import OPTIONS, SUBCOMMANDS, parse_command
 from .interrupts import TICK
-from .link import Link
+from .link import GRACE, Link
 from .magic_display import HelpView, PoolView, SessionView
 from .progress import WaitDisplay, describe, worth_showing
 
@@ -61,6 +61,8 @@ class GPUMagics(Magics):  # type: ignore[misc]
             raise UsageError(str(error)) from None
 
     def _run(self, line: str) -> None:
+        if self.link is not None:
+            self.link.wait_ready()
         request = self.link.request if self.link is not None else {}
         command = parse_command(line, request)
         if command.name == "help":

@@ -13,7 +13,8 @@ import time
 from typing import Any, Callable
 
 from ..units import format_bytes, format_seconds
-from .link import Link, Wait
+from .link import Link
+from .values import Wait
 
 #: Seconds of waiting before anything is shown: an ordinary attach is over by then.
 PATIENCE = 0.25

@@ -43,8 +43,9 @@ class Execution:
             self.kernel.read(deadline, self)
         while self.reply is None:
             reply = self.kernel.client.get_shell_msg(timeout=deadline - time.monotonic())
-            if reply["parent_header"].get("msg_id") == self.msg_id:
-                self.reply = reply["content"]
+            asked = self.kernel.running.get(reply["parent_header"].get("msg_id", ""))
+            if asked is not None and reply["msg_type"] == "execute_reply":
+                asked.reply = reply["content"]
         return self
 
     @property

@@ -20,8 +20,9 @@ from jupyter_gpupool.kernel.attach import (
     show_devices,
     usable_bytes,
 )
-from jupyter_gpupool.kernel.link import Link, Slice
+from jupyter_gpupool.kernel.link import Link
 from jupyter_gpupool.kernel.oom import advice, is_out_of_memory, tried_bytes
+from jupyter_gpupool.kernel.values import Slice
 
 GiB = 1 << 30
 

@@ -78,6 +78,45 @@ def test_without_a_broker_cpu_work_goes_on_and_it_is_said_once(
     assert broker.wait_for("hold")["wait"] is True
 
 
+def test_one_cell_with_more_waits_for_a_broker_that_comes_back(
+    broker: ScriptedBroker, kernel: Kernel
+) -> None:
+    broker.die()
+    cell = kernel.start("%%gpu 16GiB\nprint('hi')")
+    cell.until("execute_input")
+    broker.start()
+    assert cell.done().text == "hi\n"
+    first, second = (broker.wait_for("request", count=n) for n in (1, 2))
+    assert (first["memory"], second["memory"]) == (16 * GiB, 4 * GiB)
+
+
+def test_the_old_request_is_owed_to_a_broker_that_comes_back(
+    broker: ScriptedBroker, kernel: Kernel
+) -> None:
+    cell = kernel.start("%%gpu 16GiB\nimport threading; print('in'); threading.Event().wait(60)")
+    cell.until("stream")
+    broker.die()
+    kernel.manager.interrupt_kernel()
+    assert cell.done().status == "error"
+    broker.start()
+    broker.wait_for("hello", count=2)
+    assert broker.wait_for("request", count=2)["memory"] == 4 * GiB
+    assert "4 GiB" in kernel.run("%gpu help").text
+
+
+def test_in_manual_policy_a_released_state_is_said_once(
+    broker: ScriptedBroker, start: Callable[..., Kernel]
+) -> None:
+    broker.attach = "manual"
+    kernel = start()
+    kernel.run("%gpu attach")
+    kernel.run(USED_CUDA)
+    assert broker.ask_back()["yielded"] is True
+    first, second = kernel.run("print(1)"), kernel.run("print(2)")
+    assert "Type %gpu attach before you use it" in first.text
+    assert second.text == "2\n"
+
+
 def test_with_its_state_in_host_memory_a_cell_fails_without_a_broker(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
