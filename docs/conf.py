@@ -5,16 +5,17 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from jupyter_gpupool import __version__ as release
+from jupyter_gpupool import __version__ as release  # noqa: E402
 
 project = "jupyter_gpupool"
 author = "jupyter_gpupool developers"
 copyright = author  # noqa: A001 (Sphinx reads this name)
 version = release
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "state_diagram"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]

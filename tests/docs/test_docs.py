@@ -17,6 +17,7 @@ from jupyter_gpupool.config import GPUPool
 from jupyter_gpupool.config.settings import QUOTA_KEYS
 from jupyter_gpupool.kernel.command import SUBCOMMANDS
 from jupyter_gpupool.kernelspecs import PROVISIONER
+from jupyter_gpupool.pool.lease import TRANSITIONS
 from jupyter_gpupool.provisioner import OPTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -120,3 +121,20 @@ def test_the_pages_build_without_a_warning(tmp_path):
     )  # fmt: skip
     assert done.stderr == ""
     assert done.returncode == 0
+
+
+def test_the_drawn_states_are_those_of_the_table():
+    pytest.importorskip("docutils", reason="the docs extra is not installed")
+    import state_diagram
+
+    drawn = state_diagram.steps(text_of("states.md"))
+    assert set(drawn) == {step for step in TRANSITIONS if step[1] != "ended"}
+    assert state_diagram.svg(drawn).count("marker-end") == len(drawn)
+
+
+def test_a_state_without_a_place_is_noticed():
+    pytest.importorskip("docutils", reason="the docs extra is not installed")
+    import state_diagram
+
+    with pytest.raises(ValueError, match="has no place for the state 'new'"):
+        state_diagram.steps("active --> new")
