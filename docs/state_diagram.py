@@ -66,7 +66,8 @@ def svg(arrows: list[tuple[str, str]]) -> str:
         ),
         (
             '<defs><marker id="step" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" '
-            'markerHeight="7" orient="auto"><path d="M0 0L10 5L0 10z" fill="#5f6368"/></marker></defs>'
+            'markerHeight="7" orient="auto"><path d="M0 0L10 5L0 10z" fill="#5f6368"/></marker>'
+            "</defs>"
         ),
     ]
     for old, new in arrows:
