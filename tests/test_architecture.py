@@ -43,8 +43,8 @@ THIRD_PARTY = {
     "autostart": {"traitlets"},
     "kernel": {"IPython", "traitlets", "ipykernel"},
     "provisioner": {"jupyter_client", "traitlets"},
-    "kernelspecs": {"jupyter_client", "jupyter_core"},
-    "demo": {"nbclient", "nbformat", "jupyter_client", "jupyter_core"},
+    "kernelspecs": {"jupyter_client", "jupyter_core", "ipykernel"},
+    "demo": {"nbclient", "nbformat", "jupyter_client", "traitlets"},
     "cli": {"traitlets", "jupyter_core", "jupyter_client"},
 }
 
