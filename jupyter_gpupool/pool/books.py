@@ -27,7 +27,7 @@ from .events import (
 from .inventory import HostLedger, Inventory
 from .lease import ATTACHED, Session
 from .model import PoolSettings, Refusal, Slice, State
-from .placement import needs_of
+from .placement import kind_of, needs_of
 from .policy import Plan
 from .queue import Entry, WaitQueue, rank
 from .quota import Quotas
@@ -56,6 +56,8 @@ class Books:
         #: All waiting sessions, and the part of them that the next free bytes could serve.
         self.order = WaitQueue()
         self.open = WaitQueue()
+        #: The same by :func:`~.placement.kind_of`: a device that gains serves few kinds.
+        self.kinds: dict[str, WaitQueue] = {}
         #: Waiting sessions whose plan is under way.
         self.planned: dict[str, Session] = {}
         #: Waiting sessions held up by their owner's quota, in order, by owner.
@@ -120,11 +122,12 @@ class Books:
         """Count an idle lease among those that may be taken, if it may; set the next alarm."""
         wake = math.inf
         if s.state == "idle":
+            s.state_bound = host_bound(s)
             may = yield_at(s, self)
             if may <= self.now and not s.yieldable:
                 s.yieldable = True
                 self.inventory.offer(s, 1)
-                self.quotas.fell[s.owner.name] = None
+                self.quotas.note(s.owner.name)
             elif may > self.now:
                 self._withdraw(s)
                 wake = may
@@ -189,13 +192,16 @@ class Books:
             return
         if old == "open":
             self.open.remove(entry)
+            self.kinds[s.kind].remove(entry)
+            if not self.kinds[s.kind]:
+                del self.kinds[s.kind]
         elif old == "quota":
             queue = self.by_quota[owner]
             queue.remove(entry)
             if not queue:
                 del self.by_quota[owner]
             else:
-                self.quotas.fell[owner] = None
+                self.quotas.note(owner)
         elif old == "nowhere":
             del self.nowhere[s.id]
         elif old == "fresh":
@@ -203,6 +209,7 @@ class Books:
         s.lane = lane
         if lane == "open":
             self.open.add(entry)
+            self.kinds.setdefault(s.kind, WaitQueue()).add(entry)
         elif lane == "quota":
             self.by_quota.setdefault(owner, WaitQueue()).add(entry)
         elif lane == "nowhere":
@@ -213,7 +220,9 @@ class Books:
     def _entry(self, s: Session, number: int) -> Entry:
         settings = self.settings
         place = rank(s.queued_at, s.request.priority, settings.priority_classes, settings.ageing)
-        least = min(n.least for n in needs_of(s, self.inventory, settings))
+        s.needs = needs_of(s, self.inventory, settings)
+        s.kind = kind_of(s.needs)
+        least = min(n.least for n in s.needs)
         return place, s.queued_at, number, least, s.id
 
     # ------------------------------------------------------------------ plans and claims
@@ -279,6 +288,7 @@ class Books:
         s.attached_total += self.now - s.attached_at
         self._set_slices(s, ())
         s.footprints = {}
+        s.footprint = 0
         s.sampled_at = -math.inf
         leases = self.leased[s.owner.name]
         del leases[s.id]
@@ -307,9 +317,7 @@ class Books:
     def resize(self, s: Session, slices: Sequence[Slice]) -> None:
         """Change the size of a lease in place, and tell the runner."""
         self._grow_over(s)
-        offered = s.yieldable
-        if offered:
-            self._withdraw(s)
+        self._withdraw(s)
         held = {x.device: x.bytes for x in s.slices}
         for x in slices:
             more = x.bytes - held[x.device]
@@ -317,8 +325,7 @@ class Books:
                 raise ValueError(f"{more} more bytes are not free on {x.device}")
         # What stays is a fact, even where the free bytes are below zero.
         self._set_slices(s, tuple(slices), force=True)
-        if offered:
-            self.offer(s)
+        self.offer(s)
         self.emit(Resize(session=s.id, epoch=s.epoch, slices=s.slices))
 
     def _set_slices(self, s: Session, slices: tuple[Slice, ...], *, force: bool = False) -> None:
@@ -327,6 +334,7 @@ class Books:
             self.inventory.give_back(s.id, s.slices)
             self.quotas.charge(owner, s.charge, len(s.slices), 1, -1)
         s.slices = slices
+        s.granted = sum(x.bytes for x in slices)
         # By the request at this moment: a later one counts when the lease has changed with it.
         s.charge = sum(min(x.bytes, s.request.memory) for x in slices)
         if slices:
@@ -355,21 +363,21 @@ class Books:
 
     def may_suspend(self, s: Session) -> bool:
         """Return whether the state of ``s`` has room in host memory and in its owner's quota."""
-        bound = host_bound(s)
+        bound = s.state_bound
         room = host_room(self, [x.device for x in s.slices], guarded=True)
         own = self.quotas.suspend_room(s.owner.name)
         return not bound or (bound <= room and (own is None or bound <= own))
 
     def suspend(self, s: Session, reason: str) -> None:
         """Ask for the suspend of an idle session; its lease counts until that is done."""
-        s.host_bound = host_bound(s)
+        s.host_bound = s.state_bound
         self.host.begin(s.host_bound)
         self.quotas.suspended(s.owner.name, s.host_bound)
         self.drop_plan(s)
         self.move(s, "detaching", reason)
         self.inventory.going(s.slices, 1)
         # What it is charged will come back: a session held up by the quota can be planned for.
-        self.quotas.fell[s.owner.name] = None
+        self.quotas.note(s.owner.name)
         self.emit(Suspend(session=s.id, epoch=s.epoch, slices=s.slices, reason=reason))
 
     def suspend_over(self, s: Session, actual: int | None) -> None:
@@ -379,7 +387,7 @@ class Books:
 
     def _host_over(self, s: Session, actual: int | None) -> None:
         bound, s.host_bound = s.host_bound, 0
-        self.quotas.fell[s.owner.name] = None
+        self.quotas.note(s.owner.name)
         if actual is None:
             self.host.cancel(bound)
             self.quotas.suspended(s.owner.name, -bound)
@@ -418,7 +426,7 @@ class Books:
         """
         if s.state == "detaching":
             self.inventory.going(s.slices, -1)
-            self.quotas.fell[s.owner.name] = None
+            self.quotas.note(s.owner.name)
         self._grow_over(s)
         self.refuse_holds(
             s,

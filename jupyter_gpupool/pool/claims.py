@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .inventory import NOTHING
 from .lease import Session
-from .placement import in_turn, needs_of
+from .placement import in_turn
 from .yielding import WhatIf, host_room, score
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Claim:
 def make_claim(books: Books, s: Session, old: Claim | None) -> Claim:
     """Return the claim of the head ``s``: its old one, grown if it is time to."""
     now, ageing = books.now, max(1.0, books.settings.ageing)
-    needs = needs_of(s, books.inventory, books.settings)
+    needs = s.needs
     since = s.head_since if s.head_since is not None else now
     rounds = int((now - since) / ageing)
     while since + (rounds + 1) * ageing <= now:
@@ -87,7 +87,7 @@ def accumulates(books: Books, claim: Claim) -> list[Session]:
         for v in options:
             if missing <= 0:
                 break
-            if v.id not in what.chosen and what.fits([v]):
+            if v.id not in what.chosen and what.fits(v):
                 what.add([v])
                 missing -= ledger.leases[v.id]
     return list(what.chosen.values())

@@ -106,7 +106,13 @@ class Handlers:
 
     def _device_appeared(self, event: ev.DeviceAppeared) -> None:
         books = self._books
+        known = books.inventory.devices.get(event.device.uuid)
+        changed = known is not None and known.device != event.device
         books.inventory.appeared(event.device, books.settings)
+        if changed:
+            # Sessions with state from there may go elsewhere than before.
+            for entry in list(books.order):
+                books.requeue(books.sessions[entry[4]])
         self._recheck(event.device.uuid)
 
     def _device_drained(self, event: ev.DeviceDrained) -> None:

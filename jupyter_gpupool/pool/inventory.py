@@ -114,6 +114,7 @@ class Inventory:
         self.devices: dict[str, DeviceLedger] = {}
         self._avail: list[tuple[int, int, str]] = []
         self._pot: list[tuple[int, int, str]] = []
+        self._total: int | None = None
         self._touched: dict[str, DeviceLedger] = {}
         self._gained: dict[str, DeviceLedger] = {}
         self._shrunk: dict[str, DeviceLedger] = {}
@@ -156,6 +157,7 @@ class Inventory:
         """Grant nothing more on this device."""
         ledger = self.devices[uuid]
         ledger.drained = reason or "drained"
+        self._total = None
         self._touch(ledger)
 
     def configure(self, settings: PoolSettings) -> None:
@@ -271,6 +273,17 @@ class Inventory:
         self.settle()
         return self._pot[-1][0] if self._pot else 0
 
+    def best(self) -> int:
+        """Return the most bytes that are available now on any one device."""
+        self.settle()
+        return self._avail[-1][0] if self._avail else 0
+
+    def total(self) -> int:
+        """Return the bytes of all devices in service."""
+        if self._total is None:
+            self._total = sum(d.capacity for d in self.devices.values() if not d.drained)
+        return self._total
+
     def settle(self) -> None:
         """Put the devices that changed in their places again."""
         if not self._touched:
@@ -297,6 +310,7 @@ class Inventory:
         device = ledger.device
         ledger.capacity = max(0, device.memory_total - device.memory_reserved - settings.reserve)
         ledger.excess = max(0, ledger.granted - ledger.capacity)
+        self._total = None
         self._touch(ledger)
 
 

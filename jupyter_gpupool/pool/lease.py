@@ -18,6 +18,7 @@ from ..errors import GPUPoolError
 from .model import AttachPolicy, Hold, Owner, Request, SessionRecord, Slice, State
 
 if TYPE_CHECKING:
+    from .placement import Need
     from .policy import Plan
     from .queue import Entry
 
@@ -110,6 +111,12 @@ class Session:
     attached_at: float = 0.0
     #: Bytes that the owner's quota is charged for the lease.
     charge: int = 0
+    #: Device bytes of the lease, over all its devices.
+    granted: int = 0
+    #: Device bytes as last measured, over all its devices.
+    footprint: int = 0
+    #: Host bytes that a suspend of the idle session may take; see :func:`~.yielding.host_bound`.
+    state_bound: int = 0
     #: Host bytes set aside while a suspend is under way.
     host_bound: int = 0
     #: Not suspended (idle) or not attached (queued) before this time, after a failed try.
@@ -123,6 +130,9 @@ class Session:
     entry: Entry | None = None
     #: When it first was the head of the queue, in this wait.
     head_since: float | None = None
+    #: What it waits for, while it waits.
+    needs: tuple[Need, ...] = ()
+    kind: str = ""
     #: A reservation under way: for a lease, or for the growth of one.
     plan: Plan | None = None
     #: Attached with less than it asks for, since then.
@@ -140,16 +150,6 @@ class Session:
     story: deque[tuple[float, State, State, str, int]] = field(
         default_factory=lambda: deque(maxlen=STORY_LENGTH)
     )
-
-    @property
-    def footprint(self) -> int:
-        """Device bytes as last measured, over all its devices."""
-        return sum(self.footprints.values())
-
-    @property
-    def granted(self) -> int:
-        """Device bytes of the lease, over all its devices."""
-        return sum(s.bytes for s in self.slices)
 
     @property
     def suspended_bytes(self) -> int:

@@ -12,7 +12,7 @@ the tightest device with room (best fit), which keeps the large holes for large 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Mapping, Sequence
+from typing import Iterable, Mapping, Sequence
 
 from .inventory import DeviceLedger, Inventory
 from .lease import Session
@@ -80,6 +80,22 @@ def needs_of(session: Session, inventory: Inventory, settings: PoolSettings) -> 
     return (Need(memory, memory),) * session.request.devices
 
 
+def kind_of(needs: Sequence[Need]) -> str:
+    """Return which devices can serve ``needs``, as one of the names in :func:`kinds_at`."""
+    if len(needs) > 1:
+        return "several"
+    need = needs[0]
+    if need.fixed:
+        return f"at {need.fixed}"
+    return "any" if need.model is None else f"of {need.model}"
+
+
+def kinds_at(ledger: DeviceLedger) -> tuple[str, ...]:
+    """Return the kinds of sessions that a device can serve, alone or with others."""
+    device = ledger.device
+    return "any", "several", f"of {device.model}", f"at {device.uuid}"
+
+
 def preferred(session: Session) -> tuple[str, ...]:
     """Return the devices where it was last, in its order."""
     return tuple(s.device for s in session.suspended) or session.last_devices
@@ -91,6 +107,8 @@ def in_turn(needs: Sequence[Need]) -> list[int]:
     Needs of one model differ only in size, so what suits a larger one suits a smaller one, and
     choosing in this order finds a place for all whenever there is one.
     """
+    if len(needs) == 1:
+        return [0]
     return sorted(range(len(needs)), key=lambda i: (not needs[i].fixed, -needs[i].least, i))
 
 
@@ -117,11 +135,16 @@ def spare(ledger: DeviceLedger, wanted: int) -> int:
 
 
 def place_now(
-    session: Session, needs: Sequence[Need], inventory: Inventory, claimed: Mapping[str, int]
+    session: Session,
+    needs: Sequence[Need],
+    inventory: Inventory,
+    claimed: Mapping[str, int],
+    only: Mapping[str, DeviceLedger] | None = None,
 ) -> tuple[Slice, ...] | None:
     """Return slices for all ``needs`` out of what is free now, or None.
 
-    ``claimed`` maps devices that somebody ahead accumulates memory on to the bytes wanted there.
+    ``claimed`` maps devices that somebody ahead accumulates memory on to the bytes wanted there;
+    with ``only``, no other devices are looked at.
     """
 
     def room(ledger: DeviceLedger) -> int:
@@ -135,6 +158,8 @@ def place_now(
             ledger = inventory.devices.get(uuid)
             if ledger is None or not need.allows(ledger) or room(ledger) < need.amount(ledger):
                 break
+            if only is not None and uuid not in only:
+                break
             same.append(Slice(uuid, need.amount(ledger)))
         else:
             return tuple(same)
@@ -142,9 +167,13 @@ def place_now(
     used: set[str] = set()
     for at in in_turn(needs):
         need = needs[at]
-        options = (
-            [inventory.placeholder(need.fixed)] if need.fixed else inventory.by_avail(need.least)
-        )
+        options: Iterable[DeviceLedger]
+        if need.fixed:
+            options = [inventory.placeholder(need.fixed)]
+        elif only is not None:
+            options = sorted(only.values(), key=lambda d: (d.avail, d.device.index))
+        else:
+            options = inventory.by_avail(need.least)
         for ledger in options:
             uuid = ledger.device.uuid
             if uuid not in used and need.allows(ledger) and room(ledger) >= need.amount(ledger):

@@ -26,12 +26,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
-from .inventory import NOTHING
+from .inventory import NOTHING, DeviceLedger
 from .lease import Session
 from .model import Slice
-from .placement import Need, in_turn, needs_of, place_now
+from .placement import Need, in_turn, place_now
 from .quota import Usage
 from .yielding import WhatIf, host_room, score
 
@@ -65,19 +65,30 @@ class Blocked:
 
     lane: str
     why: tuple[Any, ...]
+    #: More host memory might have helped.
+    host: bool = False
 
 
 def plan_attach(
-    books: Books, s: Session, claimed: dict[str, int], *, guarded: bool
+    books: Books,
+    s: Session,
+    claimed: Mapping[str, int],
+    *,
+    guarded: bool,
+    only: Mapping[str, DeviceLedger] | None = None,
 ) -> Plan | Blocked:
     """Return how waiting ``s`` can be served.
 
     ``claimed`` are the devices that it must leave to the head of the queue; ``guarded`` that it is
-    behind the head (which must then also keep its host memory).
+    behind the head (which must then also keep its host memory); ``only`` these devices are worth
+    a look, since on all others nothing has come free since the last one.
     """
     inventory = books.inventory
-    needs = needs_of(s, inventory, books.settings)
-    stuck = _impossible(books, needs)
+    needs = s.needs
+    if len(needs) > 1:
+        # The other devices may have had room all the time.
+        only = None
+    stuck = _impossible(books, needs) if only is None else None
     if stuck is not None:
         return Blocked("nowhere", stuck)
     owner = s.owner.name
@@ -92,10 +103,10 @@ def plan_attach(
         what.add(own or ())
         reason = "another kernel of the same owner waits and the owner's quota is in use"
     else:
-        takes = place_now(s, needs, inventory, claimed)
+        takes = place_now(s, needs, inventory, claimed, only)
         if takes is not None:
             return Plan(takes, (), True, charge, len(needs), 1)
-    placed = own is not None and what.place(s, needs, claimed)
+    placed = own is not None and what.place(s, needs, claimed, only=only)
     if not placed and what.host_short:
         other = _any_combination(books, s, needs, claimed, guarded=guarded)
         placed, what = other is not None, other or what
@@ -103,17 +114,17 @@ def plan_attach(
         return Plan(what.takes, tuple(what.chosen), False, charge, len(needs), 1, reason)
     if own is None and lacking is not None:
         if what.host_short:
-            return Blocked("quota", ("host",))
+            return Blocked("quota", ("host",), True)
         return Blocked("quota", ("quota", *lacking, len(books.leased.get(owner, ()))))
     if guarded and place_now(s, needs, inventory, {}) is not None:
-        return Blocked("open", ("behind",))
+        return Blocked("open", ("behind",), what.host_short)
     if what.host_short:
-        return Blocked("open", ("host",))
+        return Blocked("open", ("host",), True)
     return Blocked("open", ("busy", s.request.memory, len(needs)))
 
 
 def _any_combination(
-    books: Books, s: Session, needs: Sequence[Need], claimed: dict[str, int], *, guarded: bool
+    books: Books, s: Session, needs: Sequence[Need], claimed: Mapping[str, int], *, guarded: bool
 ) -> WhatIf | None:
     """Return the smallest set of idle leases that makes room, if there are few to choose from."""
     owner = s.owner.name
@@ -128,7 +139,7 @@ def _any_combination(
     for count in range(1, len(options) + 1):
         for group in combinations(options.values(), count):
             what = WhatIf(books, room)
-            if what.fits(group):
+            if what.fit_together(group):
                 less = promised(books, s)
                 count_leaving(books, owner, less)
                 for v in group:
@@ -201,7 +212,7 @@ def _own_victims(
         key=lambda v: score(v, books.now),
     )
     for v in options:
-        if not what.fits([*found, v]):
+        if not what.fit_together([*found, v]):
             what.host_short = True
             continue
         found.append(v)

@@ -18,6 +18,7 @@ entries of that owner are then removed and added again when the figure moves.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from operator import itemgetter
 from typing import Iterator, Mapping
 
 #: (rank, queued_at, number, least bytes that it needs on one device, session id)
@@ -25,6 +26,8 @@ Entry = tuple[float, float, int, int, str]
 
 #: Entries per block; a full block is split in two.
 BLOCK = 128
+
+_LEAST = itemgetter(3)
 
 
 def rank(queued_at: float, priority: str, classes: Mapping[str, int], ageing: float) -> float:
@@ -71,7 +74,7 @@ class WaitQueue:
             self._blocks[at : at + 1] = [block[:half], block[half:]]
             self._lasts.insert(at, block[half - 1])
             parts = self._blocks[at : at + 2]
-            self._least[at : at + 1] = [min(e[3] for e in part) for part in parts]
+            self._least[at : at + 1] = [min(map(_LEAST, part)) for part in parts]
 
     def remove(self, entry: Entry) -> None:
         """Take ``entry`` out.
@@ -90,7 +93,7 @@ class WaitQueue:
             return
         self._lasts[at] = block[-1]
         if entry[3] == self._least[at]:
-            self._least[at] = min(e[3] for e in block)
+            self._least[at] = min(map(_LEAST, block))
 
     def first(self) -> Entry | None:
         """Return the entry that goes first, or None."""

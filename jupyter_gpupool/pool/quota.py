@@ -49,6 +49,11 @@ class Quotas:
         quotas = self.settings.quotas
         return quotas.get(owner) or quotas.get("*") or NO_LIMIT
 
+    def note(self, owner: str) -> None:
+        """Remember to look again at what waits for the quota of ``owner``, if it has one."""
+        if self.settings.quotas and self.limit(owner) is not NO_LIMIT:
+            self.fell[owner] = None
+
     def usage(self, owner: str) -> Usage:
         """Return the owner's account."""
         found = self._usage.get(owner)
@@ -63,7 +68,7 @@ class Quotas:
         usage.devices += sign * devices
         usage.leases += sign * leases
         if sign < 0:
-            self.fell[owner] = None
+            self.note(owner)
 
     def suspended(self, owner: str, size: int) -> None:
         """Add ``size`` bytes (may be negative) of suspended state to the owner's account."""
@@ -74,6 +79,8 @@ class Quotas:
 
     def suspend_room(self, owner: str) -> int | None:
         """Return the host bytes that the owner may still fill, None without a limit."""
+        if not self.settings.quotas:
+            return None
         limit = self.limit(owner).suspended
         return None if limit is None else limit - self.usage(owner).suspended
 
@@ -84,7 +91,7 @@ class Quotas:
 
         ``less`` is what the owner's own idle leases would give back.
         """
-        limit = self.limit(owner)
+        limit = self.limit(owner) if self.settings.quotas else NO_LIMIT
         if limit is NO_LIMIT:
             return None
         usage, less = self.usage(owner), less or Usage()

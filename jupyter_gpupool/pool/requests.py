@@ -11,7 +11,7 @@ from .lease import ATTACHED, HAS_LEASE, Session
 from .model import Refusal, Request, Slice
 from .quota import check_form, never
 from .serve import Server
-from .yielding import empty, host_bound, suspendable, timeout_at
+from .yielding import empty, suspendable, timeout_at
 
 #: A sample may be older than the last change of the session by up to so many seconds.
 SETTLE = 2.0
@@ -160,8 +160,15 @@ class Requests:
                 # Older than the suspend (or resume) that it would contradict.
                 return 0
             return size
-        before, bound = s.footprints.get(device, 0), host_bound(s)
+        before, bound = s.footprints.get(device, -1), s.state_bound
+        fresh = s.state == "active" or s.sampled_at >= s.idle_since
+        if before == size and held >= size and fresh and (s.bound or not size):
+            # Nothing new, as nearly always.
+            s.sampled_at = books.now
+            return 0
         s.footprints[device] = size
+        before = max(before, 0)
+        s.footprint += size - before
         if held:
             s.sampled_at = books.now
             if size:
@@ -178,10 +185,10 @@ class Requests:
             held = books.inventory[device].leases.get(s.id, 0)
         if s.state == "idle":
             books.offer(s)
-            if host_bound(s) < bound:
+            if s.state_bound < bound:
                 # It may fit in host memory now.
                 books.quotas.eased = True
-                books.quotas.fell[s.owner.name] = None
+                books.quotas.note(s.owner.name)
         return max(0, size - held)
 
     # ------------------------------------------------------------------ release and keep

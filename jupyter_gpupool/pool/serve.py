@@ -12,19 +12,21 @@ at the next ``Tick``, which ``Pool.next_wakeup`` then asks for at once.
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
+from typing import Iterator
 
 from .books import Books
 from .claims import accumulates, make_claim
 from .inventory import DeviceLedger
 from .lease import Session
 from .model import Slice
-from .placement import needs_of, place_now
+from .placement import kinds_at, place_now, spare
 from .policy import Blocked, Plan, count_leaving, plan_attach, plan_growth, promised
 from .queue import Entry
 from .yielding import host_room
 
-#: Blocked sessions looked at per event.
+#: Blocked sessions looked at per event, when a device gained and when host memory did.
 LOOKS = 32
+HOST_LOOKS = 8
 #: Rounds per event; a round only follows when the last one took a promise back.
 ROUNDS = 8
 
@@ -36,8 +38,12 @@ class Server:
         self._books = books
         #: Host bytes at the last look: for the head, and for those behind it.
         self._room = (0, 0)
-        #: Where an unfinished walk goes on, and the bytes that it looks for.
-        self._rest: tuple[Entry, int] | None = None
+        #: What some session or owner needs of it became less.
+        self._eased = False
+        #: Somebody was blocked for want of host memory since there last was more of it.
+        self._host_short = False
+        #: Where an unfinished walk goes on, and the devices that it is about.
+        self._rest: tuple[Entry, dict[str, DeviceLedger]] | None = None
 
     @property
     def unfinished(self) -> bool:
@@ -69,16 +75,19 @@ class Server:
                 self._grow(gained)
             books.recheck_head = False
         if tick and self._rest is not None:
-            after, most = self._rest
+            after, gained = self._rest
             self._rest = None
-            self._behind(after, most, [])
+            self._behind(after, gained, [])
 
     def _host_eased(self) -> bool:
         """Return whether more state may be suspended than at the last look."""
         books = self._books
         before, self._room = self._room, (books.host.room, host_room(books, guarded=True))
-        eased, books.quotas.eased = books.quotas.eased, False
-        return eased or self._room[0] > before[0] or self._room[1] > before[1]
+        self._eased, books.quotas.eased = books.quotas.eased, False
+        if not (self._eased or self._room[0] > before[0] or self._room[1] > before[1]):
+            return False
+        short, self._host_short = self._host_short, False
+        return short or bool(books.leaving or books.host_waits)
 
     # ------------------------------------------------------------------ idle leases
 
@@ -117,8 +126,10 @@ class Server:
             concerned.update(ledger.plans)
             most = max(most, ledger.avail)
         for s in books.planned.values():
-            if s.owner.name in fell or (s.entry is not None and s.entry[3] <= most):
+            if (s.entry is not None and s.entry[3] <= most) or s.owner.name in fell:
                 concerned[s.id] = s
+        if not concerned:
+            return
         for s in sorted(concerned.values(), key=_turn):
             plan = s.plan
             if plan is None:
@@ -133,8 +144,8 @@ class Server:
             elif self._ready(s, plan):
                 self._commit(s, plan)
             elif s.entry is not None and s.entry[3] <= most:
-                needs = needs_of(s, books.inventory, books.settings)
-                takes = place_now(s, needs, books.inventory, self._claimed(s))
+                only = gained if len(s.needs) == 1 else None
+                takes = place_now(s, s.needs, books.inventory, self._claimed(s), only)
                 if takes is not None:
                     books.grant(s, takes, "memory came free elsewhere")
 
@@ -194,13 +205,19 @@ class Server:
             known = head.id in looked or (
                 books.claim is not None and books.claim.session == head.id and not changed
             )
-            if (known or not self._consider(head, new, guarded=False)) and head.lane == "open":
+            same = books.claim is not None and books.claim.session == head.id
+            only = gained if same and not (fell or host or books.recheck_head) else None
+            served = not known and self._consider(head, new, guarded=False, only=only)
+            if not served and head.lane == "open":
                 break
-        self._claim_for(head if head is not None and head.lane == "open" else None)
-        if head is None or head.lane != "open" or head.entry is None:
+        if head is None or head.lane != "open":
+            books.set_claim(None)
             return
-        most = books.inventory.most() if host else self._most(gained)
-        self._behind(head.entry, most, new)
+        self._claim_for(head)
+        assert head.entry is not None
+        self._behind(head.entry, gained, new)
+        if host and (self._eased or self._room[1] > 0):
+            self._behind(head.entry, None, [])
 
     def _newcomers(self, fell: dict[str, None], cancelled: list[Session]) -> list[Entry]:
         books = self._books
@@ -216,42 +233,94 @@ class Server:
         heapify(new)
         return new
 
-    def _behind(self, after: Entry, most: int, new: list[Entry]) -> None:
-        """Serve those behind the head: newcomers, and who may fit on a device that gained."""
+    def _behind(
+        self, after: Entry, gained: dict[str, DeviceLedger] | None, new: list[Entry]
+    ) -> None:
+        """Serve those behind the head: newcomers, and who may fit on a device that gained.
+
+        ``gained`` None: any device may do, because there is more host memory; a short walk then,
+        since nothing says whom that helps.
+        """
         books = self._books
-        looks = LOOKS
+        looks = HOST_LOOKS if gained is None else LOOKS
         spot = after
-        candidate = books.open.first_fitting(most, spot) if most > 0 else None
+        reach = self._reach(gained)
+        candidate = self._next(reach, spot)
         done: set[Entry] = set()
         while new or candidate is not None:
             if new and (candidate is None or new[0] <= candidate):
-                entry = heappop(new)
+                entry, only = heappop(new), None
                 if entry == candidate:
-                    continue
+                    spot = entry
+                    candidate = self._next(reach, spot)
             else:
                 assert candidate is not None
-                entry = spot = candidate
+                entry, only, spot = candidate, gained, candidate
                 looks -= 1
+                candidate = self._next(reach, spot)
             s = books.sessions.get(entry[4])
             if (
-                entry not in done
-                and s is not None
-                and s.entry == entry
-                and s.lane in ("fresh", "open", "quota")
+                entry in done
+                or s is None
+                or s.entry != entry
+                or s.lane not in ("fresh", "open", "quota")
             ):
-                done.add(entry)
-                if self._consider(s, new, guarded=True):
-                    looks += 1
-            if looks <= 0:
-                rest = self._rest or (spot, most)
-                self._rest = min(spot, rest[0]), max(most, rest[1])
+                continue
+            done.add(entry)
+            if self._consider(s, new, guarded=True, only=only):
+                looks += 1
+                if gained is not None:
+                    reach = self._reach(gained)
+                    candidate = self._next(reach, spot)
+            if looks <= 0 and candidate is not None:
+                if gained is not None:
+                    rest = self._rest or (spot, gained)
+                    self._rest = min(spot, rest[0]), {**rest[1], **gained}
                 candidate = None
-                most = 0
-                looks = LOOKS
-            elif candidate is not None and entry == candidate:
-                candidate = books.open.first_fitting(most, spot)
 
-    def _consider(self, s: Session, new: list[Entry], *, guarded: bool) -> bool:
+    def _next(self, reach: dict[str, int] | None, after: Entry) -> Entry | None:
+        """Return the first blocked session behind ``after`` that may fit within ``reach``."""
+        books = self._books
+        if reach is None:
+            return books.open.first_fitting(books.inventory.most(), after)
+        first: Entry | None = None
+        for kind, most in reach.items():
+            found = books.kinds[kind].first_fitting(most, after) if kind in books.kinds else None
+            if found is not None and (first is None or found < first):
+                first = found
+        return first
+
+    def _reach(self, gained: dict[str, DeviceLedger] | None) -> dict[str, int] | None:
+        """Return the most bytes that each kind can find, behind the head, on ``gained`` devices."""
+        if gained is None:
+            return None
+        claim = self._books.claim
+        room = max(0, self._room[1])
+        reach: dict[str, int] = {}
+        for uuid, ledger in gained.items():
+            if ledger.drained:
+                continue
+            most = ledger.avail
+            wanted = claim.wanted.get(uuid) if claim is not None else None
+            if wanted is not None:
+                most = min(most, spare(ledger, wanted))
+            else:
+                leases = ledger.leases
+                light = sum(leases[v.id] for v in ledger.idle.values() if v.state_bound <= room)
+                most = max(most, ledger.expect + light)
+            if most > 0:
+                for kind in kinds_at(ledger):
+                    reach[kind] = max(most, reach.get(kind, 0))
+        return reach
+
+    def _consider(
+        self,
+        s: Session,
+        new: list[Entry],
+        *,
+        guarded: bool,
+        only: dict[str, DeviceLedger] | None = None,
+    ) -> bool:
         """Serve or plan for one waiting session if that is possible; put it in its lane if not."""
         books = self._books
         assert s.entry is not None
@@ -267,19 +336,21 @@ class Server:
         if not guarded and books.claim is not None and books.claim.session != s.id:
             # A new head: whoever claimed so far is behind it.
             books.set_claim(None)
-        plan = plan_attach(books, s, claimed, guarded=guarded)
+        plan = plan_attach(books, s, claimed, guarded=guarded, only=only)
         if arrived and books.planned and not (isinstance(plan, Plan) and not plan.victims):
             # Whoever is ahead may use what was promised to those behind.
-            later = [w for w in books.planned.values() if w.entry is not None and w.entry > s.entry]
-            if later:
+            for later in self._promised_behind(s):
                 for w in later:
                     books.drop_plan(w)
                     books.set_lane(w, "open")
                     assert w.entry is not None
                     heappush(new, w.entry)
                 plan = plan_attach(books, s, claimed, guarded=guarded)
+                if isinstance(plan, Plan):
+                    break
         if isinstance(plan, Blocked):
             s.why = plan.why
+            self._host_short = self._host_short or plan.host
             books.set_lane(s, plan.lane)
             if plan.lane == "quota" and plan.why[0] == "host":
                 books.host_waits[owner] = None
@@ -296,6 +367,28 @@ class Server:
                 heappush(new, first)
         return isinstance(plan, Plan)
 
+    def _promised_behind(self, s: Session) -> Iterator[list[Session]]:
+        """Yield whose promises behind ``s`` may be taken back: the last that will do, or all."""
+        books = self._books
+        assert s.entry is not None
+        if len(s.needs) == 1:
+            need, last = s.needs[0], None
+            for w in books.planned.values():
+                if w.plan is None or w.entry is None or w.entry < s.entry:
+                    continue
+                if last is not None and last.entry is not None and last.entry > w.entry:
+                    continue
+                for take in w.plan.takes:
+                    ledger = books.inventory[take.device]
+                    enough = take.bytes + ledger.expect >= need.amount(ledger)
+                    if enough and need.allows(ledger):
+                        last = w
+            if last is not None:
+                yield [last]
+        behind = [w for w in books.planned.values() if w.entry is not None and w.entry > s.entry]
+        if behind:
+            yield behind
+
     def _claimed(self, s: Session) -> dict[str, int]:
         claim = self._books.claim
         if claim is None or claim.session == s.id or s.entry is None:
@@ -303,30 +396,18 @@ class Server:
         head = self._books.sessions[claim.session].entry
         return claim.wanted if head is not None and head < s.entry else {}
 
-    def _claim_for(self, head: Session | None) -> None:
+    def _claim_for(self, head: Session) -> None:
         books = self._books
-        if head is None:
-            if books.claim is not None:
-                books.set_claim(None)
-            return
         if head.head_since is None:
             head.head_since = books.now
         old = books.claim if books.claim is not None and books.claim.session == head.id else None
-        claim = make_claim(books, head, old)
-        if claim != books.claim:
-            books.set_claim(claim)
+        claim = old
+        if claim is None or books.recheck_head or claim.next_at <= books.now:
+            claim = make_claim(books, head, old)
+            if claim != books.claim:
+                books.set_claim(claim)
         for victim in accumulates(books, claim):
             books.suspend(victim, "the next kernel in the queue waits for memory")
-
-    def _most(self, gained: dict[str, DeviceLedger]) -> int:
-        """Return the most bytes that someone behind the head can find on a device that gained."""
-        claim = self._books.claim
-        most = 0
-        for uuid, ledger in gained.items():
-            if not ledger.drained:
-                closed = claim is not None and uuid in claim.wanted
-                most = max(most, ledger.avail if closed else max(ledger.avail, ledger.pot))
-        return most
 
     # ------------------------------------------------------------------ growth
 

@@ -73,9 +73,8 @@ def _planned(books: Books, devices: tuple[str, ...]) -> str:
 
 
 def _busy(books: Books, memory: int, devices: int) -> str:
-    ledgers = [d for d in books.inventory.devices.values() if not d.drained]
-    total = format_bytes(sum(d.capacity for d in ledgers))
-    best = max((d.avail for d in ledgers), default=0)
+    best = books.inventory.best()
+    total = format_bytes(books.inventory.total())
     users = "running cells" if books.active else "kernels that keep their slice"
     if best <= 0:
         return f"all {total} in use by {users}"

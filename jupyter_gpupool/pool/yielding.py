@@ -11,7 +11,7 @@ memory and their owners' quotas of suspended state have room.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
 
 from .inventory import DeviceLedger
 from .lease import Session
@@ -21,8 +21,10 @@ from .placement import Need, in_turn, preferred, spare
 if TYPE_CHECKING:
     from .books import Books
 
-#: Devices considered for one need when idle leases must yield: those with the most to give.
-WIDTH = 16
+#: When idle leases must yield, the best of so many devices is taken, those with the most to give
+#: first; and after so many that will not do for want of host memory, no more are looked at.
+WIDTH = 4
+FAILURES = 16
 
 
 def empty(s: Session) -> bool:
@@ -66,7 +68,7 @@ def timeout_at(s: Session, books: Books) -> float:
 
 
 def host_bound(s: Session) -> int:
-    """Return the host bytes that suspending ``s`` may take.
+    """Return the host bytes that suspending ``s`` may take (kept in ``s.state_bound``).
 
     What was measured since it became idle; without such a measurement, what it was granted (or
     the older measurement, if that is more).
@@ -93,9 +95,11 @@ def host_room(books: Books, claimed: Iterable[str] = (), *, guarded: bool) -> in
         freed = set(claimed)
         if not freed or not freed <= claim.wanted.keys():
             devices = books.inventory.devices
-            # The claim may have grown beyond what is needed: count the cheapest devices only.
-            missing = sorted(max(0, n - devices[u].expect) for u, n in claim.wanted.items())
-            room -= sum(missing[: claim.devices])
+            missing = [max(0, n - devices[u].expect) for u, n in claim.wanted.items()]
+            if len(missing) > claim.devices:
+                # The claim has grown beyond what is needed: count the cheapest devices only.
+                missing = sorted(missing)[: claim.devices]
+            room -= sum(missing)
     return room
 
 
@@ -116,63 +120,84 @@ class WhatIf:
         """Let ``victims`` yield."""
         for v in victims:
             self.chosen[v.id] = v
-            bound = host_bound(v)
-            self.room -= bound
-            self._by_owner[v.owner.name] = self._by_owner.get(v.owner.name, 0) + bound
+            self._take(v)
             for x in v.slices:
                 self._freed[x.device] = self._freed.get(x.device, 0) + x.bytes
+
+    def _take(self, v: Session) -> None:
+        owner, bound = v.owner.name, v.state_bound
+        self.room -= bound
+        self._by_owner[owner] = self._by_owner.get(owner, 0) + bound
+
+    def _untake(self, v: Session) -> None:
+        self.room += v.state_bound
+        self._by_owner[v.owner.name] -= v.state_bound
 
     def expect(self, ledger: DeviceLedger) -> int:
         """Return the bytes that come free there without more victims."""
         return ledger.expect + self._freed.get(ledger.device.uuid, 0)
 
+    def fits(self, v: Session) -> bool:
+        """Return whether the state of ``v`` has room besides that of those chosen."""
+        bound = v.state_bound
+        if not bound:
+            return True
+        if bound > self.room:
+            return False
+        most = self._books.quotas.suspend_room(v.owner.name)
+        return most is None or self._by_owner.get(v.owner.name, 0) + bound <= most
+
+    def fit_together(self, victims: Iterable[Session]) -> bool:
+        """Return whether the state of all ``victims`` has room besides that of those chosen."""
+        taken: list[Session] = []
+        for v in victims:
+            if not self.fits(v):
+                break
+            self._take(v)
+            taken.append(v)
+        else:
+            for v in taken:
+                self._untake(v)
+            return True
+        for v in taken:
+            self._untake(v)
+        return False
+
     def victims(self, ledger: DeviceLedger, missing: int, spared: str) -> list[Session] | None:
         """Return the idle leases on a device that free ``missing`` bytes there, or None."""
-        uuid = ledger.device.uuid
-        options = sorted(
-            (v for v in ledger.idle.values() if v.id not in self.chosen and v.id != spared),
-            key=lambda v: score(v, self._now),
-        )
-        size = {v.id: ledger.leases[v.id] for v in options}
-        if sum(size.values()) < missing:
+        options = [v for v in ledger.idle.values() if v.id not in self.chosen and v.id != spared]
+        size = ledger.leases
+        if sum(size[v.id] for v in options) < missing:
             return None
-        found = self._greedy(options, missing, size)
+        fitting = [v for v in options if self.fits(v)]
+        if sum(size[v.id] for v in fitting) < missing:
+            self.host_short = True
+            return None
+        now = self._now
+        fitting.sort(key=lambda v: score(v, now))
+        found = self._greedy(fitting, missing, size)
         if found is None:
             # Short of host memory: what frees the most for the least.
             self.host_short = True
-            cheap = sorted(options, key=lambda v: (host_bound(v) / (size[v.id] or 1), v.id))
-            found = self._greedy(cheap, missing, size)
-        assert found is None or all(uuid in {x.device for x in v.slices} for v in found)
+            fitting.sort(key=lambda v: (v.state_bound / (size[v.id] or 1), v.id))
+            found = self._greedy(fitting, missing, size)
         return found
 
-    def fits(self, victims: Sequence[Session]) -> bool:
-        """Return whether the state of ``victims`` has room besides that of those chosen."""
-        total = 0
-        owners: dict[str, int] = {}
-        for v in victims:
-            bound = host_bound(v)
-            total += bound
-            owners[v.owner.name] = owners.get(v.owner.name, 0) + bound
-        if total > max(0, self.room):
-            return False
-        for owner, size in owners.items():
-            most = self._books.quotas.suspend_room(owner)
-            if most is not None and size and self._by_owner.get(owner, 0) + size > most:
-                return False
-        return True
-
     def _greedy(
-        self, options: Sequence[Session], missing: int, size: dict[str, int]
+        self, options: Sequence[Session], missing: int, size: Mapping[str, int]
     ) -> list[Session] | None:
         found: list[Session] = []
         total = 0
         for v in options:
-            if self.fits([*found, v]):
+            if self.fits(v):
+                self._take(v)
                 found.append(v)
                 total += size[v.id]
                 if total >= missing:
                     break
-        else:
+        for v in found:
+            self._untake(v)
+        if total < missing:
             return None
         for v in reversed(found[:-1]):
             if total - size[v.id] >= missing:
@@ -181,11 +206,18 @@ class WhatIf:
         return found
 
     def place(
-        self, s: Session, needs: Sequence[Need], claimed: Mapping[str, int], *, more: bool = True
+        self,
+        s: Session,
+        needs: Sequence[Need],
+        claimed: Mapping[str, int],
+        *,
+        only: Mapping[str, DeviceLedger] | None = None,
+        more: bool = True,
     ) -> bool:
         """Choose a device for every need, with ``more`` victims if needed; fill :attr:`takes`.
 
-        On ``claimed`` devices nobody yields; only what the head can spare is taken.
+        On ``claimed`` devices nobody yields; only what the head can spare is taken. With ``only``,
+        no other devices are looked at.
         """
         last = preferred(s)
         takes: dict[int, Slice] = {}
@@ -193,12 +225,16 @@ class WhatIf:
         for at in in_turn(needs):
             need = needs[at]
             best: tuple[tuple[Any, ...], DeviceLedger, list[Session]] | None = None
-            for ledger in self._options(need, used, claimed):
+            good = bad = 0
+            for ledger in self._options(need, used, claimed, only):
                 missing = need.amount(ledger) - self.expect(ledger)
                 found: list[Session] | None = []
                 if missing > 0 and ledger.device.uuid not in claimed:
                     found = self.victims(ledger, missing, s.id) if more else None
                 if found is None:
+                    bad += 1
+                    if bad == FAILURES:
+                        break
                     continue
                 order = (
                     bool(found),
@@ -208,6 +244,9 @@ class WhatIf:
                 )
                 if best is None or order < best[0]:
                     best = order, ledger, found
+                good += 1
+                if good == WIDTH:
+                    break
             if best is None:
                 return False
             _, ledger, found = best
@@ -218,14 +257,20 @@ class WhatIf:
         return True
 
     def _options(
-        self, need: Need, used: set[str], claimed: Mapping[str, int]
-    ) -> list[DeviceLedger]:
+        self,
+        need: Need,
+        used: set[str],
+        claimed: Mapping[str, int],
+        only: Mapping[str, DeviceLedger] | None,
+    ) -> Iterator[DeviceLedger]:
         inventory = self._books.inventory
+        ledgers: Iterable[DeviceLedger]
         if need.fixed:
-            ledgers: Iterable[DeviceLedger] = [inventory.placeholder(need.fixed)]
+            ledgers = [inventory.placeholder(need.fixed)]
+        elif only is not None:
+            ledgers = only.values()
         else:
             ledgers = inventory.by_pot(need.least)
-        found: list[DeviceLedger] = []
         for ledger in ledgers:
             uuid = ledger.device.uuid
             if uuid in used or not need.allows(ledger):
@@ -236,7 +281,4 @@ class WhatIf:
             else:
                 room = min(ledger.avail, spare(ledger, wanted))
             if room >= need.amount(ledger):
-                found.append(ledger)
-                if len(found) == WIDTH:
-                    break
-        return found
+                yield ledger

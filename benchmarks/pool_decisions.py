@@ -1,0 +1,255 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Decisions per second of the pool against the number of sessions, on 64 devices.
+
+``python benchmarks/pool_decisions.py [--seconds 2] [--sizes 10,100,1000,10000]`` prints JSON.
+
+A decision is one event handled: everything that follows from it (grants, suspends, queue news) is
+part of its time; the effects themselves take no time here, but end as late as real ones would. The
+workload is a day in a busy lab, replayed as fast as the pool can: every session runs cells (log
+normal, median 20 s) with pauses in between (median 60 s), so that with enough sessions many more
+want a slice than there are; five request sizes, three priority classes, 50 owners, one of
+them with a quota; suspends and resumes at 4 and 7 GB/s; ticks when the pool asks for them; device
+and host samples every 5 s, and now and then a kernel ends and another one starts. Two devices in
+five are of another model.
+
+``exponent`` is the slope of log(time per decision) over log(sessions), by least squares: 0 means
+that the cost does not depend on the number of sessions. ``log_ratio`` is (slowest time per decision
+/ fastest) over (log(most sessions) / log(fewest)): at most 1 means no faster growth than log n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import platform
+import random
+import time
+from collections import Counter
+from heapq import heappop, heappush
+from typing import Any
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.machine import Pool
+from jupyter_gpupool.pool.model import (
+    Device,
+    GiB,
+    Owner,
+    PoolSettings,
+    Quota,
+    Request,
+    Slice,
+)
+
+DEVICES = 64
+SIZES = (2, 4, 8, 16, 40)
+WEIGHTS = (20, 45, 20, 10, 5)
+SAMPLE = 5.0
+
+
+class Lab:
+    """Pretends to be kernels, people, driver and broker; measures only the pool."""
+
+    def __init__(self, sessions: int, seed: int, host: int = 64 << 40) -> None:
+        self.rng = random.Random(seed)
+        self.pool = Pool(
+            PoolSettings(
+                host_memory=host,
+                quotas={"user0": Quota(memory=64 * GiB)},
+                max_wait=3600.0,
+                max_memory_per_kernel=80 * GiB,
+            )
+        )
+        self.now = 0.0
+        self.heap: list[tuple[float, int, Any]] = []
+        self.count = 0
+        self.spent: list[float] = []
+        self.kinds: Counter[str] = Counter()
+        self.owners = [Owner(f"user{i}") for i in range(50)]
+        self.used: dict[str, int] = {}
+        self.lost: set[str] = set()
+        self.waiting_peak = 0
+        self.waiting: set[str] = set()
+        for i in range(DEVICES):
+            model = "H100" if i % 5 < 3 else "A100"
+            device = Device(
+                uuid=f"GPU-{i:02}", index=i, name=model, model=model, memory_total=80 * GiB
+            )
+            self.send(ev.DeviceAppeared(now=0.0, device=device))
+            self.at(self.rng.uniform(0, SAMPLE), "sample", device.uuid)
+        for _ in range(sessions):
+            self.open()
+
+    def at(self, when: float, what: str, *args: Any) -> None:
+        self.count += 1
+        heappush(self.heap, (when, self.count, (what, args)))
+
+    def send(self, event: ev.Event) -> None:
+        begin = time.process_time()
+        actions = self.pool.handle(event)
+        self.spent.append(time.process_time() - begin)
+        self.kinds[type(event).__name__] += 1
+        for a in actions:
+            self.kinds[type(a).__name__] += 1
+            if isinstance(a, ev.Attach):
+                size = self.used.get(a.session, 0) if a.origin else 0
+                seconds = 0.05 + (0.3 + size / 7e9 if size else 0.0)
+                self.at(self.now + seconds, "attached", a.session, a.epoch, seconds)
+                self.waiting.discard(a.session)
+            elif isinstance(a, ev.Suspend):
+                size = sum(s.bytes for s in a.slices) * self.rng.randint(3, 10) // 10
+                self.used[a.session] = size
+                seconds = 0.3 + size / 4e9
+                self.at(self.now + seconds, "suspended", a.session, a.epoch, a.slices, size)
+            elif isinstance(a, ev.HoldGranted):
+                self.at(self.now + self.rng.lognormvariate(3.0, 1.0), "drop", a.session, a.hold)
+            elif isinstance(a, ev.HoldRefused):
+                self.waiting.discard(a.session)
+                self.at(self.now + self.rng.lognormvariate(4.1, 1.0), "hold", a.session)
+
+    def open(self) -> None:
+        self.count += 1
+        name = f"s{self.count}"
+        memory = self.rng.choices(SIZES, WEIGHTS)[0] * GiB
+        self.send(
+            ev.SessionOpened(
+                now=self.now,
+                session=name,
+                owner=self.rng.choice(self.owners),
+                request=Request(
+                    memory=memory,
+                    limit=memory,
+                    devices=2 if self.rng.random() < 0.03 else 1,
+                    priority=self.rng.choices(["interactive", "notebook", "batch"], [1, 8, 1])[0],
+                ),
+                attach="cell",
+            )
+        )
+        self.at(self.now + self.rng.uniform(0, 120), "hold", name)
+
+    def step(self) -> None:
+        wake = self.pool.next_wakeup()
+        when, _, (what, args) = self.heap[0]
+        if wake is not None and wake < when:
+            self.now = max(self.now, wake)
+            self.send(ev.Tick(now=self.now))
+            return
+        heappop(self.heap)
+        self.now = max(self.now, when)
+        getattr(self, what)(*args)
+
+    # ------------------------------------------------------------------ what happens
+
+    def hold(self, name: str) -> None:
+        if name not in self.pool:
+            return
+        self.waiting.add(name)
+        self.waiting_peak = max(self.waiting_peak, len(self.waiting))
+        self.count += 1
+        self.send(ev.HoldTaken(now=self.now, session=name, hold=f"c{self.count}", kind="cell"))
+
+    def drop(self, name: str, hold: str) -> None:
+        if name not in self.pool:
+            return
+        self.send(ev.HoldDropped(now=self.now, session=name, hold=hold, cuda=True))
+        if self.rng.random() < 0.01:
+            self.send(ev.SessionEnded(now=self.now, session=name, reason="exit"))
+            self.open()
+        else:
+            self.at(self.now + self.rng.lognormvariate(4.1, 1.0), "hold", name)
+
+    def attached(self, name: str, epoch: int, seconds: float) -> None:
+        self.send(ev.AttachDone(now=self.now, session=name, epoch=epoch, seconds=seconds))
+
+    def suspended(self, name: str, epoch: int, slices: tuple[Slice, ...], size: int) -> None:
+        if self.rng.random() < 0.02:
+            self.send(
+                ev.SuspendRefused(
+                    now=self.now, session=name, epoch=epoch, kind="busy", message="a cell began"
+                )
+            )
+            return
+        state = tuple(Slice(s.device, size // len(slices)) for s in slices)
+        self.send(
+            ev.SuspendDone(
+                now=self.now, session=name, epoch=epoch, suspended=state, cuda=True, seconds=1.0
+            )
+        )
+
+    def sample(self, uuid: str) -> None:
+        # A broker samples every device; which sessions it finds there it knows from NVML.
+        ledger = self.pool._books.inventory[uuid]
+        prints = {name: size * 8 // 10 for name, size in ledger.leases.items()}
+        self.send(ev.DeviceMemorySeen(now=self.now, device=uuid, foreign=0, footprints=prints))
+        self.at(self.now + SAMPLE, "sample", uuid)
+
+
+def measure(sessions: int, seconds: float, seed: int) -> dict[str, Any]:
+    lab = Lab(sessions, seed)
+    # Until every session has run its first cells, the machine is not yet as full as it will be.
+    while lab.now < 300.0:
+        lab.step()
+    lab.spent.clear()
+    lab.kinds.clear()
+    gc.collect()
+    gc.disable()
+    end = time.perf_counter() + seconds
+    begin_now = lab.now
+    while time.perf_counter() < end or len(lab.spent) < 2000:
+        for _ in range(100):
+            lab.step()
+    gc.enable()
+    assert lab.pool.self_check() == []
+    spent = sorted(lab.spent)
+    mean = sum(spent) / len(spent)
+    return {
+        "sessions": sessions,
+        "decisions": len(spent),
+        "decisions_per_second": round(1 / mean),
+        "mean_us": round(mean * 1e6, 1),
+        "p50_us": round(spent[len(spent) // 2] * 1e6, 1),
+        "p99_us": round(spent[len(spent) * 99 // 100] * 1e6, 1),
+        "max_us": round(spent[-1] * 1e6, 1),
+        "waiting_peak": lab.waiting_peak,
+        "pretended_seconds": round(lab.now - begin_now, 1),
+        "kinds": dict(sorted(lab.kinds.items())),
+    }
+
+
+def exponent(points: list[tuple[float, float]]) -> float:
+    """Return the slope of log(y) over log(x)."""
+    xs = [math.log(x) for x, _ in points]
+    ys = [math.log(y) for _, y in points]
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    top = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
+    return top / sum((x - mean_x) ** 2 for x in xs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=2.0, help="per size (default 2)")
+    parser.add_argument("--sizes", default="10,30,100,300,1000,3000,10000")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    sizes = [int(text) for text in options.sizes.split(",")]
+    results = [measure(n, options.seconds, options.seed) for n in sizes]
+    times = [(r["sessions"], r["mean_us"]) for r in results]
+    report: dict[str, Any] = {
+        "benchmark": "pool_decisions",
+        "devices": DEVICES,
+        "python": platform.python_version(),
+        "budget": {"decisions_per_second": 20000, "growth": "log n"},
+        "results": results,
+        "slowest_decisions_per_second": min(r["decisions_per_second"] for r in results),
+    }
+    if len(times) > 1:
+        report["exponent"] = round(exponent([(float(x), y) for x, y in times]), 3)
+        growth = max(y for _, y in times) / min(y for _, y in times)
+        report["log_ratio"] = round(growth / (math.log(sizes[-1]) / math.log(sizes[0])), 3)
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
