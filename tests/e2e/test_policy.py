@@ -163,7 +163,11 @@ def test_one_cell_with_more(pool):
             "block.verify()"
         )
         cell.check()
-        assert kernel.session()["request"]["memory"] == SLICE
+        await until(
+            lambda: kernel.session()["request"]["memory"] == SLICE,
+            "the request as it was before the cell",
+            show=kernel.session,
+        )
         (await kernel.run("block.verify()")).check()
         cell = await kernel.run("%%gpu 5TiB\nraise SystemError('this must not run')")
         assert not cell.ok
