@@ -232,6 +232,8 @@ class BrokerApp:
         session, runner = one.session, self.runner
         runner.sessions.add(session)
         runner.handle(e.SessionRecovered(now=runner.now(), record=one.record))
+        if one.record.slices:
+            runner.busy[session.id] = one.record.state
         self.handlers.lives.watch_process(session)
         runner.dirty(session.id)
         runner.note(

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 from dataclasses import dataclass
-from typing import Callable, Sequence
+from typing import Callable, Mapping, Sequence
 
 from ..config import BrokerSettings
 from ..devices.model import DeviceSample, ProcessId
@@ -21,7 +21,6 @@ from ..pool import events as e
 from . import host, processes
 from .effects import DeviceEffects
 from .runner import Runner
-from .sessions import Session
 
 #: Intervals between samples while nothing is attached and nobody waits.
 QUIET = 5
@@ -95,21 +94,12 @@ class Monitor:
                 self._log.exception("A sample failed")
             else:
                 self._failing = ""
-            quiet = not self._busy()
-            await asyncio.sleep(self.settings.sample_interval * (QUIET if quiet else 1))
-
-    def _busy(self) -> bool:
-        return any(
-            record is not None and record.state != "detached"
-            for record in (self._runner.record(s.id) for s in self._runner.sessions)
-        )
+            quiet = QUIET if not self._runner.busy else 1
+            await asyncio.sleep(self.settings.sample_interval * quiet)
 
     async def look(self) -> None:
         """Take one sample and tell the pool."""
-        waited_for = any(
-            record is not None and record.state == "queued"
-            for record in (self._runner.record(s.id) for s in self._runner.sessions)
-        )
+        waited_for = "queued" in self._runner.busy.values()
         available = host.available()
         if waited_for or abs(available - self._told_host) >= HOST_STEP:
             self._told_host = available
@@ -117,13 +107,14 @@ class Monitor:
         before = dict(self._runner.changes)
         samples = await self._effects.sample()
         await self._identify(samples)
+        granted = self._granted()
         for sample in samples:
             if sample.lost:
                 continue  # the device service tells of a loss itself, once
             self.on_healthy(sample.uuid)
             if self._runner.changes.get(sample.uuid) != before.get(sample.uuid):
                 continue  # something was attached or suspended there meanwhile: old news
-            use = self._attribute(sample)
+            use = self._attribute(sample, granted.get(sample.uuid, {}))
             if waited_for or self._told.get(sample.uuid) != use:
                 self._told[sample.uuid] = use
                 self._runner.handle(
@@ -171,7 +162,7 @@ class Monitor:
         same_user = found is not None and processes.real_uid(process.pid) == found.uid
         return found.id if found is not None and same_user else None
 
-    def _attribute(self, sample: DeviceSample) -> _Use:
+    def _attribute(self, sample: DeviceSample, granted: Mapping[str, int]) -> _Use:
         """Split a device's used bytes into the sessions' and everybody else's.
 
         Where NVML names no processes (in containers), what is used and not known counts first as
@@ -188,24 +179,21 @@ class Monitor:
             if owner is not None:
                 footprints[owner] = footprints.get(owner, 0) + entry.bytes
         foreign = known - sum(footprints.values())
-        unseen = 0
-        for session in self._runner.sessions:
-            granted = self._granted(session, sample.uuid)
-            shown = footprints.get(session.id, 0)
-            session.seen[sample.uuid] = shown
-            if not shown:
-                unseen += granted
-            else:
-                # More than its slice is nobody's to give away again.
-                foreign += max(0, shown - granted)
+        for session, shown in footprints.items():
+            # More than its slice is nobody's to give away again.
+            foreign += max(0, shown - granted.get(session, 0))
+        unseen = sum(size for session, size in granted.items() if session not in footprints)
         foreign += max(0, sample.used - known - unseen)
         return _Use(foreign, footprints)
 
-    def _granted(self, session: Session, device: str) -> int:
-        record = self._runner.record(session.id)
-        if record is None:
-            return 0
-        return sum(piece.bytes for piece in record.slices if piece.device == device)
+    def _granted(self) -> dict[str, dict[str, int]]:
+        """Return the granted bytes by device and session."""
+        granted: dict[str, dict[str, int]] = {}
+        for name in self._runner.busy:
+            record = self._runner.record(name)
+            for piece in record.slices if record else ():
+                granted.setdefault(piece.device, {})[name] = piece.bytes
+        return granted
 
     # ------------------------------------------------------------------ foreign processes
 

@@ -140,10 +140,8 @@ def _attached(record: SessionRecord, now: float) -> SessionRecord:
 
 
 def _detached(record: SessionRecord, now: float) -> SessionRecord:
-    return replace(
-        record, state="detached", state_since=now, holds=(), slices=(), queued_at=0.0,
-        wait_reason="",
-    )  # fmt: skip
+    # ``queued_at`` stays: who was waiting keeps its place if its agent asks again.
+    return replace(record, state="detached", state_since=now, holds=(), slices=(), wait_reason="")
 
 
 def _suspended(record: SessionRecord, moving: Mapping[str, int], now: float) -> SessionRecord:

@@ -68,10 +68,14 @@ class Runner:
         self.on_population: Callable[[int], None] = lambda _count: None
         #: How often something happened on a device: a sample that was begun before is old news.
         self.changes: dict[str, int] = {}
+        #: The state of each session that is not detached: most are, and they cost nothing.
+        self.busy: dict[str, str] = {}
         self._events: deque[e.Event] = deque()
         self._handling = False
         self._replies: dict[str, Reply] = {}
         self._dirty: set[str] = set()
+        #: A transition is to be committed before anybody else gets his turn.
+        self._owed = False
         #: Sessions whose agents are to hear of their lease, with the last reason.
         self._news: dict[str, str] = {}
         self._flush: asyncio.TimerHandle | None = None
@@ -97,6 +101,8 @@ class Runner:
                 self._step(self._events.popleft())
         finally:
             self._handling = False
+            if self._owed:
+                self.commit()
             self._tell_agents()
         self._schedule()
 
@@ -141,6 +147,7 @@ class Runner:
             else:
                 self.journal.put(name, journaled(session, record))
         self._dirty.clear()
+        self._owed = False
         self.journal.remember("clock", repr(self.now()))
         self.journal.commit()
 
@@ -178,7 +185,9 @@ class Runner:
             if action.session:
                 self._dirty.add(action.session)
             if isinstance(action, e.StateChanged):
+                self._count(action)
                 self._journal_change(action, event)
+                self._owed |= not _steady(action)
             urgent |= _must_be_written_first(action)
         if urgent:
             self.commit()
@@ -194,7 +203,7 @@ class Runner:
         match action:
             case e.StateChanged():
                 # Whether its own cells run, the agent knows better than we do.
-                if session is not None and {action.old, action.new} != {"active", "idle"}:
+                if session is not None and not _steady(action):
                     self._news[session.id] = action.reason
             case e.HoldGranted():
                 self._granted(session, action)
@@ -240,6 +249,12 @@ class Runner:
             case _:
                 raise AssertionError(f"an action nobody performs: {action!r}")
 
+    def _count(self, change: e.StateChanged) -> None:
+        if change.new in ("detached", "ended"):
+            self.busy.pop(change.session, None)
+        else:
+            self.busy[change.session] = change.new
+
     def _tell_agents(self) -> None:
         """Push each changed lease once: how it came about in several steps is no news."""
         news, self._news = self._news, {}
@@ -263,7 +278,7 @@ class Runner:
     def _journal_change(self, change: e.StateChanged, cause: e.Event) -> None:
         session = self.sessions.find(change.session)
         self._changed(change.slices)
-        if session is None or {change.old, change.new} == {"active", "idle"}:
+        if session is None or _steady(change):
             return
         record = self.record(change.session)
         first = change.slices[0] if change.slices else None
@@ -330,6 +345,7 @@ class Runner:
     def _gone(self, event: e.SessionEnded) -> None:
         session = self.sessions.remove(event.session)
         self._last.pop(event.session, None)
+        self.busy.pop(event.session, None)
         if session is None:
             return
         self.note("close", session, reason=event.reason)
@@ -375,15 +391,19 @@ class Runner:
         self.handle(e.Tick(now=self.now()))
 
 
+def _steady(change: e.StateChanged) -> bool:
+    """Return whether only a hold came or went: the lease is as it was."""
+    return {change.old, change.new} == {"active", "idle"}
+
+
 def _must_be_written_first(action: e.Action) -> bool:
     """Return whether the journal must know before ``action`` is performed.
 
-    Not so for a hold more or less, nor while a slice is looked for: a broker that is killed then
-    has begun nothing and told nobody.
+    Not so for a hold more or less, nor while a slice is looked for: that is committed when it is
+    clear what comes of it, which mostly is one commit for a whole grant.
     """
     if isinstance(action, e.StateChanged):
-        steady = {action.old, action.new} == {"active", "idle"}
-        return not steady and action.new not in ("queued", "attaching")
+        return not _steady(action) and action.new not in ("queued", "attaching")
     if isinstance(action, e.Attach):
         return bool(action.origin)
     return isinstance(action, (e.Suspend, e.EndSession, e.Resize))

@@ -60,8 +60,6 @@ class Session:
     cuda: bool | None = None
     #: Bytes by device that a suspend in progress moves; for a restart in its middle.
     moving: Mapping[str, int] = field(default_factory=dict)
-    #: Bytes by device that the driver last showed for this session's processes.
-    seen: dict[str, int] = field(default_factory=dict)
     #: When the wait that goes on began, for the journal.
     queued_at: float = 0.0
 

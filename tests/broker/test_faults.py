@@ -231,3 +231,24 @@ def test_no_driver_is_one_sentence(make_broker, folder):
     assert caught.value.code == "no-device"
     assert "driver" in caught.value.message
     assert "doctor" in caught.value.next_step
+
+
+def test_a_device_that_fails_its_self_test_gets_nobody_else(broker, three):
+    """A resume fails, and not because of that process: the device itself is at fault."""
+    one, two, heir = three
+    one.do("drop", hold="cell")
+    heir.attach()
+    one.wait_state("detached")
+    bad = broker.session(two.session)["device"]
+    broker.faults.set("restore-failed")
+    one.do("ask", hold="again")
+    two.do("drop", hold="cell")
+    one.process.wait(30)
+
+    def drained():
+        return {d["uuid"]: d["drained_reason"] for d in broker.status()["devices"]}[bad]
+
+    wait_until(drained, "the quarantine")
+    assert "self-test" in drained()
+    broker.faults.clear()
+    assert broker.session(heir.session)["state"] == "active"

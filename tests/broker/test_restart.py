@@ -245,3 +245,19 @@ def test_killed_again_and_again(broker, kernels):
             assert each.do("check") == 16 * MiB
             each.do("drop", hold="cell")
     assert sum(d["memory_granted"] for d in broker.status()["devices"]) <= 2 * 512 * MiB
+
+
+def test_who_waited_first_is_first_again(broker, kernels):
+    one, two = kernels("one", "two", memory=400 * MiB)
+    one.attach()
+    two.attach()
+    first, second = kernels("first", "second", memory=400 * MiB)
+    first.do("ask", hold="cell")
+    first.wait_state("queued")
+    second.do("ask", hold="cell")
+    second.wait_state("queued")
+    restart(broker, second, first)
+    for each in (first, second):
+        each.wait_state("queued")
+    assert broker.session(first.session)["queue_position"] == 1
+    assert broker.session(second.session)["queue_position"] == 2
