@@ -230,7 +230,15 @@ class Member:
 
     def do(self, what: str) -> Any:
         """Have the process do something and return its result."""
+        self.tell(what)
+        return self.told()
+
+    def tell(self, what: str) -> None:
+        """Have the process begin something."""
         os.write(self._tell, what.encode() + b"\n")
+
+    def told(self) -> Any:
+        """Return the result of what it was told."""
         data = b""
         while not data.endswith(b"\n"):
             chunk = os.read(self._hear, 1 << 20)
@@ -320,17 +328,23 @@ def measure_step(path: Path, members: Sequence[Member], rounds: int) -> dict[str
             grants.append(member.do("grant"))
         if len(grants) == wanted:
             break
-        for member in members:
-            member.do("give_back")
+        all_give_back(members)
     hold_drop = members[0].do(f"hold_drop {rounds}")
     result = {
         "ping": summary(ping_times(path, rounds)),
         "hold_drop": summary(hold_drop),
         "grant": summary(grants),
     }
-    for member in members:
-        member.do("give_back")
+    all_give_back(members)
     return result
+
+
+def all_give_back(members: Sequence[Member]) -> None:
+    """Have all sessions detached."""
+    for member in members:
+        member.tell("give_back")
+    for member in members:
+        member.told()
 
 
 def rss(pid: int) -> int:

@@ -17,6 +17,7 @@ Layout, in the order a message travels::
     host        host memory that a suspend may take
     monitor     samples of devices and host -> events; foreign processes
     journal     SQLite: current records for a restart, rows for the reports
+    ledger      transitions -> rows
     recovery    journal + driver -> the pool as it was before a kill
     status      the snapshot
     app         the process: configuration, signals, start and end; surroundings: its files

@@ -53,7 +53,7 @@ class DeviceEffects:
         self.on_bad_device: Callable[[str, str], None] = lambda _uuid, _reason: None
 
     def attach(self, action: e.Attach) -> None:
-        self._runner.remember_attach(action.session)
+        self._runner.ledger.remember_attach(action.session)
         if not action.origin and self._fits(action.slices, self._fresh()):
             # Nothing to restore and a sample that says yes: no reason to wait for anything.
             self._runner.handle(
@@ -148,9 +148,9 @@ class DeviceEffects:
         held = {piece.device: piece.bytes for piece in record.suspended}
         need: dict[str, int] = {}
         for origin, piece in zip(action.origin, action.slices, strict=True):
-            need[piece.device] = (
-                need.get(piece.device, 0) + held.get(origin, piece.bytes) + headroom
-            )
+            # No more than was reserved: a state that fills a device leaves no room for headroom.
+            wanted = min(held.get(origin, piece.bytes) + headroom, piece.bytes)
+            need[piece.device] = need.get(piece.device, 0) + wanted
         return need
 
     async def _wait_for_room(self, slices: Sequence[Slice]) -> str:

@@ -20,6 +20,7 @@ from ..pool import events as e
 from ..pool.machine import Pool
 from ..pool.model import Refusal, SessionRecord, Slice
 from .journal import Journal, Row
+from .ledger import Ledger, steady
 from .records import slices_to_json, to_json
 from .sessions import Session, Sessions
 
@@ -81,7 +82,7 @@ class Runner:
         self._flush: asyncio.TimerHandle | None = None
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakeup_at: float | None = None
-        self._last: dict[str, SessionRecord] = {}
+        self.ledger = Ledger(self)
         self.stopped = False
 
     # ------------------------------------------------------------------ for the rest of the broker
@@ -186,8 +187,9 @@ class Runner:
                 self._dirty.add(action.session)
             if isinstance(action, e.StateChanged):
                 self._count(action)
-                self._journal_change(action, event)
-                self._owed |= not _steady(action)
+                self._changed(action.slices)
+                self.ledger.change(action, event)
+                self._owed |= not steady(action)
             urgent |= _must_be_written_first(action)
         if urgent:
             self.commit()
@@ -203,7 +205,7 @@ class Runner:
         match action:
             case e.StateChanged():
                 # Whether its own cells run, the agent knows better than we do.
-                if session is not None and not _steady(action):
+                if session is not None and not steady(action):
                     self._news[session.id] = action.reason
             case e.HoldGranted():
                 self._granted(session, action)
@@ -273,78 +275,11 @@ class Runner:
             {"epoch": action.epoch, "slices": slices_to_json(action.slices)},
         )
 
-    # ------------------------------------------------------------------ journal rows
-
-    def _journal_change(self, change: e.StateChanged, cause: e.Event) -> None:
-        session = self.sessions.find(change.session)
-        self._changed(change.slices)
-        if session is None or _steady(change):
-            return
-        record = self.record(change.session)
-        first = change.slices[0] if change.slices else None
-        self.note(
-            "state",
-            session,
-            device=first.device if first else None,
-            bytes=sum(s.bytes for s in change.slices) or None,
-            reason=change.reason,
-            detail={
-                "old": change.old,
-                "new": change.new,
-                "epoch": change.epoch,
-                "suspended_bytes": record.suspended_bytes if record else 0,
-            },
-        )
-        if change.new == "queued":
-            session.queued_at = change.now
-            self.note("queue", session, reason=change.reason)
-        elif change.old == "attaching" and change.new in ("active", "idle"):
-            self._journal_attach(session, change, cause)
-        elif change.old == "detaching":
-            self._journal_suspend(session, change, cause)
-
-    def _journal_attach(self, session: Session, change: e.StateChanged, cause: e.Event) -> None:
-        waited = max(0.0, change.now - session.queued_at) if session.queued_at else 0.0
-        session.queued_at = 0.0
-        before = self._last.pop(session.id, None)
-        resumed = before is not None and bool(before.suspended)
-        for index, piece in enumerate(change.slices):
-            origin = before.suspended[index].device if resumed and before is not None else ""
-            self.note(
-                "resume" if resumed else "attach",
-                session,
-                device=piece.device,
-                bytes=piece.bytes,
-                seconds=waited,
-                reason=change.reason,
-                detail={"driver_seconds": getattr(cause, "seconds", 0.0)},
-            )
-            if origin and origin != piece.device:
-                self.note("migrate", session, device=piece.device, bytes=piece.bytes,
-                          detail={"from": origin})  # fmt: skip
-
-    def _journal_suspend(self, session: Session, change: e.StateChanged, cause: e.Event) -> None:
-        if isinstance(cause, e.SuspendDone):
-            for piece in cause.suspended:
-                self.note("suspend", session, device=piece.device, bytes=piece.bytes,
-                          seconds=cause.seconds, reason=change.reason)  # fmt: skip
-            if not cause.suspended:
-                self.note("release", session, reason=change.reason)
-        elif isinstance(cause, e.SuspendRefused):
-            self.note("refuse", session, reason=cause.message,
-                      detail={"what": "suspend", "kind": cause.kind})  # fmt: skip
-
     # ------------------------------------------------------------------ internals
-
-    def remember_attach(self, session: str) -> None:
-        """Keep the record as it is while an attach begins: the journal row at its end needs it."""
-        record = self.record(session)
-        if record is not None:
-            self._last[session] = record
 
     def _gone(self, event: e.SessionEnded) -> None:
         session = self.sessions.remove(event.session)
-        self._last.pop(event.session, None)
+        self.ledger.forget(event.session)
         self.busy.pop(event.session, None)
         if session is None:
             return
@@ -391,11 +326,6 @@ class Runner:
         self.handle(e.Tick(now=self.now()))
 
 
-def _steady(change: e.StateChanged) -> bool:
-    """Return whether only a hold came or went: the lease is as it was."""
-    return {change.old, change.new} == {"active", "idle"}
-
-
 def _must_be_written_first(action: e.Action) -> bool:
     """Return whether the journal must know before ``action`` is performed.
 
@@ -403,7 +333,7 @@ def _must_be_written_first(action: e.Action) -> bool:
     clear what comes of it, which mostly is one commit for a whole grant.
     """
     if isinstance(action, e.StateChanged):
-        return not _steady(action) and action.new not in ("queued", "attaching")
+        return not steady(action) and action.new not in ("queued", "attaching")
     if isinstance(action, e.Attach):
         return bool(action.origin)
     return isinstance(action, (e.Suspend, e.EndSession, e.Resize))
