@@ -35,7 +35,7 @@ from .command import (
     is_gpu_only,
     parse_cell_header,
 )
-from .interrupts import Alarm, Interrupts
+from .interrupts import TICK, Alarm, Interrupts
 from .link import GRACE, Link
 from .oom import advice, is_out_of_memory
 from .progress import WaitDisplay, describe, worth_showing
@@ -212,7 +212,7 @@ class CellGate:
                     if wait.answer is not None:
                         self._told_unreachable = False
                         return None
-                    if self.link.unreachable_for() > GRACE:
+                    if self.link.given_up(wait):
                         return self._without_broker(explicit)
                     if not silent and worth_showing(self.link, wait):
                         display.show(describe(self.link))
@@ -259,7 +259,11 @@ class CellGate:
     async def _ask_for(self, asked: CellRequest, before: dict[str, Any]) -> None:
         """Change the request for one cell; put the fields that undo it into ``before``."""
         old = {name: self.link.request.get(name) for name in asked.fields}
-        answer = await self._call("request", **asked.fields)
+        try:
+            answer = await self._call("request", **asked.fields)
+        except BrokerUnavailable:
+            await self._broker_expected(TICK)  # it died just now: it may be back in a moment
+            answer = await self._call("request", **asked.fields)
         before.update({name: value for name, value in old.items() if value is not None})
         self.link.note_request(answer)
         smallest = min((s.bytes for s in self.link.slices), default=0)
@@ -295,11 +299,12 @@ class CellGate:
         else:
             self.link.note_request(answer)
 
-    async def _broker_expected(self) -> None:
+    async def _broker_expected(self, at_least: float = 0.0) -> None:
         """Wait for a broker that is expected back; a new kernel is still greeting its own."""
         alarm = Alarm()
+        begun = time.monotonic()
         with self.interrupts.watch(alarm.interrupt):
-            while 0.0 < self.link.unreachable_for() < GRACE:
+            while 0.0 < self.link.unreachable_for() < GRACE or time.monotonic() < begun + at_least:
                 await alarm.wait()
                 if alarm.interrupted:
                     raise _interrupted()

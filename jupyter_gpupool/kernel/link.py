@@ -84,6 +84,9 @@ class Link:
         self._waits: dict[str, Wait] = {}
         self._owed: dict[str, Any] | None = None
         self._down_since: float | None = time.monotonic()
+        #: Since when a broker that took the connection has not answered the hello.
+        self._greeting_since: float | None = None
+        self._failures = 0
         #: Why there is no connection; None while there is one or the first try is under way.
         self.down: GPUPoolError | None = None
         self.state = "detached"
@@ -119,8 +122,12 @@ class Link:
 
     def unreachable_for(self) -> float:
         """Return for how many seconds there has been no broker; 0.0 if there is one."""
-        since = self._down_since
+        since = self._greeting_since or self._down_since
         return 0.0 if since is None else time.monotonic() - since
+
+    def given_up(self, wait: Wait) -> bool:
+        """Return whether there has been no broker for too long, and none just now either."""
+        return self.unreachable_for() > GRACE and self._failures > wait.failures
 
     def wait_ready(self) -> None:
         """Wait, at most :data:`GRACE` seconds, for a broker that is expected (back)."""
@@ -159,6 +166,7 @@ class Link:
         """Ask for the slice. The caller watches the result and ends it with :meth:`drop`."""
         wait = Wait(hold, kind, on_change)
         with self._lock:
+            wait.failures = self._failures
             self._waits[hold] = wait
             self._ask(wait)
             if not self._greeted:
@@ -265,6 +273,7 @@ class Link:
             )
             # From here on holds and drops go out behind the hello, in their order.
             self._client = client
+            self._greeting_since = time.monotonic()
         try:
             answer = hello.result(CALL_TIMEOUT)
         except (GPUPoolError, FutureTimeout, CancelledError) as error:
@@ -286,7 +295,7 @@ class Link:
                 return
             self._greeted = True
             self._ready.set()
-            self._down_since = None
+            self._down_since = self._greeting_since = None
             self.down = None
             self.policy = answer.get("attach") or self.policy
             self.limits = dict(answer.get("limits") or {})
@@ -315,6 +324,8 @@ class Link:
             self._client = None
             self._greeted = False
             self._ready.clear()
+            self._greeting_since = None
+            self._failures += 1
             self.queue = None
             if self._down_since is None:
                 self._down_since = time.monotonic()

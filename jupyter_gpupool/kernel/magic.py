@@ -17,7 +17,7 @@ from ..units import format_bytes, format_seconds
 from .cells import CellGate, log_hint
 from .command import OPTIONS, SUBCOMMANDS, parse_command
 from .interrupts import TICK
-from .link import GRACE, Link
+from .link import Link
 from .magic_display import HelpView, PoolView, SessionView
 from .progress import WaitDisplay, describe, worth_showing
 
@@ -119,7 +119,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
                                 "The wait for a GPU slice was interrupted.",
                                 next_step="Type %gpu attach to queue again.",
                             )
-                        if link.unreachable_for() > GRACE:
+                        if link.given_up(wait):
                             raise link.unavailable()
                         if worth_showing(link, wait):
                             shown.show(describe(link))

@@ -35,6 +35,8 @@ class Wait:
         self.on_change = on_change
         self.since = time.monotonic()
         self.asked = False
+        #: Attempts to reach the broker that had failed when the wait began.
+        self.failures = 0
         self.answer: Message | GPUPoolError | None = None
 
 

@@ -62,8 +62,10 @@ class Execution:
             if kind == "clear_output":
                 assert not message["content"]["wait"]
                 left.clear()
+            elif kind == "stream" and left and left[-1].get("name") == message["content"]["name"]:
+                left[-1]["text"] += message["content"]["text"]  # as notebooks join them
             elif kind in ("stream", "display_data", "execute_result", "error"):
-                left.append(message["content"])
+                left.append(dict(message["content"]))
         return left
 
     @property

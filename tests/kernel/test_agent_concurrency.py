@@ -42,10 +42,10 @@ def test_a_widget_callback_holds_while_attached(broker: ScriptedBroker, kernel: 
     kernel.run(COMM)
     send_comm(kernel, "comm_open", target_name="test")
     comm_done(kernel, send_comm(kernel, "comm_msg", data={"n": 1}))
-    hold = [m for m in broker.seen("hold") if m["kind"] == "comm"]
-    assert len(hold) == 1
-    assert hold[0]["wait"] is False
-    broker.wait_for("drop", hold=hold[0]["hold"])
+    hold = broker.wait_for("hold", kind="comm")
+    assert hold["wait"] is False
+    broker.wait_for("drop", hold=hold["hold"])
+    assert len(broker.seen("hold", kind="comm")) == 1
     assert kernel.value("seen") == "[{'n': 1}]"
 
 
