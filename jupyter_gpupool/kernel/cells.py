@@ -21,38 +21,27 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-import time
 from typing import Any, Awaitable, Callable, Literal, Mapping
 
-from ..errors import BrokerUnavailable, GPUPoolError, RefusedError
-from ..units import format_bytes
+from ..errors import BrokerUnavailable, GPUPoolError
 from .attach import FrameworkCaps, show_devices
 from .command import (
-    CellRequest,
     cell_header,
     current_header,
     hide_header,
     is_gpu_only,
     parse_cell_header,
 )
-from .interrupts import TICK, Alarm, Interrupts
-from .link import GRACE, Link
+from .interrupts import Alarm, Interrupts
+from .link import Link
+from .one_cell import OneCell, interrupted, log_hint
 from .oom import advice, is_out_of_memory
 from .progress import WaitDisplay, describe, worth_showing
 from .values import Slice
 
-#: Seconds in which a request (not a wait) is answered.
-ANSWER = 10.0
-
 Plan = Literal["pass", "soft", "if-attached", "wait"]
 
 log = logging.getLogger("jupyter_gpupool.kernel")
-
-
-class GPUWaitInterrupted(GPUPoolError):
-    """The user interrupted the wait for a slice; the cell has not run."""
-
-    code = "interrupted"
 
 
 class CellGate:
@@ -64,6 +53,7 @@ class CellGate:
         self.link = link
         self.caps = caps
         self.interrupts = interrupts
+        self.one_cell = OneCell(link, interrupts, self.notice)
         self._ids = itertools.count(1)
         self._notices: list[str] = []
         self._told_unreachable = False
@@ -120,14 +110,16 @@ class CellGate:
             problem: GPUPoolError | None = None
             try:
                 if header:
-                    await self._broker_expected()
-                    await self._ask_for(parse_cell_header(header, self.link.request), before)
+                    await self.one_cell.broker_expected()
+                    await self.one_cell.ask_for(
+                        parse_cell_header(header, self.link.request), before
+                    )
                 if not self.link.take(hold, "cell") and self._must_wait(plan):
                     problem = await self._wait(hold, "cell", silent, explicit=bool(header))
                 elif plan == "if-attached" and self.link.suspended:
                     self._tell_suspended()
             except KeyboardInterrupt:
-                problem = _interrupted()
+                problem = interrupted()
             except GPUPoolError as error:
                 problem = error
             if problem is not None:
@@ -144,7 +136,7 @@ class CellGate:
         finally:
             self._drop(hold)
             if before:
-                await self._give_back(before)
+                await self.one_cell.give_back(before)
 
     async def comm_msg(self, stream: Any, ident: Any, message: Any) -> Any:
         """Run a widget callback with the slice held. ipykernel calls this for each comm_msg."""
@@ -217,7 +209,7 @@ class CellGate:
                     if not silent and worth_showing(self.link, wait):
                         display.show(describe(self.link))
                     await alarm.wait()
-                return _interrupted()
+                return interrupted()
             finally:
                 if wait.answer is None or alarm.interrupted:
                     self._drop(hold)
@@ -253,80 +245,6 @@ class CellGate:
                 "GPU pool: the GPU state of this kernel is in host memory. Type %gpu attach before "
                 "you use it: until then a CUDA call waits, and cannot be interrupted."
             )
-
-    # ------------------------------------------------------------------ %%gpu: one cell's request
-
-    async def _ask_for(self, asked: CellRequest, before: dict[str, Any]) -> None:
-        """Change the request for one cell; put the fields that undo it into ``before``."""
-        old = {name: self.link.request.get(name) for name in asked.fields}
-        try:
-            answer = await self._call("request", **asked.fields)
-        except BrokerUnavailable:
-            await self._broker_expected(TICK)  # it died just now: it may be back in a moment
-            answer = await self._call("request", **asked.fields)
-        before.update({name: value for name, value in old.items() if value is not None})
-        self.link.note_request(answer)
-        smallest = min((s.bytes for s in self.link.slices), default=0)
-        if self.link.attached and not self.link.holds and smallest < asked.memory:
-            # Not enough room where it is: detach, so that the cell waits for the new size.
-            await self._call("release")
-            await self._until_detached(asked.memory)
-
-    async def _until_detached(self, wanted: int) -> None:
-        """Wait until the slice that was released is on its way back."""
-        alarm = Alarm()
-        give_up = time.monotonic() + ANSWER
-        with self.interrupts.watch(alarm.interrupt):
-            while self.link.attached and not alarm.interrupted and time.monotonic() < give_up:
-                await alarm.wait()
-        if alarm.interrupted:
-            raise _interrupted()
-        if self.link.attached:
-            why = self.link.pinned_reason or self.link.reason or "the kernel is busy"
-            raise RefusedError(
-                f"{format_bytes(wanted)} are not free on the GPU that this kernel is on, and it "
-                f"could not leave it: {why}.",
-                next_step="Try again later, or ask for less.",
-            )
-
-    async def _give_back(self, before: dict[str, Any]) -> None:
-        try:
-            answer = await self._call("request", **before)
-        except BrokerUnavailable:
-            self.link.owe_request(before)
-        except GPUPoolError as error:
-            self.notice(f"GPU pool: the request of this kernel could not be set back: {error}")
-        else:
-            self.link.note_request(answer)
-
-    async def _broker_expected(self, at_least: float = 0.0) -> None:
-        """Wait for a broker that is expected back; a new kernel is still greeting its own."""
-        alarm = Alarm()
-        begun = time.monotonic()
-        with self.interrupts.watch(alarm.interrupt):
-            while 0.0 < self.link.unreachable_for() < GRACE or time.monotonic() < begun + at_least:
-                await alarm.wait()
-                if alarm.interrupted:
-                    raise _interrupted()
-
-    async def _call(self, kind: str, **fields: Any) -> Mapping[str, Any]:
-        """Send a request and return the answer, which is quick: an interrupt is not heard here.
-
-        It must not reach the event loop either, which a KeyboardInterrupt would end.
-        """
-        alarm = Alarm()
-        with self.interrupts.watch(alarm.ring):
-            future = self.link.start_call(kind, **fields)
-            future.add_done_callback(lambda _: alarm.ring())
-            deadline = time.monotonic() + ANSWER
-            while not future.done() and time.monotonic() < deadline:
-                await alarm.wait()
-        if future.done():
-            return future.result()
-        raise BrokerUnavailable(
-            f"The GPU pool broker at {self.link.path} did not answer in {ANSWER:g} s.",
-            next_step=log_hint(self.link),
-        )
 
     # ------------------------------------------------------------------ around the cell
 
@@ -406,18 +324,6 @@ class CellGate:
             "payload": [],
             **content,
         }
-
-
-def log_hint(link: Link) -> str:
-    """Return where to look when the broker does not answer."""
-    return f"The broker's log is {link.path.with_suffix('.log')}, if it was started for you."
-
-
-def _interrupted() -> GPUWaitInterrupted:
-    return GPUWaitInterrupted(
-        "The wait for a GPU slice was interrupted; the cell has not run.",
-        next_step="Run it again to queue again, or give it the tag no-gpu if it needs no GPU.",
-    )
 
 
 async def _result(value: Awaitable[Any] | Any) -> Any:

@@ -14,11 +14,12 @@ from IPython.display import display
 
 from ..errors import BrokerUnavailable, GPUPoolError
 from ..units import format_bytes, format_seconds
-from .cells import CellGate, log_hint
+from .cells import CellGate
 from .command import OPTIONS, SUBCOMMANDS, parse_command
 from .interrupts import TICK
 from .link import Link
 from .magic_display import HelpView, PoolView, SessionView
+from .one_cell import log_hint
 from .progress import WaitDisplay, describe, worth_showing
 
 _NOT_POOLED = (
