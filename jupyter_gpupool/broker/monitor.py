@@ -184,6 +184,11 @@ class Monitor:
             foreign += max(0, shown - granted.get(session, 0))
         unseen = sum(size for session, size in granted.items() if session not in footprints)
         foreign += max(0, sample.used - known - unseen)
+        for name in granted.keys() - footprints.keys():
+            idler = self._runner.sessions.find(name)
+            if idler is not None and idler.cuda is False:
+                # It never called cuInit, so it holds nothing: its slice can go without host memory.
+                footprints[name] = 0
         return _Use(foreign, footprints)
 
     def _granted(self) -> dict[str, dict[str, int]]:
