@@ -42,13 +42,17 @@ async def swap(machine, service, uuids, number, rounds, rng):
 
 
 async def kill(service, rng):
-    """Kill a child of the service now and then, for ever."""
+    """Kill a child of the service in the middle of a call, again and again, for ever.
+
+    Never one that is only starting: on a busy machine none would ever get ready.
+    """
     children = [service._sampler.child, *service._workers.values()]
     while True:
         await asyncio.sleep(rng.random() * 0.6)
-        pid = rng.choice(children).pid
-        if pid is not None:
-            os.kill(pid, signal.SIGKILL)
+        victim = rng.choice(children)
+        while not (victim.current and victim.pid):
+            await asyncio.sleep(0.001)
+        os.kill(victim.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
