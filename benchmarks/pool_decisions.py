@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Decisions per second of the pool against the number of sessions, on 64 devices.
 
-``python benchmarks/pool_decisions.py [--seconds 2] [--sizes 10,100,1000,10000]`` prints JSON.
+``python -m benchmarks.pool_decisions [--seconds 2] [--sizes 10,100,1000,10000]`` prints JSON.
 
 A decision is one event handled: everything that follows from it (grants, suspends, queue news) is
 part of its time; the effects themselves take no time here, but end as late as real ones would. The
@@ -24,13 +24,15 @@ import argparse
 import gc
 import json
 import math
-import platform
 import random
+import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Any
 
+from benchmarks.common import budget
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import (
@@ -47,6 +49,9 @@ DEVICES = 64
 SIZES = (2, 4, 8, 16, 40)
 WEIGHTS = (20, 45, 20, 10, 5)
 SAMPLE = 5.0
+
+#: Decisions per second on one core, at any number of sessions.
+BUDGET_PER_SECOND = 20_000
 
 
 class Lab:
@@ -227,29 +232,44 @@ def exponent(points: list[tuple[float, float]]) -> float:
     return top / sum((x - mean_x) ** 2 for x in xs)
 
 
-def main() -> None:
+def main(argv: Sequence[str] = ()) -> dict[str, Any]:
+    """Run, and return a result per number of sessions and the growth over all of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=2.0, help="per size (default 2)")
-    parser.add_argument("--sizes", default="10,30,100,300,1000,3000,10000")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, half a second each")
+    parser.add_argument("--seconds", type=float, default=0.0, help="per size (default 2)")
+    parser.add_argument("--sizes", default="")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    sizes = [int(text) for text in options.sizes.split(",")]
-    results = [measure(n, options.seconds, options.seed) for n in sizes]
+    options = parser.parse_args(argv)
+    seconds = options.seconds or (0.5 if options.quick else 2.0)
+    usual = "10,100,1000" if options.quick else "10,30,100,300,1000,3000,10000"
+    sizes = [int(text) for text in (options.sizes or usual).split(",")]
+    results = [measure(n, seconds, options.seed) for n in sizes]
     times = [(r["sessions"], r["mean_us"]) for r in results]
+    slowest = min(results, key=lambda r: float(r["decisions_per_second"]))
+    budgets = [
+        budget(
+            f"pool decisions on {DEVICES} devices, slowest ({slowest['sessions']} sessions)",
+            slowest["decisions_per_second"],
+            BUDGET_PER_SECOND,
+            "/s",
+            at_least=True,
+        )
+    ]
     report: dict[str, Any] = {
-        "benchmark": "pool_decisions",
-        "devices": DEVICES,
-        "python": platform.python_version(),
-        "budget": {"decisions_per_second": 20000, "growth": "log n"},
+        "gpus_in_the_model": DEVICES,
         "results": results,
-        "slowest_decisions_per_second": min(r["decisions_per_second"] for r in results),
+        "slowest_decisions_per_second": slowest["decisions_per_second"],
+        "budgets": budgets,
     }
     if len(times) > 1:
         report["exponent"] = round(exponent([(float(x), y) for x, y in times]), 3)
         growth = max(y for _, y in times) / min(y for _, y in times)
-        report["log_ratio"] = round(growth / (math.log(sizes[-1]) / math.log(sizes[0])), 3)
-    print(json.dumps(report, indent=2))
+        ratio = round(growth / (math.log(sizes[-1]) / math.log(sizes[0])), 3)
+        report["log_ratio"] = ratio
+        span = f"{sizes[0]} to {sizes[-1]} sessions"
+        budgets.append(budget(f"growth of a decision against log n, {span}", ratio, 1.0, "x"))
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(main(sys.argv[1:]), indent=2))
