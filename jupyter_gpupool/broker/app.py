@@ -38,6 +38,7 @@ from .journal import Journal
 from .listener import Claim
 from .lives import GRACE
 from .monitor import Monitor
+from .records import devices_from_text, devices_to_text
 from .recovery import RECOVERED_HOLD, Recovered, recover
 from .runner import Clock, Runner
 from .sessions import Sessions
@@ -113,7 +114,8 @@ class BrokerApp:
                 on_device_lost=self._device_lost,
             )
             stack.push_async_callback(service.close)
-            devices = self._choose(await service.start())
+            devices = self._choose(await service.start(self._known(journal)))
+            journal.remember("devices", devices_to_text(devices))
             self._build(claim, journal, service, kernel_env, devices)
             self.monitor.start()
             stack.push_async_callback(self.monitor.close)
@@ -137,6 +139,17 @@ class BrokerApp:
             await self._end()
 
     # ------------------------------------------------------------------ start
+
+    def _known(self, journal: Journal) -> dict[str, Device]:
+        """Return the devices that need no self-test: those an earlier broker tested.
+
+        Only where its sessions may live on: a test takes a CUDA context's worth of memory, which
+        may be granted to one of them, and a resume that loses its room is fatal.
+        """
+        if not journal.records() or journal.meta("boot") != boot_id():
+            return {}
+        known = devices_from_text(journal.meta("devices"))
+        return {uuid: device for uuid, device in known.items() if device.can_suspend}
 
     def _choose(self, found: Sequence[Device]) -> list[Device]:
         """Return the devices of the pool, of those the machine has.
@@ -322,7 +335,9 @@ class BrokerApp:
         loop = asyncio.get_running_loop()
         while True:
             since = max(self._empty_since, self.handlers.last_connection)
-            linger = max(LEAST_LINGER, self.settings.linger)
+            # Without a GPU there is nothing to wait for: the next try may be configured better.
+            usual = self.settings.linger if self._devices else 0.0
+            linger = max(LEAST_LINGER, usual)
             left = since + linger - loop.time()
             if self.runner.sessions:
                 await asyncio.sleep(linger / 4)

@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any, Mapping
+import json
+from dataclasses import asdict, fields
+from typing import Any, Mapping, Sequence
 
-from ..pool.model import Hold, Owner, Request, SessionRecord, Slice
+from ..pool.model import Device, Hold, Owner, Request, SessionRecord, Slice
 
 _FIELDS = tuple(f.name for f in fields(SessionRecord))
 _REQUEST_FIELDS = tuple(f.name for f in fields(Request))
@@ -56,3 +57,18 @@ def slices_to_json(slices: tuple[Slice, ...]) -> list[dict[str, Any]]:
 def request_to_json(request: Request) -> dict[str, Any]:
     """Return a request as the protocol shows it."""
     return {name: getattr(request, name) for name in _REQUEST_FIELDS}
+
+
+def devices_to_text(devices: Sequence[Device]) -> str:
+    """Return devices with the verdicts of their self-tests, for the journal."""
+    return json.dumps([asdict(device) for device in devices])
+
+
+def devices_from_text(text: str) -> dict[str, Device]:
+    """Return by UUID what :func:`devices_to_text` wrote; {} if it cannot be read."""
+    known = {f.name for f in fields(Device)}
+    try:
+        rows = [{n: v for n, v in row.items() if n in known} for row in json.loads(text or "[]")]
+        return {row["uuid"]: Device(**row) for row in rows}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return {}

@@ -72,6 +72,18 @@ def test_cells_begun_and_ended_while_there_was_no_broker(broker, kernels):
     assert [h["id"] for h in found["holds"]] == ["while-away"]
 
 
+def test_devices_are_not_tested_again_while_sessions_hold_them(broker, kernels):
+    (one,) = kernels("one")
+    one.attach()
+    broker.faults.set("checkpoint-refused")  # a self-test would fail, and take the device away
+    restart(broker, one)
+    assert all(d["can_suspend"] for d in broker.status()["devices"])
+    one.close()
+    wait_until(lambda: not broker.status()["sessions"], "the end of the session")
+    broker.kill()
+    assert not any(d["can_suspend"] for d in broker.status()["devices"])
+
+
 def test_suspended(broker, kernels):
     one, two, three = kernels("one", "two", "three", memory=400 * MiB)
     one.attach()
