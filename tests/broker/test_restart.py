@@ -80,7 +80,7 @@ def test_devices_are_not_tested_again_while_sessions_hold_them(broker, kernels):
     assert all(d["can_suspend"] for d in broker.status()["devices"])
     one.close()
     wait_until(lambda: not broker.status()["sessions"], "the end of the session")
-    broker.kill()
+    restart(broker)
     assert not any(d["can_suspend"] for d in broker.status()["devices"])
 
 
