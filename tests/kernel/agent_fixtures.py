@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from harness import ROOT
@@ -19,8 +21,13 @@ def old_python() -> str:
     """The interpreter of an environment that has ipykernel 6.29.5 and not this package."""
     python = OLD_VENV / "bin" / "python"
     done = OLD_VENV / "complete"
-    if not done.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(OLD_VENV)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", "ipykernel==6.29.5"], check=True)
-        done.touch()
+    # Test workers are processes of their own: the first one makes it, the others wait.
+    with (Path(sys.prefix) / "old-venv.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            make = [sys.executable, "-m", "venv", "--clear", str(OLD_VENV)]
+            subprocess.run(make, check=True)
+            install = [str(python), "-m", "pip", "install", "-q", "ipykernel==6.29.5"]
+            subprocess.run(install, check=True)
+            done.touch()
     return str(python)
