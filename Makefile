@@ -32,7 +32,7 @@ run: $(VENV)/.ready
 	$(BIN)/jupyter gpupool demo
 
 test: $(VENV)/.ready lint
-	$(BIN)/python -m pytest -m "not gpu and not long"
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not gpu and not long"
 
 test-long: $(VENV)/.ready
 	$(BIN)/python -m pytest -m long --timeout 3600

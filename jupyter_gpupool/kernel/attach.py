@@ -19,7 +19,7 @@ from .values import Slice
 NOT_INITIALIZED = 3
 
 #: Bytes of a grant left to the CUDA context and the libraries' own allocations when a framework's
-#: cap is set. torch with cuBLAS loaded was seen between 300 and 600 MiB on data-centre GPUs.
+#: cap is set. An estimate, not a measurement: what a context takes differs by GPU and driver.
 CONTEXT_BYTES = 512 << 20
 
 #: Never cap a framework below this share of its grant: a small slice must stay usable.

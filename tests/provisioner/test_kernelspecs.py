@@ -121,7 +121,7 @@ def test_only_twins_are_unwrapped(prefix: str, name: str) -> None:
 
 def test_the_shipped_kernelspec() -> None:
     spec = json.loads((SHIPPED / "kernel.json").read_text())
-    assert spec["display_name"] == "Python 3 (Pooled GPU)"
+    assert spec["display_name"] == "Pooled GPU"
     manager = KernelManager(kernel_name="gpupool-python3")
     assert manager.format_kernel_cmd()[0] == sys.executable
     for size in (32, 64):
