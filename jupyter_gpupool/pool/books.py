@@ -222,7 +222,9 @@ class Books:
         place = rank(s.queued_at, s.request.priority, settings.priority_classes, settings.ageing)
         s.needs = needs_of(s, self.inventory, settings)
         s.kind = kind_of(s.needs)
-        least = min(n.least for n in s.needs)
+        # With the headroom, unless some device is so small that it would be the whole of it.
+        smallest = self.inventory.smallest()
+        least = min(n.bytes if n.bytes <= smallest else n.least for n in s.needs)
         return place, s.queued_at, number, least, s.id
 
     # ------------------------------------------------------------------ plans and claims

@@ -106,13 +106,10 @@ class Handlers:
 
     def _device_appeared(self, event: ev.DeviceAppeared) -> None:
         books = self._books
-        known = books.inventory.devices.get(event.device.uuid)
-        changed = known is not None and known.device != event.device
         books.inventory.appeared(event.device, books.settings)
-        if changed:
-            # Sessions with state from there may go elsewhere than before.
-            for entry in list(books.order):
-                books.requeue(books.sessions[entry[4]])
+        # What a session needs depends on the devices there are and on what its own can do.
+        for entry in list(books.order):
+            books.requeue(books.sessions[entry[4]])
         self._recheck(event.device.uuid)
 
     def _device_drained(self, event: ev.DeviceDrained) -> None:

@@ -43,6 +43,7 @@ class DeviceLedger:
         "excess",
         "expected",
         "foreign",
+        "freed",
         "granted",
         "growers",
         "idle",
@@ -75,7 +76,8 @@ class DeviceLedger:
         self.drained = ""
         #: Bytes granted beyond the capacity because the capacity fell afterwards.
         self.excess = 0
-        #: ``expect`` and the places in the sorted lists when last settled.
+        #: ``free`` and ``avail``, ``expect``, and the places in the sorted lists when last settled.
+        self.freed = (0, 0)
         self.expected = 0
         self.avail_key: tuple[int, int, str] | None = None
         self.pot_key: tuple[int, int, str] | None = None
@@ -117,6 +119,7 @@ class Inventory:
         self._total: int | None = None
         self._touched: dict[str, DeviceLedger] = {}
         self._gained: dict[str, DeviceLedger] = {}
+        self._freed: dict[str, DeviceLedger] = {}
         self._shrunk: dict[str, DeviceLedger] = {}
 
     def __getitem__(self, uuid: str) -> DeviceLedger:
@@ -240,6 +243,12 @@ class Inventory:
         found, self._gained = self._gained, {}
         return found
 
+    def freed(self) -> dict[str, DeviceLedger]:
+        """Return, once, the devices that have more free bytes, or fewer promised, than before."""
+        self.settle()
+        found, self._freed = self._freed, {}
+        return found
+
     def shrunk(self) -> dict[str, DeviceLedger]:
         """Return, once, the devices that have less to give, or were drained."""
         self.settle()
@@ -278,6 +287,10 @@ class Inventory:
         self.settle()
         return self._avail[-1][0] if self._avail else 0
 
+    def smallest(self) -> int:
+        """Return the capacity of the smallest device."""
+        return min((d.capacity for d in self.devices.values()), default=0)
+
     def total(self) -> int:
         """Return the bytes of all devices in service."""
         if self._total is None:
@@ -296,6 +309,9 @@ class Inventory:
             more = _move(self._avail, ledger.avail_key, avail_key)
             more = _move(self._pot, ledger.pot_key, pot_key) or more
             ledger.avail_key, ledger.pot_key = avail_key, pot_key
+            before, ledger.freed = ledger.freed, (ledger.free, ledger.avail)
+            if before[0] < ledger.free or before[1] < ledger.avail:
+                self._freed[uuid] = ledger
             expect, ledger.expected = ledger.expected, ledger.expect
             if more or (expect < ledger.expected and not ledger.drained):
                 self._gained[uuid] = ledger

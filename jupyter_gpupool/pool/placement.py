@@ -83,7 +83,11 @@ def needs_of(session: Session, inventory: Inventory, settings: PoolSettings) -> 
 def kind_of(needs: Sequence[Need]) -> str:
     """Return which devices can serve ``needs``, as one of the names in :func:`kinds_at`."""
     if len(needs) > 1:
-        return "several"
+        models = {need.model for need in needs}
+        if len(models) > 1 or any(need.fixed for need in needs):
+            return "several mixed"
+        only = models.pop()
+        return "several" if only is None else f"several of {only}"
     need = needs[0]
     if need.fixed:
         return f"at {need.fixed}"
@@ -93,7 +97,9 @@ def kind_of(needs: Sequence[Need]) -> str:
 def kinds_at(ledger: DeviceLedger) -> tuple[str, ...]:
     """Return the kinds of sessions that a device can serve, alone or with others."""
     device = ledger.device
-    return "any", "several", f"of {device.model}", f"at {device.uuid}"
+    model = device.model
+    several = "several", f"several of {model}", "several mixed"
+    return "any", f"of {model}", f"at {device.uuid}", *several
 
 
 def preferred(session: Session) -> tuple[str, ...]:
@@ -182,4 +188,14 @@ def place_now(
                 break
         else:
             return None
-    return tuple(chosen[at] for at in range(len(needs)))
+    return in_order(needs, chosen, inventory)
+
+
+def in_order(
+    needs: Sequence[Need], chosen: Mapping[int, Slice], inventory: Inventory
+) -> tuple[Slice, ...]:
+    """Return the chosen slices in the order of ``needs``; if that is none, by device number."""
+    slices = [chosen[at] for at in range(len(needs))]
+    if not any(need.origin or need.fixed for need in needs):
+        slices.sort(key=lambda s: inventory[s.device].device.index)
+    return tuple(slices)

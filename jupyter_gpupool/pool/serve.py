@@ -58,7 +58,7 @@ class Server:
             cancelled: list[Session] = []
             for ledger in inventory.shrunk().values():
                 self._overpromised(ledger, cancelled)
-            gained = inventory.gained()
+            gained, freed = inventory.gained(), inventory.freed()
             fell, books.quotas.fell = books.quotas.fell, {}
             host = self._host_eased()
             if host and books.host_waits:
@@ -70,7 +70,8 @@ class Server:
             if not (gained or fell or host or cancelled or books.fresh or books.recheck_head):
                 break
             if books.order or any(ledger.growers for ledger in gained.values()):
-                self._plans(gained, fell, cancelled)
+                if books.planned or any(ledger.plans for ledger in freed.values()):
+                    self._plans(freed, fell, cancelled)
                 self._walk(gained, fell, cancelled, host=host)
                 self._grow(gained)
             books.recheck_head = False
@@ -117,19 +118,19 @@ class Server:
             cancelled.append(s)
 
     def _plans(
-        self, gained: dict[str, DeviceLedger], fell: dict[str, None], cancelled: list[Session]
+        self, freed: dict[str, DeviceLedger], fell: dict[str, None], cancelled: list[Session]
     ) -> None:
+        """Carry out the plans for which there is memory (here or elsewhere) and quota now."""
         books = self._books
         concerned: dict[str, Session] = {}
         most = 0
-        for ledger in gained.values():
+        for ledger in freed.values():
             concerned.update(ledger.plans)
             most = max(most, ledger.avail)
-        for s in books.planned.values():
-            if (s.entry is not None and s.entry[3] <= most) or s.owner.name in fell:
-                concerned[s.id] = s
-        if not concerned:
-            return
+        if most > 0 or fell:
+            for s in books.planned.values():
+                if (s.entry is not None and s.entry[3] <= most) or s.owner.name in fell:
+                    concerned[s.id] = s
         for s in sorted(concerned.values(), key=_turn):
             plan = s.plan
             if plan is None:
@@ -144,7 +145,7 @@ class Server:
             elif self._ready(s, plan):
                 self._commit(s, plan)
             elif s.entry is not None and s.entry[3] <= most:
-                only = gained if len(s.needs) == 1 else None
+                only = freed if len(s.needs) == 1 else None
                 takes = place_now(s, s.needs, books.inventory, self._claimed(s), only)
                 if takes is not None:
                     books.grant(s, takes, "memory came free elsewhere")
@@ -247,31 +248,34 @@ class Server:
         reach = self._reach(gained)
         candidate = self._next(reach, spot)
         done: set[Entry] = set()
+        failed: dict[str, list[list[tuple[int, int]]]] = {}
         while new or candidate is not None:
-            if new and (candidate is None or new[0] <= candidate):
-                entry, only = heappop(new), None
-                if entry == candidate:
-                    spot = entry
-                    candidate = self._next(reach, spot)
-            else:
+            old = candidate is not None and (not new or candidate <= new[0])
+            if old:
                 assert candidate is not None
-                entry, only, spot = candidate, gained, candidate
+                entry = spot = candidate
                 looks -= 1
-                candidate = self._next(reach, spot)
+            else:
+                entry = heappop(new)
+            only = gained if old else None
             s = books.sessions.get(entry[4])
-            if (
-                entry in done
-                or s is None
-                or s.entry != entry
-                or s.lane not in ("fresh", "open", "quota")
-            ):
-                continue
-            done.add(entry)
-            if self._consider(s, new, guarded=True, only=only):
-                looks += 1
-                if gained is not None:
+            waits = s is not None and s.entry == entry and s.lane in ("fresh", "open", "quota")
+            if waits and entry not in done:
+                assert s is not None
+                done.add(entry)
+                # Nothing comes free during the walk: what was too much once is too much again.
+                asked = sorted((n.least, n.bytes) for n in s.needs)
+                if only is not None and any(_above(asked, less) for less in failed.get(s.kind, ())):
+                    looks += 1
+                elif self._consider(s, new, guarded=True, only=only):
+                    looks += 1
                     reach = self._reach(gained)
-                    candidate = self._next(reach, spot)
+                elif only is not None and s.lane == "open" and s.why[0] in ("busy", "behind"):
+                    failed.setdefault(s.kind, []).append(asked)
+                    if reach is not None and len(asked) == 1 and s.kind in reach:
+                        reach[s.kind] = min(reach[s.kind], asked[0][0] - 1)
+            if old:
+                candidate = self._next(reach, spot)
             if looks <= 0 and candidate is not None:
                 if gained is not None:
                     rest = self._rest or (spot, gained)
@@ -429,6 +433,13 @@ class Server:
             return True
         books.begin_plan(s, plan)
         return False
+
+
+def _above(asked: list[tuple[int, int]], less: list[tuple[int, int]]) -> bool:
+    """Return whether ``asked`` is at least ``less``, slice by slice."""
+    return len(asked) == len(less) and all(
+        a >= x and b >= y for (a, b), (x, y) in zip(asked, less, strict=True)
+    )
 
 
 def _turn(s: Session) -> tuple[int, Entry]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
 from .inventory import DeviceLedger
 from .lease import Session
 from .model import Slice
-from .placement import Need, in_turn, preferred, spare
+from .placement import Need, in_order, in_turn, preferred, spare
 
 if TYPE_CHECKING:
     from .books import Books
@@ -253,7 +253,7 @@ class WhatIf:
             self.add(found)
             used.add(ledger.device.uuid)
             takes[at] = Slice(ledger.device.uuid, need.amount(ledger))
-        self.takes = tuple(takes[at] for at in range(len(needs)))
+        self.takes = in_order(needs, takes, self._books.inventory)
         return True
 
     def _options(

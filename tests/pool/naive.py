@@ -125,21 +125,20 @@ class Naive:
                     s.suspended = {}
                 elif not event.lost:
                     s.lease = {}
-        elif isinstance(event, (ev.SuspendDone, ev.SuspendRefused, ev.SuspendFailed)):
-            if s.effect == "suspend" and s.epoch == event.epoch:
-                s.effect = ""
-                if not isinstance(event, ev.SuspendFailed):
-                    s.host = 0
-                if isinstance(event, ev.SuspendDone):
-                    if event.suspended or event.cuda:
-                        s.bound = tuple(s.lease)
-                    elif event.cuda is False:
-                        s.bound = ()
-                    if event.suspended:
-                        s.suspended = {u: 0 for u in s.lease}
-                        s.suspended.update({x.device: x.bytes for x in event.suspended})
-                    s.lease = {}
-                    s.footprints, s.sampled_at = {}, float("-inf")
+        elif s.effect == "suspend" and s.epoch == getattr(event, "epoch", None):
+            s.effect = ""
+            if not isinstance(event, ev.SuspendFailed):
+                s.host = 0
+            if isinstance(event, ev.SuspendDone):
+                if event.suspended or event.cuda:
+                    s.bound = tuple(s.lease)
+                elif event.cuda is False:
+                    s.bound = ()
+                if event.suspended:
+                    s.suspended = dict.fromkeys(s.lease, 0)
+                    s.suspended.update({x.device: x.bytes for x in event.suspended})
+                s.lease = {}
+                s.footprints, s.sampled_at = {}, float("-inf")
 
     def _bind(self, s: NaiveSession, cuda: bool | None) -> None:
         if s.lease and not s.effect and s.state in ("active", "idle") and cuda is not None:
@@ -149,7 +148,7 @@ class Naive:
 
     def action(self, a: ev.Action) -> None:
         if isinstance(a, ev.Log):
-            return
+            return None
         if isinstance(a, ev.Answer):
             return self._answer(a)
         s = self.sessions.get(a.session)

@@ -1,0 +1,33 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .builders import Lab
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    """Two devices of 16 bytes, plenty of host memory; all accounts are checked at the end."""
+    lab = Lab()
+    yield lab
+    lab.pool.check_invariants()
+    assert lab.pool.self_check() == []
+
+
+@pytest.fixture
+def make() -> Iterator[type[Lab]]:
+    """Labs of other machines or rules, checked like ``lab``."""
+    made: list[Lab] = []
+
+    class Made(Lab):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+            made.append(self)
+
+    yield Made
+    for each in made:
+        each.pool.check_invariants()

@@ -1,0 +1,437 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""More is wanted than there is: who yields, who goes first, who may pass, what people are told."""
+
+from __future__ import annotations
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.model import Slice
+
+from .builders import all_of, device, got, none
+
+
+def suspends(actions):
+    return [a.session for a in all_of(actions, ev.Suspend)]
+
+
+def attaches(actions):
+    return [a.session for a in all_of(actions, ev.Attach)]
+
+
+# --------------------------------------------------------------------------- who yields
+
+
+def test_an_idle_lease_yields_to_a_waiting_session_and_nobody_else_does(make):
+    lab = make(device(0))
+    lab.idle("a", 6)
+    lab.running("b", 6)
+    lab.open("w", 8)
+    actions = lab.hold("w")
+    assert suspends(actions) == ["a"]
+    assert lab.reason("w") == "waiting for 1 idle kernel to be suspended"
+    actions = lab.suspended("a", ("G0", 6))
+    assert attaches(actions) == ["w"]
+
+
+def test_the_largest_bytes_times_idle_time_yields_first(make):
+    lab = make(device(0, 30))
+    lab.idle("small-old", 4)
+    lab.after(100)
+    lab.idle("large-new", 20)
+    lab.after(10)
+    lab.open("w", 7)
+    # 4 x 110 < 20 x 10 does not hold, but 4 bytes and the 6 free ones suffice.
+    assert suspends(lab.hold("w")) == ["small-old"]
+
+
+def test_no_more_yield_than_needed(make):
+    lab = make(device(0, 12))
+    lab.idle("a", 2)
+    lab.after(100)
+    lab.idle("b", 10)
+    lab.after(1)
+    lab.open("w", 10)
+    # a goes first by the score but b alone is enough.
+    assert suspends(lab.hold("w")) == ["b"]
+
+
+def test_free_memory_is_used_before_anybody_yields(lab):
+    lab.idle("a", 16)
+    lab.open("w", 16)
+    actions = lab.hold("w")
+    assert suspends(actions) == []
+    assert got(actions, ev.Attach).slices == (Slice("G1", 16),)
+
+
+def test_a_suspend_under_way_is_waited_for_rather_than_another_begun(make):
+    lab = make(device(0), device(1))
+    lab.idle("a", 16)
+    lab.idle("b", 16)
+    lab.release("a")
+    lab.open("w", 16)
+    assert suspends(lab.hold("w")) == []
+    assert attaches(lab.suspended("a", ("G0", 1))) == ["w"]
+
+
+def test_nobody_yields_before_reclaim_after_or_while_kept(make):
+    lab = make(device(0), reclaim_after=5.0)
+    lab.idle("a", 16)
+    lab.open("w", 16)
+    assert suspends(lab.hold("w")) == []
+    assert "keep their slice" in lab.reason("w")
+    assert suspends(lab.after(4)) == []
+    lab.keep("a", 20)
+    assert suspends(lab.after(15)) == []
+    assert suspends(lab.after(5)) == ["a"]
+
+
+def test_a_refused_suspend_is_not_tried_again_at_once(make):
+    lab = make(device(0))
+    lab.idle("a", 16)
+    lab.open("w", 16)
+    lab.hold("w")
+    times = []
+    for kind in ("busy", "busy", "drain", "host"):
+        assert suspends(lab.refused("a", kind)) == []
+        start = lab.now
+        while not suspends(lab.after(1.0)):
+            pass
+        times.append(lab.now - start)
+    assert times == [1, 2, 40, 60]
+
+
+def test_a_pinned_session_is_left_alone_for_a_while_and_says_why(make):
+    lab = make(device(0))
+    lab.idle("a", 16)
+    lab.open("w", 16)
+    lab.hold("w")
+    lab.refused("a", "pinned", "it uses managed memory")
+    assert lab.record("a").pinned_reason == "it uses managed memory"
+    assert suspends(lab.after(59)) == []
+    assert suspends(lab.after(1)) == ["a"]
+
+
+def test_a_device_that_can_not_suspend_keeps_its_idle_leases_unless_they_hold_nothing(make):
+    lab = make(device(0, can_suspend=False, tier="mig"))
+    lab.idle("a", 16)
+    lab.open("w", 16)
+    lab.hold("w")
+    assert suspends(lab.after(1000)) == []
+    assert suspends(lab.seen("G0", a=3)) == []
+    assert suspends(lab.seen("G0", a=0)) == ["a"]
+
+
+def test_a_plan_whose_victim_woke_up_is_made_anew(make):
+    lab = make(device(0), device(1))
+    lab.idle("a", 16)
+    lab.after(1)
+    lab.idle("b", 16)
+    lab.open("w", 16)
+    assert suspends(lab.hold("w")) == ["a"]
+    lab.hold("a", "c2")
+    actions = lab.refused("a", "busy")
+    assert suspends(actions) == ["b"]
+    assert attaches(lab.suspended("b", ("G1", 2))) == ["w"]
+
+
+def test_two_waiting_sessions_share_one_large_victim(make):
+    lab = make(device(0))
+    lab.idle("a", 16)
+    for name in ("w1", "w2"):
+        lab.open(name, 8)
+    assert suspends(lab.hold("w1")) == ["a"]
+    assert suspends(lab.hold("w2")) == []
+    assert attaches(lab.suspended("a", ("G0", 2))) == ["w1", "w2"]
+
+
+# --------------------------------------------------------------------------- host memory
+
+
+def test_without_host_memory_nobody_yields_and_that_is_the_reason(make):
+    lab = make(device(0), host_memory=16)
+    lab.parked("p", used=10)
+    lab.idle("a", 16)
+    lab.open("w", 16)
+    assert suspends(lab.hold("w")) == []
+    assert lab.reason("w") == "host memory for suspended state is full (10 B of 16 B in use)"
+    assert suspends(lab.after(1000)) == []
+    # The end of p gives its host bytes back.
+    assert suspends(lab.end("p")) == ["a"]
+
+
+def test_what_was_measured_counts_instead_of_what_was_granted(make):
+    lab = make(device(0), host_memory=16)
+    lab.parked("p", used=10)
+    lab.idle("a", 16)
+    lab.open("w", 16)
+    lab.hold("w")
+    assert suspends(lab.seen("G0", a=7)) == []
+    assert suspends(lab.seen("G0", a=6)) == ["a"]
+
+
+def test_the_memory_that_the_host_really_has_counts_too(make):
+    lab = make(device(0))
+    lab.idle("a", 16)
+    lab.send(ev.HostMemorySeen, available=12)
+    lab.open("w", 16)
+    assert suspends(lab.hold("w")) == []
+    assert suspends(lab.send(ev.HostMemorySeen, available=16)) == ["a"]
+
+
+def test_an_idle_session_whose_time_is_over_leaves_once_there_is_host_memory(make):
+    lab = make(device(0), host_memory=16)
+    lab.parked("p", used=10)
+    lab.idle("a", 10)
+    assert suspends(lab.after(1000)) == []
+    assert suspends(lab.end("p")) == ["a"]
+
+
+# --------------------------------------------------------------------------- who goes first
+
+
+def test_first_come_first_served_within_a_class(make):
+    lab = make(device(0))
+    lab.running("a", 16)
+    for name in ("w1", "w2", "w3"):
+        lab.open(name, 16)
+        lab.hold(name)
+    order = []
+    now = "a"
+    for _ in range(3):
+        lab.drop(now)
+        (now,) = attaches(lab.suspended(now))
+        order.append(now)
+        lab.done(now)
+    assert order == ["w1", "w2", "w3"]
+
+
+def test_a_higher_class_goes_first_until_the_others_have_aged(make):
+    lab = make(device(0), ageing=10.0, priority_classes={"high": 10, "notebook": 0})
+    lab.running("a", 16)
+    lab.open("low", 16)
+    lab.hold("low")
+    lab.after(99)
+    lab.open("high", 16, priority="high")
+    lab.hold("high")
+    lab.after(2)
+    lab.open("late", 16, priority="high")
+    lab.hold("late")
+    positions = {v.record.id: v.queue_position for v in lab.pool.view(lab.now).sessions}
+    # 10 points are worth 100 s of waiting: high overtakes, late does not.
+    assert (positions["high"], positions["low"], positions["late"]) == (1, 2, 3)
+
+
+def test_a_higher_class_takes_over_what_was_promised_to_a_lower_one(make):
+    lab = make(device(0), device(1), priority_classes={"high": 100, "notebook": 0})
+    lab.idle("a", 16)
+    lab.running("b", 16)
+    lab.open("low", 16)
+    assert suspends(lab.hold("low")) == ["a"]
+    lab.open("high", 16, priority="high")
+    lab.hold("high")
+    assert attaches(lab.suspended("a", ("G0", 1))) == ["high"]
+
+
+def test_a_later_small_request_passes_on_a_device_that_the_head_does_not_claim(lab):
+    lab.running("a", 10)
+    lab.running("b", 12)
+    lab.open("head", 16)
+    lab.hold("head")  # claims the device of a, where the least is missing
+    lab.open("small", 4)
+    assert got(lab.hold("small"), ev.Attach).slices == (Slice("G1", 4),)
+
+
+def test_a_later_small_request_does_not_take_what_the_head_accumulates(make):
+    lab = make(device(0))
+    lab.running("a", 4)
+    lab.running("b", 4)
+    lab.open("head", 10)
+    lab.hold("head")
+    lab.open("small", 2)
+    # 8 are free, 10 wanted: a or b alone would do, but not after small had taken 3 of them.
+    assert attaches(lab.hold("small")) == ["small"]
+    lab.open("small2", 2)
+    assert attaches(lab.hold("small2")) == []
+    assert lab.reason("small2") == (
+        "the free memory is kept for the kernel that is next in the queue"
+    )
+
+
+def test_the_head_starts_when_one_lease_ends_although_somebody_passed(make):
+    lab = make(device(0))
+    lab.running("a", 10)
+    lab.open("head", 10)
+    lab.hold("head")
+    lab.open("small", 6)
+    assert attaches(lab.hold("small")) == ["small"]
+    assert attaches(lab.end("a")) == ["head"]
+
+
+def test_two_sessions_in_turns_can_not_keep_the_head_out_for_ever(make):
+    lab = make(device(0))
+    lab.running("a", 8)
+    lab.running("b", 8)
+    lab.open("head", 16)
+    lab.hold("head")
+    for _ in range(60):
+        lab.drop("a")
+        lab.after(0.5)
+        lab.hold("a", "c")
+        lab.drop("b")
+        if suspends(lab.after(0.5)):
+            break
+        lab.hold("b", "c")
+    # After one period of ageing the head takes what it can get, one by one.
+    assert lab.state("b") == "detaching"
+    lab.suspended("b", ("G0", 2))
+    assert suspends(lab.drop("a")) == ["a"]
+    assert attaches(lab.suspended("a", ("G0", 2))) == ["head"]
+
+
+def test_the_claim_of_an_old_head_grows_device_by_device(make):
+    lab = make(device(0), device(1), device(2))
+    for name, size in (("a", 8), ("b", 9), ("c", 10)):
+        lab.running(name, size)
+    lab.open("head", 16)
+    lab.hold("head")
+    widths = []
+    for _ in range(4):
+        widths.append(len(lab.pool._books.claim.wanted))
+        lab.after(60)
+    assert widths == sorted(widths)
+    assert widths[0] == 1
+    assert widths[-1] > 1
+
+
+def test_a_request_for_several_devices_is_all_or_nothing(lab):
+    lab.running("a", 10)
+    lab.open("w", 10, devices=2)
+    assert attaches(lab.hold("w")) == []
+    assert lab.free() == [6, 16]
+    lab.drop("a")
+    actions = lab.suspended("a", ("G0", 3))
+    assert got(actions, ev.Attach, session="w").slices == (Slice("G0", 10), Slice("G1", 10))
+
+
+# --------------------------------------------------------------------------- devices
+
+
+def test_a_drained_device_gets_no_new_lease_and_its_state_resumes_elsewhere(lab):
+    lab.parked("a", used=8)
+    lab.running("b", 4)
+    lab.send(ev.DeviceDrained, device="G0", reason="Xid 79")
+    assert lab.state("b") == "active"
+    attach = got(lab.hold("a"), ev.Attach, origin=("G0",))
+    assert attach.slices[0].device == "G1"
+
+
+def test_state_waits_if_no_other_device_can_take_it(make):
+    lab = make(device(0, model="A"), device(1, model="B"))
+    lab.parked("a", used=8)
+    lab.send(ev.DeviceDrained, device="G0", reason="Xid 79")
+    assert attaches(lab.hold("a")) == []
+    assert lab.reason("a") == "no GPU that it can use is in service"
+    # It does not stand in the way of others meanwhile.
+    lab.open("b", 16)
+    assert attaches(lab.hold("b")) == ["b"]
+    assert attaches(lab.send(ev.DeviceAppeared, device=device(0))) == ["a"]
+
+
+def test_a_process_that_has_called_cuinit_goes_only_where_it_was(lab):
+    lab.running("a", 10)
+    lab.drop("a", cuda=True)
+    lab.release("a")
+    lab.suspended("a")
+    lab.running("b", 16)
+    assert lab.where("b") == [("G0", 16)]
+    assert attaches(lab.hold("a")) == []
+    lab.drop("b")
+    assert got(lab.suspended("b", ("G0", 1)), ev.Attach, session="a").slices[0].device == "G0"
+
+
+def test_two_states_of_one_session_land_on_two_devices(make):
+    lab = make(device(0, 32), device(1, 32), device(2, 32))
+    lab.idle("a", 8, devices=2)
+    lab.release("a")
+    lab.suspended("a", ("G0", 5), ("G1", 7))
+    lab.running("b", 32)
+    lab.running("c", 30)
+    lab.send(ev.DeviceAppeared, device=device(3, 32))
+    attach = got(lab.hold("a"), ev.Attach, origin=("G0", "G1"))
+    assert len({s.device for s in attach.slices}) == 2
+
+
+def test_foreign_memory_is_counted_and_ends_nobody(make):
+    lab = make(device(0))
+    lab.running("a", 10)
+    assert all_of(lab.seen("G0", foreign=10), ev.Suspend) == []
+    assert lab.state("a") == "active"
+    lab.open("b", 4)
+    assert attaches(lab.hold("b")) == []
+    assert attaches(lab.seen("G0", foreign=2)) == ["b"]
+
+
+def test_a_request_that_only_foreign_processes_prevent_stands_in_nobodys_way(make):
+    lab = make(device(0))
+    lab.seen("G0", foreign=8)
+    lab.open("large", 12)
+    lab.hold("large")
+    assert "outside the pool" in lab.reason("large")
+    lab.open("small", 8)
+    assert attaches(lab.hold("small")) == ["small"]
+
+
+def test_memory_that_a_session_uses_beyond_its_slice_is_not_granted_again(make):
+    lab = make(device(0))
+    lab.running("a", 4)
+    assert got(lab.seen("G0", a=9), ev.Log).code == "overuse"
+    none(lab.seen("G0", a=9), ev.Log)
+    lab.open("b", 10)
+    assert attaches(lab.hold("b")) == []
+    assert attaches(lab.seen("G0", a=6)) == ["b"]
+
+
+# --------------------------------------------------------------------------- news
+
+
+def test_a_waiting_session_hears_of_its_place_and_only_of_changes(make):
+    lab = make(device(0))
+    lab.running("a", 16)
+    lab.open("w1", 16)
+    first = got(lab.hold("w1"), ev.QueueMoved)
+    assert (first.position, first.length, first.eta) == (1, 1, None)
+    assert first.reason == "all 16 B in use by running cells"
+    lab.open("w2", 16)
+    moved = all_of(lab.hold("w2"), ev.QueueMoved)
+    assert [(m.session, m.position, m.length) for m in moved] == [("w1", 1, 2), ("w2", 2, 2)]
+    assert lab.after(5) == []
+
+
+def test_the_eta_comes_from_observed_busy_times(make):
+    lab = make(device(0, 32))
+    for name in ("a", "b"):
+        lab.running(name, 16)
+    lab.after(30)
+    lab.drop("a")
+    lab.hold("a", "c2")
+    lab.open("w", 16)
+    # Two holders, each busy for 30 s: one comes free every 15 s.
+    assert got(lab.hold("w"), ev.QueueMoved).eta == 15.0
+
+
+def test_in_a_long_queue_the_news_come_at_most_once_a_second(make):
+    lab = make(device(0), host_memory=10_000)
+    lab.running("a", 16)
+    for i in range(130):
+        lab.open(f"w{i}", 16)
+        told = all_of(lab.hold(f"w{i}"), ev.QueueMoved)
+        assert len(told) <= 130 if i < 9 else {t.session for t in told} >= {f"w{i}"}
+        assert len(told) <= 51 or i == 0
+    burst = all_of(lab.drop("a"), ev.QueueMoved)
+    assert len(burst) <= 1
+    heard: dict[str, int] = {}
+    for _ in range(4):
+        for m in all_of(lab.after(1.0), ev.QueueMoved):
+            heard[m.session] = m.position
+    assert len(heard) == 130
+    assert {heard[f"w{i}"] for i in range(50)} == set(range(1, 51))

@@ -1,0 +1,112 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The pool decides and does nothing else: no clock, no I/O, no chance; and its layers."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import jupyter_gpupool.pool
+
+FOLDER = Path(jupyter_gpupool.pool.__file__).parent
+FILES = sorted(FOLDER.glob("*.py"))
+FORBIDDEN = {
+    "asyncio",
+    "datetime",
+    "logging",
+    "multiprocessing",
+    "os",
+    "pathlib",
+    "random",
+    "secrets",
+    "socket",
+    "subprocess",
+    "threading",
+    "time",
+    "tornado",
+    "traitlets",
+    "uuid",
+}
+
+#: A module may import those to the left of it (at run time).
+ORDER = [
+    "model",
+    "events",
+    "lease",
+    "queue",
+    "timers",
+    "estimate",
+    "inventory",
+    "quota",
+    "placement",
+    "yielding",
+    "policy",
+    "claims",
+    "books",
+    "serve",
+    "wording",
+    "requests",
+    "effects",
+    "handlers",
+    "checks",
+    "machine",
+]
+
+
+def names(tree: ast.Module) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
+def test_every_module_has_its_place():
+    assert {f.stem for f in FILES} == {*ORDER, "__init__"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_a_module_is_pure(file):
+    tree = ast.parse(file.read_text())
+    used = names(tree)
+    assert not used & FORBIDDEN
+    assert used <= set(sys.stdlib_module_names)
+    called = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert not called & {"open", "print", "input", "eval", "exec", "__import__"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_a_module_imports_only_what_is_below_it(file):
+    if file.stem == "__init__":
+        return
+    tree = ast.parse(file.read_text())
+    typing_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or id(node) in typing_only:
+            continue
+        if node.level == 2:
+            assert node.module in ("errors", "units")
+        elif node.level == 1:
+            below = ORDER[: ORDER.index(file.stem)]
+            modules = [node.module] if node.module else [alias.name for alias in node.names]
+            assert set(modules) <= set(below), f"{file.stem} imports {modules}"
+
+
+def test_no_module_is_too_long():
+    lengths = {f.stem: len(f.read_text().splitlines()) for f in FILES}
+    assert {name: n for name, n in lengths.items() if n > 480} == {}

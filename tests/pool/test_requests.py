@@ -1,0 +1,389 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What people ask for: quotas, impossible requests, another size, release, keep; the wording."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.model import GiB, PoolSettings, Quota, Slice
+
+from .builders import RULES, Lab, all_of, device, got, none
+
+
+def suspends(actions):
+    return [a.session for a in all_of(actions, ev.Suspend)]
+
+
+def attaches(actions):
+    return [a.session for a in all_of(actions, ev.Attach)]
+
+
+# --------------------------------------------------------------------------- never
+
+
+@pytest.mark.parametrize(
+    ("fields", "rules", "code"),
+    [
+        ({"memory": 0}, {}, "bad-request"),
+        ({"memory": 4, "limit": 3}, {}, "bad-request"),
+        ({"memory": 4, "devices": 0}, {}, "bad-request"),
+        ({"memory": 4, "compute": 0}, {}, "bad-request"),
+        ({"memory": 4, "compute": 101}, {}, "bad-request"),
+        ({"memory": 4, "priority": "vip"}, {}, "unknown-priority"),
+        ({"memory": 17}, {}, "over-device"),
+        ({"memory": 16}, {"reserve": 1}, "over-device"),
+        ({"memory": 4, "devices": 3}, {}, "too-many-devices"),
+        ({"memory": 9}, {"max_memory_per_kernel": 8}, "over-kernel-limit"),
+        ({"memory": 8, "limit": 9}, {"max_memory_per_kernel": 8}, "over-kernel-limit"),
+        ({"memory": 9}, {"quotas": {"*": Quota(memory=8)}}, "over-quota"),
+        ({"memory": 5, "devices": 2}, {"quotas": {"*": Quota(memory=8)}}, "over-quota"),
+        ({"memory": 4, "devices": 2}, {"quotas": {"*": Quota(devices=1)}}, "over-quota"),
+        ({"memory": 4}, {"quotas": {"user-a": Quota(leases=0)}}, "over-quota"),
+        ({"memory": 9}, {"quotas": {"*": Quota(suspended=8)}}, "over-quota"),
+        ({"memory": 9}, {"host_memory": 8}, "over-host"),
+        ({"memory": 5, "devices": 2}, {"host_memory": 8}, "over-host"),
+    ],
+)
+def test_a_request_that_can_never_be_met_is_refused_at_once(make, fields, rules, code):
+    lab = make(**rules)
+    refusal = got(lab.open("a", rid="1", **fields), ev.Answer, rid="1").refusal
+    assert refusal.code == code
+    assert refusal.message.endswith(".")
+    assert refusal.next_step.endswith(".")
+    assert "a" not in lab.pool
+    # The same for a session that asks for it later: nothing else changes.
+    lab.open("b", 2, owner="user-a")
+    if "b" in lab.pool:
+        memory = fields["memory"]
+        more = {k: v for k, v in fields.items() if k != "memory"}
+        assert got(lab.change("b", memory, **more), ev.Answer).refusal.code == code
+        assert lab.record("b").request.memory == 2
+        assert attaches(lab.hold("b")) == ["b"]
+    else:
+        assert rules["quotas"]["user-a"].leases == 0
+
+
+def test_the_host_budget_does_not_matter_where_nothing_can_suspend(make):
+    lab = make(device(0, can_suspend=False), host_memory=1)
+    assert got(lab.open("a", 16, rid="1"), ev.Answer).refusal is None
+
+
+def test_a_pool_without_devices_refuses_and_says_what_to_run():
+    lab = Lab.__new__(Lab)
+    from jupyter_gpupool.pool.machine import Pool
+
+    lab.now, lab.pool, lab.past = 0.0, Pool(RULES), []
+    refusal = got(lab.open("a", 4), ev.Answer).refusal
+    assert refusal.code == "no-device"
+    assert "jupyter gpupool doctor" in refusal.next_step
+
+
+def test_refusals_say_what_was_asked_what_is_possible_and_what_to_do():
+    lab = Lab(
+        device(0, 16 * GiB),
+        max_memory_per_kernel=12 * GiB,
+        host_memory=64 * GiB,
+        quotas={"*": Quota(memory=10 * GiB)},
+    )
+    assert str(got(lab.open("a", 14 * GiB), ev.Answer).refusal) == (
+        "A memory of 14 GiB was asked for; a kernel may have at most 12 GiB on a GPU "
+        "(max_memory_per_kernel). Ask for at most 12 GiB, or ask an admin for more."
+    )
+    assert str(got(lab.open("a", 11 * GiB), ev.Answer).refusal) == (
+        "11 GiB was asked for; your quota is 10 GiB of GPU memory over all your kernels. "
+        "Ask for at most 10 GiB, or ask an admin for a larger quota."
+    )
+
+
+def test_rules_that_change_refuse_what_waits_in_vain(make):
+    lab = make(device(0))
+    lab.running("a", 16)
+    lab.open("w", 12)
+    lab.hold("w")
+    rules = dataclasses.replace(lab.pool.settings, max_memory_per_kernel=8)
+    refusal = got(lab.send(ev.SettingsChanged, settings=rules), ev.HoldRefused, session="w").refusal
+    assert refusal.code == "over-kernel-limit"
+    assert lab.state("w") == "detached"
+    assert lab.state("a") == "active"
+
+
+# --------------------------------------------------------------------------- quotas
+
+
+def test_over_quota_only_for_now_waits_with_that_reason(make):
+    lab = make(quotas={"ann": Quota(memory=16)})
+    lab.running("a", 10, owner="ann")
+    lab.open("b", 10, owner="ann")
+    assert attaches(lab.hold("b")) == []
+    assert lab.reason("b") == "your quota of 16 B is in use by your other 1 kernel"
+    # Others are not held up by that.
+    lab.open("c", 10)
+    assert attaches(lab.hold("c")) == ["c"]
+    assert attaches(lab.end("a")) == ["b"]
+
+
+def test_an_owners_own_idle_session_makes_room_in_its_quota(make):
+    lab = make(quotas={"ann": Quota(memory=16)})
+    lab.idle("a", 10, owner="ann")
+    lab.idle("other", 4)
+    lab.open("b", 10, owner="ann")
+    actions = lab.hold("b")
+    assert suspends(actions) == ["a"]
+    assert attaches(lab.suspended("a", ("G0", 3))) == ["b"]
+
+
+@pytest.mark.parametrize("quota", [Quota(leases=1), Quota(devices=1)])
+def test_quotas_of_leases_and_devices_hold_too(make, quota):
+    lab = make(quotas={"*": quota})
+    lab.running("a", 2, owner="ann")
+    lab.open("b", 2, owner="ann")
+    assert attaches(lab.hold("b")) == []
+    lab.open("c", 2, owner="bob")
+    assert attaches(lab.hold("c")) == ["c"]
+    assert attaches(lab.end("a")) == ["b"]
+
+
+def test_within_an_owner_a_later_session_does_not_take_the_quota_of_an_earlier_one(make):
+    lab = make(quotas={"ann": Quota(memory=16)})
+    lab.running("a", 10, owner="ann")
+    lab.open("b", 10, owner="ann")
+    lab.hold("b")
+    lab.open("c", 6, owner="ann")
+    assert attaches(lab.hold("c")) == []
+    assert lab.reason("c") == "another kernel of yours is ahead and waits for your quota"
+    assert attaches(lab.end("a")) == ["b", "c"]
+
+
+def test_a_quota_of_suspended_state_keeps_the_next_one_on_its_device(make):
+    lab = make(device(0), quotas={"ann": Quota(suspended=12)})
+    lab.parked("p", used=8, memory=8, owner="ann")
+    lab.idle("a", 10, owner="ann")
+    lab.open("w", 16)
+    assert suspends(lab.hold("w")) == []
+    assert suspends(lab.end("p")) == ["a"]
+
+
+def test_the_headroom_of_a_resume_is_not_charged(make):
+    lab = make(quotas={"ann": Quota(memory=16)})
+    lab.parked("a", used=8, memory=8, owner="ann")
+    lab.running("b", 8, owner="ann")
+    assert got(lab.hold("a"), ev.Attach).slices[0].bytes == 9
+    lab.done("a")
+    assert lab.where("a")[0][1] == 8
+
+
+# --------------------------------------------------------------------------- another size
+
+
+def test_a_slice_grows_at_once_if_there_is_room(lab):
+    lab.running("a", 4)
+    actions = lab.change("a", 12)
+    assert got(actions, ev.Resize).slices == (Slice("G0", 12),)
+    assert got(actions, ev.Answer).note == "The slice is 12 B now."
+
+
+def test_a_slice_grows_once_an_idle_neighbour_has_yielded(make):
+    lab = make(device(0))
+    lab.running("a", 4)
+    lab.idle("b", 10)
+    actions = lab.change("a", 12)
+    assert suspends(actions) == ["b"]
+    assert got(actions, ev.Answer).note == "The slice stays 4 B until idle kernels have made room."
+    assert got(lab.suspended("b", ("G0", 2)), ev.Resize).slices == (Slice("G0", 12),)
+
+
+def test_a_slice_that_can_not_grow_is_kept_and_grows_when_there_is_room(make):
+    lab = make(device(0))
+    lab.running("a", 4)
+    lab.running("b", 10)
+    actions = lab.change("a", 12)
+    assert "It grows as soon as memory comes free" in got(actions, ev.Answer).note
+    assert lab.where("a") == [("G0", 4)]
+    assert got(lab.end("b"), ev.Resize, session="a").slices == (Slice("G0", 12),)
+
+
+def test_growth_that_waits_is_over_when_the_lease_is(make):
+    lab = make(device(0))
+    lab.running("a", 4)
+    lab.running("b", 10)
+    lab.change("a", 12)
+    lab.drop("a")
+    lab.after(300)
+    lab.suspended("a", ("G0", 2))
+    none(lab.end("b"), ev.Resize)
+    assert got(lab.hold("a"), ev.Attach).slices[0].bytes == 12
+
+
+def test_a_slice_shrinks_to_what_is_asked_once_the_use_is_known(lab):
+    lab.running("a", 12)
+    actions = lab.change("a", 6)
+    none(actions, ev.Resize)
+    assert "once the memory in use has been measured" in got(actions, ev.Answer).note
+    assert got(lab.seen("G0", a=5), ev.Resize).slices == (Slice("G0", 6),)
+
+
+def test_a_slice_does_not_shrink_below_what_is_in_use(lab):
+    lab.running("a", 12)
+    lab.seen("G0", a=9)
+    refusal = got(lab.change("a", 6), ev.Answer).refusal
+    assert refusal.code == "in-use"
+    assert refusal.details["in_use"] == 9
+    assert lab.record("a").request.memory == 12
+
+
+def test_suspended_state_is_a_floor_too(lab):
+    lab.parked("a", used=9)
+    assert got(lab.change("a", 6), ev.Answer).refusal.code == "in-use"
+    assert got(lab.change("a", 9), ev.Answer).refusal is None
+
+
+def test_the_number_of_devices_is_fixed_by_the_first_use_of_cuda(lab):
+    lab.parked("a", used=5)
+    refusal = got(lab.change("a", 10, devices=2), ev.Answer).refusal
+    assert refusal.code == "devices-bound"
+    assert "Restart the kernel" in refusal.next_step
+
+
+def test_the_number_of_devices_may_change_before(lab):
+    lab.open("a", 10)
+    assert got(lab.change("a", 10, devices=2), ev.Answer).refusal is None
+    assert len(got(lab.hold("a"), ev.Attach).slices) == 2
+
+
+def test_a_waiting_session_may_ask_for_less_and_be_served(make):
+    lab = make(device(0))
+    lab.running("a", 10)
+    lab.open("w", 10)
+    lab.hold("w")
+    actions = lab.change("w", 6)
+    assert attaches(actions) == ["w"]
+
+
+def test_a_change_while_attaching_applies_when_that_is_done(lab):
+    lab.open("a", 4)
+    lab.hold("a")
+    none(lab.change("a", 9), ev.Resize)
+    assert got(lab.done("a"), ev.Resize).slices == (Slice("G0", 9),)
+
+
+# --------------------------------------------------------------------------- release and keep
+
+
+def test_release_of_an_idle_slice_begins_at_once(lab):
+    lab.idle("a")
+    actions = lab.release("a")
+    assert suspends(actions) == ["a"]
+    assert got(actions, ev.Answer).note == "The slice goes back to the pool."
+
+
+def test_release_of_a_busy_slice_waits_for_the_last_hold(lab):
+    lab.running("a")
+    lab.hold("a", "c2")
+    assert "when the running cell is done" in got(lab.release("a"), ev.Answer).note
+    assert suspends(lab.drop("a", "c")) == []
+    assert suspends(lab.drop("a", "c2")) == ["a"]
+
+
+def test_release_of_nothing_says_so(make):
+    lab = make(device(0))
+    lab.running("a", 16)
+    lab.open("b", 16)
+    assert got(lab.release("b"), ev.Answer).note == "The kernel has no slice."
+    lab.hold("b")
+    assert got(lab.release("b"), ev.Answer).refusal.code == "nothing-to-release"
+    lab.drop("a")
+    assert "on its way" in got(lab.release("a"), ev.Answer).note
+
+
+def test_release_where_nothing_can_suspend_says_what_to_do(make):
+    lab = make(device(0, can_suspend=False))
+    lab.idle("a")
+    refusal = got(lab.release("a"), ev.Answer).refusal
+    assert refusal.code == "cannot-suspend"
+    lab.seen("G0", a=0)
+    assert suspends(lab.release("a")) == ["a"]
+
+
+def test_release_without_host_memory_is_done_later(make):
+    lab = make(host_memory=16)
+    lab.parked("p", used=10)
+    lab.idle("a", 10)
+    assert "as soon as there is room" in got(lab.release("a"), ev.Answer).note
+    assert suspends(lab.end("p")) == ["a"]
+
+
+def test_keep_postpones_the_idle_time_out(lab):
+    lab.idle("a")
+    assert "stays for" in got(lab.keep("a", 1000), ev.Answer).note
+    assert suspends(lab.after(999)) == []
+    assert suspends(lab.after(1)) == ["a"]
+
+
+def test_keep_of_nothing_ends_an_earlier_keep(lab):
+    lab.idle("a")
+    lab.keep("a", 1000)
+    lab.after(400)
+    assert suspends(lab.keep("a", 0)) == ["a"]
+
+
+# --------------------------------------------------------------------------- restart
+
+
+def test_a_restarted_broker_goes_on_with_what_the_journal_says(make):
+    old = make(device(0))
+    old.parked("p", used=6)
+    old.idle("i", 8)
+    records = old.pool.records()
+    lab = make(device(0))
+    lab.now = 1000.0
+    for record in records:
+        lab.send(ev.SessionRecovered, record=record)
+    assert lab.state("p") == "detached"
+    assert lab.state("i") == "idle"
+    assert lab.free() == [8]
+    assert lab.pool.view(lab.now).host_used == 6
+    # Agents have a moment to reconnect before anything is taken from them.
+    lab.open("w", 16)
+    assert suspends(lab.hold("w")) == []
+    assert suspends(lab.after(10)) == ["i"]
+    assert attaches(lab.suspended("i", ("G0", 2))) == ["w"]
+    lab.end("w")
+    assert got(lab.hold("p"), ev.Attach).epoch == 2
+
+
+def test_a_session_that_waited_keeps_its_place_over_a_restart(make):
+    old = make(device(0))
+    old.running("a", 16)
+    old.open("w", 16)
+    old.now = 100.0
+    old.hold("w")
+    records = old.pool.records()
+    lab = make(device(0))
+    lab.now = 200.0
+    for record in records:
+        state = "detached" if record.state == "queued" else record.state
+        lab.send(ev.SessionRecovered, record=dataclasses.replace(record, state=state))
+    lab.open("later", 16)
+    lab.hold("later")
+    lab.hold("w")
+    positions = {v.record.id: v.queue_position for v in lab.pool.view(lab.now).sessions}
+    assert (positions["w"], positions["later"]) == (1, 2)
+
+
+def test_a_recovered_lease_on_a_device_that_is_gone_is_kept_on_the_books(make):
+    old = make(device(0), device(1))
+    old.idle("a", 10)
+    (record,) = old.pool.records()
+    lab = make(device(1))
+    lab.send(ev.SessionRecovered, record=record)
+    assert lab.state("a") == "idle"
+    lab.open("b", 16)
+    assert got(lab.hold("b"), ev.Attach).slices[0].device == "G1"
+
+
+def test_the_default_rules_are_sound():
+    assert PoolSettings().default_priority in PoolSettings().priority_classes
