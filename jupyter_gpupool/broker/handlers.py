@@ -8,7 +8,8 @@ import asyncio
 import itertools
 import logging
 import math
-from typing import Any, Callable, Mapping, get_args
+from contextlib import suppress
+from typing import Any, Awaitable, Callable, Mapping, get_args
 
 from ..config.settings import usable_attach
 from ..errors import GPUPoolError, RefusedError
@@ -35,6 +36,9 @@ MAX_KEEP = 30 * 86400.0
 
 #: Connections that one user may have.
 MAX_CONNECTIONS = 8000
+
+#: Requests that may wait for a sample at once; more are judged by the last one.
+MAX_LOOKS = 16
 
 _POLICIES = frozenset(get_args(AttachPolicy))
 
@@ -67,6 +71,9 @@ class Handlers:
         self.no_device = ""
         #: When (loop time) somebody last connected.
         self.last_connection = asyncio.get_running_loop().time()
+        #: Takes a sample of the devices now and tells the pool.
+        self.look: Callable[[], Awaitable[None]] = _blind
+        self._looks: set[asyncio.Task[None]] = set()
         self._snapshots = snapshots
         self._connections: set[Connection] = set()
         self._per_user: dict[int, int] = {}
@@ -257,6 +264,23 @@ class Handlers:
     # ------------------------------------------------------------------ whoever may act on it
 
     def _request(self, connection: Connection, message: Message) -> None:
+        record = self.lives.record(self._acting(connection, message))
+        shrinks = read_request(record.request, message).memory < record.footprint
+        if not shrinks or len(self._looks) >= MAX_LOOKS:
+            self._request_now(connection, message)
+            return
+        # Less than it was seen to use: that was a while ago, and it may have freed some since.
+        task = asyncio.get_running_loop().create_task(self._look_first(connection, message))
+        self._looks.add(task)
+        task.add_done_callback(self._looks.discard)
+
+    async def _look_first(self, connection: Connection, message: Message) -> None:
+        with suppress(GPUPoolError):
+            await self.look()
+        if connection.open:
+            self._try(connection, message, self._request_now)
+
+    def _request_now(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
         request = read_request(self.lives.record(session).request, message)
         self._ask(
@@ -382,3 +406,7 @@ class Handlers:
             method(connection, message)
         except GPUPoolError as error:
             connection.refuse(message.get("id"), error)
+
+
+async def _blind() -> None:
+    """Until there is a monitor."""

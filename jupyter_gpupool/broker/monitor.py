@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Callable, Mapping, Sequence
 
@@ -21,6 +22,9 @@ from ..pool import events as e
 from . import host, processes
 from .effects import DeviceEffects
 from .runner import Runner
+
+#: Seconds between a change and the look at it.
+SETTLE = 0.05
 
 #: Intervals between samples while nothing is attached and nobody waits.
 QUIET = 5
@@ -52,6 +56,7 @@ class Monitor:
         self._effects = effects
         self._log = log
         self._wanted = asyncio.Event()
+        self._soon = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._told: dict[str, _Use] = {}
         self._told_host = -1
@@ -75,6 +80,10 @@ class Monitor:
         else:
             self._wanted.clear()
 
+    def look_soon(self) -> None:
+        """Something was attached, suspended or ended: what was seen before is old."""
+        self._soon.set()
+
     async def close(self) -> None:
         """End."""
         if self._task is not None:
@@ -95,7 +104,10 @@ class Monitor:
             else:
                 self._failing = ""
             quiet = QUIET if not self._runner.busy else 1
-            await asyncio.sleep(self.settings.sample_interval * quiet)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._soon.wait(), self.settings.sample_interval * quiet)
+                await asyncio.sleep(SETTLE)  # changes come in groups
+            self._soon.clear()
 
     async def look(self) -> None:
         """Take one sample and tell the pool."""
@@ -179,9 +191,10 @@ class Monitor:
             if owner is not None:
                 footprints[owner] = footprints.get(owner, 0) + entry.bytes
         foreign = known - sum(footprints.values())
-        for session, shown in footprints.items():
-            # More than its slice is nobody's to give away again.
-            foreign += max(0, shown - granted.get(session, 0))
+        for session in footprints.keys() - granted.keys():
+            # It has no slice here, so nobody's slice covers this. (What is more than a slice, the
+            # pool itself counts.)
+            foreign += footprints.pop(session)
         unseen = sum(size for session, size in granted.items() if session not in footprints)
         foreign += max(0, sample.used - known - unseen)
         for name in granted.keys() - footprints.keys():

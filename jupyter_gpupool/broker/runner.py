@@ -67,6 +67,8 @@ class Runner:
         self.on_row: Callable[[Row], None] = lambda _row: None
         #: Called when the last session has ended, or the first has come.
         self.on_population: Callable[[int], None] = lambda _count: None
+        #: Called when a slice was given or given back.
+        self.on_change: Callable[[], None] = lambda: None
         #: How often something happened on a device: a sample that was begun before is old news.
         self.changes: dict[str, int] = {}
         #: The state of each session that is not detached: most are, and they cost nothing.
@@ -302,6 +304,8 @@ class Runner:
     def _changed(self, slices: tuple[Slice, ...]) -> None:
         for piece in slices:
             self.changes[piece.device] = self.changes.get(piece.device, 0) + 1
+        if slices:
+            self.on_change()
 
     def _flush_later(self) -> None:
         if self._flush is None and not self.stopped:
