@@ -38,7 +38,7 @@ test-long: $(VENV)/.ready
 	$(BIN)/python -m pytest -m long --timeout 3600
 
 lint: $(VENV)/.ready
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 

@@ -29,7 +29,7 @@ from .values import Queue, Slice, Wait, slices_of
 
 #: Seconds between attempts to reach the broker: the first pause and the longest.
 FIRST_PAUSE = 0.05
-LONGEST_PAUSE = 5.0
+LONGEST_PAUSE = 1.0
 
 #: Seconds without a broker in which it is expected back: cells and commands wait for it so long.
 GRACE = 5.0
@@ -79,6 +79,7 @@ class Link:
         self._ready = threading.Event()
         self._stopped = False
         self._poke = threading.Event()
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._holds: dict[str, str] = {}
         self._waits: dict[str, Wait] = {}
@@ -115,6 +116,7 @@ class Link:
             self._stopped = True
             client, self._client = self._client, None
         self._poke.set()
+        self._ended.set()  # a client that we close does not tell that it has ended
         if client is not None:
             client.close()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -241,39 +243,41 @@ class Link:
         pause = FIRST_PAUSE
         while not self._stopped:
             self._poke.clear()
-            ended = threading.Event()
+            self._ended.clear()
             try:
-                self._connect(ended)
+                self._connect()
             except GPUPoolError as error:
                 self._went_down(error)
                 self._poke.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
             else:
                 pause = FIRST_PAUSE
-                ended.wait()
+                self._ended.wait()
 
-    def _connect(self, ended: threading.Event) -> None:
+    def _connect(self) -> None:
         def closed(error: BrokerUnavailable) -> None:
             self._went_down(error)
-            ended.set()
+            self._ended.set()
 
         client = Client(self.path, on_push=self._push, on_close=closed)
         with self._lock:
-            if self._stopped:
-                client.close()
-                ended.set()
-                return
-            hello = client.start(
-                "hello",
-                session=self.session,
-                token=self._token,
-                epoch=self.epoch,
-                holds=[{"id": hold, "kind": kind} for hold, kind in self._holds.items()],
-                cuda=self._cuda_seen,
-            )
-            # From here on holds and drops go out behind the hello, in their order.
-            self._client = client
-            self._greeting_since = time.monotonic()
+            hello: Future[Message] | None = None
+            if not self._stopped:
+                hello = client.start(
+                    "hello",
+                    session=self.session,
+                    token=self._token,
+                    epoch=self.epoch,
+                    holds=[{"id": hold, "kind": kind} for hold, kind in self._holds.items()],
+                    cuda=self._cuda_seen,
+                )
+                # From here on holds and drops go out behind the hello, in their order.
+                self._client = client
+                self._greeting_since = time.monotonic()
+        if hello is None:
+            client.close()
+            self._ended.set()
+            return
         try:
             answer = hello.result(CALL_TIMEOUT)
         except (GPUPoolError, FutureTimeout, CancelledError) as error:

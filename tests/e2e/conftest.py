@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
 from jupyter_gpupool.emulator.profiles import real_driver_present
 
 from .kit import KERNEL_NAME, MARK, Pool
