@@ -252,6 +252,7 @@ class Books:
     def set_claim(self, claim: Claim | None) -> None:
         """Let the head of the queue accumulate memory on the devices of ``claim``."""
         old, self.claim = self.claim, claim
+        self.inventory.watched = {} if claim is None else claim.wanted
         same = old is not None and claim is not None and old.session == claim.session
         if not same or _cost(old) != _cost(claim):
             for change, sign in ((old, -1), (claim, 1)):

@@ -156,7 +156,7 @@ class Handlers:
         books = self._books
         new: PoolSettings = event.settings
         books.settings = new
-        books.quotas.settings = new
+        books.quotas.configure(new)
         books.host.budget = new.host_memory
         books.inventory.configure(new)
         if books.claim is not None:

@@ -23,7 +23,7 @@ Burst will add ``burst`` (bytes above the guarantee, the first to be reclaimed) 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import Iterable, Iterator
+from typing import Iterable, Iterator, Mapping
 
 from .lease import Session
 from .model import Device, DeviceView, PoolSettings, Slice
@@ -117,6 +117,8 @@ class Inventory:
         self._avail: list[tuple[int, int, str]] = []
         self._pot: list[tuple[int, int, str]] = []
         self._total: int | None = None
+        #: Devices that the head of the queue claims.
+        self.watched: Mapping[str, int] = {}
         self._touched: dict[str, DeviceLedger] = {}
         self._gained: dict[str, DeviceLedger] = {}
         self._freed: dict[str, DeviceLedger] = {}
@@ -306,7 +308,9 @@ class Inventory:
             if not ledger.drained:
                 index = ledger.device.index
                 avail_key, pot_key = (ledger.avail, index, uuid), (ledger.pot, index, uuid)
-            more = _move(self._avail, ledger.avail_key, avail_key)
+            # On a claimed device, less for the head can mean more that it is sure not to miss.
+            watched = uuid in self.watched and avail_key != ledger.avail_key
+            more = _move(self._avail, ledger.avail_key, avail_key) or watched
             more = _move(self._pot, ledger.pot_key, pot_key) or more
             ledger.avail_key, ledger.pot_key = avail_key, pot_key
             before, ledger.freed = ledger.freed, (ledger.free, ledger.avail)

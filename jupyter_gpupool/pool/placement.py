@@ -18,6 +18,9 @@ from .inventory import DeviceLedger, Inventory
 from .lease import Session
 from .model import PoolSettings, Slice
 
+#: The kind of sessions whose slices need devices of different models, or certain devices.
+MIXED = "several mixed"
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -85,7 +88,7 @@ def kind_of(needs: Sequence[Need]) -> str:
     if len(needs) > 1:
         models = {need.model for need in needs}
         if len(models) > 1 or any(need.fixed for need in needs):
-            return "several mixed"
+            return MIXED
         only = models.pop()
         return "several" if only is None else f"several of {only}"
     need = needs[0]
@@ -98,7 +101,7 @@ def kinds_at(ledger: DeviceLedger) -> tuple[str, ...]:
     """Return the kinds of sessions that a device can serve, alone or with others."""
     device = ledger.device
     model = device.model
-    several = "several", f"several of {model}", "several mixed"
+    several = "several", f"several of {model}", MIXED
     return "any", f"of {model}", f"at {device.uuid}", *several
 
 

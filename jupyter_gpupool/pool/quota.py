@@ -38,6 +38,7 @@ class Quotas:
 
     def __init__(self, settings: PoolSettings) -> None:
         self.settings = settings
+        self._limits: dict[str, Quota] = {}
         self._usage: dict[str, Usage] = {}
         #: Some owner's quota of suspended state has more room than at the last look.
         self.eased = False
@@ -46,8 +47,16 @@ class Quotas:
 
     def limit(self, owner: str) -> Quota:
         """Return the owner's limits; ``"*"`` is everybody who is not named."""
-        quotas = self.settings.quotas
-        return quotas.get(owner) or quotas.get("*") or NO_LIMIT
+        found = self._limits.get(owner)
+        if found is None:
+            quotas = self.settings.quotas
+            found = self._limits[owner] = quotas.get(owner) or quotas.get("*") or NO_LIMIT
+        return found
+
+    def configure(self, settings: PoolSettings) -> None:
+        """Apply other limits."""
+        self.settings = settings
+        self._limits.clear()
 
     def note(self, owner: str) -> None:
         """Remember to look again at what waits for the quota of ``owner``, if it has one."""

@@ -15,6 +15,7 @@ from heapq import heapify, heappop, heappush
 from typing import Iterator
 
 from .books import Books
+from .candidates import Candidates
 from .claims import accumulates, make_claim
 from .inventory import DeviceLedger
 from .lease import Session
@@ -245,54 +246,36 @@ class Server:
         books = self._books
         looks = HOST_LOOKS if gained is None else LOOKS
         spot = after
-        reach = self._reach(gained)
-        candidate = self._next(reach, spot)
+        walk = Candidates(books, self._reach(gained), after)
         done: set[Entry] = set()
-        failed: dict[str, list[list[tuple[int, int]]]] = {}
-        while new or candidate is not None:
-            old = candidate is not None and (not new or candidate <= new[0])
-            if old:
-                assert candidate is not None
-                entry = spot = candidate
+        while True:
+            candidate = walk.peek() if looks > 0 else None
+            if candidate is not None and (not new or candidate <= new[0]):
+                entry, only = candidate, gained
+                walk.next()
+                spot = candidate
                 looks -= 1
+            elif new:
+                entry, only = heappop(new), None
             else:
-                entry = heappop(new)
-            only = gained if old else None
+                break
             s = books.sessions.get(entry[4])
-            waits = s is not None and s.entry == entry and s.lane in ("fresh", "open", "quota")
-            if waits and entry not in done:
-                assert s is not None
-                done.add(entry)
-                # Nothing comes free during the walk: what was too much once is too much again.
-                asked = sorted((n.least, n.bytes) for n in s.needs)
-                if only is not None and any(_above(asked, less) for less in failed.get(s.kind, ())):
-                    looks += 1
-                elif self._consider(s, new, guarded=True, only=only):
-                    looks += 1
-                    reach = self._reach(gained)
-                elif only is not None and s.lane == "open" and s.why[0] in ("busy", "behind"):
-                    failed.setdefault(s.kind, []).append(asked)
-                    if reach is not None and len(asked) == 1 and s.kind in reach:
-                        reach[s.kind] = min(reach[s.kind], asked[0][0] - 1)
-            if old:
-                candidate = self._next(reach, spot)
-            if looks <= 0 and candidate is not None:
-                if gained is not None:
-                    rest = self._rest or (spot, gained)
-                    self._rest = min(spot, rest[0]), {**rest[1], **gained}
-                candidate = None
-
-    def _next(self, reach: dict[str, int] | None, after: Entry) -> Entry | None:
-        """Return the first blocked session behind ``after`` that may fit within ``reach``."""
-        books = self._books
-        if reach is None:
-            return books.open.first_fitting(books.inventory.most(), after)
-        first: Entry | None = None
-        for kind, most in reach.items():
-            found = books.kinds[kind].first_fitting(most, after) if kind in books.kinds else None
-            if found is not None and (first is None or found < first):
-                first = found
-        return first
+            if s is None or s.entry != entry or entry in done:
+                continue
+            if s.lane not in ("fresh", "open", "quota"):
+                continue
+            done.add(entry)
+            asked = sorted((n.least, n.bytes) for n in s.needs)
+            if only is not None and walk.hopeless(s.kind, asked):
+                looks += 1
+            elif self._consider(s, new, guarded=True, only=only):
+                looks += 1
+                walk.fell(self._reach(gained))
+            elif only is not None and s.lane == "open" and s.why[0] in ("busy", "behind"):
+                walk.failed(s.kind, asked)
+        if gained is not None and walk.peek() is not None:
+            rest = self._rest or (spot, gained)
+            self._rest = min(spot, rest[0]), {**rest[1], **gained}
 
     def _reach(self, gained: dict[str, DeviceLedger] | None) -> dict[str, int] | None:
         """Return the most bytes that each kind can find, behind the head, on ``gained`` devices."""
@@ -311,6 +294,7 @@ class Server:
             else:
                 leases = ledger.leases
                 light = sum(leases[v.id] for v in ledger.idle.values() if v.state_bound <= room)
+                self._host_short = self._host_short or light < ledger.yieldable
                 most = max(most, ledger.expect + light)
             if most > 0:
                 for kind in kinds_at(ledger):
@@ -433,13 +417,6 @@ class Server:
             return True
         books.begin_plan(s, plan)
         return False
-
-
-def _above(asked: list[tuple[int, int]], less: list[tuple[int, int]]) -> bool:
-    """Return whether ``asked`` is at least ``less``, slice by slice."""
-    return len(asked) == len(less) and all(
-        a >= x and b >= y for (a, b), (x, y) in zip(asked, less, strict=True)
-    )
 
 
 def _turn(s: Session) -> tuple[int, Entry]:

@@ -47,6 +47,7 @@ ORDER = [
     "policy",
     "claims",
     "books",
+    "candidates",
     "serve",
     "wording",
     "requests",
