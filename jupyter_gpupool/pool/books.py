@@ -27,7 +27,7 @@ from .events import (
 from .inventory import HostLedger, Inventory
 from .lease import ATTACHED, Session
 from .model import PoolSettings, Refusal, Slice, State
-from .placement import kind_of, needs_of
+from .placement import groups_of, needs_of
 from .policy import Plan
 from .queue import Entry, WaitQueue, rank
 from .quota import Quotas
@@ -56,8 +56,8 @@ class Books:
         #: All waiting sessions, and the part of them that the next free bytes could serve.
         self.order = WaitQueue()
         self.open = WaitQueue()
-        #: The same by :func:`~.placement.kind_of`: a device that gains serves few kinds.
-        self.kinds: dict[str, WaitQueue] = {}
+        #: The same by :func:`~.placement.groups_of`: a device that gains serves few groups.
+        self.groups: dict[str, WaitQueue] = {}
         #: Waiting sessions whose plan is under way.
         self.planned: dict[str, Session] = {}
         #: Waiting sessions held up by their owner's quota, in order, by owner.
@@ -192,9 +192,10 @@ class Books:
             return
         if old == "open":
             self.open.remove(entry)
-            self.kinds[s.kind].remove(entry)
-            if not self.kinds[s.kind]:
-                del self.kinds[s.kind]
+            for group in s.groups:
+                self.groups[group].remove(entry)
+                if not self.groups[group]:
+                    del self.groups[group]
         elif old == "quota":
             queue = self.by_quota[owner]
             queue.remove(entry)
@@ -209,7 +210,8 @@ class Books:
         s.lane = lane
         if lane == "open":
             self.open.add(entry)
-            self.kinds.setdefault(s.kind, WaitQueue()).add(entry)
+            for group in s.groups:
+                self.groups.setdefault(group, WaitQueue()).add(entry)
         elif lane == "quota":
             self.by_quota.setdefault(owner, WaitQueue()).add(entry)
         elif lane == "nowhere":
@@ -221,7 +223,7 @@ class Books:
         settings = self.settings
         place = rank(s.queued_at, s.request.priority, settings.priority_classes, settings.ageing)
         s.needs = needs_of(s, self.inventory, settings)
-        s.kind = kind_of(s.needs)
+        s.groups = groups_of(s.needs)
         # With the headroom, unless some device is so small that it would be the whole of it.
         smallest = self.inventory.smallest()
         least = min(n.bytes if n.bytes <= smallest else n.least for n in s.needs)

@@ -3,18 +3,15 @@
 """Behind the head: who might be served by what came free, in the order of the queue.
 
 Blocked sessions are grouped by the devices that can serve them
-(:func:`~.placement.kind_of`), each group in queue order with the bytes that its members need. So
+(:func:`~.placement.groups_of`), each group in queue order with the bytes that its members need. So
 the next one that fits is found without looking at those that do not.
 """
 
 from __future__ import annotations
 
 from .books import Books
-from .placement import MIXED
+from .placement import Asked, above
 from .queue import Entry, WaitQueue
-
-#: What a session asks for: (least bytes, bytes with headroom) for each slice, the smallest first.
-Asked = list[tuple[int, int]]
 
 
 class Candidates:
@@ -29,20 +26,20 @@ class Candidates:
             self._groups: dict[str, WaitQueue] = {"": books.open}
             self._reach = {"": books.inventory.most()}
         else:
-            self._groups = {kind: books.kinds[kind] for kind in reach if kind in books.kinds}
+            self._groups = {group: books.groups[group] for group in reach if group in books.groups}
             self._reach = reach
         self._firsts: dict[str, Entry] = {}
         self._failed: dict[str, list[Asked]] = {}
-        for kind in self._groups:
-            self._advance(kind, after)
+        for group in self._groups:
+            self._advance(group, after)
 
     def next(self) -> Entry | None:
         """Return the next candidate, and go on behind it."""
         if not self._firsts:
             return None
-        kind = min(self._firsts, key=self._firsts.__getitem__)
-        entry = self._firsts[kind]
-        self._advance(kind, entry)
+        group = min(self._firsts, key=self._firsts.__getitem__)
+        entry = self._firsts[group]
+        self._advance(group, entry)
         return entry
 
     def peek(self) -> Entry | None:
@@ -53,38 +50,30 @@ class Candidates:
         """Take note that somebody was served, and ``reach`` is what is left."""
         if reach is None:
             return
-        self._reach = {kind: min(most, reach.get(kind, 0)) for kind, most in self._reach.items()}
-        for kind, entry in list(self._firsts.items()):
-            if entry[3] > self._reach[kind]:
-                self._advance(kind, entry)
+        self._reach = {group: min(most, reach.get(group, 0)) for group, most in self._reach.items()}
+        for group, entry in list(self._firsts.items()):
+            if entry[3] > self._reach[group]:
+                self._advance(group, entry)
 
-    def hopeless(self, kind: str, asked: Asked) -> bool:
-        """Return whether no less than ``asked`` was too much before in this walk."""
-        return any(_above(asked, less) for less in self._failed.get(kind, ()))
+    def hopeless(self, asked: Asked) -> bool:
+        """Return whether no more than ``asked`` was too much before in this walk."""
+        return any(above(asked, less) for less in self._failed.get(asked[0][0], ()))
 
-    def failed(self, kind: str, asked: Asked) -> None:
-        """Take note that ``asked`` is too much for those of this kind."""
-        if kind == MIXED:
-            # Each of these can use other devices than the next.
-            return
-        self._failed.setdefault(kind, []).append(asked)
-        if kind in self._reach and len(asked) <= 2 and asked[0] == asked[-1]:
-            # So it is for all that need as much on every device, on as many or more of them.
-            self._reach[kind] = min(self._reach[kind], asked[0][0] - 1)
-            entry = self._firsts.get(kind)
-            if entry is not None and entry[3] > self._reach[kind]:
-                self._advance(kind, entry)
+    def failed(self, asked: Asked) -> None:
+        """Take note that ``asked`` is too much."""
+        group, least, _ = asked[0]
+        self._failed.setdefault(group, []).append(asked)
+        if len(asked) == 1 and group in self._reach:
+            # So it is for all of the group that need as much.
+            self._reach[group] = min(self._reach[group], least - 1)
+            entry = self._firsts.get(group)
+            if entry is not None and entry[3] > self._reach[group]:
+                self._advance(group, entry)
 
-    def _advance(self, kind: str, after: Entry) -> None:
-        most = self._reach[kind]
-        found = self._groups[kind].first_fitting(most, after) if most > 0 else None
+    def _advance(self, group: str, after: Entry) -> None:
+        most = self._reach[group]
+        found = self._groups[group].first_fitting(most, after) if most > 0 else None
         if found is None:
-            self._firsts.pop(kind, None)
+            self._firsts.pop(group, None)
         else:
-            self._firsts[kind] = found
-
-
-def _above(asked: Asked, less: Asked) -> bool:
-    return len(asked) == len(less) and all(
-        a >= x and b >= y for (a, b), (x, y) in zip(asked, less, strict=True)
-    )
+            self._firsts[group] = found

@@ -18,8 +18,8 @@ from .inventory import DeviceLedger, Inventory
 from .lease import Session
 from .model import PoolSettings, Slice
 
-#: The kind of sessions whose slices need devices of different models, or certain devices.
-MIXED = "several mixed"
+#: What a session asks for: (group, least bytes, bytes with headroom) of each slice, sorted.
+Asked = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,13 @@ class Need:
     fixed: str = ""
     #: The only model that will do; None for any.
     model: str | None = None
+
+    @property
+    def group(self) -> str:
+        """The name of the set of devices that will do."""
+        if self.fixed:
+            return f"at {self.fixed}"
+        return "any" if self.model is None else f"of {self.model}"
 
     def amount(self, ledger: DeviceLedger) -> int:
         """Return the bytes to reserve on this device.
@@ -83,26 +90,28 @@ def needs_of(session: Session, inventory: Inventory, settings: PoolSettings) -> 
     return (Need(memory, memory),) * session.request.devices
 
 
-def kind_of(needs: Sequence[Need]) -> str:
-    """Return which devices can serve ``needs``, as one of the names in :func:`kinds_at`."""
-    if len(needs) > 1:
-        models = {need.model for need in needs}
-        if len(models) > 1 or any(need.fixed for need in needs):
-            return MIXED
-        only = models.pop()
-        return "several" if only is None else f"several of {only}"
-    need = needs[0]
-    if need.fixed:
-        return f"at {need.fixed}"
-    return "any" if need.model is None else f"of {need.model}"
+def groups_of(needs: Sequence[Need]) -> tuple[str, ...]:
+    """Return the groups, as :func:`groups_at` names them, of the devices that can serve a slice."""
+    several = "several " if len(needs) > 1 else ""
+    return tuple(dict.fromkeys(several + need.group for need in needs))
 
 
-def kinds_at(ledger: DeviceLedger) -> tuple[str, ...]:
-    """Return the kinds of sessions that a device can serve, alone or with others."""
-    device = ledger.device
-    model = device.model
-    several = "several", f"several of {model}", MIXED
-    return "any", f"of {model}", f"at {device.uuid}", *several
+def groups_at(ledger: DeviceLedger) -> tuple[str, ...]:
+    """Return the groups of sessions that a device can serve, alone or with others."""
+    own = "any", f"of {ledger.device.model}", f"at {ledger.device.uuid}"
+    return *own, *(f"several {group}" for group in own)
+
+
+def asked_of(needs: Sequence[Need]) -> Asked:
+    """Return what is asked of which groups, to be compared by :func:`above`."""
+    return tuple(sorted((need.group, need.least, need.bytes) for need in needs))
+
+
+def above(asked: Asked, less: Asked) -> bool:
+    """Return whether ``asked`` can not be met where ``less`` can not."""
+    return len(asked) == len(less) and all(
+        a[0] == b[0] and a[1] >= b[1] and a[2] >= b[2] for a, b in zip(asked, less, strict=True)
+    )
 
 
 def preferred(session: Session) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from .claims import accumulates, make_claim
 from .inventory import DeviceLedger
 from .lease import Session
 from .model import Slice
-from .placement import kinds_at, place_now, spare
+from .placement import asked_of, groups_at, place_now, spare
 from .policy import Blocked, Plan, count_leaving, plan_attach, plan_growth, promised
 from .queue import Entry
 from .yielding import host_room
@@ -265,20 +265,20 @@ class Server:
             if s.lane not in ("fresh", "open", "quota"):
                 continue
             done.add(entry)
-            asked = sorted((n.least, n.bytes) for n in s.needs)
-            if only is not None and walk.hopeless(s.kind, asked):
+            asked = asked_of(s.needs)
+            if only is not None and walk.hopeless(asked):
                 looks += 1
             elif self._consider(s, new, guarded=True, only=only):
                 looks += 1
                 walk.fell(self._reach(gained))
             elif only is not None and s.lane == "open" and s.why[0] in ("busy", "behind"):
-                walk.failed(s.kind, asked)
+                walk.failed(asked)
         if gained is not None and walk.peek() is not None:
             rest = self._rest or (spot, gained)
             self._rest = min(spot, rest[0]), {**rest[1], **gained}
 
     def _reach(self, gained: dict[str, DeviceLedger] | None) -> dict[str, int] | None:
-        """Return the most bytes that each kind can find, behind the head, on ``gained`` devices."""
+        """Return the most bytes that each group, behind the head, finds on ``gained`` devices."""
         if gained is None:
             return None
         claim = self._books.claim
@@ -297,8 +297,8 @@ class Server:
                 self._host_short = self._host_short or light < ledger.yieldable
                 most = max(most, ledger.expect + light)
             if most > 0:
-                for kind in kinds_at(ledger):
-                    reach[kind] = max(most, reach.get(kind, 0))
+                for group in groups_at(ledger):
+                    reach[group] = max(most, reach.get(group, 0))
         return reach
 
     def _consider(
