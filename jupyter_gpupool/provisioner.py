@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any, Callable, Mapping, MutableMapping, TypeVar
 
 from jupyter_client.provisioning import LocalProvisioner
-from traitlets import Int, TraitType, Unicode
+from tornado.web import HTTPError
+from traitlets import Int, TraitError, TraitType, Unicode
 
 from .autostart import ensure_broker
 from .client import Client
 from .config import load_settings
-from .endpoint import SOCKET_VARIABLE, user_runtime_dir
-from .errors import ConfigError, GPUPoolError
+from .endpoint import SOCKET_VARIABLE, check_socket, user_runtime_dir
+from .errors import ConfigError, GPUPoolError, RefusedError
 from .units import format_bytes, parse_bytes
 
 _Result = TypeVar("_Result")
@@ -71,6 +72,23 @@ class Memory(TraitType[int, "int | str"]):
 _EXAMPLE = 'Write for example {"memory": "12GiB"} in the config of the kernelspec.'
 
 
+class KernelNotStarted(GPUPoolError, HTTPError):
+    """A kernel was not started, and why; Jupyter Server shows its users only HTTP errors."""
+
+    def __init__(self, error: GPUPoolError) -> None:
+        GPUPoolError.__init__(
+            self,
+            error.message,
+            code=error.code,
+            next_step=error.next_step,
+            details=error.details,
+        )
+        # Last: the base classes share one chain, and this one sets what the server shows.
+        asked_wrongly = isinstance(error, (ConfigError, RefusedError))
+        HTTPError.__init__(self, 400 if asked_wrongly else 503, str(error))
+        self.reason = "The GPU pool refused the kernel"
+
+
 class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     """Starts a kernel here, as the default provisioner does, with a session in the GPU pool.
 
@@ -107,8 +125,9 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     ).tag(config=True)
     broker_socket = Unicode(
         "",
-        help="""Absolute path of the broker's socket. Default: c.GPUPool.socket, $GPUPOOL_SOCKET,
-        /run/gpupool/broker.sock if it exists, else one of this user's own. Example:
+        help="""Absolute path of a running broker's socket; a broker named here is not started.
+        Default: c.GPUPool.socket, $GPUPOOL_SOCKET, /run/gpupool/broker.sock if it exists, else one
+        of this user's own, which is started if need be. Example:
         c.GPUPoolProvisioner.broker_socket = "/run/gpupool/broker.sock" """,
     ).tag(config=True)
 
@@ -122,8 +141,14 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         # jupyter_client passes a kernelspec's options as arguments and drops unknown ones silently.
         spec = kwargs.get("kernel_spec")
         stanza = getattr(spec, "metadata", {}).get("kernel_provisioner", {}).get("config", {})
-        check_options(stanza, getattr(spec, "display_name", "this kernel"))
-        super().__init__(**kwargs)
+        try:
+            check_options(stanza, getattr(spec, "display_name", "this kernel"))
+            super().__init__(**kwargs)
+        except GPUPoolError as error:
+            raise KernelNotStarted(error) from error
+        except TraitError as error:
+            problem = ConfigError(f"An option of the Pooled GPU kernel is wrong: {error}")
+            raise KernelNotStarted(problem) from error
 
     # ------------------------------------------------------------------ called by jupyter_client
 
@@ -132,12 +157,15 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
 
         Raises
         ------
-        GPUPoolError
+        KernelNotStarted
             If the broker cannot be had or refuses: a kernel that nobody governs is not started.
         """
         await self._release("the kernel is started again")
         env = kwargs.get("env") or os.environ
-        answer = await self._in_thread(self._open, self._label(env))
+        try:
+            answer = await self._in_thread(self._open, self._label(env))
+        except GPUPoolError as error:
+            raise KernelNotStarted(error) from error
         try:
             kwargs = await super().pre_launch(**kwargs)
             command = list(kwargs["cmd"])
@@ -165,9 +193,11 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         try:
             info = await super().launch_kernel(cmd, **kwargs)
             await self._in_thread(self._launched, self.pid)
-        except BaseException:
+        except BaseException as error:
             await self.kill()
             await self._release("the kernel did not start")
+            if isinstance(error, GPUPoolError):
+                raise KernelNotStarted(error) from error
             raise
         return info
 
@@ -217,7 +247,12 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
                 f"GPUPoolProvisioner.attach is {self.attach!r}; there are {', '.join(POLICIES)}.",
                 next_step=_nearest(self.attach, POLICIES),
             )
-        self._socket = ensure_broker(self._pool_config(), self._configured_socket())
+        if self.broker_socket:
+            # Somebody named a broker: a pool of our own beside it would grant what it grants.
+            self._socket = Path(self.broker_socket)
+            check_socket(self._socket)
+        else:
+            self._socket = ensure_broker(self._pool_config(), self._configured_socket())
         # Kept until the kernel is launched: if this server dies before, so does the session.
         self._client = Client(self._socket)
         try:
@@ -298,8 +333,6 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return {"GPUPool": dict(section)} if section else None
 
     def _configured_socket(self) -> str:
-        if self.broker_socket:
-            return str(self.broker_socket)
         section = self.config.get("GPUPool") or {}
         configured = str(section.get("socket", "") or "")
         if configured or os.environ.get(SOCKET_VARIABLE):

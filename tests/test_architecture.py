@@ -42,7 +42,7 @@ THIRD_PARTY = {
     "broker": {"tornado", "traitlets", "jupyter_core"},
     "autostart": {"traitlets"},
     "kernel": {"IPython", "traitlets", "ipykernel"},
-    "provisioner": {"jupyter_client", "traitlets"},
+    "provisioner": {"jupyter_client", "tornado", "traitlets"},
     "kernelspecs": {"jupyter_client", "jupyter_core", "ipykernel"},
     "demo": {"nbclient", "nbformat", "jupyter_client", "traitlets"},
     "cli": {"traitlets", "jupyter_core", "jupyter_client"},

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Mapping
 
 from ..config import BrokerSettings
-from ..endpoint import MACHINE_SOCKET, user_runtime_dir
+from ..endpoint import MACHINE_SOCKET
 from ..errors import DriverError
 
 
@@ -42,7 +42,7 @@ def machine_environment(
 
 def journal_path(settings: BrokerSettings, socket: Path) -> Path:
     """Return the journal's file: one per socket, so that two brokers never share one."""
-    if socket in (MACHINE_SOCKET, user_runtime_dir() / "broker.sock"):
+    if socket == MACHINE_SOCKET:
         return settings.state_dir / "journal.sqlite"
     return settings.state_dir / f"journal-{zlib.crc32(os.fsencode(socket)):08x}.sqlite"
 

@@ -19,9 +19,10 @@ from scripted_broker import DEVICE, GiB, ScriptedBroker
 from traitlets.config import Config
 
 from jupyter_gpupool import provisioner as module
-from jupyter_gpupool.errors import ConfigError, GPUPoolError, RefusedError
+from jupyter_gpupool.errors import GPUPoolError, RefusedError
 from jupyter_gpupool.provisioner import (
     GPUPoolProvisioner,
+    KernelNotStarted,
     agent_folder,
     merge_environment,
     runs_ipykernel,
@@ -174,9 +175,16 @@ def test_a_refused_session_stops_the_kernel(broker: ScriptedBroker) -> None:
 
     broker.scripts["open"] = refuse
     manager = KernelManager(kernel_name="gpupool-python3")
-    with pytest.raises(RefusedError, match=r"99 GiB and may have 16 GiB\. Ask for less\."):
+    with pytest.raises(
+        KernelNotStarted, match=r"99 GiB and may have 16 GiB\. Ask for less\."
+    ) as no:
         manager.start_kernel()
     assert not manager.has_kernel
+    # What the kernels API of Jupyter Server shows: it knows no other error.
+    assert (no.value.status_code, no.value.log_message) == (
+        400,
+        "You asked for 99 GiB and may have 16 GiB. Ask for less.",
+    )
 
 
 def test_a_kernel_that_cannot_be_registered_is_not_left_running(broker: ScriptedBroker) -> None:
@@ -188,7 +196,7 @@ def test_a_kernel_that_cannot_be_registered_is_not_left_running(broker: Scripted
 
     broker.scripts["launched"] = refuse
     manager = KernelManager(kernel_name="gpupool-python3")
-    with pytest.raises(RefusedError):
+    with pytest.raises(KernelNotStarted):
         manager.start_kernel()
     broker.wait_for("close")
     manager.provisioner.process.wait(20)
@@ -288,5 +296,5 @@ def test_every_option_is_described() -> None:
 def test_bad_configuration_names_the_option(broker: ScriptedBroker) -> None:
     config = Config({"GPUPoolProvisioner": {"memory": "lots"}})
     manager = KernelManager(kernel_name="gpupool-python3", config=config)
-    with pytest.raises(ConfigError, match=r"GPUPoolProvisioner\.memory: 'lots' is not a size"):
+    with pytest.raises(KernelNotStarted, match=r"GPUPoolProvisioner\.memory: 'lots' is not a size"):
         manager.start_kernel()
