@@ -209,6 +209,11 @@ class Server:
             )
             same = books.claim is not None and books.claim.session == head.id
             only = gained if same and not (fell or host or books.recheck_head) else None
+            if only is not None and len(head.needs) == 1:
+                need = head.needs[0]
+                known = known or not any(
+                    d.pot >= need.least and need.allows(d) for d in only.values()
+                )
             served = not known and self._consider(head, new, guarded=False, only=only)
             if not served and head.lane == "open":
                 break

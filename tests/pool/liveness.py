@@ -13,10 +13,13 @@ host memory and no quota that the head is going to need.
 from __future__ import annotations
 
 from itertools import chain, combinations, permutations
+from typing import Sequence
 
 from jupyter_gpupool.pool.lease import Session
 from jupyter_gpupool.pool.machine import Pool
+from jupyter_gpupool.pool.model import Slice
 from jupyter_gpupool.pool.placement import spare
+from jupyter_gpupool.pool.policy import Plan
 
 from .naive import Naive
 
@@ -186,12 +189,64 @@ def _quota(pool, naive, s, group, count, behind) -> bool:
     )
 
 
-def check_order(pool: Pool) -> None:
-    """The devices that the head claims only ever lose bytes to sessions that do not harm it."""
+def watch_order(pool: Pool) -> None:
+    """Let every grant of ``pool`` prove that it does not delay the head of the queue.
+
+    Whoever is behind the head and gets (or is promised) bytes on a device that the head claims must
+    leave the head as well off in every order in which the leases there may end. To keep a promise
+    needs no proof: it was given before.
+    """
     books = pool._books
-    claim = books.claim
-    if claim is None:
-        return
-    head = books.open.first()
-    assert head is not None
-    assert claim.session == head[4]
+    grant, resize = books.grant, books.resize
+    begin_plan, drop_plan = books.begin_plan, books.drop_plan
+    kept: tuple[str, int] = ("", 0)
+
+    def prove(s: Session, takes: dict[str, int]) -> None:
+        claim = books.claim
+        head = books.open.first()
+        if claim is None or head is None or claim.session != head[4] or s.id == claim.session:
+            return
+        if s.entry is not None and s.entry < head:
+            return
+        for uuid, more in takes.items():
+            wanted = claim.wanted.get(uuid)
+            if wanted is None or more <= 0:
+                continue
+            ledger = books.inventory[uuid]
+            # Its own promise, if it had one, is not counted twice.
+            avail = ledger.avail + sum(
+                x.bytes for x in (s.plan.takes if s.plan else ()) if x.device == uuid
+            )
+            others = [size for name, size in ledger.leases.items() if name != s.id]
+            for group in chain.from_iterable(
+                combinations(others, n) for n in range(len(others) + 1)
+            ):
+                if avail + sum(group) >= wanted:
+                    assert avail - more + sum(group) >= wanted, (
+                        f"{s.id} gets {more} on {uuid}: {head[4]} claims {wanted} of {avail} "
+                        f"free, leases {others}"
+                    )
+
+    def proven_grant(s: Session, takes: Sequence[Slice], reason: str) -> None:
+        if kept != (s.id, len(books.actions)):
+            prove(s, {x.device: x.bytes for x in takes})
+        grant(s, takes, reason)
+
+    def proven_resize(s: Session, slices: Sequence[Slice]) -> None:
+        held = {x.device: x.bytes for x in s.slices}
+        if kept != (s.id, len(books.actions)):
+            prove(s, {x.device: x.bytes - held[x.device] for x in slices})
+        resize(s, slices)
+
+    def proven_plan(s: Session, plan: Plan) -> None:
+        prove(s, {x.device: x.bytes for x in plan.takes})
+        begin_plan(s, plan)
+
+    def noted_drop(s: Session) -> None:
+        nonlocal kept
+        if s.plan is not None:
+            kept = (s.id, len(books.actions))
+        drop_plan(s)
+
+    books.grant, books.resize = proven_grant, proven_resize  # type: ignore[method-assign]
+    books.begin_plan, books.drop_plan = proven_plan, noted_drop  # type: ignore[method-assign]

@@ -19,15 +19,13 @@ from .world import World
 EPISODE = 2000
 
 
-def run(events: int, seed: int, *, trace: bool = False) -> dict[str, object]:
+def run(events: int, seed: int) -> dict[str, object]:
     done, episode = 0, 0
     kinds: dict[str, int] = {}
     started = time.perf_counter()
     while done < events:
         rng = random.Random(seed * 1_000_003 + episode)
         world = World(rng, devices=rng.choice([1, 2, 2, 3]), most=rng.choice([4, 6, 9]))
-        if trace:
-            _trace(world)
         try:
             while world.events < min(EPISODE, events - done):
                 world.step()
@@ -68,10 +66,6 @@ def one(seed: int, episode: int, tail: int = 40) -> None:
     finally:
         world.pool.__class__.handle = send  # type: ignore[method-assign]
         print("\n".join([*lines[:4], "...", *lines[-tail:]]))
-
-
-def _trace(world: World) -> None:
-    del world
 
 
 def main() -> None:

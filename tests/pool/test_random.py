@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import heapq
+import random
 from typing import Any, Sequence
 
 import pytest
@@ -11,7 +13,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from jupyter_gpupool.pool import events as ev
+
 from . import soak
+from .builders import Lab, device
 from .world import World
 
 
@@ -84,6 +89,64 @@ TestPoolMachine.settings = settings(
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nobody_starves(seed):
+    """Small sessions come and go without end; the one that wants whole devices has its turn.
+
+    Every cell of theirs is over within 5 s. Within one period of ageing the head claims its
+    devices, after that it takes what becomes idle there.
+    """
+    rng = random.Random(seed)
+    count = rng.choice([1, 2, 3])
+    lab = Lab(*(device(i) for i in range(count)), ageing=10.0, host_memory=10_000)
+    names = [f"s{i}" for i in range(10)]
+    for name in names:
+        lab.open(name, rng.choice([2, 4, 6]))
+    lab.open("head", 16, devices=rng.randint(1, count))
+    alarms: list[tuple[float, int, str, str]] = []
+
+    def later(seconds: float, what: str, name: str) -> None:
+        heapq.heappush(alarms, (lab.now + seconds, len(alarms), what, name))
+
+    def answer(actions: list[ev.Action]) -> bool:
+        for a in actions:
+            if isinstance(a, ev.Attach):
+                if a.session == "head":
+                    return True
+                later(0.1, "done", a.session)
+            elif isinstance(a, ev.Suspend):
+                later(rng.uniform(0.1, 1.0), "suspended", a.session)
+            elif isinstance(a, ev.HoldGranted):
+                later(rng.uniform(0.5, 5.0), "drop", a.session)
+        return False
+
+    for name in names:
+        answer(lab.hold(name))
+    lab.after(1.0)
+    asked = lab.now
+    started = answer(lab.hold("head"))
+    while not started:
+        assert lab.now < asked + 10.0 * (count + 2) + 30.0, "the head of the queue starves"
+        wake = lab.pool.next_wakeup()
+        if wake is not None and wake <= alarms[0][0]:
+            lab.now = max(lab.now, wake)
+            started = answer(lab.send(ev.Tick))
+            continue
+        at, _, what, name = heapq.heappop(alarms)
+        lab.now = max(lab.now, at)
+        if what == "done":
+            actions = lab.done(name)
+        elif what == "suspended":
+            where = lab.where(name)[0][0]
+            actions = lab.suspended(name, (where, rng.randint(1, 2)))
+        elif what == "drop":
+            actions = lab.drop(name)
+            later(rng.uniform(0.0, 0.3), "hold", name)
+        else:
+            actions = lab.hold(name)
+        started = answer(actions)
 
 
 def test_soak():

@@ -15,7 +15,7 @@ from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Device, Hold, Owner, PoolSettings, Quota, Request, Slice
 
-from .liveness import check_liveness, check_order
+from .liveness import check_liveness, watch_order
 from .naive import Naive
 
 T = TypeVar("T")
@@ -64,6 +64,7 @@ class World:
         self.now = 1000.0
         self.settings = random_settings(c)
         self.pool = Pool(self.settings)
+        watch_order(self.pool)
         self.naive = Naive(self.settings)
         self.count = 0
         self.events = 0
@@ -101,7 +102,6 @@ class World:
         self.pool.check_invariants()
         if self.deep:
             check_liveness(self.pool, self.naive)
-            check_order(self.pool)
         if isinstance(event, ev.Tick) and not self.pool._server.unfinished:
             at = self.pool.next_wakeup()
             assert at is None or at > self.now, "the pool asks for one Tick after another"
@@ -291,6 +291,7 @@ class World:
         old = self.pool
         records = old.records()
         self.pool = Pool(self.settings)
+        watch_order(self.pool)
         self.now += 1
         for d in self.naive.devices.values():
             self.pool.handle(ev.DeviceAppeared(now=self.now, device=d))
