@@ -18,9 +18,10 @@ _NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*$")
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the bytes that ``text`` names: ``"12GiB"``, ``"512M"``, ``"1.5 GB"`` or a number.
+    """Return the bytes that ``text`` names: ``"12GiB"``, ``"512M"``, ``"1.5 GB"``.
 
-    ``K M G T`` and ``KiB ...`` are powers of 1024, ``kB MB GB TB`` powers of 1000.
+    ``K M G T`` and ``KiB ...`` are powers of 1024, ``kB MB GB TB`` powers of 1000. An int is bytes.
+    Text needs a unit: who types ``12`` means GiB, and would get 12 bytes.
 
     Raises
     ------
@@ -38,6 +39,8 @@ def parse_bytes(text: str | int) -> int:
     value = int(float(match.group(1)) * _SIZES[unit])
     if value <= 0:
         raise ValueError(f"{str(text)!r} is not a size above zero. Write one like 12GiB or 512MiB.")
+    if isinstance(text, str) and not unit:
+        raise ValueError(f"{text!r} has no unit. Write 12GiB or 512MiB.")
     if value >= 1 << 60:
         raise ValueError(f"{str(text)!r} is more than any machine has. Write a size like 12GiB.")
     return value

@@ -18,7 +18,8 @@ from jupyter_gpupool.units import format_bytes, format_seconds, parse_bytes, par
         ("512M", 512 << 20),
         ("1.5GB", 1_500_000_000),
         (".5k", 512),
-        ("7", 7),
+        ("7B", 7),
+        ("1023 B", 1023),
         (4096, 4096),
         ("3B", 3),
     ],
@@ -32,6 +33,12 @@ def test_sizes_people_write(text, value):
 )
 def test_what_is_no_size_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="like 12GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["12", " 12 ", "16777216", "1.5"])
+def test_text_without_a_unit_is_refused(text):
+    with pytest.raises(ValueError, match=r"has no unit\. Write 12GiB or 512MiB\."):
         parse_bytes(text)
 
 

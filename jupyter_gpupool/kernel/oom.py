@@ -19,7 +19,7 @@ _PATTERN = re.compile(
     re.IGNORECASE,
 )
 _NAMES = ("OutOfMemoryError", "CUDAOutOfMemoryError")
-_TRIED = re.compile(r"(?:Tried to allocate|trying to allocate|allocating) ([0-9.,]+ ?[A-Za-z]*)")
+_TRIED = re.compile(r"(?:Tried to allocate|trying to allocate|allocating) ([0-9.,]+) ?([A-Za-z]*)")
 
 
 def is_out_of_memory(name: str, text: str) -> bool:
@@ -32,8 +32,9 @@ def tried_bytes(text: str) -> int:
     found = _TRIED.search(text)
     if found is None:
         return 0
+    number, unit = found.group(1).replace(",", ""), found.group(2)
     try:
-        return parse_bytes(found.group(1).replace(",", "").removesuffix("bytes").strip())
+        return parse_bytes(number + ("B" if unit in ("", "bytes") else unit))
     except ValueError:
         return 0
 

@@ -75,6 +75,8 @@ def test_a_new_request(
         ("12 parsecs", "'12 parsecs' is not a size."),
         ("-5GiB", "'-5GiB' is not a size."),
         ("0", "'0' is not a size above zero."),
+        ("12", "'12' has no unit. Write 12GiB or 512MiB."),
+        ("memory 12GiB --limit 20", "'20' has no unit. Write 12GiB or 512MiB."),
         ("99999999TiB", "is more than any machine has."),
         ("atach", "There is no subcommand 'atach' of %gpu. Did you mean %gpu attach?"),
         ("xyzzy", "There is no subcommand 'xyzzy' of %gpu. Sizes are written like %gpu 12GiB."),
