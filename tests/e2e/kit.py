@@ -156,8 +156,13 @@ class Kernel:
         options = dict(provisioner or {})
         if memory is not None:
             options["memory"] = memory
+        # Sockets in our folder: TCP ports are chosen before they are bound, and another process
+        # may take one in between (other tests start kernels at the same time).
         self.manager = AsyncKernelManager(
-            kernel_name=KERNEL_NAME, config=Config({"GPUPoolProvisioner": options})
+            kernel_name=KERNEL_NAME,
+            transport="ipc",
+            connection_file=str(self.pool.folder / f"k{uuid.uuid4().hex[:8]}.json"),
+            config=Config({"GPUPoolProvisioner": options}),
         )
         # Stays open: jupyter_client hands the same files to a restarted kernel.
         name = f"kernel-{self.label.replace(' ', '-')}.log"

@@ -152,7 +152,8 @@ class Kernel:
 
 def start_kernel(python: str, env: dict[str, str], *, agent: bool = True, **extra: str) -> Kernel:
     """Start ipykernel of the interpreter ``python`` with the agent, and without a provisioner."""
-    manager = KernelManager(kernel_name="python3")
+    # Not TCP: ports are chosen before they are bound, and other tests start kernels meanwhile.
+    manager = KernelManager(kernel_name="python3", transport="ipc")
     manager.kernel_spec.argv[0] = python
     environ = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL_")}
     environ["PYTHONPATH"] = str(ROOT)

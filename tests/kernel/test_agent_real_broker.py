@@ -53,7 +53,9 @@ class Pool:
 
     def kernel(self, **options: Any) -> Kernel:
         manager = KernelManager(
-            kernel_name="gpupool-python3", config=Config({"GPUPoolProvisioner": options})
+            kernel_name="gpupool-python3",
+            transport="ipc",
+            config=Config({"GPUPoolProvisioner": options}),
         )
         manager.start_kernel()
         kernel = Kernel(manager)
