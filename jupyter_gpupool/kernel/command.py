@@ -168,7 +168,7 @@ def parse_command(line: str, request: Mapping[str, Any]) -> Command:
             f"%gpu {name} takes one value, and {' '.join(rest)!r} was given.",
             next_step=f"Write {SUBCOMMANDS[name][0]}.",
         )
-    return Command(name, {name: _option(name, rest[0])})
+    return Command(name, {name: _option(name, rest[0], f"Write {SUBCOMMANDS[name][0]}.")})
 
 
 def _memory(words: list[str], request: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _split_option(word: str) -> list[str]:
     return [word]
 
 
-def _option(name: str, text: str) -> Any:
+def _option(name: str, text: str, example: str = "") -> Any:
     if name == "limit":
         return _bytes(text)
     if name == "priority":
@@ -228,7 +228,9 @@ def _option(name: str, text: str) -> Any:
     top = 100 if name == "compute" else 1024
     if not 1 <= value <= top:
         what = "a share from 1 to 100" if name == "compute" else "a whole number above zero"
-        raise CommandError(f"{name} must be {what}, not {text!r}.", next_step=_example(name))
+        raise CommandError(
+            f"{name} must be {what}, not {text!r}.", next_step=example or _example(name)
+        )
     return value
 
 

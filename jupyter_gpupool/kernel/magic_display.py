@@ -97,7 +97,10 @@ class SessionView(_View):
 def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the rows that describe ``session``; what is not known has no row."""
     state = str(session.get("state", "detached"))
-    rows = [("GPU slice", _STATES.get(state, state))]
+    said = _STATES.get(state, state)
+    if state == "detached":
+        said = _DETACHED.get(str(session.get("attach")), said)
+    rows = [("GPU slice", said)]
     granted = session.get("granted_bytes") or 0
     if granted:
         where = _device_names(session.get("devices") or (), snapshot)
@@ -126,6 +129,11 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
         rows.append(("note", "EMULATED devices: no real GPU is used"))
     return rows
 
+
+#: How a session without a slice gets one, where it is not "the next cell gets it".
+_DETACHED = {
+    "manual": "no slice now; type %gpu attach to get one",
+}
 
 _ATTACH = {
     "cell": "when a cell starts",

@@ -40,7 +40,16 @@ def describe(link: Link) -> str:
     text = f"Waiting for {what}: position {queue.position} of {queue.length}"
     if queue.eta is not None:
         text += f", about {format_seconds(max(1.0, queue.eta))}"
-    return f"{text}. {queue.reason}".rstrip() if queue.reason else f"{text}."
+    return f"{text}. {sentence(queue.reason)}".rstrip()
+
+
+def sentence(reason: str) -> str:
+    """Return the broker's ``reason`` with a capital and a full stop; names stay as they are."""
+    text = reason.strip()
+    first = text.split(" ", 1)[0]
+    if first.rstrip(",;:").isalpha():
+        text = text[0].upper() + text[1:]
+    return text if not text or text.endswith((".", "!", "?")) else f"{text}."
 
 
 def worth_showing(link: Link, wait: Wait) -> bool:

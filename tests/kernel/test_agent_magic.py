@@ -84,6 +84,8 @@ def test_a_new_request(
         ("keep", "%gpu keep needs a value."),
         ("keep forever", "'forever' is not a duration."),
         ("devices two", "devices must be a whole number above zero, not 'two'."),
+        ("devices 0", "not '0'. Write %gpu devices 2."),
+        ("memory 1GiB --devices 0", "not '0'. Write for example --devices 2."),
         ("devices 1 2", "%gpu devices takes one value, and '1 2' was given."),
         ("memory", "%gpu memory needs a value."),
         ("memory 12GiB --limt 20GiB", "Did you mean --limit?"),

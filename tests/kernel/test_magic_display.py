@@ -1,0 +1,47 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The words of ``%gpu`` and of a waiting cell, without a kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jupyter_gpupool.kernel.link import Link
+from jupyter_gpupool.kernel.magic_display import session_rows
+from jupyter_gpupool.kernel.progress import describe, sentence
+from jupyter_gpupool.kernel.values import Queue
+
+
+def rows(session: dict[str, Any], snapshot: dict[str, Any] | None = None) -> dict[str, str]:
+    return dict(session_rows(session, snapshot or {}))
+
+
+@pytest.mark.parametrize(
+    ("attach", "words"),
+    [
+        ("cell", "no slice now; the next cell that needs one gets it"),
+        ("manual", "no slice now; type %gpu attach to get one"),
+    ],
+)
+def test_how_to_get_a_slice_depends_on_the_policy(attach: str, words: str) -> None:
+    assert rows({"state": "detached", "attach": attach})["GPU slice"] == words
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("your quota is used by other 2 kernels", "Your quota is used by other 2 kernels."),
+        ("Alice has it.", "Alice has it."),
+        ("c.GPUPool.quotas says so", "c.GPUPool.quotas says so."),
+        ("", ""),
+    ],
+)
+def test_a_reason_is_shown_as_a_sentence(reason: str, said: str) -> None:
+    assert sentence(reason) == said
+    link = Link("/nowhere/broker.sock", "s1", "token")
+    link._down_since = None
+    link.queue = Queue(1, 1, 0.2, reason)
+    expected = f"Waiting for a GPU slice: position 1 of 1, about 1 s. {said}".rstrip()
+    assert describe(link) == expected
