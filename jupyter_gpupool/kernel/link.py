@@ -99,6 +99,10 @@ class Link:
         self.slices: tuple[Slice, ...] = ()
         self.request: dict[str, Any] = {}
         self.limits: dict[str, Any] = {}
+        #: What the latest status said of each device, by UUID: their names outlive the broker.
+        self.devices: dict[str, Mapping[str, Any]] = {}
+        #: Until when (``time.time()``) the user has asked to keep the slice; 0.0 if not at all.
+        self.kept_until = 0.0
         self.queue: Queue | None = None
         self.reason = ""
         self.pinned_reason = ""
@@ -224,6 +228,12 @@ class Link:
                 next_step="See `jupyter gpupool doctor`.",
             ) from None
         self.note_request(answer)
+        if isinstance(answer.get("devices"), list):
+            self.devices.update((str(d.get("uuid")), d) for d in answer["devices"])
+        if kind == "keep":
+            self.kept_until = time.time() + float(fields["seconds"])
+        elif kind == "release":
+            self.kept_until = 0.0
         return answer
 
     def note_request(self, answer: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Any
+from typing import Any, Sequence
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
@@ -18,9 +18,10 @@ from .cells import CellGate
 from .command import OPTIONS, SUBCOMMANDS, parse_command
 from .interrupts import TICK
 from .link import Link
-from .magic_display import HelpView, PoolView, SessionView
+from .magic_display import STAYS, HelpView, PoolView, SessionView, device_names, stays
 from .one_cell import log_hint
 from .progress import WaitDisplay, describe, worth_showing
+from .values import Slice
 
 _NOT_POOLED = (
     "This kernel has no GPU pool session. Start a kernel whose name says Pooled GPU, or make "
@@ -94,11 +95,13 @@ class GPUMagics(Magics):  # type: ignore[misc]
             snapshot = link.call("status")
         except BrokerUnavailable as error:
             # What the agent knows by itself is still true; the error says what is not known.
-            display(SessionView(_own_view(link), None, problem=f"{error} {log_hint(link)}"))
+            known = {"devices": list(link.devices.values())}
+            display(SessionView(_own_view(link), known, problem=f"{error} {log_hint(link)}"))
             return
         own = next((s for s in snapshot.get("sessions", ()) if s.get("id") == link.session), None)
         caps = self.gate.caps.problem if self.gate is not None else ""
-        display(SessionView(own or _own_view(link), snapshot, problem=caps))
+        session = {"kept_until": link.kept_until, **(own or _own_view(link))}
+        display(SessionView(session, snapshot, problem=caps))
 
     def _attach(self, link: Link, gate: CellGate) -> None:
         """Wait for the slice in this cell. Blocking, as any magic: the interrupt ends it."""
@@ -133,9 +136,22 @@ class GPUMagics(Magics):  # type: ignore[misc]
         finally:
             shown.clear()
             link.drop(hold)
-        size = format_bytes(sum(s.bytes for s in slices))
-        devices = ", ".join(s.device for s in slices)
-        print(f"Attached: {size} on {devices}. It is kept until it is idle too long.")
+        print(_attached_text(link, slices))
+
+
+def _attached_text(link: Link, slices: Sequence[Slice]) -> str:
+    if any(s.device not in link.devices for s in slices):
+        try:
+            link.call("status")
+        except GPUPoolError:
+            pass  # the slice is there all the same; it goes by its UUID
+    size = format_bytes(sum(s.bytes for s in slices))
+    known = {"devices": list(link.devices.values())}
+    uuids = [s.device for s in slices]
+    where = device_names(uuids, known)
+    if stays(uuids, known):
+        return f"Attached: {size} on {where}. {STAYS}"
+    return f"Attached: {size} on {where}. It is kept until it is idle too long."
 
 
 def _request_text(answer: Any) -> str:
@@ -163,6 +179,7 @@ def _own_view(link: Link) -> dict[str, Any]:
         "devices": [s.device for s in link.slices],
         "request": link.request,
         "pinned_reason": link.pinned_reason,
+        "kept_until": link.kept_until,
         "queue_position": link.queue.position if link.queue else None,
     }
 

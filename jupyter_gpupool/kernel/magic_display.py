@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import html
+import time
 from typing import Any, Mapping, Sequence
 
 from ..units import format_bytes, format_seconds
@@ -103,7 +104,7 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
     rows = [("GPU slice", said)]
     granted = session.get("granted_bytes") or 0
     if granted:
-        where = _device_names(session.get("devices") or (), snapshot)
+        where = device_names(session.get("devices") or (), snapshot)
         rows.append(("granted", f"{format_bytes(granted)} on {where}" if where else ""))
     for name, label in (("footprint_bytes", "in use"), ("suspended_bytes", "in host memory")):
         if session.get(name):
@@ -117,15 +118,14 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
         rows.append(("waits because", str(session["wait_reason"])))
     if session.get("pinned_reason"):
         rows.append(("cannot be moved", str(session["pinned_reason"])))
-    timeout = (snapshot.get("settings") or {}).get("idle_timeout")
-    if state == "idle" and isinstance(session.get("idle_seconds"), (int, float)):
-        text = f"for {format_seconds(session['idle_seconds'])}"
-        if isinstance(timeout, (int, float)):
-            text += f"; given back after {format_seconds(timeout)}"
-        rows.append(("idle", text))
+    if granted:
+        rows += _leaving_rows(session, snapshot)
     if session.get("attach"):
         rows.append(("attaches", _ATTACH.get(str(session["attach"]), str(session["attach"]))))
-    if snapshot.get("emulated"):
+    if snapshot.get("emulated") or any(
+        d.get("emulated") and d.get("uuid") in (session.get("devices") or ())
+        for d in snapshot.get("devices") or ()
+    ):
         rows.append(("note", "EMULATED devices: no real GPU is used"))
     return rows
 
@@ -140,6 +140,33 @@ _ATTACH = {
     "manual": "only on %gpu attach",
     "lazy": "at the first CUDA call",
 }
+
+
+#: Said of a slice on a device that cannot suspend. An empty one can be taken even so.
+STAYS = "Once used, it stays until the kernel ends: state on this GPU cannot be moved off it."
+
+
+def _leaving_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows on how long a slice stays."""
+    idle, rows = "", []
+    if session.get("state") == "idle" and isinstance(session.get("idle_seconds"), (int, float)):
+        idle = f"for {format_seconds(session['idle_seconds'])}"
+    kept = float(session.get("kept_until") or 0.0)
+    timeout = (snapshot.get("settings") or {}).get("idle_timeout")
+    if stays(session.get("devices") or (), snapshot):
+        rows.append(("stays", STAYS))
+    elif kept > time.time():
+        clock = time.strftime("%H:%M", time.localtime(kept))
+        rows.append(("kept", f"until {clock}, {format_seconds(kept - time.time())} from now"))
+    elif idle and isinstance(timeout, (int, float)):
+        idle += f"; given back after {format_seconds(timeout)}"
+    return [("idle", idle), *rows] if idle else rows
+
+
+def stays(devices: Sequence[str], snapshot: Mapping[str, Any]) -> bool:
+    """Return whether a slice on ``devices`` is on one that cannot suspend."""
+    known = {d.get("uuid"): d for d in snapshot.get("devices") or ()}
+    return any(known.get(uuid, {}).get("can_suspend") is False for uuid in devices)
 
 
 def _request(request: Mapping[str, Any]) -> str:
@@ -163,7 +190,8 @@ def _queue(session: Mapping[str, Any]) -> str:
     return text
 
 
-def _device_names(devices: Sequence[str], snapshot: Mapping[str, Any]) -> str:
+def device_names(devices: Sequence[str], snapshot: Mapping[str, Any]) -> str:
+    """Return index and name of each device; the UUID of one that ``snapshot`` does not have."""
     known = {d.get("uuid"): d for d in snapshot.get("devices") or ()}
     names = []
     for uuid in devices:
@@ -220,7 +248,7 @@ def _session_row(session: Mapping[str, Any], own: str, snapshot: Mapping[str, An
         str(session.get("owner", "")),
         str(session.get("state", "")),
         _size(session.get("granted_bytes")),
-        _device_names([device], snapshot) if device else "",
+        device_names([device], snapshot) if device else "",
         str(session.get("queue_position") or ""),
     ]
 

@@ -135,6 +135,15 @@ def test_release_and_keep(broker: ScriptedBroker, kernel: Kernel) -> None:
     assert kernel.run("%gpu keep 10m").text == "The GPU slice is kept for 10 min, even when idle.\n"
     assert broker.wait_for("keep")["seconds"] == 600
     assert broker.seen("hold") == []
+    kernel.run("pass")
+    broker.state = "idle"
+    text = kernel.run("%gpu").text
+    assert "10 min from now" in text
+    assert "given back" not in text
+    kernel.run("%gpu release")
+    text = kernel.run("%gpu").text
+    assert "kept" not in text
+    assert "given back after 5 min" in text
 
 
 def test_attach_waits_with_a_display_and_can_be_interrupted(
@@ -152,7 +161,7 @@ def test_attach_waits_with_a_display_and_can_be_interrupted(
     hold = broker.wait_for("hold", count=2)["hold"]
     broker.grant(hold)
     assert cell.done().text == (
-        f"Attached: 4 GiB on {DEVICE}. It is kept until it is idle too long.\n"
+        "Attached: 4 GiB on GPU 0 (Scripted GPU). It is kept until it is idle too long.\n"
     )
     broker.wait_for("drop", hold=hold)
     assert broker.live_holds() == set()
@@ -256,8 +265,17 @@ def test_with_the_broker_gone(broker: ScriptedBroker, kernel: Kernel) -> None:
     assert str(broker.path) in message
     cell = kernel.run("%gpu")
     assert cell.status == "ok"
-    assert "4 GiB on" in cell.text  # what the agent knows by itself
+    assert f"4 GiB on {DEVICE}" in cell.text  # what the agent knows by itself
     assert str(broker.path) in cell.text
+
+
+def test_names_of_devices_outlive_the_broker(broker: ScriptedBroker, kernel: Kernel) -> None:
+    kernel.run("pass")
+    kernel.run("%gpu pool")
+    broker.die()
+    text = kernel.run("%gpu").text
+    assert "4 GiB on GPU 0 (Scripted GPU)" in text
+    assert "EMULATED" in text
 
 
 def test_without_a_session(python: str) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -45,3 +46,31 @@ def test_a_reason_is_shown_as_a_sentence(reason: str, said: str) -> None:
     link.queue = Queue(1, 1, 0.2, reason)
     expected = f"Waiting for a GPU slice: position 1 of 1, about 1 s. {said}".rstrip()
     assert describe(link) == expected
+
+
+IDLE = {
+    "state": "idle",
+    "granted_bytes": 1 << 30,
+    "devices": ["GPU-a"],
+    "idle_seconds": 3.0,
+}
+
+
+def pool(can_suspend: bool) -> dict[str, Any]:
+    device = {"uuid": "GPU-a", "index": 0, "name": "A GPU", "can_suspend": can_suspend}
+    return {"devices": [device], "settings": {"idle_timeout": 300.0}}
+
+
+def test_how_long_an_idle_slice_stays() -> None:
+    assert rows(IDLE, pool(True))["idle"] == "for 3 s; given back after 5 min"
+    kept = rows({**IDLE, "kept_until": time.time() + 600}, pool(True))
+    assert kept["idle"] == "for 3 s"
+    assert kept["kept"].endswith(", 10 min from now")
+    over = rows({**IDLE, "kept_until": time.time() - 1}, pool(True))
+    assert over == rows(IDLE, pool(True))
+
+
+def test_a_slice_where_nothing_can_be_suspended_stays() -> None:
+    shown = rows(IDLE, pool(False))
+    assert shown["idle"] == "for 3 s"
+    assert "until the kernel ends" in shown["stays"]
