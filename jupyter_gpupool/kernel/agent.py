@@ -50,7 +50,7 @@ class Agent:
         """Begin."""
         self.shell.register_magics(self.magics)
         for name in _COMPLETED:
-            self.shell.set_hook("complete_command", complete_gpu, str_key=name)
+            self.shell.set_hook("complete_command", self._complete, str_key=name)
         if self.gate is not None and self.link is not None:
             self.gate.install()
             self.link.start()
@@ -62,6 +62,9 @@ class Agent:
             self.link.close()
         for kind in ("line", "cell"):
             self.shell.magics_manager.magics[kind].pop("gpu", None)
+
+    def _complete(self, shell: Any, event: Any) -> list[str]:
+        return complete_gpu(shell, event, self.link.limits if self.link is not None else None)
 
     def _on_main_loop(self, run: Callable[[], None]) -> None:
         # Looked up late: the kernel has no loop yet while extensions are loaded.

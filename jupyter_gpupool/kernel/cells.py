@@ -34,7 +34,7 @@ from .command import (
 )
 from .interrupts import Alarm, Interrupts
 from .link import Link
-from .one_cell import OneCell, interrupted, log_hint
+from .one_cell import OneCell, interrupted, no_broker
 from .oom import advice, is_out_of_memory
 from .progress import WaitDisplay, describe, worth_showing
 from .values import Slice
@@ -120,6 +120,8 @@ class CellGate:
                     self._tell_suspended()
             except KeyboardInterrupt:
                 problem = interrupted()
+            except BrokerUnavailable as error:
+                problem = no_broker(self.link, error)
             except GPUPoolError as error:
                 problem = error
             if problem is not None:
@@ -217,7 +219,7 @@ class CellGate:
 
     def _without_broker(self, explicit: bool) -> GPUPoolError | None:
         """Decide about a cell when there is no broker: None lets it run without a slice."""
-        error = self.link.unavailable()
+        error = no_broker(self.link, self.link.unavailable())
         if self.link.suspended or explicit:
             why = (
                 "The GPU state of this kernel is in host memory and nobody can bring it back. "
@@ -227,13 +229,13 @@ class CellGate:
             return BrokerUnavailable(
                 f"{why}{error.message}",
                 code=error.code,
-                next_step=f"{error.next_step} {log_hint(self.link)}".strip(),
+                next_step=error.next_step,
             )
         if not self._told_unreachable:
             self._told_unreachable = True
             self.notice(
                 f"GPU pool: {error.message} Cells run without a GPU slice until it is back; "
-                f"do not use the GPU before that. {log_hint(self.link)}"
+                f"do not use the GPU before that. {error.next_step}".rstrip()
             )
         return None
 

@@ -36,6 +36,9 @@ GRACE = 5.0
 
 log = logging.getLogger("jupyter_gpupool.kernel")
 
+#: Code of the errors about a broker that is there and does not answer.
+SILENT = "broker-silent"
+
 #: States of a session in which its slice is attached.
 ATTACHED = ("active", "idle")
 
@@ -145,6 +148,7 @@ class Link:
         """Return the error that says why the broker cannot be used now."""
         return self.down or BrokerUnavailable(
             f"The GPU pool broker at {self.path} has not answered yet.",
+            code=SILENT,
             next_step="Try again in a moment, or see `jupyter gpupool doctor`.",
         )
 
@@ -225,6 +229,7 @@ class Link:
         except FutureTimeout:
             raise BrokerUnavailable(
                 f"The GPU pool broker at {self.path} did not answer {kind!r} in {timeout:g} s.",
+                code=SILENT,
                 next_step="See `jupyter gpupool doctor`.",
             ) from None
         self.note_request(answer)
@@ -299,6 +304,7 @@ class Link:
             raise BrokerUnavailable(
                 f"The GPU pool broker at {self.path} did not greet this kernel in "
                 f"{CALL_TIMEOUT:g} s.",
+                code=SILENT,
                 next_step="CPU work goes on; see `jupyter gpupool doctor`.",
             ) from None
         self._welcome(answer)

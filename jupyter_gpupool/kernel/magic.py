@@ -6,20 +6,20 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.display import display
 
 from ..errors import BrokerUnavailable, GPUPoolError
-from ..units import format_bytes, format_seconds
+from ..units import format_bytes, format_seconds, parse_bytes
 from .cells import CellGate
 from .command import OPTIONS, SUBCOMMANDS, parse_command
 from .interrupts import TICK
 from .link import Link
 from .magic_display import STAYS, HelpView, PoolView, SessionView, device_names, stays
-from .one_cell import log_hint
+from .one_cell import no_broker
 from .progress import WaitDisplay, describe, worth_showing
 from .values import Slice
 
@@ -60,6 +60,8 @@ class GPUMagics(Magics):  # type: ignore[misc]
                 )
             self._run(line)
         except GPUPoolError as error:
+            if isinstance(error, BrokerUnavailable) and self.link is not None:
+                error = no_broker(self.link, error)
             raise UsageError(str(error)) from None
 
     def _run(self, line: str) -> None:
@@ -96,7 +98,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         except BrokerUnavailable as error:
             # What the agent knows by itself is still true; the error says what is not known.
             known = {"devices": list(link.devices.values())}
-            display(SessionView(_own_view(link), known, problem=f"{error} {log_hint(link)}"))
+            display(SessionView(_own_view(link), known, problem=str(no_broker(link, error))))
             return
         own = next((s for s in snapshot.get("sessions", ()) if s.get("id") == link.session), None)
         caps = self.gate.caps.problem if self.gate is not None else ""
@@ -184,19 +186,28 @@ def _own_view(link: Link) -> dict[str, Any]:
     }
 
 
-def complete_gpu(_shell: Any, event: Any) -> list[str]:
-    """Complete ``%gpu`` and ``%%gpu``; IPython calls it as its ``complete_command`` hook."""
+_SIZES = ("4GiB", "8GiB", "16GiB")
+
+
+def complete_gpu(_shell: Any, event: Any, limits: Mapping[str, Any] | None = None) -> list[str]:
+    """Complete ``%gpu`` and ``%%gpu``; IPython calls it as its ``complete_command`` hook.
+
+    ``limits`` are those of the session: nothing is offered that would be refused.
+    """
+    limits = limits or {}
     words = str(event.line).split()
     at_end = not event.line or event.line.endswith(" ")
     before = words[1:] if at_end else words[1:-1]
-    sizes = ["4GiB", "8GiB", "16GiB"]
+    most = limits.get("memory")
+    sizes = [s for s in _SIZES if not isinstance(most, int) or parse_bytes(s) <= most]
     if words and words[0].startswith("%%"):
         return sizes if not before else [f"--{name}" for name in OPTIONS]
     if not before:
         return [*SUBCOMMANDS, *sizes]
     examples = {
         "keep": ["10m", "1h"],
-        "devices": ["1", "2"],
+        "devices": ["1", "2"] if limits.get("devices") != 1 else ["1"],
+        "priority": [str(name) for name in limits.get("priorities") or ()],
         "memory": [*sizes, *(f"--{name}" for name in OPTIONS)],
     }
     if before[0] in examples:

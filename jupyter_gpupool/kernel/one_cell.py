@@ -11,11 +11,12 @@ from __future__ import annotations
 import time
 from typing import Any, Callable, Mapping
 
+from ..endpoint import MACHINE_SOCKET
 from ..errors import BrokerUnavailable, GPUPoolError, RefusedError
 from ..units import format_bytes
 from .command import CellRequest
 from .interrupts import TICK, Alarm, Interrupts
-from .link import GRACE, Link
+from .link import GRACE, SILENT, Link
 
 #: Seconds in which a request (not a wait) is answered.
 ANSWER = 10.0
@@ -104,12 +105,32 @@ class OneCell:
             return future.result()
         raise BrokerUnavailable(
             f"The GPU pool broker at {self._link.path} did not answer in {ANSWER:g} s.",
-            next_step=log_hint(self._link),
+            code=SILENT,
+            next_step="See `jupyter gpupool doctor`.",
         )
+
+
+def no_broker(link: Link, error: GPUPoolError) -> GPUPoolError:
+    """Return ``error``, that no broker can be used, with the way to start one if none is there."""
+    hint = log_hint(link)
+    if error.code in ("no-broker", BrokerUnavailable.code):
+        start = (
+            "It is the one of the whole machine: ask its admin to start it."
+            if link.path == MACHINE_SOCKET
+            else "Start it with `jupyter gpupool broker`, or open another Pooled GPU kernel."
+        )
+    else:
+        start = error.next_step  # a broker is not what is missing
+    message = error.message
+    if str(link.path) not in message:
+        message += f" Its socket is {link.path}."
+    return BrokerUnavailable(message, code=error.code, next_step=f"{start} {hint}".strip())
 
 
 def log_hint(link: Link) -> str:
     """Return where to look when the broker does not answer."""
+    if link.path == MACHINE_SOCKET:
+        return ""
     return f"The broker's log is {link.path.with_suffix('.log')}, if it was started for you."
 
 

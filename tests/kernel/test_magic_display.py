@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jupyter_gpupool.kernel.link import Link
+from jupyter_gpupool.kernel.magic import complete_gpu
 from jupyter_gpupool.kernel.magic_display import session_rows
 from jupyter_gpupool.kernel.progress import describe, sentence
 from jupyter_gpupool.kernel.values import Queue
@@ -74,3 +76,18 @@ def test_a_slice_where_nothing_can_be_suspended_stays() -> None:
     shown = rows(IDLE, pool(False))
     assert shown["idle"] == "for 3 s"
     assert "until the kernel ends" in shown["stays"]
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("%gpu priority ", ["batch", "notebook"]),
+        ("%gpu memory ", ["4GiB", "8GiB"]),
+        ("%%gpu ", ["4GiB", "8GiB"]),
+        ("%gpu devices ", ["1"]),
+    ],
+)
+def test_completion_offers_what_may_be_asked_for(line: str, offered: list[str]) -> None:
+    limits = {"memory": 12 << 30, "devices": 1, "priorities": ["batch", "notebook"]}
+    found = complete_gpu(None, SimpleNamespace(line=line), limits)
+    assert [word for word in found if not word.startswith("--")] == offered
