@@ -30,6 +30,7 @@ from ..errors import ConfigError, GPUPoolError
 from ..pool import events as e
 from ..pool.machine import Pool
 from ..pool.model import Device
+from ..units import format_bytes
 from .auth import Access
 from .connection import Connection
 from .effects import DeviceEffects
@@ -274,6 +275,13 @@ class BrokerApp:
             _LOG.warning("%s", note)
         if not self._devices:
             _LOG.error("No GPU: %s", service.problem or "none was found.")
+        largest = max(self.snapshots.capacities(), default=0)
+        if 0 < largest < self.settings.pool.default_memory:
+            _LOG.warning(
+                "c.GPUPool.default_memory is %s and the largest GPU can give %s: a kernel that "
+                "does not ask gets that",
+                format_bytes(self.settings.pool.default_memory), format_bytes(largest),
+            )  # fmt: skip
         for device in self._devices.values():
             _LOG.info(
                 "GPU %d %s (%s): tier %s%s", device.index, device.name, device.uuid, device.tier,

@@ -23,7 +23,7 @@ from .connection import Connection, Counters
 from .journal import Row
 from .lives import Lives
 from .records import request_to_json
-from .requests import MAX_NAME, default_request, read_request
+from .requests import MAX_NAME, blame_default, default_request, fit_unasked, read_request
 from .runner import Runner, refused
 from .sessions import Session
 from .status import Snapshots
@@ -162,8 +162,10 @@ class Handlers:
                 code="bad-request",
             )
         attach, _ = usable_attach(attach)
-        usual = default_request(self.runner.pool.settings)
-        request = read_request(usual, message.get("request", {}))
+        settings, fields = self.runner.pool.settings, message.get("request", {})
+        request = read_request(default_request(settings), fields)
+        capacities = self._snapshots.capacities()
+        request = fit_unasked(request, fields, settings, owner.name, capacities)
         session, token = self.sessions.new(owner, peer.uid, message["kernel_id"][:MAX_NAME])
         self.sessions.add(session)
         outcome: list[tuple[Refusal | None, str]] = []
@@ -178,8 +180,9 @@ class Handlers:
         self.runner.forget(rid)
         if outcome and outcome[0][0] is not None:
             self.sessions.remove(session.id)
-            self._note_refusal(None, "open", outcome[0][0], owner=owner.name)
-            raise refused(outcome[0][0])
+            refusal = blame_default(outcome[0][0], fields)
+            self._note_refusal(None, "open", refusal, owner=owner.name)
+            raise refused(refusal)
         session.opener = connection
         connection.opened.add(session.id)
         self.lives.expect_launch(session)

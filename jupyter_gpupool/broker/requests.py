@@ -5,16 +5,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Mapping, cast, get_args
+from typing import Any, Iterable, Mapping, cast, get_args
 
 from ..errors import ProtocolError, RefusedError
-from ..pool.model import Hold, HoldKind, PoolSettings, Request
+from ..pool.model import Hold, HoldKind, PoolSettings, Refusal, Request
 
 #: Holds that one session may have: cells cannot nest this deep.
 MAX_HOLDS = 1000
 
 #: Characters of a name that a client chooses.
 MAX_NAME = 200
+
+#: Codes of refusals that are about how much memory was asked for.
+_ABOUT_SIZE = frozenset({"over-kernel-limit", "over-device", "over-quota", "over-host"})
 
 _HOLD_KINDS = frozenset(get_args(HoldKind))
 
@@ -58,6 +61,47 @@ def read_request(base: Request, fields: Mapping[str, Any]) -> Request:
         plain = base.limit == base.memory
         wanted["limit"] = wanted["memory"] if plain else max(base.limit, wanted["memory"])
     return replace(base, **wanted)
+
+
+def fit_unasked(
+    request: Request,
+    fields: Mapping[str, Any],
+    settings: PoolSettings,
+    owner: str,
+    capacities: Iterable[int],
+) -> Request:
+    """Return ``request`` with the sizes that ``fields`` does not name cut to what can be had.
+
+    Nobody asked for those, so a machine with smaller devices (``capacities``, in bytes) gives what
+    it has instead of refusing.
+    """
+    sizes = sorted((size for size in capacities if size), reverse=True)
+    if not 0 < request.devices <= len(sizes):
+        return request
+    most = sizes[request.devices - 1]
+    if settings.max_memory_per_kernel is not None:
+        most = min(most, settings.max_memory_per_kernel)
+    memory, limit = request.memory, request.limit
+    if fields.get("memory") is None:
+        memory = min(memory, most)
+    if fields.get("limit") is None:
+        quota = settings.quotas.get(owner) or settings.quotas.get("*")
+        if quota is not None and quota.memory is not None:
+            most = min(most, quota.memory // request.devices)
+        limit = max(memory, min(limit, most))
+    return replace(request, memory=memory, limit=limit)
+
+
+def blame_default(refusal: Refusal, fields: Mapping[str, Any]) -> Refusal:
+    """Return ``refusal`` of a new session, naming the option that asked if nobody else did."""
+    if fields.get("memory") is not None or refusal.code not in _ABOUT_SIZE:
+        return refusal
+    return replace(
+        refusal,
+        message=f"{refusal.message} Nobody asked for that size: it is c.GPUPool.default_memory.",
+        next_step="Ask for less memory in the kernelspec, or have an admin lower "
+        "c.GPUPool.default_memory.",
+    )
 
 
 def read_hold_kind(kind: str) -> HoldKind:

@@ -80,6 +80,10 @@ class Snapshots:
             self._homes[uuid] = self._homes.get(uuid, 0) + 1
         return {"CUDA_VISIBLE_DEVICES": ",".join(chosen), **_ORDER, **_FRUGAL}
 
+    def capacities(self) -> list[int]:
+        """Return the bytes that each device can give at most."""
+        return [view.capacity for view in self._recent_view().devices]
+
     def limits(self, owner: Owner) -> dict[str, Any]:
         """Return what a session of ``owner`` may ask for: ``memory`` per device, ``devices``."""
         view = self._recent_view()

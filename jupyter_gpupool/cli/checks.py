@@ -234,7 +234,7 @@ def devices(found: Sequence[Mapping[str, Any]], problem: str) -> list[Finding]:
 
 
 def default_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """A default that no GPU can give would refuse every kernel that does not ask."""
+    """Who does not ask gets at most what the largest GPU has; a larger default says otherwise."""
     largest = max((int(d["memory_capacity"]) for d in found), default=0)
     memory = settings.pool.default_memory
     if not largest or memory <= largest:
@@ -242,7 +242,8 @@ def default_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -
     message = (
         f"default_memory is {format_bytes(memory)}, the largest GPU has {format_bytes(largest)}"
     )
-    return [Finding("fail", "config", message, "Lower c.GPUPool.default_memory.")]
+    todo = "A kernel that does not ask gets a whole GPU. Lower c.GPUPool.default_memory."
+    return [Finding("warn", "config", message, todo)]
 
 
 def find(path: str, configured: str) -> Path:

@@ -18,6 +18,7 @@ from .model import Hold, PoolSettings, Refusal
 from .quota import never
 from .requests import Requests
 from .serve import Server
+from .wording import reason
 from .yielding import timeout_at
 
 
@@ -81,13 +82,15 @@ class Handlers:
 
     def _waited_too_long(self, s: Session, most: float) -> None:
         books = self._books
+        last = reason(books, s)
         books.refuse_holds(
             s,
             Refusal(
                 "wait-timeout",
-                f"No GPU slice came free within {most:g} s.",
+                f"No GPU slice came free within {most:g} s (c.GPUPool.max_wait)"
+                + (f"; at the end: {last}." if last else "."),
                 "Run the cell again to wait once more, or ask for less with %gpu.",
-                {"max_wait": most},
+                {"max_wait": most, "reason": last},
             ),
         )
         self._stop_waiting(s, "waited too long")

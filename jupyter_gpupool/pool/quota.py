@@ -201,8 +201,8 @@ def never(
                 {**numbers, name: value, "most": most},
             )
     room = capacities[request.devices - 1]
+    where = "the largest GPU" if request.devices == 1 else f"{request.devices} GPUs at once"
     if request.memory > room:
-        where = "the largest GPU" if request.devices == 1 else f"{request.devices} GPUs at once"
         return Refusal(
             "over-device",
             f"{each} was asked for; {where} can give at most {format_bytes(room)}.",
@@ -218,6 +218,24 @@ def never(
             "all your kernels.",
             f"Ask for at most {format_bytes(limit.memory // request.devices)}, or ask an admin "
             "for a larger quota.",
+            {**numbers, "most": limit.memory},
+        )
+    high = f"A limit of {format_bytes(request.limit)}" + " on each GPU" * (request.devices > 1)
+    numbers["limit"] = request.limit
+    if request.limit > room:
+        return Refusal(
+            "over-device",
+            f"{high} was asked for; {where} can give at most {format_bytes(room)}.",
+            f"Give a limit of at most {format_bytes(room)}.",
+            {**numbers, "most": room},
+        )
+    if limit.memory is not None and request.limit * request.devices > limit.memory:
+        return Refusal(
+            "over-quota",
+            f"{high} was asked for; your quota is {format_bytes(limit.memory)} of GPU memory over "
+            "all your kernels.",
+            f"Give a limit of at most {format_bytes(limit.memory // request.devices)}, or ask an "
+            "admin for a larger quota.",
             {**numbers, "most": limit.memory},
         )
     if limit.devices is not None and request.devices > limit.devices:

@@ -9,8 +9,10 @@ from . import events as ev
 from .books import Books
 from .lease import ATTACHED, HAS_LEASE, Session
 from .model import Refusal, Request, Slice
+from .policy import Blocked, plan_growth
 from .quota import check_form, never
 from .serve import Server
+from .wording import explain
 from .yielding import empty, suspendable, timeout_at
 
 #: A sample may be older than the last change of the session by up to so many seconds.
@@ -86,6 +88,12 @@ class Requests:
             note = "It applies as soon as the change under way is done."
         else:
             note = "It applies when the kernel next gets its slice."
+        if new.limit > new.memory and new.limit != old.limit:
+            # Nothing lets a slice grow beyond what is guaranteed, so nothing is promised.
+            note += (
+                f" The limit of {format_bytes(new.limit)} is recorded; slices do not grow beyond "
+                f"the guaranteed {format_bytes(new.memory)} in this version."
+            )
         self._answer(s, event.rid, note)
 
     def _bound(self, s: Session, new: Request) -> Refusal | None:
@@ -131,6 +139,11 @@ class Requests:
         have = format_bytes(s.slices[0].bytes)
         if s.plan is not None:
             return f"The slice stays {have} until idle kernels have made room."
+        plan = plan_growth(books, s)
+        if isinstance(plan, Blocked) and plan.why[0] == "quota":
+            code, name, limit, used, kernels = plan.why
+            why = explain(books, (code, name, limit, used, kernels - 1))  # not counting itself
+            return f"The slice stays {have}: {why}. It grows as soon as it is not."
         return (
             f"The slice stays {have}: there is no more on this GPU now. It grows as soon as "
             "memory comes free."

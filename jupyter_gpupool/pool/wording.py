@@ -7,6 +7,8 @@ No sentence names another owner.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..units import format_bytes
 from .books import Books
 from .events import QueueMoved
@@ -22,9 +24,12 @@ INTERVAL = 1.0
 
 def reason(books: Books, s: Session) -> str:
     """Return why ``s`` waits, in words; "" if it does not."""
-    if not s.why:
-        return ""
-    code, *figures = s.why
+    return explain(books, s.why) if s.why else ""
+
+
+def explain(books: Books, why: tuple[Any, ...]) -> str:
+    """Return in words the rule that failed, ``why`` as (code, figures...)."""
+    code, *figures = why
     if code == "planned":
         return _planned(books, figures[0])
     if code == "behind":

@@ -137,6 +137,11 @@ def test_waiting_ends_after_max_wait_with_every_hold_refused(make):
     actions = lab.after(20)
     assert {a.hold for a in all_of(actions, ev.HoldRefused)} == {"c1", "c2"}
     assert {a.refusal.code for a in all_of(actions, ev.HoldRefused)} == {"wait-timeout"}
+    message = all_of(actions, ev.HoldRefused)[0].refusal.message
+    assert message.startswith(
+        "No GPU slice came free within 30 s (c.GPUPool.max_wait); at the end:"
+    )
+    assert "in use by running cells" in message
     assert lab.state("w") == "detached"
 
 

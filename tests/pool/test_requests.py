@@ -39,6 +39,9 @@ def attaches(actions):
         ({"memory": 4, "devices": 3}, {}, "too-many-devices"),
         ({"memory": 9}, {"max_memory_per_kernel": 8}, "over-kernel-limit"),
         ({"memory": 8, "limit": 9}, {"max_memory_per_kernel": 8}, "over-kernel-limit"),
+        ({"memory": 4, "limit": 17}, {}, "over-device"),
+        ({"memory": 4, "limit": 9}, {"quotas": {"*": Quota(memory=8)}}, "over-quota"),
+        ({"memory": 4, "limit": 5, "devices": 2}, {"quotas": {"*": Quota(memory=8)}}, "over-quota"),
         ({"memory": 9}, {"quotas": {"*": Quota(memory=8)}}, "over-quota"),
         ({"memory": 5, "devices": 2}, {"quotas": {"*": Quota(memory=8)}}, "over-quota"),
         ({"memory": 4, "devices": 2}, {"quotas": {"*": Quota(devices=1)}}, "over-quota"),
@@ -96,6 +99,11 @@ def test_refusals_say_what_was_asked_what_is_possible_and_what_to_do():
     assert str(got(lab.open("a", 11 * GiB), ev.Answer).refusal) == (
         "11 GiB was asked for; your quota is 10 GiB of GPU memory over all your kernels. "
         "Ask for at most 10 GiB, or ask an admin for a larger quota."
+    )
+    lab = Lab(device(0, 2 * GiB))
+    assert str(got(lab.open("a", GiB, limit=64 * GiB), ev.Answer).refusal) == (
+        "A limit of 64 GiB was asked for; the largest GPU can give at most 2 GiB. "
+        "Give a limit of at most 2 GiB."
     )
 
 
@@ -204,6 +212,25 @@ def test_a_slice_that_can_not_grow_is_kept_and_grows_when_there_is_room(make):
     assert "It grows as soon as memory comes free" in got(actions, ev.Answer).note
     assert lab.where("a") == [("G0", 4)]
     assert got(lab.end("b"), ev.Resize, session="a").slices == (Slice("G0", 12),)
+
+
+def test_growth_that_a_quota_stops_says_so(make):
+    lab = make(device(0), quotas={"ann": Quota(memory=12)})
+    lab.running("a", 4, owner="ann")
+    lab.running("b", 6, owner="ann")
+    assert got(lab.change("a", 8), ev.Answer).note == (
+        "The slice stays 4 B: your quota of 12 B is in use by your other 1 kernel. "
+        "It grows as soon as it is not."
+    )
+    assert got(lab.end("b"), ev.Resize, session="a").slices == (Slice("G0", 8),)
+
+
+def test_a_limit_is_recorded_and_not_promised(lab):
+    lab.running("a", 4)
+    assert got(lab.change("a", 4, limit=8), ev.Answer).note == (
+        "The slice is 4 B now. The limit of 8 B is recorded; slices do not grow beyond the "
+        "guaranteed 4 B in this version."
+    )
 
 
 def test_growth_that_waits_is_over_when_the_lease_is(make):
