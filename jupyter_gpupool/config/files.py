@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
@@ -31,6 +32,12 @@ _NAMES = (
     "jupyter_server_config.py",
     "jupyter_server_config.json",
 )
+
+#: Our sections of a configuration file, and what each is the name of.
+_OURS = {"GPUPool": "the pool", "GPUPoolProvisioner": "the pool's provisioner"}
+
+#: Similarity (:mod:`difflib`'s ratio) from which another name is taken for a misspelt one of ours.
+_NEAR = 0.8
 
 
 def load_settings(
@@ -78,10 +85,12 @@ def check_config(config: Config, *, origin: str = "") -> None:
         Naming ``origin``, the option, and what is allowed.
     """
     for section in config:
-        if section != "GPUPool" and section.replace("_", "").lower() == "gpupool":
+        meant = _meant(section)
+        if meant not in ("", section):
+            place = f" in {origin}" if origin else ""
             raise ConfigError(
-                f"c.{section}{f' in {origin}' if origin else ''} is not the name of the pool.",
-                next_step="Write c.GPUPool.",
+                f"c.{section}{place} is not the name of {_OURS[meant]}.",
+                next_step=f"Write c.{meant}.",
             )
     if "GPUPool" not in config:
         return
@@ -146,11 +155,14 @@ def _read(path: Path, *, required: bool) -> Config | None:
             next_step="Correct it; nothing was changed.",
         ) from error
     # A file of another application may hold anything; only our section is ours to judge.
-    return Config({name: value for name, value in config.items() if _ours(name)})
+    return Config({name: value for name, value in config.items() if _meant(name)})
 
 
-def _ours(section: str) -> bool:
-    return section.replace("_", "").lower() == "gpupool"
+def _meant(section: str) -> str:
+    """Return which of our sections ``section`` is or is nearly; "" if none."""
+    near = {name.lower(): name for name in _OURS}
+    found = get_close_matches(section.replace("_", "").lower(), near, n=1, cutoff=_NEAR)
+    return near[found[0]] if found else ""
 
 
 def _one_line(error: Exception) -> str:

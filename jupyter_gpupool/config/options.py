@@ -71,7 +71,8 @@ class GPUPool(Configurable):
     )
     default_memory = _option(
         Size(_POOL.default_memory),
-        "Device memory that a kernel is guaranteed when it does not ask, CUDA context included.",
+        "Device memory that a kernel is guaranteed when it does not ask, CUDA context included. "
+        "Where the largest GPU, or max_memory_per_kernel, has less, it is that much.",
         unit="bytes, or text such as '4GiB'",
         default="4 GiB",
         example='default_memory = "6GiB"',

@@ -110,7 +110,20 @@ def test_an_unknown_name_that_resembles_nothing(folders):
     )
 
 
-@pytest.mark.parametrize("section", ["GpuPool", "GPUpool", "GPU_Pool"])
+def test_a_misspelt_provisioner_is_refused_and_other_applications_are_not(folders):
+    fine = "c.GPUPoolProvisioner.memory = '1GiB'; c.ServerApp.port = 1; c.Spawner.pool = 2\n"
+    path = write(folders[0], fine)
+    load_settings()
+    path.write_text(fine + "c.GPUPoolProvisoner.memory = '1GiB'")
+    assert str(refusal()) == (
+        f"c.GPUPoolProvisoner in {path} is not the name of the pool's provisioner. "
+        "Write c.GPUPoolProvisioner."
+    )
+
+
+@pytest.mark.parametrize(
+    "section", ["GpuPool", "GPUpool", "GPU_Pool", "GPUPol", "GPUPooll", "GPUPools"]
+)
 def test_a_misspelt_section_is_refused(folders, section):
     path = write(folders[0], f"c.{section}.idle_timeout = 60")
     assert str(refusal()) == f"c.{section} in {path} is not the name of the pool. Write c.GPUPool."
