@@ -29,6 +29,8 @@ MAX_DEVICES = 64
 #: address space of a process.
 MAX_MEMORY = 1 << 40
 MAX_TOTAL = 16 << 40
+#: Bytes/s of copies at least, if limited at all: who writes ``bandwidth=8`` means GB/s.
+MIN_BANDWIDTH = 1_000_000
 #: Device memory is handed out in pages of this many bytes, as on current NVIDIA hardware.
 PAGE = 2 << 20
 
@@ -111,6 +113,11 @@ def _option(text: str, found: dict[str, int]) -> None:
         raise EmulatorError(
             f"{text!r} is not a size for {key!r}; write for example {key}="
             + ("8GB/s." if key == "bandwidth" else "256MiB.")
+        )
+    if key == "bandwidth" and 0 < size < MIN_BANDWIDTH:
+        raise EmulatorError(
+            f"{text!r} is less than 1 MB/s, and nothing would ever be done at that; write for "
+            "example bandwidth=8GB/s."
         )
     if key in found:
         raise EmulatorError(f"{key!r} is given twice; write it once.")

@@ -34,6 +34,7 @@ GOOD = {
     "1x17179869184B": Machine(1, 16 * GIB),
     "1x128M,context=16MiB": Machine(1, 128 << 20, context=16 << 20),
     "2x16GiB,context=256MiB,bandwidth=8GB/s": Machine(2, 16 * GIB, 256 << 20, 8 * 10**9),
+    "2x16GiB,bandwidth=1MB/s": Machine(2, 16 * GIB, bandwidth=10**6),
     "2x16GiB,bandwidth=0": Machine(2, 16 * GIB),
     "2x16GiB,bandwidth=1.5GiB": Machine(2, 16 * GIB, bandwidth=3 * GIB // 2),
     "2x16GiB,reserved=512MiB,context=0": Machine(2, 16 * GIB, 0, 0, 512 << 20),
@@ -77,6 +78,8 @@ BAD = [
     "2x16GiB,context=1MiB,context=1MiB",
     "2x16GiB,reserved=15GiB,context=1GiB",
     "2x16GiB,bandwidth=fast",
+    "2x16GiB,bandwidth=8",
+    "2x16GiB,bandwidth=999kB/s",
     "2x16GiB;context=1MiB",
     "2x١GiB",
 ]

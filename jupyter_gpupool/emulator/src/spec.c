@@ -11,6 +11,7 @@
 
 #define MAX_MEMORY (1ull << 40)       /* of one device */
 #define MAX_TOTAL (16ull << 40)       /* of the machine: its address space must fit twice */
+#define MIN_BANDWIDTH 1000000ull      /* of copies, in bytes/s: who writes 8 means GB/s */
 #define DEFAULT_CONTEXT (64 * MIB)
 
 static const struct {
@@ -80,6 +81,8 @@ static int parse_option(const char *text, size_t length, struct spec *out, unsig
         uint64_t value;
         if (!equals || spec_size(equals + 1, length - key - 1, i == 1, &value))
             FAIL("'%.*s' is not a size", (int)length, text);
+        if (i == 1 && value && value < MIN_BANDWIDTH)
+            FAIL("'%.*s' is less than 1 MB/s", (int)length, text);
         if (*seen & (1u << i))
             FAIL("'%s' is given twice", keys[i]);
         *seen |= 1u << i;
