@@ -36,7 +36,7 @@ from .connection import Connection
 from .effects import DeviceEffects
 from .handlers import Handlers
 from .journal import Journal
-from .listener import Claim
+from .listener import Claim, is_machine_wide
 from .lives import GRACE
 from .monitor import Monitor
 from .records import devices_from_text, devices_to_text
@@ -83,6 +83,7 @@ class BrokerApp:
         self.settings = self._load()
         self.path = Path(socket) if socket else find_socket(self.settings.socket)
         self._stop = asyncio.Event()
+        self._built = False
         self._lost: dict[str, str] = {}
         self._devices: dict[str, Device] = {}
 
@@ -106,6 +107,7 @@ class BrokerApp:
             stack.callback(claim.close)
             journal = Journal(journal_path(self.settings, self.path), _LOG)
             stack.callback(journal.close)
+            stack.callback(self._forget_emulated, journal)
             kernel_env = machine_environment(self.settings, self.path, {})
             own_env = {**os.environ, **machine_environment(self.settings, self.path, os.environ)}
             service = DeviceService(
@@ -208,6 +210,7 @@ class BrokerApp:
         runner.on_change = self.monitor.look_soon
         self.runner, self.effects, self.snapshots = runner, effects, snapshots
         self._empty_since = loop.time()
+        self._built = True
         runner.on_row = self.handlers.show_row
         runner.on_population = self._population
         runner.note(
@@ -359,6 +362,16 @@ class BrokerApp:
                 return
 
     # ------------------------------------------------------------------ end
+
+    def _forget_emulated(self, journal: Journal) -> None:
+        """Remove the emulated devices of a user's own broker, unless sessions live on in them."""
+        if not self.settings.emulate or is_machine_wide(self.path) or not self._built:
+            return
+        if self.runner.sessions or journal.records() or journal.set_aside or journal.problem:
+            return  # or may live on: what was lost is not known to have ended
+        from ..emulator.profiles import remove_state
+
+        remove_state(self.path.with_name(self.path.name + ".emulated"))
 
     async def _end(self) -> None:
         await self.effects.finish(FINISH)

@@ -8,6 +8,7 @@ import fcntl
 import os
 import socket
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from ..endpoint import check_path
@@ -41,7 +42,7 @@ class Claim:
         try:
             self._remove_stale()
         except BaseException:
-            os.close(self._lock)
+            self._give_up_lock()
             raise
 
     def bind(self) -> socket.socket:
@@ -71,7 +72,7 @@ class Claim:
                 self.path.unlink()
         except OSError:
             pass  # somebody tidied up before us
-        os.close(self._lock)
+        self._give_up_lock()
 
     # ------------------------------------------------------------------ internals
 
@@ -100,26 +101,41 @@ class Claim:
         if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
             raise self._refuse("is in a folder that other users may write")
 
+    @property
+    def _lock_path(self) -> Path:
+        return self.path.with_name(self.path.name + ".lock")
+
     def _take_lock(self) -> int:
-        name = self.path.with_name(self.path.name + ".lock")
-        try:
-            lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise self._refuse(f"cannot be locked: {name} ({error.strerror})") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.pread(lock, 20, 0).decode(errors="replace").strip() or "unknown"
+        name = self._lock_path
+        while True:
+            try:
+                lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise self._refuse(f"cannot be locked: {name} ({error.strerror})") from None
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                holder = os.pread(lock, 20, 0).decode(errors="replace").strip() or "unknown"
+                os.close(lock)
+                raise BrokerUnavailable(
+                    f"A GPU pool broker (process {holder}) already listens at {self.path}.",
+                    code="already-running",
+                    next_step="Use that one, or end it first.",
+                ) from None
+            if _is_at(lock, name):
+                break
+            # Its holder ended and removed it between our two calls: there may be a new one.
             os.close(lock)
-            raise BrokerUnavailable(
-                f"A GPU pool broker (process {holder}) already listens at {self.path}.",
-                code="already-running",
-                next_step="Use that one, or end it first.",
-            ) from None
-        # The file stays when we end: removing it would let two brokers lock two files.
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
         return lock
+
+    def _give_up_lock(self) -> None:
+        """Remove the lock's file while we hold it, and let go; who opened it before looks again."""
+        if _is_at(self._lock, self._lock_path):
+            with suppress(OSError):
+                self._lock_path.unlink()
+        os.close(self._lock)
 
     def _remove_stale(self) -> None:
         try:
@@ -140,3 +156,11 @@ class Claim:
                 self.path.unlink()
                 return
         raise self._refuse("is already there and somebody listens", "already-running")
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether ``path`` is the very file that is open as ``descriptor``."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except OSError:
+        return False

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
@@ -38,6 +39,36 @@ def test_a_second_claim_is_refused_with_the_holder(folder):
     assert f"process {os.getpid()}" in error.message
     claim.close()
     Claim(folder / "broker.sock").close()
+
+
+def test_what_is_refused_or_over_leaves_no_lock(folder):
+    path = folder / "broker.sock"
+    path.symlink_to(folder / "elsewhere")
+    refused(path)
+    assert [p.name for p in folder.iterdir()] == ["broker.sock"]
+    path.unlink()
+    claim = Claim(path)
+    refused(path)
+    assert (folder / "broker.sock.lock").exists()  # it is not ours to remove
+    claim.close()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_lock_removed_as_it_was_taken_is_not_trusted(folder, monkeypatch):
+    """The old holder removes its file between our open and our lock: ours would be a ghost."""
+    path = folder / "broker.sock"
+    real, removed = fcntl.flock, []
+
+    def flock(descriptor, how):
+        if not removed:
+            removed.append(True)
+            (folder / "broker.sock.lock").unlink()
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    claim = Claim(path)
+    assert refused(path).code == "already-running"
+    claim.close()
 
 
 def test_a_stale_socket_is_replaced(folder):
