@@ -15,7 +15,7 @@ from typing import Any, Mapping
 
 from .. import __version__
 from ..devices.model import DeviceSample
-from ..pool.model import DeviceView, Owner, PoolView, Request, SessionView
+from ..pool.model import DeviceView, Owner, PoolView, Request, SessionRecord, SessionView
 from . import host
 from .auth import Access, Peer
 from .effects import DeviceEffects
@@ -199,7 +199,7 @@ class Snapshots:
             "attach": record.attach,
             "priority": record.request.priority,
             "granted_bytes": record.granted_bytes,
-            "footprint_bytes": record.footprint,
+            "footprint_bytes": measured(record, session.cuda),
             "suspended_bytes": record.suspended_bytes,
             "request": request_to_json(record.request),
             "holds": [{"id": h.id, "kind": h.kind, "since": h.since} for h in record.holds],
@@ -218,3 +218,14 @@ class Snapshots:
             "migrations": record.migrations,
             "agent": session.agent is not None,
         }
+
+
+def measured(record: SessionRecord, cuda: bool | None) -> int | None:
+    """Return the device bytes that a session uses, None if nobody has measured them.
+
+    Without a slice or (``cuda``, as its agent last said) without CUDA, a process uses none; of any
+    other, 0 means that no sample was taken since the attach.
+    """
+    if record.footprint or not record.slices or cuda is False:
+        return record.footprint
+    return None

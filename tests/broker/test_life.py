@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
+from jupyter_gpupool.broker.status import measured
 from jupyter_gpupool.errors import RefusedError
+from jupyter_gpupool.pool.model import Owner, Request, SessionRecord, Slice
 
 from .kit import BIG, CAPACITY, Kernel, MiB, wait_until
 
@@ -49,6 +52,27 @@ def test_a_cell_holds_and_drops(broker, kernel):
     kinds = [r["kind"] for r in broker.rows() if r["session"] == one.session]
     assert kinds[0] == "open"
     assert kinds.count("attach") == 1
+
+
+def test_what_nobody_measured_is_null_and_not_zero():
+    record = SessionRecord("a", Owner("ann"), Request(4, 4), "cell")
+    assert measured(record, None) == 0
+    attached = replace(record, slices=(Slice("G0", 4),))
+    assert [measured(attached, cuda) for cuda in (None, True, False)] == [None, None, 0]
+    assert measured(replace(attached, footprint=3), True) == 3
+
+
+def test_an_orderly_end_leaves_the_emulated_devices_only_to_living_sessions(broker, kernel):
+    state = broker.socket.with_name("broker.sock.emulated")
+    one = kernel("one")
+    assert broker.stop() == 0
+    assert state.is_dir()
+    broker.started  # noqa: B018
+    one.close()
+    wait_until(lambda: not broker.status()["sessions"], "the end of the session")
+    assert broker.stop() == 0
+    assert not state.exists()
+    assert not broker.socket.with_name("broker.sock.lock").exists()
 
 
 def test_three_share_two_devices_and_no_byte_is_lost(broker, kernel):
