@@ -8,6 +8,7 @@ Each returns one :class:`Finding` (or several). What could not be found out is s
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from typing import Any, Literal, Mapping, Sequence
 from ..config import BrokerSettings
 from ..config.quantities import memory_total
 from ..endpoint import check_socket, find_socket
-from ..errors import BrokerUnavailable
+from ..errors import BrokerUnavailable, GPUPoolError
 from ..units import format_bytes
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -144,7 +145,7 @@ def socket(path: Path, answers: bool) -> Finding:
             return Finding("fail", "socket", error.message, error.next_step)
         todo = "The first Pooled GPU kernel starts one for you."
         return Finding("ok", "socket", f"no broker runs at {path}", todo)
-    todo = f"Remove it, or end what listens there: rm {path}"
+    todo = "Start it with `jupyter gpupool broker`, or open a Pooled GPU kernel."
     return Finding("fail", "socket", f"nothing answers at {path}", todo)
 
 
@@ -244,6 +245,38 @@ def default_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -
     )
     todo = "A kernel that does not ask gets a whole GPU. Lower c.GPUPool.default_memory."
     return [Finding("warn", "config", message, todo)]
+
+
+def reserve_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """A reserve as large as a GPU leaves nothing of it to grant."""
+    reserve = settings.pool.reserve
+    small = [d for d in found if reserve and int(d["memory_total"]) <= reserve]
+    if not small:
+        return []
+    names = ", ".join(f"GPU {d['index']} ({format_bytes(d['memory_total'])})" for d in small)
+    message = f"reserve is {format_bytes(reserve)}, and leaves nothing of {names}"
+    return [Finding("warn", "config", message, "Lower c.GPUPool.reserve.")]
+
+
+def stanzas() -> list[Finding]:
+    """What the pooled kernelspecs ask for: their kernels do not start with a wrong option."""
+    from traitlets import TraitError
+
+    from ..kernelspecs import list_pooled
+    from ..provisioner import GPUPoolProvisioner, check_options
+
+    found = []
+    for kernel in list_pooled():
+        path = kernel.path / "kernel.json"
+        stanza = json.loads(path.read_text(encoding="utf-8"))["metadata"]["kernel_provisioner"]
+        options = stanza.get("config", {})
+        try:
+            check_options(options, kernel.name)
+            GPUPoolProvisioner(**options)
+        except (GPUPoolError, TraitError, TypeError) as error:
+            todo = f"Correct {path}: its kernels do not start."
+            found.append(Finding("warn", "kernelspec", f"{kernel.name}: {error}", todo))
+    return found
 
 
 def find(path: str, configured: str) -> Path:

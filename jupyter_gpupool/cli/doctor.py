@@ -72,9 +72,9 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     else:
         devices, problem = _probe(settings)
     found += checks.devices(devices, problem)
-    found += checks.default_fits(settings, devices)
+    found += checks.default_fits(settings, devices) + checks.reserve_fits(settings, devices)
     found += [checks.host_memory(settings, devices), checks.ptrace_scope()]
-    found += checks.kernelspecs()
+    found += checks.kernelspecs() + checks.stanzas()
     return found
 
 

@@ -128,7 +128,7 @@ def test_a_socket_with_nobody_behind_it(broker):
         "fail",
         "socket",
         f"nothing answers at {path}",
-        f"Remove it, or end what listens there: rm {path}",
+        "Start it with `jupyter gpupool broker`, or open a Pooled GPU kernel.",
     )
 
 
@@ -194,3 +194,35 @@ def test_a_missing_package(monkeypatch):
             "It is needed for nothing: pip install no-such-package",
         )
     ]
+
+
+def test_a_reserve_that_leaves_nothing_of_a_gpu(no_configuration):
+    (no_configuration / "jupyter_server_config.py").write_text("c.GPUPool.reserve = '16GiB'")
+    (found,) = checks.reserve_fits(load_settings(), [device(0), device(1)])
+    assert found.verdict == "warn"
+    assert found.message.startswith(
+        "reserve is 16 GiB, and leaves nothing of GPU 0 (16 GiB), GPU 1"
+    )
+    (no_configuration / "jupyter_server_config.py").write_text("c.GPUPool.reserve = '15GiB'")
+    assert checks.reserve_fits(load_settings(), [device(0)]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"memory": "12GiB", "priority": "batch"}, ""),
+        ({"memry": "12GiB"}, "memry"),
+        ({"memory": "much"}, "memory"),
+        ({"devices": "two"}, "devices"),
+    ],
+)
+def test_the_options_of_pooled_kernelspecs(tmp_path, monkeypatch, options, said):
+    folder = tmp_path / "kernels/mine"
+    folder.mkdir(parents=True)
+    stanza = {"provisioner_name": "gpupool-provisioner", "config": options}
+    spec = {"argv": ["python"], "display_name": "M", "metadata": {"kernel_provisioner": stanza}}
+    (folder / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    found = [f for f in checks.stanzas() if f.message.startswith("mine:")]
+    assert [f.verdict for f in found] == (["warn"] if said else [])
+    assert all(said in f.message and str(folder) in f.todo for f in found)
