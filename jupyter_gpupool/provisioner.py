@@ -103,8 +103,9 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     ).tag(config=True)
     limit = Memory(
         0,
-        help="""Device memory up to which the kernel may grow while there is room, in bytes or as
-        text like "20GiB". Default: the memory. Example: c.GPUPoolProvisioner.limit = "20GiB" """,
+        help="""Device memory up to which the kernel may grow once slices can grow beyond their
+        memory; recorded and checked, without effect yet. In bytes or as text like "20GiB".
+        Default: the memory. Example: c.GPUPoolProvisioner.limit = "20GiB" """,
     ).tag(config=True)
     devices = Int(
         0,

@@ -162,7 +162,7 @@ def _request_text(answer: Any) -> str:
     if isinstance(request.get("memory"), int):
         parts.append(f"{format_bytes(request['memory'])} of device memory")
     if isinstance(request.get("limit"), int) and request["limit"] != request.get("memory"):
-        parts.append(f"up to {format_bytes(request['limit'])} when there is room")
+        parts.append(f"limit {format_bytes(request['limit'])} (recorded)")
     if isinstance(request.get("devices"), int) and request["devices"] > 1:
         parts.append(f"on each of {request['devices']} devices")
     if request.get("priority"):

@@ -173,7 +173,7 @@ def _request(request: Mapping[str, Any]) -> str:
     text = format_bytes(request["memory"])
     limit = request.get("limit")
     if isinstance(limit, int) and limit > request["memory"]:
-        text += f", up to {format_bytes(limit)} when there is room"
+        text += f", limit {format_bytes(limit)} (recorded)"
     if isinstance(request.get("devices"), int) and request["devices"] > 1:
         text += f", on each of {request['devices']} devices"
     if request.get("priority"):

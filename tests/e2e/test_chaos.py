@@ -327,7 +327,7 @@ class Server:
                     "--allow-root",
                     "--ServerApp.port=0",
                     "--IdentityProvider.token=e2e",
-                    f"--GPUPoolProvisioner.memory={SLICE}",
+                    f"--GPUPoolProvisioner.memory={SLICE} B",
                     f"--ServerApp.root_dir={self.pool.folder}",
                 ],
                 stdout=log,

@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from queue import Empty
@@ -150,10 +153,19 @@ class Kernel:
         self.manager.cleanup_resources()
 
 
+def private_connection_file() -> str:
+    """Return a path whose folder no other kernel uses: the sockets are made beside it."""
+    folder = tempfile.mkdtemp(prefix="gpk")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return f"{folder}/k.json"
+
+
 def start_kernel(python: str, env: dict[str, str], *, agent: bool = True, **extra: str) -> Kernel:
     """Start ipykernel of the interpreter ``python`` with the agent, and without a provisioner."""
     # Not TCP: ports are chosen before they are bound, and other tests start kernels meanwhile.
-    manager = KernelManager(kernel_name="python3", transport="ipc")
+    manager = KernelManager(
+        kernel_name="python3", transport="ipc", connection_file=private_connection_file()
+    )
     manager.kernel_spec.argv[0] = python
     environ = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL_")}
     environ["PYTHONPATH"] = str(ROOT)

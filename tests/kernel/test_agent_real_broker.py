@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 import pytest
-from harness import Kernel
+from harness import Kernel, private_connection_file
 from jupyter_client import KernelManager
 from traitlets.config import Config
 
@@ -55,6 +55,7 @@ class Pool:
         manager = KernelManager(
             kernel_name="gpupool-python3",
             transport="ipc",
+            connection_file=private_connection_file(),
             config=Config({"GPUPoolProvisioner": options}),
         )
         manager.start_kernel()
