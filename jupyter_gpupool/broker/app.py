@@ -85,6 +85,8 @@ class BrokerApp:
         self._stop = asyncio.Event()
         self._built = False
         self._lost: dict[str, str] = {}
+        #: Devices that failed their self-test after a resume had failed: until the next start.
+        self._bad: set[str] = set()
         self._devices: dict[str, Device] = {}
 
     def _load(self) -> BrokerSettings:
@@ -191,7 +193,7 @@ class BrokerApp:
         runner = Runner(Pool(settings.pool), journal, Sessions(), clock, _LOG)
         effects = DeviceEffects(runner, service)
         runner.effects = effects
-        effects.on_bad_device = self._device_lost
+        effects.on_bad_device = self._device_bad
         access = Access(claim.machine_wide, os.geteuid(), settings.admins)
         versions = f"NVIDIA driver {service.driver_version}, CUDA {service.cuda_version}"
         snapshots = Snapshots(
@@ -303,7 +305,14 @@ class BrokerApp:
             self.runner.note("device-lost", device=uuid, reason=reason)
             self.runner.handle(e.DeviceDrained(now=self.runner.now(), device=uuid, reason=reason))
 
+    def _device_bad(self, uuid: str, reason: str) -> None:
+        """It failed its self-test; that NVML can read it does not make it good again."""
+        self._bad.add(uuid)
+        self._device_lost(uuid, reason)
+
     def _device_healthy(self, uuid: str) -> None:
+        if uuid in self._bad:
+            return
         if self._lost.pop(uuid, None) is not None and uuid in self._devices:
             self.runner.note("device-seen", device=uuid, reason="healthy again")
             self.runner.handle(e.DeviceAppeared(now=self.runner.now(), device=self._devices[uuid]))
