@@ -4,14 +4,17 @@
 # make run    set everything up, run the example notebook on the Pooled GPU kernel
 # make test   set everything up, lint, type-check, run all tests
 # make lab    open JupyterLab with the Pooled GPU kernel
-# make docs   build the documentation; make bench: the benchmarks; make test-long: the soaks
+# make docs   build the documentation; make bench: the benchmarks; make test-failed: $(VENV)/.ready lint
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "not gpu and not long"
+
+test-long: the soaks
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard jupyter_gpupool/emulator/src/*)
 
-.PHONY: run test test-long lint lab docs bench lock clean
+.PHONY: run test test-failed test-long lint lab docs bench lock clean
 
 $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

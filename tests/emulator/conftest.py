@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +121,16 @@ class Target:
 
     def signal(self, number):
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            # The call returns before every thread has stopped; one may still answer.
+            deadline = time.monotonic() + TIMEOUT
+            while not self._stopped():
+                assert time.monotonic() < deadline, "it did not stop"
+                time.sleep(0.001)
+
+    def _stopped(self):
+        stats = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def kill(self):
         self.process.send_signal(signal.SIGKILL)  # nothing, if it has ended
