@@ -4,10 +4,7 @@
 # make run    set everything up, run the example notebook on the Pooled GPU kernel
 # make test   set everything up, lint, type-check, run all tests
 # make lab    open JupyterLab with the Pooled GPU kernel
-# make docs   build the documentation; make bench: the benchmarks; make test-failed: $(VENV)/.ready lint
-	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "not gpu and not long"
-
-test-long: the soaks
+# make docs   build the documentation; make bench: the benchmarks; make test-long: the soaks
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -36,6 +33,9 @@ run: $(VENV)/.ready
 
 test: $(VENV)/.ready lint
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not gpu and not long"
+
+test-failed: $(VENV)/.ready lint
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "not gpu and not long"
 
 test-long: $(VENV)/.ready
 	$(BIN)/python -m pytest -m long --timeout 3600
