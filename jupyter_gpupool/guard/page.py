@@ -1,0 +1,259 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The broker's side of a session's shared page; ``src/page.h`` has the layout and says who writes.
+
+Read and written with ``pread`` and ``pwrite``, never mapped: the page belongs to the session's
+user, and a mapped file that its owner truncates ends the process that reads it (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Sequence
+
+from ..errors import GPUPoolError
+
+MAGIC = 0x47505047
+VERSION = 1
+DEVICES = 8
+SLOTS = 256
+UUID_BYTES = 48
+HEADER_BYTES = 4096
+SLOT_BYTES = 256
+SIZE = HEADER_BYTES + SLOTS * SLOT_BYTES
+
+#: The gate (``enum page_gate``).
+OPEN, UNUSED, CLOSED, PAUSED = range(4)
+
+#: ``enum page_pins``, in words for people.
+PINS = {
+    1: "it uses managed memory",
+    2: "it shares device memory or events with another process (CUDA IPC)",
+    4: "it shares device memory with a graphics API",
+    8: "it uses multicast memory",
+}
+
+SLOT_CUDA, SLOT_CONTEXT = 1, 2
+
+_FIXED = struct.Struct("<IIBBxxI6Q")
+_GATE_AT, _MANAGED_AT, _DEVICES_AT, _EPOCH_AT, _PAUSE_AT, _LIMIT_AT, _CONTEXT_AT = (
+    8, 9, 12, 16, 24, 32, 40,
+)  # fmt: skip
+_GRANTED_AT = 64
+_UUID_AT = _GRANTED_AT + 8 * DEVICES
+_SESSION_AT = _UUID_AT + UUID_BYTES * DEVICES
+_NOTICE_AT = _SESSION_AT + 64
+_NOTICE_BYTES = 512
+_SLOT = struct.Struct(f"<IIQIIII{DEVICES}Q{DEVICES}QQ")
+
+
+class PageError(GPUPoolError):
+    """A page is gone, too short or of another version."""
+
+    code = "bad-page"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One process of the session. ``used`` and ``context`` are bytes by device."""
+
+    pid: int
+    start_time: int
+    inflight: int
+    waiting: int
+    flags: int
+    pins: int
+    used: tuple[int, ...]
+    context: tuple[int, ...]
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A page at one instant (not atomic: the session goes on while it is read)."""
+
+    gate: int
+    devices: int
+    epoch: int
+    limit: int
+    granted: tuple[int, ...]
+    slots: tuple[Slot, ...]
+
+    @property
+    def inflight(self) -> int:
+        """Calls inside the driver that a suspend must wait for."""
+        return sum(slot.inflight for slot in self.slots)
+
+    @property
+    def waiting(self) -> int:
+        """Threads that wait at the gate."""
+        return sum(slot.waiting for slot in self.slots)
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """Counted bytes by device, over all processes."""
+        n = self.devices
+        return tuple(sum(slot.used[i] for slot in self.slots) for i in range(n))
+
+    @property
+    def cuda(self) -> bool:
+        """Whether a process has called cuInit: the session's visible devices are settled."""
+        return any(slot.flags & SLOT_CUDA for slot in self.slots)
+
+    @property
+    def context(self) -> bool:
+        """Whether a process has had a CUDA context."""
+        return any(slot.flags & SLOT_CONTEXT for slot in self.slots)
+
+    @property
+    def pins(self) -> str:
+        """Why the session cannot be suspended, in words; empty if nothing is known."""
+        found = 0
+        for slot in self.slots:
+            found |= slot.pins
+        return "; ".join(text for bit, text in PINS.items() if found & bit)
+
+
+class Page:
+    """One session's page as the broker keeps it. ``close`` does not remove the file."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._fd = descriptor
+
+    @classmethod
+    def create(cls, path: Path, session: str, uid: int) -> Page:
+        """Make the file for a new session, closed, belonging to user ``uid``.
+
+        Raises
+        ------
+        OSError
+            If it cannot be made.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, SIZE)
+            if uid != os.geteuid():
+                os.fchown(descriptor, uid, -1)
+            page = cls(path, descriptor)
+            page._write(_SESSION_AT, session.encode()[:63])
+            page._write(_GATE_AT, bytes([CLOSED]))
+            # Last: who finds the magic finds the rest.
+            page._write(0, struct.pack("<II", MAGIC, VERSION))
+        except BaseException:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise
+        return page
+
+    @classmethod
+    def open(cls, path: Path) -> Page:
+        """Open the page of a session that an earlier broker made.
+
+        Raises
+        ------
+        PageError
+            If it is not there or not a page of this version.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise PageError(f"The page {path} cannot be opened: {error}.") from None
+        page = cls(path, descriptor)
+        try:
+            page.read()
+        except PageError:
+            os.close(descriptor)
+            raise
+        return page
+
+    def close(self) -> None:
+        """Forget the file; the session's processes keep theirs."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def remove(self) -> None:
+        """Close the page and delete its file."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------ reading
+
+    def gate(self) -> int:
+        """Return the gate."""
+        found = os.pread(self._fd, 1, _GATE_AT)
+        if not found:
+            raise PageError(f"The page {self.path} was truncated.")
+        return found[0]
+
+    def read(self) -> Reading:
+        """Return what the page says.
+
+        Raises
+        ------
+        PageError
+            If somebody has damaged it.
+        """
+        data = os.pread(self._fd, SIZE, 0)
+        if len(data) < SIZE:
+            raise PageError(f"The page {self.path} has {len(data)} bytes instead of {SIZE}.")
+        magic, version, gate, _, devices, epoch, _, limit, _, _, _ = _FIXED.unpack_from(data)
+        if magic != MAGIC or version != VERSION or devices > DEVICES:
+            raise PageError(f"The page {self.path} is not one of version {VERSION}.")
+        granted = struct.unpack_from(f"<{DEVICES}Q", data, _GRANTED_AT)[:devices]
+        slots = []
+        for at in range(HEADER_BYTES, SIZE, SLOT_BYTES):
+            if data[at]:
+                _, pid, start, inflight, waiting, flags, pins, *rest = _SLOT.unpack_from(data, at)
+                slots.append(
+                    Slot(
+                        pid, start, inflight, waiting, flags, pins,
+                        tuple(rest[:DEVICES]), tuple(rest[DEVICES : 2 * DEVICES]), rest[-1],
+                    )
+                )  # fmt: skip
+        return Reading(gate, devices, epoch, limit, granted, tuple(slots))
+
+    # ------------------------------------------------------------------ writing
+
+    def set_gate(self, gate: int, *, pause_until: int = 0) -> None:
+        """Open, close or pause; ``pause_until`` is CLOCK_MONOTONIC in nanoseconds."""
+        if gate == PAUSED:
+            self._write(_PAUSE_AT, struct.pack("<Q", pause_until))
+        self._write(_GATE_AT, bytes([gate]))
+
+    def set_devices(self, uuids: Sequence[str]) -> None:
+        """Say which devices the session's processes see, in their order."""
+        if len(uuids) > DEVICES:
+            raise PageError(f"{len(uuids)} devices were given; a page has room for {DEVICES}.")
+        texts = [uuid.encode()[: UUID_BYTES - 1].ljust(UUID_BYTES, b"\0") for uuid in uuids]
+        self._write(_UUID_AT, b"".join(texts))
+        self._write(_DEVICES_AT, struct.pack("<I", len(uuids)))
+
+    def set_grant(self, granted: Sequence[int], limit: int, epoch: int) -> None:
+        """Say how many bytes are granted on each device, and up to which they may grow."""
+        values = [*granted, *[0] * (DEVICES - len(granted))]
+        self._write(_GRANTED_AT, struct.pack(f"<{DEVICES}Q", *values))
+        self._write(_LIMIT_AT, struct.pack("<Q", limit))
+        self._write(_EPOCH_AT, struct.pack("<Q", epoch))
+
+    def set_policy(self, *, managed: bool, context_bytes: int) -> None:
+        """Say what is allowed, and what a context is charged."""
+        self._write(_MANAGED_AT, bytes([managed]))
+        self._write(_CONTEXT_AT, struct.pack("<Q", context_bytes))
+
+    def set_notice(self, text: str) -> None:
+        """Leave a sentence for people about the last refusal."""
+        data = text.encode()[: _NOTICE_BYTES - 1]
+        self._write(_NOTICE_AT, data.ljust(_NOTICE_BYTES, b"\0"))
+
+    def notice(self) -> str:
+        """Return the sentence about the last refusal."""
+        data = os.pread(self._fd, _NOTICE_BYTES, _NOTICE_AT)
+        return data.split(b"\0", 1)[0].decode(errors="replace")
+
+    def _write(self, at: int, data: bytes) -> None:
+        os.pwrite(self._fd, data, at)

@@ -1,0 +1,88 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * The session's shared page: what the broker and the processes of one session tell each other
+ * without a message. A file that every process of the session maps and that the broker only reads
+ * and writes with pread and pwrite: a session that truncates it harms nobody but itself.
+ * ``page.py`` has the same layout; a test compares the two.
+ *
+ * Who writes what: the header belongs to the broker, except for the words marked "guard"; a slot
+ * belongs to its process. Bytes are counted for each device of the session, in the order in which
+ * its processes see the devices (CUDA ordinals).
+ */
+#ifndef GPUPOOL_GUARD_PAGE_H
+#define GPUPOOL_GUARD_PAGE_H
+
+#include <stdint.h>
+
+#define PAGE_MAGIC 0x47505047u /* "GPPG" */
+#define PAGE_VERSION 1u
+#define PAGE_DEVICES 8
+#define PAGE_SLOTS 256
+#define PAGE_UUID 48
+
+/* The gate. Zero is the only value that lets a call through without a second look. */
+enum page_gate {
+    GATE_OPEN = 0,   /* open, and used since the broker last looked */
+    GATE_UNUSED = 1, /* open, not used since: the first call changes it to GATE_OPEN (guard) */
+    GATE_CLOSED = 2, /* no lease: ask the broker for one and wait */
+    GATE_PAUSED = 3, /* it is a neighbour's turn: wait until pause_until at most, ask nobody */
+};
+
+enum page_managed { MANAGED_REFUSE = 0, MANAGED_ALLOW = 1 };
+
+/* Why the session cannot be suspended; set by the guard, never cleared while a process lives. */
+enum page_pins {
+    PIN_MANAGED = 1,  /* managed memory */
+    PIN_IPC = 2,      /* an exported or imported allocation, event or pool */
+    PIN_GRAPHICS = 4, /* a resource shared with a graphics API */
+    PIN_MULTICAST = 8,
+};
+
+enum slot_state { SLOT_FREE = 0, SLOT_LIVE = 1 };
+
+enum slot_flags {
+    SLOT_CUDA = 1,    /* the process has called cuInit: its visible devices are settled */
+    SLOT_CONTEXT = 2, /* it has had a context: the driver can suspend it */
+};
+
+struct page_slot {
+    uint32_t state;
+    uint32_t pid;
+    uint64_t start_time; /* field 22 of /proc/<pid>/stat: with the pid, who it is */
+    uint32_t inflight;   /* calls inside the driver that must return before a suspend */
+    uint32_t waiting;    /* threads that wait at the gate */
+    uint32_t flags;
+    uint32_t pins;
+    uint64_t used[PAGE_DEVICES];    /* counted bytes, contexts included */
+    uint64_t context[PAGE_DEVICES]; /* of these: the constant for contexts */
+    uint64_t refused;               /* allocations refused for the limit */
+    uint64_t reserved[11];
+};
+
+struct page {
+    uint32_t magic;
+    uint32_t version;
+    uint8_t gate;
+    uint8_t managed;
+    uint8_t pad[2];
+    uint32_t devices; /* how many */
+    uint64_t epoch;
+    uint64_t pause_until;           /* CLOCK_MONOTONIC, ns; later a paused gate counts as open */
+    uint64_t limit;                 /* bytes per device up to which the grant may grow */
+    uint64_t context_bytes;         /* what is charged for the first context of a process on a device */
+    uint64_t lock;                  /* guard: pid of the process that changes slots; 0 nobody */
+    uint64_t spare0;
+    uint64_t granted[PAGE_DEVICES]; /* bytes of the lease; 0 without one */
+    char uuid[PAGE_DEVICES][PAGE_UUID]; /* of the lease, or of the home devices before the first */
+    char session[64];
+    char notice[512]; /* the sentence for people of the last refusal */
+    uint8_t rest[4096 - 64 - 8 * PAGE_DEVICES - PAGE_DEVICES * PAGE_UUID - 64 - 512];
+    struct page_slot slot[PAGE_SLOTS];
+};
+
+_Static_assert(sizeof(struct page_slot) == 256, "the layout that page.py has");
+_Static_assert(__builtin_offsetof(struct page, granted) == 64, "the layout that page.py has");
+_Static_assert(__builtin_offsetof(struct page, slot) == 4096, "the layout that page.py has");
+
+#endif
