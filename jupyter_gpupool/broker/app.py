@@ -23,7 +23,7 @@ from traitlets.config.loader import DeferredConfigString
 
 from .. import __version__
 from ..config import BrokerSettings, load_settings
-from ..config.settings import needs_restart
+from ..config.settings import needs_restart, usable_attach
 from ..devices.service import DeviceService
 from ..endpoint import find_socket
 from ..errors import ConfigError, GPUPoolError
@@ -200,7 +200,7 @@ class BrokerApp:
             runner, effects, access, socket=self.path, emulated=bool(settings.emulate),
             machine=f"EMULATED {settings.emulate}" if settings.emulate else versions,
         )  # fmt: skip
-        snapshots.attach = settings.attach
+        snapshots.attach = usable_attach(settings.attach, False)[0]
         self.handlers = Handlers(
             runner, access, snapshots, attach=settings.attach, environment=kernel_env, log=_LOG
         )
@@ -332,7 +332,8 @@ class BrokerApp:
         self.settings = new
         access = Access(self.handlers.access.machine_wide, os.geteuid(), new.admins)
         self.handlers.access = self.snapshots.access = access
-        self.handlers.attach = self.snapshots.attach = new.attach
+        self.handlers.attach = new.attach
+        self.snapshots.attach = usable_attach(new.attach, self.handlers.guarded)[0]
         self.monitor.settings = new
         self.runner.note("config", reason="read again")
         self.runner.handle(e.SettingsChanged(now=self.runner.now(), settings=new.pool))

@@ -69,6 +69,8 @@ class Handlers:
         self.counters = Counters()
         #: Why no device was found; empty if there are some.
         self.no_device = ""
+        #: Whether kernels of this broker run under the guard on some device.
+        self.guarded = False
         #: When (loop time) somebody last connected.
         self.last_connection = asyncio.get_running_loop().time()
         #: Takes a sample of the devices now and tells the pool.
@@ -161,7 +163,7 @@ class Handlers:
                 f"There is no attach policy {attach[:40]!r}; there are cell, manual and lazy.",
                 code="bad-request",
             )
-        attach, _ = usable_attach(attach)
+        attach, _ = usable_attach(attach, self.guarded)
         settings, fields = self.runner.pool.settings, message.get("request", {})
         request = read_request(default_request(settings), fields)
         capacities = self._snapshots.capacities()

@@ -8,16 +8,19 @@ import os
 from typing import Any, Callable, Mapping, TypeVar, cast
 
 from traitlets import Any as AnyTrait
-from traitlets import Dict, Enum, List, TraitError, TraitType, Unicode, validate
+from traitlets import Bool, Dict, Enum, List, TraitError, TraitType, Unicode, validate
 from traitlets.config import Configurable
 
 from ..pool.model import AttachPolicy, PoolSettings
 from ..units import format_bytes
-from .quantities import Seconds, Size, memory_total
+from .quantities import Seconds, Share, Size, memory_total
 from .settings import (
     EMULATE_VARIABLE,
+    MIN_TURN,
     BrokerSettings,
     ForeignPolicy,
+    ManagedPolicy,
+    OverusePolicy,
     check_machine,
     default_state_dir,
     nearest,
@@ -29,7 +32,6 @@ from .settings import (
     read_quotas,
     read_socket,
     refuse,
-    usable_attach,
 )
 
 _POOL = PoolSettings()
@@ -62,12 +64,24 @@ class GPUPool(Configurable):
         example='emulate = "2x16GiB"',
     )
     attach = _option(
-        Enum(("lazy", "cell", "manual"), default_value="cell"),
+        Enum(("lazy", "cell", "manual"), default_value="lazy"),
         "When a kernel gets its slice: 'lazy' at its first CUDA call, 'cell' when a cell starts, "
-        "'manual' only on %gpu attach or %%gpu. 'lazy' is not available yet and acts as 'cell'.",
+        "'manual' only on %gpu attach or %%gpu. 'lazy' needs the guard (see guard); where no GPU "
+        "of the pool has passed the guard's self-test it acts as 'cell', and `jupyter gpupool "
+        "doctor` says why.",
         unit="'lazy', 'cell' or 'manual'",
-        default="'cell'",
+        default="'lazy'",
         example='attach = "manual"',
+    )
+    guard = _option(
+        Bool(True),
+        "Start kernels under the guard, a library between them and the CUDA driver: it holds their "
+        "CUDA calls while they have no slice, and refuses allocations beyond it as the driver "
+        "would. A limit for well-behaved programs, not a security boundary. Without it a slice is "
+        "a promise, and 'lazy' acts as 'cell'.",
+        unit="True or False",
+        default="True",
+        example="guard = False",
     )
     default_memory = _option(
         Size(_POOL.default_memory),
@@ -79,8 +93,8 @@ class GPUPool(Configurable):
     )
     default_limit = _option(
         Size(None, allow_none=True),
-        "Device memory up to which a kernel that does not ask may grow. Growth beyond the "
-        "guarantee is not available yet: today this only bounds a request's limit.",
+        "Device memory up to which a kernel that does not ask may grow while the GPU has memory "
+        "free, beyond what it is guaranteed. Without the guard nothing grows.",
         unit="bytes, or text such as '12GiB'",
         default="None (the same as default_memory)",
         example='default_limit = "12GiB"',
@@ -117,10 +131,19 @@ class GPUPool(Configurable):
     )
     idle_timeout = _option(
         Seconds(_POOL.idle_timeout),
-        "A slice goes back to the pool after so long without a running cell.",
+        "A slice goes back to the pool after so long without use: without GPU work under 'lazy', "
+        "without a running cell under 'cell' and 'manual'.",
         unit="seconds, or text such as '10m'",
         default="300",
         example="idle_timeout = 600",
+    )
+    quiet_after = _option(
+        Seconds(1.0),
+        "Under 'lazy', a kernel that has made no CUDA call for so long, with none running, counts "
+        "as not using its GPU, whatever its cell does meanwhile.",
+        unit="seconds, or text such as '5s'",
+        default="1",
+        example="quiet_after = 5",
     )
     reclaim_after = _option(
         Seconds(_POOL.reclaim_after, zero=True),
@@ -157,6 +180,40 @@ class GPUPool(Configurable):
         unit="bytes, or text such as '64MiB'",
         default="32 MiB",
         example='resume_headroom = "64MiB"',
+    )
+    max_swap_overhead = _option(
+        Share(_POOL.max_swap_overhead),
+        "The part of a GPU's time that suspending and resuming kernels may take while several "
+        "want it in turn: the more memory there is to move, the longer each of them stays.",
+        unit="number above 0 and below 1, or per cent such as '10%'",
+        default="0.1",
+        example="max_swap_overhead = 0.05",
+    )
+    turn = _option(
+        Seconds(0.1, least=MIN_TURN),
+        "Length of one turn when kernels that share a GPU compute at the same time and one of "
+        "them has asked for less than all of it (compute).",
+        unit="seconds, 0.01 at least",
+        default="0.1",
+        example="turn = 0.25",
+    )
+    managed_memory = _option(
+        Enum(("refuse", "allow"), default_value="refuse"),
+        "cudaMallocManaged in kernels under the guard: the driver cannot suspend a process that "
+        "has such memory, and it is not bound to the slice. 'refuse' returns an error "
+        "(CUDA_ERROR_NOT_SUPPORTED), 'allow' counts it, and the kernel then keeps its slice.",
+        unit="'refuse' or 'allow'",
+        default="'refuse'",
+        example='managed_memory = "allow"',
+    )
+    overuse = _option(
+        Enum(("report", "suspend", "end"), default_value="report"),
+        "What is done about a kernel that holds more device memory than it was granted, which "
+        "takes a program that goes around the guard, or no guard: 'report' logs it and shows it "
+        "in the status, 'suspend' also takes its slice, 'end' ends the kernel.",
+        unit="'report', 'suspend' or 'end'",
+        default="'report'",
+        example='overuse = "suspend"',
     )
     foreign_processes = _option(
         Enum(("count", "report", "end"), default_value="count"),
@@ -255,9 +312,6 @@ class GPUPool(Configurable):
                 f"{nearest(self.default_priority, classes)}Allowed are {one_of(classes)}.",
             )
         notes = []
-        attach, reason = usable_attach(cast(AttachPolicy, self.attach))
-        if reason:
-            notes.append(reason)
         total = memory_total() if host_total is None else host_total
         host_memory = read_host_memory(self.host_memory, total)
         if host_memory > total:
@@ -279,8 +333,14 @@ class GPUPool(Configurable):
                 reserve=self.reserve,
                 host_memory=host_memory,
                 resume_headroom=self.resume_headroom,
+                max_swap_overhead=self.max_swap_overhead,
             ),
-            attach=attach,
+            attach=cast(AttachPolicy, self.attach),
+            guard=self.guard,
+            quiet_after=self.quiet_after,
+            turn=self.turn,
+            managed_memory=cast(ManagedPolicy, self.managed_memory),
+            overuse=cast(OverusePolicy, self.overuse),
             emulate=self._machine(environ),
             devices=read_devices(self.devices) if self.devices else None,
             socket=read_socket(self.socket),

@@ -13,12 +13,18 @@ from ..units import parse_bytes, parse_seconds
 
 
 class _Quantity(TraitType[Any, Any]):
-    """A trait that takes a number or text with a unit; ``zero`` says whether 0 is legal."""
+    """A trait that takes a number or text with a unit.
+
+    ``zero`` says whether 0 is legal, ``least`` what must not be gone below.
+    """
 
     what = ""
 
-    def __init__(self, default: Any, *, zero: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, default: Any, *, zero: bool = False, least: float = 0, **kwargs: Any
+    ) -> None:
         self.zero = zero
+        self.least = least
         super().__init__(default, **kwargs)
 
     def from_string(self, s: str) -> Any:
@@ -35,9 +41,12 @@ class _Quantity(TraitType[Any, Any]):
         if self.zero and str(value).strip() in ("0", "0.0"):
             return self.read(1) * 0
         try:
-            return self.read(value)
+            found = self.read(value)
         except ValueError as error:
             raise TraitError(str(error)) from None
+        if found < self.least:
+            raise TraitError(f"{value!r} is below {self.least:g}, which is the least.")
+        return found
 
 
 class Size(_Quantity):
@@ -58,6 +67,22 @@ class Seconds(_Quantity):
 
     def read(self, value: Any) -> float:
         return parse_seconds(value)
+
+
+class Share(_Quantity):
+    """A part of a whole: a number between 0 and 1, or text such as ``"10%"``."""
+
+    what = "a share. Write a number like 0.1, or text like '10%'."
+
+    def read(self, value: Any) -> float:
+        text = str(value).strip()
+        try:
+            found = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        except ValueError:
+            found = 0.0
+        if not 0 < found < 1:
+            raise ValueError(f"{value!r} is not a share above 0 and below 1. Write 0.1 or '10%'.")
+        return found
 
 
 def memory_total(root: Path = Path("/")) -> int:

@@ -19,7 +19,12 @@ from ..units import parse_bytes
 #: Fills ``c.GPUPool.emulate`` where no configuration sets it.
 EMULATE_VARIABLE = "GPUPOOL_EMULATE"
 
+#: Seconds of one turn at least: the broker's timers and a kernel's polling take milliseconds.
+MIN_TURN = 0.01
+
 ForeignPolicy = Literal["count", "report", "end"]
+ManagedPolicy = Literal["refuse", "allow"]
+OverusePolicy = Literal["report", "suspend", "end"]
 
 QUOTA_KEYS = tuple(f.name for f in fields(Quota))
 
@@ -29,7 +34,16 @@ class BrokerSettings:
     """The configuration, checked. Sizes are bytes, times seconds."""
 
     pool: PoolSettings
+    #: As configured; :func:`usable_attach` says what these devices can do.
     attach: AttachPolicy
+    #: Whether kernels are started under the guard.
+    guard: bool
+    #: Seconds without a CUDA call after which a session's use of its GPU counts as over.
+    quiet_after: float
+    #: Seconds of one turn among sessions that contend for a device's compute time.
+    turn: float
+    managed_memory: ManagedPolicy
+    overuse: OverusePolicy
     #: A machine to emulate, or "" for the real driver.
     emulate: str
     #: None: every device; else indices (as text) or beginnings of UUIDs.
@@ -49,7 +63,8 @@ class BrokerSettings:
 
 
 #: Fields that a running broker can not change; SIGHUP says so and keeps the old value.
-_FIXED = ("emulate", "devices", "socket", "state_dir", "lock_timeout")
+#: ``guard``: what devices can do was tested with it, and kernels run under it.
+_FIXED = ("emulate", "devices", "guard", "socket", "state_dir", "lock_timeout")
 
 
 def needs_restart(old: BrokerSettings, new: BrokerSettings) -> tuple[str, ...]:
@@ -57,13 +72,26 @@ def needs_restart(old: BrokerSettings, new: BrokerSettings) -> tuple[str, ...]:
     return tuple(name for name in _FIXED if getattr(old, name) != getattr(new, name))
 
 
-def usable_attach(policy: AttachPolicy) -> tuple[AttachPolicy, str]:
-    """Return the policy that this version can do for ``policy``, and why it is another one."""
-    if policy != "lazy":
+def usable_attach(
+    policy: AttachPolicy, guarded: bool, reason: str = ""
+) -> tuple[AttachPolicy, str]:
+    """Return the policy that can be had where ``policy`` is asked for, and why it is another one.
+
+    Parameters
+    ----------
+    policy:
+        As configured, or as a kernelspec asks for.
+    guarded:
+        Whether a device of the pool has the tier "guarded".
+    reason:
+        Why none has, as a sentence (``DeviceService.guard_problem``).
+    """
+    if policy != "lazy" or guarded:
         return policy, ""
+    because = f" {reason}" if reason else ""
     return "cell", (
-        "Attach policy 'lazy' needs the guard, which this version does not have yet; "
-        "kernels get their slice when a cell starts ('cell')."
+        "Attach policy 'lazy' needs the guard, which is not to be had here, so kernels get "
+        f"their slice when a cell starts ('cell').{because}"
     )
 
 

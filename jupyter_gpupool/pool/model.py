@@ -128,6 +128,8 @@ class PoolSettings:
     resume_headroom: int = 32 * MiB
     #: Seconds for which a pinned session is not tried again (the reason may have gone away).
     pinned_retry: float = 60.0
+    #: Part of a device's time that suspends and resumes may take while several want it in turn.
+    max_swap_overhead: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def test_without_files_everything_has_its_default(folders):
     settings = load_settings()
     assert settings.files == ()
     assert settings.notes == ()
-    assert settings.attach == "cell"
+    assert settings.attach == "lazy"
     assert settings.pool.default_memory == settings.pool.default_limit == 4 * GiB
 
 

@@ -66,6 +66,8 @@ def test_defaults_are_those_of_the_pool():
         ("host_memory", 7, 7),
         ("priority_classes", {"notebook": 1, "urgent": 2}, {"notebook": 1, "urgent": 2}),
         ("default_priority", "batch", "batch"),
+        ("max_swap_overhead", 0.05, 0.05),
+        ("max_swap_overhead", "5%", 0.05),
     ],
 )
 def test_pool_options(name, value, found):
@@ -76,6 +78,13 @@ def test_pool_options(name, value, found):
     ("name", "value", "found"),
     [
         ("attach", "manual", "manual"),
+        ("guard", False, False),
+        ("quiet_after", "5s", 5.0),
+        ("turn", 0.25, 0.25),
+        ("turn", 0.01, 0.01),
+        ("managed_memory", "allow", "allow"),
+        ("overuse", "suspend", "suspend"),
+        ("overuse", "end", "end"),
         ("devices", None, None),
         ("devices", [0, "1", "GPU-5d1c", "MIG-ab"], ("0", "1", "GPU-5d1c", "MIG-ab")),
         ("foreign_processes", "report", "report"),
@@ -105,19 +114,39 @@ def test_quotas():
 def test_options_from_the_command_line_are_text():
     loader = KVArgParseConfigLoader()
     arguments = ["--GPUPool.default_memory=6GiB", "--GPUPool.max_wait=None",
+                 "--GPUPool.guard=False", "--GPUPool.max_swap_overhead=0.2",
                  "--GPUPool.devices=0", "--GPUPool.admins=ada"]  # fmt: skip
     config = loader.load_config(arguments)
     check_config(config)
     found = GPUPool(config=config).settings(host_total=HOST, environ={})
     assert (found.pool.default_memory, found.pool.max_wait) == (6 * GiB, None)
     assert (found.devices, found.admins) == (("0",), ("ada",))
+    assert (found.guard, found.pool.max_swap_overhead) == (False, 0.2)
 
 
-def test_lazy_is_accepted_and_says_what_it_does_today():
-    found = settings(attach="lazy")
-    assert found.attach == "cell"
-    assert found.notes == (usable_attach("lazy")[1],)
-    assert "needs the guard" in found.notes[0]
+def test_lazy_is_the_default_and_kept_as_configured():
+    assert settings().attach == settings(attach="lazy").attach == "lazy"
+    assert settings().notes == ()
+
+
+@pytest.mark.parametrize("policy", ["lazy", "cell", "manual"])
+def test_with_the_guard_every_policy_can_be_had(policy):
+    assert usable_attach(policy, True, "not asked for") == (policy, "")
+
+
+@pytest.mark.parametrize("policy", ["cell", "manual"])
+def test_only_lazy_needs_the_guard(policy):
+    assert usable_attach(policy, False, "c.GPUPool.guard is False.") == (policy, "")
+
+
+def test_lazy_without_the_guard_acts_as_cell_and_says_why():
+    assert usable_attach("lazy", False, "c.GPUPool.guard is False.") == (
+        "cell",
+        (
+            "Attach policy 'lazy' needs the guard, which is not to be had here, so kernels get "
+            "their slice when a cell starts ('cell'). c.GPUPool.guard is False."
+        ),
+    )
 
 
 def test_more_host_memory_than_there_is_is_noted():
@@ -161,6 +190,15 @@ def test_state_dir_of_a_user_and_of_root(monkeypatch, tmp_path):
         ("attach", "lasy", "'lasy' is not allowed. It takes: 'lazy', 'cell' or 'manual'."),
         ("foreign_processes", "kill", ("'kill' is not allowed. It takes: 'count', 'report' or "
          "'end'.")),
+        ("guard", "on", "'on' is not allowed. It takes: True or False."),
+        ("quiet_after", 0, "'0' is not a duration above zero. Write one like 10m."),
+        ("turn", 0.001, "0.001 is below 0.01, which is the least."),
+        ("managed_memory", "deny", "'deny' is not allowed. It takes: 'refuse' or 'allow'."),
+        ("overuse", "kill", "'kill' is not allowed. It takes: 'report', 'suspend' or 'end'."),
+        ("max_swap_overhead", 0, ("0 is not a share above 0 and below 1. Write 0.1 or '10%'.")),
+        ("max_swap_overhead", 1, ("1 is not a share above 0 and below 1. Write 0.1 or '10%'.")),
+        ("max_swap_overhead", "lots", ("'lots' is not a share above 0 and below 1. Write 0.1 or "
+         "'10%'.")),
         ("devices", [], "The list is empty, so the pool would have no GPU. Use None for all GPUs."),
         ("devices", ["rtx"], ("'rtx' names no GPU. Write an index such as 0, or the beginning of a "
          "UUID such as 'GPU-5d1c'; `nvidia-smi -L` shows both.")),
@@ -262,6 +300,10 @@ def test_needs_restart_names_what_a_running_broker_can_not_change():
     old = settings()
     assert needs_restart(old, settings(idle_timeout=1, quotas={"ada": {"leases": 1}})) == ()
     assert needs_restart(old, settings(devices=[0], socket="/x")) == ("devices", "socket")
+    assert needs_restart(old, settings(guard=False)) == ("guard",)
+    live = {"attach": "cell", "quiet_after": 2, "turn": 1, "managed_memory": "allow",
+            "overuse": "end", "max_swap_overhead": 0.2}  # fmt: skip
+    assert needs_restart(old, settings(**live)) == ()
 
 
 def proc(tmp_path, cgroup: str, **limits: str) -> Path:
