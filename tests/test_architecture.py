@@ -21,17 +21,19 @@ ALLOWED: dict[str, str] = {
     "protocol": "errors",
     "client": "endpoint errors protocol",
     "pool": "errors units",
-    "config": "emulator endpoint errors pool.model units",
-    "devices": "errors pool.model units",
-    "broker": "__init__ config devices emulator endpoint errors pool protocol units",
-    "autostart": "__init__ client endpoint errors",
+    "guard": "errors",
+    "config": "emulator endpoint errors guard pool.model units",
+    "devices": "errors guard pool.model units",
+    "broker": "__init__ config devices emulator endpoint errors guard pool protocol units",
+    "autostart": "__init__ client endpoint errors guard",
     "kernel": "__init__ client endpoint errors protocol units",
-    "provisioner": "__init__ autostart client config endpoint errors kernelspecs protocol units",
+    "provisioner": "__init__ autostart client config endpoint errors guard kernelspecs protocol "
+    "units",
     "kernelspecs": "errors",
     "emulator": "units",
     "demo": "__init__ autostart client emulator endpoint errors timeline units",
     "timeline": "units",
-    "cli": "__init__ autostart broker client config demo devices emulator endpoint errors "
+    "cli": "__init__ autostart broker client config demo devices emulator endpoint errors guard "
     "kernelspecs protocol provisioner timeline units",
 }
 

@@ -1,0 +1,180 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Where the compiled guard is, and which environment puts a session's processes under it.
+
+Builds nothing (see ``build``). Standard library only: provisioners import this, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Mapping
+
+from ..errors import GPUPoolError
+
+#: The guard's two faces: the CUDA driver, and the NVML whose memory queries it answers.
+LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
+
+#: Name of a folder of links, made by :func:`guard_directory`. Entries of search paths are known as
+#: ours by it, also those of a broker that has ended.
+FOLDER = "gpupool-guard"
+
+#: What a session's processes have and nobody outside the session may inherit, the paths aside.
+VARIABLES = ("GPUPOOL_PAGE", "GPUPOOL_VISIBLE", "GPUPOOL_REAL_LIBCUDA")
+
+_LIB = Path(__file__).resolve().parent / "lib"
+
+
+class GuardMissing(GPUPoolError):
+    """The guard has not been compiled on this machine."""
+
+    code = "no-guard"
+
+
+class GuardFolderError(GPUPoolError):
+    """The folder of links cannot be made, or somebody else could change what is in it."""
+
+    code = "bad-folder"
+
+
+def library() -> Path:
+    """Return the compiled guard, ``libcuda.so.1``; ``libnvidia-ml.so.1`` lies beside it.
+
+    Raises
+    ------
+    GuardMissing
+        If it is not there.
+    """
+    for name in LIBRARIES:
+        if not (_LIB / name).is_file():
+            raise GuardMissing(
+                f"There is no compiled guard: {_LIB / name} is missing.",
+                next_step="Install a C compiler (gcc or clang, callable as cc) and run: "
+                "python -m jupyter_gpupool.guard.build",
+            )
+    return _LIB / LIBRARIES[0]
+
+
+def guard_directory(base: Path) -> Path:
+    """Make the folder of links to the guard in ``base``, if need be, and return it.
+
+    Frameworks ask for the driver as ``libcuda.so.1`` or ``libcuda.so``; the dynamic loader finds
+    both here and takes them for the preloaded file, which they are links to. A folder of our own
+    and not the package's, because a wheel cannot hold links. Links that point elsewhere (of a
+    package that was installed anew in another place) are replaced, one at a time: at any moment a
+    process that starts finds the one or the other.
+
+    Raises
+    ------
+    GuardMissing
+        If the guard is not compiled.
+    GuardFolderError
+        If the folder cannot be made, or another user could change what is loaded from it.
+    """
+    target = library().parent
+    folder = base / FOLDER
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o755)
+            folder.chmod(0o755)  # whatever the umask: every user's kernels read it
+        for path in (base, folder):
+            _check(path)
+        for soname in LIBRARIES:
+            for name in (soname, soname.removesuffix(".1")):
+                _link(folder / name, target / soname)
+    except OSError as error:
+        raise GuardFolderError(
+            f"The guard's folder {folder} cannot be made: {error}.",
+            next_step="Make room or correct its permissions, and start the broker again.",
+        ) from None
+    return folder
+
+
+def _check(path: Path) -> None:
+    found = path.lstat()
+    writable = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), 0) or writable:
+        raise GuardFolderError(
+            f"{path} is not a folder that only this user can write to; kernels would load "
+            "libraries from it.",
+            next_step=f"Remove it: rm -rf {path}",
+        )
+
+
+def _link(path: Path, target: Path) -> None:
+    with contextlib.suppress(OSError):  # not there, or not a link
+        if path.readlink() == target:
+            return
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary.symlink_to(target)
+    try:
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def session_environment(
+    directory: Path, page_path: Path, base: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the variables that put a process and its children under the guard.
+
+    Parameters
+    ----------
+    directory:
+        From :func:`guard_directory`.
+    page_path:
+        The session's page.
+    base:
+        Variables that the process gets besides (those of the emulated driver, say): what they have
+        of ``LD_PRELOAD`` and ``LD_LIBRARY_PATH`` comes after the guard.
+    """
+    base = base or {}
+    folder, preload = str(directory), str(directory / LIBRARIES[0])
+    return {
+        "LD_PRELOAD": _in_front(preload, base.get("LD_PRELOAD", "")),
+        "LD_LIBRARY_PATH": _in_front(folder, base.get("LD_LIBRARY_PATH", "")),
+        "GPUPOOL_PAGE": str(page_path),
+    }
+
+
+def _in_front(first: str, rest: str) -> str:
+    others = [entry for entry in rest.split(os.pathsep) if entry and entry != first]
+    return os.pathsep.join([first, *others])
+
+
+def without_guard(env: Mapping[str, str]) -> dict[str, str]:
+    """Return ``env`` for a process that must not run under the guard of the session around us.
+
+    A broker, or a Jupyter server with pooled kernels of its own, may be started from within a
+    pooled kernel; the outer session's page is nothing to its children.
+    """
+    found = {name: value for name, value in env.items() if name not in VARIABLES}
+    for name in ("LD_PRELOAD", "LD_LIBRARY_PATH"):
+        if name not in found:
+            continue
+        # The dynamic loader takes spaces between the entries of LD_PRELOAD, too (ld.so(8)).
+        text = found[name].replace(" ", os.pathsep) if name == "LD_PRELOAD" else found[name]
+        entries = text.split(os.pathsep)
+        kept = [entry for entry in entries if not entry or not _ours(entry)]
+        if kept == entries:
+            continue
+        if any(kept):
+            found[name] = os.pathsep.join(kept)
+        else:
+            del found[name]
+    return found
+
+
+def _ours(entry: str) -> bool:
+    """Return whether this is the guard, or a folder that the guard is found in."""
+    path = Path(entry)
+    folder = path.parent if path.name in LIBRARIES else path
+    if folder.name == FOLDER:
+        return True
+    with contextlib.suppress(OSError):
+        return folder.resolve() == _LIB
+    return False
