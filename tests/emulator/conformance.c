@@ -12,7 +12,7 @@
  * strands a process until it is killed, "sync_while_suspended", which crashes one, and
  * "stopped_target", which hangs a call. The program suspends only processes that it started.
  */
-#include "conformance.h"
+#include "conformance_graphs.h"
 
 #include <sys/wait.h>
 
@@ -442,7 +442,9 @@ static void case_restore_without_room(void)
 const struct test tests[] = {
     CASE(version), CASE(symbols), CASE(error_names), CASE(device), CASE(needs_context),
     CASE(copies), CASE(copy_2d), CASE(out_of_memory), CASE(host_memory),
-    CASE(streams_and_events), CASE(kernel), CASE(pool), CASE(vmm), CASE(fork),
+    CASE(streams_and_events), CASE(kernel), CASE(pool), CASE(vmm), CASE(graph_work),
+    CASE(graph_memory), CASE(graph_memory_outlives), CASE(graph_out_of_memory), CASE(capture),
+    CASE(capture_refusals), CASE(graph_memory_suspended), CASE(fork),
     CASE(no_device_is_sticky), CASE(state_machine), CASE(not_a_cuda_process), CASE(lock_timeout),
     CASE(calls_block), CASE(managed_memory), CASE(kill_suspended), CASE(migration),
     CASE(sync_while_locked), CASE(sync_while_suspended), CASE(stopped_target),

@@ -45,6 +45,44 @@ struct prop {
 struct access {
     int location_type, location_id, flags;
 };
+struct copy3d {
+    size_t srcXInBytes, srcY, srcZ, srcLOD;
+    int srcMemoryType;
+    const void *srcHost;
+    uint64_t srcDevice;
+    void *srcArray, *reserved0;
+    size_t srcPitch, srcHeight, dstXInBytes, dstY, dstZ, dstLOD;
+    int dstMemoryType;
+    void *dstHost;
+    uint64_t dstDevice;
+    void *dstArray, *reserved1;
+    size_t dstPitch, dstHeight, WidthInBytes, Height, Depth;
+};
+struct alloc_node {
+    int alloc_type, handle_types, location_type, location_id;
+    void *security;
+    size_t max_size;
+    char rest[56];
+    const void *access;
+    size_t access_count, bytes;
+    uint64_t address;
+};
+struct kernel_node {
+    void *function;
+    unsigned grid[3], block[3], shared;
+    void **params, **extra;
+    void *kernel, *context;
+};
+struct set_node {
+    uint64_t to;
+    size_t pitch;
+    unsigned value, unit;
+    size_t width, height;
+};
+struct host_node {
+    void (*function)(void *);
+    void *data;
+};
 
 #define CALLS(X)                                                                                   \
     X(cuInit, (unsigned)) X(cuDriverGetVersion, (int *))                                           \
@@ -78,6 +116,23 @@ struct access {
     X(cuMemCreate, (uint64_t *, size_t, const struct prop *, unsigned long long))                  \
     X(cuMemMap, (uint64_t, size_t, size_t, uint64_t, unsigned long long)) X(cuMemUnmap, (uint64_t, size_t)) \
     X(cuMemSetAccess, (uint64_t, size_t, const struct access *, size_t)) X(cuMemRelease, (uint64_t)) \
+    X(cuMemcpyDtoHAsync_v2, (void *, uint64_t, size_t, void *)) X(cuCtxGetCurrent, (void **))       \
+    X(cuGraphCreate, (void **, unsigned)) X(cuGraphDestroy, (void *))                              \
+    X(cuGraphAddEmptyNode, (void **, void *, void *const *, size_t))                               \
+    X(cuGraphAddKernelNode_v2, (void **, void *, void *const *, size_t, const struct kernel_node *)) \
+    X(cuGraphAddMemcpyNode, (void **, void *, void *const *, size_t, const struct copy3d *, void *)) \
+    X(cuGraphAddMemsetNode, (void **, void *, void *const *, size_t, const struct set_node *, void *)) \
+    X(cuGraphAddHostNode, (void **, void *, void *const *, size_t, const struct host_node *))      \
+    X(cuGraphAddChildGraphNode, (void **, void *, void *const *, size_t, void *))                  \
+    X(cuGraphAddMemAllocNode, (void **, void *, void *const *, size_t, struct alloc_node *))       \
+    X(cuGraphAddMemFreeNode, (void **, void *, void *const *, size_t, uint64_t))                   \
+    X(cuGraphNodeGetType, (void *, int *)) X(cuGraphGetNodes, (void *, void **, size_t *))         \
+    X(cuGraphInstantiateWithFlags, (void **, void *, unsigned long long))                          \
+    X(cuGraphUpload, (void *, void *)) X(cuGraphLaunch, (void *, void *)) X(cuGraphExecDestroy, (void *)) \
+    X(cuDeviceGetGraphMemAttribute, (int, int, void *)) X(cuDeviceGraphMemTrim, (int))             \
+    X(cuStreamBeginCapture_v2, (void *, int)) X(cuStreamEndCapture, (void *, void **))             \
+    X(cuStreamIsCapturing, (void *, int *))                                                        \
+    X(cuStreamGetCaptureInfo_v2, (void *, int *, uint64_t *, void **, const void **, size_t *))    \
     X(cuCheckpointProcessGetState, (int, int *)) X(cuCheckpointProcessGetRestoreThreadId, (int, int *)) \
     X(cuCheckpointProcessLock, (int, void *)) X(cuCheckpointProcessCheckpoint, (int, void *))      \
     X(cuCheckpointProcessRestore, (int, void *)) X(cuCheckpointProcessUnlock, (int, void *))
@@ -173,6 +228,13 @@ static int open_context(void)
     return result ? result : cuCtxSetCurrent(context);
 }
 
+static void *current_context(void)
+{
+    void *context = NULL;
+    cuCtxGetCurrent(&context);
+    return context;
+}
+
 static size_t free_memory(void)
 {
     size_t free = 0, total = 0;
@@ -213,6 +275,39 @@ static int target_alloc(size_t mib)
     return result;
 }
 
+/* The memory of a launched graph that does not free it. */
+static void *target_run;
+
+static int target_graph(size_t mib)
+{
+    void *graph = NULL, *node = NULL;
+    struct alloc_node alloc = {.alloc_type = 1, .location_type = 1, .bytes = mib * MIB};
+    uint32_t *host = malloc(alloc.bytes);
+    for (size_t i = 0; i < alloc.bytes / 4; i++)
+        host[i] = pattern(i);
+    int result = open_context();
+    if (!result)
+        result = cuGraphCreate(&graph, 0);
+    if (!result)
+        result = cuGraphAddMemAllocNode(&node, graph, NULL, 0, &alloc);
+    if (!result)
+        result = cuGraphInstantiateWithFlags(&target_run, graph, 0);
+    if (!result)
+        result = cuGraphLaunch(target_run, NULL);
+    if (!result)
+        result = cuMemcpyHtoD_v2(alloc.address, host, alloc.bytes);
+    free(host);
+    target_memory = alloc.address;
+    target_bytes = alloc.bytes;
+    return result;
+}
+
+static int target_relaunch(void)
+{
+    int result = cuMemFree_v2(target_memory);
+    return result ? result : cuGraphLaunch(target_run, NULL);
+}
+
 static int target_verify(void)
 {
     uint32_t *host = calloc(1, target_bytes);
@@ -245,6 +340,10 @@ static int obey(const char *word, size_t number)
     }
     if (!strcmp(word, "alloc"))
         return target_alloc(number);
+    if (!strcmp(word, "graph"))
+        return target_graph(number);
+    if (!strcmp(word, "relaunch"))
+        return target_relaunch();
     if (!strcmp(word, "hold"))
         return cuMemAlloc_v2(&p, number * MIB);
     if (!strcmp(word, "verify"))

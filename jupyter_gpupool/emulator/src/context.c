@@ -22,7 +22,7 @@ bool context_valid(struct context *context)
     return false;
 }
 
-static bool known(struct context *c)
+bool context_known(struct context *c)
 {
     pthread_mutex_lock(&driver.lock);
     bool valid = context_valid(c);
@@ -80,6 +80,10 @@ static void context_end(struct context *c)
         struct allocation a = driver.allocation[i];
         if (a.context != c || a.kind == ALLOC_REGISTERED || a.kind == ALLOC_VMM)
             continue;
+        if (a.kind == ALLOC_GRAPH) {
+            graph_memory_free(a.graph); /* takes it out of the table itself */
+            continue;
+        }
         if (a.kind == ALLOC_POOL)
             pool_free(&driver.allocation[i]);
         else if (a.kind == ALLOC_DEVICE)
@@ -89,14 +93,18 @@ static void context_end(struct context *c)
         allocation_remove(&driver.allocation[i]);
     }
     for (struct stream *s = driver.streams; s; s = s->next)
-        if (s->context == c)
+        if (s->context == c) {
+            capture_drop(s);
             s->destroyed = true;
+        }
     bool last = true;
     for (struct context *o = driver.contexts; o; o = o->next)
         last = last && (o->destroyed || o->device != c->device);
     struct device *d = &driver.device[c->device];
     if (last && d->charged) {
         pools_trim_idle();
+        if (d->graph_pool)
+            pool_trim(d->graph_pool, 0);
         machine_release(driver.slot, d->physical, machine->spec.context);
         d->charged = false;
     }
@@ -225,7 +233,7 @@ EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int
 EXPORT CUresult cuCtxPushCurrent_v2(CUcontext c)
 {
     CHECKED;
-    return known(c) ? push(c) : CUDA_ERROR_INVALID_CONTEXT;
+    return context_known(c) ? push(c) : CUDA_ERROR_INVALID_CONTEXT;
 }
 
 EXPORT CUresult cuCtxPopCurrent_v2(CUcontext *out)
@@ -247,7 +255,7 @@ EXPORT CUresult cuCtxSetCurrent(CUcontext c)
             depth--;
         return CUDA_SUCCESS;
     }
-    if (!known(c))
+    if (!context_known(c))
         return CUDA_ERROR_INVALID_CONTEXT;
     if (!depth)
         return push(c);
@@ -272,7 +280,7 @@ EXPORT CUresult cuCtxGetCurrent(CUcontext *out)
             CUresult current_ = context_current(&(c));  \
             if (current_)                               \
                 return current_;                        \
-        } else if (!known(c)) {                         \
+        } else if (!context_known(c)) {                         \
             return CUDA_ERROR_INVALID_CONTEXT;          \
         }                                               \
     } while (0)
@@ -376,7 +384,7 @@ EXPORT CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
 {
     struct context *c = NULL;
     CONTEXT(c);
-    if (flags || !known(peer) || peer->device == c->device)
+    if (flags || !context_known(peer) || peer->device == c->device)
         return CUDA_ERROR_INVALID_VALUE;
     if (c->peers >> peer->device & 1)
         return CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;
@@ -388,7 +396,7 @@ EXPORT CUresult cuCtxDisablePeerAccess(CUcontext peer)
 {
     struct context *c = NULL;
     CONTEXT(c);
-    if (!known(peer) || !(c->peers >> peer->device & 1))
+    if (!context_known(peer) || !(c->peers >> peer->device & 1))
         return CUDA_ERROR_PEER_ACCESS_NOT_ENABLED;
     c->peers &= ~(1ull << peer->device);
     return CUDA_SUCCESS;
@@ -397,8 +405,11 @@ EXPORT CUresult cuCtxDisablePeerAccess(CUcontext peer)
 EXPORT CUresult cuCtxSynchronize_v2(CUcontext c)
 {
     CONTEXT(c);
+    CUresult refused;
     if (sync_returns_early())
         return CUDA_SUCCESS;
+    if (capture_refuses(NULL, c, &refused))
+        return refused;
     pthread_mutex_lock(&driver.lock);
     uint64_t tail = driver_tail(c);
     pthread_mutex_unlock(&driver.lock);

@@ -24,9 +24,8 @@ struct transfer {
     size_t to_pitch, from_pitch, width, rows;
 };
 
-static CUresult transfer(const struct transfer *t, CUstream stream, bool wait)
+static CUresult move(const struct transfer *t, CUstream stream, bool wait)
 {
-    GATED;
     struct stream *s;
     void *to = NULL, *from = NULL;
     int to_device = -1, from_device = -1;
@@ -49,6 +48,16 @@ static CUresult transfer(const struct transfer *t, CUstream stream, bool wait)
     if (wait)
         sleep_until(tail);
     return CUDA_SUCCESS;
+}
+
+static CUresult transfer(const struct transfer *t, CUstream stream, bool wait)
+{
+    GATED;
+    CUresult result;
+    CUDA_MEMCPY3D p = {.srcMemoryType = MEMORYTYPE_UNIFIED, .srcDevice = t->from, .srcPitch = t->from_pitch,
+                       .dstMemoryType = MEMORYTYPE_UNIFIED, .dstDevice = t->to, .dstPitch = t->to_pitch,
+                       .WidthInBytes = t->width, .Height = t->rows, .Depth = 1};
+    return capture_copy(stream, &p, wait, &result) ? result : move(t, stream, wait);
 }
 
 static CUresult copy(uint64_t to, uint64_t from, size_t size, CUstream stream, bool wait)
@@ -144,10 +153,8 @@ EXPORT CUresult cuMemcpy2D_v2(const CUDA_MEMCPY2D *p) { return copy2d(p, STREAM_
 EXPORT CUresult cuMemcpy2DUnaligned_v2(const CUDA_MEMCPY2D *p) { return copy2d(p, STREAM_LEGACY, true); }
 EXPORT CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *p, CUstream s) { return copy2d(p, s, false); }
 
-static CUresult copy3d(const CUDA_MEMCPY3D *p, CUstream stream, bool wait)
+static CUresult planes(const CUDA_MEMCPY3D *p, CUstream stream, bool wait)
 {
-    if (!p)
-        return CUDA_ERROR_INVALID_VALUE;
     uint64_t from = base(p->srcMemoryType, p->srcHost, p->srcDevice);
     uint64_t to = base(p->dstMemoryType, p->dstHost, p->dstDevice);
     size_t from_pitch = p->srcPitch ? p->srcPitch : p->WidthInBytes;
@@ -160,11 +167,22 @@ static CUresult copy3d(const CUDA_MEMCPY3D *p, CUstream stream, bool wait)
         struct transfer t = {to + ((p->dstZ + z) * to_height + p->dstY) * to_pitch + p->dstXInBytes,
                              from + ((p->srcZ + z) * from_height + p->srcY) * from_pitch + p->srcXInBytes,
                              to_pitch, from_pitch, p->WidthInBytes, p->Height};
-        CUresult result = transfer(&t, stream, wait);
+        CUresult result = move(&t, stream, wait);
         if (result)
             return result;
     }
     return CUDA_SUCCESS;
+}
+
+CUresult copy_now(const CUDA_MEMCPY3D *p, CUstream stream) { return planes(p, stream, false); }
+
+static CUresult copy3d(const CUDA_MEMCPY3D *p, CUstream stream, bool wait)
+{
+    GATED;
+    CUresult result;
+    if (!p)
+        return CUDA_ERROR_INVALID_VALUE;
+    return capture_copy(stream, p, wait, &result) ? result : planes(p, stream, wait);
 }
 
 EXPORT CUresult cuMemcpy3D_v2(const CUDA_MEMCPY3D *p) { return copy3d(p, STREAM_LEGACY, true); }
@@ -172,34 +190,44 @@ EXPORT CUresult cuMemcpy3DAsync_v2(const CUDA_MEMCPY3D *p, CUstream s) { return 
 
 /* ---- fills ---- */
 
-static CUresult fill(uint64_t to, size_t pitch, unsigned value, unsigned unit, size_t width, size_t rows,
-                     CUstream stream, bool wait)
+static CUresult fill_lines(const CUDA_MEMSET_NODE_PARAMS *p, CUstream stream, bool wait)
 {
-    GATED;
     struct stream *s;
     void *host = NULL;
-    if (to % unit || (rows > 1 && pitch < width * unit))
+    size_t width = p->width, rows = p->height, unit = p->elementSize;
+    if (p->dst % unit || (rows > 1 && p->pitch < width * unit))
         return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&driver.lock);
     CUresult result = stream_resolve(stream, &s);
     if (!result && width && rows)
-        result = resolve(to, pitch * (rows - 1) + width * unit, &host, NULL);
+        result = resolve(p->dst, p->pitch * (rows - 1) + width * unit, &host, NULL);
     uint64_t tail = result ? 0 : stream_submit(s, 0);
     pthread_mutex_unlock(&driver.lock);
     if (result || !width)
         return result;
     for (size_t row = 0; row < rows; row++) {
-        char *line = (char *)host + row * pitch;
+        char *line = (char *)host + row * p->pitch;
         if (unit == 1)
-            memset(line, (int)value, width);
+            memset(line, (int)p->value, width);
         for (size_t i = 0; unit == 2 && i < width; i++)
-            ((uint16_t *)line)[i] = (uint16_t)value;
+            ((uint16_t *)line)[i] = (uint16_t)p->value;
         for (size_t i = 0; unit == 4 && i < width; i++)
-            ((uint32_t *)line)[i] = value;
+            ((uint32_t *)line)[i] = p->value;
     }
     if (wait)
         sleep_until(tail);
     return CUDA_SUCCESS;
+}
+
+CUresult fill_now(const CUDA_MEMSET_NODE_PARAMS *p, CUstream stream) { return fill_lines(p, stream, false); }
+
+static CUresult fill(uint64_t to, size_t pitch, unsigned value, unsigned unit, size_t width, size_t rows,
+                     CUstream stream, bool wait)
+{
+    GATED;
+    CUresult result;
+    CUDA_MEMSET_NODE_PARAMS p = {to, pitch, value, unit, width, rows};
+    return capture_fill(stream, &p, wait, &result) ? result : fill_lines(&p, stream, wait);
 }
 
 #define FILL(bits, value_t)                                                                           \

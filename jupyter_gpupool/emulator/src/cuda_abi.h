@@ -27,6 +27,10 @@ typedef struct module *CUlibrary; /* a library is a module that needs no context
 typedef struct kernel *CUkernel;
 typedef struct pool *CUmemoryPool;
 typedef struct array *CUarray;
+typedef struct mipmap *CUmipmappedArray;
+typedef struct graph *CUgraph;
+typedef struct node *CUgraphNode;
+typedef struct executable *CUgraphExec;
 typedef unsigned long long CUmemGenericAllocationHandle;
 
 typedef struct {
@@ -64,6 +68,11 @@ enum {
     CUDA_ERROR_NOT_SUPPORTED = 801,
     CUDA_ERROR_SYSTEM_DRIVER_MISMATCH = 803,
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
+    CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
+    CUDA_ERROR_STREAM_CAPTURE_ISOLATION = 905,
+    CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906,
+    CUDA_ERROR_CAPTURED_EVENT = 907,
+    CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD = 908,
     CUDA_ERROR_UNKNOWN = 999,
 };
 
@@ -169,6 +178,62 @@ typedef struct {
 } CUDA_ARRAY3D_DESCRIPTOR;
 
 typedef struct {
+    CUfunction func;
+    unsigned gridDimX, gridDimY, gridDimZ;
+    unsigned blockDimX, blockDimY, blockDimZ;
+    unsigned sharedMemBytes;
+    void **kernelParams;
+    void **extra;
+} CUDA_KERNEL_NODE_PARAMS; /* version 1; later ones have more behind it */
+
+typedef struct {
+    CUdeviceptr dst;
+    size_t pitch;
+    unsigned value, elementSize;
+    size_t width, height;
+} CUDA_MEMSET_NODE_PARAMS; /* as above */
+
+typedef struct {
+    void (*fn)(void *);
+    void *userData;
+} CUDA_HOST_NODE_PARAMS;
+
+typedef struct {
+    CUmemPoolProps poolProps;
+    const CUmemAccessDesc *accessDescs;
+    size_t accessDescCount;
+    size_t bytesize;
+    CUdeviceptr dptr;
+} CUDA_MEM_ALLOC_NODE_PARAMS;
+
+typedef struct {
+    int type;
+    int reserved0[3];
+    union {
+        long long reserved1[29];
+        CUDA_KERNEL_NODE_PARAMS kernel;
+        struct {
+            int flags, reserved;
+            CUcontext copyCtx;
+            CUDA_MEMCPY3D copyParams;
+        } memcpy;
+        CUDA_MEMSET_NODE_PARAMS memset;
+        CUDA_HOST_NODE_PARAMS host;
+        CUgraph graph;
+        CUDA_MEM_ALLOC_NODE_PARAMS alloc;
+        CUdeviceptr free;
+    };
+    long long reserved2;
+} CUgraphNodeParams;
+
+typedef struct {
+    uint64_t flags;
+    CUstream hUploadStream;
+    CUgraphNode hErrNode_out;
+    int result_out;
+} CUDA_GRAPH_INSTANTIATE_PARAMS;
+
+typedef struct {
     unsigned timeoutMs;
     unsigned reserved0;
     uint64_t reserved1[7];
@@ -191,5 +256,7 @@ _Static_assert(sizeof(CUcheckpointRestoreArgs) == 64, "published size");
 _Static_assert(sizeof(CUcheckpointGpuPair) == 32, "published size");
 _Static_assert(sizeof(CUmemAllocationProp) == 32, "published size");
 _Static_assert(sizeof(CUmemPoolProps) == 88, "published size");
+_Static_assert(sizeof(CUgraphNodeParams) == 256, "published size");
+_Static_assert(sizeof(CUDA_MEM_ALLOC_NODE_PARAMS) == 120, "published size");
 
 #endif

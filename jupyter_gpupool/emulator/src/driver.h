@@ -24,8 +24,13 @@
 #define MAGIC_KERNEL 0x6b726e31u
 #define MAGIC_POOL 0x706f6f31u
 #define MAGIC_ARRAY 0x61727231u
+#define MAGIC_MIPMAP 0x6d697031u
+#define MAGIC_GRAPH 0x67726131u
+#define MAGIC_NODE 0x6e6f6431u
+#define MAGIC_EXECUTABLE 0x65786531u
 
-enum allocation_kind { ALLOC_DEVICE, ALLOC_POOL, ALLOC_HOST, ALLOC_REGISTERED, ALLOC_MANAGED, ALLOC_VMM };
+enum allocation_kind { ALLOC_DEVICE, ALLOC_POOL, ALLOC_HOST, ALLOC_REGISTERED, ALLOC_MANAGED, ALLOC_VMM,
+                       ALLOC_GRAPH };
 
 struct allocation {
     uint64_t address;
@@ -38,6 +43,7 @@ struct allocation {
     unsigned flags;
     struct context *context;
     struct pool *pool;
+    struct graph_memory *graph;
     uint64_t physical; /* VMM: its handle */
 };
 
@@ -61,7 +67,7 @@ struct device {
     struct context *primary;
     unsigned primary_count;
     unsigned primary_flags;
-    struct pool *default_pool, *current_pool;
+    struct pool *default_pool, *current_pool, *graph_pool;
 };
 
 struct context {
@@ -84,6 +90,7 @@ struct stream {
     uint64_t id;
     uint64_t tail; /* when the work submitted so far is done, CLOCK_MONOTONIC ns */
     bool destroyed;
+    struct capture *capture; /* NULL: work is done, not recorded */
     struct stream *next;
 };
 
@@ -92,6 +99,7 @@ struct event {
     struct context *context;
     unsigned flags;
     bool recorded;
+    bool captured; /* recorded last in a capture: a place in a graph, not a time */
     uint64_t time;
 };
 
@@ -127,6 +135,7 @@ struct driver {
     uint32_t inflight;       /* calls past the gate; futex word of the lock's drain */
     uint32_t closed;         /* futex word of callers waiting at the gate */
     uint32_t suspend_state;  /* PROCESS_* as the calls of this process see it */
+    uint32_t captures;       /* streams in capture */
     uint32_t sticky;         /* error that killed the context (illegal address, lost device) */
 };
 
@@ -160,7 +169,8 @@ bool sync_returns_early(void); /* crashes while CHECKPOINTED, true while LOCKED 
 /* ---- context.c ---- */
 CUresult context_current(struct context **out);
 CUresult context_of_stream(CUstream stream, struct context **out);
-bool context_valid(struct context *context);
+bool context_valid(struct context *context); /* with the lock held */
+bool context_known(struct context *context); /* without */
 
 /* ---- arena.c: address space and bytes ---- */
 CUresult arena_init(void);
@@ -189,6 +199,13 @@ CUresult resolve(uint64_t address, uint64_t size, void **host, int *device);
 struct pool *pool_default(int device);
 void pools_trim_idle(void);
 CUresult pool_free(struct allocation *a);
+struct pool *pool_for_graphs(int device);
+CUresult pool_reserve(struct pool *pool, uint64_t bytes); /* room for `bytes` more in use */
+void pool_trim(struct pool *pool, uint64_t keep);
+
+/* ---- graph_memory.c ---- */
+struct graph_memory;
+CUresult graph_memory_free(struct graph_memory *memory);
 
 /* ---- vmm.c ---- */
 struct physical;
@@ -203,6 +220,24 @@ struct stream *stream_new(struct context *context, unsigned flags, int priority)
 uint64_t stream_submit(struct stream *stream, uint64_t duration);
 uint64_t stream_tail(const struct stream *stream);
 uint64_t driver_tail(const struct context *context); /* NULL: of all contexts */
+
+/* ---- copy.c, launch.c: inside the gate already, and never captured ---- */
+CUresult copy_now(const CUDA_MEMCPY3D *p, CUstream stream);
+CUresult fill_now(const CUDA_MEMSET_NODE_PARAMS *p, CUstream stream);
+CUresult launch_now(CUfunction kernel, CUstream stream, void **params);
+CUresult host_now(CUstream stream, void (*function)(void *), void *data);
+
+/* ---- capture.c: true if the call was recorded instead (or refused: see *result) ---- */
+bool capture_copy(CUstream stream, const CUDA_MEMCPY3D *p, bool wait, CUresult *result);
+bool capture_fill(CUstream stream, const CUDA_MEMSET_NODE_PARAMS *p, bool wait, CUresult *result);
+bool capture_launch(CUstream stream, CUfunction kernel, void **params, CUresult *result);
+bool capture_host(CUstream stream, void (*function)(void *), void *data, CUresult *result);
+bool capture_alloc(CUstream stream, size_t size, struct pool *pool, CUdeviceptr *out, CUresult *result);
+bool capture_free(CUstream stream, uint64_t address, CUresult *result);
+bool capture_event(CUstream stream, struct event *event, bool wait, CUresult *result);
+/* A call that a stream in capture cannot have (NULL context: it is about the stream). */
+bool capture_refuses(CUstream stream, const struct context *context, CUresult *result);
+void capture_drop(struct stream *stream); /* with the lock held: the stream goes */
 
 /* ---- kernels.c ---- */
 /* Runs the built-in kernel of that name, if there is one; its modelled ns. */

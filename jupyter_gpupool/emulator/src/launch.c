@@ -22,17 +22,11 @@ EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunct
     return cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, f, size, shared, 0);
 }
 
-static CUresult launch(struct kernel *k, CUstream stream, void **params, unsigned blocks, unsigned threads)
+CUresult launch_now(CUfunction k, CUstream stream, void **params)
 {
-    GATED;
     struct stream *s;
-    CUresult result = CUDA_SUCCESS;
-    if (kernel_bad(k))
-        return CUDA_ERROR_INVALID_HANDLE;
-    if (!blocks || !threads || threads > 1024 || (k->params && !params))
-        return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&driver.lock);
-    result = stream_resolve(stream, &s);
+    CUresult result = stream_resolve(stream, &s);
     int device = result ? 0 : s->context->device;
     pthread_mutex_unlock(&driver.lock);
     if (result)
@@ -51,20 +45,31 @@ static CUresult launch(struct kernel *k, CUstream stream, void **params, unsigne
 }
 
 /* Parameters may also come as one buffer: CU_LAUNCH_PARAM_BUFFER_POINTER (1), _SIZE (2), end (0). */
-static CUresult launch_any(struct kernel *k, CUstream stream, void **params, void **extra, unsigned blocks,
+void **launch_params(CUfunction k, void **params, void **extra, void **list)
+{
+    char *buffer = NULL;
+    if (params || !extra)
+        return params;
+    for (void **e = extra; *e && e - extra < 8; e += 2)
+        if (*e == (void *)1)
+            buffer = e[1];
+    for (uint32_t i = 0; buffer && i < k->params; i++)
+        list[i] = buffer + k->offset[i];
+    return buffer ? list : NULL;
+}
+
+static CUresult launch_any(CUfunction k, CUstream stream, void **params, void **extra, unsigned blocks,
                            unsigned threads)
 {
+    GATED;
     void *list[MAX_PARAMS];
-    if (!params && extra && !kernel_bad(k)) {
-        char *buffer = NULL;
-        for (void **e = extra; *e && e - extra < 8; e += 2)
-            if (*e == (void *)1)
-                buffer = e[1];
-        for (uint32_t i = 0; buffer && i < k->params; i++)
-            list[i] = buffer + k->offset[i];
-        params = buffer ? list : NULL;
-    }
-    return launch(k, stream, params, blocks, threads);
+    CUresult result;
+    if (kernel_bad(k))
+        return CUDA_ERROR_INVALID_HANDLE;
+    params = launch_params(k, params, extra, list);
+    if (!blocks || !threads || threads > 1024 || (k->params && !params))
+        return CUDA_ERROR_INVALID_VALUE;
+    return capture_launch(stream, k, params, &result) ? result : launch_now(k, stream, params);
 }
 
 EXPORT CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,

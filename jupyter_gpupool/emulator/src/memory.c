@@ -166,7 +166,8 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
     if (found && found->address == address) {
         struct allocation a = *found;
         result = CUDA_SUCCESS;
-        if (a.kind == ALLOC_DEVICE || a.kind == ALLOC_POOL || a.kind == ALLOC_MANAGED) {
+        if (a.kind == ALLOC_DEVICE || a.kind == ALLOC_POOL || a.kind == ALLOC_MANAGED ||
+            a.kind == ALLOC_GRAPH) {
             /* Freeing waits for the work that may still use the memory. */
             uint64_t tail = driver_tail(a.context);
             pthread_mutex_unlock(&driver.lock);
@@ -184,9 +185,11 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
             result = pool_free(found);
         else if (a.kind == ALLOC_MANAGED)
             host_release(&a);
+        else if (a.kind == ALLOC_GRAPH)
+            result = graph_memory_free(a.graph);
         else
             result = CUDA_ERROR_INVALID_VALUE;
-        if (!result)
+        if (!result && a.kind != ALLOC_GRAPH)
             allocation_remove(found);
     }
     pthread_mutex_unlock(&driver.lock);

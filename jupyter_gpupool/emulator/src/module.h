@@ -28,6 +28,9 @@ struct module {
     struct module *next;
 };
 
+/* launch.c: the parameters as a list, made in `list` if they came as a buffer. */
+void **launch_params(CUfunction k, void **params, void **extra, void **list);
+
 static inline bool kernel_bad(const struct kernel *k) { return !k || k->magic != MAGIC_KERNEL; }
 
 #endif

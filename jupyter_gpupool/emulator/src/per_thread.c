@@ -34,6 +34,12 @@ FIRST(cuStreamGetId, (CUstream stream, unsigned long long *v), v)
 FIRST(cuStreamGetCtx, (CUstream stream, CUcontext *v), v)
 FIRST(cuStreamGetDevice, (CUstream stream, CUdevice *v), v)
 FIRST(cuStreamIsCapturing, (CUstream stream, int *v), v)
+FIRST(cuStreamBeginCapture_v2, (CUstream stream, int mode), mode)
+FIRST(cuStreamEndCapture, (CUstream stream, CUgraph *v), v)
+FIRST(cuStreamGetCaptureInfo_v2, (CUstream stream, int *v, uint64_t *id, CUgraph *g, const CUgraphNode **d, size_t *n),
+      v, id, g, d, n)
+FIRST(cuStreamGetCaptureInfo_v3, (CUstream stream, int *v, uint64_t *id, CUgraph *g, const CUgraphNode **d,
+                                  const void **e, size_t *n), v, id, g, d, e, n)
 FIRST(cuStreamWaitEvent, (CUstream stream, CUevent e, unsigned flags), e, flags)
 FIRST(cuLaunchHostFunc, (CUstream stream, void (*f)(void *), void *data), f, data)
 
@@ -72,4 +78,24 @@ EXPORT CUresult cuLaunchKernelEx_ptsz(const CUlaunchConfig *c, CUfunction f, voi
     if (!config.hStream)
         config.hStream = STREAM_PER_THREAD;
     return cuLaunchKernelEx(&config, f, params, extra);
+}
+
+extern CUresult cuGraphLaunch(CUgraphExec e, CUstream stream);
+EXPORT CUresult cuGraphLaunch_ptsz(CUgraphExec e, CUstream stream)
+{
+    return cuGraphLaunch(e, stream ? stream : STREAM_PER_THREAD);
+}
+
+extern CUresult cuGraphUpload(CUgraphExec e, CUstream stream);
+EXPORT CUresult cuGraphUpload_ptsz(CUgraphExec e, CUstream stream)
+{
+    return cuGraphUpload(e, stream ? stream : STREAM_PER_THREAD);
+}
+
+extern CUresult cuGraphInstantiateWithParams(CUgraphExec *out, CUgraph g, CUDA_GRAPH_INSTANTIATE_PARAMS *p);
+EXPORT CUresult cuGraphInstantiateWithParams_ptsz(CUgraphExec *out, CUgraph g, CUDA_GRAPH_INSTANTIATE_PARAMS *p)
+{
+    if (p && !p->hUploadStream)
+        p->hUploadStream = STREAM_PER_THREAD;
+    return cuGraphInstantiateWithParams(out, g, p);
 }

@@ -43,6 +43,16 @@ struct pool *pool_default(int device)
     return d->default_pool;
 }
 
+/* Of the device's graphs: keeps what it took until it is told to trim. With the lock held. */
+struct pool *pool_for_graphs(int device)
+{
+    struct device *d = &driver.device[device];
+    CUmemPoolProps props = {.allocType = MEM_ALLOCATION_PINNED, .location = {MEM_LOCATION_DEVICE, device}};
+    if (!d->graph_pool && (d->graph_pool = pool_new(device, &props)))
+        d->graph_pool->threshold = ~0ull;
+    return d->graph_pool;
+}
+
 static bool pool_valid(const struct pool *pool)
 {
     for (struct pool *p = driver.pools; p; p = p->next)
@@ -51,7 +61,7 @@ static bool pool_valid(const struct pool *pool)
     return false;
 }
 
-static void trim(struct pool *p, uint64_t keep)
+void pool_trim(struct pool *p, uint64_t keep)
 {
     uint64_t target = (p->used + GRANULE - 1) / GRANULE * GRANULE;
     if (target < keep)
@@ -65,10 +75,10 @@ static void trim(struct pool *p, uint64_t keep)
 void pools_trim_idle(void)
 {
     for (struct pool *p = driver.pools; p; p = p->next)
-        trim(p, p->destroyed ? 0 : p->threshold);
+        pool_trim(p, p->destroyed ? 0 : p->threshold);
 }
 
-static CUresult reserve(struct pool *p, uint64_t bytes)
+CUresult pool_reserve(struct pool *p, uint64_t bytes)
 {
     uint64_t wanted = (p->used + bytes + GRANULE - 1) / GRANULE * GRANULE;
     if (p->props.maxSize && p->used + bytes > p->props.maxSize)
@@ -102,7 +112,7 @@ CUresult pool_free(struct allocation *a)
     p->used -= a->extent;
     p->live--;
     if (p->destroyed)
-        trim(p, 0);
+        pool_trim(p, 0);
     return CUDA_SUCCESS;
 }
 
@@ -110,6 +120,9 @@ static CUresult allocate(CUdeviceptr *out, size_t size, struct pool *pool, CUstr
 {
     struct stream *s;
     struct allocation a;
+    CUresult captured;
+    if (capture_alloc(stream, size, pool, out, &captured))
+        return captured;
     pthread_mutex_lock(&driver.lock);
     CUresult result = stream_resolve(stream, &s);
     if (!result && !pool && !pool_default(s->context->device))
@@ -120,7 +133,7 @@ static CUresult allocate(CUdeviceptr *out, size_t size, struct pool *pool, CUstr
         result = CUDA_ERROR_INVALID_VALUE;
     uint64_t extent = (size + 511) / 512 * 512;
     if (!result && pool->device >= 0) {
-        result = size > machine->spec.memory ? CUDA_ERROR_OUT_OF_MEMORY : reserve(pool, extent);
+        result = size > machine->spec.memory ? CUDA_ERROR_OUT_OF_MEMORY : pool_reserve(pool, extent);
         if (!result)
             result = device_allocate(pool->device, extent, false, &a);
     } else if (!result) {
@@ -170,12 +183,18 @@ EXPORT CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 {
     GATED;
     struct stream *s;
+    CUresult captured;
+    if (capture_free(stream, address, &captured))
+        return captured;
     pthread_mutex_lock(&driver.lock);
     CUresult result = stream_resolve(stream, &s);
     struct allocation *a = result ? NULL : allocation_find(address);
-    if (!result && (!a || a->address != address || (a->kind != ALLOC_POOL && a->kind != ALLOC_DEVICE)))
+    if (!result && (!a || a->address != address ||
+                    (a->kind != ALLOC_POOL && a->kind != ALLOC_DEVICE && a->kind != ALLOC_GRAPH)))
         result = CUDA_ERROR_INVALID_VALUE;
-    if (!result) {
+    if (!result && a->kind == ALLOC_GRAPH) {
+        result = graph_memory_free(a->graph);
+    } else if (!result) {
         if (a->kind == ALLOC_POOL)
             pool_free(a);
         else
@@ -223,7 +242,7 @@ static void destroy(struct pool *p)
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].current_pool == p)
             driver.device[i].current_pool = driver.device[i].default_pool;
-    trim(p, 0);
+    pool_trim(p, 0);
 }
 
 EXPORT CUresult cuMemPoolDestroy(CUmemoryPool pool)
@@ -235,7 +254,7 @@ EXPORT CUresult cuMemPoolDestroy(CUmemoryPool pool)
 EXPORT CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep)
 {
     GATED;
-    WITH_POOL(pool, trim(pool, keep));
+    WITH_POOL(pool, pool_trim(pool, keep));
 }
 
 static CUresult get_attribute(struct pool *p, int attribute, void *value)

@@ -119,6 +119,7 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
             /* Work in flight goes on; the legacy stream carries its completion time. */
             if (stream->context->legacy->tail < stream->tail)
                 stream->context->legacy->tail = stream->tail;
+            capture_drop(stream);
             *link = stream->next;
             stream->magic = 0;
             free(stream);
@@ -145,8 +146,11 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
 EXPORT CUresult cuStreamSynchronize(CUstream stream)
 {
     CHECKED;
+    CUresult refused;
     if (sync_returns_early())
         return CUDA_SUCCESS;
+    if (capture_refuses(stream, NULL, &refused))
+        return refused;
     struct stream *s;
     pthread_mutex_lock(&driver.lock);
     CUresult result = stream_resolve(stream, &s);
@@ -164,6 +168,9 @@ EXPORT CUresult cuStreamSynchronize(CUstream stream)
 EXPORT CUresult cuStreamQuery(CUstream stream)
 {
     GATED;
+    CUresult refused;
+    if (capture_refuses(stream, NULL, &refused))
+        return refused;
     WITH_STREAM(stream, result = now_ns() >= stream_tail(s) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
 }
 
@@ -204,65 +211,28 @@ EXPORT CUresult cuStreamGetDevice(CUstream stream, CUdevice *device)
     WITH_STREAM(stream, *device = s->context->device);
 }
 
-EXPORT CUresult cuStreamIsCapturing(CUstream stream, int *status)
+/* A host function sees the work before it done. */
+CUresult host_now(CUstream stream, void (*function)(void *), void *data)
 {
-    CHECKED;
-    WITH_STREAM(stream, *status = 0);
-}
-
-EXPORT CUresult cuStreamGetCaptureInfo_v3(CUstream stream, int *status, uint64_t *id, void **graph,
-                                          const void ***dependencies, const void **edges, size_t *count)
-{
-    CHECKED;
-    (void)id;
-    (void)graph;
-    (void)dependencies;
-    (void)edges;
-    if (count)
-        *count = 0;
-    WITH_STREAM(stream, *status = 0);
-}
-
-EXPORT CUresult cuStreamGetCaptureInfo_v2(CUstream stream, int *status, uint64_t *id, void **graph,
-                                          const void ***dependencies, size_t *count)
-{
-    return cuStreamGetCaptureInfo_v3(stream, status, id, graph, dependencies, NULL, count);
-}
-
-EXPORT CUresult cuStreamBeginCapture_v2(CUstream stream, int mode)
-{
-    GATED;
-    (void)mode;
-    WITH_STREAM(stream, result = CUDA_ERROR_NOT_SUPPORTED);
-}
-
-EXPORT CUresult cuThreadExchangeStreamCaptureMode(int *mode)
-{
-    static __thread int current;
-    CHECKED;
-    if (!mode)
-        return CUDA_ERROR_INVALID_VALUE;
-    int old = current;
-    current = *mode;
-    *mode = old;
-    return CUDA_SUCCESS;
-}
-
-EXPORT CUresult cuLaunchHostFunc(CUstream stream, void (*function)(void *), void *data)
-{
-    GATED;
     struct stream *s;
-    if (!function)
-        return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&driver.lock);
     CUresult result = stream_resolve(stream, &s);
     uint64_t tail = result ? 0 : stream_tail(s);
     pthread_mutex_unlock(&driver.lock);
     if (result)
         return result;
-    sleep_until(tail); /* a host function sees the work before it done */
+    sleep_until(tail);
     function(data);
     return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuLaunchHostFunc(CUstream stream, void (*function)(void *), void *data)
+{
+    GATED;
+    CUresult result;
+    if (!function)
+        return CUDA_ERROR_INVALID_VALUE;
+    return capture_host(stream, function, data, &result) ? result : host_now(stream, function, data);
 }
 
 EXPORT CUresult cuStreamAddCallback(CUstream stream, void (*function)(CUstream, CUresult, void *),
@@ -270,8 +240,11 @@ EXPORT CUresult cuStreamAddCallback(CUstream stream, void (*function)(CUstream, 
 {
     GATED;
     struct stream *s;
+    CUresult refused;
     if (!function || flags)
         return CUDA_ERROR_INVALID_VALUE;
+    if (capture_refuses(stream, NULL, &refused))
+        return refused;
     pthread_mutex_lock(&driver.lock);
     CUresult result = stream_resolve(stream, &s);
     uint64_t tail = result ? 0 : stream_tail(s);
@@ -325,7 +298,10 @@ EXPORT CUresult cuEventRecordWithFlags(CUevent e, CUstream stream, unsigned flag
         return CUDA_ERROR_INVALID_HANDLE;
     if (flags > 1)
         return CUDA_ERROR_INVALID_VALUE;
-    WITH_STREAM(stream, e->recorded = true; e->time = stream_submit(s, 0));
+    CUresult captured;
+    if (capture_event(stream, e, false, &captured))
+        return captured;
+    WITH_STREAM(stream, e->captured = false; e->recorded = true; e->time = stream_submit(s, 0));
 }
 
 EXPORT CUresult cuEventRecord(CUevent e, CUstream stream) { return cuEventRecordWithFlags(e, stream, 0); }
@@ -335,6 +311,8 @@ EXPORT CUresult cuEventQuery(CUevent e)
     GATED;
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
+    if (e->captured)
+        return CUDA_ERROR_CAPTURED_EVENT;
     return now_ns() >= e->time ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
@@ -343,6 +321,8 @@ static CUresult event_time(CUevent e, uint64_t *time)
     GATED; /* blocks while locked, but does not hold the drain up while waiting */
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
+    if (e->captured)
+        return CUDA_ERROR_CAPTURED_EVENT;
     *time = e->time;
     return CUDA_SUCCESS;
 }
@@ -379,5 +359,8 @@ EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent e, unsigned flags)
     (void)flags;
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
+    CUresult captured;
+    if (capture_event(stream, e, true, &captured))
+        return captured;
     WITH_STREAM(stream, if (e->time > s->tail) s->tail = e->time);
 }

@@ -1,0 +1,294 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Stream capture: what is submitted to a stream becomes a node of a graph instead. One stream at a
+ * time makes one graph; an event that would bring in another stream is refused.
+ */
+#include "graph.h"
+
+#include <stdlib.h>
+
+enum { STATUS_NONE, STATUS_ACTIVE, STATUS_INVALIDATED };
+enum { MODE_GLOBAL, MODE_THREAD_LOCAL, MODE_RELAXED };
+
+struct capture {
+    struct graph *graph;
+    bool broken;
+    int mode;
+    uint64_t id;
+    pthread_t thread;
+};
+
+static bool any(void) { return __atomic_load_n(&driver.captures, __ATOMIC_RELAXED) != 0; }
+
+static CUresult broke(struct capture *c, CUresult why)
+{
+    c->broken = true;
+    return why;
+}
+
+/* With the lock held: whether the call is one for a capture. A call on the legacy stream that would
+ * wait for a stream in capture breaks that capture. */
+static struct capture *find(CUstream handle, CUresult *result)
+{
+    struct stream *s;
+    *result = stream_resolve(handle, &s);
+    if (*result)
+        return NULL;
+    if (s->capture) {
+        if (s->capture->broken)
+            *result = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+        return s->capture;
+    }
+    for (struct stream *o = driver.streams; o && s == s->context->legacy; o = o->next)
+        if (o->capture && o->context == s->context && !(o->flags & STREAM_NON_BLOCKING)) {
+            *result = broke(o->capture, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+            return o->capture;
+        }
+    return NULL;
+}
+
+/* A new node if the stream is in capture. `waits`: a call that returns when its work is done. */
+static bool recording(CUstream stream, int type, bool waits, struct node **node, CUresult *result)
+{
+    *result = CUDA_SUCCESS;
+    if (!any())
+        return false;
+    pthread_mutex_lock(&driver.lock);
+    struct capture *c = find(stream, result);
+    if (c && !*result && waits)
+        *result = broke(c, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    if (c && !*result && !(*node = node_add(c->graph, type)))
+        *result = broke(c, CUDA_ERROR_OUT_OF_MEMORY);
+    pthread_mutex_unlock(&driver.lock);
+    return c || *result;
+}
+
+bool capture_copy(CUstream stream, const CUDA_MEMCPY3D *p, bool wait, CUresult *result)
+{
+    struct node *n = NULL;
+    bool taken = recording(stream, NODE_MEMCPY, wait, &n, result);
+    if (n)
+        n->of.copy = *p;
+    return taken;
+}
+
+bool capture_fill(CUstream stream, const CUDA_MEMSET_NODE_PARAMS *p, bool wait, CUresult *result)
+{
+    struct node *n = NULL;
+    bool taken = recording(stream, NODE_MEMSET, wait, &n, result);
+    if (n)
+        n->of.fill = *p;
+    return taken;
+}
+
+bool capture_launch(CUstream stream, CUfunction kernel, void **params, CUresult *result)
+{
+    struct node *n = NULL;
+    bool taken = recording(stream, NODE_KERNEL, false, &n, result);
+    if (n && (*result = node_set_launch(n, kernel, params)))
+        node_drop_last(n->graph, n);
+    return taken;
+}
+
+bool capture_host(CUstream stream, void (*function)(void *), void *data, CUresult *result)
+{
+    struct node *n = NULL;
+    bool taken = recording(stream, NODE_HOST, false, &n, result);
+    if (n)
+        n->of.host = (CUDA_HOST_NODE_PARAMS){function, data};
+    return taken;
+}
+
+/* Memory nodes take the lock themselves. */
+static struct graph *graph_of(CUstream stream, CUresult *result)
+{
+    *result = CUDA_SUCCESS;
+    if (!any())
+        return NULL;
+    pthread_mutex_lock(&driver.lock);
+    struct capture *c = find(stream, result);
+    struct graph *graph = c && !*result ? c->graph : NULL;
+    pthread_mutex_unlock(&driver.lock);
+    return graph;
+}
+
+bool capture_alloc(CUstream stream, size_t size, struct pool *pool, CUdeviceptr *out, CUresult *result)
+{
+    struct node *n = NULL;
+    struct stream *s = NULL;
+    struct graph *graph = graph_of(stream, result);
+    if (!graph)
+        return *result != CUDA_SUCCESS;
+    pthread_mutex_lock(&driver.lock);
+    stream_resolve(stream, &s);
+    CUmemPoolProps props = {.allocType = MEM_ALLOCATION_PINNED, .location = {MEM_LOCATION_DEVICE, s->context->device}};
+    if (pool)
+        props = pool->props;
+    pthread_mutex_unlock(&driver.lock);
+    *result = out ? graph_memory_node(graph, &props, size, &n) : CUDA_ERROR_INVALID_VALUE;
+    if (n)
+        *out = n->of.memory->address;
+    return true;
+}
+
+bool capture_free(CUstream stream, uint64_t address, CUresult *result)
+{
+    struct node *n = NULL;
+    struct graph *graph = graph_of(stream, result);
+    if (graph)
+        *result = graph_free_node(graph, address, &n);
+    return graph || *result;
+}
+
+bool capture_event(CUstream stream, struct event *event, bool wait, CUresult *result)
+{
+    *result = CUDA_SUCCESS;
+    if (!any() && !event->captured)
+        return false;
+    pthread_mutex_lock(&driver.lock);
+    struct capture *c = find(stream, result);
+    if (c && !*result && wait && !event->captured)
+        *result = broke(c, CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
+    else if (!c && !*result && wait && event->captured)
+        *result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED; /* would bring the stream into the capture */
+    else if (!*result && !wait)
+        event->captured = c != NULL;
+    pthread_mutex_unlock(&driver.lock);
+    return c || *result;
+}
+
+bool capture_refuses(CUstream stream, const struct context *context, CUresult *result)
+{
+    *result = CUDA_SUCCESS;
+    if (!any())
+        return false;
+    pthread_mutex_lock(&driver.lock);
+    struct capture *c = NULL;
+    for (struct stream *s = driver.streams; s && context && !c; s = s->next)
+        if (s->context == context)
+            c = s->capture;
+    if (!context)
+        c = find(stream, result);
+    if (c && !*result)
+        *result = broke(c, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    pthread_mutex_unlock(&driver.lock);
+    return *result != CUDA_SUCCESS;
+}
+
+void capture_drop(struct stream *s)
+{
+    if (!s->capture)
+        return;
+    /* Its graph is not freed: with the lock held that cannot be done, and it is nobody's. */
+    free(s->capture);
+    s->capture = NULL;
+    __atomic_sub_fetch(&driver.captures, 1, __ATOMIC_RELAXED);
+}
+
+/* ---- the calls ---- */
+
+EXPORT CUresult cuStreamBeginCapture_v2(CUstream stream, int mode)
+{
+    GATED;
+    struct stream *s;
+    struct capture *c = calloc(1, sizeof *c);
+    struct graph *g = graph_new();
+    pthread_mutex_lock(&driver.lock);
+    CUresult result = stream_resolve(stream, &s);
+    if (!result && (mode < MODE_GLOBAL || mode > MODE_RELAXED))
+        result = CUDA_ERROR_INVALID_VALUE;
+    else if (!result && s == s->context->legacy)
+        result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    else if (!result && s->capture)
+        result = CUDA_ERROR_ILLEGAL_STATE;
+    else if (!result && !(c && g))
+        result = CUDA_ERROR_OUT_OF_MEMORY;
+    if (!result) {
+        *c = (struct capture){g, false, mode, ++driver.next_id, pthread_self()};
+        s->capture = c;
+        __atomic_add_fetch(&driver.captures, 1, __ATOMIC_RELAXED);
+    }
+    pthread_mutex_unlock(&driver.lock);
+    if (result) {
+        free(c);
+        if (g)
+            graph_delete(g);
+    }
+    return result;
+}
+
+EXPORT CUresult cuStreamEndCapture(CUstream stream, CUgraph *out)
+{
+    GATED;
+    struct stream *s;
+    struct capture c = {0};
+    pthread_mutex_lock(&driver.lock);
+    CUresult result = stream_resolve(stream, &s);
+    if (!result && !s->capture)
+        result = CUDA_ERROR_ILLEGAL_STATE;
+    else if (!result && s->capture->mode != MODE_RELAXED && !pthread_equal(s->capture->thread, pthread_self()))
+        result = broke(s->capture, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
+    if (!result) {
+        c = *s->capture;
+        capture_drop(s);
+    }
+    pthread_mutex_unlock(&driver.lock);
+    if (out)
+        *out = result || c.broken ? NULL : c.graph;
+    if (!result && (c.broken || !out)) {
+        graph_delete(c.graph);
+        return c.broken ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_ERROR_INVALID_VALUE;
+    }
+    return result;
+}
+
+EXPORT CUresult cuStreamGetCaptureInfo_v3(CUstream stream, int *status, uint64_t *id, CUgraph *graph,
+                                          const CUgraphNode **dependencies, const void **edges, size_t *count)
+{
+    static __thread CUgraphNode last; /* the answer points here */
+    CHECKED;
+    struct stream *s;
+    if (!status)
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&driver.lock);
+    CUresult result = stream_resolve(stream, &s);
+    struct capture *c = result ? NULL : s->capture;
+    *status = !c ? STATUS_NONE : c->broken ? STATUS_INVALIDATED : STATUS_ACTIVE;
+    if (c && id)
+        *id = c->id;
+    if (c && graph)
+        *graph = c->graph;
+    last = c ? c->graph->last : NULL;
+    if (dependencies)
+        *dependencies = &last;
+    if (edges)
+        *edges = NULL;
+    if (count)
+        *count = last != NULL;
+    pthread_mutex_unlock(&driver.lock);
+    return result;
+}
+
+EXPORT CUresult cuStreamGetCaptureInfo_v2(CUstream stream, int *status, uint64_t *id, CUgraph *graph,
+                                          const CUgraphNode **dependencies, size_t *count)
+{
+    return cuStreamGetCaptureInfo_v3(stream, status, id, graph, dependencies, NULL, count);
+}
+
+EXPORT CUresult cuStreamIsCapturing(CUstream stream, int *status)
+{
+    return cuStreamGetCaptureInfo_v3(stream, status, NULL, NULL, NULL, NULL, NULL);
+}
+
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(int *mode)
+{
+    static __thread int current;
+    CHECKED;
+    if (!mode || *mode < MODE_GLOBAL || *mode > MODE_RELAXED)
+        return CUDA_ERROR_INVALID_VALUE;
+    int old = current;
+    current = *mode;
+    *mode = old;
+    return CUDA_SUCCESS;
+}

@@ -1,0 +1,71 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * What a graph is. A node may only depend on nodes that exist, so the order in which nodes were
+ * added is an order in which they may run; that is the order in which a launch runs them.
+ */
+#ifndef GPUPOOL_GRAPH_H
+#define GPUPOOL_GRAPH_H
+
+#include "module.h"
+
+enum node_type { NODE_KERNEL = 0, NODE_MEMCPY = 1, NODE_MEMSET = 2, NODE_HOST = 3, NODE_GRAPH = 4,
+                 NODE_EMPTY = 5, NODE_ALLOC = 10, NODE_FREE = 11 };
+
+/* Memory of an allocation node: the address is there for the life of the graphs that name it, the
+ * bytes from a launch until they are freed. */
+struct graph_memory {
+    uint64_t address, size, extent;
+    int device;
+    bool live;
+    bool instantiated;   /* an executable graph has it: there may be no second one */
+    unsigned references; /* nodes, and one while live */
+    CUmemPoolProps props;
+    struct graph_memory *next;
+};
+
+struct node {
+    uint32_t magic;
+    int type;
+    struct graph *graph;
+    union {
+        struct {
+            struct kernel *kernel;
+            char *values; /* the parameters, copied */
+        } launch;
+        CUDA_MEMCPY3D copy;
+        CUDA_MEMSET_NODE_PARAMS fill;
+        CUDA_HOST_NODE_PARAMS host;
+        struct node *child;
+        struct graph_memory *memory; /* NODE_ALLOC, NODE_FREE */
+    } of;
+    struct node *next;
+};
+
+struct graph {
+    uint32_t magic;
+    size_t count;
+    struct node *first, *last;
+};
+
+static inline bool graph_bad(const struct graph *g) { return !g || g->magic != MAGIC_GRAPH; }
+
+/* ---- graph.c ---- */
+struct graph *graph_new(void);
+void graph_delete(struct graph *graph);
+struct node *node_add(struct graph *graph, int type); /* NULL: out of host memory */
+void nodes_delete(struct node *first);
+CUresult nodes_copy(const struct node *first, struct graph *to); /* memory nodes share their memory */
+void node_drop_last(struct graph *graph, struct node *node);
+CUresult node_set_launch(struct node *node, struct kernel *k, void **params);
+
+/* ---- graph_memory.c ---- */
+CUresult graph_memory_node(struct graph *graph, const CUmemPoolProps *props, size_t size, struct node **out);
+CUresult graph_free_node(struct graph *graph, uint64_t address, struct node **out);
+/* With the lock held: */
+CUresult graph_memory_alloc(struct graph_memory *m, struct context *context);
+CUresult graph_memory_free(struct graph_memory *m);
+void graph_memory_unref(struct graph_memory *m);
+CUresult graph_memory_upload(const struct node *first);
+
+#endif

@@ -1,0 +1,234 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Cases of conformance.c about graphs, their memory, and stream capture.
+ */
+#ifndef GPUPOOL_CONFORMANCE_GRAPHS_H
+#define GPUPOOL_CONFORMANCE_GRAPHS_H
+
+#include "conformance.h"
+
+static struct alloc_node alloc_node(size_t bytes)
+{
+    return (struct alloc_node){.alloc_type = 1, .location_type = 1, .bytes = bytes};
+}
+
+static uint64_t graph_figure(int attribute)
+{
+    uint64_t value = 0;
+    OK(cuDeviceGetGraphMemAttribute(0, attribute, &value));
+    return value;
+}
+
+static void count_one(void *counter) { ++*(int *)counter; }
+
+static void case_graph_work(void)
+{
+    enum { N = 1000 };
+    void *graph = NULL, *run = NULL, *stream = NULL, *node = NULL, *child = NULL;
+    uint32_t back[N] = {0}, add = 5;
+    uint64_t p = 0, n = N;
+    size_t nodes = 0;
+    int calls = 0, kind = -1;
+    void *params[] = {&p, &n, &add};
+    OK(cuStreamCreate(&stream, 1));
+    OK(cuMemAlloc_v2(&p, sizeof back));
+    OK(cuGraphCreate(&graph, 0));
+    OK(cuGraphCreate(&child, 0));
+    struct set_node set = {.to = p, .value = 7, .unit = 4, .width = N, .height = 1};
+    OK(cuGraphAddMemsetNode(&node, graph, NULL, 0, &set, current_context()));
+    struct kernel_node launch = {.function = add_kernel(), .grid = {4, 1, 1}, .block = {64, 1, 1}, .params = params};
+    OK(cuGraphAddKernelNode_v2(&node, graph, &node, 1, &launch));
+    OK(cuGraphAddKernelNode_v2(&node, child, NULL, 0, &launch));
+    IS(cuGraphAddEmptyNode(&node, graph, &node, 1), 1); /* a node of another graph */
+    add = 0;                                            /* they were copied */
+    void *last = NULL;
+    size_t two = 2;
+    void *have[2];
+    OK(cuGraphGetNodes(graph, have, &two));
+    OK(cuGraphAddChildGraphNode(&last, graph, &have[1], 1, child));
+    OK(cuGraphDestroy(child)); /* it was copied, too */
+    struct copy3d copy = {.srcMemoryType = 2, .srcDevice = p, .dstMemoryType = 1, .dstHost = back,
+                          .WidthInBytes = sizeof back, .Height = 1, .Depth = 1};
+    OK(cuGraphAddMemcpyNode(&last, graph, &last, 1, &copy, current_context()));
+    struct host_node host = {count_one, &calls};
+    OK(cuGraphAddHostNode(&last, graph, &last, 1, &host));
+    OK(cuGraphNodeGetType(last, &kind));
+    IS(kind, 3);
+    OK(cuGraphAddEmptyNode(&last, graph, &last, 1));
+    OK(cuGraphGetNodes(graph, NULL, &nodes));
+    IS(nodes, 6);
+    OK(cuGraphInstantiateWithFlags(&run, graph, 0));
+    OK(cuGraphDestroy(graph)); /* what was instantiated stays */
+    OK(cuGraphLaunch(run, stream));
+    OK(cuGraphLaunch(run, stream));
+    OK(cuStreamSynchronize(stream));
+    CHECK(back[0] == 17 && back[N - 1] == 17);
+    IS(calls, 2);
+    OK(cuGraphExecDestroy(run));
+    OK(cuStreamDestroy_v2(stream));
+    OK(cuMemFree_v2(p));
+}
+
+/* Memory appears at the launch (or upload), goes into the device's graph pool when it is freed,
+ * and back to the device by a trim. */
+static void case_graph_memory(void)
+{
+    void *graph = NULL, *run = NULL, *again = NULL, *stream = NULL, *node = NULL;
+    uint32_t v = 0;
+    struct alloc_node alloc = alloc_node(32 * MIB);
+    OK(cuStreamCreate(&stream, 1));
+    OK(cuDeviceGraphMemTrim(0));
+    size_t before = free_memory();
+    OK(cuGraphCreate(&graph, 0));
+    OK(cuGraphAddMemAllocNode(&node, graph, NULL, 0, &alloc));
+    CHECK(alloc.address != 0);
+    struct set_node set = {.to = alloc.address, .value = 0x01020304, .unit = 4, .width = 1024, .height = 1};
+    OK(cuGraphAddMemsetNode(&node, graph, &node, 1, &set, current_context()));
+    struct copy3d copy = {.srcMemoryType = 2, .srcDevice = alloc.address + 64, .dstMemoryType = 1, .dstHost = &v,
+                          .WidthInBytes = 4, .Height = 1, .Depth = 1};
+    OK(cuGraphAddMemcpyNode(&node, graph, &node, 1, &copy, current_context()));
+    OK(cuGraphAddMemFreeNode(&node, graph, &node, 1, alloc.address));
+    OK(cuGraphInstantiateWithFlags(&run, graph, 0));
+    CHECK(cuGraphInstantiateWithFlags(&again, graph, 0) != 0); /* one at a time */
+    OK(cuGraphUpload(run, stream));
+    OK(cuStreamSynchronize(stream));
+    CHECK(graph_figure(2) >= 32 * MIB);
+    CHECK(before - free_memory() >= 32 * MIB);
+    OK(cuGraphLaunch(run, stream));
+    OK(cuGraphLaunch(run, stream));
+    OK(cuStreamSynchronize(stream));
+    CHECK(v == 0x01020304);
+    IS(graph_figure(0), 0);
+    CHECK(graph_figure(1) >= 32 * MIB);
+    OK(cuGraphExecDestroy(run));
+    OK(cuGraphDestroy(graph));
+    OK(cuDeviceGraphMemTrim(0));
+    IS(graph_figure(2), 0);
+    IS(free_memory(), before);
+    OK(cuStreamDestroy_v2(stream));
+}
+
+/* Memory that its graph does not free. */
+static void case_graph_memory_outlives(void)
+{
+    void *graph = NULL, *run = NULL, *stream = NULL, *node = NULL;
+    struct alloc_node alloc = alloc_node(4 * MIB);
+    size_t before = free_memory();
+    OK(cuStreamCreate(&stream, 1));
+    OK(cuGraphCreate(&graph, 0));
+    OK(cuGraphAddMemAllocNode(&node, graph, NULL, 0, &alloc));
+    OK(cuGraphInstantiateWithFlags(&run, graph, 0));
+    OK(cuGraphLaunch(run, stream));
+    OK(cuStreamSynchronize(stream));
+    OK(cuMemsetD32_v2(alloc.address, 9, 16));
+    CHECK(graph_figure(0) >= 4 * MIB);
+    CHECK(cuGraphLaunch(run, stream) != 0); /* it is still there */
+    OK(cuMemFreeAsync(alloc.address, stream));
+    OK(cuGraphLaunch(run, stream));
+    OK(cuStreamSynchronize(stream));
+    OK(cuMemFree_v2(alloc.address));
+    OK(cuGraphExecDestroy(run));
+    OK(cuGraphInstantiateWithFlags(&run, graph, 1)); /* AUTO_FREE_ON_LAUNCH */
+    OK(cuGraphLaunch(run, stream));
+    OK(cuGraphLaunch(run, stream));
+    OK(cuStreamSynchronize(stream));
+    OK(cuMemFree_v2(alloc.address));
+    OK(cuGraphExecDestroy(run));
+    OK(cuGraphDestroy(graph));
+    OK(cuDeviceGraphMemTrim(0));
+    IS(free_memory(), before);
+    OK(cuStreamDestroy_v2(stream));
+}
+
+static void case_graph_out_of_memory(void)
+{
+    void *graph = NULL, *run = NULL, *stream = NULL, *node = NULL;
+    struct alloc_node alloc = alloc_node(free_memory() - 8 * MIB);
+    size_t before = free_memory();
+    OK(cuStreamCreate(&stream, 1));
+    OK(cuGraphCreate(&graph, 0));
+    for (int i = 0; i < 2; i++)
+        OK(cuGraphAddMemAllocNode(&node, graph, NULL, 0, &alloc));
+    OK(cuGraphInstantiateWithFlags(&run, graph, 0)); /* the address is settled, the bytes are not */
+    IS(cuGraphLaunch(run, stream), 2);
+    OK(cuStreamSynchronize(stream));
+    OK(cuGraphExecDestroy(run));
+    OK(cuGraphDestroy(graph));
+    OK(cuDeviceGraphMemTrim(0));
+    IS(free_memory(), before);
+    OK(cuStreamDestroy_v2(stream));
+}
+
+static void case_capture(void)
+{
+    enum { N = 256 };
+    void *graph = NULL, *run = NULL, *stream = NULL;
+    uint32_t back[N] = {0}, add = 3;
+    uint64_t p = 0, n = N, id = 0;
+    size_t nodes = 0;
+    int state = -1;
+    void *params[] = {&p, &n, &add};
+    OK(cuStreamCreate(&stream, 1));
+    OK(cuStreamBeginCapture_v2(stream, 0));
+    OK(cuStreamIsCapturing(stream, &state));
+    IS(state, 1);
+    OK(cuStreamGetCaptureInfo_v2(stream, &state, &id, NULL, NULL, NULL));
+    CHECK(state == 1 && id != 0);
+    OK(cuMemAllocAsync(&p, sizeof back, stream));
+    OK(cuMemsetD32Async(p, 4, N, stream));
+    OK(cuLaunchKernel(add_kernel(), 1, 1, 1, 64, 1, 1, 0, stream, params, NULL));
+    OK(cuMemcpyDtoHAsync_v2(back, p, sizeof back, stream));
+    OK(cuMemFreeAsync(p, stream));
+    OK(cuStreamEndCapture(stream, &graph));
+    OK(cuStreamIsCapturing(stream, &state));
+    IS(state, 0);
+    OK(cuGraphGetNodes(graph, NULL, &nodes));
+    IS(nodes, 5);
+    CHECK(back[0] == 0); /* recorded, not done */
+    OK(cuGraphInstantiateWithFlags(&run, graph, 0));
+    OK(cuGraphLaunch(run, stream));
+    OK(cuStreamSynchronize(stream));
+    CHECK(back[0] == 7 && back[N - 1] == 7);
+    OK(cuGraphExecDestroy(run));
+    OK(cuGraphDestroy(graph));
+    OK(cuDeviceGraphMemTrim(0));
+    OK(cuStreamDestroy_v2(stream));
+}
+
+static void case_capture_refusals(void)
+{
+    void *graph = NULL, *stream = NULL, *event = NULL;
+    OK(cuStreamCreate(&stream, 1));
+    OK(cuEventCreate(&event, 0));
+    IS(cuStreamBeginCapture_v2(NULL, 0), 900); /* the legacy stream */
+    IS(cuStreamEndCapture(stream, &graph), 401);
+    OK(cuStreamBeginCapture_v2(stream, 0));
+    IS(cuStreamBeginCapture_v2(stream, 0), 401);
+    OK(cuEventRecord(event, stream));
+    IS(cuEventQuery(event), 907);
+    IS(cuStreamSynchronize(stream), 900); /* ends the capture, in fact */
+    IS(cuMemsetD32Async(0, 0, 0, stream), 901);
+    IS(cuStreamEndCapture(stream, &graph), 901);
+    CHECK(graph == NULL);
+    OK(cuStreamSynchronize(stream));
+    OK(cuEventDestroy_v2(event));
+    OK(cuStreamDestroy_v2(stream));
+}
+
+static void case_graph_memory_suspended(void)
+{
+    struct child c = start(NULL);
+    IS(ask(&c, "graph 16"), 0);
+    size_t running = free_memory();
+    IS(op(&c, 'l', 5000), 0);
+    IS(op(&c, 'c', 0), 0);
+    CHECK(free_memory() >= running + 16 * MIB);
+    IS(op(&c, 'r', 0), 0);
+    IS(op(&c, 'u', 0), 0);
+    IS(ask(&c, "verify"), 0);
+    IS(ask(&c, "relaunch"), 0);
+    end(&c);
+}
+
+#endif
