@@ -26,7 +26,7 @@ ALLOWED: dict[str, str] = {
     "devices": "errors guard pool.model units",
     "broker": "__init__ config devices emulator endpoint errors guard pool protocol units",
     "autostart": "__init__ client endpoint errors guard",
-    "kernel": "__init__ client endpoint errors protocol units",
+    "kernel": "__init__ client endpoint errors guard.page protocol units",
     "provisioner": "__init__ autostart client config endpoint errors guard kernelspecs protocol "
     "units",
     "kernelspecs": "errors",

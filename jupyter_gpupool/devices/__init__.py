@@ -11,6 +11,9 @@
 ``serve``               the loop of a child process: JSON lines on stdin and stdout
 ``worker``, ``monitor``   the child programs
 ``selftest``            a tiny CUDA program, and the verdict on a device from suspending it
+``guarded``             the same program and verdict under the guard
+``examiner``            from the tests to a tier, with the guard or without
+``contexts``            what a CUDA context costs on a device
 ``children``            the parent's end of a child: calls with a wall-clock time-out
 ``calls``               driver calls on the processes of a session, settled if a worker is lost
 ``operations``          suspend and resume of a whole session, all of it or nothing

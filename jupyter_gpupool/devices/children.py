@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Callable, Mapping
 
 from ..errors import DriverError
+from ..guard.install import without_guard
 
 #: Seconds that a new child may take to load its libraries and initialise the driver. cuInit of a
 #: machine with many GPUs and no persistence mode takes seconds.
@@ -35,8 +36,8 @@ RETRY_PAUSE = 0.05
 #: Bytes of one line from a child: a sample of 64 devices with a thousand processes fits.
 _MAX_LINE = 1 << 24
 
-#: Not for children. The first group would hide devices from them; with the second they would
-#: count as processes of the session that the broker was started from.
+#: Not for children, nor is the guard. The first group would hide devices from them; with the second
+#: they would count as processes of the session that the broker was started from.
 _SCRUBBED = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
@@ -55,7 +56,8 @@ class ChildLost(Exception):
 
 def child_environment(base: Mapping[str, str] | None) -> dict[str, str]:
     """Return the environment for children: ``base`` (None: this process's), made fit."""
-    env = dict(os.environ if base is None else base)
+    # A broker that was started from within a session is not governed by that session.
+    env = without_guard(os.environ if base is None else base)
     for name in _SCRUBBED:
         env.pop(name, None)
     # Children start in / and must find this very package, even from a source checkout.

@@ -25,6 +25,9 @@ Presence = Literal["alive", "stopped", "gone"]
 
 _PROC = Path("/proc")
 
+#: In the path of a process's mapping of the guard, which is never that of its link.
+_GUARD = b"/jupyter_gpupool/guard/lib/"
+
 #: In ``flags``: the first thread is past the point of no return.
 _PF_EXITING = 0x4
 
@@ -138,10 +141,14 @@ def session_of(pid: int) -> str | None:
 
 
 def maps_libcuda(pid: int) -> bool | None:
-    """Tell whether the CUDA driver library is mapped into ``pid``; None if that cannot be read."""
+    """Tell whether the CUDA driver library is mapped into ``pid``; None if that cannot be read.
+
+    The guard has the driver's name, and every shell of a session has it; it loads the driver
+    itself only for who calls it.
+    """
     try:
         with open(_PROC / str(pid) / "maps", "rb") as maps:
-            return any(b"/libcuda.so" in line for line in maps)
+            return any(b"/libcuda.so" in line and _GUARD not in line for line in maps)
     except OSError:
         return None
 

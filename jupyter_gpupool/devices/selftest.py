@@ -4,7 +4,8 @@
 
 The program holds a few MiB of known bytes on one device. :func:`judge` suspends it, resumes it
 and has the bytes compared, in place and, where there is a peer of the same model, on that peer.
-The calls are those that notebooks get later, so that what passes here works there.
+The calls are those that notebooks get later, so that what passes here works there. The same
+program runs under the guard in ``guarded``, in a :class:`Frame` that asks more of it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Sequence
 
-from ..errors import DriverError
+from ..errors import DriverError, GPUPoolError
 from . import processes
 from .children import Child, ChildLost
+from .contexts import Stage
 from .operations import Operation
 from .serve import claim_stdout, die_with_parent, emit, serve
 
@@ -48,20 +50,52 @@ class _NoRoom(Exception):
     """Somebody else took the memory."""
 
 
+class Frame:
+    """What is done around each suspend and resume of the test program; here: nothing."""
+
+    session = SESSION
+
+    def failed(self, problem: str) -> str:
+        """Return the sentence for a failure."""
+        return f"The self-test failed: {problem}"
+
+    async def begun(self, target: Child) -> str:  # noqa: ARG002 (for those that look)
+        """Look at the program that has its memory now; return what is wrong."""
+        return ""
+
+    async def hold(self, target: Child) -> str:  # noqa: ARG002 (as above)
+        """Prepare the program to be suspended; return why it is not."""
+        return ""
+
+    async def check(self, target: Child, device: str) -> bool:  # noqa: ARG002 (as above)
+        """Return whether the program, resumed on ``device``, has the right bytes."""
+        return bool((await target.call("check", STEP_TIMEOUT))["same"])
+
+
 async def judge(
-    target: Child, operation: Any, uuid: str, peer: str | None, everything: Sequence[str]
+    target: Child,
+    operation: Any,
+    uuid: str,
+    peer: str | None,
+    everything: Sequence[str],
+    *,
+    frame: Frame,
+    stage: Stage,
 ) -> Verdict:
     """Put ``target`` (this program, on device ``uuid``) through it.
 
     ``operation(root)`` makes an :class:`Operation` on the process ``root``.
     """
     try:
-        await target.start(STEP_TIMEOUT)
+        await stage.start(target, uuid, SIZE, STEP_TIMEOUT)
         process = None if target.pid is None else processes.identify(target.pid)
         if process is None:
-            return Verdict(False, False, "The self-test program ended as it started.")
+            return Verdict(False, False, frame.failed("the test program ended as it started"))
 
         async def there_and_back(destination: str) -> str:
+            problem = await frame.hold(target)
+            if problem:
+                return problem
             first: Operation = operation(process)
             suspended = await first.suspend([uuid])
             if suspended.status != "suspended":
@@ -72,25 +106,26 @@ async def judge(
                 raise _NoRoom(resumed.message)
             if resumed.status != "resumed":
                 return f"resuming a test process failed: {resumed.message or resumed.status}"
-            if not (await target.call("check", STEP_TIMEOUT))["same"]:
+            if not await frame.check(target, destination):
                 return "a resumed test process did not have its bytes any more"
             return ""
 
-        problem = await there_and_back(uuid)
+        problem = await frame.begun(target) or await there_and_back(uuid)
         if problem:
-            return Verdict(False, False, f"The self-test failed: {problem}")
+            return Verdict(False, False, frame.failed(problem))
         if peer is None:
             return Verdict(True, False)
-        problem = await there_and_back(peer)
-        if problem:
-            return Verdict(True, False, f"The self-test on another device failed: {problem}")
-        return Verdict(True, True)
+        async with stage.moving():
+            problem = await there_and_back(peer)
+            if problem:
+                return Verdict(True, False, f"The self-test on another device failed: {problem}")
+            return Verdict(True, True)
     except _NoRoom as error:
         return Verdict(True, False, f"The self-test had no room: {error}", tested=False)
-    except (ChildLost, DriverError) as error:
+    except (ChildLost, GPUPoolError, OSError) as error:
         if "CUDA_ERROR_OUT_OF_MEMORY" in str(error):
             return Verdict(True, False, f"The self-test had no room: {error}", tested=False)
-        return Verdict(False, False, f"The self-test did not run: {error}")
+        return Verdict(False, False, frame.failed(f"it did not run: {error}"))
     finally:
         await target.close()
 
@@ -127,6 +162,13 @@ class _Program:
         self._write()
         return {"same": same}
 
+    def over(self, size: int) -> dict[str, Any]:
+        """Ask for more than there is; return how it was answered, having given back what came."""
+        result, *pointer = self._driver.cuMemAlloc(size)
+        if result == self._driver.CUresult.CUDA_SUCCESS:
+            self._call(self._driver.cuMemFree, *pointer)
+        return {"result": str(result.name)}
+
 
 def main() -> None:
     """Serve until stdin ends."""
@@ -138,7 +180,7 @@ def main() -> None:
         emit(out, {"event": "ready", "problem": str(error)})
         return
     emit(out, {"event": "ready", "problem": ""})
-    serve(out, {"check": program.check})
+    serve(out, {"check": program.check, "over": program.over})
 
 
 if __name__ == "__main__":

@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import replace
 from typing import Any, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, TypeVar
 
 from ..errors import DriverError
 from ..pool.model import Device
-from . import driver, processes, selftest
+from . import contexts, driver, processes
 from .calls import SessionCalls
 from .children import Child, child_environment
+from .examiner import Examiner, Findings
 from .model import DeviceSample, ProcessId, ResumeOutcome, SessionState, SuspendOutcome
 from .operations import Operation
 from .sampling import SAMPLE_TIMEOUT, Sampler
@@ -50,6 +50,9 @@ class DeviceService:
         Seconds that any other driver call may take, besides copying, before its process is killed.
     sample_timeout:
         Seconds that NVML may take for one sample.
+    guard:
+        Whether sessions are to run under the guard: then each device is tested with it, and has
+        the tier "guarded" if it passes.
     on_device_lost:
         Called with ``(uuid, reason)`` when a device fails (an Xid that is not the application's
         fault, or NVML cannot read it any more); once, until it is seen healthy again.
@@ -63,6 +66,7 @@ class DeviceService:
         lock_timeout: float = 5.0,
         call_timeout: float = 120.0,
         sample_timeout: float = SAMPLE_TIMEOUT,
+        guard: bool = False,
         on_device_lost: Callable[[str, str], None] | None = None,
     ) -> None:
         #: Why there is no usable device, in a sentence; empty if there is nothing to say.
@@ -80,6 +84,7 @@ class DeviceService:
         self._sampler = Sampler(
             env=self._env, log=self._log, on_lost=self._lost, timeout=sample_timeout
         )
+        self._examiner = Examiner(env=self._env, log=self._log, sampler=self._sampler, guard=guard)
         self._devices: dict[str, Device] = {}
         self._workers: dict[str, Child] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -113,13 +118,7 @@ class DeviceService:
             self._add(row)
         trusted = {uuid: d for uuid, d in (known or {}).items() if uuid in self._devices}
         for uuid, device in trusted.items():
-            self._devices[uuid] = replace(
-                self._devices[uuid],
-                tier=device.tier,
-                can_suspend=device.can_suspend,
-                can_migrate=device.can_migrate,
-                tier_reason=device.tier_reason,
-            )
+            self._devices[uuid] = self._examiner.trust(self._devices[uuid], device)
         await self._sampler.watch([*self._devices])
         # One at a time would make a machine of eight GPUs start in half a minute.
         limit = asyncio.Semaphore(_SELFTESTS)
@@ -162,34 +161,38 @@ class DeviceService:
         if device.tier == "mig":
             return device
         able = driver.capabilities(self.driver_version)
-        verdict = Verdict(False, False, able.reason)
+        found = Findings(Verdict(False, False, able.reason))
         if able.suspend:
-            verdict = await self._shielded(self._self_test(device, migrate=able.migrate))
-        if not verdict.can_suspend:
-            self._log.warning("%s (%s) cannot suspend: %s", device.name, uuid, verdict.reason)
-        (self.untested.discard if verdict.tested else self.untested.add)(uuid)
-        peers = self._peers(device)
-        tested = replace(
-            device,
-            tier="unguarded" if verdict.can_suspend else "none",
-            can_suspend=verdict.can_suspend,
-            can_migrate=verdict.can_migrate,
-            tier_reason=verdict.reason or (able.reason if peers else ""),
-        )
-        self._devices[uuid] = tested
+            found = await self._shielded(self._self_test(device, migrate=able.migrate))
+        (self.untested.discard if found.verdict.tested else self.untested.add)(uuid)
+        limits = able.reason if self._peers(device) else ""
+        self._devices[uuid] = tested = self._examiner.apply(found, self._device(uuid), limits)
         return tested
 
-    async def _self_test(self, device: Device, *, migrate: bool) -> Verdict:
+    async def _self_test(self, device: Device, *, migrate: bool) -> Findings:
         peers = self._peers(device)
-        peer = peers[0] if migrate and peers else None
-        env = {**self._env, "CUDA_VISIBLE_DEVICES": device.uuid}
-        target = Child("selftest", device.uuid, env=env, log=self._log, restart=False)
 
-        def operation(root: ProcessId) -> Operation:
-            return self._operation(self._workers[device.uuid], root, selftest.SESSION)
+        def operation(root: ProcessId, session: str) -> Operation:
+            return self._operation(self._workers[device.uuid], root, session)
 
         async with self._locks[device.uuid]:
-            return await selftest.judge(target, operation, device.uuid, peer, self._physical())
+            return await self._examiner.examine(
+                device, peers[0] if migrate and peers else None, self._physical(), operation
+            )
+
+    @property
+    def guard_problem(self) -> str:
+        """Why no device has the tier "guarded", in sentences; empty if one has."""
+        devices = self._devices.values()
+        return self._examiner.guard_problem(self.problem, [*devices])
+
+    def context_bytes(self, uuid: str) -> int:
+        """Return the device memory that the first CUDA context of a process costs.
+
+        As the self-test saw it; where it could not, what is usual.
+        """
+        device = self._device(uuid)
+        return device.context_bytes or contexts.assumed(device.memory_total)
 
     def _peers(self, device: Device) -> list[str]:
         """Return the other devices of the same model, the next one by index first."""

@@ -25,8 +25,9 @@ Tier = Literal["driver", "guarded", "unguarded", "mps", "mig", "none"]
 #: driver call cannot be cancelled. The table of transitions is in ``lease.py``.
 State = Literal["detached", "queued", "attaching", "active", "idle", "detaching", "ended"]
 
-#: Why a lease is in use. A lease without a hold is idle.
-HoldKind = Literal["cell", "comm", "manual", "command"]
+#: Why a lease is in use. A lease without a hold is idle. ``device`` is the session's CUDA activity
+#: as the broker sees it; all others are taken by the session's own side.
+HoldKind = Literal["cell", "comm", "manual", "command", "device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ class Device:
     can_migrate: bool = True
     #: Why the tier is not a better one; empty if there is nothing to say.
     tier_reason: str = ""
+    #: Bytes that a process's first CUDA context takes here, as measured; 0: not known.
+    context_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,10 @@ class PoolSettings:
     resume_headroom: int = 32 * MiB
     #: Seconds for which a pinned session is not tried again (the reason may have gone away).
     pinned_retry: float = 60.0
-    #: Part of a device's time that suspends and resumes may take while several want it in turn.
+    #: Least bytes by which a lease grows beyond what is guaranteed, if there are that many.
+    growth_step: int = 64 * MiB
+    #: Share of a slice's life that moving its state may cost: a session whose moves took so long
+    #: keeps a slice that it has just been resumed to for at least seconds / share. 0: not at all.
     max_swap_overhead: float = 0.1
 
 

@@ -171,3 +171,18 @@ def test_the_driver_library_is_seen_in_the_map(spawn, tmp_path):
     )
     _, (pid,) = spawn(code, str(library))
     assert processes.maps_libcuda(pid) is True
+
+
+def test_the_guard_is_not_taken_for_the_driver(monkeypatch, tmp_path):
+    (tmp_path / "7").mkdir()
+    monkeypatch.setattr(processes, "_PROC", tmp_path)
+    maps = tmp_path / "7" / "maps"
+    guard = "7f00-7f01 r-xp 00000000 08:01 42  /opt/x/jupyter_gpupool/guard/lib/libcuda.so.1\n"
+    maps.write_text(guard)
+    assert processes.maps_libcuda(7) is False
+    for driver in (
+        "/usr/lib/x86_64-linux-gnu/libcuda.so.580.95.05",
+        "/opt/x/jupyter_gpupool/emulator/lib/libcuda.so.1",
+    ):
+        maps.write_text(f"{guard}7f02-7f03 r-xp 00000000 08:01 43  {driver}\n")
+        assert processes.maps_libcuda(7) is True

@@ -375,3 +375,35 @@ async def test_an_unknown_device_is_named(emulated):
     async with emulated("1x1GiB").started() as (service, _):
         with pytest.raises(DriverError, match="There is no device GPU-nowhere"):
             await service.suspend(ProcessId(1, 1), ["GPU-nowhere"], session=SESSION)
+
+
+# ------------------------------------------------------------------ what a context costs
+
+
+@pytest.mark.parametrize("pids", [True, False], ids=["listed", "not-listed"])
+async def test_a_context_costs_what_the_driver_charges_for_it(emulated, pids):
+    machine = emulated("2x1GiB,context=48MiB")
+    if not pids:  # as in a container: free memory must do, whatever the other test takes
+        machine.faults.set("nvml-missing-pids")
+    async with machine.started() as (service, devices):
+        for device in devices:
+            assert service.context_bytes(device.uuid) == device.context_bytes == 48 * MiB
+
+
+async def test_where_no_context_was_seen_the_usual_is_assumed(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.target() as target:
+        await target.do("context")
+        await target.do("take", 1000 * MiB)
+        async with machine.started() as (service, (full,)):
+            assert full.context_bytes == 0
+            assert service.context_bytes(full.uuid) == 64 * MiB
+
+
+async def test_what_a_context_costs_is_known_to_the_next_broker(emulated):
+    machine = emulated("1x1GiB,context=48MiB")
+    async with machine.started() as (_, (device,)):
+        pass
+    async with machine.service() as service:
+        await service.start(known={device.uuid: device})
+        assert service.context_bytes(device.uuid) == 48 * MiB

@@ -1,0 +1,133 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""From self-tests to a device's tier: with the guard, else without it, and the reason why."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Callable, Mapping, Sequence
+
+from ..errors import GPUPoolError
+from ..guard import install
+from ..pool.model import Device, Tier
+from . import selftest
+from .children import Child
+from .contexts import Stage
+from .guarded import guard_frame
+from .model import ProcessId
+from .operations import Operation
+from .sampling import Sampler
+from .selftest import Frame, Verdict
+
+#: Makes an operation on the process and session given.
+Operations = Callable[[ProcessId, str], Operation]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What the tests of one device came to; ``unguarded`` says why not with the guard."""
+
+    verdict: Verdict
+    unguarded: str = ""
+
+
+class Examiner:
+    """Tests devices, with the guard first if ``guard`` asks for it."""
+
+    def __init__(
+        self, *, env: Mapping[str, str], log: logging.Logger, sampler: Sampler, guard: bool
+    ) -> None:
+        self._env = env
+        self._log = log
+        self._guard = guard
+        self._stage = Stage(sampler)
+
+    async def examine(
+        self, device: Device, peer: str | None, everything: Sequence[str], operations: Operations
+    ) -> Findings:
+        """Test ``device``; where the guard passes one test does: it asks all the other would."""
+
+        async def judge(frame: Frame, env: Mapping[str, str]) -> Verdict:
+            target = Child("selftest", device.uuid, env=env, log=self._log, restart=False)
+            return await selftest.judge(
+                target,
+                lambda root: operations(root, frame.session),
+                device.uuid,
+                peer,
+                everything,
+                frame=frame,
+                stage=self._stage,
+            )
+
+        unguarded = ""
+        if self._guard:
+            try:
+                async with guard_frame(device.uuid, device.index, self._env) as frame:
+                    verdict = await judge(frame, frame.env)
+                if verdict.can_suspend and verdict.tested:
+                    return Findings(verdict)
+                unguarded = verdict.reason
+            except (GPUPoolError, OSError) as error:
+                unguarded = f"The guard cannot be used. {error}"
+        verdict = await judge(Frame(), {**self._env, "CUDA_VISIBLE_DEVICES": device.uuid})
+        return Findings(verdict, unguarded if verdict.tested else verdict.reason)
+
+    def apply(self, found: Findings, device: Device, limits: str) -> Device:
+        """Return the device with what was found; ``limits`` is what its driver never can."""
+        verdict = found.verdict
+        tier: Tier = "guarded" if self._guard and not found.unguarded else "unguarded"
+        unguarded = found.unguarded
+        if not verdict.can_suspend:
+            tier, unguarded = "none", ""  # the guard's failure follows from the other one
+            self._log.warning(
+                "%s (%s) cannot suspend: %s", device.name, device.uuid, verdict.reason
+            )
+        elif unguarded:
+            self._log.warning("%s (%s): %s", device.name, device.uuid, unguarded)
+        return replace(
+            device,
+            tier=tier,
+            can_suspend=verdict.can_suspend,
+            can_migrate=verdict.can_migrate,
+            tier_reason=sentences(unguarded, verdict.reason or limits),
+            context_bytes=self._stage.found.get(device.uuid, device.context_bytes),
+        )
+
+    def trust(self, device: Device, known: Device) -> Device:
+        """Return the device with what an earlier broker found when it tested it."""
+        tier, reason = known.tier, known.tier_reason
+        if tier == "guarded":
+            try:
+                install.library()
+            except GPUPoolError as error:
+                tier, reason = "unguarded", f"The guard cannot be used. {error}"
+            if not self._guard:
+                tier, reason = "unguarded", ""
+        elif tier == "unguarded" and self._guard and not reason:
+            reason = (
+                "It was tested without the guard, and kernels of an earlier broker use it; it is "
+                "tested again when the broker starts without any."
+            )
+        return replace(
+            device,
+            tier=tier,
+            can_suspend=known.can_suspend,
+            can_migrate=known.can_migrate,
+            tier_reason=reason,
+            context_bytes=known.context_bytes,
+        )
+
+    def guard_problem(self, problem: str, devices: Sequence[Device]) -> str:
+        """Return why no device has the tier "guarded"; empty if one has."""
+        if any(device.tier == "guarded" for device in devices):
+            return ""
+        if not self._guard:
+            return "c.GPUPool.guard is False."
+        return sentences(problem, *(d.tier_reason for d in devices)) or "There is no GPU."
+
+
+def sentences(*texts: str) -> str:
+    """Join texts that may lack their full stop, each once."""
+    ended = (text if text.endswith((".", "?")) else f"{text}." for text in texts if text)
+    return " ".join(dict.fromkeys(ended))

@@ -1,0 +1,186 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The self-test under the guard: a page, the guard's links, and somebody who answers its questions.
+
+What a session has from the broker, for one test program. Besides what every device is asked, the
+guard must let calls through while the gate is open, refuse an allocation beyond the grant as the
+driver would, hold a call at a closed gate, and be suspended and resumed while it holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from typing import AsyncIterator, Callable, Mapping
+
+from ..errors import GPUPoolError
+from ..guard import install, page
+from ..guard.page import Page, Reading
+from . import selftest
+from .children import Child
+
+#: Bytes of the test's slice, and what is asked for beyond it. The context is not charged here.
+GRANT = 64 << 20
+TOO_MUCH = GRANT + (1 << 20)
+
+#: Seconds for the guard to come to the gate, or for calls under way to leave the driver.
+GATE_TIMEOUT = 10.0
+
+#: Seconds between two looks at the page; nobody tells of a change.
+_POLL = 0.005
+
+#: Memory that is a file, without a disk; elsewhere the guard works as well.
+_SHM = Path("/dev/shm")
+
+
+class GuardFrame(selftest.Frame):
+    """One test program's session. Made by :func:`guard_frame`."""
+
+    def __init__(self, folder: Path, uuid: str, index: int, base: Mapping[str, str]) -> None:
+        # A name of its own: several tests run at once, and each must find its process alone.
+        self.session = f"{selftest.SESSION}-{secrets.token_hex(8)}"
+        self.page = Page.create(folder / "page", self.session, os.geteuid())
+        self._index = index
+        self._socket = folder / "broker.sock"
+        self._token = secrets.token_hex(16)
+        self._opened = asyncio.Event()
+        self._held: asyncio.Task[bool] | None = None
+        self._answering: set[asyncio.Task[None]] = set()
+        self.page.set_policy(managed=False, context_bytes=0)
+        self._open(uuid)
+        self.env = {
+            **base,
+            **install.session_environment(install.guard_directory(folder), self.page.path, base),
+            "CUDA_VISIBLE_DEVICES": uuid,
+            "GPUPOOL_VISIBLE": uuid,
+            "GPUPOOL_SOCKET": str(self._socket),
+            "GPUPOOL_SESSION": self.session,
+            "GPUPOOL_TOKEN": self._token,
+        }
+
+    def failed(self, problem: str) -> str:
+        """Return the sentence for a failure."""
+        return f"The guard did not pass its self-test on GPU {self._index}: {problem}"
+
+    async def begun(self, target: Child) -> str:
+        """Look whether the program, which has its memory now, went through the guard for it."""
+        before = self.page.read()
+        if before.gate != page.OPEN or not any(slot.pid == target.pid for slot in before.slots):
+            return "its calls did not go through the guard"
+        if sum(before.used) < selftest.SIZE:
+            return f"it counted {sum(before.used)} of {selftest.SIZE} bytes"
+        answer = await target.call("over", selftest.STEP_TIMEOUT, size=TOO_MUCH)
+        if answer["result"] != "CUDA_ERROR_OUT_OF_MEMORY":
+            return f"an allocation beyond the grant returned {answer['result']}"
+        left = sum(self.page.read().used) - sum(before.used)
+        return f"a refused allocation left {left} bytes counted" if left else ""
+
+    async def hold(self, target: Child) -> str:
+        """Close the gate with a call before it; return why the call is not held."""
+        self._opened.clear()
+        self.page.set_gate(page.CLOSED)
+        self._held = asyncio.create_task(super().check(target, ""))
+        if not await self._until(lambda now: now.waiting > 0 or self._returned()):
+            return "it did not come to the closed gate"
+        if self._returned():
+            return "a call went through the closed gate"
+        if not await self._until(lambda now: now.inflight == 0):
+            return "calls did not leave the driver"
+        return ""
+
+    async def check(self, target: Child, device: str) -> bool:
+        """Open the gate, now on ``device``; return whether the call that was held is right."""
+        if self._held is None:
+            return await super().check(target, device)
+        held, self._held = self._held, None
+        if held.done():
+            # It has the right bytes, perhaps; but it read them while the device was not there.
+            raise GPUPoolError(self.failed("a call went through the closed gate"))
+        self._open(device)
+        return await held
+
+    async def close(self) -> None:
+        """Let go of everything; the program has been ended."""
+        self._opened.set()
+        if self._held is not None:
+            self._held.cancel()
+        tasks = [*self._answering, *([self._held] if self._held else [])]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.page.remove()
+
+    # ------------------------------------------------------------------ internals
+
+    def _open(self, uuid: str) -> None:
+        self.page.set_devices([uuid])
+        self.page.set_grant([GRANT], GRANT, 1)
+        self.page.set_gate(page.UNUSED)
+        self._opened.set()
+
+    def _returned(self) -> bool:
+        return self._held is not None and self._held.done()
+
+    async def _until(self, condition: Callable[[Reading], bool]) -> bool:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + GATE_TIMEOUT
+        while not condition(self.page.read()):
+            if loop.time() >= deadline:
+                return False
+            await asyncio.sleep(_POLL)
+        return True
+
+    async def _serve(self) -> asyncio.Server:
+        return await asyncio.start_unix_server(self._connected, str(self._socket))
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one question of the guard, as the broker would."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering.add(task)
+        try:
+            request = json.loads(await reader.readline() or "{}")
+            answer = {"v": 1, "type": "ok", "id": request.get("id"), "epoch": 1}
+            if request.get("token") != self._token or request.get("type") != "attach":
+                answer |= {"type": "error", "code": "limit", "message": "It is a self-test."}
+            else:
+                await self._opened.wait()
+            writer.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
+            await writer.drain()
+        except (OSError, ValueError):
+            pass  # the test program has ended, or does not speak: what is missing is noticed
+        finally:
+            self._answering.discard(task)
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def guard_frame(uuid: str, index: int, base: Mapping[str, str]) -> AsyncIterator[GuardFrame]:
+    """Yield what a test program on device ``uuid`` needs to run under the guard.
+
+    ``base`` is the environment of other children; ``index`` names the device to people.
+
+    Raises
+    ------
+    GPUPoolError
+        If the guard is not compiled, or its folder cannot be made.
+    OSError
+        If there is no place for the page.
+    """
+    install.library()
+    place = _SHM if os.access(_SHM, os.W_OK | os.X_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="gpupool-selftest-", dir=place))
+    try:
+        frame = GuardFrame(folder, uuid, index, base)
+        server = await frame._serve()
+        try:
+            yield frame
+        finally:
+            server.close()
+            await frame.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
