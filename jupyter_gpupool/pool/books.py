@@ -25,6 +25,7 @@ from .events import (
     Suspend,
 )
 from .inventory import HostLedger, Inventory
+from .lanes import Lanes
 from .lease import ATTACHED, Session
 from .model import PoolSettings, Refusal, Slice, State
 from .placement import groups_of, needs_of
@@ -41,37 +42,26 @@ BACK_OFF = {"attach": 1.0, "busy": 1.0, "drain": 10.0, "host": 10.0}
 BACK_OFF_MOST = 60.0
 
 
-class Books:
+class Books(Lanes):
     """Everything the pool knows."""
 
     def __init__(self, settings: PoolSettings) -> None:
+        super().__init__(Quotas(settings))
         self.settings = settings
         self.now = -math.inf
         self.sessions: dict[str, Session] = {}
         self.inventory = Inventory()
         self.host = HostLedger(settings.host_memory)
-        self.quotas = Quotas(settings)
         self.estimates = Estimates()
         self.timers = Timers()
-        #: All waiting sessions, and the part of them that the next free bytes could serve.
+        #: All waiting sessions.
         self.order = WaitQueue()
-        self.open = WaitQueue()
-        #: The same by :func:`~.placement.groups_of`: a device that gains serves few groups.
-        self.groups: dict[str, WaitQueue] = {}
-        #: Waiting sessions whose plan is under way.
-        self.planned: dict[str, Session] = {}
-        #: Waiting sessions held up by their owner's quota, in order, by owner.
-        self.by_quota: dict[str, WaitQueue] = {}
-        #: Owners for whom more host memory would make room in the quota.
-        self.host_waits: dict[str, None] = {}
-        #: Waiting sessions for which no device will do at present.
-        self.nowhere: dict[str, Session] = {}
-        #: Waiting sessions that must be looked at again.
-        self.fresh: dict[str, Session] = {}
         #: Idle sessions whose time is over but whose state does not fit in host memory now.
         self.leaving: dict[str, Session] = {}
         #: Leased sessions by owner: an owner's own idle ones may make room in the quota.
         self.leased: dict[str, dict[str, Session]] = {}
+        #: Leased sessions with more than is guaranteed on some device.
+        self.grown: dict[str, Session] = {}
         #: What the head of the queue accumulates memory on.
         self.claim: Claim | None = None
         self.active = 0
@@ -183,42 +173,6 @@ class Books:
         s.why = ()
         s.told = None
 
-    def set_lane(self, s: Session, lane: str) -> None:
-        """Move a waiting session between the groups in which it waits."""
-        entry, old = s.entry, s.lane
-        assert entry is not None
-        owner = s.owner.name
-        if old == lane:
-            return
-        if old == "open":
-            self.open.remove(entry)
-            for group in s.groups:
-                self.groups[group].remove(entry)
-                if not self.groups[group]:
-                    del self.groups[group]
-        elif old == "quota":
-            queue = self.by_quota[owner]
-            queue.remove(entry)
-            if not queue:
-                del self.by_quota[owner]
-            else:
-                self.quotas.note(owner)
-        elif old == "nowhere":
-            del self.nowhere[s.id]
-        elif old == "fresh":
-            self.fresh.pop(s.id, None)
-        s.lane = lane
-        if lane == "open":
-            self.open.add(entry)
-            for group in s.groups:
-                self.groups.setdefault(group, WaitQueue()).add(entry)
-        elif lane == "quota":
-            self.by_quota.setdefault(owner, WaitQueue()).add(entry)
-        elif lane == "nowhere":
-            self.nowhere[s.id] = s
-        elif lane == "fresh":
-            self.fresh[s.id] = s
-
     def _entry(self, s: Session, number: int) -> Entry:
         settings = self.settings
         place = rank(s.queued_at, s.request.priority, settings.priority_classes, settings.ageing)
@@ -294,7 +248,9 @@ class Books:
         self._set_slices(s, ())
         s.footprints = {}
         s.footprint = 0
-        s.sampled_at = -math.inf
+        s.sampled_at = s.grown_at = s.rose_at = -math.inf
+        s.measured_at.clear()
+        s.restored = {}
         leases = self.leased[s.owner.name]
         del leases[s.id]
         if not leases:
@@ -328,12 +284,20 @@ class Books:
             more = x.bytes - held[x.device]
             if more > 0 and self.inventory[x.device].free < more:
                 raise ValueError(f"{more} more bytes are not free on {x.device}")
+        grows = any(x.bytes > held[x.device] for x in slices)
         # What stays is a fact, even where the free bytes are below zero.
-        self._set_slices(s, tuple(slices), force=True)
+        self._set_slices(s, tuple(slices), force=True, most=math.inf if grows else s.charge)
         self.offer(s)
         self.emit(Resize(session=s.id, epoch=s.epoch, slices=s.slices))
 
-    def _set_slices(self, s: Session, slices: tuple[Slice, ...], *, force: bool = False) -> None:
+    def _set_slices(
+        self,
+        s: Session,
+        slices: tuple[Slice, ...],
+        *,
+        force: bool = False,
+        most: float = math.inf,
+    ) -> None:
         owner = s.owner.name
         if s.slices:
             self.inventory.give_back(s.id, s.slices)
@@ -341,10 +305,21 @@ class Books:
         s.slices = slices
         s.granted = sum(x.bytes for x in slices)
         # By the request at this moment: a later one counts when the lease has changed with it.
-        s.charge = sum(min(x.bytes, s.request.memory) for x in slices)
+        s.charge = 0
         if slices:
+            # A lease that becomes smaller is not charged more, whatever the limit has become.
+            charge = s.charge_of(slices)
+            s.charge = charge if charge < most else int(most)
             self.inventory.take(s.id, slices, force=force)
             self.quotas.charge(owner, s.charge, len(slices), 1, 1)
+        self.note_grown(s)
+
+    def note_grown(self, s: Session) -> None:
+        """Remember whether a session has more than it is guaranteed."""
+        if any(x.bytes > s.request.memory for x in s.slices):
+            self.grown[s.id] = s
+        else:
+            self.grown.pop(s.id, None)
 
     def _grow_over(self, s: Session) -> None:
         self.drop_plan(s)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .inventory import NOTHING
 from .lease import Session
-from .placement import in_turn
+from .placement import charge_of, in_turn
 from .yielding import WhatIf, host_room, score
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def make_claim(books: Books, s: Session, old: Claim | None) -> Claim:
             break
         wanted[uuid] = max(amounts)
     next_at = since + (rounds + 1) * ageing if more or rounds < 1 else math.inf
-    charge = s.request.memory * len(needs)
+    charge = charge_of(s.request, needs)
     return Claim(s.id, s.owner.name, charge, len(needs), wanted, since, next_at)
 
 

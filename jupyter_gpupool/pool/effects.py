@@ -66,6 +66,9 @@ class Effects:
         """Give back the headroom of the resume; note what is missing if the request grew."""
         books = self._books
         held = [x.bytes for x in resumed] or [0] * len(s.slices)
+        if resumed:
+            # It uses at least this much, whenever the first sample comes.
+            s.restored = {x.device: size for x, size in zip(s.slices, held, strict=True)}
         memory = s.request.memory
         slices = [
             Slice(x.device, min(x.bytes, max(memory, h)))

@@ -119,11 +119,15 @@ class HoldTaken(Event):
 
     Answered by :class:`HoldGranted` or :class:`HoldRefused`, at once or after a wait. Taking a
     hold again that the session already has is answered again and changes nothing.
+
+    ``bound`` are the devices that its processes have settled on (cuInit needs no lease): without
+    suspended state, the lease must be there.
     """
 
     session: str
     hold: str
     kind: HoldKind
+    bound: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +145,11 @@ class HoldDropped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldsReplaced(Event):
-    """The agent (re)connected or went away: these are its holds now, all others are dropped."""
+    """The agent (re)connected or went away: these are its holds now, its others are dropped.
+
+    The hold of kind ``device`` is not the agent's and stays as it is; one among ``holds`` is
+    ignored.
+    """
 
     session: str
     holds: tuple[Hold, ...]
@@ -154,6 +162,21 @@ class RequestChanged(Event):
 
     session: str
     request: Request
+    rid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowAsked(Event):
+    """An allocation does not fit: ``bytes`` more than granted are needed on ``device``.
+
+    Answered at once by :class:`Answer`, after a :class:`Resize` if it was granted: at least that
+    much, out of free memory only; nobody is suspended for it. Refused with ``limit`` (beyond the
+    request's limit), ``no-memory`` (not free now, or no slice there) or ``quota``.
+    """
+
+    session: str
+    device: str
+    bytes: int
     rid: str
 
 

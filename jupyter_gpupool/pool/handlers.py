@@ -44,6 +44,7 @@ class Handlers:
             ev.HoldDropped: self._hold_dropped,
             ev.HoldsReplaced: self._holds_replaced,
             ev.RequestChanged: self._requests.changed,
+            ev.GrowAsked: self._requests.grow,
             ev.ReleaseAsked: self._requests.release,
             ev.KeepAsked: self._requests.keep,
             ev.AttachDone: effects.attach_done,
@@ -138,15 +139,19 @@ class Handlers:
         if ledger is None:
             books.log("", "warning", "unknown-device", f"There is no device {event.device}.")
             return
+        before = ledger.foreign + ledger.overuse
+        if event.foreign > ledger.foreign:
+            # Before the sessions: what they may grow by is less now.
+            books.inventory.seen(event.device, event.foreign, ledger.overuse)
         over = 0
         for name, size in event.footprints.items():
             s = books.sessions.get(name)
             if s is not None:
                 over += self._requests.measured(s, event.device, size)
-        if event.foreign + over < ledger.foreign + ledger.overuse:
+        if event.foreign + over < before:
             for s in list(books.nowhere.values()):
                 books.set_lane(s, "fresh")
-        elif event.foreign + over > ledger.foreign + ledger.overuse:
+        elif event.foreign + over > before:
             books.recheck_head = True
         if (event.foreign, over) != (ledger.foreign, ledger.overuse):
             books.inventory.seen(event.device, event.foreign, over)
@@ -276,6 +281,8 @@ class Handlers:
             )
             books.emit(ev.HoldRefused(session=event.session, hold=event.hold, refusal=refusal))
             return
+        if event.bound and s.state == "detached" and not s.suspended:
+            s.bound = event.bound
         known = event.hold in s.holds
         if not known:
             s.holds[event.hold] = Hold(event.hold, event.kind, books.now)
@@ -330,7 +337,10 @@ class Handlers:
             books.log(event.session, "debug", "unknown-session", "Holds of no session replaced.")
             return
         self._bind(s, event.cuda)
-        s.holds = {h.id: h for h in event.holds}
+        # The agent says nothing about the device's activity, which the broker watches itself.
+        s.holds = {h.id: h for h in event.holds if h.kind != "device"} | {
+            h.id: h for h in s.holds.values() if h.kind == "device"
+        }
         if s.holds:
             self.held(s)
         else:

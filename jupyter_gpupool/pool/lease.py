@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Mapping
+from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
 from ..errors import GPUPoolError
 from .model import AttachPolicy, Hold, Owner, Request, SessionRecord, Slice, State
@@ -107,6 +107,13 @@ class Session:
     #: Measured device bytes by device, and when the last measurement came.
     footprints: dict[str, int] = field(default_factory=dict)
     sampled_at: float = -math.inf
+    #: When by device, kept only where the lease has more than is guaranteed.
+    measured_at: dict[str, float] = field(default_factory=dict)
+    #: When the lease last grew beyond what is guaranteed, and when its measured use last rose.
+    grown_at: float = -math.inf
+    rose_at: float = -math.inf
+    #: Bytes that the resume to this lease restored, by device: in use until a measurement tells.
+    restored: dict[str, int] = field(default_factory=dict)
     #: When the present lease was granted.
     attached_at: float = 0.0
     #: Bytes that the owner's quota is charged for the lease.
@@ -155,6 +162,19 @@ class Session:
     def suspended_bytes(self) -> int:
         """Host bytes of its suspended state."""
         return sum(s.bytes for s in self.suspended)
+
+    def charge_of(self, slices: Sequence[Slice]) -> int:
+        """Return the bytes that the owner's quota is charged for ``slices``.
+
+        That is all of them up to the request's limit, but for the headroom of a resume.
+        """
+        limit, memory = self.request.limit, self.request.memory
+        if not self.suspended:
+            return sum(min(x.bytes, limit) for x in slices)
+        return sum(
+            min(x.bytes, limit, max(memory, state.bytes))
+            for x, state in zip(slices, self.suspended, strict=True)
+        )
 
     def move(self, new: State, now: float, reason: str) -> State:
         """Make one step of the table and return the old state.

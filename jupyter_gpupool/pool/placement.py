@@ -16,7 +16,7 @@ from typing import Iterable, Mapping, Sequence
 
 from .inventory import DeviceLedger, Inventory
 from .lease import Session
-from .model import PoolSettings, Slice
+from .model import PoolSettings, Request, Slice
 
 #: What a session asks for: (group, least bytes, bytes with headroom) of each slice, sorted.
 Asked = tuple[tuple[str, int, int], ...]
@@ -88,6 +88,11 @@ def needs_of(session: Session, inventory: Inventory, settings: PoolSettings) -> 
     if session.bound:
         return tuple(Need(memory, memory, fixed=uuid) for uuid in session.bound)
     return (Need(memory, memory),) * session.request.devices
+
+
+def charge_of(request: Request, needs: Sequence[Need]) -> int:
+    """Return what the owner's quota is charged for a lease that meets ``needs``."""
+    return sum(min(need.least, request.limit) for need in needs)
 
 
 def groups_of(needs: Sequence[Need]) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Mapping, Sequence
 from .inventory import NOTHING, DeviceLedger
 from .lease import Session
 from .model import Slice
-from .placement import Need, in_turn, place_now
+from .placement import Need, charge_of, in_turn, place_now
 from .quota import Usage
 from .yielding import WhatIf, host_room, score
 
@@ -92,7 +92,7 @@ def plan_attach(
     if stuck is not None:
         return Blocked("nowhere", stuck)
     owner = s.owner.name
-    charge = s.request.memory * len(needs)
+    charge = charge_of(s.request, needs)
     what = WhatIf(books, host_room(books, guarded=guarded))
     reason = "another kernel waits for memory"
     less = promised(books, s)
@@ -128,7 +128,7 @@ def _any_combination(
 ) -> WhatIf | None:
     """Return the smallest set of idle leases that makes room, if there are few to choose from."""
     owner = s.owner.name
-    charge = s.request.memory * len(needs)
+    charge = charge_of(s.request, needs)
     options = {v.id: v for v in books.leased.get(owner, {}).values() if v.yieldable}
     for ledger in books.inventory.by_pot(-NOTHING):
         if ledger.device.uuid not in claimed and any(n.allows(ledger) for n in needs):
@@ -155,10 +155,10 @@ def _any_combination(
 def plan_growth(books: Books, s: Session) -> Plan | Blocked:
     """Return how an attached session can get what it asks for beyond what it has."""
     claimed = books.claim.wanted if books.claim is not None else {}
-    more = tuple(
-        Need(d, d, fixed=x.device) for x in s.slices if (d := s.request.memory - x.bytes) > 0
-    )
-    charge = s.request.memory * len(s.slices) - s.charge
+    memory = s.request.memory
+    more = tuple(Need(d, d, fixed=x.device) for x in s.slices if (d := memory - x.bytes) > 0)
+    grown = tuple(Slice(x.device, max(x.bytes, memory)) for x in s.slices)
+    charge = s.charge_of(grown) - s.charge
     lacking = books.quotas.lacking(s.owner.name, charge, 0, 0)
     if lacking is not None:
         return Blocked("", ("quota", *lacking, len(books.leased[s.owner.name])))

@@ -5,8 +5,8 @@
 Two questions, kept apart because their answers differ. *Can it ever be met?* No is a
 :class:`Refusal`, at once. *Does it fit beside what the owner has now?* No means waiting.
 
-An owner is charged the guaranteed bytes (``request.memory`` on each device), not the headroom that
-a resume reserves for a moment; a lease on two devices counts as two devices. To add a limit: a
+An owner is charged the granted bytes, grown ones included, but not the headroom that a resume
+reserves for a moment; a lease on two devices counts as two devices. To add a limit: a
 field of ``Quota``, a clause in ``never`` and in ``Quotas.lacking``. Limits per group and
 GPU-seconds per day will be more columns of :class:`Usage`.
 """

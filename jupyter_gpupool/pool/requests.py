@@ -6,17 +6,16 @@ from __future__ import annotations
 
 from ..units import format_bytes, format_seconds
 from . import events as ev
+from . import growth
 from .books import Books
+from .growth import SETTLE, trim
 from .lease import ATTACHED, HAS_LEASE, Session
-from .model import Refusal, Request, Slice
+from .model import Refusal, Request
 from .policy import Blocked, plan_growth
 from .quota import check_form, never
 from .serve import Server
 from .wording import explain
 from .yielding import empty, suspendable, timeout_at
-
-#: A sample may be older than the last change of the session by up to so many seconds.
-SETTLE = 2.0
 
 
 class Requests:
@@ -79,20 +78,21 @@ class Requests:
             self._refuse(s, event.rid, refusal)
             return
         old, s.request = s.request, new
+        books = self._books
+        books.note_grown(s)
         if s.state in ATTACHED:
             note = self._resize(s, old)
         elif s.state == "queued":
-            self._books.requeue(s)
+            books.requeue(s)
             note = "The kernel waits for the new size."
         elif s.state in HAS_LEASE:
             note = "It applies as soon as the change under way is done."
         else:
             note = "It applies when the kernel next gets its slice."
         if new.limit > new.memory and new.limit != old.limit:
-            # Nothing lets a slice grow beyond what is guaranteed, so nothing is promised.
             note += (
-                f" The limit of {format_bytes(new.limit)} is recorded; slices do not grow beyond "
-                f"the guaranteed {format_bytes(new.memory)} in this version."
+                f" It may grow to {format_bytes(new.limit)} while that much is free; "
+                f"{format_bytes(new.memory)} are guaranteed."
             )
         self._answer(s, event.rid, note)
 
@@ -112,16 +112,26 @@ class Requests:
         )
 
     def _in_use(self, s: Session, new: Request) -> Refusal | None:
-        """Return why the lease can not shrink that far, or None."""
-        used = max((x.bytes for x in s.suspended), default=max(s.footprints.values(), default=0))
-        if new.memory >= s.request.memory or used <= new.memory:
-            return None
-        return Refusal(
-            "in-use",
-            f"{format_bytes(new.memory)} was asked for; the kernel uses {format_bytes(used)} now.",
-            f"Free memory first, or ask for at least {format_bytes(used)}.",
-            {"memory": new.memory, "in_use": used},
-        )
+        """Return why the lease can not shrink that far, or None.
+
+        What counts is the device where the kernel uses the most, for it asks for the same on each.
+        """
+        sizes = s.restored | s.footprints | {x.device: x.bytes for x in s.suspended}
+        used = max(sizes.values(), default=0)
+        for name, wanted, had in (
+            ("memory", new.memory, s.request.memory),
+            ("limit", new.limit, s.request.limit),
+        ):
+            if wanted < had and wanted < used:
+                what = "A limit of " if name == "limit" else ""
+                return Refusal(
+                    "in-use",
+                    f"{what}{format_bytes(wanted)} was asked for; the kernel uses "
+                    f"{format_bytes(used)} now.",
+                    f"Free memory first, or ask for at least {format_bytes(used)}.",
+                    {"memory": new.memory, name: wanted, "in_use": used},
+                )
+        return None
 
     def _resize(self, s: Session, old: Request) -> str:
         books = self._books
@@ -130,7 +140,8 @@ class Requests:
         if s.request.devices != len(s.slices):
             return "It applies at the next attach: release the slice first (%gpu release)."
         if memory <= old.memory or all(x.bytes >= memory for x in s.slices):
-            if self._trim(s) or all(x.bytes <= memory for x in s.slices):
+            trim(books, s, reclaim=True)
+            if all(x.bytes <= max(memory, s.footprints.get(x.device, 0)) for x in s.slices):
                 return f"The slice is {format_bytes(s.slices[0].bytes)} now."
             return "It applies once the memory in use has been measured."
         books.grow_later(s)
@@ -149,20 +160,21 @@ class Requests:
             "memory comes free."
         )
 
-    def _trim(self, s: Session) -> bool:
-        """Shrink a lease to what is asked for, as far as what was measured allows."""
-        memory = s.request.memory
-        slices = tuple(
-            Slice(x.device, min(x.bytes, max(memory, s.footprints[x.device])))
-            if x.device in s.footprints
-            else x
-            for x in s.slices
-        )
-        if slices == s.slices:
-            return False
-        self._books.resize(s, slices)
-        self._books.note_growth(s)
-        return True
+    # ------------------------------------------------------------------ more than guaranteed
+
+    def grow(self, event: ev.GrowAsked) -> None:
+        s = self._session(event.session, event.rid)
+        if s is None:
+            return
+        refusal = growth.answer(self._books, s, event)
+        if refusal is not None:
+            self._refuse(s, event.rid, refusal)
+            return
+        if s.growing:
+            # It still waits for what is guaranteed, of which this was a part.
+            self._server.grow(s)
+        held = self._books.inventory[event.device].leases[s.id]
+        self._answer(s, event.rid, f"The slice is {format_bytes(held)} now.")
 
     def measured(self, s: Session, device: str, size: int) -> int:
         """Take note of what ``s`` was seen to use; return the bytes that no grant covers."""
@@ -175,7 +187,8 @@ class Requests:
             return size
         before, bound = s.footprints.get(device, -1), s.state_bound
         fresh = s.state == "active" or s.sampled_at >= s.idle_since
-        if before == size and held >= size and fresh and (s.bound or not size):
+        plain = size <= held <= s.request.memory
+        if before == size and plain and fresh and (s.bound or not size):
             # Nothing new, as nearly always.
             s.sampled_at = books.now
             return 0
@@ -186,6 +199,11 @@ class Requests:
             s.sampled_at = books.now
             if size:
                 s.bound = tuple(x.device for x in s.slices)
+        if held and (size > held or held > s.request.memory):
+            growth.measured(books, s, books.inventory[device], size, before)
+            held = books.inventory[device].leases[s.id]
+        elif size > before:
+            s.rose_at = books.now
         if size > held >= before:
             books.log(
                 s.id,
@@ -193,9 +211,6 @@ class Requests:
                 "overuse",
                 f"It uses {format_bytes(size)} of a slice of {format_bytes(held)} on {device}.",
             )
-        if held > s.request.memory:
-            self._trim(s)
-            held = books.inventory[device].leases.get(s.id, 0)
         if s.state == "idle":
             books.offer(s)
             if s.state_bound < bound:

@@ -17,6 +17,7 @@ from typing import Iterator
 from .books import Books
 from .candidates import Candidates
 from .claims import accumulates, make_claim
+from .growth import reclaim
 from .inventory import DeviceLedger
 from .lease import Session
 from .model import Slice
@@ -330,6 +331,9 @@ class Server:
             # A new head: whoever claimed so far is behind it.
             books.set_claim(None)
         plan = plan_attach(books, s, claimed, guarded=guarded, only=only)
+        if books.grown and not _ready(plan) and reclaim(books):
+            # What others have grown and do not use goes first, before anybody is suspended.
+            plan = plan_attach(books, s, claimed, guarded=guarded)
         if arrived and books.planned and not (isinstance(plan, Plan) and not plan.victims):
             # Whoever is ahead may use what was promised to those behind.
             for later in self._promised_behind(s):
@@ -415,6 +419,8 @@ class Server:
         if s.plan is not None or s.state not in ("active", "idle"):
             return False
         plan = plan_growth(books, s)
+        if books.grown and not _ready(plan) and reclaim(books):
+            plan = plan_growth(books, s)
         if isinstance(plan, Blocked):
             return False
         if plan.ready:
@@ -422,6 +428,10 @@ class Server:
             return True
         books.begin_plan(s, plan)
         return False
+
+
+def _ready(plan: Plan | Blocked) -> bool:
+    return isinstance(plan, Plan) and plan.ready
 
 
 def _turn(s: Session) -> tuple[int, Entry]:

@@ -117,6 +117,12 @@ class Lab:
         )
         return self.send(ev.RequestChanged, session=name, request=request, rid=rid)
 
+    def grow(self, name: str, more: int, device: str = "", rid: str = "g") -> list[ev.Action]:
+        """An allocation of ``more`` bytes than granted does not fit (on its first device)."""
+        slices = self.record(name).slices if name in self.pool else ()
+        where = device or (slices[0].device if slices else "G0")
+        return self.send(ev.GrowAsked, session=name, device=where, bytes=more, rid=rid)
+
     def release(self, name: str) -> list[ev.Action]:
         return self.send(ev.ReleaseAsked, session=name, rid="r")
 

@@ -182,8 +182,11 @@ def _quota(pool, naive, s, group, count, behind) -> bool:
         devices += claim.devices
         leases += 1
     del own, behind
+    n = naive.sessions[s.id]
+    sizes = [max(size, n.request.memory) for size in n.suspended.values()]
+    charge = sum(min(size, n.request.limit) for size in sizes or [n.request.memory] * count)
     return (
-        (limit.memory is None or memory + s.request.memory * count <= limit.memory)
+        (limit.memory is None or memory + charge <= limit.memory)
         and (limit.devices is None or devices + count <= limit.devices)
         and (limit.leases is None or leases + 1 <= limit.leases)
     )

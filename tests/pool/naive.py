@@ -65,6 +65,19 @@ class Naive:
     def charge(self, s: NaiveSession) -> int:
         return s.charge if s.lease else 0
 
+    def due(self, s: NaiveSession) -> int:
+        """What the owner is charged for the lease: all of it, without the headroom of a resume."""
+        memory, limit = s.request.memory, s.request.limit
+        state = s.suspended if s.effect == "attach" else {}
+        if state:
+            sizes = [
+                min(size, max(memory, old))
+                for size, old in zip(s.lease.values(), state.values(), strict=True)
+            ]
+        else:
+            sizes = list(s.lease.values())
+        return sum(min(size, limit) for size in sizes)
+
     def quota(self, owner: str) -> Quota:
         return self.settings.quotas.get(owner) or self.settings.quotas.get("*") or Quota()
 
@@ -233,7 +246,7 @@ class Naive:
         else:
             assert len(a.slices) == s.request.devices
         s.lease = {x.device: x.bytes for x in a.slices}
-        s.charge = sum(min(x.bytes, s.request.memory) for x in a.slices)
+        s.charge = self.due(s)
         own, limit = self.of(s.owner.name), self.quota(s.owner.name)
         for most, used in (
             (limit.memory, sum(map(self.charge, own))),
@@ -264,16 +277,21 @@ class Naive:
         assert s.state in ("active", "idle"), a
         assert a.epoch == s.epoch
         assert [x.device for x in a.slices] == list(s.lease)
+        # The answer to a request comes after the resize that it leads to.
+        request = next(iter(s.asked.values()), s.request)
         for x in a.slices:
             more = x.bytes - s.lease[x.device]
             if more > 0:
                 assert x.device not in self.drained, a
-                assert x.bytes <= s.request.memory or s.asked
+                assert x.bytes <= request.limit, f"{a}: its limit is {request.limit}"
                 assert self.free(x.device) >= more, f"{a}: only {self.free(x.device)} free"
+        grows = any(x.bytes > s.lease[x.device] for x in a.slices)
         s.lease = {x.device: x.bytes for x in a.slices}
-        # The answer to a request comes after the resize that it leads to.
-        memory = next(iter(s.asked.values()), s.request).memory
-        before, s.charge = s.charge, sum(min(x.bytes, memory) for x in a.slices)
+        old, s.request = s.request, request
+        before, s.charge = s.charge, self.due(s)
+        s.request = old
+        if not grows:
+            s.charge = min(s.charge, before)
         limit = self.quota(s.owner.name).memory
         if limit is not None and s.charge > before:
             assert sum(map(self.charge, self.of(s.owner.name))) <= limit, a

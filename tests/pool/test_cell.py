@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from jupyter_gpupool.pool import events as ev
-from jupyter_gpupool.pool.model import Slice
+from jupyter_gpupool.pool.model import Hold, Slice
 
 from .builders import all_of, device, got, none
 
@@ -297,3 +297,41 @@ def test_waiting_and_attached_seconds_are_counted(make):
     assert view["w"].wait_seconds_total == 10
     assert view["w"].attached_seconds_total == 21
     assert view["a"].attached_seconds_total == 9
+
+
+# --------------------------------------------------------------------------- activity
+
+
+def device_hold(lab, name="a"):
+    return lab.send(ev.HoldTaken, session=name, hold="device", kind="device")
+
+
+def test_an_agent_that_reconnects_says_nothing_about_the_devices_activity(lab):
+    lab.running("a")
+    device_hold(lab)
+    lab.send(ev.HoldsReplaced, session="a", holds=())
+    assert [h.id for h in lab.record("a").holds] == ["device"]
+    assert lab.state("a") == "active"
+    lab.send(ev.HoldsReplaced, session="a", holds=(Hold("c9", "cell", lab.now),))
+    assert {h.id for h in lab.record("a").holds} == {"c9", "device"}
+    lab.drop("a", "device")
+    assert lab.state("a") == "active"
+    lab.drop("a", "c9")
+    assert lab.state("a") == "idle"
+
+
+def test_an_agent_can_not_make_up_activity_of_the_device(lab):
+    lab.idle("a")
+    lab.send(ev.HoldsReplaced, session="a", holds=(Hold("device", "device", lab.now),))
+    assert lab.state("a") == "idle"
+
+
+def test_a_call_that_waits_for_its_slice_goes_on_waiting_when_the_agent_reconnects(make):
+    lab = make(device(0))
+    lab.running("b", 16)
+    lab.open("a", 16)
+    device_hold(lab)
+    lab.send(ev.HoldsReplaced, session="a", holds=())
+    assert lab.state("a") == "queued"
+    got(lab.end("b"), ev.Attach, session="a")
+    got(lab.done("a"), ev.HoldGranted, session="a", hold="device")

@@ -225,11 +225,10 @@ def test_growth_that_a_quota_stops_says_so(make):
     assert got(lab.end("b"), ev.Resize, session="a").slices == (Slice("G0", 8),)
 
 
-def test_a_limit_is_recorded_and_not_promised(lab):
+def test_a_limit_is_told_with_what_is_guaranteed(lab):
     lab.running("a", 4)
     assert got(lab.change("a", 4, limit=8), ev.Answer).note == (
-        "The slice is 4 B now. The limit of 8 B is recorded; slices do not grow beyond the "
-        "guaranteed 4 B in this version."
+        "The slice is 4 B now. It may grow to 8 B while that much is free; 4 B are guaranteed."
     )
 
 

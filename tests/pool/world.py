@@ -322,7 +322,7 @@ class World:
             if not attached:
                 s.lease = {}
             s.holds = {h.id: True for h in r.holds}
-            s.charge = sum(min(x.bytes, r.request.memory) for x in r.slices)
+            s.charge = self.naive.due(s)
             self.send(ev.SessionRecovered(now=self.now, record=r))
 
 

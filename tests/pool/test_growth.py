@@ -1,0 +1,299 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Burst: a lease grows beyond what is guaranteed, and gives back what it does not use."""
+
+from __future__ import annotations
+
+import pytest
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.growth import SETTLE, UNUSED
+from jupyter_gpupool.pool.model import Quota, Slice
+
+from .builders import all_of, device, got, none
+
+
+def suspends(actions):
+    return [a.session for a in all_of(actions, ev.Suspend)]
+
+
+def attaches(actions):
+    return [a.session for a in all_of(actions, ev.Attach)]
+
+
+def code(actions):
+    none(actions, ev.Resize)
+    return got(actions, ev.Answer, rid="g").refusal.code
+
+
+def size(actions, name="a"):
+    """The size of the slice after growth that was granted."""
+    resize, answer = [a for a in actions if isinstance(a, (ev.Resize, ev.Answer))]
+    assert isinstance(resize, ev.Resize)
+    assert resize.session == name
+    assert answer.refusal is None
+    return resize.slices[0].bytes
+
+
+def test_growth_is_granted_before_it_is_answered(make):
+    lab = make(growth_step=1)
+    lab.running("a", 4, limit=12)
+    assert size(lab.grow("a", 3)) == 7
+    assert size(lab.grow("a", 5)) == 12
+    assert lab.free() == [4, 16]
+    assert got(lab.grow("a", 0), ev.Answer).note == "The slice is 12 B now."
+
+
+def test_it_grows_in_steps_if_nobody_waits(make):
+    lab = make(device(0, 100), device(1, 200), growth_step=6)
+    lab.running("a", 4, limit=64)
+    assert size(lab.grow("a", 1)) == 10
+    lab.running("c", 30)
+    lab.running("b", 110)
+    lab.open("w", 100)
+    lab.hold("w")  # claims the other device
+    assert size(lab.grow("a", 1)) == 11
+    lab.drop("w")
+    assert size(lab.grow("a", 1)) == 17
+
+
+def test_a_step_is_cut_to_what_there_is(make):
+    lab = make(device(0), growth_step=100)
+    lab.running("a", 4, limit=16)
+    lab.running("b", 5)
+    assert size(lab.grow("a", 2)) == 11
+    lab.end("b")
+    assert size(lab.grow("a", 2)) == 16
+
+
+def test_beyond_the_limit_is_refused_with_the_figures(lab):
+    lab.running("a", 4, limit=8)
+    actions = lab.grow("a", 5)
+    assert code(actions) == "limit"
+    refusal = got(actions, ev.Answer).refusal
+    assert refusal.details == {"device": "G0", "bytes": 5, "granted": 4, "limit": 8}
+    assert str(refusal).startswith("5 B beyond the slice of 4 B were asked for; the limit")
+
+
+def test_what_is_not_free_is_refused_and_nobody_is_suspended_for_it(make):
+    lab = make(device(0))
+    lab.idle("i", 8)
+    lab.running("a", 4, limit=12)
+    actions = lab.grow("a", 5)
+    assert suspends(actions) == []
+    assert code(actions) == "no-memory"
+    assert size(lab.grow("a", 4)) == 8
+
+
+@pytest.mark.parametrize("state", ["detached", "queued", "attaching", "detaching"])
+def test_without_a_slice_nothing_grows(make, state):
+    lab = make(device(0))
+    lab.open("a", 4, limit=8)
+    if state == "queued":
+        lab.running("b", 16)
+    if state != "detached":
+        lab.hold("a")
+    if state == "detaching":
+        lab.done("a")
+        lab.drop("a")
+        lab.release("a")
+    assert lab.state("a") == state
+    assert code(lab.grow("a", 1)) == "no-memory"
+
+
+def test_growth_of_nobody_and_elsewhere_is_refused(lab):
+    assert code(lab.grow("a", 1)) == "unknown-session"
+    lab.running("a", 4, limit=8)
+    assert code(lab.grow("a", 1, device="G1")) == "no-memory"
+    assert code(lab.grow("a", 1, device="G7")) == "no-memory"
+
+
+def test_growth_is_charged_to_the_quota(make):
+    lab = make(quotas={"ann": Quota(memory=12)})
+    lab.running("a", 4, limit=12, owner="ann")
+    lab.running("b", 4, owner="ann")
+    assert code(lab.grow("a", 5)) == "quota"
+    assert size(lab.grow("a", 4)) == 8
+    lab.open("c", 1, owner="ann")
+    assert attaches(lab.hold("c")) == []
+
+
+def test_growth_does_not_take_the_quota_that_a_kernel_of_the_owner_waits_for(make):
+    lab = make(quotas={"ann": Quota(memory=12)})
+    lab.running("a", 4, limit=12, owner="ann")
+    lab.running("b", 4, owner="ann")
+    lab.open("c", 6, owner="ann")
+    lab.hold("c")
+    actions = lab.grow("a", 1)
+    assert code(actions) == "quota"
+    assert "another kernel of yours waits" in got(actions, ev.Answer).refusal.message
+    assert attaches(lab.end("b")) == ["c"]
+
+
+def test_growth_stays_within_what_host_memory_can_take(make):
+    lab = make(host_memory=10)
+    lab.running("a", 4, limit=14)
+    actions = lab.grow("a", 8)
+    assert code(actions) == "no-memory"
+    assert "host memory" in got(actions, ev.Answer).refusal.message
+    assert size(lab.grow("a", 6)) == 10
+
+
+def test_growth_leaves_what_waiting_sessions_were_promised(make):
+    lab = make(device(0))
+    lab.idle("i", 8)
+    lab.running("a", 4, limit=12)
+    lab.open("w", 12)
+    # 4 are free and 8 on their way: all promised.
+    assert suspends(lab.hold("w")) == ["i"]
+    assert code(lab.grow("a", 1)) == "no-memory"
+    assert attaches(lab.suspended("i", ("G0", 2))) == ["w"]
+
+
+def test_growth_leaves_what_the_head_of_the_queue_accumulates(make):
+    lab = make(device(0))
+    lab.running("b", 4)
+    lab.running("a", 4, limit=12)
+    lab.open("w", 12)
+    lab.hold("w")
+    actions = lab.grow("a", 1)
+    assert code(actions) == "no-memory"
+    assert "kept for waiting kernels" in got(actions, ev.Answer).refusal.message
+    assert attaches(lab.end("b")) == ["w"]
+
+
+# --------------------------------------------------------------------------- giving back
+
+
+def grown(make, used=6, **rules):
+    """A session with 4 guaranteed that has grown to 12 and was seen to use ``used``."""
+    lab = make(device(0), growth_step=8, **rules)
+    lab.running("a", 4, limit=12)
+    assert size(lab.grow("a", 1)) == 12
+    lab.after(SETTLE)
+    none(lab.seen("G0", a=used), ev.Resize)
+    return lab
+
+
+def test_grown_bytes_that_are_not_used_go_to_whoever_waits(make):
+    lab = grown(make)
+    lab.open("w", 10)
+    actions = lab.hold("w")
+    assert got(actions, ev.Resize, session="a").slices == (Slice("G0", 6),)
+    assert attaches(actions) == ["w"]
+
+
+def test_they_go_before_anybody_is_suspended(make):
+    lab = grown(make)
+    lab.idle("i", 4)
+    lab.open("w", 6)
+    actions = lab.hold("w")
+    assert suspends(actions) == []
+    assert attaches(actions) == ["w"]
+
+
+def test_they_stay_if_a_newcomer_has_room_without_them(make):
+    lab = grown(make)
+    lab.open("w", 4)
+    actions = lab.hold("w")
+    none(actions, ev.Resize)
+    assert attaches(actions) == ["w"]
+
+
+def test_they_go_to_what_others_are_guaranteed(make):
+    lab = grown(make)
+    lab.running("b", 4)
+    actions = lab.change("b", 10)
+    assert [(a.session, a.slices[0].bytes) for a in all_of(actions, ev.Resize)] == [
+        ("a", 6),
+        ("b", 10),
+    ]
+
+
+def test_they_go_to_others_that_grow(make):
+    lab = grown(make)
+    lab.running("b", 4, limit=12)
+    actions = lab.grow("b", 6)
+    assert [(a.session, a.slices[0].bytes) for a in all_of(actions, ev.Resize)] == [
+        ("a", 6),
+        ("b", 10),
+    ]
+
+
+def test_bytes_just_grown_are_not_taken_before_a_sample_can_show_their_use(make):
+    lab = make(device(0), growth_step=8)
+    lab.running("a", 4, limit=12)
+    lab.grow("a", 8)
+    lab.open("w", 10)
+    assert attaches(lab.hold("w")) == []
+    # This sample may be older than the growth.
+    none(lab.seen("G0", a=4), ev.Resize)
+    lab.after(SETTLE)
+    actions = lab.seen("G0", a=5)
+    assert got(actions, ev.Resize, session="a").slices == (Slice("G0", 5),)
+    assert attaches(actions) == ["w"]
+
+
+def test_used_grown_bytes_of_an_idle_session_come_back_by_suspending_it(make):
+    lab = grown(make, used=12)
+    lab.open("w", 10)
+    assert suspends(lab.hold("w")) == []
+    assert suspends(lab.drop("a")) == ["a"]
+    assert attaches(lab.suspended("a", ("G0", 12))) == ["w"]
+    lab.end("w")
+    # It comes back to what it used, with the headroom for a moment.
+    assert got(lab.hold("a"), ev.Attach).slices == (Slice("G0", 13),)
+    assert got(lab.done("a"), ev.Resize).slices == (Slice("G0", 12),)
+
+
+def test_grown_bytes_that_have_not_been_used_for_a_while_go_back(make):
+    lab = grown(make)
+    lab.after(UNUSED / 2)
+    none(lab.seen("G0", a=7), ev.Resize)
+    lab.after(UNUSED / 2)
+    none(lab.seen("G0", a=7), ev.Resize)
+    lab.after(UNUSED / 2)
+    assert got(lab.seen("G0", a=7), ev.Resize).slices == (Slice("G0", 7),)
+    none(lab.seen("G0", a=7), ev.Resize)
+
+
+def test_what_was_taken_back_just_as_it_was_used_is_given_again_if_it_is_free(make):
+    lab = grown(make, used=6)
+    lab.after(UNUSED)
+    assert got(lab.seen("G0", a=6), ev.Resize).slices == (Slice("G0", 6),)
+    actions = lab.seen("G0", a=9)
+    assert got(actions, ev.Resize).slices == (Slice("G0", 9),)
+    none(actions, ev.Log)
+    lab.running("b", 6)
+    assert got(lab.seen("G0", a=11), ev.Log).code == "overuse"
+    assert lab.where("a") == [("G0", 9)]
+
+
+def test_a_limit_below_what_is_in_use_is_refused_with_the_figure(make):
+    lab = grown(make, used=9)
+    refusal = got(lab.change("a", 4, limit=8), ev.Answer).refusal
+    assert refusal.code == "in-use"
+    assert refusal.details == {"memory": 4, "limit": 8, "in_use": 9}
+    assert "9 B now" in refusal.message
+    actions = lab.change("a", 4, limit=10)
+    assert got(actions, ev.Resize).slices == (Slice("G0", 9),)
+
+
+def test_what_was_just_restored_is_in_use_before_it_is_measured(lab):
+    lab.parked("a", used=9)
+    lab.hold("a")
+    lab.done("a")
+    refusal = got(lab.change("a", 6), ev.Answer).refusal
+    assert refusal.code == "in-use"
+    assert refusal.details["in_use"] == 9
+
+
+def test_growth_is_over_with_the_lease(make):
+    lab = grown(make, used=6)
+    lab.drop("a")
+    assert suspends(lab.release("a")) == ["a"]
+    lab.suspended("a", ("G0", 6))
+    assert lab.free() == [16]
+    lab.hold("a")
+    lab.done("a")
+    assert lab.where("a") == [("G0", 6)]
