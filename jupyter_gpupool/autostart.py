@@ -25,6 +25,7 @@ from traitlets.config.loader import DeferredConfigString, LazyConfigValue
 from .client import Client
 from .endpoint import MACHINE_SOCKET, check_path, check_socket, find_socket
 from .errors import BrokerUnavailable
+from .guard.install import without_guard
 
 #: Seconds for a broker to start: it loads the driver and tests every device.
 START_TIMEOUT = 90.0
@@ -194,10 +195,13 @@ def _start(path: Path, overrides: Config | Mapping[str, Any] | None, give_up: fl
 
 
 def _environment() -> dict[str, str]:
-    """Return our environment for the broker, so that it finds this very package."""
+    """Return our environment for the broker, so that it finds this very package.
+
+    It outlives the session that we may be in, and is not to be governed by it.
+    """
     here = str(Path(__file__).parent.parent)
     paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    return {**without_guard(os.environ), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def _read_line(descriptor: int, give_up: float) -> dict[str, Any] | None:

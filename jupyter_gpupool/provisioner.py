@@ -33,6 +33,7 @@ from .client import Client
 from .config import load_settings
 from .endpoint import SOCKET_VARIABLE, check_socket, user_runtime_dir
 from .errors import ConfigError, GPUPoolError, RefusedError
+from .guard.install import without_guard
 from .units import format_bytes, parse_bytes
 
 _Result = TypeVar("_Result")
@@ -49,7 +50,7 @@ USERS_CHOICE = ("XLA_PYTHON_CLIENT_PREALLOCATE", "TF_FORCE_GPU_ALLOW_GROWTH")
 #: Options of a kernelspec's ``config``, and what each of them is.
 OPTIONS = ("memory", "limit", "devices", "priority", "attach", "broker_socket")
 
-POLICIES = ("cell", "manual", "lazy")
+POLICIES = ("lazy", "cell", "manual")
 
 
 class Memory(TraitType[int, "int | str"]):
@@ -103,9 +104,9 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     ).tag(config=True)
     limit = Memory(
         0,
-        help="""Device memory up to which the kernel may grow once slices can grow beyond their
-        memory; recorded and checked, without effect yet. In bytes or as text like "20GiB".
-        Default: the memory. Example: c.GPUPoolProvisioner.limit = "20GiB" """,
+        help="""Device memory up to which the kernel may grow beyond its memory while the GPU has
+        room, if it runs under the guard. In bytes or as text like "20GiB". Default: the memory.
+        Example: c.GPUPoolProvisioner.limit = "20GiB" """,
     ).tag(config=True)
     devices = Int(
         0,
@@ -120,8 +121,9 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     ).tag(config=True)
     attach = Unicode(
         "",
-        help="""When the kernel gets its slice: "cell" (as a cell starts), "manual" (only on
-        %gpu attach). Default: c.GPUPool.attach.
+        help="""When the kernel gets its slice: "lazy" (at its first CUDA call; as "cell" where the
+        pool has no guard), "cell" (as a cell starts), "manual" (only on %gpu attach). Kernels that
+        are not ipykernels know no cells and are "lazy" then, too. Default: c.GPUPool.attach.
         Example: c.GPUPoolProvisioner.attach = "manual" """,
     ).tag(config=True)
     broker_socket = Unicode(
@@ -170,24 +172,31 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         try:
             kwargs = await super().pre_launch(**kwargs)
             command = list(kwargs["cmd"])
-            environ: dict[str, str] = kwargs["env"]
+            # This server may itself run in a session: that one's page is not this kernel's.
+            environ = kwargs["env"] = without_guard(kwargs["env"])
             merge_environment(environ, answer["env"])
             if runs_ipykernel(command):
                 kwargs["cmd"] = [*command, AGENT_FLAG]
                 if not same_environment(command[0]):
                     merge_environment(environ, {"PYTHONPATH": str(agent_folder())})
-            else:
-                # Nobody in this kernel would ask for the slice, so it gets no device at all.
-                environ["CUDA_VISIBLE_DEVICES"] = ""
-                self.log.warning(
-                    "GPU pool: %s is not an ipykernel, and without an agent it cannot ask for a "
-                    "GPU slice: it runs without a GPU.",
-                    self.kernel_spec.display_name,
-                )
+            elif "GPUPOOL_PAGE" not in answer["env"] or answer.get("attach") != "lazy":
+                self._without_gpu(environ, str(answer.get("attach", "")))
         except BaseException:
             await self._release("the kernel could not be prepared")
             raise
         return kwargs
+
+    def _without_gpu(self, environ: dict[str, str], attach: str) -> None:
+        """Let a kernel start that nobody would ask for a slice for: it gets no device at all."""
+        environ["CUDA_VISIBLE_DEVICES"] = ""
+        self.log.warning(
+            "GPU pool: %s is not an ipykernel, so only the guard could ask for its GPU slice, %s: "
+            "it runs without a GPU.",
+            self.kernel_spec.display_name,
+            "and it has attach policy 'manual'"
+            if attach == "manual"
+            else "which this pool does not have (`jupyter gpupool doctor` says why)",
+        )
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> Any:
         """Start the process and tell the broker which one it is. Called after ``pre_launch``."""
@@ -262,7 +271,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
                 kernel_id=self.kernel_id or "",
                 label=label,
                 request=self._wanted(),
-                attach=self.attach or None,
+                attach=self._policy(),
             )
         except BaseException:
             self._disconnect()
@@ -323,6 +332,15 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             "priority": self.priority,
         }
         return {name: value for name, value in asked.items() if value}
+
+    def _policy(self) -> str | None:
+        """Return when the slice is to come; None leaves it to the pool.
+
+        Without ipykernel there is no agent that sees cells or knows %gpu: only the guard attaches.
+        """
+        if self.attach != "manual" and not runs_ipykernel(list(self.kernel_spec.argv)):
+            return "lazy"
+        return self.attach or None
 
     def _label(self, env: Mapping[str, str]) -> str:
         """Return what people call this kernel: its notebook, or else its kernelspec."""

@@ -88,7 +88,7 @@ def _build() -> _Parser:
 
     _add(commands, "list", "list the kernels that use the pool")
 
-    wrap = _add(commands, "wrap", "make a pooled twin of an installed kernel")
+    wrap = _add(commands, "wrap", "make a pooled twin of an installed kernel, of any language")
     wrap.add_argument("name", metavar="NAME", help="as `jupyter kernelspec list` shows it")
     _where(wrap)
     wrap.add_argument("--name", dest="new_name", metavar="NEW", help="default: gpupool-NAME")

@@ -36,8 +36,9 @@ def wrap(
     print(f"Kernel {folder.name!r} uses the pool: {folder}")
     if not runs_ipykernel(json.loads((folder / "kernel.json").read_text())["argv"]):
         print(
-            "Note: it is not an IPython kernel, so it cannot ask for a slice yet: "
-            "it will run without a GPU."
+            "Note: it is not an IPython kernel. It has no %gpu; the guard gives it its slice at "
+            "its first CUDA call.\n`jupyter gpupool doctor` says whether this pool has the guard; "
+            "without it the kernel runs without a GPU."
         )
     return 0
 

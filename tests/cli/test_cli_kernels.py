@@ -47,12 +47,13 @@ def test_wrap_list_unwrap(kernels, capsys):
     assert not twin.exists()
 
 
-def test_wrap_of_another_language_says_what_it_can_not_do(kernels, capsys):
+def test_wrap_of_another_language_says_who_attaches_it(kernels, capsys):
     assert main(["wrap", "ir", "--user", "--name", "pooled-r"]) == 0
     assert capsys.readouterr().out == (
         f"Kernel 'pooled-r' uses the pool: {kernels / 'pooled-r'}\n"
-        "Note: it is not an IPython kernel, so it cannot ask for a slice yet: "
-        "it will run without a GPU.\n"
+        "Note: it is not an IPython kernel. It has no %gpu; the guard gives it its slice at its "
+        "first CUDA call.\n`jupyter gpupool doctor` says whether this pool has the guard; "
+        "without it the kernel runs without a GPU.\n"
     )
 
 

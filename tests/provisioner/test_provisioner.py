@@ -153,7 +153,7 @@ def test_what_a_kernelspec_asks_for(
         ({"slice_memory": "4G"}, "Did you mean 'memory'?"),
         ({"device": 2}, "Did you mean 'devices'?"),
         ({"memory": "12 parsecs"}, "'12 parsecs' is not a size."),
-        ({"attach": "autmatic"}, "there are cell, manual, lazy."),
+        ({"attach": "autmatic"}, "there are lazy, cell, manual."),
         ({"broker_socket": "here.sock"}, "must be absolute"),
     ],
 )
@@ -229,16 +229,86 @@ def test_a_kernel_of_another_environment_gets_the_agent(
         manager.shutdown_kernel(now=True)
 
 
-def test_a_kernel_without_an_agent_sees_no_device(
-    broker: ScriptedBroker, install_spec: Callable[..., str]
-) -> None:
-    name = install_spec("shell", ["sleep", "60"], language="bash")
-    manager = KernelManager(kernel_name=name)
+#: What a broker with the guard adds for a session's processes; nothing of it is loaded here.
+SESSION_GUARD = {
+    "LD_PRELOAD": "/run/pool/gpupool-guard/libcuda.so.1",
+    "LD_LIBRARY_PATH": "/run/pool/gpupool-guard:/emulator",
+    "GPUPOOL_PAGE": "/run/pool/s1",
+}
+
+
+def started(manager: KernelManager) -> dict[str, str]:
+    """Start the kernel, end it, and return the environment it had."""
     manager.start_kernel()
     try:
-        assert environ(manager.provisioner.pid)["CUDA_VISIBLE_DEVICES"] == ""
+        return environ(manager.provisioner.pid)
     finally:
         manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "attach", "guard", "asked", "visible", "warned"),
+    [
+        ({}, "lazy", True, "lazy", DEVICE, ""),
+        ({"attach": "cell"}, "lazy", True, "lazy", DEVICE, ""),
+        ({}, "cell", False, "lazy", "", "which this pool does not have"),
+        ({"attach": "manual"}, "manual", True, "manual", "", "it has attach policy 'manual'"),
+    ],
+    ids=["guard", "no-cells", "no-guard", "manual"],
+)
+def test_a_kernel_without_an_agent_is_attached_by_the_guard_or_sees_no_device(
+    broker: ScriptedBroker,
+    install_spec: Callable[..., str],
+    caplog: pytest.LogCaptureFixture,
+    config: dict[str, Any],
+    attach: str,
+    guard: bool,
+    asked: str,
+    visible: str,
+    warned: str,
+) -> None:
+    broker.attach = attach
+    broker.env = SESSION_GUARD if guard else {}
+    name = install_spec("shell", ["sleep", "60"], config, language="bash")
+    manager = KernelManager(kernel_name=name)
+    manager.log.propagate = True
+    assert started(manager)["CUDA_VISIBLE_DEVICES"] == visible
+    assert broker.wait_for("open")["attach"] == asked
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == bool(warned)
+    if warned:
+        assert "Test shell is not an ipykernel" in warnings[0]
+        assert warned in warnings[0]
+
+
+def test_the_guard_comes_before_the_emulator_and_that_before_the_users(
+    broker: ScriptedBroker, install_spec: Callable[..., str]
+) -> None:
+    broker.attach, broker.env = "lazy", SESSION_GUARD
+    mine = {"LD_PRELOAD": "/none/jemalloc.so", "LD_LIBRARY_PATH": "/mine:/emulator"}
+    env = started(KernelManager(kernel_name=install_spec("shell", ["sleep", "60"], env=mine)))
+    assert env["LD_PRELOAD"] == f"{SESSION_GUARD['LD_PRELOAD']}:/none/jemalloc.so"
+    assert env["LD_LIBRARY_PATH"] == "/run/pool/gpupool-guard:/emulator:/mine"
+
+
+@pytest.mark.parametrize("inner", [SESSION_GUARD, {}], ids=["guard", "no-guard"])
+def test_a_server_inside_a_session_does_not_hand_its_page_on(
+    broker: ScriptedBroker,
+    install_spec: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    inner: dict[str, str],
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/run/outer/gpupool-guard/libcuda.so.1")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/run/outer/gpupool-guard:/mine")
+    monkeypatch.setenv("GPUPOOL_PAGE", "/run/outer/s7")
+    monkeypatch.setenv("GPUPOOL_VISIBLE", "GPU-outer")
+    broker.env = inner
+    env = started(KernelManager(kernel_name=install_spec("shell", ["sleep", "60"])))
+    assert env.get("LD_PRELOAD") == inner.get("LD_PRELOAD")
+    paths = inner.get("LD_LIBRARY_PATH", "")
+    assert env["LD_LIBRARY_PATH"] == (f"{paths}:/mine" if paths else "/mine")
+    assert env.get("GPUPOOL_PAGE") == inner.get("GPUPOOL_PAGE")
+    assert "GPUPOOL_VISIBLE" not in env
 
 
 def test_paths_are_put_in_front_and_choices_respected() -> None:
