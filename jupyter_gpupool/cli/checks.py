@@ -119,7 +119,9 @@ def compiler() -> Finding:
     )
     if found:
         return Finding("ok", "compiler", str(shutil.which(found)))
-    todo = "Only the emulated driver needs one: apt-get install gcc libc6-dev"
+    todo = (
+        "Only building the guard and the emulated driver needs one: apt-get install gcc libc6-dev"
+    )
     return Finding("warn", "compiler", "no C compiler", todo)
 
 
@@ -132,6 +134,48 @@ def emulator() -> Finding:
     except EmulatorNotBuilt:
         todo = "Build it with: python -m jupyter_gpupool.emulator.build"
         return Finding("warn", "emulator", "the emulated driver is not built", todo)
+
+
+def guard(settings: BrokerSettings) -> Finding:
+    """The guard's libraries, built with the package."""
+    from ..guard.install import GuardMissing, library
+
+    if not settings.guard:
+        return Finding("ok", "guard", "off: c.GPUPool.guard is False")
+    try:
+        return Finding("ok", "guard", f"built in {library().parent}")
+    except GuardMissing as error:
+        return Finding("warn", "guard", error.message, error.next_step)
+
+
+def attach(in_force: str, reason: str, settings: BrokerSettings) -> Finding:
+    """The attach policy that kernels get which do not ask for one, and why."""
+    when = {
+        "lazy": "kernels get their slice at their first CUDA call",
+        "cell": "kernels get their slice when a cell starts",
+        "manual": "kernels get their slice on %gpu attach",
+    }
+    text = f"{in_force}: {when.get(in_force, in_force)}"
+    if not reason:
+        return Finding("ok", "attach", text)
+    # Who has turned the guard off need not be warned of it; lazy is only the default then.
+    return Finding("warn" if settings.guard else "ok", "attach", text, reason)
+
+
+def guard_limits(found: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """What nobody may expect of the guard, where it is in force."""
+    if not any(device["tier"] == "guarded" for device in found):
+        return []
+    return [
+        Finding(
+            "ok",
+            "guard's limits",
+            "it binds well-behaved programs and is no security boundary",
+            "A program can go around it: unset LD_PRELOAD, be linked statically, or open the "
+            "driver by its path. c.GPUPool.overuse says what is done about memory taken so. "
+            "Compute is shared by taking turns, not by hardware.",
+        )
+    ]
 
 
 def socket(path: Path, answers: bool) -> Finding:
@@ -221,6 +265,8 @@ def devices(found: Sequence[Mapping[str, Any]], problem: str) -> list[Finding]:
         label = "EMULATED " * (device["emulated"] and "EMULATED" not in device["name"].upper())
         size = format_bytes(device["memory_total"])
         text = f"{label}{device['name']}, {size}, tier {device['tier']}"
+        if device.get("context_bytes"):
+            text += f", a CUDA context takes {format_bytes(device['context_bytes'])}"
         reason = str(device.get("tier_reason") or "")
         if device.get("drained_reason"):
             reason = f"not used: {device['drained_reason']}"

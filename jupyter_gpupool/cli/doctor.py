@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 from ..client import Client
-from ..config import BrokerSettings, load_settings
+from ..config import BrokerSettings, load_settings, usable_attach
 from ..errors import ConfigError, GPUPoolError
 from . import checks
 from .checks import Finding
@@ -60,7 +60,7 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
         # The rest would be about a configuration that the admin did not write.
         found.append(Finding("fail", "config", error.message, error.next_step))
         return found
-    found += checks.configuration(settings)
+    found += [*checks.configuration(settings), checks.guard(settings)]
     if not settings.emulate:
         found += [checks.driver(), *checks.persistence_mode()]
     path = checks.find(socket, settings.socket)
@@ -69,9 +69,15 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     if status is not None:
         devices, problem = list(status["devices"]), ""
         found += checks.journal(status)
+        policies = status.get("settings") or {}
+        attach, reason = policies.get("attach", ""), policies.get("attach_reason", "")
     else:
-        devices, problem = _probe(settings)
+        devices, problem, unguarded = _probe(settings)
+        guarded = any(device["tier"] == "guarded" for device in devices)
+        attach, reason = usable_attach(settings.attach, guarded, unguarded)
     found += checks.devices(devices, problem)
+    if devices:
+        found += [checks.attach(attach, reason, settings), *checks.guard_limits(devices)]
     found += checks.default_fits(settings, devices) + checks.reserve_fits(settings, devices)
     found += [checks.host_memory(settings, devices), checks.ptrace_scope()]
     found += checks.kernelspecs() + checks.stanzas()
@@ -86,18 +92,23 @@ def _ask_broker(path: Path) -> Mapping[str, Any] | None:
         return None  # the check of the socket says why
 
 
-def _probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str]:
-    """Find and test the devices as a broker would at its start, and let go of them."""
+def _probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str]:
+    """Find and test the devices as a broker would at its start, and let go of them.
+
+    Return them, why there are none, and why none is guarded.
+    """
     from ..devices.service import DeviceService
 
-    async def probe(env: Mapping[str, str] | None) -> tuple[list[Mapping[str, Any]], str]:
-        service = DeviceService(env=env, lock_timeout=settings.lock_timeout)
+    async def probe(env: Mapping[str, str] | None) -> tuple[list[Mapping[str, Any]], str, str]:
+        service = DeviceService(env=env, lock_timeout=settings.lock_timeout, guard=settings.guard)
         try:
             devices = await service.start()
-            return [
-                {**asdict(device), "memory_capacity": device.memory_total - device.memory_reserved}
-                for device in devices
-            ], service.problem
+            return (
+                [{**asdict(d), "memory_capacity": d.memory_total - d.memory_reserved}
+                 for d in devices],
+                service.problem,
+                service.guard_problem,
+            )  # fmt: skip
         finally:
             await service.close()
 
@@ -105,7 +116,7 @@ def _probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str]:
         try:
             return asyncio.run(probe(_environment(settings.emulate, Path(folder))))
         except GPUPoolError as error:
-            return [], str(error)
+            return [], str(error), ""
 
 
 def _environment(emulate: str, folder: Path) -> Mapping[str, str] | None:

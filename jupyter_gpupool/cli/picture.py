@@ -145,9 +145,11 @@ def _device(
     # The emulated driver's names say it already; no device may be taken for a real one.
     unsaid = device["emulated"] and "EMULATED" not in str(device["name"]).upper()
     emulated = "  EMULATED" if unsaid else ""
-    room = style.width - len(title) - len(emulated)
+    tier = f"  {device['tier']}"
+    room = style.width - len(title) - len(emulated) - len(tier)
     name = style.cut(f"{device['name']}  {style.cut(uuid, 14)}", room)
-    lines = ["", style.paint(title, "bold") + name + style.paint(emulated, "emulated")]
+    label = style.paint(emulated, "emulated") + style.paint(tier, "dim")
+    lines = ["", style.paint(title, "bold") + name + label]
 
     capacity = max(1, int(device["memory_capacity"]))
     parts = [
@@ -240,7 +242,7 @@ def _row(session: Snapshot, letters: Mapping[str, str]) -> tuple[str, ...]:
         str(session["owner"]),
         state,
         _size(session.get("granted_bytes")) or "-",
-        _size(session.get("footprint_bytes")) if session.get("granted_bytes") else "",
+        _uses(session) if session.get("granted_bytes") else "",
         _size(session.get("suspended_bytes")),
         format_seconds(waited) if waited >= 0.5 else "",
         str(session.get("label") or ""),
@@ -250,6 +252,12 @@ def _row(session: Snapshot, letters: Mapping[str, str]) -> tuple[str, ...]:
 def _short(session_id: str) -> str:
     """Return what is enough to name a session; `release` takes any unique beginning."""
     return str(session_id)[:12]
+
+
+def _uses(session: Snapshot) -> str:
+    """Return what the guard counts now, or else what was seen at the last suspend or look."""
+    counted = session.get("used_bytes")
+    return _size(session.get("footprint_bytes") if counted is None else counted)
 
 
 def _size(value: int | None) -> str:

@@ -14,6 +14,7 @@ from jupyter_gpupool.cli import checks, main
 from jupyter_gpupool.cli.checks import Finding
 from jupyter_gpupool.config import load_settings
 from jupyter_gpupool.emulator import profiles
+from jupyter_gpupool.guard import install
 
 
 def by_name(findings):
@@ -35,15 +36,63 @@ def test_with_a_broker_its_devices_are_shown(broker, capsys):
     )
 
 
-def test_without_a_broker_the_devices_are_tested_here(monkeypatch, capsys):
+def test_without_a_broker_the_devices_are_tested_here(no_configuration, monkeypatch, capsys):
+    (no_configuration / "jupyter_server_config.py").write_text("c.GPUPool.guard = False")
     monkeypatch.setenv("GPUPOOL_EMULATE", "1x256MiB,context=16MiB")
     monkeypatch.setenv("COLUMNS", "60")
     main(["doctor"])
     out = capsys.readouterr().out
     assert "EMULATED NVIDIA GPU" in out
-    assert "tier unguarded, suspend works" in out
+    assert "tier unguarded, a CUDA context takes 16 MiB, suspend works" in out
+    assert "ok    guard           off: c.GPUPool.guard is False\n" in out
+    assert "ok    attach          cell: kernels get their slice when a cell starts\n" in out
+    assert "kernels get their slice when a cell starts ('cell'). c.GPUPool.guard is False." in out
+    assert "security boundary" not in out
     assert "default_memory is 4 GiB, the largest GPU has 256 MiB" in out
     assert "\x1b" not in out
+
+
+def test_a_guard_that_is_not_compiled_is_a_warning_and_cells_attach(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(install, "_LIB", tmp_path)
+    monkeypatch.setenv("GPUPOOL_EMULATE", "1x256MiB,context=16MiB")
+    _, found = doctor(capsys)
+    assert found["guard"]["verdict"] == found["attach"]["verdict"] == "warn"
+    assert f"There is no compiled guard: {tmp_path}/libcuda.so.1" in found["guard"]["message"]
+    assert found["guard"]["todo"].endswith("python -m jupyter_gpupool.guard.build")
+    assert found["attach"]["message"] == "cell: kernels get their slice when a cell starts"
+    assert "There is no compiled guard" in found["attach"]["todo"]
+    assert found["GPU 0"]["verdict"] == "ok"
+    assert "tier unguarded" in found["GPU 0"]["message"]
+    assert "There is no compiled guard" in found["GPU 0"]["todo"]
+
+
+def test_what_a_broker_with_the_guard_has_in_force(broker, capsys):
+    broker.answers["status"] = pool(
+        devices=[device(tier="guarded", context_bytes=512 << 20)],
+        settings={"attach": "lazy", "attach_reason": ""},
+    )
+    _, found = doctor(capsys)
+    assert found["attach"] == {
+        "verdict": "ok",
+        "name": "attach",
+        "message": "lazy: kernels get their slice at their first CUDA call",
+        "todo": "",
+    }
+    assert found["GPU 0"]["message"].endswith(
+        "tier guarded, a CUDA context takes 512 MiB, suspend works"
+    )
+    limits = found["guard's limits"]
+    assert limits["verdict"] == "ok"
+    assert "no security boundary" in limits["message"]
+    assert "LD_PRELOAD" in limits["todo"]
+
+
+def test_why_a_broker_does_not_attach_lazily(broker, capsys):
+    reason = "The guard did not pass its self-test on GPU 0: it did not come to the closed gate."
+    broker.answers["status"] = pool(settings={"attach": "cell", "attach_reason": reason})
+    _, found = doctor(capsys)
+    assert (found["attach"]["verdict"], found["attach"]["todo"]) == ("warn", reason)
+    assert "guard's limits" not in found
 
 
 def test_no_driver_is_a_failure_with_a_next_step(monkeypatch, capsys):

@@ -15,6 +15,7 @@ BUSY = pool(
     devices=[
         device(
             0,
+            tier="guarded",
             memory_granted=10 * GiB,
             memory_foreign=2 * GiB,
             memory_free=4 * GiB,
@@ -28,7 +29,8 @@ BUSY = pool(
                 request={"memory": 8 * GiB, "devices": 2}),
         attached("9c0d22", "idle", 4 * GiB, idle_seconds=40, footprint_bytes=512 * MiB,
                  label="viz.ipynb", pinned_reason="it uses managed memory"),
-        attached("3f2a1b9c0d11", "active", 6 * GiB, footprint_bytes=3 * GiB, wait_seconds_total=12),
+        attached("3f2a1b9c0d11", "active", 6 * GiB, footprint_bytes=GiB, used_bytes=3 * GiB,
+                 wait_seconds_total=12),
         session("b00c44", suspended_bytes=5 * GiB, label="old.ipynb"),
         # What a session of another owner shows.
         {"id": "dd00", "owner": "other", "state": "detached", "granted_bytes": 0, "device": None,
@@ -40,10 +42,10 @@ BUSY = pool(
 WIDE = """\
 GPU pool  EMULATED  /run/gpupool/broker.sock
 
-GPU 0  EMULATED NVIDIA GPU 16 GiB  GPU-5d1c0000-…
+GPU 0  EMULATED NVIDIA GPU 16 GiB  GPU-5d1c0000-…  guarded
 [A██████████████████B▒▒▒▒▒▒▒▒▒▒▒╳╳╳╳╳╳╳············] 10 GiB of 16 GiB granted, 4 GiB free, 41 % busy
 
-GPU 1  EMULATED NVIDIA GPU 16 GiB  GPU-7e2f0000-…
+GPU 1  EMULATED NVIDIA GPU 16 GiB  GPU-7e2f0000-…  unguarded
 [                                                  ] 0 B of 16 GiB granted, 16 GiB free, 0 % busy
 Not used: Xid 79, the GPU has fallen off the bus
 
@@ -65,7 +67,7 @@ WAITING
 NARROW = """\
 GPU pool  EMULATED  /run/gpupool/broker.sock
 
-GPU 0  EMULATED NVIDIA GPU 16 GiB  GPU-5d1c0...
+GPU 0  EMULATED NVIDIA GPU 16 GiB  ...  guarded
 [A################B==========xxxxxx...........]
 10 GiB of 16 GiB granted, 4 GiB free, 41 % busy"""
 
@@ -111,7 +113,7 @@ def test_real_devices_are_not_called_emulated():
 
 def test_an_emulated_device_is_called_so_whatever_its_name():
     lines = draw(pool(devices=[device(name="NVIDIA H200")]), Style(width=80))
-    assert lines[2] == "GPU 0  NVIDIA H200  GPU-5d1c0000-…  EMULATED"
+    assert lines[2] == "GPU 0  NVIDIA H200  GPU-5d1c0000-…  EMULATED  unguarded"
 
 
 def test_a_journal_that_cannot_be_written_is_seen_first():
