@@ -7,6 +7,7 @@
 #define GPUPOOL_GUARD_H
 
 #include "cuda_abi.h"
+#include "entries_gen.h" /* E_<symbol>, E_COUNT, E_SPARES: made from entries.txt at build */
 #include "page.h"
 
 #include <stdbool.h>
@@ -18,9 +19,9 @@
 
 /* ---- the real driver (real.c; the table and its indices are generated: entries_gen.h) */
 
-/* By index of the entry. Never NULL once a call has entered: what the driver lacks is a stub that
- * returns CUDA_ERROR_NOT_FOUND. */
-extern void *guard_real[];
+/* By index of the entry, spares included. Never NULL once a call has entered: what the driver lacks
+ * is a stub that returns CUDA_ERROR_NOT_FOUND. */
+extern void *guard_real[E_COUNT + E_SPARES];
 
 /* REAL(cuMemAlloc_v2)(...): the driver's own. The prototype is that of wrap_cuMemAlloc_v2, declared in
  * wraps.h for every wrapped entry; use CALL(type, name) for one that is not wrapped. */
@@ -29,6 +30,18 @@ extern void *guard_real[];
 
 /* Whether the driver has an entry at all. */
 bool guard_has(int entry);
+
+/* The index of what cuGetProcAddress gives for a name; -1: not in entries.txt. */
+int guard_find(const char *name, int version, bool per_thread);
+const char *guard_name(int entry);
+/* The exported function of an entry. */
+void *guard_exported(int entry);
+
+/* Load the driver and map the page, once; again take a slot in the child of a fork(). 0, or what
+ * every call of this process returns. */
+CUresult guard_settle(void);
+/* Load the driver only. */
+CUresult guard_slow_never(void);
 
 /* ---- the gate (gate.c, wait.c) */
 
@@ -41,6 +54,32 @@ void guard_leave(void);
 /* For calls that need no lease (properties): loads the driver and, where this process may be
  * suspended and the driver would block, waits at the gate like guard_enter. Pairs with guard_leave. */
 CUresult guard_enter_free(void);
+
+/* Whether the driver would block now, because the session may be suspended: answer from memory. */
+bool guard_blocked(void);
+/* After the first success: cuInit; a context. */
+void guard_note_init(void);
+void guard_note_context(void);
+bool guard_has_context(void);
+
+/* The two bytes that the entry points test, of the page or constant. */
+extern const uint8_t *guard_gate, *guard_free_gate;
+void guard_gates(const uint8_t *gate, const uint8_t *free_gate);
+extern const uint8_t guard_shut, guard_open;
+
+/* Whether a call may go on: the gate is open, or a pause is over. Notes the use if `use`. */
+bool gate_lets(bool use);
+/* Wait until the gate lets a call through. 0, or the error to return. Counts nothing. */
+CUresult gate_pass(void);
+/* Inside a call that is counted, around a wait for the broker: a suspend need not wait for it. */
+void gate_step_out(void);
+CUresult gate_step_in(void);
+
+/* Remember what the driver says of the devices, to answer while it would block (cached.c). */
+void cached_fill(void);
+
+/* ---- cuGetProcAddress (procaddr.c) */
+void procaddr_ready(void); /* guard_real is filled */
 
 /* ---- the page (page.c) */
 
@@ -56,6 +95,38 @@ int guard_ordinal(CUdevice device);
 int guard_current(void);
 
 void guard_pin(uint32_t pins); /* PIN_* */
+
+/* Map the page and take a slot. 0, or what every call is to return, once said on stderr. */
+CUresult page_settle(void);
+/* Who changes sums over slots holds this; a few instructions, no call of the driver inside. */
+void page_lock(void);
+void page_unlock(void);
+/* Under the lock: free the slots of processes that have ended. Reads /proc for each: slow. */
+void page_reap(void);
+
+/* ---- waiting (wait.c) */
+
+/* From begin to end the interpreter's other threads run, if there is one in this process and this
+ * thread held its lock; an interrupt (SIGINT with a handler) is noticed; the slot counts a wait. */
+struct polite {
+    void *thread;
+    uint32_t interrupts;
+};
+void polite_begin(struct polite *p);
+void polite_end(struct polite *p);
+bool polite_interrupted(const struct polite *p);
+void nap(int milliseconds);
+uint64_t monotonic(void); /* ns */
+
+/* ---- fork(): each part's share, called from init.c */
+enum fork_when { FORK_PREPARE, FORK_PARENT, FORK_CHILD };
+void real_fork(enum fork_when when);
+void page_fork(enum fork_when when);
+void wait_fork(enum fork_when when);
+void procaddr_fork(enum fork_when when);
+void gate_fork(enum fork_when when);
+void cached_fork(enum fork_when when);
+void guard_at_fork(void); /* registers them */
 
 /* ---- bytes (charge.c) */
 

@@ -71,7 +71,7 @@ struct page {
     uint64_t pause_until;           /* CLOCK_MONOTONIC, ns; later a paused gate counts as open */
     uint64_t limit;                 /* bytes per device up to which the grant may grow */
     uint64_t context_bytes;         /* what is charged for the first context of a process on a device */
-    uint64_t lock;                  /* guard: pid of the process that changes slots; 0 nobody */
+    uint64_t lock;                  /* guard: who changes slots: pid | start_time << 32; 0 nobody */
     uint64_t spare0;
     uint64_t granted[PAGE_DEVICES]; /* bytes of the lease; 0 without one */
     char uuid[PAGE_DEVICES][PAGE_UUID]; /* of the lease, or of the home devices before the first */

@@ -1,0 +1,151 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Make the guard's entry points out of ``entries.txt``: assembly, and tables for the C parts.
+
+Imported by path by the package build: standard library only, nothing from this package.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Collection, Mapping, Sequence
+
+#: Entry points for what ``cuGetProcAddress`` returns and ``entries.txt`` does not know.
+SPARES = 256
+
+_NAME = re.compile(r"(cu[A-Z]\w*?)(_v\d+)?(_ptds|_ptsz)?")
+_KINDS = ("never", "free", "gate", "wait", "wrap", "same", "refuse")
+
+
+class EntriesError(ValueError):
+    """``entries.txt`` has a line that cannot be."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of ``entries.txt``."""
+
+    symbol: str
+    #: The name that cuGetProcAddress knows it by.
+    base: str
+    #: Whether it is the variant for per-thread default streams.
+    per_thread: bool
+    #: Version from which cuGetProcAddress gives this form; 0: unknown.
+    since: int
+    kind: str
+    #: Number of arguments of ``wait``.
+    arguments: int = 0
+    #: The symbol of ``same``.
+    target: str = ""
+
+
+def read(path: Path) -> list[Entry]:
+    """Return the entries in the order of their indices.
+
+    Raises
+    ------
+    EntriesError
+        If a line cannot be understood.
+    """
+    found: dict[str, Entry] = {}
+    for number, line in enumerate(path.read_text(encoding="ascii").splitlines(), 1):
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        entry = _entry(words)
+        if entry is None or entry.symbol in found:
+            raise EntriesError(f"{path.name}:{number}: {line.strip()!r} is no entry, or a second.")
+        found[entry.symbol] = entry
+    for entry in found.values():
+        if entry.target and found.get(entry.target, entry).kind != "wrap":
+            raise EntriesError(f"{entry.symbol} is the same as {entry.target}, which is no wrap.")
+    return sorted(found.values(), key=lambda e: (e.base, e.per_thread, e.since, e.symbol))
+
+
+def _entry(words: Sequence[str]) -> Entry | None:
+    symbol, since, kind, *rest = [*words, "", ""][: max(3, len(words))]
+    match = _NAME.fullmatch(symbol)
+    if match is None or kind not in _KINDS or not (since == "-" or since.isdigit()):
+        return None
+    if len(rest) != (kind in ("wait", "same")) or (kind == "wait" and not rest[0].isdigit()):
+        return None
+    return Entry(
+        symbol, match[1], match[3] is not None, 0 if since == "-" else int(since), kind,
+        int(rest[0]) if kind == "wait" else 0, rest[0] if kind == "same" else "",
+    )  # fmt: skip
+
+
+def generate(entries: Sequence[Entry], wraps: Collection[str]) -> Mapping[str, str]:
+    """Return the text of each generated file, by name.
+
+    ``wraps``: the symbols for which there is a C function.
+
+    Raises
+    ------
+    EntriesError
+        If an entry has no function, or a function no entry.
+    """
+    wanted = {entry.symbol for entry in entries if entry.kind == "wrap"}
+    if set(wraps) != wanted:
+        raise EntriesError(
+            f"without a C function: {sorted(wanted - set(wraps)) or 'none'}; "
+            f"without an entry: {sorted(set(wraps) - wanted) or 'none'}"
+        )
+    return {"entries_gen.h": header(entries), "entries_gen.S": _assembly(entries)}
+
+
+def without(entries: Sequence[Entry], wraps: Collection[str]) -> list[Entry]:
+    """Return the entries with a gate in place of each C function that is not written yet."""
+    missing = {e.symbol for e in entries if e.kind == "wrap" and e.symbol not in wraps}
+    if missing:
+        print(f"gated, for want of a C function: {' '.join(sorted(missing))}")
+    return [
+        replace(e, kind="gate", target="") if {e.symbol, e.target} & missing else e for e in entries
+    ]
+
+
+def header(entries: Sequence[Entry]) -> str:
+    """Return the indices and names of the entries, in C."""
+    # Names in one string and addresses as offsets: a table of pointers would have to be relocated
+    # in every process that inherits LD_PRELOAD.
+    lines = ["/* Generated from entries.txt by _generate.py. */", "enum guard_entry {"]
+    lines += [f"    E_{entry.symbol} = {i}," for i, entry in enumerate(entries)]
+    lines += [f"    E_COUNT = {len(entries)},", f"    E_SPARES = {SPARES},", "};"]
+    at, rows, names = 0, [], []
+    for entry in entries:
+        rows.append(
+            f"    {{{at}, {entry.since}, {len(entry.base)}, {int(entry.per_thread)}}}, "
+            f"/* {entry.symbol} */"
+        )
+        names.append(f'    "{entry.symbol}\\0"')
+        at += len(entry.symbol) + 1
+    lines += ["#ifdef ENTRIES_TABLE"]
+    lines += ["static const char entry_names[] =", *names, "    ;"]
+    lines += ["static const struct {"]
+    lines += ["    uint32_t name;", "    uint32_t since;"]
+    lines += ["    uint8_t base; /* length of the name that cuGetProcAddress knows */"]
+    lines += ["    uint8_t per_thread;", "} entry_table[E_COUNT] = {", *rows, "};", "#endif"]
+    return "\n".join(lines) + "\n"
+
+
+def _assembly(entries: Sequence[Entry]) -> str:
+    lines = ["/* Generated from entries.txt by _generate.py. */", '#include "entries.S"']
+    index = {entry.symbol: i for i, entry in enumerate(entries)}
+    stack = set()
+    for i, entry in enumerate(entries):
+        if entry.kind == "wait":
+            words = max(0, entry.arguments - 6)
+            stack.add(words)
+            lines.append(f"ENTRY_WAIT {entry.symbol}, {i}, {words}")
+        elif entry.kind in ("wrap", "same"):
+            lines.append(f"ENTRY_WRAP {entry.symbol}, {i}, {entry.target or entry.symbol}")
+        else:
+            lines.append(f"ENTRY_{entry.kind.upper()} {entry.symbol}, {i}")
+    lines += [f"ENTRY_SPARE {i}" for i in range(len(index), len(index) + SPARES)]
+    lines += [f"WAIT_CORE {words}" for words in sorted(stack)]
+    lines += ["    .section .rodata", "    .balign 4", "    .hidden guard_entry_at"]
+    lines += ["    .globl guard_entry_at", "guard_entry_at:"]
+    lines += [f"    .long .Lentry{i} - guard_entry_at" for i in range(len(index) + SPARES)]
+    return "\n".join(lines) + "\n"

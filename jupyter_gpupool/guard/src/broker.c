@@ -1,0 +1,200 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Questions to the broker: one line of JSON on a connection of its own, and its answer. Closing
+ * the connection takes the question back. Figures come from the page, never from the answer.
+ */
+#include "guard.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#define LOOK_MS 50            /* between looks at the gate and at interrupts; a connection's retry */
+#define AWAY_NS 5000000000ull /* without a broker for as long, a call fails */
+#define HELD_NS 1000000000ull /* a connection that lasted as long was to a broker that works */
+#define ANSWER_BYTES 65536
+
+enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_INTERRUPTED, ANSWER_AWAY };
+
+/* ---- text */
+
+struct text {
+    char at[2048];
+    size_t length;
+    bool full;
+};
+
+static void put(struct text *t, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(t->at + t->length, sizeof t->at - t->length, format, args);
+    va_end(args);
+    if (n < 0 || (size_t)n >= sizeof t->at - t->length)
+        t->full = true;
+    else
+        t->length += (size_t)n;
+}
+
+static void put_string(struct text *t, const char *s)
+{
+    put(t, "\"");
+    for (; s && *s; s++) {
+        unsigned char c = (unsigned char)*s;
+        if (c == '"' || c == '\\' || c < ' ')
+            put(t, "\\u%04x", c);
+        else
+            put(t, "%c", c);
+    }
+    put(t, "\"");
+}
+
+static void put_head(struct text *t, const char *type)
+{
+    put(t, "{\"v\":1,\"type\":\"%s\",\"id\":1,\"session\":", type);
+    put_string(t, getenv("GPUPOOL_SESSION"));
+    put(t, ",\"token\":");
+    put_string(t, getenv("GPUPOOL_TOKEN"));
+}
+
+/* Whether the line's object has `"type": "<value>"`. The broker escapes quotes inside strings. */
+static bool is_type(const char *line, const char *value)
+{
+    const char *at = line;
+    while ((at = strstr(at, "\"type\""))) {
+        at += 6;
+        at += strspn(at, " \t");
+        if (*at != ':')
+            continue;
+        at++;
+        at += strspn(at, " \t");
+        size_t n = strlen(value);
+        return *at == '"' && !strncmp(at + 1, value, n) && at[1 + n] == '"';
+    }
+    return false;
+}
+
+/* ---- one question */
+
+static int dial(void)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    const char *path = getenv("GPUPOOL_SOCKET");
+    if (!path || !*path || strlen(path) >= sizeof address.sun_path)
+        return -1;
+    strcpy(address.sun_path, path);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (fd >= 0 && connect(fd, (struct sockaddr *)&address, sizeof address)) {
+        close(fd);
+        fd = -1;
+    }
+    return fd;
+}
+
+/* Reads what has come. 1: the answer is complete; 0: not yet; -1: the connection is over. */
+static int receive(int fd, char *answer, size_t *have)
+{
+    struct pollfd wait = {.fd = fd, .events = POLLIN};
+    if (poll(&wait, 1, LOOK_MS) <= 0)
+        return 0; /* time, or a signal: the caller looks which */
+    ssize_t n = recv(fd, answer + *have, ANSWER_BYTES - 1 - *have, 0);
+    if (n < 0)
+        return errno == EINTR || errno == EAGAIN ? 0 : -1;
+    if (n == 0)
+        return -1;
+    *have += (size_t)n;
+    answer[*have] = 0;
+    if (strchr(answer, '\n'))
+        return 1;
+    return *have < ANSWER_BYTES - 1 ? 0 : -1;
+}
+
+static enum answer ask(const struct text *question, bool for_gate)
+{
+    char answer[ANSWER_BYTES];
+    size_t have = 0;
+    struct polite p;
+    enum answer result;
+    uint64_t there = monotonic(), since = 0; /* the broker was there last; the connection began */
+    int fd = -1;
+    if (question->full)
+        return ANSWER_REFUSED;
+    polite_begin(&p);
+    for (;;) {
+        result = ANSWER_INTERRUPTED;
+        if (polite_interrupted(&p))
+            break;
+        result = ANSWER_OK;
+        if (for_gate && gate_lets(true))
+            break;
+        if (fd < 0) {
+            result = ANSWER_AWAY;
+            if (monotonic() - there >= AWAY_NS)
+                break;
+            fd = dial();
+            since = monotonic();
+            have = 0;
+            if (fd >= 0 && send(fd, question->at, question->length, MSG_NOSIGNAL) !=
+                               (ssize_t)question->length) {
+                close(fd);
+                fd = -1;
+            }
+            if (fd < 0)
+                nap(LOOK_MS);
+            continue;
+        }
+        int got = receive(fd, answer, &have);
+        if (got > 0) {
+            result = is_type(answer, "ok") ? ANSWER_OK : ANSWER_REFUSED;
+            break;
+        }
+        if (got < 0) {
+            /* A broker that hangs up at once, again and again, is as good as none. */
+            if (monotonic() - since >= HELD_NS)
+                there = monotonic();
+            close(fd);
+            fd = -1;
+            nap(LOOK_MS);
+        }
+    }
+    if (fd >= 0)
+        close(fd);
+    polite_end(&p);
+    return result;
+}
+
+/* ---- the questions */
+
+CUresult broker_attach(void)
+{
+    struct text question = {.length = 0};
+    put_head(&question, "attach");
+    put(&question, ",\"pid\":%d,\"tid\":%ld}\n", (int)getpid(), syscall(SYS_gettid));
+    if (ask(&question, true) != ANSWER_OK)
+        return CUDA_ERROR_SYSTEM_NOT_READY;
+    /* Closed again already: the next question is not asked in the same instant. */
+    if (!gate_lets(true))
+        nap(1);
+    return CUDA_SUCCESS;
+}
+
+CUresult broker_grow(int ordinal, uint64_t more)
+{
+    struct text question = {.length = 0};
+    put_head(&question, "grow");
+    put(&question, ",\"device\":%d,\"bytes\":%llu}\n", ordinal, (unsigned long long)more);
+    gate_step_out();
+    enum answer answer = ask(&question, false);
+    CUresult error = gate_step_in();
+    if (answer == ANSWER_REFUSED)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    return answer == ANSWER_OK ? error : CUDA_ERROR_SYSTEM_NOT_READY;
+}

@@ -1,0 +1,166 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * What the devices are: the driver's answer, or the last one where the driver would block because
+ * the session is suspended. So looking at the devices never takes a lease.
+ */
+#include "guard.h"
+#include "wraps.h"
+
+#include <pthread.h>
+#include <string.h>
+
+#define ATTRIBUTES 256
+#define NAME 128
+
+static struct {
+    uint64_t epoch;
+    int version, count;
+    struct {
+        char name[NAME];
+        CUuuid uuid, uuid_v2;
+        int major, minor;
+        int attribute[ATTRIBUTES];
+        CUresult attribute_error[ATTRIBUTES];
+    } device[PAGE_DEVICES];
+    bool filled;
+} cache;
+static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER;
+
+/* A session may resume on other devices: what was remembered is of one lease. */
+void cached_fill(void)
+{
+    if (!guard_page)
+        return;
+    pthread_rwlock_wrlock(&lock);
+    cache.epoch = __atomic_load_n(&guard_page->epoch, __ATOMIC_ACQUIRE);
+    cache.count = 0;
+    bool good = !REAL(cuDriverGetVersion)(&cache.version) &&
+                !REAL(cuDeviceGetCount)(&cache.count) && cache.count <= PAGE_DEVICES;
+    for (int d = 0; good && d < cache.count; d++) {
+        good = !REAL(cuDeviceGetName)(cache.device[d].name, NAME, d) &&
+               !REAL(cuDeviceGetUuid)(&cache.device[d].uuid, d);
+        if (REAL(cuDeviceGetUuid_v2)(&cache.device[d].uuid_v2, d))
+            cache.device[d].uuid_v2 = cache.device[d].uuid;
+        REAL(cuDeviceComputeCapability)
+        (&cache.device[d].major, &cache.device[d].minor, d);
+        for (int a = 0; a < ATTRIBUTES; a++)
+            cache.device[d].attribute_error[a] =
+                REAL(cuDeviceGetAttribute)(&cache.device[d].attribute[a], a, d);
+    }
+    cache.filled = good;
+    pthread_rwlock_unlock(&lock);
+}
+
+/* Whether to answer from memory; the lock is held then. */
+static bool remembered(void)
+{
+    if (!guard_blocked())
+        return false;
+    pthread_rwlock_rdlock(&lock);
+    if (cache.filled)
+        return true;
+    pthread_rwlock_unlock(&lock);
+    return false;
+}
+
+static bool known(CUdevice device)
+{
+    return device >= 0 && device < cache.count;
+}
+
+/* ASK(call): the driver's answer, at the gate where it would block and nothing is remembered. */
+#define ASK(call)                             \
+    do {                                      \
+        CUresult error = guard_enter_free();  \
+        if (error)                            \
+            return error;                     \
+        if (guard_has_context() && cache.epoch != guard_page->epoch) \
+            cached_fill();                    \
+        error = call;                         \
+        guard_leave();                        \
+        return error;                         \
+    } while (0)
+
+#define REMEMBERED(device, what)                   \
+    if (remembered()) {                            \
+        CUresult answer = CUDA_ERROR_INVALID_DEVICE; \
+        if (known(device)) {                       \
+            what;                                  \
+        }                                          \
+        pthread_rwlock_unlock(&lock);              \
+        return answer;                             \
+    }
+
+CUresult wrap_cuDriverGetVersion(int *version)
+{
+    if (version && remembered()) {
+        *version = cache.version;
+        pthread_rwlock_unlock(&lock);
+        return CUDA_SUCCESS;
+    }
+    ASK(REAL(cuDriverGetVersion)(version));
+}
+
+CUresult wrap_cuDeviceGetCount(int *count)
+{
+    if (count && remembered()) {
+        *count = cache.count;
+        pthread_rwlock_unlock(&lock);
+        return CUDA_SUCCESS;
+    }
+    ASK(REAL(cuDeviceGetCount)(count));
+}
+
+CUresult wrap_cuDeviceGet(CUdevice *device, int ordinal)
+{
+    if (device)
+        REMEMBERED(ordinal, *device = ordinal; answer = CUDA_SUCCESS)
+    ASK(REAL(cuDeviceGet)(device, ordinal));
+}
+
+CUresult wrap_cuDeviceGetName(char *name, int length, CUdevice device)
+{
+    if (name && length > 0)
+        REMEMBERED(device, strncpy(name, cache.device[device].name, (size_t)length);
+                   name[length - 1] = 0; answer = CUDA_SUCCESS)
+    ASK(REAL(cuDeviceGetName)(name, length, device));
+}
+
+CUresult wrap_cuDeviceGetUuid(CUuuid *uuid, CUdevice device)
+{
+    if (uuid)
+        REMEMBERED(device, *uuid = cache.device[device].uuid; answer = CUDA_SUCCESS)
+    ASK(REAL(cuDeviceGetUuid)(uuid, device));
+}
+
+CUresult wrap_cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
+{
+    if (uuid)
+        REMEMBERED(device, *uuid = cache.device[device].uuid_v2; answer = CUDA_SUCCESS)
+    ASK(REAL(cuDeviceGetUuid_v2)(uuid, device));
+}
+
+CUresult wrap_cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
+{
+    if (value && attribute >= 0 && attribute < ATTRIBUTES)
+        REMEMBERED(device, answer = cache.device[device].attribute_error[attribute];
+                   if (!answer) *value = cache.device[device].attribute[attribute])
+    ASK(REAL(cuDeviceGetAttribute)(value, attribute, device));
+}
+
+CUresult wrap_cuDeviceComputeCapability(int *major, int *minor, CUdevice device)
+{
+    if (major && minor)
+        REMEMBERED(device, *major = cache.device[device].major;
+                   *minor = cache.device[device].minor; answer = CUDA_SUCCESS)
+    ASK(REAL(cuDeviceComputeCapability)(major, minor, device));
+}
+
+void cached_fork(enum fork_when when)
+{
+    if (when == FORK_PREPARE)
+        pthread_rwlock_wrlock(&lock);
+    else
+        pthread_rwlock_unlock(&lock);
+}

@@ -1,0 +1,207 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * The entry points, one macro for each kind (x86-64, System V ABI). Included by the generated
+ * list of them; see entries.txt for what the kinds mean.
+ *
+ * The open path of a gated call is one test of one byte. Nothing is stored, and nothing of the
+ * caller's is touched but r11, which no convention passes anything in.
+ */
+
+/* Before the first call both pointers point to a byte that is not zero, so that guard_real, which
+ * is empty then, is not used; the slow path loads the driver. */
+    .hidden guard_gate, guard_free_gate, guard_unloaded, guard_real
+    .hidden guard_slow_gate, guard_slow_free, guard_slow_never, guard_slow_refuse
+    .hidden guard_enter, guard_leave
+
+    .text
+
+.macro BEGIN name, index
+    .globl \name
+    .type \name, @function
+    .balign 16
+\name:
+.Lentry\index:
+    .cfi_startproc
+    endbr64
+.endm
+
+.macro END name
+    .cfi_endproc
+    .size \name, . - \name
+.endm
+
+.macro BEHIND pointer, slow, index
+    movq \pointer(%rip), %r11
+    cmpb $0, (%r11)
+    jne 1f
+    jmp *(guard_real + 8 * \index)(%rip)
+1:
+    movl $\index, %r11d
+    jmp .Lsave_\slow
+.endm
+
+.macro ENTRY_GATE name, index
+    BEGIN \name, \index
+    BEHIND guard_gate, gate, \index
+    END \name
+.endm
+
+.macro ENTRY_FREE name, index
+    BEGIN \name, \index
+    BEHIND guard_free_gate, free, \index
+    END \name
+.endm
+
+.macro ENTRY_NEVER name, index
+    BEGIN \name, \index
+    cmpb $0, guard_unloaded(%rip)
+    jne 1f
+    jmp *(guard_real + 8 * \index)(%rip)
+1:
+    movl $\index, %r11d
+    jmp .Lsave_never
+    END \name
+.endm
+
+.macro ENTRY_REFUSE name, index
+    BEGIN \name, \index
+    movl $\index, %r11d
+    jmp .Lsave_refuse
+    END \name
+.endm
+
+.macro ENTRY_WRAP name, index, target
+    .hidden wrap_\target
+    BEGIN \name, \index
+    jmp wrap_\target
+    END \name
+.endm
+
+.macro ENTRY_WAIT name, index, words
+    BEGIN \name, \index
+    movl $\index, %r11d
+    jmp .Lwait\words
+    END \name
+.endm
+
+.macro ENTRY_SPARE index
+    .balign 16
+.Lentry\index:
+    .cfi_startproc
+    endbr64
+    BEHIND guard_gate, gate, \index
+    .cfi_endproc
+.endm
+
+/* A frame with all that may carry an argument. The index of the entry is in r11. */
+.macro SAVE
+    pushq %rbp
+    .cfi_def_cfa_offset 16
+    .cfi_offset %rbp, -16
+    movq %rsp, %rbp
+    .cfi_def_cfa_register %rbp
+    subq $192, %rsp
+    movq %rdi, -8(%rbp)
+    movq %rsi, -16(%rbp)
+    movq %rdx, -24(%rbp)
+    movq %rcx, -32(%rbp)
+    movq %r8, -40(%rbp)
+    movq %r9, -48(%rbp)
+    movq %rax, -56(%rbp)
+    movq %r11, -64(%rbp)
+    movups %xmm0, -80(%rbp)
+    movups %xmm1, -96(%rbp)
+    movups %xmm2, -112(%rbp)
+    movups %xmm3, -128(%rbp)
+    movups %xmm4, -144(%rbp)
+    movups %xmm5, -160(%rbp)
+    movups %xmm6, -176(%rbp)
+    movups %xmm7, -192(%rbp)
+.endm
+
+.macro RESTORE
+    movq -8(%rbp), %rdi
+    movq -16(%rbp), %rsi
+    movq -24(%rbp), %rdx
+    movq -32(%rbp), %rcx
+    movq -40(%rbp), %r8
+    movq -48(%rbp), %r9
+    movq -56(%rbp), %rax
+    movq -64(%rbp), %r11
+    movups -80(%rbp), %xmm0
+    movups -96(%rbp), %xmm1
+    movups -112(%rbp), %xmm2
+    movups -128(%rbp), %xmm3
+    movups -144(%rbp), %xmm4
+    movups -160(%rbp), %xmm5
+    movups -176(%rbp), %xmm6
+    movups -192(%rbp), %xmm7
+.endm
+
+/* Ask `slow`; 0: on to the driver with everything as it came; else that is the answer. */
+.macro SLOW kind
+    .balign 16
+.Lsave_\kind:
+    .cfi_startproc
+    SAVE
+    call guard_slow_\kind
+    testl %eax, %eax
+    jne 2f
+    RESTORE
+    leave
+    .cfi_remember_state
+    .cfi_def_cfa %rsp, 8
+    .cfi_restore %rbp
+    leaq guard_real(%rip), %r10
+    jmp *(%r10, %r11, 8)
+2:
+    .cfi_restore_state
+    leave
+    .cfi_def_cfa %rsp, 8
+    ret
+    .cfi_endproc
+.endm
+
+    SLOW gate
+    SLOW free
+    SLOW never
+    SLOW refuse
+
+/* A counted call: in, the driver with `words` arguments of the caller's stack, out. */
+.macro WAIT_CORE words
+    .balign 16
+.Lwait\words:
+    .cfi_startproc
+    SAVE
+    call guard_enter
+    testl %eax, %eax
+    jne 3f
+    RESTORE
+    .if \words
+    .if \words & 1
+    subq $8, %rsp
+    .endif
+    .set copied, \words
+    .rept \words
+    pushq (8 + 8 * copied)(%rbp)
+    .set copied, copied - 1
+    .endr
+    .endif
+    leaq guard_real(%rip), %r10
+    call *(%r10, %r11, 8)
+    .if \words
+    leaq -192(%rbp), %rsp
+    .endif
+    movq %rax, -56(%rbp)
+    call guard_leave
+    movq -56(%rbp), %rax
+3:
+    leave
+    .cfi_def_cfa %rsp, 8
+    ret
+    .cfi_endproc
+.endm
+
+    .section .note.GNU-stack, "", @progbits
+    .text

@@ -1,0 +1,159 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * cuInit: the devices that the driver will see, and fork().
+ */
+#include "guard.h"
+#include "wraps.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+
+#define VISIBLE "CUDA_VISIBLE_DEVICES"
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static bool chosen;
+/* The session's ordinal of each of this process's devices. */
+static int seen, ordinal_of[PAGE_DEVICES];
+
+/* The device that one entry of a list names: an index, or a UUID or the beginning of one. */
+static int by_text(const char *text, size_t length, const char *home)
+{
+    int found = -1;
+    if (!length)
+        return -1;
+    if (strspn(text, "0123456789") >= length)
+        return length < 4 && atoi(text) < (int)guard_page->devices ? atoi(text) : -1;
+    for (int i = 0; i < (int)guard_page->devices; i++)
+        if (!strncasecmp(text, guard_page->uuid[i], length) && length < PAGE_UUID) {
+            if (found >= 0)
+                return -1; /* of two devices: CUDA takes it for none */
+            found = i;
+        }
+    /* A device of the time before the lease: the slice's device in its place. */
+    for (int i = 0; found < 0 && home && *home && i < (int)guard_page->devices; i++) {
+        size_t n = strcspn(home, ",");
+        if (n == length && !strncasecmp(text, home, n))
+            found = i;
+        home += n;
+        home += *home == ',';
+    }
+    return found;
+}
+
+/* Indices and UUIDs of the session become UUIDs of its devices; the list ends, as for the driver,
+ * at the first entry that is none. A variable that hides all devices stays as it is. */
+static void choose_visible(void)
+{
+    const char *home = getenv("GPUPOOL_VISIBLE"), *asked = getenv(VISIBLE);
+    char list[PAGE_DEVICES * (PAGE_UUID + 1)];
+    size_t length = 0;
+    seen = 0;
+    if (!guard_page->devices)
+        return;
+    if (asked && (!*asked || !strcmp(asked, "-1") || !strcasecmp(asked, "NoDevFiles")))
+        return;
+    bool all = !asked || (home && !strcmp(asked, home));
+    for (int i = 0; i < (int)guard_page->devices; i++) {
+        int device = i;
+        if (!all) {
+            asked += strspn(asked, " ");
+            size_t n = strcspn(asked, ", ");
+            device = by_text(asked, n, home);
+            asked += n;
+            asked += strspn(asked, " ");
+        }
+        if (device < 0)
+            break;
+        ordinal_of[seen++] = device;
+        size_t n = strnlen(guard_page->uuid[device], PAGE_UUID - 1);
+        if (length)
+            list[length++] = ',';
+        memcpy(list + length, guard_page->uuid[device], n);
+        length += n;
+        if (!all && *asked++ != ',')
+            break;
+    }
+    list[length] = 0;
+    setenv(VISIBLE, length ? list : "-1", 1);
+}
+
+CUresult wrap_cuInit(unsigned flags)
+{
+    CUresult error = guard_settle();
+    if (error)
+        return error;
+    if (guard_blocked())
+        return CUDA_SUCCESS; /* it was done before the context that makes the driver block */
+    if (guard_page) {
+        pthread_mutex_lock(&lock);
+        if (!chosen)
+            choose_visible();
+        chosen = true;
+        pthread_mutex_unlock(&lock);
+    }
+    error = guard_enter_free();
+    if (error)
+        return error;
+    error = REAL(cuInit)(flags);
+    if (!error)
+        guard_note_init();
+    guard_leave();
+    return error;
+}
+
+int guard_ordinal(CUdevice device)
+{
+    if (device < 0 || device >= PAGE_DEVICES || !guard_page)
+        return -1;
+    if (!seen)
+        return device < (int)guard_page->devices ? device : -1;
+    return device < seen ? ordinal_of[device] : -1;
+}
+
+int guard_current(void)
+{
+    CUdevice device;
+    return CALL(CUresult(*)(CUdevice *), cuCtxGetDevice)(&device) ? -1 : guard_ordinal(device);
+}
+
+/* ---- fork(): a child has its own slot and no device. Locks are taken in the order in which one
+ * may be taken inside another. */
+
+static void init_fork(enum fork_when when)
+{
+    if (when == FORK_PREPARE)
+        pthread_mutex_lock(&lock);
+    else
+        pthread_mutex_unlock(&lock);
+}
+
+static void (*const parts[])(enum fork_when when) = {
+    init_fork, procaddr_fork, real_fork, cached_fork, wait_fork, page_fork, gate_fork,
+};
+#define PARTS (sizeof parts / sizeof *parts)
+
+static void prepare(void)
+{
+    for (size_t i = 0; i < PARTS; i++)
+        parts[i](FORK_PREPARE);
+}
+
+static void in_parent(void)
+{
+    for (size_t i = PARTS; i-- > 0;)
+        parts[i](FORK_PARENT);
+}
+
+static void in_child(void)
+{
+    for (size_t i = PARTS; i-- > 0;)
+        parts[i](FORK_CHILD);
+}
+
+void guard_at_fork(void)
+{
+    pthread_atfork(prepare, in_parent, in_child);
+}

@@ -1,0 +1,232 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * This process's view of the session's page, and its slot in it.
+ *
+ * A process that is told of a page and cannot use it gets an error from every CUDA call rather
+ * than no guard: without the gate it would be running while the broker suspends it. A page that
+ * is deleted stays mapped, and serves. One that its owner truncates ends the processes that map
+ * it (SIGBUS), as with any mapped file; tmpfs lets nobody seal a file with a name.
+ */
+#include "guard.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+struct page *guard_page;
+
+static struct page_slot *slot;
+static struct page_slot leftover; /* counts of calls that come after the slot was given back */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static uint64_t me; /* pid | low half of the start time << 32, as in page->lock */
+
+/* Field 22 of /proc/<pid>/stat: ticks since boot; 0: no such process, or one that has ended and
+ * only waits to be waited for. */
+static uint64_t start_time(uint32_t pid)
+{
+    char path[32], text[1024];
+    snprintf(path, sizeof path, "/proc/%u/stat", pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return 0;
+    ssize_t n = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (n <= 0)
+        return 0;
+    text[n] = 0;
+    char *at = strrchr(text, ')'); /* the name before it may hold anything */
+    if (!at || at[1] != ' ' || at[2] == 'Z' || at[2] == 'X')
+        return 0;
+    at += 2;
+    for (int field = 3; field < 22 && at; field++)
+        if ((at = strchr(at, ' ')))
+            at++;
+    return at ? strtoull(at, NULL, 10) : 0;
+}
+
+static bool lives(uint32_t pid, uint64_t started)
+{
+    return start_time(pid) == started;
+}
+
+static bool holder_lives(uint64_t holder)
+{
+    uint64_t started = start_time((uint32_t)holder);
+    return started && (uint32_t)started == holder >> 32;
+}
+
+/* ---- the lock: of this process's threads, then of the session's processes */
+
+void page_lock(void)
+{
+    pthread_mutex_lock(&lock);
+    for (unsigned tries = 1;; tries++) {
+        uint64_t holder = 0;
+        if (__atomic_compare_exchange_n(&guard_page->lock, &holder, me, false, __ATOMIC_ACQUIRE,
+                                        __ATOMIC_RELAXED))
+            return;
+        if (holder == me)
+            return; /* of this process before an exec(): its threads are gone */
+        if (tries % 256 == 0 && !holder_lives(holder) &&
+            __atomic_compare_exchange_n(&guard_page->lock, &holder, me, false, __ATOMIC_ACQUIRE,
+                                        __ATOMIC_RELAXED))
+            return;
+        if (tries < 64)
+            __builtin_ia32_pause();
+        else if (tries < 1024)
+            sched_yield();
+        else
+            nap(1);
+    }
+}
+
+void page_unlock(void)
+{
+    __atomic_store_n(&guard_page->lock, 0, __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&lock);
+}
+
+/* ---- slots */
+
+static void clear(struct page_slot *s)
+{
+    __atomic_store_n(&s->state, SLOT_FREE, __ATOMIC_RELEASE);
+    memset((char *)s + sizeof s->state, 0, sizeof *s - sizeof s->state);
+}
+
+void page_reap(void)
+{
+    for (int i = 0; i < PAGE_SLOTS; i++) {
+        struct page_slot *s = &guard_page->slot[i];
+        if (__atomic_load_n(&s->state, __ATOMIC_ACQUIRE) == SLOT_LIVE && !lives(s->pid, s->start_time))
+            clear(s);
+    }
+}
+
+static struct page_slot *first(uint32_t state, uint32_t pid)
+{
+    for (int i = 0; i < PAGE_SLOTS; i++) {
+        struct page_slot *s = &guard_page->slot[i];
+        if (__atomic_load_n(&s->state, __ATOMIC_ACQUIRE) == state && (!pid || s->pid == pid))
+            return s;
+    }
+    return NULL;
+}
+
+static void take_slot(void)
+{
+    uint32_t pid = (uint32_t)getpid();
+    uint64_t started = start_time(pid);
+    struct page_slot *s;
+    me = pid | started << 32;
+    page_lock();
+    /* Left by this process before an exec(), or by one that had its number. */
+    while ((s = first(SLOT_LIVE, pid)))
+        clear(s);
+    s = first(SLOT_FREE, 0);
+    if (!s) {
+        page_reap();
+        s = first(SLOT_FREE, 0);
+    }
+    if (s) {
+        clear(s);
+        s->pid = pid;
+        s->start_time = started;
+        __atomic_store_n(&s->state, SLOT_LIVE, __ATOMIC_RELEASE);
+    }
+    page_unlock();
+    __atomic_store_n(&slot, s, __ATOMIC_RELEASE);
+}
+
+struct page_slot *guard_slot(void)
+{
+    return __atomic_load_n(&slot, __ATOMIC_ACQUIRE);
+}
+
+void guard_pin(uint32_t pins)
+{
+    struct page_slot *s = guard_slot();
+    if (s && (__atomic_load_n(&s->pins, __ATOMIC_RELAXED) & pins) != pins)
+        __atomic_or_fetch(&s->pins, pins, __ATOMIC_RELEASE);
+}
+
+/* An orderly end gives the slot back at once; a process that is killed leaves it to be reaped. */
+__attribute__((destructor)) static void give_back(void)
+{
+    struct page_slot *s = guard_slot();
+    if (!s || s == &leftover || s->pid != (uint32_t)getpid())
+        return;
+    /* Other threads, and destructors of other libraries, may still call. */
+    __atomic_store_n(&slot, &leftover, __ATOMIC_RELEASE);
+    page_lock();
+    clear(s);
+    page_unlock();
+}
+
+/* ---- the file */
+
+static CUresult refuse(const char *path, const char *why)
+{
+    dprintf(2,
+            "jupyter_gpupool: CUDA is not available in process %d: the session's page %s %s. "
+            "Restart the kernel.\n",
+            (int)getpid(), path, why);
+    return CUDA_ERROR_SYSTEM_NOT_READY;
+}
+
+static CUresult map(const char *path)
+{
+    struct stat st;
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    if (fd < 0)
+        return refuse(path, errno == ENOENT ? "is gone: the session has ended" : "cannot be opened");
+    if (fstat(fd, &st) || !S_ISREG(st.st_mode) || st.st_size < (off_t)sizeof(struct page)) {
+        close(fd);
+        return refuse(path, "is not one: it is too short, or no file");
+    }
+    struct page *page = mmap(NULL, sizeof *page, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    if (page == MAP_FAILED)
+        return refuse(path, "cannot be mapped");
+    if (page->magic != PAGE_MAGIC || page->version != PAGE_VERSION ||
+        page->devices > PAGE_DEVICES) {
+        munmap(page, sizeof *page);
+        return refuse(path, "is of another version of jupyter_gpupool than the guard");
+    }
+    guard_page = page;
+    return CUDA_SUCCESS;
+}
+
+CUresult page_settle(void)
+{
+    const char *path = getenv("GPUPOOL_PAGE");
+    if (!guard_page) {
+        if (!path || !*path)
+            return CUDA_SUCCESS;
+        CUresult error = map(path);
+        if (error)
+            return error;
+    }
+    take_slot();
+    return guard_slot() ? CUDA_SUCCESS
+                        : refuse(path ? path : "", "has no room for a 257th process");
+}
+
+void page_fork(enum fork_when when)
+{
+    if (when == FORK_PREPARE) {
+        pthread_mutex_lock(&lock);
+        return;
+    }
+    if (when == FORK_CHILD)
+        slot = NULL;
+    pthread_mutex_unlock(&lock);
+}

@@ -1,0 +1,161 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * cuGetProcAddress: the driver is asked, and where it answers with a function of its own the
+ * caller gets the guard's for it.
+ */
+#include "guard.h"
+#include "wraps.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+/* The version of CUDA up to which entries.txt knows every form of every call. */
+#define KNOWN_VERSION 13000
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* Entries by their address in the driver, as it exports them. Several names may share one. */
+static uint16_t by_address[E_COUNT];
+static void *exported[E_COUNT];
+static int spares;
+
+static int order(const void *a, const void *b)
+{
+    int i = *(const uint16_t *)a, j = *(const uint16_t *)b;
+    uintptr_t p = (uintptr_t)exported[i], q = (uintptr_t)exported[j];
+    return p < q ? -1 : p > q ? 1 : i - j;
+}
+
+void procaddr_ready(void)
+{
+    for (int i = 0; i < E_COUNT; i++) {
+        by_address[i] = (uint16_t)i;
+        exported[i] = guard_has(i) ? guard_real[i] : NULL;
+    }
+    qsort(by_address, E_COUNT, sizeof *by_address, order);
+}
+
+/* An entry that the driver exports at `address`; -1: none. */
+static int find_address(const void *address)
+{
+    int low = 0, high = E_COUNT;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if ((uintptr_t)exported[by_address[middle]] < (uintptr_t)address)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < E_COUNT && exported[by_address[low]] == address ? by_address[low] : -1;
+}
+
+/* A function that the guard knows nothing of, of a later driver: gated, not counted. NULL once
+ * there are 256 of them: a pointer that escapes the gate would crash the process at a suspend. */
+static void *spare_for(void *address)
+{
+    void *found = NULL;
+    pthread_mutex_lock(&lock);
+    for (int i = E_COUNT; i < E_COUNT + spares && !found; i++)
+        if (guard_real[i] == address)
+            found = guard_exported(i);
+    if (!found && spares < E_SPARES) {
+        int entry = E_COUNT + spares++;
+        __atomic_store_n(&guard_real[entry], address, __ATOMIC_RELEASE);
+        found = guard_exported(entry);
+    }
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+/* The driver may give out another address than it exports for the same function. */
+static bool adopt(int entry, void *address)
+{
+    bool good;
+    pthread_mutex_lock(&lock);
+    if (guard_real[entry] == exported[entry] || !guard_has(entry))
+        __atomic_store_n(&guard_real[entry], address, __ATOMIC_RELEASE);
+    good = guard_real[entry] == address;
+    pthread_mutex_unlock(&lock);
+    return good;
+}
+
+typedef CUresult (*query)(const char *name, void **out, int version, uint64_t flags);
+typedef CUresult (*query_v2)(const char *name, void **out, int version, uint64_t flags, int *status);
+
+/* Asks the driver by the form `asked`, which has a fifth argument if `five`. */
+static CUresult ask(int asked, bool five, const char *name, void **out, int version,
+                    uint64_t flags, int *status)
+{
+    return five ? ((query_v2)guard_real[asked])(name, out, version, flags, status)
+                : ((query)guard_real[asked])(name, out, version, flags);
+}
+
+static CUresult get(int asked, bool five, bool per_thread, const char *name, void **out,
+                    int version, uint64_t flags, int *status)
+{
+    CUresult error = guard_slow_never();
+    if (error) {
+        if (out)
+            *out = NULL;
+        return error;
+    }
+    error = ask(asked, five, name, out, version, flags, status);
+    if (error || !name || !out || !*out)
+        return error;
+    void *address = *out;
+    if (flags)
+        per_thread = flags & PROC_PER_THREAD_STREAM;
+    int entry = guard_find(name, version, per_thread);
+    if (entry >= 0 && exported[entry] != address && guard_real[entry] != address) {
+        int other = find_address(address);
+        if (other >= 0) {
+            entry = other;
+        } else if (version > KNOWN_VERSION) {
+            /* Perhaps a form that is newer than entries.txt, with other arguments. */
+            void *known = NULL;
+            if (ask(asked, five, name, &known, KNOWN_VERSION, flags, NULL) || known != address)
+                entry = -1;
+        }
+    } else if (entry < 0) {
+        entry = find_address(address);
+    }
+    if (entry >= 0 && exported[entry] != address && !adopt(entry, address))
+        entry = -1;
+    *out = entry >= 0 ? guard_exported(entry) : spare_for(address);
+    if (*out)
+        return CUDA_SUCCESS;
+    if (status && five)
+        *status = 1; /* CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND */
+    return CUDA_ERROR_NOT_FOUND;
+}
+
+CUresult wrap_cuGetProcAddress(const char *name, void **out, int version, uint64_t flags)
+{
+    return get(E_cuGetProcAddress, false, false, name, out, version, flags, NULL);
+}
+
+CUresult wrap_cuGetProcAddress_ptsz(const char *name, void **out, int version, uint64_t flags)
+{
+    return get(E_cuGetProcAddress_ptsz, false, true, name, out, version, flags, NULL);
+}
+
+CUresult wrap_cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags,
+                                  int *status)
+{
+    return get(E_cuGetProcAddress_v2, true, false, name, out, version, flags, status);
+}
+
+CUresult wrap_cuGetProcAddress_v2_ptsz(const char *name, void **out, int version, uint64_t flags,
+                                       int *status)
+{
+    return get(E_cuGetProcAddress_v2_ptsz, true, true, name, out, version, flags, status);
+}
+
+void procaddr_fork(enum fork_when when)
+{
+    if (when == FORK_PREPARE)
+        pthread_mutex_lock(&lock);
+    else
+        pthread_mutex_unlock(&lock);
+}

@@ -1,0 +1,154 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Waiting without being in the way: of the interpreter's other threads, and of an interrupt.
+ */
+#include "guard.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
+
+/* ---- the interpreter's lock
+ *
+ * Found in the process if CPython is in it; of the stable ABI but for the older of the two names
+ * of one function, so that one guard serves all versions, free-threaded ones too. */
+
+struct python {
+    void *(*current)(void);    /* this thread's state if it is attached, NULL if not */
+    void *(*of_thread)(void);  /* the state that belongs to this thread, attached or not */
+    void *(*save)(void);
+    void (*restore)(void *);
+};
+
+static bool find_python(struct python *py)
+{
+    *(void **)&py->current = dlsym(RTLD_DEFAULT, "PyThreadState_GetUnchecked"); /* 3.13 */
+    if (!py->current)
+        *(void **)&py->current = dlsym(RTLD_DEFAULT, "_PyThreadState_UncheckedGet");
+    *(void **)&py->of_thread = dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState");
+    *(void **)&py->save = dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
+    *(void **)&py->restore = dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
+    return py->current && py->of_thread && py->save && py->restore;
+}
+
+/* PyGILState_Check() would say yes to every thread once there was a second interpreter, and up to
+ * 3.11 the current state may be another thread's. Both questions together are never wrong with a
+ * yes; a wrong no only means that the other threads wait, too. */
+static void *release_interpreter(void)
+{
+    struct python py;
+    if (!find_python(&py))
+        return NULL;
+    void *current = py.current();
+    return current && current == py.of_thread() ? py.save() : NULL;
+}
+
+static void take_interpreter(void *thread)
+{
+    struct python py;
+    if (thread && find_python(&py))
+        py.restore(thread);
+}
+
+/* ---- interrupts
+ *
+ * While a thread waits, SIGINT also counts here; then the handler that was there has its turn. A
+ * process that has none ends by the signal, or ignores it, as ever. */
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static uint32_t watching, interrupts;
+static struct sigaction before;
+
+static void on_interrupt(int number, siginfo_t *info, void *where)
+{
+    int error = errno;
+    __atomic_add_fetch(&interrupts, 1, __ATOMIC_SEQ_CST);
+    if (before.sa_flags & SA_SIGINFO)
+        before.sa_sigaction(number, info, where);
+    else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
+        before.sa_handler(number);
+    errno = error;
+}
+
+static bool is_ours(const struct sigaction *action)
+{
+    return (action->sa_flags & SA_SIGINFO) && action->sa_sigaction == on_interrupt;
+}
+
+static void watch(void)
+{
+    struct sigaction now;
+    pthread_mutex_lock(&lock);
+    if (!watching++ && !sigaction(SIGINT, NULL, &now) && !is_ours(&now) &&
+        ((now.sa_flags & SA_SIGINFO) ||
+         (now.sa_handler != SIG_DFL && now.sa_handler != SIG_IGN))) {
+        before = now;
+        now.sa_sigaction = on_interrupt;
+        now.sa_flags = (now.sa_flags | SA_SIGINFO) & ~SA_RESETHAND;
+        sigaction(SIGINT, &now, NULL);
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+/* Only if it is still ours: somebody may have set another meanwhile, and may call ours from it. */
+static void put_back(void)
+{
+    struct sigaction now;
+    if (!sigaction(SIGINT, NULL, &now) && is_ours(&now))
+        sigaction(SIGINT, &before, NULL);
+}
+
+static void unwatch(void)
+{
+    pthread_mutex_lock(&lock);
+    if (watching && !--watching)
+        put_back();
+    pthread_mutex_unlock(&lock);
+}
+
+bool polite_interrupted(const struct polite *p)
+{
+    return __atomic_load_n(&interrupts, __ATOMIC_SEQ_CST) != p->interrupts;
+}
+
+/* ---- both */
+
+void polite_begin(struct polite *p)
+{
+    p->interrupts = __atomic_load_n(&interrupts, __ATOMIC_SEQ_CST);
+    watch();
+    if (guard_slot())
+        __atomic_add_fetch(&guard_slot()->waiting, 1, __ATOMIC_SEQ_CST);
+    p->thread = release_interpreter();
+}
+
+void polite_end(struct polite *p)
+{
+    if (guard_slot())
+        __atomic_sub_fetch(&guard_slot()->waiting, 1, __ATOMIC_SEQ_CST);
+    unwatch();
+    take_interpreter(p->thread);
+}
+
+void nap(int milliseconds)
+{
+    poll(NULL, 0, milliseconds);
+}
+
+void wait_fork(enum fork_when when)
+{
+    if (when == FORK_PREPARE) {
+        pthread_mutex_lock(&lock);
+        return;
+    }
+    if (when == FORK_CHILD && watching) {
+        /* The threads that wait are the parent's. */
+        watching = 0;
+        put_back();
+    }
+    pthread_mutex_unlock(&lock);
+}

@@ -1,0 +1,33 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Prototypes of the guard's own functions for entry points, for REAL(). The types are the
+ * published ones as far as they matter: a pointer that is passed on may be a void *.
+ */
+#ifndef GPUPOOL_GUARD_WRAPS_H
+#define GPUPOOL_GUARD_WRAPS_H
+
+#include "cuda_abi.h"
+#include "wraps_memory.h"
+
+#pragma GCC visibility push(hidden)
+
+CUresult wrap_cuInit(unsigned flags);
+CUresult wrap_cuDriverGetVersion(int *version);
+CUresult wrap_cuDeviceGet(CUdevice *device, int ordinal);
+CUresult wrap_cuDeviceGetCount(int *count);
+CUresult wrap_cuDeviceGetName(char *name, int length, CUdevice device);
+CUresult wrap_cuDeviceGetUuid(CUuuid *uuid, CUdevice device);
+CUresult wrap_cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device);
+CUresult wrap_cuDeviceGetAttribute(int *value, int attribute, CUdevice device);
+CUresult wrap_cuDeviceComputeCapability(int *major, int *minor, CUdevice device);
+
+CUresult wrap_cuGetProcAddress(const char *name, void **out, int version, uint64_t flags);
+CUresult wrap_cuGetProcAddress_ptsz(const char *name, void **out, int version, uint64_t flags);
+CUresult wrap_cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags,
+                                  int *status);
+CUresult wrap_cuGetProcAddress_v2_ptsz(const char *name, void **out, int version, uint64_t flags,
+                                       int *status);
+
+#pragma GCC visibility pop
+#endif
