@@ -13,6 +13,7 @@
  * "stopped_target", which hangs a call. The program suspends only processes that it started.
  */
 #include "conformance_graphs.h"
+#include "conformance_sharing.h"
 
 #include <sys/wait.h>
 
@@ -333,8 +334,8 @@ static void blocks_while(const char *command, bool suspended)
 
 static void case_calls_block(void)
 {
-    static const char *const commands[] = {"verify", "alloc 1", "spin 1", "event"};
-    for (unsigned i = 0; i < 4; i++) {
+    static const char *const commands[] = {"verify", "alloc 1", "spin 1", "event", "query"};
+    for (unsigned i = 0; i < 5; i++) {
         blocks_while(commands[i], false);
         blocks_while(commands[i], true);
     }
@@ -444,7 +445,8 @@ const struct test tests[] = {
     CASE(copies), CASE(copy_2d), CASE(out_of_memory), CASE(host_memory),
     CASE(streams_and_events), CASE(kernel), CASE(pool), CASE(vmm), CASE(graph_work),
     CASE(graph_memory), CASE(graph_memory_outlives), CASE(graph_out_of_memory), CASE(capture),
-    CASE(capture_refusals), CASE(graph_memory_suspended), CASE(fork),
+    CASE(capture_refusals), CASE(graph_memory_suspended), CASE(ipc), CASE(shared_vmm), CASE(shared_pool),
+    CASE(exported_memory_is_not_suspended), CASE(mipmap), CASE(green_context), CASE(registered_memory), CASE(fork),
     CASE(no_device_is_sticky), CASE(state_machine), CASE(not_a_cuda_process), CASE(lock_timeout),
     CASE(calls_block), CASE(managed_memory), CASE(kill_suspended), CASE(migration),
     CASE(sync_while_locked), CASE(sync_while_suspended), CASE(stopped_target),

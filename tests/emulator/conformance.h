@@ -67,6 +67,12 @@ struct alloc_node {
     size_t access_count, bytes;
     uint64_t address;
 };
+struct pool_props {
+    int alloc_type, handle_types, location_type, location_id;
+    void *security;
+    size_t max_size;
+    char rest[56];
+};
 struct kernel_node {
     void *function;
     unsigned grid[3], block[3], shared;
@@ -78,6 +84,18 @@ struct set_node {
     size_t pitch;
     unsigned value, unit;
     size_t width, height;
+};
+struct handle { /* of memory, an event, a pointer of a pool */
+    unsigned char bytes[64];
+};
+struct shape {
+    size_t width, height, depth;
+    int format;
+    unsigned channels, flags;
+};
+struct resource {
+    int type;
+    unsigned char rest[140];
 };
 struct host_node {
     void (*function)(void *);
@@ -133,6 +151,25 @@ struct host_node {
     X(cuStreamBeginCapture_v2, (void *, int)) X(cuStreamEndCapture, (void *, void **))             \
     X(cuStreamIsCapturing, (void *, int *))                                                        \
     X(cuStreamGetCaptureInfo_v2, (void *, int *, uint64_t *, void **, const void **, size_t *))    \
+    X(cuMipmappedArrayCreate, (void **, const struct shape *, unsigned)) X(cuMipmappedArrayDestroy, (void *)) \
+    X(cuMipmappedArrayGetLevel, (void **, void *, unsigned)) X(cuArrayDestroy, (void *))           \
+    X(cuArray3DGetDescriptor_v2, (struct shape *, void *))                                         \
+    X(cuIpcGetMemHandle, (struct handle *, uint64_t)) X(cuIpcCloseMemHandle, (uint64_t))           \
+    X(cuIpcOpenMemHandle_v2, (uint64_t *, struct handle, unsigned))                                \
+    X(cuIpcGetEventHandle, (struct handle *, void *))                                              \
+    X(cuMemExportToShareableHandle, (void *, uint64_t, int, unsigned long long))                   \
+    X(cuMemImportFromShareableHandle, (uint64_t *, void *, int))                                   \
+    X(cuMemPoolCreate, (void **, const struct pool_props *)) X(cuMemPoolDestroy, (void *))         \
+    X(cuMemAllocFromPoolAsync, (uint64_t *, size_t, void *, void *))                               \
+    X(cuMemPoolExportToShareableHandle, (void *, void *, int, unsigned long long))                 \
+    X(cuMemPoolImportFromShareableHandle, (void **, void *, int, unsigned long long))              \
+    X(cuMemPoolExportPointer, (struct handle *, uint64_t))                                         \
+    X(cuMemPoolImportPointer, (uint64_t *, void *, struct handle *))                               \
+    X(cuDeviceGetDevResource, (int, struct resource *, int))                                       \
+    X(cuDevResourceGenerateDesc, (void **, struct resource *, unsigned))                           \
+    X(cuGreenCtxCreate, (void **, void *, int, unsigned)) X(cuGreenCtxDestroy, (void *))           \
+    X(cuCtxFromGreenCtx, (void **, void *))                                                        \
+    X(cuMemHostRegister_v2, (void *, size_t, unsigned)) X(cuMemHostUnregister, (void *))           \
     X(cuCheckpointProcessGetState, (int, int *)) X(cuCheckpointProcessGetRestoreThreadId, (int, int *)) \
     X(cuCheckpointProcessLock, (int, void *)) X(cuCheckpointProcessCheckpoint, (int, void *))      \
     X(cuCheckpointProcessRestore, (int, void *)) X(cuCheckpointProcessUnlock, (int, void *))
@@ -275,6 +312,48 @@ static int target_alloc(size_t mib)
     return result;
 }
 
+/* What another process shares, as text in the environment. */
+static struct handle target_handle(void)
+{
+    struct handle h = {{0}};
+    const char *text = getenv("GPUPOOL_HANDLE");
+    for (unsigned i = 0; text && i < sizeof h && text[2 * i]; i++) {
+        char two[3] = {text[2 * i], text[2 * i + 1], 0};
+        h.bytes[i] = (unsigned char)strtoul(two, NULL, 16);
+    }
+    return h;
+}
+
+static int target_import(const char *how, int fd)
+{
+    void *pool = NULL, *from = (void *)(intptr_t)fd;
+    struct handle handle = target_handle();
+    struct access access = {1, 0, 3};
+    uint64_t shared = 0;
+    int result = open_context();
+    target_bytes = 2 * MIB;
+    if (result)
+        return result;
+    if (!strcmp(how, "ipc"))
+        return cuIpcOpenMemHandle_v2(&target_memory, handle, 1);
+    if (!strcmp(how, "pool")) {
+        result = cuMemPoolImportFromShareableHandle(&pool, from, 1, 0);
+        return result ? result : cuMemPoolImportPointer(&target_memory, pool, &handle);
+    }
+    result = cuMemImportFromShareableHandle(&shared, from, 1);
+    if (!result)
+        result = cuMemAddressReserve(&target_memory, target_bytes, 0, 0, 0);
+    if (!result)
+        result = cuMemMap(target_memory, target_bytes, 0, shared, 0);
+    return result ? result : cuMemSetAccess(target_memory, target_bytes, &access, 1);
+}
+
+static int target_export(void)
+{
+    struct handle handle;
+    return cuIpcGetMemHandle(&handle, target_memory);
+}
+
 /* The memory of a launched graph that does not free it. */
 static void *target_run;
 
@@ -340,6 +419,12 @@ static int obey(const char *word, size_t number)
     }
     if (!strcmp(word, "alloc"))
         return target_alloc(number);
+    if (!strcmp(word, "ipc") || !strcmp(word, "pool") || !strcmp(word, "vmm"))
+        return target_import(word, (int)number);
+    if (!strcmp(word, "export"))
+        return target_export();
+    if (!strcmp(word, "close"))
+        return cuIpcCloseMemHandle(target_memory);
     if (!strcmp(word, "graph"))
         return target_graph(number);
     if (!strcmp(word, "relaunch"))
@@ -352,6 +437,8 @@ static int obey(const char *word, size_t number)
         return spin(NULL, number * 1000000ull);
     if (!strcmp(word, "event"))
         return target_event();
+    if (!strcmp(word, "query"))
+        return cuStreamQuery(NULL);
     if (!strcmp(word, "managed"))
         return cuMemAllocManaged(&p, MIB, 1);
     return strcmp(word, "sync") ? -2 : cuCtxSynchronize();

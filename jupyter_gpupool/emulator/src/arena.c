@@ -162,11 +162,11 @@ void arena_poison(bool poisoned)
     vmm_poison(poisoned);
 }
 
-CUresult arena_vmm_map(uint64_t address, uint64_t size, int device, uint64_t offset)
+CUresult arena_vmm_map(uint64_t address, uint64_t size, int fd, uint64_t offset)
 {
     void *alias = arena_host(address);
-    if (mmap(alias, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE,
-             driver.device[device].fd, (off_t)offset) == MAP_FAILED)
+    if (mmap(alias, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd,
+             (off_t)offset) == MAP_FAILED)
         return CUDA_ERROR_OPERATING_SYSTEM;
     madvise(alias, size, MADV_DONTFORK);
     madvise(alias, size, MADV_DONTDUMP);

@@ -12,6 +12,15 @@ struct array {
     int device;
     uint64_t bytes;
     CUDA_ARRAY3D_DESCRIPTOR descriptor;
+    bool level; /* of a mipmap, which has its bytes */
+};
+
+#define MAX_LEVELS 32
+
+struct mipmap {
+    uint32_t magic;
+    unsigned levels;
+    struct array level[MAX_LEVELS];
 };
 
 static unsigned format_bytes(int format)
@@ -24,24 +33,34 @@ static unsigned format_bytes(int format)
     }
 }
 
-EXPORT CUresult cuArray3DCreate_v2(CUarray *out, const CUDA_ARRAY3D_DESCRIPTOR *d)
+/* The bytes of an array of that shape. */
+static CUresult measure(const CUDA_ARRAY3D_DESCRIPTOR *d, uint64_t *out)
 {
-    GATED;
-    struct context *c;
-    CUresult result = context_current(&c);
-    if (result)
-        return result;
     unsigned unit = d ? format_bytes(d->Format) : 0;
-    if (!out || !unit || !d->Width || d->NumChannels < 1 || d->NumChannels > 4 || d->NumChannels == 3)
+    if (!unit || !d->Width || d->NumChannels < 1 || d->NumChannels > 4 || d->NumChannels == 3)
         return CUDA_ERROR_INVALID_VALUE;
     uint64_t height = d->Height ? d->Height : 1, depth = d->Depth ? d->Depth : 1;
     unsigned __int128 bytes = (unsigned __int128)d->Width * height * depth * unit * d->NumChannels;
     if (bytes > machine->spec.memory)
         return CUDA_ERROR_OUT_OF_MEMORY;
+    *out = ((uint64_t)bytes + 511) / 512 * 512;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuArray3DCreate_v2(CUarray *out, const CUDA_ARRAY3D_DESCRIPTOR *d)
+{
+    GATED;
+    struct context *c;
+    uint64_t bytes = 0;
+    CUresult result = context_current(&c);
+    if (!result)
+        result = out ? measure(d, &bytes) : CUDA_ERROR_INVALID_VALUE;
+    if (result)
+        return result;
     struct array *a = calloc(1, sizeof *a);
     if (!a)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    *a = (struct array){MAGIC_ARRAY, c->device, ((uint64_t)bytes + 511) / 512 * 512, *d};
+    *a = (struct array){MAGIC_ARRAY, c->device, bytes, *d, false};
     if (!machine_charge(driver.slot, driver.device[c->device].physical, a->bytes)) {
         free(a);
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -61,7 +80,7 @@ EXPORT CUresult cuArrayCreate_v2(CUarray *out, const CUDA_ARRAY_DESCRIPTOR *d)
 EXPORT CUresult cuArrayDestroy(CUarray a)
 {
     GATED;
-    if (!a || a->magic != MAGIC_ARRAY)
+    if (!a || a->magic != MAGIC_ARRAY || a->level)
         return CUDA_ERROR_INVALID_HANDLE;
     machine_release(driver.slot, driver.device[a->device].physical, a->bytes);
     a->magic = 0;
@@ -77,5 +96,69 @@ EXPORT CUresult cuArray3DGetDescriptor_v2(CUDA_ARRAY3D_DESCRIPTOR *out, CUarray 
     if (!out)
         return CUDA_ERROR_INVALID_VALUE;
     *out = a->descriptor;
+    return CUDA_SUCCESS;
+}
+
+/* ---- mipmaps ---- */
+
+static uint64_t total(const struct mipmap *m)
+{
+    uint64_t bytes = 0;
+    for (unsigned i = 0; i < m->levels; i++)
+        bytes += m->level[i].bytes;
+    return bytes;
+}
+
+static size_t halve(size_t n) { return n > 1 ? n / 2 : n; }
+
+EXPORT CUresult cuMipmappedArrayCreate(CUmipmappedArray *out, const CUDA_ARRAY3D_DESCRIPTOR *d, unsigned levels)
+{
+    GATED;
+    struct context *c;
+    CUresult result = context_current(&c);
+    if (!result && (!out || !d || !levels || levels > MAX_LEVELS))
+        result = CUDA_ERROR_INVALID_VALUE;
+    struct mipmap *m = result ? NULL : calloc(1, sizeof *m);
+    if (!m)
+        return result ? result : CUDA_ERROR_OUT_OF_MEMORY;
+    m->magic = MAGIC_MIPMAP;
+    CUDA_ARRAY3D_DESCRIPTOR shape = *d;
+    for (bool last = false; m->levels < levels && !last && !result; m->levels++) {
+        uint64_t bytes = 0;
+        result = measure(&shape, &bytes);
+        m->level[m->levels] = (struct array){MAGIC_ARRAY, c->device, bytes, shape, true};
+        last = shape.Width <= 1 && shape.Height <= 1 && shape.Depth <= 1; /* more levels than that there are not */
+        shape.Width = halve(shape.Width);
+        shape.Height = halve(shape.Height);
+        shape.Depth = halve(shape.Depth);
+    }
+    if (!result && !machine_charge(driver.slot, driver.device[c->device].physical, total(m)))
+        result = CUDA_ERROR_OUT_OF_MEMORY;
+    if (result)
+        free(m);
+    else
+        *out = m;
+    return result;
+}
+
+EXPORT CUresult cuMipmappedArrayGetLevel(CUarray *out, CUmipmappedArray m, unsigned level)
+{
+    CHECKED;
+    if (!m || m->magic != MAGIC_MIPMAP)
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (!out || level >= m->levels)
+        return CUDA_ERROR_INVALID_VALUE;
+    *out = &m->level[level];
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMipmappedArrayDestroy(CUmipmappedArray m)
+{
+    GATED;
+    if (!m || m->magic != MAGIC_MIPMAP)
+        return CUDA_ERROR_INVALID_HANDLE;
+    machine_release(driver.slot, driver.device[m->level[0].device].physical, total(m));
+    m->magic = 0;
+    free(m);
     return CUDA_SUCCESS;
 }

@@ -38,8 +38,7 @@ CUresult context_current(struct context **out)
     return (*out)->destroyed ? CUDA_ERROR_CONTEXT_IS_DESTROYED : CUDA_SUCCESS;
 }
 
-/* With the lock held. */
-static CUresult context_new(int device, unsigned flags, struct context **out)
+CUresult context_new(int device, unsigned flags, struct context **out)
 {
     struct device *d = &driver.device[device];
     if (device_is_lost(d->physical))
@@ -72,8 +71,8 @@ static CUresult context_new(int device, unsigned flags, struct context **out)
     return CUDA_SUCCESS;
 }
 
-/* With the lock held. The handle stays, marked, so that its use is an error and not a crash. */
-static void context_end(struct context *c)
+/* The handle stays, marked, so that its use is an error and not a crash. */
+void context_end(struct context *c)
 {
     c->destroyed = true;
     for (size_t i = driver.allocations; i-- > 0;) {
@@ -147,7 +146,7 @@ EXPORT CUresult cuCtxDestroy_v2(CUcontext c)
 {
     GATED;
     pthread_mutex_lock(&driver.lock);
-    CUresult result = context_valid(c) && !c->primary ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+    CUresult result = context_valid(c) && !c->primary && !c->green ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
     if (!result)
         context_end(c);
     pthread_mutex_unlock(&driver.lock);

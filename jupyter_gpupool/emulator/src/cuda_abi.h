@@ -31,6 +31,8 @@ typedef struct mipmap *CUmipmappedArray;
 typedef struct graph *CUgraph;
 typedef struct node *CUgraphNode;
 typedef struct executable *CUgraphExec;
+typedef struct green *CUgreenCtx;
+typedef struct resource_desc *CUdevResourceDesc;
 typedef unsigned long long CUmemGenericAllocationHandle;
 
 typedef struct {
@@ -86,7 +88,13 @@ enum { MEMORYTYPE_HOST = 1, MEMORYTYPE_DEVICE = 2, MEMORYTYPE_ARRAY = 3, MEMORYT
 enum { MEM_ALLOCATION_PINNED = 1, MEM_ALLOCATION_MANAGED = 2 };
 enum { MEM_LOCATION_DEVICE = 1, MEM_LOCATION_HOST = 2, MEM_LOCATION_HOST_NUMA = 3,
        MEM_LOCATION_HOST_NUMA_CURRENT = 4 };
+enum { HANDLE_TYPE_FD = 1 };
+enum { DEV_RESOURCE_SM = 1 };
 enum { PROCESS_RUNNING = 0, PROCESS_LOCKED = 1, PROCESS_CHECKPOINTED = 2, PROCESS_FAILED = 3 };
+
+typedef struct {
+    unsigned char bytes[64];
+} CUipcMemHandle; /* CUipcEventHandle and CUmemPoolPtrExportData look the same */
 
 typedef struct {
     int type;
@@ -227,6 +235,17 @@ typedef struct {
 } CUgraphNodeParams;
 
 typedef struct {
+    int type;
+    unsigned char internal[92];
+    union {
+        struct {
+            unsigned smCount, minSmPartitionSize, smCoscheduledAlignment;
+        } sm;
+        unsigned char oversize[48];
+    };
+} CUdevResource;
+
+typedef struct {
     uint64_t flags;
     CUstream hUploadStream;
     CUgraphNode hErrNode_out;
@@ -256,6 +275,7 @@ _Static_assert(sizeof(CUcheckpointRestoreArgs) == 64, "published size");
 _Static_assert(sizeof(CUcheckpointGpuPair) == 32, "published size");
 _Static_assert(sizeof(CUmemAllocationProp) == 32, "published size");
 _Static_assert(sizeof(CUmemPoolProps) == 88, "published size");
+_Static_assert(sizeof(CUdevResource) == 144, "published size");
 _Static_assert(sizeof(CUgraphNodeParams) == 256, "published size");
 _Static_assert(sizeof(CUDA_MEM_ALLOC_NODE_PARAMS) == 120, "published size");
 

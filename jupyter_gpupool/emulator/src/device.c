@@ -151,12 +151,12 @@ static int attribute(int number, int d)
     case 97: return 232448;     /* MAX_SHARED_MEMORY_PER_BLOCK_OPTIN */
     case 99: return 1;          /* HOST_REGISTER_SUPPORTED */
     case 102: return 1;         /* VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
-    case 103: return 0;         /* HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: exports are refused */
+    case 103: return 1;         /* HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED */
     case 106: return 32;        /* MAX_BLOCKS_PER_MULTIPROCESSOR */
     case 111: return 1024;      /* RESERVED_SHARED_MEMORY_PER_BLOCK */
     case 115: return 1;         /* MEMORY_POOLS_SUPPORTED */
     case 142: case 144: return 1; /* HOST_NUMA_MEMORY_POOLS_SUPPORTED, HOST_MEMORY_POOLS_SUPPORTED */
-    case 119: return 0;         /* MEMPOOL_SUPPORTED_HANDLE_TYPES */
+    case 119: return HANDLE_TYPE_FD; /* MEMPOOL_SUPPORTED_HANDLE_TYPES */
     default: return 0;
     }
 }

@@ -25,6 +25,7 @@
 #define MAGIC_POOL 0x706f6f31u
 #define MAGIC_ARRAY 0x61727231u
 #define MAGIC_MIPMAP 0x6d697031u
+#define MAGIC_GREEN 0x67726e31u
 #define MAGIC_GRAPH 0x67726131u
 #define MAGIC_NODE 0x6e6f6431u
 #define MAGIC_EXECUTABLE 0x65786531u
@@ -44,7 +45,7 @@ struct allocation {
     struct context *context;
     struct pool *pool;
     struct graph_memory *graph;
-    uint64_t physical; /* VMM: its handle */
+    bool shared; /* exported: counted by shared_count() */
 };
 
 /* Address ranges in a growing sorted array. */
@@ -76,6 +77,7 @@ struct context {
     unsigned flags;
     bool primary, destroyed;
     uint64_t id;
+    struct green *green; /* whose context this is; it ends with that */
     struct stream *legacy;
     uint64_t limits[10];
     uint64_t peers; /* bit per visible ordinal */
@@ -99,6 +101,7 @@ struct event {
     struct context *context;
     unsigned flags;
     bool recorded;
+    bool shared;   /* exported */
     bool captured; /* recorded last in a capture: a place in a graph, not a time */
     uint64_t time;
 };
@@ -107,6 +110,8 @@ struct pool {
     uint32_t magic;
     int device; /* -1: host */
     bool is_default, destroyed;
+    bool shared;   /* exported */
+    bool imported; /* of another process: nothing can be allocated from it here */
     CUmemPoolProps props;
     uint64_t threshold, used, used_high, reserved, reserved_high;
     uint64_t live;
@@ -169,8 +174,11 @@ bool sync_returns_early(void); /* crashes while CHECKPOINTED, true while LOCKED 
 /* ---- context.c ---- */
 CUresult context_current(struct context **out);
 CUresult context_of_stream(CUstream stream, struct context **out);
-bool context_valid(struct context *context); /* with the lock held */
-bool context_known(struct context *context); /* without */
+/* With the lock held: */
+CUresult context_new(int device, unsigned flags, struct context **out);
+void context_end(struct context *c);
+bool context_valid(struct context *context);
+bool context_known(struct context *context); /* without the lock */
 
 /* ---- arena.c: address space and bytes ---- */
 CUresult arena_init(void);
@@ -178,7 +186,7 @@ CUresult arena_open_device(int device);
 void *arena_host(uint64_t user_address); /* the alias of a device address */
 void arena_punch(int device, uint64_t file_offset, uint64_t size);
 void arena_poison(bool poisoned);
-CUresult arena_vmm_map(uint64_t address, uint64_t size, int device, uint64_t file_offset);
+CUresult arena_vmm_map(uint64_t address, uint64_t size, int fd, uint64_t file_offset);
 void arena_vmm_unmap(uint64_t address, uint64_t size);
 uint64_t ranges_take(struct ranges *ranges, uint64_t size, uint64_t align, uint64_t fixed); /* 0: none */
 bool ranges_give(struct ranges *ranges, uint64_t start, uint64_t size);
@@ -209,9 +217,27 @@ CUresult graph_memory_free(struct graph_memory *memory);
 
 /* ---- vmm.c ---- */
 struct physical;
+struct share;
 uint64_t vmm_mapped_bytes(uint64_t address, uint64_t *start);
 CUresult vmm_resolve(uint64_t address, uint64_t size, void **host, int *device);
 void vmm_poison(bool poisoned);
+CUresult vmm_import(const struct share *share, CUdeviceptr *out); /* maps the memory of another process */
+bool vmm_import_close(uint64_t address);
+
+/* ---- share.c ---- */
+enum { SHARE_IPC = 1, SHARE_EVENT, SHARE_VMM, SHARE_POOL, SHARE_POINTER };
+struct share {
+    int device; /* visible ordinal */
+    bool own;   /* exported by this very process */
+    int pid, fd;
+    uint64_t offset, size; /* in the memfd of the device */
+};
+void shared_count(int change);
+void share_pack(CUipcMemHandle *out, int kind, int device, uint64_t offset, uint64_t size);
+CUresult share_file(int *out, int kind, int device, uint64_t offset, uint64_t size);
+CUresult share_unpack(const CUipcMemHandle *handle, int kind, struct share *out);
+CUresult share_read(int fd, int kind, struct share *out);
+int share_open(const struct share *share); /* the memfd; -1 */
 
 /* ---- stream.c ---- */
 CUresult stream_resolve(CUstream handle, struct stream **out);

@@ -97,7 +97,7 @@ struct slot {
     uint32_t state; /* PROCESS_* */
     int32_t service_tid; /* 0: no context yet */
     uint32_t managed;    /* live managed allocations: with any, no checkpoint */
-    uint32_t reserved0;
+    uint32_t shared;     /* live exports and imports: the same */
     uint64_t suspended; /* bytes held on the host while checkpointed */
     uint64_t used[MAX_DEVICES]; /* bytes charged per device, context included */
     struct busy busy[MAX_DEVICES];

@@ -85,6 +85,8 @@ CUresult device_allocate(int device, uint64_t size, bool charge, struct allocati
 void device_release(const struct allocation *a, bool charge)
 {
     struct device *d = &driver.device[a->device];
+    if (a->shared)
+        shared_count(-1);
     arena_punch(a->device, a->address - d->window, a->extent);
     ranges_give(&d->free, a->address, a->extent);
     if (charge)
@@ -162,7 +164,7 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
         return CUDA_SUCCESS;
     pthread_mutex_lock(&driver.lock);
     struct allocation *found = allocation_find(address);
-    CUresult result = CUDA_ERROR_INVALID_VALUE;
+    CUresult result = !found && vmm_import_close(address) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     if (found && found->address == address) {
         struct allocation a = *found;
         result = CUDA_SUCCESS;

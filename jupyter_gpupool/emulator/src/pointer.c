@@ -55,7 +55,7 @@ static CUresult attribute(void *data, int which, uint64_t address, const struct 
     case ATTR_DEVICE_ORDINAL:
         *(int *)data = a->device >= 0 ? a->device : a->context ? a->context->device : 0;
         break;
-    case ATTR_LEGACY_IPC: *(unsigned char *)data = 0; break;
+    case ATTR_LEGACY_IPC: *(unsigned char *)data = a->kind == ALLOC_DEVICE; break;
     case ATTR_RANGE_START: *(uint64_t *)data = a->address; break;
     case ATTR_RANGE_SIZE: *(size_t *)data = a->size; break;
     case ATTR_MAPPED: *(unsigned char *)data = 1; break;

@@ -129,7 +129,7 @@ static CUresult allocate(CUdeviceptr *out, size_t size, struct pool *pool, CUstr
         result = CUDA_ERROR_OUT_OF_MEMORY;
     if (!result && !pool)
         pool = driver.device[s->context->device].current_pool;
-    if (!result && (!pool_valid(pool) || !out || !size))
+    if (!result && (!pool_valid(pool) || pool->imported || !out || !size))
         result = CUDA_ERROR_INVALID_VALUE;
     uint64_t extent = (size + 511) / 512 * 512;
     if (!result && pool->device >= 0) {
@@ -189,12 +189,13 @@ EXPORT CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
     pthread_mutex_lock(&driver.lock);
     CUresult result = stream_resolve(stream, &s);
     struct allocation *a = result ? NULL : allocation_find(address);
-    if (!result && (!a || a->address != address ||
+    bool imported = !result && !a && vmm_import_close(address);
+    if (!result && !imported && (!a || a->address != address ||
                     (a->kind != ALLOC_POOL && a->kind != ALLOC_DEVICE && a->kind != ALLOC_GRAPH)))
         result = CUDA_ERROR_INVALID_VALUE;
-    if (!result && a->kind == ALLOC_GRAPH) {
+    if (!result && a && a->kind == ALLOC_GRAPH) {
         result = graph_memory_free(a->graph);
-    } else if (!result) {
+    } else if (!result && a) {
         if (a->kind == ALLOC_POOL)
             pool_free(a);
         else
@@ -210,8 +211,8 @@ EXPORT CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
     GATED;
     if (!out || !props)
         return CUDA_ERROR_INVALID_VALUE;
-    if (props->handleTypes)
-        return CUDA_ERROR_NOT_SUPPORTED; /* exports are refused: they cannot be suspended */
+    if (props->handleTypes & ~HANDLE_TYPE_FD)
+        return CUDA_ERROR_NOT_SUPPORTED;
     bool managed = props->allocType == MEM_ALLOCATION_MANAGED;
     bool device = props->location.type == MEM_LOCATION_DEVICE && !managed;
     if ((props->allocType != MEM_ALLOCATION_PINNED && !managed) ||
@@ -238,6 +239,8 @@ EXPORT CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
 
 static void destroy(struct pool *p)
 {
+    if (p->shared || p->imported)
+        shared_count(-1);
     p->destroyed = true; /* what is still allocated from it stays until it is freed */
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].current_pool == p)
@@ -323,14 +326,64 @@ EXPORT CUresult cuMemPoolGetAccess(int *flags, CUmemoryPool pool, CUmemLocation 
     WITH_POOL(pool, *flags = pool->access >> location->id & 1 ? 3 : 0);
 }
 
-EXPORT CUresult cuMemPoolExportToShareableHandle(void *out, CUmemoryPool pool, int type, uint64_t flags)
+/* ---- pools that other processes see ---- */
+
+EXPORT CUresult cuMemPoolExportToShareableHandle(void *out, CUmemoryPool pool, int type, unsigned long long flags)
 {
     GATED;
-    (void)out;
-    (void)pool;
-    (void)type;
-    (void)flags;
-    return CUDA_ERROR_NOT_SUPPORTED;
+    if (type != HANDLE_TYPE_FD)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    WITH_POOL(pool, if (!out || flags || pool->device < 0 || !(pool->props.handleTypes & type)) result =
+                        CUDA_ERROR_INVALID_VALUE;
+              else result = share_file(out, SHARE_POOL, pool->device, 0, 0);
+              if (!result && !pool->shared) {
+                  pool->shared = true;
+                  shared_count(1);
+              });
+}
+
+EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmemoryPool *out, void *fd, int type, unsigned long long flags)
+{
+    GATED;
+    struct share share;
+    if (type != HANDLE_TYPE_FD)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    CUresult result = out && !flags ? share_read((int)(intptr_t)fd, SHARE_POOL, &share) : CUDA_ERROR_INVALID_VALUE;
+    if (result)
+        return result;
+    CUmemPoolProps props = {.allocType = MEM_ALLOCATION_PINNED, .location = {MEM_LOCATION_DEVICE, share.device}};
+    pthread_mutex_lock(&driver.lock);
+    *out = pool_new(share.device, &props);
+    if (*out) {
+        (*out)->imported = true;
+        shared_count(1);
+    }
+    pthread_mutex_unlock(&driver.lock);
+    return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+EXPORT CUresult cuMemPoolExportPointer(CUipcMemHandle *out, CUdeviceptr address)
+{
+    GATED;
+    CUresult result = CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&driver.lock);
+    struct allocation *a = allocation_find(address);
+    if (out && a && a->address == address && a->kind == ALLOC_POOL && a->pool->shared) {
+        share_pack(out, SHARE_POINTER, a->device, a->address - driver.device[a->device].window, a->size);
+        result = CUDA_SUCCESS;
+    }
+    pthread_mutex_unlock(&driver.lock);
+    return result;
+}
+
+EXPORT CUresult cuMemPoolImportPointer(CUdeviceptr *out, CUmemoryPool pool, CUipcMemHandle *data)
+{
+    GATED;
+    struct share share;
+    CUresult found = out && data ? share_unpack(data, SHARE_POINTER, &share) : CUDA_ERROR_INVALID_VALUE;
+    if (found)
+        return found;
+    WITH_POOL(pool, result = pool->imported && !share.own ? vmm_import(&share, out) : CUDA_ERROR_INVALID_VALUE);
 }
 
 static CUresult device_pool(CUmemoryPool *out, CUdevice device, bool current)

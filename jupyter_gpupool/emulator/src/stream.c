@@ -269,8 +269,8 @@ EXPORT CUresult cuEventCreate(CUevent *out, unsigned flags)
         return result;
     if (!out || flags > 7)
         return CUDA_ERROR_INVALID_VALUE;
-    if (flags & EVENT_INTERPROCESS)
-        return CUDA_ERROR_NOT_SUPPORTED;
+    if (flags & EVENT_INTERPROCESS && !(flags & EVENT_DISABLE_TIMING))
+        return CUDA_ERROR_INVALID_VALUE;
     struct event *e = calloc(1, sizeof *e);
     if (!e)
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -286,6 +286,8 @@ EXPORT CUresult cuEventDestroy_v2(CUevent e)
     GATED;
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
+    if (e->shared)
+        shared_count(-1);
     e->magic = 0;
     free(e);
     return CUDA_SUCCESS;

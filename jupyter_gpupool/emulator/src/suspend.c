@@ -133,6 +133,8 @@ CUresult suspend_out(void)
     uint64_t moved = 0, start = now_ns();
     if (__atomic_load_n(&driver.slot->managed, __ATOMIC_ACQUIRE))
         return CUDA_ERROR_NOT_SUPPORTED; /* CRIU plugins/cuda/README.md: no UVM */
+    if (__atomic_load_n(&driver.slot->shared, __ATOMIC_ACQUIRE))
+        return CUDA_ERROR_NOT_SUPPORTED; /* share.c */
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].charged && fault_active(FAULT_DEVICE_LOST, getpid(), (int)driver.device[i].physical, NULL))
             return CUDA_ERROR_LAUNCH_FAILED;

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 /* A handle (CUmemGenericAllocationHandle) is the address of one of these. */
 struct physical {
@@ -16,6 +17,8 @@ struct physical {
     uint64_t size;
     unsigned references; /* owners and maps together */
     unsigned owners;     /* handles the caller has yet to release */
+    int foreign;         /* the memfd of another process it was imported from; -1: our own */
+    bool shared;         /* exported */
     CUmemAllocationProp prop;
     struct physical *next;
 };
@@ -24,6 +27,7 @@ struct map {
     uint64_t address, size;
     struct physical *physical;
     bool accessible;
+    uint64_t imported; /* its address for the caller, if one call imported and mapped it */
     struct map *next;
 };
 
@@ -44,12 +48,23 @@ static struct physical *physical_find(uint64_t handle)
     return NULL;
 }
 
+static int physical_fd(const struct physical *p)
+{
+    return p->foreign >= 0 ? p->foreign : driver.device[p->device].fd;
+}
+
 static void physical_drop(struct physical *p)
 {
     if (--p->references)
         return;
-    arena_punch(p->device, p->offset, p->size);
-    machine_release(driver.slot, driver.device[p->device].physical, p->size);
+    if (p->foreign >= 0) {
+        close(p->foreign);
+    } else {
+        arena_punch(p->device, p->offset, p->size);
+        machine_release(driver.slot, driver.device[p->device].physical, p->size);
+    }
+    if (p->shared || p->foreign >= 0)
+        shared_count(-1);
     for (struct physical **link = &physicals; *link; link = &(*link)->next)
         if (*link == p) {
             *link = p->next;
@@ -172,8 +187,8 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t size, cons
         return result;
     if (!out || !size || size % GRANULE || flags)
         return CUDA_ERROR_INVALID_VALUE;
-    if (prop->requestedHandleTypes)
-        return CUDA_ERROR_NOT_SUPPORTED; /* nothing can be exported */
+    if (prop->requestedHandleTypes & ~HANDLE_TYPE_FD)
+        return CUDA_ERROR_NOT_SUPPORTED;
     struct physical *p = calloc(1, sizeof *p);
     if (!p)
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -184,7 +199,8 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t size, cons
         result = CUDA_ERROR_OUT_OF_MEMORY;
     if (!result) {
         *p = (struct physical){.device = prop->location.id, .offset = d->next_physical, .size = size,
-                               .references = 1, .owners = 1, .prop = *prop, .next = physicals};
+                               .references = 1, .owners = 1, .foreign = -1, .prop = *prop,
+                               .next = physicals};
         d->next_physical += size;
         physicals = p;
         *out = (uint64_t)p;
@@ -235,9 +251,9 @@ EXPORT CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, CUmemG
         if (o->address < address + size && address < o->address + o->size)
             result = CUDA_ERROR_INVALID_VALUE;
     if (!result)
-        result = arena_vmm_map(address, size, p->device, p->offset);
+        result = arena_vmm_map(address, size, physical_fd(p), p->offset);
     if (!result) {
-        *m = (struct map){address, size, p, false, maps};
+        *m = (struct map){address, size, p, false, 0, maps};
         maps = m;
         p->references++;
     }
@@ -328,13 +344,118 @@ EXPORT CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, v
     return m && out ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
+/* ---- memory that other processes see ---- */
+
+static struct physical *physical_import(const struct share *share, const CUmemAllocationProp *prop)
+{
+    struct physical *p = calloc(1, sizeof *p);
+    int fd = share_open(share);
+    if (!p || fd < 0) {
+        free(p);
+        if (fd >= 0)
+            close(fd);
+        return NULL;
+    }
+    *p = (struct physical){.device = share->device, .offset = share->offset, .size = share->size,
+                           .references = 1, .foreign = fd, .prop = *prop, .next = physicals};
+    physicals = p;
+    shared_count(1);
+    return p;
+}
+
+static CUmemAllocationProp prop_of(int device)
+{
+    return (CUmemAllocationProp){.type = MEM_ALLOCATION_PINNED, .requestedHandleTypes = HANDLE_TYPE_FD,
+                                 .location = {MEM_LOCATION_DEVICE, device}};
+}
+
+/* Whole pages are mapped; the address is where the memory begins in them. */
+CUresult vmm_import(const struct share *share, CUdeviceptr *out)
+{
+    struct share pages = *share;
+    uint64_t head = share->offset % 4096;
+    CUmemAllocationProp prop = prop_of(share->device);
+    pages.offset -= head;
+    pages.size = (share->size + head + 4095) / 4096 * 4096;
+    struct map *m = calloc(1, sizeof *m);
+    struct physical *p = m ? physical_import(&pages, &prop) : NULL;
+    uint64_t room = (pages.size + GRANULE - 1) / GRANULE * GRANULE;
+    uint64_t address = p ? ranges_take(&driver.vmm_free, room, GRANULE, 0) : 0;
+    CUresult result = address ? arena_vmm_map(address, pages.size, p->foreign, pages.offset) : CUDA_ERROR_OUT_OF_MEMORY;
+    if (result) {
+        if (address)
+            ranges_give(&driver.vmm_free, address, room);
+        if (p)
+            physical_drop(p);
+        free(m);
+        return result;
+    }
+    *m = (struct map){address, pages.size, p, true, address + head, maps};
+    maps = m;
+    *out = m->imported;
+    return CUDA_SUCCESS;
+}
+
+bool vmm_import_close(uint64_t address)
+{
+    for (struct map **link = &maps; *link && address; link = &(*link)->next) {
+        struct map *m = *link;
+        if (m->imported != address)
+            continue;
+        *link = m->next;
+        arena_vmm_unmap(m->address, m->size);
+        ranges_give(&driver.vmm_free, m->address, (m->size + GRANULE - 1) / GRANULE * GRANULE);
+        physical_drop(m->physical);
+        free(m);
+        return true;
+    }
+    return false;
+}
+
 EXPORT CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, int type,
                                              unsigned long long flags)
 {
-    CHECKED;
-    (void)out;
-    (void)handle;
-    (void)type;
-    (void)flags;
-    return CUDA_ERROR_NOT_SUPPORTED;
+    GATED;
+    CUresult result = CUDA_ERROR_INVALID_VALUE;
+    if (type != HANDLE_TYPE_FD)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    pthread_mutex_lock(&driver.lock);
+    struct physical *p = physical_find(handle);
+    if (p && out && !flags && p->foreign < 0 && p->prop.requestedHandleTypes & type)
+        result = share_file(out, SHARE_VMM, p->device, p->offset, p->size);
+    if (!result && !p->shared) {
+        p->shared = true;
+        shared_count(1);
+    }
+    pthread_mutex_unlock(&driver.lock);
+    return result;
+}
+
+EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *fd, int type)
+{
+    GATED;
+    struct share share;
+    if (type != HANDLE_TYPE_FD)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    CUresult result = out ? share_read((int)(intptr_t)fd, SHARE_VMM, &share) : CUDA_ERROR_INVALID_VALUE;
+    if (result)
+        return result;
+    CUmemAllocationProp prop = prop_of(share.device);
+    struct physical *p = NULL;
+    pthread_mutex_lock(&driver.lock);
+    if (share.own) {
+        for (p = physicals; p; p = p->next)
+            if (p->foreign < 0 && p->device == share.device && p->offset == share.offset)
+                break;
+        if (p)
+            p->references++;
+    } else {
+        p = physical_import(&share, &prop);
+    }
+    if (p) {
+        p->owners++;
+        *out = (uint64_t)p;
+    }
+    pthread_mutex_unlock(&driver.lock);
+    return p ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

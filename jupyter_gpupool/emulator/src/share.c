@@ -1,0 +1,172 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Device memory shared between processes: CUDA IPC, exported VMM memory, exported pools. What is
+ * passed around is a record of who has the bytes and where; the importer maps them from there, so
+ * it must import while the exporter lives. The exporter's account has the bytes.
+ *
+ * A process that has exported or imported anything that still exists cannot be suspended:
+ * unsupported by drivers before 610 (README of NVIDIA/cuda-checkpoint).
+ */
+#include "driver.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define RECORD_MAGIC 0x67707368u
+
+struct record {
+    uint32_t magic;
+    int32_t kind;
+    int32_t pid;
+    int32_t fd;     /* of the device's memory, in that process */
+    uint64_t start; /* of that process: a number may be used again */
+    uint32_t device; /* of the machine */
+    uint32_t unused;
+    uint64_t offset, size;
+};
+
+_Static_assert(sizeof(struct record) <= sizeof(CUipcMemHandle), "a handle has 64 bytes");
+
+void shared_count(int change)
+{
+    __atomic_add_fetch(&driver.slot->shared, (uint32_t)change, __ATOMIC_ACQ_REL);
+}
+
+static struct record record_of(int kind, int device, uint64_t offset, uint64_t size)
+{
+    return (struct record){RECORD_MAGIC, kind, getpid(), driver.device[device].fd, driver.slot->start,
+                           driver.device[device].physical, 0, offset, size};
+}
+
+void share_pack(CUipcMemHandle *out, int kind, int device, uint64_t offset, uint64_t size)
+{
+    struct record r = record_of(kind, device, offset, size);
+    memset(out, 0, sizeof *out);
+    memcpy(out, &r, sizeof r);
+}
+
+CUresult share_file(int *out, int kind, int device, uint64_t offset, uint64_t size)
+{
+    struct record r = record_of(kind, device, offset, size);
+    int fd = memfd_create("gpupool-emulated-share", MFD_CLOEXEC);
+    if (fd < 0)
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    if (pwrite(fd, &r, sizeof r, 0) != sizeof r) {
+        close(fd);
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    }
+    *out = fd;
+    return CUDA_SUCCESS;
+}
+
+static CUresult check(const struct record *r, int kind, struct share *out)
+{
+    if (r->magic != RECORD_MAGIC || r->kind != kind || process_start(r->pid) != r->start)
+        return CUDA_ERROR_INVALID_VALUE;
+    *out = (struct share){.device = -1, .own = r->pid == getpid(), .offset = r->offset, .size = r->size,
+                          .pid = r->pid, .fd = r->fd};
+    for (int i = 0; i < driver.count; i++)
+        if (driver.device[i].physical == r->device)
+            out->device = i;
+    return out->device < 0 ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+}
+
+CUresult share_unpack(const CUipcMemHandle *handle, int kind, struct share *out)
+{
+    struct record r;
+    memcpy(&r, handle, sizeof r);
+    return check(&r, kind, out);
+}
+
+CUresult share_read(int fd, int kind, struct share *out)
+{
+    struct record r;
+    return pread(fd, &r, sizeof r, 0) == sizeof r ? check(&r, kind, out) : CUDA_ERROR_INVALID_VALUE;
+}
+
+int share_open(const struct share *share)
+{
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", share->pid, share->fd);
+    return open(path, O_RDWR | O_CLOEXEC);
+}
+
+/* ---- CUDA IPC ---- */
+
+EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr address)
+{
+    GATED;
+    CUresult result = CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&driver.lock);
+    struct allocation *a = allocation_find(address);
+    if (out && a && a->address == address && a->kind == ALLOC_DEVICE) {
+        share_pack(out, SHARE_IPC, a->device, a->address - driver.device[a->device].window, a->size);
+        if (!a->shared)
+            shared_count(1);
+        a->shared = true;
+        result = CUDA_SUCCESS;
+    }
+    pthread_mutex_unlock(&driver.lock);
+    return result;
+}
+
+EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, CUipcMemHandle handle, unsigned flags)
+{
+    GATED;
+    struct context *c;
+    struct share share;
+    CUresult result = context_current(&c);
+    if (!result && (!out || flags > 1))
+        result = CUDA_ERROR_INVALID_VALUE;
+    if (!result)
+        result = share_unpack(&handle, SHARE_IPC, &share);
+    if (!result && share.own)
+        result = CUDA_ERROR_INVALID_CONTEXT; /* only another process may open it */
+    if (result)
+        return result;
+    pthread_mutex_lock(&driver.lock);
+    result = vmm_import(&share, out);
+    pthread_mutex_unlock(&driver.lock);
+    return result;
+}
+
+EXPORT CUresult cuIpcOpenMemHandle(CUdeviceptr *out, CUipcMemHandle handle, unsigned flags)
+{
+    return cuIpcOpenMemHandle_v2(out, handle, flags);
+}
+
+EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr address)
+{
+    GATED;
+    pthread_mutex_lock(&driver.lock);
+    bool found = vmm_import_close(address);
+    pthread_mutex_unlock(&driver.lock);
+    return found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* The time of an event is known in its own process only: a handle can be had, not used. */
+EXPORT CUresult cuIpcGetEventHandle(CUipcMemHandle *out, CUevent e)
+{
+    GATED;
+    if (!e || e->magic != MAGIC_EVENT)
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (!out || !(e->flags & EVENT_INTERPROCESS))
+        return CUDA_ERROR_INVALID_VALUE;
+    share_pack(out, SHARE_EVENT, e->context->device, 0, 0);
+    if (!e->shared)
+        shared_count(1);
+    e->shared = true;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuIpcOpenEventHandle(CUevent *out, CUipcMemHandle handle)
+{
+    GATED;
+    (void)out;
+    (void)handle;
+    return CUDA_ERROR_NOT_SUPPORTED;
+}

@@ -1,0 +1,162 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Cases of conformance.c about memory that other processes see, arrays of arrays, and host memory.
+ */
+#ifndef GPUPOOL_CONFORMANCE_SHARING_H
+#define GPUPOOL_CONFORMANCE_SHARING_H
+
+#include "conformance.h"
+
+static void put_pattern(uint64_t p, size_t bytes)
+{
+    uint32_t *host = malloc(bytes);
+    for (size_t i = 0; i < bytes / 4; i++)
+        host[i] = pattern(i);
+    OK(cuMemcpyHtoD_v2(p, host, bytes));
+    free(host);
+}
+
+static struct child start_with(const struct handle *handle)
+{
+    static char variable[160];
+    size_t at = (size_t)sprintf(variable, "GPUPOOL_HANDLE=");
+    for (unsigned i = 0; i < sizeof *handle; i++)
+        at += (size_t)sprintf(variable + at, "%02x", handle->bytes[i]);
+    return start(variable);
+}
+
+static void case_ipc(void)
+{
+    struct handle handle;
+    uint64_t p = 0, other = 0;
+    OK(cuMemAlloc_v2(&p, 2 * MIB));
+    put_pattern(p, 2 * MIB);
+    OK(cuIpcGetMemHandle(&handle, p));
+    IS(cuIpcOpenMemHandle_v2(&other, handle, 1), 201); /* only in another process */
+    struct child c = start_with(&handle);
+    IS(ask(&c, "ipc"), 0);
+    IS(ask(&c, "verify"), 0);
+    IS(ask(&c, "close"), 0);
+    CHECK(ask(&c, "verify") != 0);
+    end(&c);
+    OK(cuMemFree_v2(p));
+}
+
+static void case_shared_vmm(void)
+{
+    struct prop prop = {.type = 1, .location_type = 1, .handle_types = 1};
+    struct access access = {1, 0, 3};
+    uint64_t handle = 0, again = 0, va = 0;
+    char command[20];
+    int fd = -1;
+    OK(cuMemCreate(&handle, 2 * MIB, &prop, 0));
+    OK(cuMemAddressReserve(&va, 2 * MIB, 0, 0, 0));
+    OK(cuMemMap(va, 2 * MIB, 0, handle, 0));
+    OK(cuMemSetAccess(va, 2 * MIB, &access, 1));
+    put_pattern(va, 2 * MIB);
+    OK(cuMemExportToShareableHandle(&fd, handle, 1, 0));
+    OK(cuMemImportFromShareableHandle(&again, (void *)(intptr_t)fd, 1)); /* here, too */
+    OK(cuMemRelease(again));
+    int copy = dup(fd); /* one that a child inherits */
+    struct child c = start(NULL);
+    sprintf(command, "vmm %d", copy);
+    IS(ask(&c, command), 0);
+    IS(ask(&c, "verify"), 0);
+    end(&c);
+    close(copy);
+    close(fd);
+    OK(cuMemUnmap(va, 2 * MIB));
+    OK(cuMemRelease(handle));
+    OK(cuMemAddressFree(va, 2 * MIB));
+}
+
+static void case_shared_pool(void)
+{
+    struct pool_props props = {.alloc_type = 1, .handle_types = 1, .location_type = 1};
+    struct handle handle;
+    void *pool = NULL, *stream = NULL;
+    uint64_t p = 0;
+    char command[20];
+    int fd = -1;
+    OK(cuStreamCreate(&stream, 1));
+    OK(cuMemPoolCreate(&pool, &props));
+    OK(cuMemAllocFromPoolAsync(&p, 2 * MIB, pool, stream));
+    OK(cuStreamSynchronize(stream));
+    put_pattern(p, 2 * MIB);
+    OK(cuMemPoolExportToShareableHandle(&fd, pool, 1, 0));
+    OK(cuMemPoolExportPointer(&handle, p));
+    int copy = dup(fd);
+    struct child c = start_with(&handle);
+    sprintf(command, "pool %d", copy);
+    IS(ask(&c, command), 0);
+    IS(ask(&c, "verify"), 0);
+    end(&c);
+    close(copy);
+    close(fd);
+    OK(cuMemFreeAsync(p, stream));
+    OK(cuStreamSynchronize(stream));
+    OK(cuMemPoolDestroy(pool));
+    OK(cuStreamDestroy_v2(stream));
+}
+
+/* Reported of drivers before 610; a later one may do it, and then this case is to be left out. */
+static void case_exported_memory_is_not_suspended(void)
+{
+    struct child c = start(NULL);
+    IS(ask(&c, "alloc 4"), 0);
+    IS(ask(&c, "export"), 0);
+    IS(op(&c, 'l', 5000), 0);
+    CHECK(op(&c, 'c', 0) != 0);
+    IS(op(&c, 'u', 0), 0);
+    end(&c);
+}
+
+static void case_mipmap(void)
+{
+    struct shape shape = {1024, 1024, 0, 0x20, 4, 0}, level = {0};
+    void *mipmap = NULL, *array = NULL;
+    size_t before = free_memory();
+    OK(cuMipmappedArrayCreate(&mipmap, &shape, 3));
+    CHECK(before - free_memory() >= 21 * MIB); /* 16 + 4 + 1 */
+    OK(cuMipmappedArrayGetLevel(&array, mipmap, 2));
+    OK(cuArray3DGetDescriptor_v2(&level, array));
+    CHECK(level.width == 256 && level.height == 256);
+    CHECK(cuMipmappedArrayGetLevel(&array, mipmap, 3) != 0);
+    OK(cuMipmappedArrayDestroy(mipmap));
+    IS(free_memory(), before);
+}
+
+static void case_green_context(void)
+{
+    struct resource all;
+    void *desc = NULL, *green = NULL, *context = NULL, *before = current_context();
+    uint64_t p = 0;
+    OK(cuDeviceGetDevResource(0, &all, 1));
+    OK(cuDevResourceGenerateDesc(&desc, &all, 1));
+    OK(cuGreenCtxCreate(&green, desc, 0, 1));
+    OK(cuCtxFromGreenCtx(&context, green));
+    OK(cuCtxSetCurrent(context));
+    OK(cuMemAlloc_v2(&p, 4096));
+    OK(cuMemFree_v2(p));
+    OK(cuCtxSetCurrent(before));
+    OK(cuGreenCtxDestroy(green));
+}
+
+static void case_registered_memory(void)
+{
+    void *host = aligned_alloc(4096, 32 * MIB);
+    uint64_t device = 0;
+    size_t before = free_memory();
+    OK(cuMemHostRegister_v2(host, 32 * MIB, 0));
+    CHECK(before - free_memory() < 16 * MIB); /* it is not device memory */
+    IS(cuMemHostRegister_v2(host, 32 * MIB, 0), 712);
+    OK(cuMemHostGetDevicePointer_v2(&device, host, 0));
+    OK(cuMemsetD32_v2(device, 0x11111111, 4));
+    CHECK(*(uint32_t *)host == 0x11111111);
+    OK(cuMemHostUnregister(host));
+    IS(cuMemHostUnregister(host), 713);
+    free(host);
+}
+
+#endif
