@@ -1,0 +1,119 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Where device memory comes from, and the helpers of the allocation wrappers.
+ *
+ * A wrapper (memory.c) decides what a call costs, charges it, asks the allocator, and enters what
+ * came back in the table. Nothing there depends on how the allocator makes memory, so that one
+ * that maps physical blocks into a reserved range (and can therefore move their bytes itself,
+ * at the speed of a copy, when the session is suspended) takes the native one's place by filling
+ * in this struct. What it must keep: a pointer stays valid, at the same address, from alloc to
+ * free; `extent` says before an allocation what it will take from the device.
+ */
+#ifndef GPUPOOL_GUARD_ALLOCATOR_H
+#define GPUPOOL_GUARD_ALLOCATOR_H
+
+#include "guard.h"
+#include "table.h"
+
+#pragma GCC visibility push(hidden)
+
+struct placement {
+    CUdeviceptr base; /* first byte of the allocation that an address lies in */
+    uint64_t bytes;   /* what the application asked for */
+    uint64_t extent;  /* what it takes from the device */
+    int ordinal;      /* of the device in the session */
+    CUmemGenericAllocationHandle physical; /* the block behind it; 0 where only the driver knows */
+};
+
+struct allocator {
+    const char *name;
+    /* In the current context, which is that of `here`. As the driver's calls of these names. */
+    CUresult (*alloc)(CUdeviceptr *out, size_t bytes);
+    CUresult (*alloc_pitch)(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element);
+    CUresult (*free)(CUdeviceptr address);
+    /* Bytes of the device that an allocation of `bytes` takes; saturates. */
+    uint64_t (*extent)(uint64_t bytes);
+    /* Where the bytes of an allocation of ours are; false: not ours. */
+    bool (*where)(CUdeviceptr address, struct placement *out);
+};
+
+extern const struct allocator *guard_allocator;
+
+/* ---- where a call allocates (context.c) */
+
+struct here {
+    CUcontext context;
+    uint64_t number; /* of the context: handles are used again, numbers are not */
+    CUdevice device;
+    int ordinal; /* -1: not counted (no page, no context, a device of nobody's slice) */
+};
+
+struct here here_now(void);
+/* What here_now found last in this thread, without asking the driver. */
+struct here here_remembered(void);
+struct here here_of_stream(CUstream stream, bool per_thread);
+struct here here_of_device(CUdevice device);
+
+/* ---- calls (memory.c) */
+
+/* At the head of each wrapper: through the gate, counted until the wrapper returns. */
+#define ENTER                                                          \
+    CUresult entered_ = guard_enter();                                 \
+    if (entered_)                                                      \
+        return entered_;                                               \
+    __attribute__((cleanup(guard_left))) int leaving_ = 0
+
+void guard_left(int *unused);
+
+/* After the driver said `result` to an allocation that was charged: enter it in the table, or
+ * give the charge back. If it cannot be entered, `undo` takes it back. */
+CUresult keep(CUresult result, const struct own *own, CUresult (*undo)(CUdeviceptr key));
+static inline bool managed_allowed(void)
+{
+    return __atomic_load_n(&guard_page->managed, __ATOMIC_RELAXED) == MANAGED_ALLOW;
+}
+
+/* Credit what an entry was charged. */
+void settle_stale(const struct own *own);
+
+/* ---- charge.c */
+
+/* Bytes that are taken already, whatever the grant says: counted, not asked for. */
+void charge_fact(int ordinal, uint64_t bytes);
+
+/* ---- pools.c, graphs.c: memory that the driver reserves on its own terms */
+
+enum reserve_kind { RESERVE_POOL = 1, RESERVE_GRAPHS };
+
+struct reserve {
+    uint32_t kind; /* 0: unused */
+    int ordinal;   /* -1: known, and not counted */
+    CUdevice device;
+    uint32_t calls;   /* inside the driver now, each of which may make it grow */
+    uint32_t unseen;  /* allocations since the driver was last asked */
+    bool destroyed;   /* what is still allocated from it remains until it is freed */
+    CUmemoryPool pool;
+    uint64_t charged; /* what the page was charged for it */
+    uint64_t live;    /* bytes allocated from it */
+};
+
+/* Before a call that may make it grow by `growth`: charged. After it: reserve_end. */
+CUresult reserve_begin(struct reserve *r, uint64_t growth);
+/* Compares the charge with the truth; CUDA_ERROR_OUT_OF_MEMORY if it grew by more than was
+ * charged and that does not fit: then the call must be undone, and reserve_settle called. */
+CUresult reserve_end(struct reserve *r, bool look);
+void reserve_settle(struct reserve *r);
+struct reserve *reserve_graphs(struct here h);
+/* Ask the driver about all reserves of a device (-1: of all). */
+void pools_settle(int ordinal);
+/* The same after giving up what is reserved and not used; whether there is any reserve. */
+bool pools_reclaim(int ordinal);
+/* After a synchronise: pools may have shrunk. Costs one load if there are none. */
+void pools_synced(void);
+void pool_freed(const struct own *own);
+/* Counts trims of graph memory: a graph launched before one may reserve again. */
+extern uint32_t graph_trims;
+
+#pragma GCC visibility pop
+#endif

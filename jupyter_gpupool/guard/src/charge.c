@@ -1,0 +1,143 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * The session's bytes. Each process keeps its own in its slot of the page, and only adds to its
+ * own, so that a process that is killed at any instruction leaves nothing to repair: its slot is
+ * dropped, and with it exactly its bytes.
+ *
+ * An allocation that fits takes no lock: the bytes are added first, and then the slots are summed.
+ * Two processes that race for the last bytes may both see too much; both step back, and the lock
+ * decides between them, under which a process adds only what fits.
+ */
+#include "allocator.h"
+#include "guard.h"
+
+/* Grants that other processes of the session take away before this one has used them. */
+#define TRIES 8
+
+#define LOAD(x) __atomic_load_n(&(x), __ATOMIC_SEQ_CST)
+
+/* One more than the highest slot that has ever had bytes; guard-owned, only grows. Without it each
+ * sum would read all 256 slots. */
+static void reach(const struct page_slot *slot)
+{
+    uint64_t wanted = (uint64_t)(slot - guard_page->slot) + 1, seen = LOAD(guard_page->spare0);
+    if (wanted > PAGE_SLOTS)
+        return; /* a process that ends: its slot is given back already */
+    while (seen < wanted &&
+           !__atomic_compare_exchange_n(&guard_page->spare0, &seen, wanted, false, __ATOMIC_SEQ_CST,
+                                        __ATOMIC_SEQ_CST))
+        ;
+}
+
+uint64_t guard_used(int ordinal)
+{
+    uint64_t sum = 0, count = guard_page ? LOAD(guard_page->spare0) : 0;
+    if (ordinal < 0 || ordinal >= PAGE_DEVICES)
+        return 0;
+    if (count > PAGE_SLOTS)
+        count = PAGE_SLOTS;
+    for (uint64_t i = 0; i < count; i++) {
+        const struct page_slot *s = &guard_page->slot[i];
+        if (__atomic_load_n(&s->state, __ATOMIC_RELAXED) == SLOT_LIVE)
+            sum += LOAD(s->used[ordinal]);
+    }
+    return sum;
+}
+
+static bool fits(int ordinal, uint64_t more)
+{
+    uint64_t sum;
+    return !__builtin_add_overflow(guard_used(ordinal), more, &sum) &&
+           sum <= LOAD(guard_page->granted[ordinal]);
+}
+
+static void add(struct page_slot *slot, int ordinal, uint64_t bytes)
+{
+    __atomic_add_fetch(&slot->used[ordinal], bytes, __ATOMIC_SEQ_CST);
+}
+
+/* Never below zero: a mistake in the books must not look like 16 EiB in use. */
+static void subtract(struct page_slot *slot, int ordinal, uint64_t bytes)
+{
+    uint64_t seen = LOAD(slot->used[ordinal]);
+    while (!__atomic_compare_exchange_n(&slot->used[ordinal], &seen, seen > bytes ? seen - bytes : 0,
+                                        false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        ;
+}
+
+/* Under the lock: only what fits is added. */
+static bool take_locked(struct page_slot *slot, int ordinal, uint64_t bytes, bool reap)
+{
+    page_lock();
+    if (reap)
+        page_reap();
+    bool taken = fits(ordinal, bytes);
+    if (taken)
+        add(slot, ordinal, bytes);
+    page_unlock();
+    return taken;
+}
+
+/* What is missing, or 0 if a request of that size can never be met. */
+static uint64_t missing(int ordinal, uint64_t bytes)
+{
+    uint64_t wanted, granted = LOAD(guard_page->granted[ordinal]);
+    if (__builtin_add_overflow(guard_used(ordinal), bytes, &wanted))
+        return 0;
+    return wanted > granted ? wanted - granted : 1;
+}
+
+static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t bytes)
+{
+    /* Live limits, dead neighbours, idle reserves of our own pools: then the broker. */
+    if (take_locked(slot, ordinal, bytes, true))
+        return CUDA_SUCCESS;
+    if (pools_reclaim(ordinal) && take_locked(slot, ordinal, bytes, false))
+        return CUDA_SUCCESS;
+    for (int tries = 0;; tries++) {
+        uint64_t more = missing(ordinal, bytes);
+        CUresult refused = more ? broker_grow(ordinal, more) : CUDA_ERROR_OUT_OF_MEMORY;
+        if (take_locked(slot, ordinal, bytes, true))
+            return CUDA_SUCCESS;
+        if (refused || tries == TRIES) {
+            __atomic_add_fetch(&slot->refused, 1, __ATOMIC_RELAXED);
+            return refused ? refused : CUDA_ERROR_OUT_OF_MEMORY;
+        }
+        /* Granted, and somebody else of the session was faster: ask for what is missing now. */
+    }
+}
+
+CUresult guard_charge(int ordinal, uint64_t bytes)
+{
+    if (!guard_page || ordinal < 0 || ordinal >= PAGE_DEVICES || !bytes)
+        return CUDA_SUCCESS;
+    struct page_slot *slot = guard_slot();
+    if (!slot)
+        return CUDA_ERROR_OUT_OF_MEMORY; /* 256 living processes: this one cannot be counted */
+    if (LOAD(guard_page->spare0) <= (uint64_t)(slot - guard_page->slot))
+        reach(slot);
+    if (bytes <= LOAD(guard_page->granted[ordinal])) {
+        add(slot, ordinal, bytes);
+        if (fits(ordinal, 0))
+            return CUDA_SUCCESS;
+        subtract(slot, ordinal, bytes);
+    }
+    return charge_slowly(slot, ordinal, bytes);
+}
+
+void guard_credit(int ordinal, uint64_t bytes)
+{
+    struct page_slot *slot = guard_page && bytes ? guard_slot() : NULL;
+    if (slot && ordinal >= 0 && ordinal < PAGE_DEVICES)
+        subtract(slot, ordinal, bytes);
+}
+
+void charge_fact(int ordinal, uint64_t bytes)
+{
+    struct page_slot *slot = guard_page && bytes ? guard_slot() : NULL;
+    if (!slot || ordinal < 0 || ordinal >= PAGE_DEVICES)
+        return;
+    reach(slot);
+    add(slot, ordinal, bytes);
+}

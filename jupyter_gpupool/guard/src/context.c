@@ -1,0 +1,314 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Contexts. The driver takes some hundred MiB for the first context of a process on a device,
+ * which nobody can see from inside: the page says what to charge for it. And the end of a
+ * context frees everything allocated in it.
+ */
+#include "allocator.h"
+#include "own.h"
+#include "wraps.h"
+
+struct devices {
+    uint32_t lock;
+    uint32_t changes; /* contexts that ended: what a thread remembers of the current one is void */
+    uint64_t numbers;
+    struct {
+        uint32_t live;     /* contexts, the primary one included */
+        bool charged;
+        CUcontext primary; /* while it is active */
+        uint64_t bytes;    /* what was charged */
+    } device[PAGE_DEVICES];
+};
+
+static void *the_devices;
+
+static struct devices *devices(void) { return own_block(&the_devices, sizeof(struct devices)); }
+
+/* ---- where the calling thread allocates */
+
+static const struct here nowhere = {.ordinal = -1};
+
+static __thread struct here remembered;
+static __thread uint32_t remembered_at;
+
+static uint64_t number_of(struct devices *d, CUcontext context)
+{
+    struct own own, stale;
+    own_lock(&d->lock); /* two threads may meet a context at once */
+    if (!table_get(OWN_CONTEXT, (uint64_t)context, &own)) {
+        own = (struct own){.key = (uint64_t)context, .kind = OWN_CONTEXT, .owner = ++d->numbers};
+        table_put(&own, &stale);
+    }
+    own_unlock(&d->lock);
+    return own.owner;
+}
+
+struct here here_now(void)
+{
+    typedef CUresult (*current)(CUcontext *);
+    typedef CUresult (*device)(CUdevice *);
+    struct devices *d = guard_page ? devices() : NULL;
+    CUcontext context = NULL;
+    if (!d || CALL(current, cuCtxGetCurrent)(&context) || !context)
+        return nowhere;
+    uint32_t now = __atomic_load_n(&d->changes, __ATOMIC_ACQUIRE);
+    if (remembered.context == context && remembered_at == now)
+        return remembered;
+    struct here h = {.context = context, .ordinal = -1};
+    if (CALL(device, cuCtxGetDevice)(&h.device))
+        return nowhere;
+    h.ordinal = guard_ordinal(h.device);
+    if (h.ordinal >= PAGE_DEVICES)
+        h.ordinal = -1;
+    h.number = number_of(d, context);
+    remembered = h;
+    remembered_at = now;
+    return h;
+}
+
+struct here here_remembered(void) { return remembered.context ? remembered : nowhere; }
+
+struct here here_of_device(CUdevice device)
+{
+    struct here h = {.device = device, .ordinal = guard_page ? guard_ordinal(device) : -1};
+    if (h.ordinal >= PAGE_DEVICES)
+        h.ordinal = -1;
+    return h;
+}
+
+/* A stream belongs to its context, which need not be the current one: that matters only where a
+ * session has more than one device. */
+struct here here_of_stream(CUstream stream, bool per_thread)
+{
+    typedef CUresult (*device_of)(CUstream, CUdevice *);
+    struct here h = here_now();
+    CUdevice device;
+    if (h.ordinal < 0 || guard_page->devices < 2 || (uintptr_t)stream < 16)
+        return h;
+    int entry = per_thread ? E_cuStreamGetDevice_ptsz : E_cuStreamGetDevice;
+    if (!guard_has(entry) || ((device_of)guard_real[entry])(stream, &device) || device == h.device)
+        return h;
+    h.device = device;
+    h.ordinal = guard_ordinal(device);
+    return h;
+}
+
+/* ---- the constant, and what ends with a context */
+
+/* Before a context is made: charged unless one is there. A second thread that makes one at the
+ * same time charges too, and gets it back: nobody waits for a lock while the broker is asked. */
+static CUresult context_begin(int ordinal, uint64_t *charged)
+{
+    struct devices *d = devices();
+    struct page_slot *slot = guard_slot();
+    *charged = 0;
+    if (ordinal < 0 || !d || !slot)
+        return CUDA_SUCCESS;
+    own_lock(&d->lock);
+    bool first = !d->device[ordinal].charged;
+    own_unlock(&d->lock);
+    if (!first)
+        return CUDA_SUCCESS;
+    uint64_t bytes = __atomic_load_n(&guard_page->context_bytes, __ATOMIC_RELAXED);
+    CUresult result = guard_charge(ordinal, bytes);
+    if (!result)
+        *charged = bytes;
+    return result;
+}
+
+/* After it: `primary` is its handle if it is the primary one. */
+static CUresult context_end(CUresult result, int ordinal, uint64_t charged, CUcontext primary)
+{
+    struct devices *d = devices();
+    if (!result)
+        guard_note_context();
+    if (ordinal < 0 || !d)
+        return result;
+    own_lock(&d->lock);
+    __typeof__(&d->device[0]) at = &d->device[ordinal];
+    if (!result && (!primary || at->primary != primary)) {
+        at->live++;
+        if (primary)
+            at->primary = primary;
+    }
+    if (!result && charged && !at->charged) {
+        at->charged = true;
+        at->bytes = charged;
+        __atomic_store_n(&guard_slot()->context[ordinal], charged, __ATOMIC_RELAXED);
+        charged = 0;
+    }
+    own_unlock(&d->lock);
+    guard_credit(ordinal, charged);
+    return result;
+}
+
+static bool of_context(const struct own *own, void *with)
+{
+    return own->owner == *(uint64_t *)with &&
+           (own->kind == OWN_DEVICE || own->kind == OWN_MANAGED || own->kind == OWN_ARRAY);
+}
+
+static void credit_entry(const struct own *own, void *with)
+{
+    (void)with;
+    settle_stale(own);
+}
+
+/* After a context is gone: its memory, and if it was the last one, the constant. */
+static void context_gone(int ordinal, CUcontext context, bool was_primary)
+{
+    struct devices *d = devices();
+    struct own own;
+    uint64_t bytes = 0;
+    if (ordinal < 0 || !d)
+        return;
+    __atomic_add_fetch(&d->changes, 1, __ATOMIC_ACQ_REL);
+    if (table_take(OWN_CONTEXT, (uint64_t)context, &own))
+        table_sweep(of_context, credit_entry, &own.owner);
+    own_lock(&d->lock);
+    __typeof__(&d->device[0]) at = &d->device[ordinal];
+    if (was_primary)
+        at->primary = NULL;
+    if (at->live && !--at->live && at->charged) {
+        bytes = at->bytes;
+        at->charged = false;
+        __atomic_store_n(&guard_slot()->context[ordinal], 0, __ATOMIC_RELAXED);
+    }
+    own_unlock(&d->lock);
+    guard_credit(ordinal, bytes);
+    pools_settle(ordinal);
+}
+
+/* ---- the calls */
+
+#define CREATE(call, device)                                                       \
+    ENTER;                                                                         \
+    int ordinal = here_of_device(device).ordinal;                                  \
+    uint64_t charged;                                                              \
+    CUresult result = context_begin(ordinal, &charged);                            \
+    return result ? result : context_end(call, ordinal, charged, NULL)
+
+CUresult wrap_cuCtxCreate_v2(CUcontext *out, unsigned flags, CUdevice device)
+{
+    CREATE(REAL(cuCtxCreate_v2)(out, flags, device), device);
+}
+
+CUresult wrap_cuCtxCreate_v3(CUcontext *out, void *affinity, int count, unsigned flags, CUdevice device)
+{
+    CREATE(REAL(cuCtxCreate_v3)(out, affinity, count, flags, device), device);
+}
+
+CUresult wrap_cuCtxCreate_v4(CUcontext *out, void *params, unsigned flags, CUdevice device)
+{
+    CREATE(REAL(cuCtxCreate_v4)(out, params, flags, device), device);
+}
+
+static CUresult pinned(CUresult result)
+{
+    if (!result)
+        guard_pin(PIN_GRAPHICS);
+    return result;
+}
+
+CUresult wrap_cuGLCtxCreate_v2(CUcontext *out, unsigned flags, CUdevice device)
+{
+    CREATE(pinned(REAL(cuGLCtxCreate_v2)(out, flags, device)), device);
+}
+
+CUresult wrap_cuVDPAUCtxCreate_v2(CUcontext *out, unsigned flags, CUdevice device, uint32_t vdp, void *get)
+{
+    CREATE(pinned(REAL(cuVDPAUCtxCreate_v2)(out, flags, device, vdp, get)), device);
+}
+
+/* A green context is a part of the primary one, which it brings to life. */
+CUresult wrap_cuGreenCtxCreate(CUgreenCtx *out, void *resources, CUdevice device, unsigned flags)
+{
+    ENTER;
+    int ordinal = here_of_device(device).ordinal;
+    uint64_t charged;
+    CUresult result = context_begin(ordinal, &charged);
+    if (result)
+        return result;
+    result = context_end(REAL(cuGreenCtxCreate)(out, resources, device, flags), ordinal, charged, NULL);
+    if (!result && ordinal >= 0) {
+        struct own stale, own = {.key = (uint64_t)*out, .kind = OWN_GREEN, .ordinal = (int16_t)ordinal};
+        table_put(&own, &stale);
+    }
+    return result;
+}
+
+CUresult wrap_cuGreenCtxDestroy(CUgreenCtx context)
+{
+    ENTER;
+    struct own own, stale;
+    bool ours = table_take(OWN_GREEN, (uint64_t)context, &own);
+    CUresult result = REAL(cuGreenCtxDestroy)(context);
+    if (ours && !result)
+        context_gone(own.ordinal, NULL, false);
+    else if (ours)
+        table_put(&own, &stale);
+    return result;
+}
+
+CUresult wrap_cuCtxDestroy_v2(CUcontext context)
+{
+    typedef CUresult (*push)(CUcontext);
+    typedef CUresult (*pop)(CUcontext *);
+    ENTER;
+    int ordinal = -1;
+    if (guard_page && context) {
+        /* Only a current context says which device it is on. */
+        CUcontext before;
+        if (!CALL(push, cuCtxPushCurrent_v2)(context)) {
+            ordinal = here_now().ordinal;
+            CALL(pop, cuCtxPopCurrent_v2)(&before);
+        }
+    }
+    CUresult result = REAL(cuCtxDestroy_v2)(context);
+    if (!result)
+        context_gone(ordinal, context, false);
+    return result;
+}
+
+CUresult wrap_cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
+{
+    ENTER;
+    int ordinal = here_of_device(device).ordinal;
+    uint64_t charged;
+    CUresult result = context_begin(ordinal, &charged);
+    if (result)
+        return result;
+    result = REAL(cuDevicePrimaryCtxRetain)(out, device);
+    return context_end(result, ordinal, charged, result ? NULL : *out);
+}
+
+static CUresult primary_after(CUresult result, CUdevice device)
+{
+    typedef CUresult (*state)(CUdevice, unsigned *, int *);
+    struct devices *d = devices();
+    int ordinal = here_of_device(device).ordinal, active = 1;
+    unsigned flags;
+    if (result || ordinal < 0 || !d)
+        return result;
+    if (CALL(state, cuDevicePrimaryCtxGetState)(device, &flags, &active) || active)
+        return result;
+    own_lock(&d->lock);
+    CUcontext gone = d->device[ordinal].primary;
+    own_unlock(&d->lock);
+    if (gone)
+        context_gone(ordinal, gone, true);
+    return result;
+}
+
+CUresult wrap_cuDevicePrimaryCtxRelease_v2(CUdevice device)
+{
+    ENTER;
+    return primary_after(REAL(cuDevicePrimaryCtxRelease_v2)(device), device);
+}
+
+CUresult wrap_cuDevicePrimaryCtxReset_v2(CUdevice device)
+{
+    ENTER;
+    return primary_after(REAL(cuDevicePrimaryCtxReset_v2)(device), device);
+}

@@ -1,0 +1,263 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Graphs with memory nodes. Their memory is reserved when the graph is launched (or uploaded),
+ * stays reserved for the next launch, and is given back by cuDeviceGraphMemTrim. A graph is looked
+ * through when it is made executable, whichever way its nodes came in: by the calls that add
+ * nodes, by capturing a stream, by cloning, as a child. What its nodes allocate together is what
+ * its first launch may take at most; nodes that use one another's memory again take less, and
+ * after the launch the driver's own figure counts. Too large a graph is refused when it is made
+ * executable, and again when it is launched.
+ */
+#include "allocator.h"
+#include "own.h"
+#include "wraps.h"
+
+#include <sys/mman.h>
+
+enum { NODE_GRAPH = 4, NODE_MEM_ALLOC = 10 };
+enum { GRAPH_ATTR_USED = 0, GRAPH_ATTR_RESERVED = 2 };
+
+#define NODES 64
+#define DEEPEST 16
+#define MIB (1ull << 20)
+
+struct alloc_node {
+    CUmemPoolProps pool;
+    const CUmemAccessDesc *access;
+    size_t accesses, bytes;
+    CUdeviceptr address;
+};
+
+struct totals {
+    uint64_t bytes[PAGE_DEVICES];
+    CUdevice device[PAGE_DEVICES];
+};
+
+static void node_bytes(CUgraphNode node, struct totals *sum)
+{
+    typedef CUresult (*params_of)(CUgraphNode, struct alloc_node *);
+    struct alloc_node params = {.bytes = 0};
+    if (CALL(params_of, cuGraphMemAllocNodeGetParams)(node, &params))
+        return;
+    struct here h = here_of_device(params.pool.location.id);
+    if (params.pool.location.type != MEM_LOCATION_DEVICE || h.ordinal < 0)
+        return;
+    uint64_t extent;
+    if (__builtin_add_overflow((uint64_t)params.bytes, 2 * MIB - 1, &extent))
+        extent = UINT64_MAX;
+    extent = extent / (2 * MIB) * (2 * MIB);
+    if (__builtin_add_overflow(sum->bytes[h.ordinal], extent, &sum->bytes[h.ordinal]))
+        sum->bytes[h.ordinal] = UINT64_MAX / 2;
+    sum->device[h.ordinal] = h.device;
+}
+
+static void look_through(CUgraph graph, struct totals *sum, int depth)
+{
+    typedef CUresult (*nodes_of)(CUgraph, CUgraphNode *, size_t *);
+    typedef CUresult (*type_of)(CUgraphNode, int *);
+    typedef CUresult (*child_of)(CUgraphNode, CUgraph *);
+    CUgraphNode few[NODES], *node = few;
+    size_t count = 0, room = 0;
+    if (depth > DEEPEST || CALL(nodes_of, cuGraphGetNodes)(graph, NULL, &count) || !count)
+        return;
+    if (count > NODES) {
+        room = count * sizeof *node;
+        if (!(node = own_map(room)))
+            return;
+    }
+    if (!CALL(nodes_of, cuGraphGetNodes)(graph, node, &count))
+        for (size_t i = 0; i < count; i++) {
+            int type = -1;
+            CUgraph child;
+            if (CALL(type_of, cuGraphNodeGetType)(node[i], &type))
+                continue;
+            if (type == NODE_MEM_ALLOC)
+                node_bytes(node[i], sum);
+            else if (type == NODE_GRAPH && !CALL(child_of, cuGraphChildGraphNodeGetGraph)(node[i], &child))
+                look_through(child, sum, depth + 1);
+        }
+    if (room)
+        munmap(node, room);
+}
+
+/* What a first launch may add to what is reserved: the part of it that is idle is used again. */
+static uint64_t growth(const struct reserve *r, uint64_t bytes)
+{
+    typedef CUresult (*attribute)(CUdevice, int, void *);
+    uint64_t used = 0, reserved = 0;
+    if (CALL(attribute, cuDeviceGetGraphMemAttribute)(r->device, GRAPH_ATTR_USED, &used) ||
+        CALL(attribute, cuDeviceGetGraphMemAttribute)(r->device, GRAPH_ATTR_RESERVED, &reserved))
+        return bytes;
+    uint64_t idle = reserved > used ? reserved - used : 0;
+    return bytes > idle ? bytes - idle : 0;
+}
+
+/* Charges for `sum`; on refusal nothing is charged. */
+static CUresult begin(const struct totals *sum, struct reserve *r[PAGE_DEVICES])
+{
+    CUresult result = CUDA_SUCCESS;
+    for (int i = 0; i < PAGE_DEVICES; i++)
+        r[i] = NULL;
+    for (int i = 0; i < PAGE_DEVICES && !result; i++) {
+        if (!sum->bytes[i])
+            continue;
+        struct here h = {.ordinal = i, .device = sum->device[i]};
+        if ((r[i] = reserve_graphs(h))) {
+            result = reserve_begin(r[i], growth(r[i], sum->bytes[i]));
+            if (result)
+                r[i] = NULL;
+        }
+    }
+    for (int i = 0; i < PAGE_DEVICES && result; i++)
+        if (r[i])
+            reserve_end(r[i], true);
+    return result;
+}
+
+/* A launch cannot be undone: what the driver took is counted, whether it fits or not. */
+static void end(struct reserve *const r[PAGE_DEVICES])
+{
+    for (int i = 0; i < PAGE_DEVICES; i++)
+        if (r[i] && reserve_end(r[i], true))
+            reserve_settle(r[i]);
+}
+
+static void enter(CUgraphExec exec, const struct totals *sum)
+{
+    struct own stale;
+    for (int i = 0; i < PAGE_DEVICES; i++) {
+        struct own own = {.key = (uint64_t)exec + (uint64_t)i, .bytes = sum->bytes[i],
+                          .owner = (uint64_t)sum->device[i], .kind = OWN_GRAPH, .ordinal = (int16_t)i};
+        if (sum->bytes[i])
+            table_put(&own, &stale);
+    }
+}
+
+#define INSTANTIATE(graph, call)                                 \
+    ENTER;                                                       \
+    struct totals sum = {.bytes = {0}};                          \
+    struct reserve *r[PAGE_DEVICES];                             \
+    if (guard_page)                                              \
+        look_through(graph, &sum, 0);                            \
+    CUresult result = begin(&sum, r);                            \
+    if (result)                                                  \
+        return result;                                           \
+    result = call;                                               \
+    end(r);                                                      \
+    if (!result)                                                 \
+        enter(*out, &sum);                                       \
+    return result
+
+CUresult wrap_cuGraphInstantiate(CUgraphExec *out, CUgraph graph, CUgraphNode *node, char *log, size_t size)
+{
+    INSTANTIATE(graph, REAL(cuGraphInstantiate)(out, graph, node, log, size));
+}
+
+CUresult wrap_cuGraphInstantiate_v2(CUgraphExec *out, CUgraph graph, CUgraphNode *node, char *log, size_t size)
+{
+    INSTANTIATE(graph, REAL(cuGraphInstantiate_v2)(out, graph, node, log, size));
+}
+
+CUresult wrap_cuGraphInstantiateWithFlags(CUgraphExec *out, CUgraph graph, unsigned long long flags)
+{
+    INSTANTIATE(graph, REAL(cuGraphInstantiateWithFlags)(out, graph, flags));
+}
+
+CUresult wrap_cuGraphInstantiateWithParams(CUgraphExec *out, CUgraph graph, void *params)
+{
+    INSTANTIATE(graph, REAL(cuGraphInstantiateWithParams)(out, graph, params));
+}
+
+CUresult wrap_cuGraphInstantiateWithParams_ptsz(CUgraphExec *out, CUgraph graph, void *params)
+{
+    INSTANTIATE(graph, REAL(cuGraphInstantiateWithParams_ptsz)(out, graph, params));
+}
+
+/* The first launch since the last trim may reserve; a graph without memory nodes never does, and
+ * is not in the table. */
+static bool first(CUgraphExec exec, struct totals *sum)
+{
+    uint32_t now = __atomic_load_n(&graph_trims, __ATOMIC_ACQUIRE) + 1;
+    bool found = false;
+    *sum = (struct totals){.bytes = {0}};
+    for (int i = 0; i < PAGE_DEVICES; i++) {
+        struct own own;
+        if (!table_get(OWN_GRAPH, (uint64_t)exec + (uint64_t)i, &own) || own.extra == now)
+            continue;
+        sum->bytes[i] = own.bytes;
+        sum->device[i] = (CUdevice)own.owner;
+        found = true;
+    }
+    return found;
+}
+
+static void launched(CUgraphExec exec, const struct totals *sum, uint32_t at)
+{
+    struct own own, stale;
+    for (int i = 0; i < PAGE_DEVICES; i++)
+        if (sum->bytes[i] && table_take(OWN_GRAPH, (uint64_t)exec + (uint64_t)i, &own)) {
+            own.extra = at;
+            table_put(&own, &stale);
+        }
+}
+
+#define LAUNCH(exec, call)                                                   \
+    ENTER;                                                                   \
+    struct totals sum;                                                       \
+    struct reserve *r[PAGE_DEVICES];                                         \
+    if (!guard_page || !table_seen(OWN_GRAPH) || !first(exec, &sum))         \
+        return call;                                                         \
+    uint32_t at = __atomic_load_n(&graph_trims, __ATOMIC_ACQUIRE) + 1;       \
+    CUresult result = begin(&sum, r);                                        \
+    if (result)                                                              \
+        return result;                                                       \
+    result = call;                                                           \
+    end(r);                                                                  \
+    if (!result)                                                             \
+        launched(exec, &sum, at);                                            \
+    return result
+
+CUresult wrap_cuGraphLaunch(CUgraphExec exec, CUstream stream)
+{
+    LAUNCH(exec, REAL(cuGraphLaunch)(exec, stream));
+}
+
+CUresult wrap_cuGraphLaunch_ptsz(CUgraphExec exec, CUstream stream)
+{
+    LAUNCH(exec, REAL(cuGraphLaunch_ptsz)(exec, stream));
+}
+
+CUresult wrap_cuGraphUpload(CUgraphExec exec, CUstream stream)
+{
+    LAUNCH(exec, REAL(cuGraphUpload)(exec, stream));
+}
+
+CUresult wrap_cuGraphUpload_ptsz(CUgraphExec exec, CUstream stream)
+{
+    LAUNCH(exec, REAL(cuGraphUpload_ptsz)(exec, stream));
+}
+
+CUresult wrap_cuGraphExecDestroy(CUgraphExec exec)
+{
+    ENTER;
+    struct own own;
+    bool ours = false;
+    for (int i = 0; table_seen(OWN_GRAPH) && i < PAGE_DEVICES; i++)
+        ours |= table_take(OWN_GRAPH, (uint64_t)exec + (uint64_t)i, &own);
+    CUresult result = REAL(cuGraphExecDestroy)(exec);
+    if (ours)
+        pools_settle(-1);
+    return result;
+}
+
+CUresult wrap_cuDeviceGraphMemTrim(CUdevice device)
+{
+    ENTER;
+    __atomic_add_fetch(&graph_trims, 1, __ATOMIC_ACQ_REL);
+    CUresult result = REAL(cuDeviceGraphMemTrim)(device);
+    struct here h = here_of_device(device);
+    if (h.ordinal >= 0)
+        pools_settle(h.ordinal);
+    return result;
+}

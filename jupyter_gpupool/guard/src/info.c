@@ -1,0 +1,69 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * How much memory there is: the slice's, which is what an application may plan with. See
+ * slice_memory in info.h for the figures.
+ */
+#include "info.h"
+#include "allocator.h"
+#include "wraps.h"
+
+CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
+{
+    struct slice_memory m;
+    size_t real_free = 0, real_total = 0;
+    if (guard_blocked()) {
+        /* Suspended: the driver would wait for the lease; nothing is asked of anybody. */
+        struct here h = here_remembered();
+        if (h.ordinal >= 0 && slice_memory(guard_page, h.ordinal, UINT64_MAX, UINT64_MAX, &m)) {
+            if (available)
+                *available = m.available;
+            if (total)
+                *total = m.total;
+            return CUDA_SUCCESS;
+        }
+    }
+    ENTER;
+    struct here h = here_now();
+    if (h.ordinal < 0)
+        return REAL(cuMemGetInfo_v2)(available, total);
+    pools_settle(h.ordinal);
+    page_lock();
+    page_reap(); /* what dead processes of the session held is free */
+    page_unlock();
+    CUresult result = REAL(cuMemGetInfo_v2)(&real_free, &real_total);
+    if (result)
+        return result;
+    if (!slice_memory(guard_page, h.ordinal, real_free, real_total, &m))
+        m = (struct slice_memory){.total = real_total, .available = real_free};
+    if (available)
+        *available = m.available;
+    if (total)
+        *total = m.total;
+    return CUDA_SUCCESS;
+}
+
+CUresult wrap_cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
+{
+    struct slice_memory m;
+    size_t real = 0;
+    if (guard_blocked() && bytes) {
+        struct here h = here_of_device(device);
+        if (h.ordinal >= 0 && slice_memory(guard_page, h.ordinal, UINT64_MAX, UINT64_MAX, &m)) {
+            *bytes = m.total;
+            return CUDA_SUCCESS;
+        }
+    }
+    CUresult result = guard_enter_free();
+    if (result)
+        return result;
+    result = REAL(cuDeviceTotalMem_v2)(bytes ? &real : NULL, device);
+    int ordinal = guard_page && !result ? here_of_device(device).ordinal : -1;
+    guard_leave();
+    if (!result) {
+        *bytes = real;
+        if (ordinal >= 0 && slice_memory(guard_page, ordinal, real, real, &m))
+            *bytes = m.total;
+    }
+    return result;
+}

@@ -1,0 +1,47 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * The memory of a slice, from the page: the same figures for CUDA and for NVML.
+ */
+#ifndef GPUPOOL_GUARD_INFO_H
+#define GPUPOOL_GUARD_INFO_H
+
+#include "page.h"
+
+#include <stdbool.h>
+
+struct slice_memory {
+    uint64_t total;     /* as large as the slice can become */
+    uint64_t used;      /* by all processes of the session */
+    uint64_t available; /* what may still be taken now */
+};
+
+/* total: the limit, or the grant if that is larger (a limit was lowered), never more than the device
+ * has. available: what of the limit is not used and free on the device just now, but at least what
+ * of the grant is not used: that is kept for the session, whatever others do. Beyond it the broker
+ * may still find room by suspending somebody, which nobody can promise.
+ * real_free, real_total: as the driver says; UINT64_MAX if it cannot be asked. false: the page does
+ * not say yet. */
+static inline bool slice_memory(const struct page *page, int ordinal, uint64_t real_free, uint64_t real_total,
+                                struct slice_memory *out)
+{
+    uint64_t limit = __atomic_load_n(&page->limit, __ATOMIC_RELAXED);
+    uint64_t granted = __atomic_load_n(&page->granted[ordinal], __ATOMIC_RELAXED);
+    uint64_t count = __atomic_load_n(&page->spare0, __ATOMIC_RELAXED), used = 0;
+    uint64_t total = limit > granted ? limit : granted;
+    if (!total)
+        return false;
+    for (uint64_t i = 0; i < count && i < PAGE_SLOTS; i++)
+        if (__atomic_load_n(&page->slot[i].state, __ATOMIC_RELAXED) == SLOT_LIVE)
+            used += __atomic_load_n(&page->slot[i].used[ordinal], __ATOMIC_RELAXED);
+    if (total > real_total)
+        total = real_total;
+    uint64_t rest = total > used ? total - used : 0, kept = granted > used ? granted - used : 0;
+    uint64_t available = rest < real_free ? rest : real_free;
+    if (available < kept)
+        available = kept;
+    *out = (struct slice_memory){total, used, available < total ? available : total};
+    return true;
+}
+
+#endif

@@ -1,0 +1,82 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * What makes a session impossible to suspend: memory or events shared with another process, with a
+ * graphics API, or over a multicast object. The calls go on as they are (none of them takes memory
+ * of its own that could be counted); the page says so before the call is over, and the broker
+ * suspends nobody while one is inside. Memory that was imported is its exporter's.
+ */
+#include "allocator.h"
+#include "wraps.h"
+
+#define PINS(pins, name, parameters, arguments) \
+    CUresult wrap_##name parameters             \
+    {                                           \
+        ENTER;                                  \
+        CUresult result = REAL(name) arguments; \
+        if (!result)                            \
+            guard_pin(pins);                    \
+        return result;                          \
+    }
+#define ENDS(name, parameters, arguments) \
+    CUresult wrap_##name parameters       \
+    {                                     \
+        ENTER;                            \
+        return REAL(name) arguments;      \
+    }
+
+PINS(PIN_IPC, cuIpcGetMemHandle, (void *handle, CUdeviceptr address), (handle, address))
+PINS(PIN_IPC, cuIpcOpenMemHandle, (CUdeviceptr *out, CUipcHandle handle, unsigned flags), (out, handle, flags))
+PINS(PIN_IPC, cuIpcOpenMemHandle_v2, (CUdeviceptr *out, CUipcHandle handle, unsigned flags), (out, handle, flags))
+PINS(PIN_IPC, cuIpcGetEventHandle, (void *handle, void *event), (handle, event))
+PINS(PIN_IPC, cuIpcOpenEventHandle, (void **event, CUipcHandle handle), (event, handle))
+ENDS(cuIpcCloseMemHandle, (CUdeviceptr address), (address))
+
+PINS(PIN_IPC, cuMemExportToShareableHandle,
+     (void *out, CUmemGenericAllocationHandle handle, int type, unsigned long long flags), (out, handle, type, flags))
+PINS(PIN_IPC, cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle *out, void *handle, int type),
+     (out, handle, type))
+PINS(PIN_IPC, cuMemPoolExportToShareableHandle, (void *out, CUmemoryPool pool, int type, unsigned long long flags),
+     (out, pool, type, flags))
+PINS(PIN_IPC, cuMemPoolImportFromShareableHandle,
+     (CUmemoryPool *out, void *handle, int type, unsigned long long flags), (out, handle, type, flags))
+PINS(PIN_IPC, cuMemPoolExportPointer, (void *out, CUdeviceptr address), (out, address))
+PINS(PIN_IPC, cuMemPoolImportPointer, (CUdeviceptr *out, CUmemoryPool pool, void *data), (out, pool, data))
+
+PINS(PIN_IPC, cuImportExternalMemory, (void **out, const void *description), (out, description))
+PINS(PIN_IPC, cuImportExternalSemaphore, (void **out, const void *description), (out, description))
+ENDS(cuExternalMemoryGetMappedBuffer, (CUdeviceptr *out, void *memory, const void *description),
+     (out, memory, description))
+ENDS(cuExternalMemoryGetMappedMipmappedArray, (CUmipmappedArray *out, void *memory, const void *description),
+     (out, memory, description))
+ENDS(cuDestroyExternalMemory, (void *memory), (memory))
+ENDS(cuDestroyExternalSemaphore, (void *semaphore), (semaphore))
+
+PINS(PIN_GRAPHICS, cuGraphicsGLRegisterBuffer, (void **out, unsigned buffer, unsigned flags), (out, buffer, flags))
+PINS(PIN_GRAPHICS, cuGraphicsGLRegisterImage, (void **out, unsigned image, unsigned target, unsigned flags),
+     (out, image, target, flags))
+PINS(PIN_GRAPHICS, cuGraphicsEGLRegisterImage, (void **out, void *image, unsigned flags), (out, image, flags))
+PINS(PIN_GRAPHICS, cuGraphicsVDPAURegisterOutputSurface, (void **out, unsigned surface, unsigned flags),
+     (out, surface, flags))
+PINS(PIN_GRAPHICS, cuGraphicsVDPAURegisterVideoSurface, (void **out, unsigned surface, unsigned flags),
+     (out, surface, flags))
+ENDS(cuGraphicsMapResources, (unsigned count, void **resources, CUstream stream), (count, resources, stream))
+ENDS(cuGraphicsMapResources_ptsz, (unsigned count, void **resources, CUstream stream), (count, resources, stream))
+ENDS(cuGraphicsUnregisterResource, (void *resource), (resource))
+
+PINS(PIN_MULTICAST, cuMulticastCreate, (CUmemGenericAllocationHandle *out, const void *prop), (out, prop))
+ENDS(cuMulticastAddDevice, (CUmemGenericAllocationHandle object, CUdevice device), (object, device))
+ENDS(cuMulticastBindMem, (CUmemGenericAllocationHandle object, size_t at, CUmemGenericAllocationHandle memory,
+                          size_t from, size_t bytes, unsigned long long flags),
+     (object, at, memory, from, bytes, flags))
+ENDS(cuMulticastBindMem_v2, (CUmemGenericAllocationHandle object, CUdevice device, size_t at,
+                             CUmemGenericAllocationHandle memory, size_t from, size_t bytes, unsigned long long flags),
+     (object, device, at, memory, from, bytes, flags))
+ENDS(cuMulticastBindAddr, (CUmemGenericAllocationHandle object, size_t at, CUdeviceptr address, size_t bytes,
+                           unsigned long long flags),
+     (object, at, address, bytes, flags))
+ENDS(cuMulticastBindAddr_v2, (CUmemGenericAllocationHandle object, CUdevice device, size_t at, CUdeviceptr address,
+                              size_t bytes, unsigned long long flags),
+     (object, device, at, address, bytes, flags))
+ENDS(cuMulticastUnbind, (CUmemGenericAllocationHandle object, CUdevice device, size_t at, size_t bytes),
+     (object, device, at, bytes))

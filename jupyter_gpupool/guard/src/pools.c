@@ -1,0 +1,458 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Memory that the driver reserves on its own terms: the pools of stream-ordered allocation, and
+ * what graphs with memory nodes allocate from. Counted is what is reserved, not what is allocated:
+ * a pool that keeps memory for its next allocation keeps it from everybody else.
+ *
+ * An allocation that may make a pool grow is charged for the growth it needs at least; afterwards
+ * the driver says how much is reserved, and the difference is charged or given back. A pool
+ * shrinks when something synchronises; the driver tells nobody, so it is asked after synchronising
+ * calls, before an allocation is refused, and before free memory is reported.
+ */
+#include "allocator.h"
+#include "own.h"
+#include "wraps.h"
+
+enum { POOL_ATTR_RESERVED = 5, GRAPH_ATTR_RESERVED = 2 };
+enum { ALLOC_TYPE_MANAGED = 2 };
+
+#define MIB (1ull << 20)
+#define PAGE (2 * MIB)
+#define ROOM 250
+
+/* Small allocations out of a reserve that should suffice: the driver is asked about every so many. */
+#define UNSEEN 32
+
+struct reserves {
+    uint32_t lock; /* over everything here; the driver is asked under it */
+    uint32_t count;
+    struct reserves *next;
+    struct reserve at[ROOM];
+};
+
+static void *the_reserves;
+uint32_t graph_trims;
+
+static struct reserves *reserves(void) { return own_block(&the_reserves, sizeof(struct reserves)); }
+
+/* ---- the books, with the lock held */
+
+static struct reserve *add(struct reserves *all)
+{
+    struct reserves *r = all;
+    for (;; r = r->next) {
+        for (uint32_t i = 0; i < r->count; i++)
+            if (!r->at[i].kind)
+                return &r->at[i];
+        if (r->count < ROOM)
+            return &r->at[r->count++];
+        if (!r->next && !(r->next = own_map(sizeof *r)))
+            return NULL;
+    }
+}
+
+#define EACH(r, all)                                                                 \
+    for (struct reserves *part_ = (all); part_; part_ = part_->next)                 \
+        for (struct reserve *r = part_->at; r < part_->at + part_->count; r++)       \
+            if (r->kind)
+
+static struct reserve *find(struct reserves *all, CUmemoryPool pool)
+{
+    EACH(r, all)
+        if (r->kind == RESERVE_POOL && r->pool == pool && !r->destroyed)
+            return r;
+    return NULL;
+}
+
+static uint64_t round_up(uint64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
+
+/* What is reserved, as the driver says; false if it does not. */
+static bool ask(const struct reserve *r, uint64_t *bytes)
+{
+    typedef CUresult (*pool_attribute)(CUmemoryPool, int, void *);
+    typedef CUresult (*graph_attribute)(CUdevice, int, void *);
+    *bytes = 0;
+    if (r->destroyed)
+        *bytes = round_up(r->live); /* there is no handle left to ask with */
+    else if (r->kind == RESERVE_POOL)
+        return !CALL(pool_attribute, cuMemPoolGetAttribute)(r->pool, POOL_ATTR_RESERVED, bytes);
+    else
+        return !CALL(graph_attribute, cuDeviceGetGraphMemAttribute)(r->device, GRAPH_ATTR_RESERVED, bytes);
+    return true;
+}
+
+/* Let the page say what is true. While calls are inside the driver, what was charged for their
+ * growth is not yet reserved, and stays. */
+static void compare(struct reserve *r)
+{
+    uint64_t now;
+    if (r->ordinal < 0 || !ask(r, &now))
+        return;
+    r->unseen = 0;
+    if (now > r->charged)
+        charge_fact(r->ordinal, now - r->charged);
+    else if (!r->calls)
+        guard_credit(r->ordinal, r->charged - now);
+    else
+        return;
+    r->charged = now;
+    if (r->destroyed && !r->live && !r->calls)
+        r->kind = 0;
+}
+
+/* ---- growth */
+
+CUresult reserve_begin(struct reserve *r, uint64_t growth)
+{
+    struct reserves *all = reserves();
+    CUresult result = guard_charge(r->ordinal, growth);
+    if (result)
+        return result;
+    own_lock(&all->lock);
+    r->charged += growth;
+    r->calls++;
+    own_unlock(&all->lock);
+    return CUDA_SUCCESS;
+}
+
+CUresult reserve_end(struct reserve *r, bool look)
+{
+    struct reserves *all = reserves();
+    uint64_t now = 0, more = 0;
+    own_lock(&all->lock);
+    r->calls--;
+    if (look && ask(r, &now) && now > r->charged) {
+        more = now - r->charged;
+        r->charged = now;
+    } else if (look) {
+        compare(r);
+    }
+    own_unlock(&all->lock);
+    CUresult result = guard_charge(r->ordinal, more);
+    if (result) {
+        own_lock(&all->lock);
+        r->charged -= more < r->charged ? more : r->charged;
+        own_unlock(&all->lock);
+    }
+    return result;
+}
+
+void reserve_settle(struct reserve *r)
+{
+    struct reserves *all = reserves();
+    own_lock(&all->lock);
+    compare(r);
+    own_unlock(&all->lock);
+}
+
+struct reserve *reserve_graphs(struct here h)
+{
+    struct reserves *all = reserves();
+    struct reserve *found = NULL;
+    if (!all || h.ordinal < 0)
+        return NULL;
+    own_lock(&all->lock);
+    EACH(r, all)
+        if (r->kind == RESERVE_GRAPHS && r->ordinal == h.ordinal)
+            found = r;
+    if (!found && (found = add(all)))
+        *found = (struct reserve){.kind = RESERVE_GRAPHS, .ordinal = h.ordinal, .device = h.device};
+    own_unlock(&all->lock);
+    return found;
+}
+
+void pools_settle(int ordinal)
+{
+    struct reserves *all = __atomic_load_n(&the_reserves, __ATOMIC_ACQUIRE);
+    if (!all || !all->count)
+        return;
+    own_lock(&all->lock);
+    EACH(r, all)
+        if (ordinal < 0 || r->ordinal == ordinal)
+            compare(r);
+    own_unlock(&all->lock);
+}
+
+bool pools_reclaim(int ordinal)
+{
+    typedef CUresult (*trim)(CUmemoryPool, size_t);
+    typedef CUresult (*trim_graphs)(CUdevice);
+    struct reserves *all = __atomic_load_n(&the_reserves, __ATOMIC_ACQUIRE);
+    bool any = false;
+    if (!all || !all->count)
+        return false;
+    own_lock(&all->lock);
+    EACH(r, all) {
+        if (r->ordinal != ordinal || !r->charged)
+            continue;
+        any = true;
+        if (r->kind == RESERVE_GRAPHS) {
+            __atomic_add_fetch(&graph_trims, 1, __ATOMIC_ACQ_REL);
+            CALL(trim_graphs, cuDeviceGraphMemTrim)(r->device);
+        } else if (!r->destroyed) {
+            CALL(trim, cuMemPoolTrimTo)(r->pool, 0);
+        }
+        compare(r);
+    }
+    own_unlock(&all->lock);
+    return any;
+}
+
+void pools_synced(void)
+{
+    struct reserves *all = __atomic_load_n(&the_reserves, __ATOMIC_ACQUIRE);
+    if (all && __atomic_load_n(&all->count, __ATOMIC_RELAXED))
+        pools_settle(-1);
+}
+
+/* ---- stream-ordered allocation */
+
+/* A pool that was not made here: the default or current one of a device, or one that was imported
+ * or lives in host memory, which is not counted. */
+static struct reserve *adopt(CUmemoryPool pool, struct here h)
+{
+    typedef CUresult (*pool_of)(CUmemoryPool *, CUdevice);
+    struct reserves *all = reserves();
+    CUmemoryPool its = NULL;
+    if (!all)
+        return NULL;
+    own_lock(&all->lock);
+    struct reserve *r = find(all, pool);
+    own_unlock(&all->lock);
+    if (r)
+        return r;
+    struct reserve new = {.kind = RESERVE_POOL, .ordinal = -1, .pool = pool};
+    for (int device = 0; device < PAGE_DEVICES && new.ordinal < 0; device++)
+        if (!CALL(pool_of, cuDeviceGetDefaultMemPool)(&its, device) && its == pool)
+            new.ordinal = here_of_device(new.device = device).ordinal;
+    if (new.ordinal < 0 && !CALL(pool_of, cuDeviceGetMemPool)(&its, h.device) && its == pool)
+        new.ordinal = h.ordinal;
+    own_lock(&all->lock);
+    r = find(all, pool);
+    if (!r && (r = add(all)))
+        *r = new;
+    own_unlock(&all->lock);
+    return r;
+}
+
+static struct reserve *current_pool(struct here h)
+{
+    typedef CUresult (*pool_of)(CUmemoryPool *, CUdevice);
+    CUmemoryPool pool = NULL;
+    if (h.ordinal < 0 || CALL(pool_of, cuDeviceGetMemPool)(&pool, h.device))
+        return NULL;
+    return adopt(pool, h);
+}
+
+/* While a stream is captured, allocations become nodes of a graph: counted when it is launched. */
+static bool capturing(CUstream stream, bool per_thread)
+{
+    typedef CUresult (*is)(CUstream, int *);
+    int entry = per_thread ? E_cuStreamIsCapturing_ptsz : E_cuStreamIsCapturing, status = 0;
+    if ((uintptr_t)stream < 2 && !per_thread) /* the legacy stream cannot be captured */
+        return false;
+    return guard_has(entry) && !((is)guard_real[entry])(stream, &status) && status == 1;
+}
+
+struct request {
+    CUdeviceptr *out;
+    size_t bytes;
+    CUmemoryPool pool; /* NULL: the current one */
+    CUstream stream;
+    bool per_thread;
+};
+
+static CUresult driver_allocate(const struct request *q)
+{
+    if (q->per_thread)
+        return q->pool ? REAL(cuMemAllocFromPoolAsync_ptsz)(q->out, q->bytes, q->pool, q->stream)
+                       : REAL(cuMemAllocAsync_ptsz)(q->out, q->bytes, q->stream);
+    return q->pool ? REAL(cuMemAllocFromPoolAsync)(q->out, q->bytes, q->pool, q->stream)
+                   : REAL(cuMemAllocAsync)(q->out, q->bytes, q->stream);
+}
+
+static CUresult driver_free(const struct request *q)
+{
+    return q->per_thread ? REAL(cuMemFreeAsync_ptsz)(*q->out, q->stream) : REAL(cuMemFreeAsync)(*q->out, q->stream);
+}
+
+static CUresult allocate(const struct request *q)
+{
+    typedef CUresult (*trim)(CUmemoryPool, size_t);
+    struct here h = guard_page ? here_of_stream(q->stream, q->per_thread) : (struct here){.ordinal = -1};
+    struct reserve *r = NULL;
+    struct reserves *all = reserves();
+    if (h.ordinal >= 0 && q->out && q->bytes && all && !capturing(q->stream, q->per_thread))
+        r = q->pool ? adopt(q->pool, h) : current_pool(h);
+    if (!r || r->ordinal < 0)
+        return driver_allocate(q);
+
+    uint64_t extent, growth;
+    if (__builtin_add_overflow((uint64_t)q->bytes, 511ull, &extent) || extent > UINT64_MAX / 2)
+        extent = UINT64_MAX / 2;
+    extent = extent / 512 * 512;
+    own_lock(&all->lock);
+    uint64_t idle = r->charged > r->live ? r->charged - r->live : 0;
+    growth = extent > idle ? round_up(extent - idle) : 0;
+    bool look = growth || q->bytes >= MIB || ++r->unseen >= UNSEEN;
+    own_unlock(&all->lock);
+
+    CUresult result = reserve_begin(r, growth);
+    if (result)
+        return result;
+    result = driver_allocate(q);
+    struct own stale, own = {.bytes = extent, .owner = (uint64_t)r, .kind = OWN_POOLED,
+                             .ordinal = (int16_t)r->ordinal};
+    if (!result) {
+        own.key = *q->out;
+        own_lock(&all->lock);
+        r->live += extent;
+        own_unlock(&all->lock);
+    }
+    CUresult refused = reserve_end(r, look || result);
+    if (!result && (refused || !table_put(&own, &stale))) {
+        driver_free(q);
+        own_lock(&all->lock);
+        r->live -= extent;
+        own_unlock(&all->lock);
+        CALL(trim, cuMemPoolTrimTo)(r->pool, 0);
+        reserve_settle(r);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    if (!result)
+        settle_stale(&stale);
+    return result;
+}
+
+void pool_freed(const struct own *own)
+{
+    struct reserves *all = reserves();
+    struct reserve *r = (struct reserve *)own->owner;
+    own_lock(&all->lock);
+    r->live -= own->bytes < r->live ? own->bytes : r->live;
+    if (r->destroyed)
+        compare(r);
+    own_unlock(&all->lock);
+}
+
+CUresult wrap_cuMemAllocAsync(CUdeviceptr *out, size_t bytes, CUstream stream)
+{
+    ENTER;
+    return allocate(&(struct request){out, bytes, NULL, stream, false});
+}
+
+CUresult wrap_cuMemAllocAsync_ptsz(CUdeviceptr *out, size_t bytes, CUstream stream)
+{
+    ENTER;
+    return allocate(&(struct request){out, bytes, NULL, stream, true});
+}
+
+/* Without a pool the driver says what is wrong. */
+CUresult wrap_cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream)
+{
+    ENTER;
+    return pool ? allocate(&(struct request){out, bytes, pool, stream, false})
+                : REAL(cuMemAllocFromPoolAsync)(out, bytes, pool, stream);
+}
+
+CUresult wrap_cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream)
+{
+    ENTER;
+    return pool ? allocate(&(struct request){out, bytes, pool, stream, true})
+                : REAL(cuMemAllocFromPoolAsync_ptsz)(out, bytes, pool, stream);
+}
+
+/* ---- pools */
+
+CUresult wrap_cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
+{
+    ENTER;
+    struct reserves *all = guard_page ? reserves() : NULL;
+    if (!all || !props || !out)
+        return REAL(cuMemPoolCreate)(out, props);
+    bool managed = props->allocType == ALLOC_TYPE_MANAGED;
+    if (managed && !managed_allowed())
+        return CUDA_ERROR_NOT_SUPPORTED;
+    CUresult result = REAL(cuMemPoolCreate)(out, props);
+    if (result)
+        return result;
+    if (managed)
+        guard_pin(PIN_MANAGED);
+    struct here h = {.ordinal = -1};
+    if (props->location.type == MEM_LOCATION_DEVICE)
+        h = here_of_device(props->location.id);
+    own_lock(&all->lock);
+    struct reserve *r = add(all);
+    if (r)
+        *r = (struct reserve){.kind = RESERVE_POOL, .ordinal = h.ordinal, .device = h.device, .pool = *out};
+    own_unlock(&all->lock);
+    return result;
+}
+
+/* The default pool of managed memory is nobody's to make: refused where it is asked for. */
+static bool managed_refused(int type)
+{
+    if (!guard_page || type != ALLOC_TYPE_MANAGED)
+        return false;
+    if (!managed_allowed())
+        return true;
+    guard_pin(PIN_MANAGED);
+    return false;
+}
+
+CUresult wrap_cuMemGetDefaultMemPool(CUmemoryPool *out, CUmemLocation *location, int type)
+{
+    ENTER;
+    return managed_refused(type) ? CUDA_ERROR_NOT_SUPPORTED : REAL(cuMemGetDefaultMemPool)(out, location, type);
+}
+
+CUresult wrap_cuMemGetMemPool(CUmemoryPool *out, CUmemLocation *location, int type)
+{
+    ENTER;
+    return managed_refused(type) ? CUDA_ERROR_NOT_SUPPORTED : REAL(cuMemGetMemPool)(out, location, type);
+}
+
+#define KNOWN(pool)                                       \
+    struct reserves *all = guard_page ? reserves() : NULL; \
+    struct reserve *r = NULL;                             \
+    if (all) {                                            \
+        own_lock(&all->lock);                             \
+        r = find(all, pool);                              \
+        own_unlock(&all->lock);                           \
+    }
+
+CUresult wrap_cuMemPoolDestroy(CUmemoryPool pool)
+{
+    ENTER;
+    KNOWN(pool);
+    /* Marked first: afterwards another thread may be given the same handle. */
+    if (r)
+        __atomic_store_n(&r->destroyed, true, __ATOMIC_RELEASE);
+    CUresult result = REAL(cuMemPoolDestroy)(pool);
+    if (r && result)
+        __atomic_store_n(&r->destroyed, false, __ATOMIC_RELEASE);
+    if (r)
+        reserve_settle(r);
+    return result;
+}
+
+CUresult wrap_cuMemPoolTrimTo(CUmemoryPool pool, size_t keep_bytes)
+{
+    ENTER;
+    KNOWN(pool);
+    CUresult result = REAL(cuMemPoolTrimTo)(pool, keep_bytes);
+    if (r)
+        reserve_settle(r);
+    return result;
+}
+
+CUresult wrap_cuMemPoolSetAttribute(CUmemoryPool pool, int attribute, void *value)
+{
+    ENTER;
+    KNOWN(pool);
+    CUresult result = REAL(cuMemPoolSetAttribute)(pool, attribute, value);
+    if (r)
+        reserve_settle(r);
+    return result;
+}

@@ -1,0 +1,53 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * What this process holds of the device, by address or handle.
+ */
+#ifndef GPUPOOL_GUARD_TABLE_H
+#define GPUPOOL_GUARD_TABLE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#pragma GCC visibility push(hidden)
+
+/* The kind is part of the key: handles may have the value of an address. */
+enum own_kind {
+    OWN_DEVICE = 1, /* cuMemAlloc, cuMemAllocPitch; owner: the context's number */
+    OWN_MANAGED,    /* cuMemAllocManaged; owner: the context's number */
+    OWN_ARRAY,      /* arrays and mipmapped arrays, by handle; owner: the context's number */
+    OWN_POOLED,     /* cuMemAllocAsync; owner: index of the pool (pools.c), which pays */
+    OWN_BLOCK,      /* physical memory of cuMemCreate, by number; count: handles, extra: maps */
+    OWN_HANDLE,     /* a handle of it; owner: the block; count: references */
+    OWN_MAP,        /* where it is mapped; owner: the block */
+    OWN_GRAPH,      /* an executable graph with memory nodes, by handle plus ordinal */
+    OWN_GREEN,      /* a green context, by handle */
+    OWN_CONTEXT,    /* a context, by handle; owner: its number */
+};
+
+struct own {
+    uint64_t key; /* never 0 */
+    uint64_t bytes;
+    uint64_t owner;
+    uint32_t count, extra;
+    uint16_t kind; /* 0: no entry */
+    int16_t ordinal;
+};
+
+/* Enter it. An entry that has the key already is of something that was freed in a way unseen (by
+ * the end of its context, by a call that only the driver knows): it goes to `stale`, whose kind is
+ * 0 if there was none. false: no memory, and nothing is entered. */
+bool table_put(const struct own *own, struct own *stale);
+/* Take it out. A free does this before the driver's: afterwards another thread may already have
+ * been given the same address. false: not ours. */
+bool table_take(uint16_t kind, uint64_t key, struct own *own);
+/* A copy of it. */
+bool table_get(uint16_t kind, uint64_t key, struct own *own);
+/* Whether anything of that kind was ever entered: a free of nothing needs no search. */
+bool table_seen(uint16_t kind);
+/* Take out all that `match` wants, and pass each to `done`. `done` may call the table. */
+void table_sweep(bool (*match)(const struct own *own, void *with),
+                 void (*done)(const struct own *own, void *with), void *with);
+
+#pragma GCC visibility pop
+#endif

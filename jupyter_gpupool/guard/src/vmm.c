@@ -1,0 +1,200 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Virtual memory management. What costs is the physical block of cuMemCreate; it is there until
+ * its last handle is released and its last mapping removed, in either order. Imported handles are
+ * of another process's block, which is counted there (or not at all, if that is no session).
+ */
+#include "allocator.h"
+#include "own.h"
+#include "wraps.h"
+
+struct vmm {
+    uint32_t lock; /* over the entries of a block, its handles and its maps, together */
+    uint64_t blocks;
+};
+
+static void *the_vmm;
+
+static struct vmm *vmm(void) { return own_block(&the_vmm, sizeof(struct vmm)); }
+
+static void put(const struct own *own)
+{
+    struct own stale;
+    table_put(own, &stale); /* an existing entry is ours, and only changed here */
+}
+
+/* Change a block's counts, under the lock; what to credit if that was the last. */
+static struct own change(uint64_t number, int handles, int maps)
+{
+    struct own block, nothing = {.ordinal = -1};
+    if (!table_take(OWN_BLOCK, number, &block))
+        return nothing;
+    block.count += (uint32_t)handles;
+    block.extra += (uint32_t)maps;
+    if (!block.count && !block.extra)
+        return block;
+    put(&block);
+    return nothing;
+}
+
+/* A handle's references, under the lock. */
+static void references(uint64_t handle, uint64_t number, int more)
+{
+    struct own own;
+    if (!table_take(OWN_HANDLE, handle, &own))
+        own = (struct own){.key = handle, .owner = number, .kind = OWN_HANDLE};
+    own.count += (uint32_t)more;
+    if (own.count)
+        put(&own);
+}
+
+CUresult wrap_cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *prop,
+                          unsigned long long flags)
+{
+    ENTER;
+    struct here h = {.ordinal = -1};
+    if (prop && prop->location.type == MEM_LOCATION_DEVICE)
+        h = here_of_device(prop->location.id);
+    struct vmm *v = vmm();
+    if (h.ordinal < 0 || !out || !bytes || !v)
+        return REAL(cuMemCreate)(out, bytes, prop, flags);
+    CUresult result = guard_charge(h.ordinal, bytes);
+    if (result)
+        return result;
+    result = REAL(cuMemCreate)(out, bytes, prop, flags);
+    if (result) {
+        guard_credit(h.ordinal, bytes);
+        return result;
+    }
+    own_lock(&v->lock);
+    struct own stale, block = {.key = ++v->blocks, .bytes = bytes, .count = 1, .kind = OWN_BLOCK,
+                               .ordinal = (int16_t)h.ordinal};
+    bool entered = table_put(&block, &stale);
+    if (entered)
+        references(*out, block.key, 1);
+    own_unlock(&v->lock);
+    if (!entered) {
+        REAL(cuMemRelease)(*out);
+        guard_credit(h.ordinal, bytes);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    return CUDA_SUCCESS;
+}
+
+/* Out of the table before the driver is called: after it, another thread may have been given the
+ * same handle. */
+CUresult wrap_cuMemRelease(CUmemGenericAllocationHandle handle)
+{
+    ENTER;
+    struct vmm *v = table_seen(OWN_HANDLE) ? vmm() : NULL;
+    struct own own = {.kind = 0}, block = {.ordinal = -1};
+    if (v) {
+        own_lock(&v->lock);
+        if (table_get(OWN_HANDLE, handle, &own))
+            references(handle, own.owner, -1);
+        own_unlock(&v->lock);
+    }
+    CUresult result = REAL(cuMemRelease)(handle);
+    if (own.kind) {
+        own_lock(&v->lock);
+        if (result)
+            references(handle, own.owner, 1);
+        else
+            block = change(own.owner, -1, 0);
+        own_unlock(&v->lock);
+        guard_credit(block.ordinal, block.bytes);
+    }
+    return result;
+}
+
+CUresult wrap_cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
+                       unsigned long long flags)
+{
+    ENTER;
+    struct vmm *v = table_seen(OWN_HANDLE) ? vmm() : NULL;
+    struct own own, map = {.kind = 0};
+    if (v) {
+        own_lock(&v->lock);
+        if (table_get(OWN_HANDLE, handle, &own)) {
+            map = (struct own){.key = address, .bytes = bytes, .owner = own.owner, .kind = OWN_MAP};
+            change(own.owner, 0, 1); /* a reference before the driver takes its own */
+        }
+        own_unlock(&v->lock);
+    }
+    CUresult result = REAL(cuMemMap)(address, bytes, offset, handle, flags);
+    if (map.kind) {
+        struct own block = {.ordinal = -1};
+        own_lock(&v->lock);
+        if (result)
+            block = change(map.owner, 0, -1);
+        else
+            put(&map);
+        own_unlock(&v->lock);
+        guard_credit(block.ordinal, block.bytes);
+    }
+    return result;
+}
+
+/* One call may remove several mappings that lie one behind the other, each as a whole. */
+CUresult wrap_cuMemUnmap(CUdeviceptr address, size_t bytes)
+{
+    ENTER;
+    struct vmm *v = table_seen(OWN_MAP) ? vmm() : NULL;
+    /* The range stays reserved, so nobody can be given these addresses before we are done. */
+    CUresult result = REAL(cuMemUnmap)(address, bytes);
+    for (uint64_t at = address; v && !result && at < address + bytes;) {
+        struct own map, block = {.ordinal = -1};
+        own_lock(&v->lock);
+        bool ours = table_take(OWN_MAP, at, &map);
+        if (ours)
+            block = change(map.owner, 0, -1);
+        own_unlock(&v->lock);
+        guard_credit(block.ordinal, block.bytes);
+        /* A mapping of an imported block is not ours: on to the next granule. */
+        at += ours && map.bytes ? map.bytes : 65536;
+    }
+    return result;
+}
+
+struct search {
+    uint64_t address;
+    uint64_t block;
+};
+
+static bool around(const struct own *own, void *with)
+{
+    struct search *s = with;
+    if (own->kind == OWN_MAP && s->address - own->key < own->bytes)
+        s->block = own->owner;
+    return false;
+}
+
+static void never(const struct own *own, void *with)
+{
+    (void)own;
+    (void)with;
+}
+
+/* One more handle to what is mapped at an address, which may lie inside a mapping. */
+CUresult wrap_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, void *address)
+{
+    ENTER;
+    CUresult result = REAL(cuMemRetainAllocationHandle)(out, address);
+    struct vmm *v = !result && table_seen(OWN_MAP) ? vmm() : NULL;
+    struct search s = {.address = (uint64_t)address};
+    struct own map;
+    if (!v)
+        return result;
+    own_lock(&v->lock);
+    if (table_get(OWN_MAP, s.address, &map))
+        s.block = map.owner;
+    else
+        table_sweep(around, never, &s);
+    if (s.block) {
+        change(s.block, 1, 0);
+        references(*out, s.block, 1);
+    }
+    own_unlock(&v->lock);
+    return result;
+}
