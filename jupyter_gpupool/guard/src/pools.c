@@ -202,8 +202,13 @@ bool pools_reclaim(int ordinal)
 void pools_synced(void)
 {
     struct reserves *all = __atomic_load_n(&the_reserves, __ATOMIC_ACQUIRE);
-    if (all && __atomic_load_n(&all->count, __ATOMIC_RELAXED))
-        pools_settle(-1);
+    if (!all || !__atomic_load_n(&all->count, __ATOMIC_RELAXED))
+        return;
+    own_lock(&all->lock);
+    EACH(r, all)
+        if (r->kind == RESERVE_POOL && r->charged > round_up(r->live))
+            compare(r); /* something to give back, perhaps */
+    own_unlock(&all->lock);
 }
 
 /* ---- stream-ordered allocation */

@@ -129,6 +129,12 @@ CUresult wrap_cuMulticastUnbind(CUmemGenericAllocationHandle object, CUdevice de
 /* info.c */
 CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total);
 CUresult wrap_cuDeviceTotalMem_v2(size_t *bytes, CUdevice device);
+/* synced.c */
+CUresult wrap_cuCtxSynchronize(void);
+CUresult wrap_cuCtxSynchronize_v2(CUcontext context);
+CUresult wrap_cuStreamSynchronize(CUstream stream);
+CUresult wrap_cuStreamSynchronize_ptsz(CUstream stream);
+CUresult wrap_cuEventSynchronize(void *event);
 
 #pragma GCC visibility pop
 #endif
