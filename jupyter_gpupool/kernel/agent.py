@@ -10,6 +10,7 @@ from typing import Any, Callable
 from ..endpoint import SOCKET_VARIABLE
 from .attach import CudaProbe, FrameworkCaps
 from .cells import CellGate
+from .guarded import Guard
 from .interrupts import Interrupts
 from .link import Link
 from .magic import GPUMagics, complete_gpu
@@ -33,17 +34,19 @@ class Agent:
         self.gate: CellGate | None = None
         environ = os.environ
         if environ.get(SESSION_VARIABLE) and getattr(shell, "kernel", None) is not None:
+            guard = Guard(environ)
             probe = CudaProbe()
             self.link = Link(
                 environ.get(SOCKET_VARIABLE, ""),
                 environ[SESSION_VARIABLE],
                 environ.get(TOKEN_VARIABLE, ""),
                 attach=environ.get(ATTACH_VARIABLE, "cell"),
-                cuda=probe,
+                cuda=guard.cuda if guard.on else probe,
+                cuda_blocks=not guard.on,
                 on_lost=self._lost,
             )
             interrupts = Interrupts(self._on_main_loop)
-            self.gate = CellGate(shell, self.link, FrameworkCaps(probe), interrupts)
+            self.gate = CellGate(shell, self.link, guard, FrameworkCaps(probe), interrupts)
         self.magics = GPUMagics(shell, self.link, self.gate)
 
     def load(self) -> None:
@@ -60,6 +63,7 @@ class Agent:
         if self.gate is not None and self.link is not None:
             self.gate.uninstall()
             self.link.close()
+            self.gate.guard.close()
         for kind in ("line", "cell"):
             self.shell.magics_manager.magics[kind].pop("gpu", None)
 

@@ -26,6 +26,10 @@ CONTEXT_BYTES = 512 << 20
 SMALLEST_SHARE = 0.5
 
 
+#: The text of ``CUDA_VISIBLE_DEVICES`` that comes from the pool; set where there is a guard.
+OURS_VARIABLE = "GPUPOOL_VISIBLE"
+
+
 class CudaProbe:
     """Tells whether this process has called cuInit, without loading or initialising anything.
 
@@ -60,10 +64,18 @@ def show_devices(slices: Sequence[Slice]) -> None:
     """Make the slice's devices the visible ones, by UUID.
 
     Before cuInit this decides which device the process gets. After it the driver no longer reads
-    the variable, but child processes do, and they must land where the session is now.
+    the variable, but child processes do, and they must land where the session is now. The guard
+    corrects a list of ours, told by the second variable; a choice of the user's own stays.
     """
-    if slices:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(s.device for s in slices)
+    if not slices:
+        return
+    text = ",".join(s.device for s in slices)
+    ours = os.environ.get(OURS_VARIABLE)
+    if ours is not None:
+        if os.environ.get("CUDA_VISIBLE_DEVICES") != ours:
+            return
+        os.environ[OURS_VARIABLE] = text
+    os.environ["CUDA_VISIBLE_DEVICES"] = text
 
 
 def usable_bytes(granted: int) -> int:

@@ -1,12 +1,17 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The cell gate: every cell holds the session's GPU slice while it runs, and waits for it first.
+"""The cell gate: what happens around each execute request, before and after its code runs.
 
 It wraps ``kernel.do_execute`` on the instance: one call per execute request, whichever thread. Not
 ``pre_run_cell``: IPython swallows a KeyboardInterrupt there, so that interrupting the wait would
 run the cell. Not ``post_execute``: a widget message fires it in the middle of a running cell.
 
-What waits (``cell`` policy) and what does not:
+In ``lazy`` policy the guard in front of the driver makes the CUDA calls themselves wait. So
+nothing is held and no message is sent, except for a cell that asks for a slice (``%%gpu``, tag
+``gpu``). What is left to do: show the wait of a call, and explain a refusal under the error.
+
+In ``cell`` policy every cell holds the slice while it runs, and waits for it first. What waits,
+and what does not:
 
 - a cell: holds; waits if the session is detached;
 - ``%gpu`` lines only, tag ``no-gpu``, an empty cell: neither;
@@ -21,10 +26,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import time
 from typing import Any, Awaitable, Callable, Literal, Mapping
 
 from ..errors import BrokerUnavailable, GPUPoolError
 from .attach import FrameworkCaps, show_devices
+from .call_waits import CallWaits
 from .command import (
     cell_header,
     current_header,
@@ -32,14 +39,18 @@ from .command import (
     is_gpu_only,
     parse_cell_header,
 )
+from .explain import explain, may_be_refused
+from .guarded import Guard
 from .interrupts import Alarm, Interrupts
 from .link import Link
 from .one_cell import OneCell, interrupted, no_broker
-from .oom import advice, is_out_of_memory
 from .progress import WaitDisplay, describe, worth_showing
 from .values import Slice
 
-Plan = Literal["pass", "soft", "if-attached", "wait"]
+Plan = Literal["pass", "free", "soft", "if-attached", "wait"]
+
+#: Seconds in which the broker's word on a refusal comes after the error that it caused.
+WORD = 0.25
 
 log = logging.getLogger("jupyter_gpupool.kernel")
 
@@ -47,10 +58,19 @@ log = logging.getLogger("jupyter_gpupool.kernel")
 class CellGate:
     """Wraps one kernel's ``do_execute`` and its handling of widget messages."""
 
-    def __init__(self, shell: Any, link: Link, caps: FrameworkCaps, interrupts: Interrupts) -> None:
+    def __init__(
+        self,
+        shell: Any,
+        link: Link,
+        guard: Guard,
+        caps: FrameworkCaps,
+        interrupts: Interrupts,
+    ) -> None:
         self.shell = shell
         self.kernel = shell.kernel
         self.link = link
+        self.guard = guard
+        self.calls = CallWaits(self.kernel, link, guard) if guard.on else None
         self.caps = caps
         self.interrupts = interrupts
         self.one_cell = OneCell(link, interrupts, self.notice)
@@ -76,6 +96,9 @@ class CellGate:
         if self._originals["comm_msg"] is not None:
             kernel.shell_handlers["comm_msg"] = self.comm_msg
         self.shell.input_transformers_cleanup.insert(0, hide_header)
+        if self.calls is not None:
+            self.calls.install()
+            self.link.on_news = self.calls.news
 
     def uninstall(self) -> None:
         """Take the gate away again."""
@@ -86,6 +109,9 @@ class CellGate:
             kernel.shell_handlers["comm_msg"] = self._originals["comm_msg"]
         if hide_header in self.shell.input_transformers_cleanup:
             self.shell.input_transformers_cleanup.remove(hide_header)
+        if self.calls is not None:
+            self.link.on_news = lambda: None
+            self.calls.uninstall()
 
     def notice(self, text: str) -> None:
         """Show ``text`` above the output of the next cell."""
@@ -99,11 +125,12 @@ class CellGate:
 
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> Any:
         """Run a cell with the slice held. ipykernel calls this for each execute request."""
-        original = self._originals["do_execute"]
         header = cell_header(code)
         plan = self.plan(code, silent, kwargs.get("cell_meta"), header)
         if plan == "pass":
-            return await _result(original(code, silent, *args, **kwargs))
+            return await _result(self._originals["do_execute"](code, silent, *args, **kwargs))
+        if plan == "free":
+            return await self._run(code, silent, args, kwargs)
         hold = f"cell-{next(self._ids)}"
         before: dict[str, Any] = {}
         try:
@@ -126,22 +153,36 @@ class CellGate:
                 problem = error
             if problem is not None:
                 return self._abort(problem, code, silent, args, kwargs)
-            self._before_cell(silent)
             token = current_header.set(header)
             try:
-                reply = await _result(original(code, silent, *args, **kwargs))
+                return await self._run(code, silent, args, kwargs)
             finally:
                 current_header.reset(token)
-            if not silent:
-                self._after_cell(reply)
-            return reply
         finally:
             self._drop(hold)
             if before:
                 await self.one_cell.give_back(before)
 
+    async def _run(
+        self, code: str, silent: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run the code of a request that may run now."""
+        self._before_cell(silent)
+        calls, refusals = self.calls, self.link.refusals
+        key = calls.begin(silent) if calls is not None else 0
+        try:
+            reply = await _result(self._originals["do_execute"](code, silent, *args, **kwargs))
+        finally:
+            if calls is not None:
+                calls.end(key)
+        if not silent:
+            await self._after_cell(reply, refusals)
+        return reply
+
     async def comm_msg(self, stream: Any, ident: Any, message: Any) -> Any:
         """Run a widget callback with the slice held. ipykernel calls this for each comm_msg."""
+        if self.lazy:
+            return await _result(self._originals["comm_msg"](stream, ident, message))
         hold = f"comm-{next(self._ids)}"
         try:
             if not self.link.take(hold, "comm") and self._must_wait("soft"):
@@ -157,9 +198,10 @@ class CellGate:
         """Answer a tooltip without touching device memory that is in host memory now.
 
         Inspecting an object may compute its text, for a tensor a copy from a device: it would
-        block the kernel, or crash it where the driver cannot wait.
+        block the kernel, or crash it where the driver cannot wait, or bring all of the state back
+        for a tooltip.
         """
-        if not self.link.suspended:
+        if not (self.guard.away() if self.guard.on else self.link.suspended):
             return await _result(self._originals["do_inspect"](*args, **kwargs))
         text = (
             "The GPU state of this kernel is in host memory, so that nothing is inspected now. "
@@ -173,16 +215,24 @@ class CellGate:
         """Return what to do for one execute request before it runs."""
         if header:
             return "wait"
+        lazy = self.lazy
         if "%gpu" in code and is_gpu_only(code):
             return "pass"
         tags = (meta or {}).get("tags") or ()
         if "no-gpu" in tags or (meta or {}).get("no-gpu"):
-            return "pass"
+            return "free" if lazy else "pass"
+        if lazy:
+            return "wait" if "gpu" in tags and code.strip() and not silent else "free"
         if silent or not code.strip():
             return "soft"
         if "gpu" in tags:
             return "wait"
         return "if-attached" if self.link.policy == "manual" else "wait"
+
+    @property
+    def lazy(self) -> bool:
+        """Whether CUDA calls wait by themselves, so that requests need not."""
+        return self.link.policy == "lazy" and self.guard.on
 
     def _must_wait(self, plan: Plan) -> bool:
         if plan == "soft":
@@ -243,9 +293,10 @@ class CellGate:
         """Say once for each release, in ``manual`` policy, what CUDA calls will do now."""
         if self._told_suspended != self.link.epoch:
             self._told_suspended = self.link.epoch
+            then = "waits" if self.guard.on else "waits, and cannot be interrupted"
             self.notice(
                 "GPU pool: the GPU state of this kernel is in host memory. Type %gpu attach before "
-                "you use it: until then a CUDA call waits, and cannot be interrupted."
+                f"you use it: until then a CUDA call {then}."
             )
 
     # ------------------------------------------------------------------ around the cell
@@ -263,7 +314,8 @@ class CellGate:
         if slices != self._settled and slices:
             self._settled = slices  # once for each lease: the user may narrow it afterwards
             show_devices(slices)
-        self.caps.apply(slices)
+        if not self.guard.on:  # it tells the frameworks the size of the slice
+            self.caps.apply(slices)
 
     def _before_cell(self, silent: bool) -> None:
         self.settle()
@@ -271,14 +323,26 @@ class CellGate:
             notices, self._notices = self._notices, []
             self.publisher()("stream", {"name": "stderr", "text": "\n".join(notices) + "\n"})
 
-    def _after_cell(self, reply: Any) -> None:
-        self.caps.apply(self.link.slices)  # the cell may have imported torch
+    async def _after_cell(self, reply: Any, refusals: int) -> None:
+        if not self.guard.on:
+            self.caps.apply(self.link.slices)  # the cell may have imported torch
         if not isinstance(reply, dict) or reply.get("status") != "error":
             return
         name, text = str(reply.get("ename", "")), str(reply.get("evalue", ""))
-        if is_out_of_memory(name, text):
-            line = advice(self.link, text)
+        if self.guard.on and may_be_refused(name, text):
+            await self._word(refusals)
+        refused = self.link.refused if self.link.refusals != refusals else None
+        line = explain(self.link, self.guard, refused, name, text)
+        if line:
             self.publisher()("stream", {"name": "stderr", "text": line + "\n"})
+
+    async def _word(self, refusals: int) -> None:
+        """Wait a moment for what the broker says of the refusal that has just ended a call."""
+        alarm = Alarm()
+        deadline = time.monotonic() + WORD
+        with self.interrupts.watch(alarm.ring):  # an interrupt must not reach the event loop
+            while self.link.refusals == refusals and time.monotonic() < deadline:
+                await alarm.wait(WORD / 10)
 
     def publisher(self) -> Callable[[str, dict[str, Any]], None]:
         """Return a function that publishes outputs of the request now being handled.

@@ -41,10 +41,10 @@ class Alarm:
         self.interrupted = True
         self.ring()
 
-    async def wait(self) -> None:
-        """Return when the alarm has rung since the last call, or after :data:`TICK`."""
+    async def wait(self, tick: float = TICK) -> None:
+        """Return when the alarm has rung since the last call, or after ``tick`` seconds."""
         try:
-            await asyncio.wait_for(self._rung.wait(), TICK)
+            await asyncio.wait_for(self._rung.wait(), tick)
         except asyncio.TimeoutError:
             pass
         self._rung.clear()

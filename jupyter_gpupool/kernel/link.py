@@ -25,7 +25,7 @@ from typing import Any, Callable, Mapping, Sequence
 from ..client import CALL_TIMEOUT, Client
 from ..errors import BrokerUnavailable, GPUPoolError
 from ..protocol import Message
-from .values import Queue, Slice, Wait, slices_of
+from .values import Queue, Refused, Slice, Wait, slices_of
 
 #: Seconds between attempts to reach the broker: the first pause and the longest.
 FIRST_PAUSE = 0.05
@@ -54,7 +54,7 @@ class Link:
         The policy until the broker has confirmed it: ``cell``, ``manual`` or ``lazy``.
     cuda:
         Tells whether this process has called cuInit (None: cannot tell). Only called while the
-        session is attached: a driver call on a suspended process would block.
+        session is attached, if ``cuda_blocks``: a driver call on a suspended process would block.
     on_lost:
         Called in the reader thread if the driver has lost this session's device state.
     """
@@ -67,6 +67,7 @@ class Link:
         *,
         attach: str = "cell",
         cuda: Callable[[], bool | None] = lambda: None,
+        cuda_blocks: bool = True,
         on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.path = Path(path)
@@ -74,6 +75,7 @@ class Link:
         self.policy = attach
         self._token = token
         self._cuda = cuda
+        self._cuda_blocks = cuda_blocks
         self._on_lost = on_lost
         self._cuda_seen: bool | None = False
         self._lock = threading.RLock()
@@ -109,6 +111,11 @@ class Link:
         self.queue: Queue | None = None
         self.reason = ""
         self.pinned_reason = ""
+        #: What the pool last refused to a CUDA call of this session, and how often it refused.
+        self.refused: Refused | None = None
+        self.refusals = 0
+        #: Called, in any thread, whenever the broker has told something new, or has gone.
+        self.on_news: Callable[[], None] = lambda: None
 
     # ------------------------------------------------------------------ life
 
@@ -331,9 +338,7 @@ class Link:
                 # The new broker has taken the slice meanwhile: what runs needs it back.
                 for hold, kind in self._holds.items():
                     self._ask(Wait(hold, kind, lambda: None))
-            waits = list(self._waits.values())
-        for wait in waits:
-            wait.on_change()
+        self._changed()
 
     def _owed_answered(self, future: Future[Message]) -> None:
         if not future.cancelled() and future.exception() is None:
@@ -353,8 +358,7 @@ class Link:
             waits = list(self._waits.values())
             for wait in waits:
                 wait.asked = False
-        for wait in waits:
-            wait.on_change()
+        self._changed()
 
     def _tell(self, kind: str, /, **fields: Any) -> None:
         """Send what has no answer. With the lock held, so that messages keep their order."""
@@ -422,6 +426,12 @@ class Link:
                     str(message.get("reason") or ""),
                 )
             self._changed()
+        elif kind == "refused":
+            with self._lock:
+                names = ("what", "code", "message", "next_step")
+                self.refused = Refused(*(str(message.get(name) or "") for name in names))
+                self.refusals += 1
+            self._changed()
         elif kind == "lost":
             with self._lock:
                 self.attached, self.slices, self.state = False, (), "ended"
@@ -433,6 +443,7 @@ class Link:
             waits = list(self._waits.values())
         for wait in waits:
             wait.on_change()
+        self.on_news()
 
     def _yield(self, epoch: int) -> None:
         """Give up the lease if nothing uses it.
@@ -450,7 +461,7 @@ class Link:
 
     def _probe(self) -> bool | None:
         """Return whether this process has called cuInit, without a driver call that may block."""
-        if self.attached and self._cuda_seen is not True:
+        if (self.attached or not self._cuda_blocks) and self._cuda_seen is not True:
             self._cuda_seen = self._cuda()
         return self._cuda_seen
 
@@ -461,11 +472,14 @@ class Link:
         self.state = str(message.get("state") or self.state)
         self.reason = str(message.get("reason") or "")
         self.pinned_reason = str(message.get("pinned_reason") or "")
+        if self.state != "queued" and not self._waits:
+            self.queue = None  # a CUDA call waited, and no longer does
         if self.state in ATTACHED:
             self._take_lease(epoch, slices_of(message))
         elif self.state != "detaching":  # which our own answer to a yield decides
             if self.attached:
-                self.suspended = self._cuda_seen is not False
+                seen = self._cuda_seen if self._cuda_blocks else self._probe()
+                self.suspended = seen is not False
             self.epoch, self.attached, self.slices = epoch, False, ()
 
     def _take_lease(self, epoch: int, slices: Sequence[Slice]) -> None:

@@ -16,6 +16,7 @@ from ..errors import BrokerUnavailable, GPUPoolError
 from ..units import format_bytes, format_seconds, parse_bytes
 from .cells import CellGate
 from .command import OPTIONS, SUBCOMMANDS, parse_command
+from .guarded import NO_GUARD
 from .interrupts import TICK
 from .link import Link
 from .magic_display import STAYS, HelpView, PoolView, SessionView, device_names, stays
@@ -70,7 +71,8 @@ class GPUMagics(Magics):  # type: ignore[misc]
         request = self.link.request if self.link is not None else {}
         command = parse_command(line, request)
         if command.name == "help":
-            display(HelpView(self.link.request if self.link else {}))
+            guarded = self.gate is not None and self.gate.guard.on
+            display(HelpView(request, guarded))
             return
         if self.link is None or self.gate is None:
             raise GPUPoolError(_NOT_POOLED, code="not-pooled")
@@ -89,7 +91,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
             print(answer.get("note") or f"The GPU slice is kept for {seconds}, even when idle.")
         else:  # memory, devices, priority: the request
             answer = self.link.call("request", **command.fields)
-            print(_request_text(answer))
+            print(_request_text(answer, self.gate.guard.on))
             self.gate.settle()
 
     def _status(self, link: Link) -> None:
@@ -98,12 +100,23 @@ class GPUMagics(Magics):  # type: ignore[misc]
         except BrokerUnavailable as error:
             # What the agent knows by itself is still true; the error says what is not known.
             known = {"devices": list(link.devices.values())}
-            display(SessionView(_own_view(link), known, problem=str(no_broker(link, error))))
+            session = {**_own_view(link), **self._guarded({})}
+            display(SessionView(session, known, problem=str(no_broker(link, error))))
             return
         own = next((s for s in snapshot.get("sessions", ()) if s.get("id") == link.session), None)
         caps = self.gate.caps.problem if self.gate is not None else ""
         session = {"kept_until": link.kept_until, **(own or _own_view(link))}
-        display(SessionView(session, snapshot, problem=caps))
+        display(SessionView({**session, **self._guarded(snapshot)}, snapshot, problem=caps))
+
+    def _guarded(self, snapshot: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the guard and its page say, for the view of this session."""
+        if self.gate is None:
+            return {}
+        guard = self.gate.guard
+        why = guard.problem
+        if why == NO_GUARD:  # the broker knows better
+            why = str(snapshot.get("attach_reason") or why)
+        return {"guard": guard.on, "guard_reason": why, "figures": guard.figures()}
 
     def _attach(self, link: Link, gate: CellGate) -> None:
         """Wait for the slice in this cell. Blocking, as any magic: the interrupt ends it."""
@@ -156,18 +169,21 @@ def _attached_text(link: Link, slices: Sequence[Slice]) -> str:
     return f"Attached: {size} on {where}. It is kept until it is idle too long."
 
 
-def _request_text(answer: Any) -> str:
+def _request_text(answer: Any, guarded: bool) -> str:
     request = answer.get("request") or {}
     parts = []
     if isinstance(request.get("memory"), int):
         parts.append(f"{format_bytes(request['memory'])} of device memory")
     if isinstance(request.get("limit"), int) and request["limit"] != request.get("memory"):
-        parts.append(f"limit {format_bytes(request['limit'])} (recorded)")
+        recorded = "" if guarded else " (recorded)"
+        parts.append(f"limit {format_bytes(request['limit'])}{recorded}")
     if isinstance(request.get("devices"), int) and request["devices"] > 1:
         parts.append(f"on each of {request['devices']} devices")
     if request.get("priority"):
         parts.append(f"in class {request['priority']}")
     text = "Asked for " + ", ".join(parts) + "." if parts else "The request is changed."
+    if guarded and parts:
+        text += " It takes effect on the next allocation."
     return f"{text} {answer.get('note') or ''}".rstrip()
 
 

@@ -10,6 +10,7 @@ from typing import Any, Mapping, Sequence
 
 from ..units import format_bytes, format_seconds
 from .command import SUBCOMMANDS
+from .guarded import Figures
 
 _STYLE = (
     "border-collapse: collapse; font-size: var(--jp-code-font-size, 13px); "
@@ -106,12 +107,21 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
     if granted:
         where = device_names(session.get("devices") or (), snapshot)
         rows.append(("granted", f"{format_bytes(granted)} on {where}" if where else ""))
-    for name, label in (("footprint_bytes", "in use"), ("suspended_bytes", "in host memory")):
-        if session.get(name):
-            rows.append((label, format_bytes(session[name])))
+    figures: Figures | None = session.get("figures")
+    if figures is not None and figures.granted:
+        rows.append(("in use", _used(figures)))
+    elif session.get("footprint_bytes"):
+        rows.append(("in use", format_bytes(session["footprint_bytes"])))
+    if session.get("suspended_bytes"):
+        rows.append(("in host memory", format_bytes(session["suspended_bytes"])))
+    elif figures is not None and figures.used and not figures.granted:
+        rows.append(("in host memory", format_bytes(figures.used)))
     request = session.get("request") or {}
     if isinstance(request.get("memory"), int):
-        rows.append(("asks for", _request(request)))
+        rows.append(("asks for", _request(request, bool(session.get("guard")))))
+    if figures is not None and figures.waiting:
+        threads = "1 thread waits" if figures.waiting == 1 else f"{figures.waiting} threads wait"
+        rows.append(("CUDA calls", f"{threads} for the slice"))
     if session.get("queue_position"):
         rows.append(("queue", _queue(session)))
     if session.get("wait_reason"):
@@ -122,6 +132,8 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
         rows += _leaving_rows(session, snapshot)
     if session.get("attach"):
         rows.append(("attaches", _ATTACH.get(str(session["attach"]), str(session["attach"]))))
+    if "guard" in session:
+        rows.append(("guard", _GUARD if session["guard"] else f"off: {session['guard_reason']}"))
     if snapshot.get("emulated") or any(
         d.get("emulated") and d.get("uuid") in (session.get("devices") or ())
         for d in snapshot.get("devices") or ()
@@ -133,6 +145,7 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
 #: How a session without a slice gets one, where it is not "the next cell gets it".
 _DETACHED = {
     "manual": "no slice now; type %gpu attach to get one",
+    "lazy": "no slice now; the next CUDA call gets it",
 }
 
 _ATTACH = {
@@ -144,6 +157,16 @@ _ATTACH = {
 
 #: Said of a slice on a device that cannot suspend. An empty one can be taken even so.
 STAYS = "Once used, it stays until the kernel ends: state on this GPU cannot be moved off it."
+
+
+_GUARD = "on: CUDA calls wait for the slice, allocations are kept within it"
+
+
+def _used(figures: Figures) -> str:
+    text = f"{format_bytes(figures.used)} of {format_bytes(figures.granted)}"
+    if figures.limit > figures.granted:
+        text += f", may grow to {format_bytes(figures.limit)}"
+    return text
 
 
 def _leaving_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -169,11 +192,13 @@ def stays(devices: Sequence[str], snapshot: Mapping[str, Any]) -> bool:
     return any(known.get(uuid, {}).get("can_suspend") is False for uuid in devices)
 
 
-def _request(request: Mapping[str, Any]) -> str:
+def _request(request: Mapping[str, Any], guarded: bool) -> str:
     text = format_bytes(request["memory"])
     limit = request.get("limit")
     if isinstance(limit, int) and limit > request["memory"]:
-        text += f", limit {format_bytes(limit)} (recorded)"
+        text += f", limit {format_bytes(limit)}"
+        if not guarded:
+            text += " (recorded)"
     if isinstance(request.get("devices"), int) and request["devices"] > 1:
         text += f", on each of {request['devices']} devices"
     if request.get("priority"):
@@ -260,9 +285,10 @@ def _size(value: Any) -> str:
 class HelpView(_View):
     """``%gpu help``."""
 
-    def __init__(self, request: Mapping[str, Any]) -> None:
+    def __init__(self, request: Mapping[str, Any], guarded: bool = False) -> None:
         self._rows = [*SUBCOMMANDS.values(), ("%%gpu 16GiB", "this much for one cell only")]
-        self._now = f"This kernel asks for {_request(request)}." if request.get("memory") else ""
+        asks = _request(request, guarded) if request.get("memory") else ""
+        self._now = f"This kernel asks for {asks}." if asks else ""
 
     def text(self) -> str:
         return _rows_text(self._rows) + (f"\n\n{self._now}" if self._now else "")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 
 from ..units import format_bytes, parse_bytes
+from .guarded import Figures
 from .link import Link
 
 _GIB = 1 << 30
@@ -39,26 +40,45 @@ def tried_bytes(text: str) -> int:
         return 0
 
 
-def advice(link: Link, text: str) -> str:
-    """Return the line to add under the error."""
-    if not link.attached or not link.slices:
+def advice(link: Link, text: str, figures: Figures | None = None) -> str:
+    """Return the line to add under the error; ``figures`` are those that the guard counts."""
+    if figures is not None and figures.granted:
+        granted = figures.granted
+        line = f"GPU pool: {counted(figures)}"
+    elif link.attached and link.slices:
+        granted = min(s.bytes for s in link.slices)
+        line = f"GPU pool: this kernel is granted {format_bytes(granted)} of device memory"
+    else:
         return (
             "GPU pool: this kernel has no GPU slice at the moment. Type %gpu attach to get one, "
             "or %gpu for its state."
         )
-    granted = min(s.bytes for s in link.slices)
+    return f"{line}{_what_to_type(link, granted, text)}"
+
+
+def counted(figures: Figures) -> str:
+    """Return the figures of the guard as the beginning of a sentence."""
+    line = (
+        f"this kernel uses {format_bytes(figures.used)} of the {format_bytes(figures.granted)} "
+        "of device memory that it is granted"
+    )
+    if figures.limit > figures.granted:
+        line += f", and its limit is {format_bytes(figures.limit)}"
+    return line
+
+
+def _what_to_type(link: Link, granted: int, text: str) -> str:
     most = link.limits.get("memory")
-    line = f"GPU pool: this kernel is granted {format_bytes(granted)} of device memory"
+    wanted = _round_up(max(2 * granted, granted + tried_bytes(text)))
     if not isinstance(most, int):
-        wanted = _round_up(max(2 * granted, granted + tried_bytes(text)))
-        return f"{line}. Ask for more with: %gpu {_size(wanted)}"
+        return f". Ask for more with: %gpu {_size(wanted)}"
     if most <= granted:
         return (
-            f"{line}, which is the most it may ask for. Free some in this kernel (del, then the "
+            ", which is the most it may ask for. Free some in this kernel (del, then the "
             "library's empty_cache()), or ask your admin for a larger quota."
         )
-    wanted = min(most, _round_up(max(2 * granted, granted + tried_bytes(text))))
-    return f"{line}; up to {format_bytes(most)} may be asked for. Type: %gpu {_size(wanted)}"
+    wanted = min(most, wanted)
+    return f"; up to {format_bytes(most)} may be asked for. Type: %gpu {_size(wanted)}"
 
 
 def _round_up(value: int) -> int:

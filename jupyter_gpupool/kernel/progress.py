@@ -20,6 +20,7 @@ from .values import Wait
 PATIENCE = 0.25
 
 HOW_TO_STOP = "Interrupt the kernel to stop waiting; the cell will not run."
+HOW_TO_STOP_CALL = "A CUDA call of this cell waits; interrupt the kernel to end the cell."
 
 Publish = Callable[[str, dict[str, Any]], None]
 
@@ -60,32 +61,51 @@ def worth_showing(link: Link, wait: Wait) -> bool:
 class WaitDisplay:
     """The line in the cell: published once, updated when its text changes, cleared at the end."""
 
-    def __init__(self, publish: Publish, display_id: str) -> None:
+    def __init__(self, publish: Publish, display_id: str, hint: str = HOW_TO_STOP) -> None:
         self._publish = publish
         self._id = display_id
+        self._hint = hint
         self._shown = ""
+        #: Messages that the cell's output area got from here.
+        self.published = 0
+
+    @property
+    def shown(self) -> bool:
+        """Whether the cell shows the line now."""
+        return bool(self._shown)
 
     def show(self, text: str) -> None:
         """Show ``text``; nothing is sent if it is what the cell shows already."""
         if text == self._shown:
             return
-        kind = "update_display_data" if self._shown else "display_data"
         self._shown = text
         markup = (
             '<div class="gpupool-wait" style="color: var(--jp-ui-font-color2, #666)">'
-            f"&#x23f3; {html.escape(text)}<br><small>{html.escape(HOW_TO_STOP)}</small></div>"
+            f"&#x23f3; {html.escape(text)}<br><small>{html.escape(self._hint)}</small></div>"
         )
+        self._data(f"{text} {self._hint}", markup)
+
+    def clear(self) -> None:
+        """Remove the line, and all that the cell shows. Safe to call when nothing was shown."""
+        if self._shown:
+            self._shown = ""
+            self.published = 0
+            self._publish("clear_output", {"wait": False})
+
+    def empty(self) -> None:
+        """Leave nothing to see of the line, where the cell shows other things as well."""
+        if self._shown:
+            self._shown = ""
+            self._data("", "")
+
+    def _data(self, text: str, markup: str) -> None:
+        kind = "update_display_data" if self.published else "display_data"
+        self.published += 1
         self._publish(
             kind,
             {
-                "data": {"text/plain": f"{text} {HOW_TO_STOP}", "text/html": markup},
+                "data": {"text/plain": text, "text/html": markup},
                 "metadata": {},
                 "transient": {"display_id": self._id},
             },
         )
-
-    def clear(self) -> None:
-        """Remove the line. Safe to call when nothing was shown."""
-        if self._shown:
-            self._shown = ""
-            self._publish("clear_output", {"wait": False})

@@ -47,3 +47,15 @@ class Queue(NamedTuple):
     length: int
     eta: float | None
     reason: str
+
+
+class Refused(NamedTuple):
+    """The broker's answer to a CUDA call that got no slice or no memory.
+
+    ``what`` is ``attach``, ``grow`` or ``managed``.
+    """
+
+    what: str
+    code: str
+    message: str
+    next_step: str

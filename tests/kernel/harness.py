@@ -58,7 +58,7 @@ class Execution:
 
     @property
     def outputs(self) -> list[dict[str, Any]]:
-        """What is left in the cell after ``clear_output`` messages."""
+        """What is left in the cell after ``clear_output`` and ``update_display_data`` messages."""
         left: list[dict[str, Any]] = []
         for message in self.messages:
             kind = message["msg_type"]
@@ -67,6 +67,10 @@ class Execution:
                 left.clear()
             elif kind == "stream" and left and left[-1].get("name") == message["content"]["name"]:
                 left[-1]["text"] += message["content"]["text"]  # as notebooks join them
+            elif kind == "update_display_data":
+                for output in left:
+                    if output.get("transient") == message["content"]["transient"]:
+                        output["data"] = message["content"]["data"]
             elif kind in ("stream", "display_data", "execute_result", "error"):
                 left.append(dict(message["content"]))
         return left

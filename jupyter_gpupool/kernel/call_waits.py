@@ -1,0 +1,179 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a cell shows while a CUDA call inside it waits at the guard's gate.
+
+The waiting thread is inside the call, so somebody else must show the wait: a thread of ours, begun
+by the first news of the broker about a wait. The page says whether a thread still waits, the
+broker's pushes say where it stands.
+
+Unlike the wait before a cell, this one comes in the middle of it, when the cell may have printed
+something. ``clear_output`` would remove that, too. So it is sent only if the request has published
+nothing but our display; else the display is emptied and stays where it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import Any, Callable, Mapping
+
+from .guarded import Guard
+from .interrupts import TICK
+from .link import Link
+from .progress import HOW_TO_STOP_CALL, PATIENCE, WaitDisplay, describe
+
+#: Message types that a cell's output area shows.
+_OUTPUTS = frozenset({"stream", "display_data", "execute_result", "error", "update_display_data"})
+
+
+class Running:
+    """One execute request that runs."""
+
+    __slots__ = ("before", "display", "parent", "silent")
+
+    def __init__(self, parent: Mapping[str, Any], silent: bool, before: int) -> None:
+        self.parent = parent
+        self.silent = silent
+        #: How many outputs this kernel had published when the cell was last empty.
+        self.before = before
+        self.display: WaitDisplay | None = None
+
+
+class CallWaits:
+    """Shows in the running cell what its CUDA calls wait for."""
+
+    def __init__(self, kernel: Any, link: Link, guard: Guard) -> None:
+        self._kernel = kernel
+        self._link = link
+        self._guard = guard
+        #: Of what is shown.
+        self._lock = threading.Lock()
+        self._running: dict[int, Running] = {}
+        self._keys = itertools.count(1)
+        self._news = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+        self._send: Callable[..., Any] | None = None
+        self._outputs = 0
+
+    # ------------------------------------------------------------------ in and out
+
+    def install(self) -> None:
+        """Begin to count what this kernel publishes."""
+        session = self._kernel.session
+        original = session.send
+
+        def send(stream: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
+            # Before it is sent: who reads the count in the publishing thread misses nothing.
+            if (message if isinstance(message, str) else message.get("msg_type")) in _OUTPUTS:
+                self._outputs += 1
+            return original(stream, message, *args, **kwargs)
+
+        self._send = original
+        session.send = send
+
+    def uninstall(self) -> None:
+        """End."""
+        self._stopped = True
+        self._news.set()
+        if self._send is not None:
+            self._kernel.session.send = self._send
+            self._send = None
+
+    # ------------------------------------------------------------------ requests
+
+    def begin(self, silent: bool) -> int:
+        """Note that an execute request begins, in its thread; return its key."""
+        key = next(self._keys)
+        self._running[key] = Running(self._kernel.get_parent(), silent, self._outputs)
+        return key
+
+    def end(self, key: int) -> None:
+        """Note that it is over, before its reply is sent."""
+        running = self._running.pop(key)
+        if running.display is not None:
+            self._clear(running)
+
+    # ------------------------------------------------------------------ the wait
+
+    def news(self) -> None:
+        """Look whether something waits. In the thread that reads the broker's pushes; quick."""
+        if self._stopped or not self._running:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gpupool-waits", daemon=True)
+            self._thread.start()
+        self._news.set()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._news.wait()
+            self._watch()
+
+    def _watch(self) -> None:
+        """Show what waits, until nothing does for a moment; or for longer than a moment."""
+        since = quiet = time.monotonic()
+        while self._running and not self._stopped:
+            now = time.monotonic()
+            if self._guard.waiting():
+                quiet = now
+                if now - since >= PATIENCE:
+                    self._show()
+            else:
+                since = now
+                self._clear_all()
+                if now - quiet >= PATIENCE:  # a push may be faster than the page
+                    return
+            if self._news.wait(TICK):
+                self._news.clear()
+                quiet = time.monotonic()
+        self._news.clear()
+
+    def _show(self) -> None:
+        with self._lock:
+            # The request that was there first: a subshell's cell is a guest of the running one.
+            for key, running in list(self._running.items()):
+                if running.silent or key not in self._running:
+                    continue
+                if running.display is None:
+                    name = f"gpupool-call-{running.parent['header']['msg_id']}"
+                    publish = self._publisher(running)
+                    running.display = WaitDisplay(publish, name, HOW_TO_STOP_CALL)
+                running.display.show(describe(self._link))
+                return
+
+    def _clear_all(self) -> None:
+        for running in list(self._running.values()):
+            if running.display is not None:
+                self._clear(running)
+
+    def _clear(self, running: Running) -> None:
+        def clear() -> None:
+            with self._lock:
+                display = running.display
+                if display is None or not display.shown:
+                    return
+                if self._outputs == running.before + display.published:
+                    # Past the thread's queue: what is queued from now on comes after it.
+                    self._kernel.session.send(
+                        self._kernel.iopub_thread.socket,
+                        "clear_output",
+                        {"wait": False},
+                        parent=running.parent,
+                    )
+                    running.display = None
+                    running.before = self._outputs
+                else:
+                    display.empty()
+
+        # In the thread that publishes, so that no output slips in between the look and the act.
+        self._kernel.iopub_thread.schedule(clear)
+
+    def _publisher(self, running: Running) -> Callable[[str, dict[str, Any]], None]:
+        kernel, parent = self._kernel, running.parent
+
+        def publish(kind: str, content: dict[str, Any]) -> None:
+            kernel.session.send(kernel.iopub_socket, kind, content, parent=parent)
+
+        return publish

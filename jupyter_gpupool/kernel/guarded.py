@@ -1,0 +1,110 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The guard as the agent sees it: is it in this process, and what does the session's page say.
+
+Only read: what a process takes and gives back is counted by the guard itself, in every language.
+No call here reaches the driver, which may be away with the session's state.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Mapping, NamedTuple
+
+from ..guard.page import CLOSED, SLOT_CONTEXT, Page, PageError, Reading
+
+#: Where the session's page is; set for kernels whose broker guards them.
+PAGE_VARIABLE = "GPUPOOL_PAGE"
+
+#: The library that stands in front of the driver's of the same name.
+LIBRARY = "libcuda.so.1"
+
+NO_GUARD = "the broker does not guard this kernel"
+
+
+class Figures(NamedTuple):
+    """Bytes on the device of the session that has the least room left; threads at the gate."""
+
+    used: int
+    granted: int
+    limit: int
+    waiting: int
+
+
+class Guard:
+    """The guard of this process. ``problem`` says why there is none; empty if there is one."""
+
+    def __init__(self, environ: Mapping[str, str], maps: Path = Path("/proc/self/maps")) -> None:
+        self._page: Page | None = None
+        self.problem = self._open(environ, maps)
+
+    def _open(self, environ: Mapping[str, str], maps: Path) -> str:
+        path = environ.get(PAGE_VARIABLE)
+        if not path:
+            return NO_GUARD
+        library = next(
+            (p for p in environ.get("LD_PRELOAD", "").replace(":", " ").split()
+             if os.path.basename(p) == LIBRARY),
+            None,
+        )  # fmt: skip
+        if library is None:
+            return "LD_PRELOAD of this process does not name it"
+        try:
+            if os.path.realpath(library) not in maps.read_text():
+                return f"{library} is not loaded in this process"
+            self._page = Page.open(Path(path))
+        except (OSError, PageError) as error:
+            return str(error).rstrip(".")
+        return ""
+
+    @property
+    def on(self) -> bool:
+        """Whether CUDA calls of this process pass the guard."""
+        return self._page is not None
+
+    def close(self) -> None:
+        """Forget the page."""
+        if self._page is not None:
+            self._page.close()
+            self._page = None
+            self.problem = "the agent was unloaded"
+
+    def reading(self) -> Reading | None:
+        """Return what the page says; None without a guard, or if somebody damaged the page."""
+        if self._page is None:
+            return None
+        try:
+            return self._page.read()
+        except (OSError, PageError):
+            return None
+
+    def cuda(self) -> bool | None:
+        """Return whether a process of the session has called cuInit; None if nobody can tell."""
+        reading = self.reading()
+        return None if reading is None else reading.cuda
+
+    def waiting(self) -> int:
+        """Return how many threads of the session wait for a slice (not: for their turn)."""
+        reading = self.reading()
+        return reading.waiting if reading is not None and reading.gate == CLOSED else 0
+
+    def away(self) -> bool:
+        """Return whether a CUDA call of this process would wait for state that is in host memory.
+
+        Or is about to be: the gate is shut, and this process has had a context.
+        """
+        reading = self.reading()
+        if reading is None or reading.gate != CLOSED:
+            return False
+        own = os.getpid()
+        return any(s.pid == own and s.flags & SLOT_CONTEXT for s in reading.slots)
+
+    def figures(self) -> Figures | None:
+        """Return the bytes of the fullest device."""
+        reading = self.reading()
+        if reading is None:
+            return None
+        pairs = zip(reading.granted, reading.used, strict=True)
+        granted, used = min(pairs, key=lambda pair: pair[0] - pair[1], default=(0, 0))
+        return Figures(used, granted, reading.limit, reading.waiting)

@@ -1,0 +1,57 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a guard writes into the session's page, written by the test instead.
+
+The agent only looks at the page and at what is mapped; so a page and an empty library of the
+guard's name are all it takes to make it believe in a guard.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+from pathlib import Path
+
+from jupyter_gpupool.guard import page as layout
+from jupyter_gpupool.guard.page import CLOSED, UNUSED, Page
+
+#: ``struct page_slot``, up to the bytes that it is refused.
+_SLOT = struct.Struct("<IIQIIII8Q8QQ")
+
+
+class GuardPage:
+    """The page of one session, in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "page"
+        self.page = Page.create(self.path, "s1", os.getuid())
+        self.library = folder / "libcuda.so.1"
+        subprocess.run(
+            ["cc", "-shared", "-x", "c", "/dev/null", "-o", str(self.library)], check=True
+        )
+
+    def env(self, device: str) -> dict[str, str]:
+        return {
+            "GPUPOOL_PAGE": str(self.path),
+            "GPUPOOL_VISIBLE": device,
+            "LD_PRELOAD": str(self.library),
+        }
+
+    def grant(self, device: str, granted: int, limit: int, epoch: int = 1) -> None:
+        """Open the gate with so much granted."""
+        self.page.set_devices([device])
+        self.page.set_grant([granted], limit, epoch)
+        self.page.set_gate(UNUSED)
+
+    def shut(self) -> None:
+        self.page.set_gate(CLOSED)
+
+    def process(
+        self, pid: int, *, waiting: int = 0, used: int = 0, flags: int = 0, number: int = 0
+    ) -> None:
+        """Write what one process says of itself."""
+        data = _SLOT.pack(1, pid, 1, 0, waiting, flags, 0, used, *[0] * 15, 0)
+        with self.path.open("r+b") as file:
+            file.seek(layout.HEADER_BYTES + number * layout.SLOT_BYTES)
+            file.write(data)

@@ -1,0 +1,556 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Policy ``lazy``: cells send nothing; the agent shows and explains what the guard does."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+from guard_page import GuardPage
+from harness import Execution, Kernel, this_python
+from scripted_broker import DEVICE, OTHER_DEVICE, GiB, ScriptedBroker
+from test_agent_concurrency import COMM, comm_done, send_comm
+
+from jupyter_gpupool.guard.page import SLOT_CONTEXT, SLOT_CUDA
+
+MiB = 1 << 20
+
+#: Waits for the file, as a thread inside a CUDA call waits: without the interpreter's lock.
+INSIDE = """
+import time
+from pathlib import Path
+while not Path({flag!r}).exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def page(broker: ScriptedBroker, tmp_path: Path) -> GuardPage:
+    """Make the broker's kernels guarded ones."""
+    page = GuardPage(tmp_path)
+    broker.attach = "lazy"
+    broker.env = page.env(DEVICE)
+    return page
+
+
+@pytest.fixture
+def flag(tmp_path: Path) -> Path:
+    return tmp_path / "flag"
+
+
+def pid_of(kernel: Kernel) -> int:
+    return int(kernel.manager.provisioner.process.pid)
+
+
+def kinds(broker: ScriptedBroker) -> list[str]:
+    return [m["type"] for m in broker.messages]
+
+
+def queued(broker: ScriptedBroker, position: int = 1, reason: str = "") -> None:
+    """What the broker tells the agent when a thread at the gate has to queue."""
+    broker.push("lease", state="queued", epoch=0, slices=[], reason="", pinned_reason="")
+    broker.push("queue", position=position, length=3, eta=40.0, reason=reason)
+
+
+def granted(broker: ScriptedBroker, device: str = DEVICE, epoch: int = 1) -> None:
+    broker.state, broker.epoch, broker.device = "active", epoch, device
+    slices = [{"device": device, "bytes": 4 * GiB}]
+    broker.push("lease", state="active", epoch=epoch, slices=slices, reason="", pinned_reason="")
+
+
+def read_pushes(kernel: Kernel) -> None:
+    """Return when the agent has read all pushes so far: an answer comes behind them."""
+    assert kernel.run("%gpu pool").status == "ok"
+
+
+def gone(cell: Execution, what: str, timeout: float = 20) -> None:
+    """Wait until no output of the cell has this text."""
+    deadline = time.monotonic() + timeout
+    while what in cell.text:
+        cell.kernel.read(deadline, cell)
+
+
+# ---------------------------------------------------------------------- nothing is sent
+
+
+def test_cells_and_widgets_send_nothing(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], python: str
+) -> None:
+    kernel = start(python)
+    kernel.run(COMM)
+    send_comm(kernel, "comm_open", target_name="test")
+    comm_done(kernel, send_comm(kernel, "comm_msg", data={"n": 1}))
+    for code in ("1 + 1", "1/0", "def", "await __import__('asyncio').sleep(0)", "%time x = 1", ""):
+        kernel.run(code)
+    kernel.run("x = 2", silent=True)
+    kernel.run("x = 2", metadata={"tags": ["no-gpu"]})
+    kernel.run("x", metadata={"tags": ["gpu"]}, silent=True)
+    assert kernel.value("seen") == "[{'n': 1}]"
+    # The state in host memory changes nothing: a CUDA call would wait by itself.
+    page.process(pid_of(kernel), flags=SLOT_CUDA | SLOT_CONTEXT, used=1 << 20)
+    comm_done(kernel, send_comm(kernel, "comm_msg", data={"n": 2}))
+    kernel.run("x = 3", silent=True)
+    kernel.run("x = 3")
+    assert kinds(broker) == ["hello"]
+
+
+def test_who_asks_for_a_slice_gets_one_before_the_cell(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
+) -> None:
+    kernel = start()
+    assert kernel.run("%%gpu 16GiB\nprint(1)").text == "1\n"
+    assert broker.wait_for("request")["memory"] == 16 * GiB
+    assert broker.wait_for("hold")["wait"] is True
+    broker.wait_for("drop")
+    assert broker.ask_back()["yielded"] is True
+    assert kernel.run("x = 1", metadata={"tags": ["gpu"]}).status == "ok"
+    assert broker.wait_for("hold", count=2)["wait"] is True
+    assert "Attached: 4 GiB on" in kernel.run("%gpu attach").text
+    assert broker.wait_for("hold", count=3)["kind"] == "manual"
+    broker.wait_for("drop", count=3)
+    assert broker.live_holds() == set()
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [
+        ("GPUPOOL_PAGE", "off: the broker does not guard this kernel"),
+        ("LD_PRELOAD", "off: LD_PRELOAD of this process does not name it"),
+    ],
+)
+def test_without_a_guard_in_the_process_lazy_means_cell(
+    broker: ScriptedBroker,
+    page: GuardPage,
+    start: Callable[..., Kernel],
+    missing: str,
+    reason: str,
+) -> None:
+    """Whatever the broker believes: without the guard a CUDA call would not wait."""
+    kernel = start(**{missing: ""})
+    kernel.run("x = 1")
+    assert broker.wait_for("hold")["wait"] is True
+    assert reason in kernel.run("%gpu").text
+
+
+def test_the_brokers_reason_for_no_guard_is_shown(
+    broker: ScriptedBroker, start: Callable[..., Kernel]
+) -> None:
+    kernel = start()
+    status = broker._on_status({})
+    broker.scripts["status"] = lambda message: {**status, "attach_reason": "its self-test failed"}
+    assert "off: its self-test failed" in kernel.run("%gpu").text
+
+
+def test_a_yield_is_answered_at_once_in_the_middle_of_a_cell(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
+) -> None:
+    kernel = start()
+    cell = kernel.start(INSIDE.format(flag=str(flag)))
+    cell.until("execute_input")
+    granted(broker)
+    assert broker.ask_back()["cuda"] is False
+    page.process(pid_of(kernel), flags=SLOT_CUDA)
+    granted(broker, epoch=2)
+    answer = broker.ask_back()
+    assert (answer["yielded"], answer["cuda"]) == (True, True)
+    flag.touch()
+    assert cell.done().status == "ok"
+    assert set(kinds(broker)) == {"hello", "yielded"}
+
+
+def test_without_a_broker_cells_run_and_say_nothing(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
+) -> None:
+    kernel = start()
+    broker.die()
+    assert kernel.run("print(1)").outputs == [{"name": "stdout", "text": "1\n"}]
+
+
+# ---------------------------------------------------------------------- what is set in the process
+
+
+SEE = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['GPUPOOL_VISIBLE'])"
+
+
+def test_children_are_shown_the_devices_of_the_lease(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
+) -> None:
+    kernel = start()
+    assert kernel.run(SEE).text == f"{DEVICE} {DEVICE}\n"
+    granted(broker, OTHER_DEVICE)
+    read_pushes(kernel)
+    assert kernel.run(SEE).text == f"{OTHER_DEVICE} {OTHER_DEVICE}\n"
+    kernel.run("os.environ['CUDA_VISIBLE_DEVICES'] = ''")
+    granted(broker, DEVICE, epoch=2)
+    read_pushes(kernel)
+    assert kernel.run(SEE).text == f" {OTHER_DEVICE}\n"  # the user's own choice stays
+
+
+def test_frameworks_are_not_capped_where_the_guard_tells_them_the_size(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
+) -> None:
+    kernel = start()
+    kernel.run(
+        "import sys, types\n"
+        "torch = types.ModuleType('torch'); calls = []\n"
+        "torch.cuda = torch\n"
+        "torch.is_initialized = lambda: True\n"
+        "torch.get_device_properties = lambda n: calls.append(n)\n"
+        "torch.set_per_process_memory_fraction = lambda *a: calls.append(a)\n"
+        "sys.modules['torch'] = torch"
+    )
+    granted(broker)
+    read_pushes(kernel)
+    kernel.run("pass")
+    assert kernel.run("calls").text == "[]"
+
+
+def test_a_tooltip_does_not_touch_what_is_in_host_memory(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
+) -> None:
+    kernel = start()
+    kernel.run("class Tensor:\n    def __repr__(self): raise SystemExit('touched')\nt = Tensor()")
+
+    def tooltip() -> str:
+        content = kernel.client.inspect("kernel_pid", reply=True, timeout=20)["content"]
+        return content["data"]["text/plain"] if content["found"] else ""
+
+    kernel.run("kernel_pid = 7")
+    assert "int" in tooltip()
+    page.process(pid_of(kernel) + 1, flags=SLOT_CONTEXT)  # a child's state is not ours
+    assert "int" in tooltip()
+    page.process(pid_of(kernel), flags=SLOT_CONTEXT)
+    assert tooltip().startswith("The GPU state of this kernel is in host memory")
+    page.grant(DEVICE, 4 * GiB, 4 * GiB)
+    assert "int" in tooltip()
+    assert "hold" not in kinds(broker)
+
+
+# ---------------------------------------------------------------------- the wait inside a call
+
+
+def test_the_wait_of_a_call_is_shown_and_leaves_no_trace(
+    broker: ScriptedBroker,
+    page: GuardPage,
+    start: Callable[..., Kernel],
+    python: str,
+    flag: Path,
+) -> None:
+    kernel = start(python)
+    cell = kernel.start(INSIDE.format(flag=str(flag)) + "print('hi')")
+    cell.until("execute_input")
+    page.process(pid_of(kernel), waiting=1)
+    queued(broker, 2, "Alice has it.")
+    shown = cell.until("display_data")["content"]
+    assert shown["data"]["text/plain"] == (
+        "Waiting for a GPU slice of 4 GiB: position 2 of 3, about 40 s. Alice has it. "
+        "A CUDA call of this cell waits; interrupt the kernel to end the cell."
+    )
+    queued(broker, 1)
+    update = cell.until("update_display_data")["content"]
+    assert update["transient"] == shown["transient"]
+    assert "position 1 of 3" in update["data"]["text/html"]
+    page.process(pid_of(kernel), waiting=0)
+    granted(broker)
+    gone(cell, "position")
+    flag.touch()
+    assert cell.done().outputs == [{"name": "stdout", "text": "hi\n"}]
+    assert set(kinds(broker)) == {"hello"}
+
+
+def test_what_the_cell_has_printed_stays(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
+) -> None:
+    kernel = start()
+    before = "print('before', flush=True)\n"
+    cell = kernel.start(before + INSIDE.format(flag=str(flag)) + "print('after')")
+    cell.until("stream")
+    page.process(pid_of(kernel), waiting=1)
+    queued(broker)
+    cell.until("display_data")
+    page.process(pid_of(kernel), waiting=0)
+    granted(broker)
+    emptied = cell.until("update_display_data")["content"]
+    assert emptied["data"] == {"text/plain": "", "text/html": ""}
+    # A second wait of the same cell uses the same place again.
+    page.shut()
+    page.process(pid_of(kernel), waiting=1)
+    broker.push("lease", state="queued", epoch=1, slices=[], reason="", pinned_reason="")
+    seen = len(cell.messages)
+    while not any("position" in str(m["content"]) for m in cell.messages[seen:]):
+        broker.push("queue", position=1, length=1, eta=None, reason="")
+        kernel.read(time.monotonic() + 20, cell)
+    page.process(pid_of(kernel), waiting=0)
+    granted(broker, epoch=2)
+    flag.touch()
+    cell.done()
+    assert "clear_output" not in [m["msg_type"] for m in cell.messages]
+    assert [o["text"] for o in cell.outputs if "text" in o] == ["before\n", "after\n"]
+    last = [m for m in cell.messages if m["msg_type"] == "update_display_data"][-1]
+    assert last["content"]["data"]["text/plain"] == ""
+
+
+def test_a_cell_that_ends_while_a_thread_of_its_waits_ends_clean(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
+) -> None:
+    kernel = start()
+    cell = kernel.start(INSIDE.format(flag=str(flag)))
+    cell.until("execute_input")
+    page.process(pid_of(kernel), waiting=1)
+    queued(broker)
+    cell.until("display_data")
+    flag.touch()
+    assert cell.done().outputs == []
+    assert kernel.run("print(1)").outputs == [{"name": "stdout", "text": "1\n"}]
+
+
+def test_nothing_is_shown_without_a_wait_or_without_a_cell(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
+) -> None:
+    kernel = start()
+    page.process(pid_of(kernel), waiting=1)
+    queued(broker)
+    read_pushes(kernel)  # a widget callback waits: nothing runs that could show it
+    page.process(pid_of(kernel), waiting=0)
+    cell = kernel.start(INSIDE.format(flag=str(flag)) + "print(1)")
+    cell.until("execute_input")
+    queued(broker)  # granted at once: no thread waits any more
+    page.grant(DEVICE, 4 * GiB, 4 * GiB)
+    page.process(pid_of(kernel), waiting=1)
+    queued(broker)  # the gate is open: a thread waits for its turn, not for the slice
+    time.sleep(0.6)  # longer than any wait goes unshown
+    flag.touch()
+    assert cell.done().outputs == [{"name": "stdout", "text": "1\n"}]
+    assert "display_data" not in [m["msg_type"] for m in cell.messages]
+
+
+def test_an_interrupt_ends_the_cell_and_the_display(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], python: str, flag: Path
+) -> None:
+    kernel = start(python)
+    cell = kernel.start(INSIDE.format(flag=str(flag)))
+    cell.until("execute_input")
+    page.process(pid_of(kernel), waiting=1)
+    queued(broker)
+    cell.until("display_data")
+    kernel.manager.interrupt_kernel()
+    cell.done()
+    assert [o.get("ename") for o in cell.outputs if "ename" in o] == ["KeyboardInterrupt"]
+    assert "position" not in cell.text
+    assert "GPU pool" not in cell.text
+    assert kernel.run("1 + 1").text == "2"
+
+
+def test_a_broker_that_is_away_is_named_while_a_call_waits(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
+) -> None:
+    kernel = start()
+    cell = kernel.start(INSIDE.format(flag=str(flag)) + "print('hi')")
+    cell.until("execute_input")
+    page.process(pid_of(kernel), waiting=1)
+    broker.die()
+    shown = cell.until("display_data")["content"]["data"]["text/plain"]
+    assert shown.startswith(f"Waiting for the GPU pool broker at {broker.path}.")
+    page.process(pid_of(kernel), waiting=0)
+    broker.start()
+    gone(cell, "Waiting")
+    flag.touch()
+    assert cell.done().outputs == [{"name": "stdout", "text": "hi\n"}]
+
+
+# ---------------------------------------------------------------------- what was refused
+
+
+def raising(kernel: Kernel, broker: ScriptedBroker, flag: Path, text: str, push: Any) -> str:
+    """Run a cell that ends with this error after ``push`` has been called; return its lines."""
+    cell = kernel.start(INSIDE.format(flag=str(flag)) + f"raise RuntimeError({text!r})")
+    cell.until("execute_input")
+    if push is not None:
+        push()
+    flag.touch()
+    cell.done()
+    error, *lines = cell.outputs
+    assert error["evalue"] == text
+    assert len(lines) <= 1
+    return lines[0]["text"] if lines else ""
+
+
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 6.00 GiB"
+NOT_READY = "CUDA_ERROR_SYSTEM_NOT_READY: 802"
+
+
+def test_a_refused_allocation_is_explained_with_figures(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
+) -> None:
+    kernel = start()
+    page.grant(DEVICE, 4 * GiB, 8 * GiB)
+    page.process(pid_of(kernel), used=3 * GiB)
+    page.process(pid_of(kernel) + 1, used=512 * MiB, number=1)
+    granted(broker)
+
+    def push() -> None:
+        broker.push(
+            "refused",
+            what="grow",
+            code="no-memory",
+            message="GPU 0 has no more room.",
+            next_step="Free memory.",
+        )
+
+    assert raising(kernel, broker, flag, OUT_OF_MEMORY, push) == (
+        "GPU pool: GPU 0 has no more room. This kernel uses 3.5 GiB of the 4 GiB of device memory "
+        "that it is granted, and its limit is 8 GiB. Free memory.\n"
+    )
+    flag.unlink()
+    assert raising(kernel, broker, flag, OUT_OF_MEMORY, None) == (
+        "GPU pool: this kernel uses 3.5 GiB of the 4 GiB of device memory that it is granted, and "
+        "its limit is 8 GiB; up to 16 GiB may be asked for. Type: %gpu 10GiB\n"
+    )
+
+
+def test_our_own_advice_follows_a_refusal_that_names_no_next_step(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
+) -> None:
+    kernel = start()
+    page.grant(DEVICE, 4 * GiB, 4 * GiB)
+    granted(broker)
+
+    def push() -> None:
+        broker.push("refused", what="grow", code="limit", message="it is at its limit")
+
+    line = raising(kernel, broker, flag, OUT_OF_MEMORY, push)
+    assert line.startswith("GPU pool: It is at its limit. This kernel uses 0 B of the 4 GiB")
+    assert line.endswith("up to 16 GiB may be asked for. Type: %gpu 10GiB.\n")
+    assert line.count("GPU pool") == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [("managed", "CUDA error: operation not supported"), ("attach", NOT_READY), ("attach", "odd")],
+)
+def test_a_refusal_is_said_under_whatever_error_it_caused(
+    broker: ScriptedBroker,
+    page: GuardPage,
+    start: Callable[..., Kernel],
+    flag: Path,
+    what: str,
+    text: str,
+) -> None:
+    kernel = start()
+
+    def push() -> None:
+        broker.push("refused", what=what, code="x", message="no, because", next_step="Do that.")
+        broker.push("yield", epoch=0)
+        broker.wait_for("yielded")  # it has been read
+
+    line = raising(kernel, broker, flag, text, push)
+    assert line == "GPU pool: No, because. Do that.\n"
+    flag.unlink()
+    assert raising(kernel, broker, flag, "later", None) == ""
+
+
+def test_what_the_broker_says_a_moment_after_the_error_is_waited_for(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
+) -> None:
+    kernel = start()
+    kernel.run(
+        "from jupyter_gpupool.kernel import cells; cells.WORD = 20\n"
+        "from jupyter_gpupool.kernel import _agents\n"
+        "gate = next(iter(_agents.values())).gate\n"
+        "word = gate._word\n"
+        f"def told(refusals):\n    open({str(flag)!r}, 'w').close()\n    return word(refusals)\n"
+        "gate._word = told"
+    )
+    cell = kernel.start(f"raise RuntimeError({NOT_READY!r})")
+    deadline = time.monotonic() + 20
+    while not flag.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    broker.push("refused", what="attach", code="max-wait", message="You have waited 1 s.")
+    cell.done()
+    assert cell.outputs[-1]["text"] == "GPU pool: You have waited 1 s.\n"
+
+
+def test_a_call_that_found_no_broker_is_explained(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
+) -> None:
+    kernel = start()
+    line = raising(kernel, broker, flag, NOT_READY, broker.die)
+    assert line.startswith("GPU pool: a CUDA call waited for a GPU slice. ")
+    assert str(broker.path) in line
+    assert "Start it with `jupyter gpupool broker`" in line
+    assert "jupyter gpupool doctor" in line
+    broker.start()
+    broker.wait_for("hello", count=2)
+    flag.unlink()
+    line = raising(kernel, broker, flag, NOT_READY, None)  # it is back, too late for the call
+    assert str(broker.path) in line
+    assert "Run the cell again." in line
+
+
+def test_nothing_is_explained_after_an_interrupt_or_a_success(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
+) -> None:
+    kernel = start()
+
+    def push() -> None:
+        broker.push("refused", what="grow", code="x", message="no")
+        broker.push("yield", epoch=0)
+        broker.wait_for("yielded", count=len(broker.seen("yielded")) + 1)
+
+    cell = kernel.start(INSIDE.format(flag=str(flag)) + "raise KeyboardInterrupt")
+    cell.until("execute_input")
+    push()
+    flag.touch()
+    assert "GPU pool" not in cell.done().text
+    flag.unlink()
+    cell = kernel.start(INSIDE.format(flag=str(flag)) + "print(1)")
+    cell.until("execute_input")
+    push()
+    flag.touch()
+    assert cell.done().text == "1\n"
+
+
+# ---------------------------------------------------------------------- %gpu
+
+
+def test_gpu_tells_what_the_guard_counts(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
+) -> None:
+    kernel = start()
+    first = kernel.run("%gpu").text
+    assert "no slice now; the next CUDA call gets it" in first
+    assert "on: CUDA calls wait for the slice" in first
+    broker.sessions["s1"]["pid"] = pid_of(kernel)
+    granted(broker)
+    page.grant(DEVICE, 4 * GiB, 8 * GiB)
+    page.process(pid_of(kernel), used=3 * GiB + 512 * MiB)
+    (shown,) = kernel.run("%gpu").outputs
+    assert "3.5 GiB of 4 GiB, may grow to 8 GiB" in shown["data"]["text/plain"]
+    assert "3.5 GiB of 4 GiB, may grow to 8 GiB" in shown["data"]["text/html"]
+    page.process(pid_of(kernel) + 1, waiting=2, number=1)
+    assert "2 threads wait for the slice" in kernel.run("%gpu").text
+    broker.die()  # the page still tells
+    assert "3.5 GiB of 4 GiB" in kernel.run("%gpu").text
+
+
+def test_a_new_size_takes_effect_on_the_next_allocation(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
+) -> None:
+    text = start().run("%gpu 12GiB --limit 20GiB").text
+    assert text == (
+        "Asked for 12 GiB of device memory, limit 20 GiB, in class notebook. "
+        "It takes effect on the next allocation.\n"
+    )
+
+
+def test_unloading_leaves_the_kernel_as_it_was(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
+) -> None:
+    kernel = start(this_python())
+    kernel.run("%unload_ext jupyter_gpupool.kernel")
+    where = "get_ipython().kernel.session.send.__func__.__module__"
+    assert kernel.run(where).text == "'jupyter_client.session'"
