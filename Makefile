@@ -9,7 +9,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := $(wildcard jupyter_gpupool/emulator/src/*)
+SOURCES := $(foreach part,emulator guard,$(wildcard jupyter_gpupool/$(part)/src/* \
+  jupyter_gpupool/$(part)/src/*/* \
+  jupyter_gpupool/$(part)/*.txt jupyter_gpupool/$(part)/build.py jupyter_gpupool/$(part)/_generate.py))
 
 .PHONY: run test test-failed test-long lint lab docs bench lock clean
 
@@ -19,7 +21,7 @@ $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES)
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 	  { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
 	@command -v cc >/dev/null || \
-	  { echo "A C compiler is missing (it builds the emulated driver): apt-get install gcc libc6-dev"; exit 1; }
+	  { echo "A C compiler is missing (it builds the guard and the emulated driver): apt-get install gcc libc6-dev"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements/lock.txt -e ".[test,docs]"
 	touch $@
@@ -61,4 +63,4 @@ lock:
 	  --extra test --extra docs --extra lab -o requirements/lock.txt
 
 clean:
-	rm -rf $(VENV) build dist docs/_build jupyter_gpupool/emulator/lib
+	rm -rf $(VENV) build dist docs/_build jupyter_gpupool/emulator/lib jupyter_gpupool/guard/lib
