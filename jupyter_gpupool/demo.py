@@ -50,8 +50,19 @@ mine = gpu.allocate(256 << 20, stream=stream)
 mine.fill(7, stream=stream)
 stream.sync()
 while {busy} and not Path({flag!r}).exists():
-    time.sleep(0.05)  # a long cell: its lease is in use and cannot be taken
+    mine.fill(7, stream=stream)  # always at work: its slice is in use and cannot be taken
+    stream.sync()
+    time.sleep(0.05)
 """
+
+
+#: When the pool's kernels get their slice, by the policy in force.
+_ATTACH = {
+    "lazy": "a notebook gets its slice at its first CUDA call (attach policy 'lazy')",
+    "cell": "a notebook gets its slice when a cell starts (attach policy 'cell'; the guard is "
+    "not in force, `jupyter gpupool doctor` says why)",
+    "manual": "a notebook gets its slice on %gpu attach (attach policy 'manual')",
+}
 
 
 def find_notebook() -> Path:
@@ -216,6 +227,7 @@ def run_demo(*, emulate: str = "", svg: str = "") -> int:
             )
         for name in names:
             say(f"  {name}")
+        say(f"  {_ATTACH[status['settings']['attach']]}")
         with tempfile.TemporaryDirectory(prefix="gpupool-demo-") as folder:
             asyncio.run(_run_notebook(broker, Path(folder)))
         rows = broker.call("journal", limit=10000)["rows"]

@@ -69,7 +69,7 @@ class Examiner:
                     return Findings(verdict)
                 unguarded = verdict.reason
             except (GPUPoolError, OSError) as error:
-                unguarded = f"The guard cannot be used. {error}"
+                unguarded = _unusable(error)
         verdict = await judge(Frame(), {**self._env, "CUDA_VISIBLE_DEVICES": device.uuid})
         return Findings(verdict, unguarded if verdict.tested else verdict.reason)
 
@@ -101,7 +101,7 @@ class Examiner:
             try:
                 install.library()
             except GPUPoolError as error:
-                tier, reason = "unguarded", f"The guard cannot be used. {error}"
+                tier, reason = "unguarded", _unusable(error)
             if not self._guard:
                 tier, reason = "unguarded", ""
         elif tier == "unguarded" and self._guard and not reason:
@@ -131,3 +131,9 @@ def sentences(*texts: str) -> str:
     """Join texts that may lack their full stop, each once."""
     ended = (text if text.endswith((".", "?")) else f"{text}." for text in texts if text)
     return " ".join(dict.fromkeys(ended))
+
+
+def _unusable(error: Exception) -> str:
+    # Without its next step: this text goes into status and logs, and the doctor has the rest.
+    text = error.message if isinstance(error, GPUPoolError) else str(error)
+    return f"The guard cannot be used. {text}"
