@@ -17,7 +17,6 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-
 #: What is compiled, and what it is called in a warning.
 _PARTS = {
     "guard": "the guard (kernels then get their slice when a cell starts)",
@@ -26,7 +25,7 @@ _PARTS = {
 
 
 def _load_build(root: str, part: str) -> Any:
-    """Import the ``build.py`` of a part by its path: the package's own requirements are not here."""
+    """Import the ``build.py`` of a part by its path: what the package requires is not here."""
     path = Path(root) / "jupyter_gpupool" / part / "build.py"
     spec = importlib.util.spec_from_file_location(f"_gpupool_{part}_build", path)
     if spec is None or spec.loader is None:
