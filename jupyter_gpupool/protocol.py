@@ -15,12 +15,18 @@ are errors. Sizes are bytes, times seconds.
 ``lease``   push to an agent: ``state``, ``epoch``, ``slices``, ``reason``, ``pinned_reason``
 ``yield``   push to an agent: ``epoch``; the broker wants the slice, answer with ``yielded``
 ``lost``    push to an agent: ``message``; the driver lost this session's device state
+``refused`` push to an agent: ``what`` (``attach`` or ``grow``), ``code``, ``message``,
+            ``next_step``; a CUDA call of its processes was refused by the pool
 ``event``   push to a watcher: a row of the journal as it happens
 ==========  =====================================================================================
 
 Why ``yield``/``yielded``: a cell on an attached session must not pay for a round trip. The agent
 owns its lease until it agrees to give it up, so it may start a cell with one ``hold`` that nobody
 answers (``wait`` false). A ``hold`` sent before the ``yield`` was read makes the answer ``false``.
+
+``attach`` and ``grow`` come from the guard, without a ``hello``, each on a connection of its own and
+only when the session's shared page says that a call must wait; what was granted is in the page before
+the ``ok`` is sent. Closing the connection ends the wait.
 """
 
 from __future__ import annotations
@@ -64,6 +70,12 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "drop": ({"hold": str}, {"cuda": (bool, type(None))}),
     # stop waiting for a hold. Ends that ``hold`` request with error code "cancelled". ok: -
     "cancel": ({"hold": str}, {}),
+    # ---- the guard in any process of a session (identified by SO_PEERCRED and the token)
+    # a thread waits at the gate. ok, once the gate is open: epoch
+    "attach": ({"session": str, "token": str}, {"pid": int, "tid": int}),
+    # ``bytes`` more than is granted on the session's device number ``device``. ok: granted
+    "grow": ({"session": str, "token": str, "device": int, "bytes": int}, {"pid": int, "tid": int}),
+    # ---- its agent again
     # answer to a yield: did the agent give up the lease of this epoch? No answer.
     "yielded": ({"epoch": int, "yielded": bool}, {"cuda": (bool, type(None))}),
     # ---- anybody who may act on the session (its agent may leave ``session`` out)

@@ -12,6 +12,12 @@ Layout, in the order a message travels::
     lives       processes that die, agents that go away, waits that end
     runner      the loop: event -> Pool -> journal -> actions
     effects     Attach and Suspend: the agent's consent, then the driver; results -> events
+    guarding    what there is only because kernels run under the guard, put together:
+    pages         the shared pages, true to the pool's records
+    guards        attach and grow, asked by threads that wait at the gate
+    activity      who uses its device, read from the pages -> holds
+    watchdog      who has more than was granted, and what is done
+    turns         compute shares: whose gate is open
     sessions    what the broker knows about a kernel and the pool must not: pid, token, sockets
     processes   /proc and pidfd: identity, descent, death
     host        host memory that a suspend may take

@@ -10,6 +10,7 @@ from ..errors import ProtocolError, RefusedError
 from ..pool import events as e
 from ..protocol import Message
 from . import processes
+from .activity import DEVICE_HOLD
 from .connection import MAX_WAITING, Connection
 from .lives import Lives
 from .records import request_to_json, slices_to_json
@@ -41,7 +42,7 @@ class Agents:
             )
         if session.process is None:
             # A kernel can be faster than the server that started it.
-            session.early_hello.append((connection, message))
+            session.early.append((connection, message))
             return
         if not processes.descends(connection.peer.pid, session.process):
             raise RefusedError(
@@ -60,10 +61,12 @@ class Agents:
             session.grace = None
         session.agent = connection
         connection.session = session
-        session.cuda = message.get("cuda", session.cuda)
+        _note_cuda(session, message.get("cuda"))
         # A hold that waits for its answer is asked for again by the agent; not to be dropped here.
         waiting = tuple(
-            hold for hold in self._lives.record(session).holds if hold.id in session.waits
+            hold
+            for hold in self._lives.record(session).holds
+            if hold.id in session.waits or hold.id == DEVICE_HOLD
         )
         self._runner.handle(
             e.HoldsReplaced(
@@ -91,6 +94,8 @@ class Agents:
         hold, kind = message["hold"], read_hold_kind(message["kind"])
         if not hold or len(hold) > MAX_NAME:
             raise ProtocolError(f"The name of a hold must have 1 to {MAX_NAME} characters.")
+        if hold == DEVICE_HOLD:
+            raise ProtocolError(f"The hold {hold!r} is the guard's.")
         record = self._lives.record(session)
         if len(record.holds) >= MAX_HOLDS:
             raise RefusedError(f"A session may have {MAX_HOLDS} holds at once.", code="too-many")
@@ -118,24 +123,26 @@ class Agents:
 
     def drop(self, connection: Connection, message: Message) -> None:
         session = self.session_of(connection)
-        if message.get("cuda") is not None:
-            session.cuda = message["cuda"]
+        if message["hold"] == DEVICE_HOLD:
+            raise ProtocolError(f"The hold {DEVICE_HOLD!r} is the guard's.")
+        _note_cuda(session, message.get("cuda"))
         self._runner.handle(
             e.HoldDropped(
                 now=self._runner.now(), session=session.id, hold=message["hold"],
-                cuda=message.get("cuda"),
+                cuda=message.get("cuda") if session.page is None else session.cuda,
             )
         )  # fmt: skip
 
     def cancel(self, connection: Connection, message: Message) -> None:
         session = self.session_of(connection)
+        if message["hold"] == DEVICE_HOLD:
+            raise ProtocolError(f"The hold {DEVICE_HOLD!r} is the guard's.")
         self._lives.cancel(session, message["hold"])
         connection.answer(message.get("id"))
 
     def yielded(self, connection: Connection, message: Message) -> None:
         session = self.session_of(connection)
-        if message.get("cuda") is not None:
-            session.cuda = message["cuda"]
+        _note_cuda(session, message.get("cuda"))
         asked = session.yielding
         if asked is not None and asked[0] == message["epoch"] and not asked[1].done():
             asked[1].set_result((message["yielded"], message.get("cuda")))
@@ -147,3 +154,9 @@ class Agents:
         if connection.session is None:
             raise RefusedError("Say hello first: no session is known here.", code="no-session")
         return connection.session
+
+
+def _note_cuda(session: Session, cuda: bool | None) -> None:
+    """Believe the agent; but where there is a page it knows of every process, the agent of one."""
+    if cuda is not None and session.page is None:
+        session.cuda = cuda

@@ -23,7 +23,7 @@ from traitlets.config.loader import DeferredConfigString
 
 from .. import __version__
 from ..config import BrokerSettings, load_settings
-from ..config.settings import needs_restart, usable_attach
+from ..config.settings import needs_restart
 from ..devices.service import DeviceService
 from ..endpoint import find_socket
 from ..errors import ConfigError, GPUPoolError
@@ -34,6 +34,7 @@ from ..units import format_bytes
 from .auth import Access
 from .connection import Connection
 from .effects import DeviceEffects
+from .guarding import Guarding
 from .handlers import Handlers
 from .journal import Journal
 from .listener import Claim, is_machine_wide
@@ -116,12 +117,14 @@ class BrokerApp:
                 env=own_env,
                 log=_LOG.getChild("devices"),
                 lock_timeout=self.settings.lock_timeout,
+                guard=self.settings.guard,
                 on_device_lost=self._device_lost,
             )
             stack.push_async_callback(service.close)
             devices = self._choose(await service.start(self._known(journal)))
             journal.remember("devices", devices_to_text(devices))
             self._build(claim, journal, service, kernel_env, devices)
+            stack.callback(self.guarding.close)
             self.monitor.start()
             stack.push_async_callback(self.monitor.close)
             await self._restore(journal, service)
@@ -200,7 +203,6 @@ class BrokerApp:
             runner, effects, access, socket=self.path, emulated=bool(settings.emulate),
             machine=f"EMULATED {settings.emulate}" if settings.emulate else versions,
         )  # fmt: skip
-        snapshots.attach = usable_attach(settings.attach, False)[0]
         self.handlers = Handlers(
             runner, access, snapshots, attach=settings.attach, environment=kernel_env, log=_LOG
         )
@@ -211,6 +213,11 @@ class BrokerApp:
         self.handlers.look = self.monitor.look
         runner.on_change = self.monitor.look_soon
         self.runner, self.effects, self.snapshots = runner, effects, snapshots
+        self.guarding = Guarding(
+            runner, effects, handlers=self.handlers, monitor=self.monitor, snapshots=snapshots,
+            settings=settings, log=_LOG,
+        )  # fmt: skip
+        self.guarding.start(self.path, devices, service, machine_wide=claim.machine_wide)
         self._empty_since = loop.time()
         self._built = True
         runner.on_row = self.handlers.show_row
@@ -243,9 +250,12 @@ class BrokerApp:
         for name, owner, reason in dead:
             journal.put(name, None)
             self.runner.note("close", reason=reason, detail={"session": name, "owner": owner})
+        for one in found:
+            self.guarding.adopt(one.session)
         # Those that hold a slice first: nobody may be given what they have.
         for one in sorted(found, key=lambda r: not r.record.slices):
             self._go_on(one)
+        self.guarding.all_recovered()
         self.runner.commit()
         self._population(len(self.runner.sessions))
 
@@ -253,6 +263,7 @@ class BrokerApp:
         session, runner = one.session, self.runner
         runner.sessions.add(session)
         runner.handle(e.SessionRecovered(now=runner.now(), record=one.record))
+        self.guarding.recovered(session)
         if one.record.slices:
             runner.busy[session.id] = one.record.state
         self.handlers.lives.watch_process(session)
@@ -333,7 +344,7 @@ class BrokerApp:
         access = Access(self.handlers.access.machine_wide, os.geteuid(), new.admins)
         self.handlers.access = self.snapshots.access = access
         self.handlers.attach = new.attach
-        self.snapshots.attach = usable_attach(new.attach, self.handlers.guarded)[0]
+        self.guarding.configure(new)
         self.monitor.settings = new
         self.runner.note("config", reason="read again")
         self.runner.handle(e.SettingsChanged(now=self.runner.now(), settings=new.pool))

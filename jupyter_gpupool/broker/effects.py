@@ -18,6 +18,8 @@ from ..pool import events as e
 from ..pool.model import SessionRecord, Slice
 from ..units import format_bytes
 from . import host, processes
+from .activity import Activity
+from .pages import CLOSED, Pages
 from .runner import Runner
 from .sessions import Session
 
@@ -27,6 +29,9 @@ YIELD_TIMEOUT = 1.0
 #: A sample this young (seconds) is good enough to attach a session that holds nothing yet: there
 #: is nothing to restore, and so nothing to lose if a process outside the pool was faster.
 FRESH = 10.0
+
+#: Seconds that calls inside the driver have to return once the gate is closed, and between looks.
+DRAIN, DRAIN_POLL = 1.0, 0.003
 
 #: A process that has just ended may give its memory back a moment later: seconds, and between.
 ROOM_WAIT, ROOM_POLL = 1.0, 0.05
@@ -47,6 +52,9 @@ class DeviceEffects:
         #: The last sample by device, and when it was taken (loop time).
         self.samples: Mapping[str, DeviceSample] = {}
         self.sampled_at = float("-inf")
+        #: What the guard tells and is told; None where nobody runs under it.
+        self.pages: Pages | None = None
+        self.activity: Activity | None = None
         #: The broker ends: what is begun is finished, and nothing new is begun.
         self.closing = False
         #: Called with a device that failed its self-test, and why.
@@ -191,7 +199,11 @@ class DeviceEffects:
         session = self._runner.sessions.find(action.session)
         if session is None:
             return
-        agreed, why = await self._ask(session, action.epoch)
+        obstacle = await self._close_gate(session)
+        if obstacle:
+            self._refused(action, *obstacle)
+            return
+        agreed, why = (True, "") if session.forced else await self._ask(session, action.epoch)
         if not agreed:
             self._refused(action, "busy", why)
             return
@@ -232,6 +244,27 @@ class DeviceEffects:
                 e.SuspendFailed(now=now, session=name, epoch=action.epoch, message=outcome.message)
             )
 
+    async def _close_gate(self, session: Session) -> tuple[str, str] | None:
+        """Let no call into the driver any more; return the kind of refusal, and why, if one runs.
+
+        Whoever refuses after this opens the gate again by saying so: the page follows the record.
+        """
+        if session.page is None or self.pages is None or self.activity is None:
+            return None
+        busy = self.activity.busy(session)
+        if session.use.pins:
+            return "pinned", f"It cannot be suspended: {session.use.pins}."
+        if busy and not session.forced:
+            return "busy", "it uses its GPU"
+        self.pages.set_gate(session, CLOSED)
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + DRAIN
+        while (reading := self.activity.read(session)) is not None and reading.inflight:
+            if loop.time() >= give_up:
+                return "drain", f"a CUDA call did not return within {DRAIN:g} s"
+            await asyncio.sleep(DRAIN_POLL)
+        return None
+
     async def _ask(self, session: Session, epoch: int) -> tuple[bool, str]:
         """Return whether the agent gives the lease up, and why not."""
         if session.grace is not None:
@@ -265,6 +298,10 @@ class DeviceEffects:
             for process in sample.processes:
                 if process.bytes and processes.descends(process.pid, session.process):
                     ours[sample.uuid] = ours.get(sample.uuid, 0) + process.bytes
+        for uuid, size in session.use.counted.items():
+            # NVML does not name processes everywhere, and the guard does not count everything.
+            if size:
+                ours[uuid] = max(ours.get(uuid, 0), size)
         if not ours and session.cuda is False:
             return {}
         return {piece.device: ours.get(piece.device) or piece.bytes for piece in slices}
@@ -283,7 +320,7 @@ class DeviceEffects:
                 for s in action.slices
             )
         cuda = outcome.cuda
-        if cuda is None and session is not None:
+        if session is not None and (cuda is None or session.page is not None):
             cuda = session.cuda
         return e.SuspendDone(
             now=self._runner.now(),
@@ -296,6 +333,9 @@ class DeviceEffects:
 
     def _refused(self, action: e.Suspend, kind: str, why: str) -> None:
         assert kind in ("busy", "pinned", "drain", "host")
+        session = self._runner.sessions.find(action.session)
+        if session is not None:
+            session.forced = False
         self._runner.handle(
             e.SuspendRefused(
                 now=self._runner.now(),
@@ -305,7 +345,6 @@ class DeviceEffects:
                 message=why,
             )
         )
-        session = self._runner.sessions.find(action.session)
         if session is not None:
             # The agent may have given the lease up: it has it again.
             self._runner.push_lease(session, why)

@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Awaitable, Callable, Mapping, get_args
 
 from ..config.settings import usable_attach
@@ -20,8 +21,10 @@ from . import processes
 from .agents import Agents
 from .auth import Access, owner_of
 from .connection import Connection, Counters
+from .guards import Guards
 from .journal import Row
 from .lives import Lives
+from .pages import Pages, environment
 from .records import request_to_json
 from .requests import MAX_NAME, blame_default, default_request, fit_unasked, read_request
 from .runner import Runner, refused
@@ -39,6 +42,9 @@ MAX_CONNECTIONS = 8000
 
 #: Requests that may wait for a sample at once; more are judged by the last one.
 MAX_LOOKS = 16
+
+#: Messages that only a session's own processes send.
+_OF_PROCESSES = frozenset({"hello", "hold", "drop", "cancel", "yielded", "attach", "grow"})
 
 _POLICIES = frozenset(get_args(AttachPolicy))
 
@@ -71,6 +77,12 @@ class Handlers:
         self.no_device = ""
         #: Whether kernels of this broker run under the guard on some device.
         self.guarded = False
+        #: Why they do not, as a sentence.
+        self.guard_problem = ""
+        #: Where its library is, their pages, and what the guard in them asks.
+        self.guard_directory = Path()
+        self.pages: Pages | None = None
+        self.guards: Guards | None = None
         #: When (loop time) somebody last connected.
         self.last_connection = asyncio.get_running_loop().time()
         #: Takes a sample of the devices now and tells the pool.
@@ -100,6 +112,11 @@ class Handlers:
             "ping": self._ping,
         }
 
+    def use_guard(self, pages: Pages, guards: Guards) -> None:
+        """From now on serve the guard in the sessions' processes."""
+        self.pages, self.guards = pages, guards
+        self._methods |= {"attach": guards.attach, "grow": guards.grow}
+
     # ------------------------------------------------------------------ Service
 
     def connected(self, connection: Connection) -> None:
@@ -115,7 +132,17 @@ class Handlers:
         self.last_connection = asyncio.get_running_loop().time()
 
     def received(self, connection: Connection, message: Message) -> None:
-        self._methods[message["type"]](connection, message)
+        speaker = connection.session or self.sessions.find(message.get("session", ""))
+        if speaker is not None and message["type"] in _OF_PROCESSES:
+            speaker.messages += 1
+        method = self._methods.get(message["type"])
+        if method is None:
+            raise RefusedError(
+                "No kernel of this broker runs under the guard.",
+                code="no-guard",
+                next_step="Restart the kernel.",
+            )
+        method(connection, message)
 
     def disconnected(self, connection: Connection) -> None:
         uid = connection.peer.uid
@@ -129,6 +156,8 @@ class Handlers:
                 self.lives.end(
                     session, "the server that opened it went away before its kernel started"
                 )
+        if self.guards is not None:
+            self.guards.gone(connection)
         session = connection.session
         if session is not None and session.agent is connection:
             self.lives.agent_gone(session)
@@ -163,7 +192,7 @@ class Handlers:
                 f"There is no attach policy {attach[:40]!r}; there are cell, manual and lazy.",
                 code="bad-request",
             )
-        attach, _ = usable_attach(attach, self.guarded)
+        attach, _ = usable_attach(attach, self.guarded, self.guard_problem)
         settings, fields = self.runner.pool.settings, message.get("request", {})
         request = read_request(default_request(settings), fields)
         capacities = self._snapshots.capacities()
@@ -201,6 +230,7 @@ class Handlers:
         self.runner.commit()
         self.runner.on_population(len(self.sessions))
         env = {**self.environment, **self._snapshots.home(request)}
+        env |= self._guard_environment(session, env, request.limit)
         env |= {
             "GPUPOOL_SOCKET": str(self._snapshots.socket),
             "GPUPOOL_SESSION": session.id,
@@ -217,6 +247,16 @@ class Handlers:
                 "env": env,
             },
         )
+
+    def _guard_environment(
+        self, session: Session, env: Mapping[str, str], limit: int
+    ) -> dict[str, str]:
+        """Make the page of a new session; return the variables that put it under the guard."""
+        if self.pages is None or not self.guarded:
+            return {}
+        home = env["CUDA_VISIBLE_DEVICES"]
+        page = self.pages.create(session, home.split(","), limit)
+        return {} if page is None else environment(self.guard_directory, page, env, home)
 
     def _launched(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
@@ -254,10 +294,10 @@ class Handlers:
         self.runner.dirty(session.id)
         self.runner.commit()
         connection.answer(message.get("id"))
-        early, session.early_hello = session.early_hello, []
-        for agent, hello in early:
-            if agent.open:
-                self._try(agent, hello, self.agents.hello)
+        early, session.early = session.early, []
+        for sender, waiting in early:
+            if sender.open:
+                self._try(sender, waiting, self._methods[str(waiting["type"])])
 
     def _close(self, connection: Connection, message: Message) -> None:
         session = self.sessions.find(message["session"])
@@ -269,8 +309,12 @@ class Handlers:
     # ------------------------------------------------------------------ whoever may act on it
 
     def _request(self, connection: Connection, message: Message) -> None:
-        record = self.lives.record(self._acting(connection, message))
-        shrinks = read_request(record.request, message).memory < record.footprint
+        session = self._acting(connection, message)
+        record = self.lives.record(session)
+        memory = read_request(record.request, message).memory
+        # What the guard counts is exact, and older by up to a sample.
+        guarded = session.page is not None and any(memory < s.bytes for s in record.slices)
+        shrinks = memory < record.footprint or guarded
         if not shrinks or len(self._looks) >= MAX_LOOKS:
             self._request_now(connection, message)
             return

@@ -11,6 +11,7 @@ from ..errors import RefusedError
 from ..pool import events as e
 from ..pool.model import SessionRecord
 from . import processes
+from .activity import DEVICE_HOLD
 from .runner import Runner
 from .sessions import Session
 
@@ -58,8 +59,11 @@ class Lives:
         session.grace = None
         self._log.warning("The agent of session %s did not come back; its holds end", session.id)
         self._runner.handle(
-            e.HoldsReplaced(now=self._runner.now(), session=session.id, holds=(), cuda=session.cuda)
-        )
+            e.HoldsReplaced(
+                now=self._runner.now(), session=session.id, cuda=session.cuda,
+                holds=tuple(h for h in self.record(session).holds if h.id == DEVICE_HOLD),
+            )
+        )  # fmt: skip
 
     def agent_gone(self, session: Session) -> None:
         """Drop what its agent waits for, and give it the time to come back for the rest."""

@@ -20,8 +20,10 @@ from ..devices.processes import identify, session_of
 from ..errors import GPUPoolError
 from ..pool import events as e
 from . import host, processes
+from .activity import Activity
 from .effects import DeviceEffects
 from .runner import Runner
+from .watchdog import Watchdog
 
 #: Seconds between a change and the look at it.
 SETTLE = 0.05
@@ -43,6 +45,8 @@ class _Use:
 
     foreign: int
     footprints: dict[str, int]
+    #: The sessions' bytes by NVML alone.
+    shown: dict[str, int]
 
 
 class Monitor:
@@ -66,6 +70,11 @@ class Monitor:
         self._failing = ""
         #: This process: what it starts (workers, self-tests) is the pool's.
         self.own = identify(os.getpid())
+        #: What the guard tells, and who compares; None where nobody runs under it.
+        self.activity: Activity | None = None
+        self.watchdog: Watchdog | None = None
+        #: Called after each sample, when what is free where is known again.
+        self.on_sample: Callable[[], None] = lambda: None
         #: Called with each device that could be read.
         self.on_healthy: Callable[[str], None] = lambda _uuid: None
 
@@ -120,13 +129,17 @@ class Monitor:
         samples = await self._effects.sample()
         await self._identify(samples)
         granted = self._granted()
+        counted = self._counted()
+        shown: dict[str, dict[str, int]] = {}
         for sample in samples:
             if sample.lost:
                 continue  # the device service tells of a loss itself, once
             self.on_healthy(sample.uuid)
             if self._runner.changes.get(sample.uuid) != before.get(sample.uuid):
                 continue  # something was attached or suspended there meanwhile: old news
-            use = self._attribute(sample, granted.get(sample.uuid, {}))
+            use = self._attribute(sample, granted.get(sample.uuid, {}), counted)
+            for name, size in use.shown.items():
+                shown.setdefault(name, {})[sample.uuid] = size
             if waited_for or self._told.get(sample.uuid) != use:
                 self._told[sample.uuid] = use
                 self._runner.handle(
@@ -137,6 +150,9 @@ class Monitor:
                 )  # fmt: skip
         if self.settings.foreign_processes != "count":
             self._treat_foreign(samples)
+        if self.watchdog is not None:
+            self.watchdog.seen(shown)
+        self.on_sample()
 
     # ------------------------------------------------------------------ whose memory
 
@@ -174,11 +190,20 @@ class Monitor:
         same_user = found is not None and processes.real_uid(process.pid) == found.uid
         return found.id if found is not None and same_user else None
 
-    def _attribute(self, sample: DeviceSample, granted: Mapping[str, int]) -> _Use:
+    def _attribute(
+        self,
+        sample: DeviceSample,
+        granted: Mapping[str, int],
+        counted: Mapping[str, Mapping[str, int]],
+    ) -> _Use:
         """Split a device's used bytes into the sessions' and everybody else's.
 
         Where NVML names no processes (in containers), what is used and not known counts first as
         the use of the sessions attached there, up to their grants, and only then as foreign.
+
+        Of what NVML shows of a session and what its guard has counted the larger is true: NVML
+        sees what the driver takes by itself, and not processes of other pid namespaces; the guard
+        counts before the driver is asked, and so is never behind.
         """
         footprints: dict[str, int] = {}
         known = 0
@@ -191,6 +216,7 @@ class Monitor:
             if owner is not None:
                 footprints[owner] = footprints.get(owner, 0) + entry.bytes
         foreign = known - sum(footprints.values())
+        shown = dict(footprints)
         for session in footprints.keys() - granted.keys():
             # It has no slice here, so nobody's slice covers this. (What is more than a slice, the
             # pool itself counts.)
@@ -202,7 +228,18 @@ class Monitor:
             if idler is not None and idler.cuda is False:
                 # It never called cuInit, so it holds nothing: its slice can go without host memory.
                 footprints[name] = 0
-        return _Use(foreign, footprints)
+        for name in granted.keys() & counted.keys():
+            size = counted[name].get(sample.uuid, 0)
+            if size or name in footprints:
+                footprints[name] = max(size, footprints.get(name, 0))
+        return _Use(foreign, footprints, shown)
+
+    def _counted(self) -> dict[str, Mapping[str, int]]:
+        """Return the bytes that the guard counts now, by session and device."""
+        if self.activity is None:
+            return {}
+        attached = [*self.activity.attached.values()]
+        return {session.id: self.activity.counted(session) for session in attached}
 
     def _granted(self) -> dict[str, dict[str, int]]:
         """Return the granted bytes by device and session."""

@@ -40,6 +40,15 @@ class Effects(Protocol):
     def end_session(self, action: e.EndSession) -> None: ...
 
 
+class Guarding(Protocol):
+    """Keeps the guard in the sessions' processes informed; see ``guards``."""
+
+    def changed(self, session: Session) -> None: ...
+    def granted(self, session: Session, epoch: int) -> None: ...
+    def refused(self, session: Session, refusal: Refusal) -> None: ...
+    def ended(self, session: Session, reason: str) -> None: ...
+
+
 class Clock:
     """Seconds since the epoch that never go back, also not over a restart."""
 
@@ -63,6 +72,7 @@ class Runner:
         self.log = log
         self.now = clock.now
         self.effects: Effects | None = None
+        self.guard: Guarding | None = None
         #: Called with each row as it happens; for those who watch.
         self.on_row: Callable[[Row], None] = lambda _row: None
         #: Called when the last session has ended, or the first has come.
@@ -197,10 +207,23 @@ class Runner:
             self.commit()
         elif self._dirty:
             self._flush_later()
+        # Before anybody is told that he may go on.
+        self._tell_guard(actions, event)
         for action in actions:
             self._perform(action)
         if isinstance(event, e.SessionEnded):
             self._gone(event)
+
+    def _tell_guard(self, actions: list[e.Action], event: e.Event) -> None:
+        if self.guard is None:
+            return
+        names = [a.session for a in actions if isinstance(a, (e.StateChanged, e.Resize))]
+        if isinstance(event, e.RequestChanged):
+            names.append(event.session)
+        for name in dict.fromkeys(names):
+            session = self.sessions.find(name)
+            if session is not None:
+                self.guard.changed(session)
 
     def _perform(self, action: e.Action) -> None:
         session = self.sessions.find(action.session)
@@ -209,8 +232,14 @@ class Runner:
                 # Whether its own cells run, the agent knows better than we do.
                 if session is not None and not steady(action):
                     self._news[session.id] = action.reason
+            case e.HoldGranted(hold="device"):
+                if session is not None and self.guard is not None:
+                    self.guard.granted(session, action.epoch)
             case e.HoldGranted():
                 self._granted(session, action)
+            case e.HoldRefused(hold="device"):
+                if session is not None and self.guard is not None:
+                    self.guard.refused(session, action.refusal)
             case e.HoldRefused():
                 wait = session.waits.pop(action.hold, None) if session else None
                 if wait is not None and session is not None:
@@ -294,6 +323,8 @@ class Runner:
                 refused(Refusal("ended", f"The session has ended: {event.reason}.")),
             )
         session.waits.clear()
+        if self.guard is not None:
+            self.guard.ended(session, event.reason)
         if session.yielding is not None and not session.yielding[1].done():
             session.yielding[1].cancel()
         if session.agent is not None:

@@ -13,6 +13,7 @@ from typing import Iterator, Mapping
 
 from ..devices.model import ProcessId
 from ..errors import RefusedError
+from ..guard.page import Page
 from ..pool.model import Owner
 from .connection import Connection
 from .processes import Death
@@ -29,6 +30,26 @@ class Wait:
 
     connection: Connection
     request_id: int | None
+
+
+@dataclass
+class Use:
+    """How a session uses its devices, as its page told."""
+
+    #: Bytes by device, contexts included; empty before the first look.
+    counted: Mapping[str, int] = field(default_factory=dict)
+    #: Threads that wait at the gate.
+    waiting: int = 0
+    #: Why it cannot be suspended; empty if nothing is known.
+    pins: str = ""
+    #: Loop time at which it was last seen to use CUDA, and at which it was last looked at.
+    busy_at: float = float("-inf")
+    looked_at: float = float("-inf")
+    #: Seconds of its leases in which it used CUDA.
+    busy_seconds: float = 0.0
+    #: Device bytes that it has beyond its slices, and in how many samples in a row.
+    overuse: int = 0
+    overused: int = 0
 
 
 @dataclass(eq=False)
@@ -52,8 +73,8 @@ class Session:
     grace: asyncio.TimerHandle | None = None
     #: Runs from open to launched.
     launch_timer: asyncio.TimerHandle | None = None
-    #: A hello that came before its launched.
-    early_hello: list[tuple[Connection, dict[str, object]]] = field(default_factory=list)
+    #: What the process, or one of its children, said before its launched came.
+    early: list[tuple[Connection, dict[str, object]]] = field(default_factory=list)
     #: The yield asked of the agent: its epoch and who waits for (yielded, cuda).
     yielding: tuple[int, asyncio.Future[tuple[bool, bool | None]]] | None = None
     #: Whether the process has called cuInit, as its agent last said.
@@ -62,6 +83,18 @@ class Session:
     moving: Mapping[str, int] = field(default_factory=dict)
     #: When the wait that goes on began, for the journal.
     queued_at: float = 0.0
+    #: Messages that its processes have sent, agent and guard.
+    messages: int = 0
+    #: What it shares with the guard in its processes; None without a guard.
+    page: Page | None = None
+    #: The devices that its processes see before a lease.
+    home: tuple[str, ...] = ()
+    #: Threads that wait at the gate and asked for a lease: the id of each one's request.
+    guards: dict[Connection, int | None] = field(default_factory=dict)
+    #: What its page said when it was last read; see ``activity``.
+    use: Use = field(default_factory=Use)
+    #: It is being suspended by a rule, whether it is at rest or not.
+    forced: bool = False
 
     def token_is(self, token: str) -> bool:
         """Return whether ``token`` is the one this session was opened with."""

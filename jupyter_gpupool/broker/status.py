@@ -17,10 +17,12 @@ from .. import __version__
 from ..devices.model import DeviceSample
 from ..pool.model import DeviceView, Owner, PoolView, Request, SessionRecord, SessionView
 from . import host
+from .activity import Activity
 from .auth import Access, Peer
 from .effects import DeviceEffects
 from .records import request_to_json
 from .runner import Runner
+from .sessions import Session
 
 #: CUDA's numbering of devices must be NVML's, or an index means two devices.
 _ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -54,6 +56,8 @@ class Snapshots:
         #: How many kernels began on each device, to spread them.
         self._homes: dict[str, int] = {}
         self._recent: PoolView | None = None
+        #: What the guard tells; None where nobody runs under it.
+        self.activity: Activity | None = None
 
     # ------------------------------------------------------------------ for a new kernel
 
@@ -79,6 +83,22 @@ class Snapshots:
         for uuid in chosen:
             self._homes[uuid] = self._homes.get(uuid, 0) + 1
         return {"CUDA_VISIBLE_DEVICES": ",".join(chosen), **_ORDER, **_FRUGAL}
+
+    def better_home(self, request: Request, home: tuple[str, ...]) -> tuple[str, ...] | None:
+        """Return devices with room for ``request`` if those of ``home`` have none, else None."""
+        views = {view.device.uuid: view for view in self._recent_view().devices}
+        if all(uuid in views and _has_room(views[uuid], request) for uuid in home):
+            return None
+        free = [view for view in views.values() if _has_room(view, request)]
+        if len(free) < len(home):
+            return None
+        free.sort(key=lambda view: (self._homes.get(view.device.uuid, 0), view.device.index))
+        chosen = tuple(view.device.uuid for view in free[: len(home)])
+        for uuid in home:
+            self._homes[uuid] = max(0, self._homes.get(uuid, 0) - 1)
+        for uuid in chosen:
+            self._homes[uuid] = self._homes.get(uuid, 0) + 1
+        return chosen
 
     def capacities(self) -> list[int]:
         """Return the bytes that each device can give at most."""
@@ -128,6 +148,7 @@ class Snapshots:
                 "reclaim_after": settings.reclaim_after,
                 "max_wait": settings.max_wait,
                 "attach": self.attach,
+                "attach_reason": self.attach_reason,
             },
             "broker": {
                 "machine_wide": self.access.machine_wide,
@@ -137,8 +158,10 @@ class Snapshots:
             },
         }
 
-    #: The policy of a session that does not choose; the application sets it.
+    #: The policy of a session that does not choose, and why it is not the configured one; the
+    #: application sets both.
     attach: str = "cell"
+    attach_reason: str = ""
 
     def _view(self) -> PoolView:
         return self._runner.pool.view(self._runner.now())
@@ -165,6 +188,7 @@ class Snapshots:
             "emulated": device.emulated,
             "tier": device.tier,
             "tier_reason": device.tier_reason,
+            "context_bytes": device.context_bytes,
             "can_suspend": device.can_suspend,
             "memory_total": device.memory_total,
             "memory_capacity": view.capacity,
@@ -209,7 +233,7 @@ class Snapshots:
             "queue_length": view.queue_length,
             "eta_seconds": view.eta_seconds,
             "wait_reason": record.wait_reason,
-            "pinned_reason": record.pinned_reason,
+            "pinned_reason": record.pinned_reason or session.use.pins,
             "wait_seconds_total": view.wait_seconds_total,
             "attached_seconds_total": view.attached_seconds_total,
             "idle_seconds": max(0.0, now - record.idle_since) if record.state == "idle" else 0.0,
@@ -217,7 +241,30 @@ class Snapshots:
             "resumes": record.resumes,
             "migrations": record.migrations,
             "agent": session.agent is not None,
+            "guard": session.page is not None,
+            "used_bytes": self._used(session, record),
+            "limit": record.request.limit,
+            "compute": record.request.compute,
+            "waiting": session.use.waiting or len(session.guards),
+            "keep_until": record.keep_until or None,
+            "overuse_bytes": session.use.overuse,
+            "busy_seconds": session.use.busy_seconds,
+            "messages": session.messages,
         }
+
+    def _used(self, session: Session, record: SessionRecord) -> int | None:
+        """Return the device bytes that the guard counts now, None if there is no guard."""
+        if session.page is None:
+            return None
+        if not record.slices:
+            return 0
+        if self.activity is not None:
+            self.activity.read(session)
+        return sum(session.use.counted.values())
+
+
+def _has_room(view: DeviceView, request: Request) -> bool:
+    return not view.drained_reason and view.free >= request.memory
 
 
 def measured(record: SessionRecord, cuda: bool | None) -> int | None:

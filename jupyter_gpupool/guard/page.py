@@ -217,6 +217,13 @@ class Page:
                 )  # fmt: skip
         return Reading(gate, devices, epoch, limit, granted, tuple(slots))
 
+    def devices(self) -> tuple[str, ...]:
+        """Return the devices that the session's processes see, in their order."""
+        count = min(self.read().devices, DEVICES)
+        data = os.pread(self._fd, UUID_BYTES * count, _UUID_AT)
+        texts = [data[at : at + UUID_BYTES] for at in range(0, len(data), UUID_BYTES)]
+        return tuple(text.split(b"\0", 1)[0].decode(errors="replace") for text in texts)
+
     # ------------------------------------------------------------------ writing
 
     def set_gate(self, gate: int, *, pause_until: int = 0) -> None:

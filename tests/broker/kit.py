@@ -86,6 +86,8 @@ class Raw:
 class Broker:
     """A broker process in a folder of its own; may be killed and started again there."""
 
+    module = "jupyter_gpupool.broker"
+
     def __init__(self, folder, **config):
         self.folder = Path(folder)
         self.socket = self.folder / "broker.sock"
@@ -113,7 +115,7 @@ class Broker:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "jupyter_gpupool.broker",
+                    sys.executable, "-m", self.module,
                     "--socket", str(self.socket), "--config", str(self.config_file),
                     "--ready-fd", str(writing),
                 ],
@@ -189,11 +191,16 @@ class Kernel:
         self.server = broker.client()
         if memory is not None:
             request["memory"] = memory
-        answer = self.server.call("open", kernel_id=f"k-{label}", label=label, request=request)
+        answer = self.server.call(
+            "open", kernel_id=f"k-{label}", label=label, request=request, **self.open_fields()
+        )
         self.session, self.token, self.env = answer["session"], answer["token"], answer["env"]
         self.process = None
         if launch:
             self.launch(agent=agent)
+
+    def open_fields(self):
+        return {}
 
     def launch(self, *, agent=True, tell=True):
         self.process = subprocess.Popen(

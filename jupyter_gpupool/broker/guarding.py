@@ -1,0 +1,158 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Everything that there is only because kernels run under the guard, put together."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Sequence
+
+from ..config import BrokerSettings
+from ..config.settings import usable_attach
+from ..devices.service import DeviceService
+from ..errors import GPUPoolError
+from ..guard.install import guard_directory
+from ..pool.model import Device
+from .activity import Activity
+from .effects import DeviceEffects
+from .guards import Guards
+from .handlers import Handlers
+from .monitor import Monitor
+from .pages import Pages, page_folder
+from .runner import Runner
+from .sessions import Session
+from .status import Snapshots
+from .watchdog import Watchdog
+
+
+class Guarding:
+    """Pages, activity, watchdog and turns of one broker.
+
+    Also where no device is guarded any more: kernels of a broker that was here before may run
+    under the guard, and would wait at their gates for ever.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        effects: DeviceEffects,
+        *,
+        handlers: Handlers,
+        monitor: Monitor,
+        snapshots: Snapshots,
+        settings: BrokerSettings,
+        log: logging.Logger,
+    ) -> None:
+        self._runner = runner
+        self._effects = effects
+        self._handlers = handlers
+        self._monitor = monitor
+        self._snapshots = snapshots
+        self._log = log
+        self._problem = ""
+        self.settings = settings
+        self.pages: Pages | None = None
+
+    def start(
+        self, socket: Path, devices: Sequence[Device], service: DeviceService, *, machine_wide: bool
+    ) -> None:
+        """Begin: new kernels run under the guard if a device's self-test says that it works."""
+        settings, runner = self.settings, self._runner
+        guarded = [device.uuid for device in devices if device.tier == "guarded"]
+        try:
+            folder = page_folder(socket, machine_wide=machine_wide)
+        except OSError as error:
+            self._decide(False, f"There is no folder for its pages: {error}.")
+            return
+        context_bytes = max((service.context_bytes(uuid) for uuid in guarded), default=0)
+        pages = Pages(
+            folder, runner.sessions, self._log,
+            managed=settings.managed_memory == "allow", context_bytes=context_bytes,
+        )  # fmt: skip
+        activity = Activity(runner, pages, self._log, quiet_after=settings.quiet_after)
+        pages.on_lease = activity.lease
+        guards = Guards(runner, pages, activity, self._log)
+        watchdog = Watchdog(runner, self._effects, pages, self._log, policy=settings.overuse)
+        runner.guard = guards
+        self._effects.pages, self._effects.activity = pages, activity
+        self._monitor.activity, self._monitor.watchdog = activity, watchdog
+        self._monitor.on_sample = self.refresh_homes
+        self._snapshots.activity = activity
+        self._handlers.use_guard(pages, guards)
+        self.pages, self.activity, self.guards, self.watchdog = pages, activity, guards, watchdog
+        self._decide(bool(guarded), service.guard_problem)
+
+    def _decide(self, guarded: bool, problem: str) -> None:
+        if guarded and self.pages is not None:
+            try:
+                self._handlers.guard_directory = guard_directory(self.pages.folder)
+            except GPUPoolError as error:
+                guarded, problem = False, str(error)
+        self._handlers.guarded, self._handlers.guard_problem = guarded, problem
+        self.configure(self.settings)
+        if self._snapshots.attach_reason:
+            self._log.warning("%s", self._snapshots.attach_reason)
+
+    def configure(self, settings: BrokerSettings) -> None:
+        """Take note of a configuration that was read again."""
+        self.settings = settings
+        attach, reason = usable_attach(
+            settings.attach, self._handlers.guarded, self._handlers.guard_problem
+        )
+        self._snapshots.attach, self._snapshots.attach_reason = attach, reason
+        if self.pages is not None:
+            self.activity.quiet_after = settings.quiet_after
+            self.watchdog.policy = settings.overuse
+            self.pages.managed = settings.managed_memory == "allow"
+
+    def close(self) -> None:
+        """The broker ends; the sessions go on."""
+        if self.pages is not None:
+            self.activity.close()
+            self.pages.close()
+
+    # ------------------------------------------------------------------ recovery
+
+    def adopt(self, session: Session) -> None:
+        """Go on with the page of a session that an earlier broker had."""
+        if self.pages is not None:
+            self.pages.adopt(session)
+            self.activity.read(session)
+
+    def recovered(self, session: Session) -> None:
+        """Make the page true: a broker that was killed in a suspend left the gate closed."""
+        if self.pages is not None:
+            self.guards.changed(session)
+
+    def all_recovered(self) -> None:
+        """Remove the pages of sessions that ended while there was no broker."""
+        if self.pages is not None:
+            self.pages.sweep()
+
+    # ------------------------------------------------------------------ home devices
+
+    def refresh_homes(self) -> None:
+        """Let sessions that have not called cuInit see devices with room for them.
+
+        A process is bound to the devices that it sees when it calls cuInit, and that needs no
+        lease; so they should be those where it would get one.
+        """
+        if self.pages is None:
+            return
+        for session in self._runner.sessions:
+            record = self._runner.record(session.id)
+            if (
+                session.page is None
+                or record is None
+                or record.state != "detached"
+                or record.suspended
+                or record.bound
+            ):
+                continue
+            better = self._snapshots.better_home(record.request, session.home)
+            if better is None:
+                continue
+            reading = self.activity.read(session)
+            if reading is not None and not reading.cuda:
+                self.pages.set_home(session, better)

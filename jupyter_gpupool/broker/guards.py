@@ -1,0 +1,256 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the guard in a session's processes asks: a lease for a call that waits, a larger grant.
+
+Each question has a connection of its own, made by the thread that waits; when it ends, the thread
+has stopped waiting. All threads of a session share one hold, so they are one place in the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Callable
+
+from ..errors import GPUPoolError, RefusedError
+from ..pool import events as e
+from ..pool.model import Refusal
+from ..protocol import Message
+from .activity import DEVICE_HOLD, Activity
+from .connection import Connection
+from .pages import ATTACHED, Pages
+from .runner import Runner, refused
+from .sessions import Session
+
+#: Threads of one session that may wait at once.
+MAX_GUARDS = 1000
+
+#: Questions a second that one session may ask for long, and at once; more are answered later.
+RATE, BURST = 200.0, 400.0
+
+#: Seconds for which the same refusal of the same session is in the journal once.
+SAME = 10.0
+
+#: Most bytes that one question may be about.
+MAX_GROWTH = 1 << 50
+
+
+_Method = Callable[[Connection, Session, Message], None]
+
+#: No request's id.
+_NOBODY = -1
+
+
+class Guards:
+    """Handles ``attach`` and ``grow``."""
+
+    def __init__(
+        self, runner: Runner, pages: Pages, activity: Activity, log: logging.Logger
+    ) -> None:
+        self._runner = runner
+        self._pages = pages
+        self._activity = activity
+        self._log = log
+        self._sessions: dict[Connection, Session] = {}
+        #: Growth asked of the pool, by connection: the answer's id.
+        self._growing: dict[Connection, str] = {}
+        self._asked = 0
+        #: By session: questions it may ask at once now, as of when (loop time).
+        self._allowance: dict[str, tuple[float, float]] = {}
+        #: By session: its last refusal in the journal, and when (loop time).
+        self._told: dict[str, tuple[str, float]] = {}
+        self._now = asyncio.get_running_loop().time
+
+    # ------------------------------------------------------------------ messages
+
+    def attach(self, connection: Connection, message: Message) -> None:
+        session = self._session(connection, message)
+        if not self._may_ask(connection, session, message, self._attach_now):
+            return
+        self._attach_now(connection, session, message)
+
+    def grow(self, connection: Connection, message: Message) -> None:
+        session = self._session(connection, message)
+        if not 0 < message["bytes"] < MAX_GROWTH or message["device"] < 0:
+            raise RefusedError("A growth of that size makes no sense.", code="bad-request")
+        if not self._may_ask(connection, session, message, self._grow_now):
+            return
+        self._grow_now(connection, session, message)
+
+    def gone(self, connection: Connection) -> None:
+        """A thread waits no more: interrupted, ended, or answered before."""
+        rid = self._growing.pop(connection, None)
+        if rid is not None:
+            self._runner.forget(rid)
+        session = self._sessions.pop(connection, None)
+        if session is None or session.guards.pop(connection, _NOBODY) is _NOBODY:
+            return
+        record = self._runner.record(session.id)
+        if record is None or session.guards or record.state in ATTACHED:
+            return  # attached: its activity says when the hold is over
+        self._runner.handle(
+            e.HoldDropped(
+                now=self._runner.now(), session=session.id, hold=DEVICE_HOLD, cuda=session.cuda
+            )
+        )
+
+    # ------------------------------------------------------------------ what the pool answers
+
+    def granted(self, session: Session, epoch: int) -> None:
+        """The session has its lease and its gate is open: let its threads go on."""
+        if session.forced:
+            return
+        waiting, session.guards = session.guards, {}
+        session.use.busy_at = self._now()
+        for connection, request_id in waiting.items():
+            connection.answer(request_id, {"epoch": epoch})
+
+    def refused(self, session: Session, refusal: Refusal) -> None:
+        """The session will not get a lease now: tell its threads, and its user why."""
+        waiting, session.guards = session.guards, {}
+        self._tell(session, "attach", refusal)
+        for connection, request_id in waiting.items():
+            connection.refuse(request_id, refused(refusal))
+
+    # ------------------------------------------------------------------ the session's life
+
+    def changed(self, session: Session) -> None:
+        """The session's state, lease or request has changed: its page must say so first."""
+        record = self._runner.record(session.id)
+        if record is None:
+            return
+        if record.state == "detached":
+            session.forced = False
+        self._pages.follow(session, record)
+        if record.state == "detached" and session.guards:
+            # They began to wait while it was being suspended.
+            self._activity.take(session)
+
+    def ended(self, session: Session, reason: str) -> None:
+        """The session is over."""
+        self._allowance.pop(session.id, None)
+        self._told.pop(session.id, None)
+        waiting, session.guards = session.guards, {}
+        for connection, request_id in waiting.items():
+            connection.refuse(
+                request_id, RefusedError(f"The session has ended: {reason}.", code="ended")
+            )
+        self._activity.lease(session, False)
+        self._pages.remove(session)
+
+    # ------------------------------------------------------------------ internals
+
+    def _session(self, connection: Connection, message: Message) -> Session:
+        session = self._runner.sessions.get(message["session"])
+        if not session.token_is(message["token"]):
+            raise RefusedError("The token is not this session's.", code="bad-token")
+        if connection.peer.uid != session.uid:
+            raise RefusedError(
+                f"The session belongs to user id {session.uid} and you are {connection.peer.uid}.",
+                code="not-yours",
+            )
+        if self._sessions.setdefault(connection, session) is not session:
+            raise RefusedError("This connection is another session's.", code="not-yours")
+        if connection in session.guards or connection in self._growing:
+            raise RefusedError("One question at a time.", code="duplicate")
+        return session
+
+    def _attach_now(self, connection: Connection, session: Session, message: Message) -> None:
+        record = self._runner.record(session.id)
+        if record is None or record.state == "ended":
+            raise RefusedError(f"Session {session.id} has ended.", code="ended")
+        if len(session.guards) >= MAX_GUARDS:
+            raise RefusedError(f"{MAX_GUARDS} threads of the session wait.", code="too-many")
+        if session.process is None:
+            # A program can be faster than the server that started it.
+            session.early.append((connection, message))
+            return
+        if record.attach == "manual" and not record.slices and not record.holds:
+            refusal = Refusal(
+                "manual",
+                "This kernel has no GPU slice, and gets one only when it is asked for (attach "
+                "policy 'manual').",
+                "Run %gpu attach, or begin the cell with %%gpu, and try again.",
+            )
+            self._tell(session, "attach", refusal)
+            raise refused(refusal)
+        session.guards[connection] = message.get("id")
+        if not session.forced:
+            self._activity.take(session)
+
+    def _grow_now(self, connection: Connection, session: Session, message: Message) -> None:
+        record, ordinal = self._runner.record(session.id), message["device"]
+        if record is None or record.state not in ATTACHED or ordinal >= len(record.slices):
+            raise RefusedError("The session has no lease that could grow.", code="no-memory")
+        device = record.slices[ordinal].device
+        self._asked += 1
+        rid = f"g{self._asked}"
+
+        def reply(refusal: Refusal | None, _note: str) -> None:
+            self._growing.pop(connection, None)
+            if refusal is not None:
+                self._tell(session, "grow", refusal)
+                connection.refuse(message.get("id"), refused(refusal))
+                return
+            now = self._runner.record(session.id)
+            sizes = [piece.bytes for piece in now.slices] if now is not None else []
+            granted = sizes[ordinal] if ordinal < len(sizes) else 0
+            connection.answer(message.get("id"), {"granted": granted})
+
+        self._growing[connection] = rid
+        self._runner.expect(rid, reply)
+        # What the pool knows of its use may be a second old, and the question is about now.
+        self._activity.read(session)
+        self._runner.handle(
+            e.GrowAsked(
+                now=self._runner.now(), session=session.id, device=device,
+                bytes=message["bytes"], rid=rid,
+            )
+        )  # fmt: skip
+
+    def _tell(self, session: Session, what: str, refusal: Refusal) -> None:
+        """Leave the reason where people find it: in the page, with the agent, in the journal."""
+        self._pages.notice(session, f"{refusal}")
+        if session.agent is not None:
+            session.agent.send(
+                {
+                    "type": "refused",
+                    "what": what,
+                    "code": refusal.code,
+                    "message": refusal.message,
+                    "next_step": refusal.next_step,
+                }
+            )
+        key, at = self._told.get(session.id, ("", 0.0))
+        if key == f"{what} {refusal.code}" and self._now() - at < SAME:
+            return  # an application that tries smaller and smaller sizes
+        self._told[session.id] = f"{what} {refusal.code}", self._now()
+        self._runner.note(
+            "refuse", session, reason=refusal.message, detail={"what": what, "code": refusal.code}
+        )
+
+    def _may_ask(
+        self, connection: Connection, session: Session, message: Message, method: _Method
+    ) -> bool:
+        """Return whether the question may be handled now; if not, it is, later."""
+        now = self._now()
+        left, at = self._allowance.get(session.id, (BURST, now))
+        left = min(BURST, left + (now - at) * RATE)
+        self._allowance[session.id] = left - 1, now
+        if left >= 1:
+            return True
+        if -left > MAX_GUARDS:
+            raise RefusedError("This session asks more than it may.", code="too-many")
+        loop = asyncio.get_running_loop()
+        loop.call_later((1 - left) / RATE, self._later, connection, session, message, method)
+        return False
+
+    def _later(
+        self, connection: Connection, session: Session, message: Message, method: _Method
+    ) -> None:
+        if not connection.open:
+            return
+        try:
+            method(connection, session, message)
+        except GPUPoolError as error:
+            connection.refuse(message.get("id"), error)

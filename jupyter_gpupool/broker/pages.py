@@ -1,0 +1,251 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The sessions' shared pages: made, kept true to the pool's records, removed.
+
+One small file for each session that runs under the guard, in a folder of this broker's own. What
+the guard in the session's processes may do it reads there; a message is needed only when the gate
+is closed or memory is short. A page that its user damaged is given up: that session goes on
+without what the page is for, and nobody else notices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import stat
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Callable, Mapping, Sequence
+
+from ..devices.model import ProcessId
+from ..guard.install import session_environment
+from ..guard.page import CLOSED, DEVICES, OPEN, PAUSED, UNUSED, Page, PageError, Reading, Slot
+from ..pool.model import SessionRecord
+from . import processes
+from .sessions import Session, Sessions
+
+__all__ = ["CLOSED", "OPEN", "PAUSED", "UNUSED", "Pages", "environment", "page_folder"]
+
+#: Where shared memory is, if the machine has it.
+SHARED_MEMORY = Path("/dev/shm")
+
+_SUFFIX = ".page"
+
+ATTACHED = ("active", "idle")
+
+
+class Pages:
+    """Every page of one broker.
+
+    Parameters
+    ----------
+    folder:
+        See :func:`page_folder`.
+    managed:
+        Whether managed memory is allowed.
+    context_bytes:
+        What a context is charged.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sessions: Sessions,
+        log: logging.Logger,
+        *,
+        managed: bool = False,
+        context_bytes: int = 0,
+    ) -> None:
+        self.folder = folder
+        self.managed = managed
+        self.context_bytes = context_bytes
+        self._sessions = sessions
+        self._log = log
+        #: Called with a session whose lease has come (True) or gone.
+        self.on_lease: Callable[[Session, bool], None] = lambda _session, _attached: None
+
+    # ------------------------------------------------------------------ life
+
+    def create(self, session: Session, devices: Sequence[str], limit: int) -> Path | None:
+        """Make the page of a new session, its gate closed; None if that is not possible.
+
+        ``devices`` are those that its processes see before its first lease.
+        """
+        path = self.folder / f"{session.id}{_SUFFIX}"
+        try:
+            session.page = Page.create(path, session.id, session.uid)
+        except OSError as error:
+            self._log.error("No page for session %s (%s): it runs unguarded", session.id, error)
+            return None
+        session.page.set_policy(managed=self.managed, context_bytes=self.context_bytes)
+        session.page.set_devices(devices[:DEVICES])
+        session.page.set_grant([], limit, 0)
+        session.home = tuple(devices)
+        return path
+
+    def adopt(self, session: Session) -> None:
+        """Open the page of a session that an earlier broker made, if it had one."""
+        path = self.folder / f"{session.id}{_SUFFIX}"
+        if not path.exists():
+            return
+        try:
+            session.page = Page.open(path)
+        except PageError as error:
+            self._log.error("Session %s goes on unguarded: %s", session.id, error.message)
+            return
+        session.page.set_policy(managed=self.managed, context_bytes=self.context_bytes)
+        session.home = session.page.devices()
+
+    def remove(self, session: Session) -> None:
+        """The session is over."""
+        page, session.page = session.page, None
+        if page is not None:
+            # Whatever of it still runs has no session any more.
+            with suppress(OSError):
+                page.set_gate(CLOSED)
+            with suppress(OSError):
+                page.remove()
+
+    def sweep(self) -> None:
+        """Remove the pages of sessions that there are not."""
+        with suppress(OSError):
+            for path in self.folder.glob(f"*{_SUFFIX}"):
+                if path.name.removesuffix(_SUFFIX) not in self._sessions:
+                    path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Forget the pages; remove the folder if no session needs it any more."""
+        empty = True
+        for session in self._sessions:
+            if session.page is not None:
+                session.page.close()
+                session.page, empty = None, False
+        if empty:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------ true to the record
+
+    def follow(self, session: Session, record: SessionRecord) -> None:
+        """Make the page say what the record says.
+
+        While a suspend is under way the gate is its effect's business; a gate that is open, or
+        paused for a neighbour's turn, stays so.
+        """
+        page = session.page
+        if page is None:
+            return
+        attached = record.state in ATTACHED and bool(record.slices)
+        try:
+            if attached:
+                uuids = [piece.device for piece in record.slices]
+                sizes = [piece.bytes for piece in record.slices]
+                page.set_devices(uuids[:DEVICES])
+                session.home = tuple(uuids)
+                page.set_grant(sizes[:DEVICES], max(record.request.limit, *sizes), record.epoch)
+                if not session.forced and page.gate() == CLOSED:
+                    page.set_gate(UNUSED)
+            elif record.state != "detaching":
+                page.set_gate(CLOSED)
+                page.set_grant([], record.request.limit, record.epoch)
+        except (OSError, PageError) as error:
+            self._damaged(session, error)
+            return
+        self.on_lease(session, attached)
+
+    def set_home(self, session: Session, devices: Sequence[str]) -> None:
+        """Say which devices the processes of a session without a lease will see."""
+        if session.page is None or tuple(devices) == session.home:
+            return
+        try:
+            session.page.set_devices(devices[:DEVICES])
+        except (OSError, PageError) as error:
+            self._damaged(session, error)
+        session.home = tuple(devices)
+
+    # ------------------------------------------------------------------ what it says
+
+    def gate(self, session: Session) -> int:
+        """Return the gate; :data:`CLOSED` if the page is of no use any more."""
+        if session.page is not None:
+            try:
+                return session.page.gate()
+            except (OSError, PageError) as error:
+                self._damaged(session, error)
+        return CLOSED
+
+    def set_gate(self, session: Session, gate: int, *, pause_until: int = 0) -> None:
+        """Open, close or pause."""
+        if session.page is not None:
+            try:
+                session.page.set_gate(gate, pause_until=pause_until)
+            except OSError as error:
+                self._damaged(session, error)
+
+    def read(self, session: Session) -> Reading | None:
+        """Return what the living processes say; None if the page cannot be read.
+
+        A process that died by SIGKILL says nothing any more, also if it was in the middle of a
+        call: its slot stays until another process of the session needs it.
+        """
+        if session.page is None:
+            return None
+        try:
+            reading = session.page.read()
+        except (OSError, PageError) as error:
+            self._damaged(session, error)
+            return None
+        return replace(reading, slots=tuple(slot for slot in reading.slots if _lives(slot)))
+
+    def notice(self, session: Session, text: str) -> None:
+        """Leave a sentence for people in the page."""
+        if session.page is not None:
+            with suppress(OSError):
+                session.page.set_notice(text)
+
+    def _damaged(self, session: Session, error: Exception) -> None:
+        self._log.error("The page of session %s is given up: %s", session.id, error)
+        if session.page is not None:
+            session.page.close()
+            session.page = None
+        self.on_lease(session, False)
+
+
+def environment(directory: Path, page: Path, base: Mapping[str, str], home: str) -> dict[str, str]:
+    """Return what, over ``base``, puts a kernel that sees the devices ``home`` under the guard."""
+    return {**session_environment(directory, page, base), "GPUPOOL_VISIBLE": home}
+
+
+def page_folder(socket: Path, *, machine_wide: bool, shared: Path = SHARED_MEMORY) -> Path:
+    """Return the folder for the pages of the broker at ``socket``, made if need be.
+
+    In shared memory, or beside the socket where there is none or somebody else has the name.
+
+    Raises
+    ------
+    OSError
+        If it can be made nowhere.
+    """
+    mode = 0o711 if machine_wide else 0o700
+    name = f"gpupool-{os.geteuid()}-{hashlib.sha256(os.fsencode(socket)).hexdigest()[:12]}"
+    try:
+        return _own_folder(shared / name, mode)
+    except OSError:
+        return _own_folder(socket.with_name(socket.name + ".pages"), mode)
+
+
+def _own_folder(path: Path, mode: int) -> Path:
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = os.lstat(path)
+    # Anybody may make a name in /dev/shm before us.
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to somebody else")
+    path.chmod(mode)
+    return path
+
+
+def _lives(slot: Slot) -> bool:
+    return processes.alive(ProcessId(slot.pid, slot.start_time))

@@ -1,0 +1,26 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A broker whose devices count as guarded: the tests play the guard's part by the page.
+
+So that what the broker does with a page is tested without a compiler, and call by call.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from jupyter_gpupool.broker import app, guarding
+from jupyter_gpupool.devices.service import DeviceService
+
+start = DeviceService.start
+
+
+async def guarded(self, *args, **kwargs):
+    return [replace(device, tier="guarded") for device in await start(self, *args, **kwargs)]
+
+
+if __name__ == "__main__":
+    DeviceService.start = guarded
+    guarding.guard_directory = lambda base: base / "not-compiled"
+    sys.exit(app.main())

@@ -1,0 +1,473 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the broker does with the sessions' pages; the tests play the guard's part."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from . import kit
+from .guardkit import CLOSED, INFLIGHT, OPEN, PINS, UNUSED, Guarded, GuardedBroker
+from .kit import BIG, MiB, wait_until
+
+#: Seconds after which a session counts as quiet, here.
+QUIET = 0.3
+
+
+@pytest.fixture
+def make_broker(folder):
+    made = []
+
+    def make(**config):
+        broker = GuardedBroker(folder, **{"quiet_after": QUIET, **config})
+        made.append(broker)
+        return broker
+
+    yield make
+    for broker in made:
+        broker.close()
+        print(broker.tail())
+
+
+@pytest.fixture
+def kernel(broker):
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Guarded(broker, *args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def holds(kernel):
+    return [hold["id"] for hold in kernel.status()["holds"]]
+
+
+# ---------------------------------------------------------------------- the page itself
+
+
+def test_a_new_session_has_a_page_of_its_own_with_a_closed_gate(broker, kernel):
+    k = kernel(memory=BIG, limit=BIG + 100 * MiB)
+    assert k.gate() == CLOSED
+    assert k.granted() == 0
+    assert k.limit() == BIG + 100 * MiB
+    assert ",".join(k.devices()) == k.env["CUDA_VISIBLE_DEVICES"]
+    found = k.path.stat()
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert found.st_uid == os.getuid()
+    assert stat.S_IMODE(k.path.parent.stat().st_mode) == 0o700
+    assert k.status()["guard"] is True
+    assert broker.status()["settings"]["attach"] == "lazy"
+
+
+def test_the_page_goes_with_its_session_and_the_folder_with_the_broker(broker, kernel):
+    k = kernel()
+    k.server.call("close", session=k.session)
+    wait_until(lambda: not k.path.exists(), "the page is removed")
+    assert k.gate() == CLOSED
+    assert broker.stop() == 0
+    assert not k.path.parent.exists()
+
+
+def test_a_lease_is_in_the_page_before_the_answer(broker, kernel):
+    k = kernel(memory=BIG)
+    answer = k.lease()
+    assert answer["epoch"] > 0
+    assert k.granted() == BIG
+    assert k.devices() == k.status()["devices"]
+    assert k.status()["state"] == "active"
+    assert holds(k) == ["device"]
+
+
+def test_quiet_is_idle_and_a_call_without_a_message_is_busy(broker, kernel):
+    k = kernel()
+    k.lease()
+    k.wait_state("idle")
+    said = k.status()["messages"]
+    assert k.gate() == UNUSED
+    assert k.touch()
+    k.wait_state("active")
+    k.wait_state("idle")
+    assert k.status()["messages"] == said == 1
+    assert k.status()["busy_seconds"] > 0
+
+
+def test_a_call_inside_the_driver_is_no_silence(broker, kernel):
+    k = kernel()
+    k.set(INFLIGHT, 1)
+    k.lease()
+    with pytest.raises(AssertionError, match="not within"):
+        k.wait_state("idle", seconds=4 * QUIET)
+    k.set(INFLIGHT, 0)
+    k.wait_state("idle")
+
+
+def test_a_call_of_a_process_that_was_killed_is_over(broker, kernel):
+    k = kernel()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    slot = k.slot(child.pid)
+    k.set(INFLIGHT, 1, slot=slot)
+    k.lease()
+    k.use(50 * MiB, slot=slot)
+    assert k.status()["used_bytes"] == 50 * MiB
+    child.kill()
+    child.wait()
+    k.wait_state("idle")
+    assert k.status()["used_bytes"] == 0
+    child.stdin.close()
+
+
+def test_threads_that_wait_share_one_hold_and_are_answered_together(broker, kernel):
+    first, second = kernel(memory=BIG), kernel(memory=BIG)
+    third = kernel(memory=BIG)
+    first.lease()
+    second.lease()
+    first.set(INFLIGHT, 1)
+    second.set(INFLIGHT, 1)
+    with third.asking() as one, third.asking() as two:
+        third.wait_state("queued")
+        assert holds(third) == ["device"]
+        wait_until(lambda: third.status()["waiting"] == 2, "both are known")
+        first.set(INFLIGHT, 0)
+        assert one.read()["type"] == two.read()["type"] == "ok"
+    assert third.gate() in (OPEN, UNUSED)
+    assert first.gate() == CLOSED
+    assert first.granted() == 0
+
+
+def test_the_last_thread_that_gives_up_ends_the_wait(broker, kernel):
+    first, second, third = kernel(memory=BIG), kernel(memory=BIG), kernel(memory=BIG)
+    for k in (first, second):
+        k.lease()
+        k.set(INFLIGHT, 1)
+    with third.asking():
+        with third.asking():
+            third.wait_state("queued")
+        wait_until(lambda: third.status()["waiting"] == 1, "one has gone")
+        assert third.state() == "queued"
+    third.wait_state("detached")
+    assert holds(third) == []
+
+
+def test_the_agent_hears_of_the_wait(broker, kernel):
+    first, second = kernel(memory=BIG), kernel(memory=BIG)
+    third = kernel(memory=BIG, agent=True)
+    for k in (first, second):
+        k.lease()
+        k.set(INFLIGHT, 1)
+    with third.asking() as raw:
+        wait_until(lambda: third.link()["queue"], "the agent knows its place")
+        assert third.link()["queue"]["position"] == 1
+        second.set(INFLIGHT, 0)
+        assert raw.read()["type"] == "ok"
+    wait_until(lambda: third.link()["attached"], "the agent knows its lease")
+
+
+def test_manual_kernels_are_refused_with_what_to_do(broker, kernel):
+    k = kernel(attach="manual")
+    answer = k.ask()
+    assert answer["type"] == "error"
+    assert answer["code"] == "manual"
+    assert "%gpu attach" in answer["next_step"]
+    assert "%gpu attach" in k.notice()
+    assert k.state() == "detached"
+    assert k.gate() == CLOSED
+
+
+def test_a_wait_that_is_too_long_is_refused_in_the_page_too(make_broker):
+    broker = make_broker(max_wait=0.5).started
+    first, second = Guarded(broker, memory=BIG, devices=2), Guarded(broker, memory=BIG)
+    first.lease()
+    first.set(INFLIGHT, 1)
+    answer = second.ask()
+    assert answer["code"] == "wait-timeout"
+    assert "max_wait" in second.notice()
+    for k in (first, second):
+        k.close()
+
+
+@pytest.mark.parametrize("lie", [{"token": "x"}, {"session": "nobody"}])
+def test_what_is_not_the_sessions_own_is_refused(broker, kernel, lie):
+    k = kernel()
+    assert k.ask(**lie)["type"] == "error"
+    assert k.ask("grow", device=0, bytes=1, **lie)["type"] == "error"
+    assert k.state() == "detached"
+
+
+# ---------------------------------------------------------------------- size
+
+
+def test_a_new_size_is_in_the_page_at_once(broker, kernel):
+    k = kernel(memory=100 * MiB)
+    k.lease()
+    k.use(80 * MiB)
+    k.server.call("request", session=k.session, memory=200 * MiB)
+    assert k.granted() == 200 * MiB
+    assert k.limit() == 200 * MiB
+    # Exact, although no sample was taken meanwhile.
+    k.use(150 * MiB)
+    with pytest.raises(Exception, match="150 MiB"):
+        k.server.call("request", session=k.session, memory=120 * MiB)
+    assert k.granted() == 200 * MiB
+    k.use(90 * MiB)
+    k.server.call("request", session=k.session, memory=120 * MiB)
+    assert k.granted() == 120 * MiB
+
+
+def test_a_size_asked_for_without_a_lease_changes_the_limit(broker, kernel):
+    k = kernel(memory=100 * MiB)
+    k.server.call("request", session=k.session, memory=150 * MiB, limit=250 * MiB)
+    assert k.limit() == 250 * MiB
+    k.lease()
+    assert k.granted() == 150 * MiB
+
+
+def test_growth_is_in_the_page_before_the_answer(broker, kernel):
+    k = kernel(memory=100 * MiB, limit=300 * MiB)
+    k.lease()
+    k.use(90 * MiB)
+    answer = k.ask("grow", device=0, bytes=50 * MiB)
+    assert answer["type"] == "ok", answer
+    assert answer["granted"] == k.granted() >= 150 * MiB
+    k.use(140 * MiB)
+    refused = k.ask("grow", device=0, bytes=300 * MiB)
+    assert refused["type"] == "error"
+    assert refused["code"] == "limit"
+    assert refused["message"] in k.notice()
+    assert k.ask("grow", device=3, bytes=MiB)["code"] == "no-memory"
+    assert k.ask("grow", device=0, bytes=-MiB)["code"] == "bad-request"
+
+
+def test_growth_into_a_neighbours_slice_is_refused(broker, kernel):
+    first, second = kernel(memory=BIG, devices=2), kernel(memory=100 * MiB, limit=500 * MiB)
+    first.lease()
+    second.lease()
+    answer = second.ask("grow", device=0, bytes=200 * MiB)
+    assert answer["type"] == "error"
+    assert answer["code"] == "no-memory"
+    assert second.granted() == 100 * MiB
+
+
+# ---------------------------------------------------------------------- suspend
+
+
+def test_a_session_without_an_agent_is_suspended_and_comes_back(broker, kernel):
+    first, second = kernel(memory=BIG, devices=1), kernel(memory=BIG)
+    for k in (first, second):
+        k.lease()
+        k.do("alloc", bytes=64 * MiB, byte=7)
+        k.use(96 * MiB)
+        k.wait_state("idle")
+    third = kernel(memory=BIG)
+    third.lease()
+    gone = first if first.state() == "detached" else second
+    assert gone.state() == "detached"
+    assert gone.gate() == CLOSED
+    assert gone.status()["suspended_bytes"] >= 64 * MiB
+    third.wait_state("idle")
+    gone.lease()
+    assert gone.do("check") == 64 * MiB
+
+
+def test_who_was_used_since_the_last_look_is_not_suspended(make_broker):
+    """A touched gate is no rest, although the pool still believes so."""
+    broker = make_broker().started
+    k = Guarded(broker, memory=BIG)
+    k.lease()
+    k.wait_state("idle")
+    k.set(INFLIGHT, 1)
+    k.touch()
+    k.server.call("release", session=k.session)
+    k.wait_state("active")
+    assert k.gate() in (OPEN, UNUSED)
+    rows = broker.rows("suspend", "release")
+    assert rows == []
+    k.set(INFLIGHT, 0)
+    k.wait_state("detached")
+    assert k.gate() == CLOSED
+    k.close()
+
+
+def test_what_cannot_be_suspended_is_pinned_before_the_driver_is_asked(broker, kernel):
+    k = kernel(memory=BIG)
+    k.lease()
+    k.do("alloc", bytes=32 * MiB, byte=1)
+    k.touch()
+    k.set(PINS, 2)
+    wait_until(lambda: k.gate() == UNUSED and k.state() == "idle", "at rest")
+    k.server.call("release", session=k.session)
+    wait_until(lambda: "IPC" in k.status()["pinned_reason"], "the reason is known")
+    k.wait_state("idle")
+    assert k.gate() in (OPEN, UNUSED)
+    assert broker.rows("suspend") == []
+    assert k.do("check") == 32 * MiB
+
+
+def test_a_call_that_does_not_return_keeps_the_slice(make_broker):
+    """The gate is closed, the call inside stays: opened again, and who waited goes on."""
+    broker = make_broker().started
+    k = Guarded(broker, memory=BIG)
+    k.lease()
+    k.wait_state("idle")
+    # A process that touched no gate and is inside all the same: seen only by its counter.
+    k.set(INFLIGHT, 1)
+    k.server.call("release", session=k.session)
+    k.wait_state("active")
+    assert k.gate() in (OPEN, UNUSED)
+    k.close()
+
+
+def test_bytes_that_the_guard_counts_are_the_use(broker, kernel):
+    k = kernel(memory=BIG)
+    k.lease()
+    k.use(123 * MiB)
+    assert k.status()["used_bytes"] == 123 * MiB
+    wait_until(lambda: k.status()["footprint_bytes"] == 123 * MiB, "the pool knows")
+    k.do("alloc", bytes=200 * MiB, byte=2)
+    wait_until(lambda: (k.status()["footprint_bytes"] or 0) >= 200 * MiB, "NVML sees more")
+    assert k.status()["used_bytes"] == 123 * MiB
+
+
+# ---------------------------------------------------------------------- brokers that die
+
+
+def test_a_broker_killed_while_a_thread_waits_is_followed_by_one_that_serves_it(make_broker):
+    broker = make_broker().started
+    first, second = Guarded(broker, memory=BIG, devices=2), Guarded(broker, memory=BIG)
+    first.lease()
+    first.set(INFLIGHT, 1)
+    with second.asking() as raw:
+        second.wait_state("queued")
+        broker.kill()
+        assert raw.read() is None
+    assert first.gate() in (OPEN, UNUSED)
+    assert second.gate() == CLOSED
+    broker.started  # noqa: B018
+    with second.asking() as raw:
+        second.wait_state("queued")
+        assert first.granted() == BIG
+        first.set(INFLIGHT, 0)
+        assert raw.read()["type"] == "ok"
+    assert first.gate() == CLOSED
+    for k in (first, second):
+        k.close()
+
+
+def test_a_gate_that_a_killed_broker_left_closed_is_opened(make_broker):
+    broker = make_broker().started
+    k = Guarded(broker, memory=BIG)
+    k.lease()
+    broker.kill()
+    k.map[8] = CLOSED
+    stale = k.path.with_name("0123456789ab.page")
+    stale.write_bytes(k.path.read_bytes())
+    broker.started  # noqa: B018
+    assert k.gate() in (OPEN, UNUSED)
+    assert k.status()["guard"] is True
+    assert not stale.exists()
+    k.close()
+
+
+def test_the_page_of_a_session_that_died_with_the_broker_is_removed(make_broker):
+    broker = make_broker().started
+    k = Guarded(broker, memory=BIG)
+    k.lease()
+    broker.kill()
+    k.kill()
+    broker.started  # noqa: B018
+    assert not k.path.exists()
+    k.close()
+
+
+def test_a_damaged_page_harms_nobody_else(broker, kernel):
+    k, other = kernel(memory=BIG), kernel(memory=BIG)
+    k.lease()
+    other.lease()
+    os.truncate(k.path, 100)
+    wait_until(lambda: k.status()["guard"] is False, "given up")
+    assert other.touch()
+    assert other.status()["state"] == "active"
+
+
+def test_agents_cannot_take_the_guards_hold(broker, kernel):
+    k = kernel(agent=True)
+    k.lease()
+    with kit.Raw(broker.socket) as raw:
+        raw.say(type="hello", id=1, session=k.session, token=k.token)
+        raw.read()
+        raw.say(type="drop", hold="device")
+        assert raw.read()["type"] == "error"
+
+
+# ---------------------------------------------------------------------- floods
+
+
+def test_a_flood_of_questions_is_slowed_down_and_the_broker_serves_others(broker, kernel):
+    k, other = kernel(attach="manual"), kernel(memory=BIG)
+    raws = []
+    while len(raws) < 600:
+        # As many at a time as the socket's queue takes.
+        raws += [kit.Raw(broker.socket) for _ in range(100)]
+        for raw in raws[-100:]:
+            raw.say(type="attach", id=1, session=k.session, token=k.token)
+        wait_until(lambda: k.status()["messages"] == len(raws), "all are there")
+    other.lease()
+    codes = {raw.read()["code"] for raw in raws}
+    assert codes == {"manual"}
+    assert len(broker.rows("refuse")) < 10
+    for raw in raws:
+        raw.close()
+
+
+# ---------------------------------------------------------------------- overuse
+
+
+def overusing(broker, **fields):
+    k = Guarded(broker, memory=100 * MiB, **fields)
+    k.lease()
+    k.do("alloc", bytes=220 * MiB, byte=5)
+    return k
+
+
+def test_overuse_is_reported(make_broker):
+    broker = make_broker(overuse="report").started
+    k = overusing(broker)
+    row = wait_until(lambda: broker.rows("overuse"), "reported")[0]
+    assert row["detail"]["policy"] == "report"
+    assert row["detail"]["granted"] == 100 * MiB
+    assert row["bytes"] >= 220 * MiB
+    assert k.status()["overuse_bytes"] >= 120 * MiB
+    assert "220" in k.notice() or "25" in k.notice()
+    k.close()
+
+
+def test_overuse_is_suspended_and_comes_back_with_what_it_uses(make_broker):
+    broker = make_broker(overuse="suspend").started
+    k = overusing(broker)
+    # Busy all the time: it does not matter.
+    k.set(INFLIGHT, 0)
+    k.touch()
+    k.wait_state("detached")
+    assert k.gate() == CLOSED
+    wait_until(lambda: k.status()["request"]["memory"] >= 220 * MiB, "it asks for what it uses")
+    k.lease()
+    assert k.granted() >= 220 * MiB
+    assert k.do("check") == 220 * MiB
+    k.close()
+
+
+def test_overuse_ends_the_kernel(make_broker):
+    broker = make_broker(overuse="end").started
+    k = overusing(broker)
+    k.process.wait(60)
+    row = wait_until(lambda: broker.rows("lost"), "said why")[0]
+    assert "c.GPUPool.overuse" in row["reason"]
+    k.close()
