@@ -24,9 +24,9 @@ Why ``yield``/``yielded``: a cell on an attached session must not pay for a roun
 owns its lease until it agrees to give it up, so it may start a cell with one ``hold`` that nobody
 answers (``wait`` false). A ``hold`` sent before the ``yield`` was read makes the answer ``false``.
 
-``attach`` and ``grow`` come from the guard, without a ``hello``, each on a connection of its own and
-only when the session's shared page says that a call must wait; what was granted is in the page before
-the ``ok`` is sent. Closing the connection ends the wait.
+``attach`` and ``grow`` come from the guard, without a ``hello``, each on a connection of its own
+and only when the session's shared page says that a call must wait; what was granted is in the page
+before the ``ok`` is sent. Closing the connection ends the wait.
 """
 
 from __future__ import annotations

@@ -418,7 +418,8 @@ def test_a_flood_of_questions_is_slowed_down_and_the_broker_serves_others(broker
         raws += [kit.Raw(broker.socket) for _ in range(100)]
         for raw in raws[-100:]:
             raw.say(type="attach", id=1, session=k.session, token=k.token)
-        wait_until(lambda: k.status()["messages"] == len(raws), "all are there")
+        said = len(raws)
+        wait_until(lambda n=said: k.status()["messages"] == n, "all are there")
     other.lease()
     codes = {raw.read()["code"] for raw in raws}
     assert codes == {"manual"}
