@@ -49,14 +49,14 @@ def library() -> Path:
     GuardMissing
         If it is not there.
     """
-    for name in LIBRARIES:
-        if not (_LIB / name).is_file():
-            raise GuardMissing(
-                f"There is no compiled guard: {_LIB / name} is missing.",
-                next_step="Install a C compiler (gcc or clang, callable as cc) and run: "
-                "python -m jupyter_gpupool.guard.build",
-            )
-    return _LIB / LIBRARIES[0]
+    path = _LIB / LIBRARIES[0]
+    if not path.is_file():
+        raise GuardMissing(
+            f"There is no compiled guard: {path} is missing.",
+            next_step="Install a C compiler (gcc or clang, callable as cc) and run: "
+            "python -m jupyter_gpupool.guard.build",
+        )
+    return path
 
 
 def guard_directory(base: Path) -> Path:
@@ -85,7 +85,10 @@ def guard_directory(base: Path) -> Path:
             _check(path)
         for soname in LIBRARIES:
             for name in (soname, soname.removesuffix(".1")):
-                _link(folder / name, target / soname)
+                if (target / soname).is_file():
+                    _link(folder / name, target / soname)
+                else:  # without its face NVML answers for itself; a dead link would hide it
+                    (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise GuardFolderError(
             f"The guard's folder {folder} cannot be made: {error}.",

@@ -14,7 +14,7 @@ from jupyter_gpupool.cli import checks, main
 from jupyter_gpupool.cli.checks import Finding
 from jupyter_gpupool.config import load_settings
 from jupyter_gpupool.emulator import profiles
-from jupyter_gpupool.guard import install
+from jupyter_gpupool.guard import build, install
 
 
 def by_name(findings):
@@ -50,6 +50,18 @@ def test_without_a_broker_the_devices_are_tested_here(no_configuration, monkeypa
     assert "security boundary" not in out
     assert "default_memory is 4 GiB, the largest GPU has 256 MiB" in out
     assert "\x1b" not in out
+
+
+def test_the_guard_is_tested_here_as_a_broker_would(monkeypatch, capsys):
+    build.compile()
+    monkeypatch.setenv("GPUPOOL_EMULATE", "1x256MiB,context=16MiB")
+    _, found = doctor(capsys)
+    assert found["guard"]["message"] == f"built in {build.DEFAULT_OUT}"
+    assert found["GPU 0"]["message"].endswith(
+        "tier guarded, a CUDA context takes 16 MiB, suspend works"
+    )
+    assert found["attach"]["message"] == "lazy: kernels get their slice at their first CUDA call"
+    assert found["guard's limits"]["verdict"] == "ok"
 
 
 def test_a_guard_that_is_not_compiled_is_a_warning_and_cells_attach(monkeypatch, tmp_path, capsys):

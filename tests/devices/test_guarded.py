@@ -1,0 +1,227 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The self-test under the guard: what passes, and that each thing it asks for can be missed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from jupyter_gpupool.devices import guarded, selftest
+from jupyter_gpupool.emulator import profiles
+from jupyter_gpupool.guard import install, page
+from jupyter_gpupool.guard.page import Page
+
+MiB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def guard_library():
+    """Build the guard, if that has not been done."""
+    from jupyter_gpupool.guard import build
+
+    build.compile()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(monkeypatch, tmp_path):
+    """Put pages where only this test looks; fail if one, or a folder, stays."""
+    place = tmp_path / "shm"
+    place.mkdir()
+    monkeypatch.setattr(guarded, "_SHM", place)
+    yield
+    assert [*place.iterdir()] == []
+
+
+def why(device) -> str:
+    """Return why a device that can suspend is not guarded."""
+    assert (device.tier, device.can_suspend, device.can_migrate) == ("unguarded", True, True)
+    return device.tier_reason
+
+
+async def test_a_guard_that_passes_gives_its_tier(emulated):
+    machine = emulated("2x1GiB,context=48MiB")
+    async with machine.started(guard=True) as (service, devices):
+        for device in devices:
+            assert (device.tier, device.tier_reason) == ("guarded", "")
+            assert device.can_suspend
+            assert device.can_migrate
+            assert service.context_bytes(device.uuid) == 48 * MiB
+        assert service.guard_problem == ""
+        samples = await service.sample()
+    assert [(sample.used, sample.processes) for sample in samples] == [(0, ()), (0, ())]
+
+
+async def test_without_being_asked_for_the_guard_is_not_tested(emulated):
+    async with emulated().started() as (service, devices):
+        assert {device.tier for device in devices} == {"unguarded"}
+        assert service.guard_problem == "c.GPUPool.guard is False."
+
+
+async def test_a_guard_that_is_not_compiled_leaves_the_device_unguarded(
+    emulated, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(install, "_LIB", tmp_path)
+    async with emulated("1x1GiB,context=16MiB").started(guard=True) as (service, (device,)):
+        missing = f"There is no compiled guard: {tmp_path}/libcuda.so.1 is missing."
+        assert (device.tier, device.can_suspend) == ("unguarded", True)
+        assert device.tier_reason == f"The guard cannot be used. {missing}"
+        assert service.guard_problem == device.tier_reason
+
+
+async def test_a_device_that_cannot_suspend_is_not_blamed_on_the_guard(emulated):
+    machine = emulated()
+    machine.faults.set("checkpoint-refused", device=1)
+    async with machine.started(guard=True) as (service, (good, bad)):
+        assert good.tier == "guarded"
+        assert (bad.tier, bad.can_suspend) == ("none", False)
+        assert "guard" not in bad.tier_reason
+        assert "CUDA_ERROR_NOT_SUPPORTED" in bad.tier_reason
+        assert service.guard_problem == ""
+
+
+async def test_a_full_device_is_guarded_only_when_it_was_tested(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.target() as target:
+        await target.do("context")
+        await target.do("take", 1000 * MiB)
+        async with machine.started(guard=True) as (service, (full,)):
+            assert service.untested == {full.uuid}
+            assert (full.tier, full.can_suspend) == ("unguarded", True)
+            assert "no room" in service.guard_problem
+            await target.end()
+            assert (await service.self_test(full.uuid)).tier == "guarded"
+            assert service.untested == set()
+            assert service.guard_problem == ""
+
+
+# ------------------------------------------------------------------ what can be missed
+
+
+async def test_a_driver_is_not_taken_for_the_guard(emulated, monkeypatch, tmp_path):
+    shutil.copytree(profiles.library_dir(), tmp_path / "lib")
+    monkeypatch.setattr(install, "_LIB", tmp_path / "lib")
+    async with emulated().started(guard=True) as (service, devices):
+        assert [why(device) for device in devices] == [
+            f"The guard did not pass its self-test on GPU {n}: "
+            "its calls did not go through the guard."
+            for n in (0, 1)
+        ]
+        assert service.guard_problem == " ".join(why(device) for device in devices)
+
+
+async def test_an_allocation_that_is_not_refused(emulated, monkeypatch):
+    monkeypatch.setattr(guarded, "TOO_MUCH", MiB)
+    async with emulated().started(guard=True) as (_, (device, _)):
+        assert "an allocation beyond the grant returned CUDA_SUCCESS" in why(device)
+
+
+async def test_memory_that_is_not_counted(emulated, monkeypatch):
+    monkeypatch.setattr(selftest, "SIZE", selftest.SIZE * 4)  # the program takes what it took
+    async with emulated().started(guard=True) as (_, (device, _)):
+        assert "it counted 4194304 of 16777216 bytes" in why(device)
+
+
+async def test_a_gate_that_does_not_close(emulated, monkeypatch):
+    set_gate = Page.set_gate
+    monkeypatch.setattr(
+        Page,
+        "set_gate",
+        lambda self, gate, **more: None if gate == page.CLOSED else set_gate(self, gate, **more),
+    )
+    async with emulated().started(guard=True) as (_, (device, _)):
+        assert "a call went through the closed gate" in why(device)
+
+
+async def test_a_gate_that_does_not_open_ends_the_test_in_time(emulated, monkeypatch):
+    monkeypatch.setattr(selftest, "STEP_TIMEOUT", 3.0)
+    set_gate, closed = Page.set_gate, set()
+
+    def never_again(self, gate, **more):
+        if self.path not in closed:
+            set_gate(self, gate, **more)
+        if gate == page.CLOSED:
+            closed.add(self.path)
+
+    monkeypatch.setattr(Page, "set_gate", never_again)
+    async with emulated("1x1GiB,context=16MiB").started(guard=True) as (_, (device,)):
+        assert (device.tier, device.can_suspend) == ("unguarded", True)
+        assert "on GPU 0: it did not run: No answer to 'check' in" in device.tier_reason
+
+
+async def test_a_worker_that_hangs_ends_the_test_in_time(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    machine.faults.set("hang", op="lock", count=1)
+    async with machine.started(guard=True, lock_timeout=0.5, call_timeout=1) as (_, (device,)):
+        assert (device.tier, device.can_suspend) == ("unguarded", True)
+        assert "on GPU 0: suspending a test process failed" in device.tier_reason
+
+
+async def test_a_restore_that_fails_under_the_guard(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    machine.faults.set("restore-failed", count=1)
+    async with machine.started(guard=True) as (_, (device,)):
+        assert (device.tier, device.can_suspend) == ("unguarded", True)
+        assert "on GPU 0: resuming a test process failed" in device.tier_reason
+
+
+async def test_no_place_for_the_page(emulated, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(guarded, "_SHM", tmp_path / "none")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    async with emulated("1x1GiB,context=16MiB").started(guard=True) as (_, (device,)):
+        assert (device.tier, device.can_suspend) == ("unguarded", True)
+        assert device.tier_reason.startswith("The guard cannot be used. [Errno 20]")
+
+
+# ------------------------------------------------------------------ what an earlier broker found
+
+
+async def test_a_known_device_keeps_its_tier_while_there_is_the_guard(
+    emulated, monkeypatch, tmp_path
+):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started(guard=True) as (_, (device,)):
+        pass
+    known = {device.uuid: device}
+    machine.faults.set("checkpoint-refused")  # a test would fail now
+    async with machine.service(guard=True) as service:
+        assert await service.start(known) == [device]
+    async with machine.service() as service:
+        assert await service.start(known) == [replace(device, tier="unguarded")]
+        assert service.guard_problem == "c.GPUPool.guard is False."
+    monkeypatch.setattr(install, "_LIB", tmp_path)
+    async with machine.service(guard=True) as service:
+        (found,) = await service.start(known)
+        assert found.tier == "unguarded"
+        assert "There is no compiled guard" in service.guard_problem
+
+
+async def test_a_known_device_that_was_tested_without_the_guard_says_so(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started() as (_, (device,)):
+        pass
+    async with machine.service(guard=True) as service:
+        (found,) = await service.start({device.uuid: device})
+        assert found.tier == "unguarded"
+        assert "tested without the guard" in service.guard_problem
+        assert (await service.self_test(device.uuid)).tier == "guarded"
+
+
+# ------------------------------------------------------------------ a broker inside a session
+
+
+async def test_a_broker_inside_a_session_tests_as_one_outside(emulated, tmp_path):
+    machine = emulated("1x1GiB,context=16MiB")
+    outer = Page.create(tmp_path / "outer", "outer", os.geteuid())  # closed: its session waits
+    try:
+        folder = install.guard_directory(tmp_path)
+        machine.env |= install.session_environment(folder, outer.path, machine.env)
+        async with machine.started(guard=True) as (_, (device,)):
+            assert device.tier == "guarded", device.tier_reason
+        assert outer.read().slots == ()
+    finally:
+        outer.remove()
