@@ -224,6 +224,10 @@ class Page:
         texts = [data[at : at + UUID_BYTES] for at in range(0, len(data), UUID_BYTES)]
         return tuple(text.split(b"\0", 1)[0].decode(errors="replace") for text in texts)
 
+    def managed(self) -> bool:
+        """Return whether managed memory is allowed."""
+        return os.pread(self._fd, 1, _MANAGED_AT) == b"\1"
+
     # ------------------------------------------------------------------ writing
 
     def set_gate(self, gate: int, *, pause_until: int = 0) -> None:

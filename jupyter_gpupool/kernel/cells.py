@@ -293,7 +293,7 @@ class CellGate:
         """Say once for each release, in ``manual`` policy, what CUDA calls will do now."""
         if self._told_suspended != self.link.epoch:
             self._told_suspended = self.link.epoch
-            then = "waits" if self.guard.on else "waits, and cannot be interrupted"
+            then = "fails" if self.guard.on else "waits, and cannot be interrupted"
             self.notice(
                 "GPU pool: the GPU state of this kernel is in host memory. Type %gpu attach before "
                 f"you use it: until then a CUDA call {then}."

@@ -30,11 +30,16 @@ _NOT_SUPPORTED = re.compile(
 _INTERRUPTS = ("KeyboardInterrupt", "GPUWaitInterrupted")
 
 
+_MANAGED = (
+    "GPU pool: managed memory (cudaMallocManaged) is not supported here, because the driver cannot "
+    "suspend it. If this call asked for it: use ordinary device memory, or ask your admin for "
+    "c.GPUPool.managed_memory = 'allow'."
+)
+
+
 def may_be_refused(name: str, text: str) -> bool:
-    """Return whether an error of this name and text may come from a refusal of the pool."""
-    return name not in _INTERRUPTS and bool(
-        is_out_of_memory(name, text) or _NOT_READY.search(text) or _NOT_SUPPORTED.search(text)
-    )
+    """Return whether the broker may still say why this error came."""
+    return name not in _INTERRUPTS and bool(is_out_of_memory(name, text) or _NOT_READY.search(text))
 
 
 def explain(link: Link, guard: Guard, refused: Refused | None, name: str, text: str) -> str:
@@ -58,6 +63,8 @@ def explain(link: Link, guard: Guard, refused: Refused | None, name: str, text: 
         return advice(link, text, figures)
     if guard.on and _NOT_READY.search(text):
         return f"GPU pool: {_not_ready(link)}"
+    if _NOT_SUPPORTED.search(text) and guard.refuses_managed():
+        return _MANAGED
     return ""
 
 

@@ -9,6 +9,7 @@ No call here reaches the driver, which may be away with the session's state.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Mapping, NamedTuple
 
@@ -21,6 +22,15 @@ PAGE_VARIABLE = "GPUPOOL_PAGE"
 LIBRARY = "libcuda.so.1"
 
 NO_GUARD = "the broker does not guard this kernel"
+
+
+def started(pid: int) -> int:
+    """Return when a process began, in ticks since the machine did; 0 if it is gone."""
+    try:
+        data = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return 0
+    return int(data.rpartition(b")")[2].split()[19])
 
 
 class Figures(NamedTuple):
@@ -71,13 +81,15 @@ class Guard:
             self.problem = "the agent was unloaded"
 
     def reading(self) -> Reading | None:
-        """Return what the page says; None without a guard, or if somebody damaged the page."""
+        """Return what the living processes say; None without a guard, or of a damaged page."""
         if self._page is None:
             return None
         try:
-            return self._page.read()
+            reading = self._page.read()
         except (OSError, PageError):
             return None
+        slots = tuple(s for s in reading.slots if started(s.pid) == s.start_time)
+        return replace(reading, slots=slots)
 
     def cuda(self) -> bool | None:
         """Return whether a process of the session has called cuInit; None if nobody can tell."""
@@ -99,6 +111,13 @@ class Guard:
             return False
         own = os.getpid()
         return any(s.pid == own and s.flags & SLOT_CONTEXT for s in reading.slots)
+
+    def refuses_managed(self) -> bool:
+        """Return whether managed memory is not allowed here."""
+        try:
+            return self._page is not None and not self._page.managed()
+        except OSError:
+            return False
 
     def figures(self) -> Figures | None:
         """Return the bytes of the fullest device."""

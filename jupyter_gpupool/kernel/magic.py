@@ -115,7 +115,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         guard = self.gate.guard
         why = guard.problem
         if why == NO_GUARD:  # the broker knows better
-            why = str(snapshot.get("attach_reason") or why)
+            why = str((snapshot.get("settings") or {}).get("attach_reason") or why)
         return {"guard": guard.on, "guard_reason": why, "figures": guard.figures()}
 
     def _attach(self, link: Link, gate: CellGate) -> None:

@@ -52,7 +52,7 @@ class Queue(NamedTuple):
 class Refused(NamedTuple):
     """The broker's answer to a CUDA call that got no slice or no memory.
 
-    ``what`` is ``attach``, ``grow`` or ``managed``.
+    ``what`` is ``attach`` or ``grow``.
     """
 
     what: str

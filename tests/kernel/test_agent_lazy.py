@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any, Callable
@@ -140,7 +142,10 @@ def test_the_brokers_reason_for_no_guard_is_shown(
 ) -> None:
     kernel = start()
     status = broker._on_status({})
-    broker.scripts["status"] = lambda message: {**status, "attach_reason": "its self-test failed"}
+    broker.scripts["status"] = lambda message: {
+        **status,
+        "settings": {"attach_reason": "its self-test failed"},
+    }
     assert "off: its self-test failed" in kernel.run("%gpu").text
 
 
@@ -220,7 +225,7 @@ def test_a_tooltip_does_not_touch_what_is_in_host_memory(
 
     kernel.run("kernel_pid = 7")
     assert "int" in tooltip()
-    page.process(pid_of(kernel) + 1, flags=SLOT_CONTEXT)  # a child's state is not ours
+    page.process(os.getpid(), flags=SLOT_CONTEXT)  # a child's state is not ours
     assert "int" in tooltip()
     page.process(pid_of(kernel), flags=SLOT_CONTEXT)
     assert tooltip().startswith("The GPU state of this kernel is in host memory")
@@ -388,7 +393,7 @@ def test_a_refused_allocation_is_explained_with_figures(
     kernel = start()
     page.grant(DEVICE, 4 * GiB, 8 * GiB)
     page.process(pid_of(kernel), used=3 * GiB)
-    page.process(pid_of(kernel) + 1, used=512 * MiB, number=1)
+    page.process(os.getpid(), used=512 * MiB, number=1)
     granted(broker)
 
     def push() -> None:
@@ -429,7 +434,7 @@ def test_our_own_advice_follows_a_refusal_that_names_no_next_step(
 
 @pytest.mark.parametrize(
     ("what", "text"),
-    [("managed", "CUDA error: operation not supported"), ("attach", NOT_READY), ("attach", "odd")],
+    [("grow", "CUDA error: operation not supported"), ("attach", NOT_READY), ("attach", "odd")],
 )
 def test_a_refusal_is_said_under_whatever_error_it_caused(
     broker: ScriptedBroker,
@@ -450,6 +455,32 @@ def test_a_refusal_is_said_under_whatever_error_it_caused(
     assert line == "GPU pool: No, because. Do that.\n"
     flag.unlink()
     assert raising(kernel, broker, flag, "later", None) == ""
+
+
+def test_refused_managed_memory_is_explained_where_it_is_refused(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
+) -> None:
+    kernel = start()
+    text = "CUDA_ERROR_NOT_SUPPORTED: operation not supported"
+    assert "managed memory" in raising(kernel, broker, flag, text, None)
+    page.page.set_policy(managed=True, context_bytes=0)
+    flag.unlink()
+    assert raising(kernel, broker, flag, text, None) == ""
+
+
+def test_what_a_dead_process_held_is_not_counted(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
+) -> None:
+    kernel = start()
+    page.grant(DEVICE, 4 * GiB, 4 * GiB)
+    granted(broker)
+    page.process(pid_of(kernel), used=1 * GiB)
+    child = subprocess.Popen(["sleep", "60"])
+    page.process(child.pid, used=2 * GiB, number=1)
+    assert "3 GiB of 4 GiB" in kernel.run("%gpu").text
+    child.kill()
+    child.wait()
+    assert "1 GiB of 4 GiB" in kernel.run("%gpu").text
 
 
 def test_what_the_broker_says_a_moment_after_the_error_is_waited_for(
@@ -531,7 +562,7 @@ def test_gpu_tells_what_the_guard_counts(
     (shown,) = kernel.run("%gpu").outputs
     assert "3.5 GiB of 4 GiB, may grow to 8 GiB" in shown["data"]["text/plain"]
     assert "3.5 GiB of 4 GiB, may grow to 8 GiB" in shown["data"]["text/html"]
-    page.process(pid_of(kernel) + 1, waiting=2, number=1)
+    page.process(os.getpid(), waiting=2, number=1)
     assert "2 threads wait for the slice" in kernel.run("%gpu").text
     broker.die()  # the page still tells
     assert "3.5 GiB of 4 GiB" in kernel.run("%gpu").text
