@@ -33,7 +33,7 @@ from .policy import Plan
 from .queue import Entry, WaitQueue, rank
 from .quota import Quotas
 from .timers import Timers
-from .yielding import host_bound, host_room, timeout_at, yield_at
+from .yielding import host_bound, host_room, stays_until, timeout_at, yield_at
 
 #: Seconds before a session is tried again after a failed attach or a refused suspend; doubled with
 #: every further failure, up to ``BACK_OFF_MOST``. ``drain`` and ``host`` begin later because work
@@ -58,6 +58,8 @@ class Books(Lanes):
         self.order = WaitQueue()
         #: Idle sessions whose time is over but whose state does not fit in host memory now.
         self.leaving: dict[str, Session] = {}
+        #: Idle sessions that may not be taken only because they have just been moved.
+        self.staying: dict[str, Session] = {}
         #: Leased sessions by owner: an owner's own idle ones may make room in the quota.
         self.leased: dict[str, dict[str, Session]] = {}
         #: Leased sessions with more than is guaranteed on some device.
@@ -90,6 +92,7 @@ class Books(Lanes):
         if old == "idle":
             self._withdraw(s)
             self.leaving.pop(s.id, None)
+            self.staying.pop(s.id, None)
         if new == "active":
             self.active += 1
             s.busy_since = self.now
@@ -118,9 +121,14 @@ class Books(Lanes):
                 s.yieldable = True
                 self.inventory.offer(s, 1)
                 self.quotas.note(s.owner.name)
+                self.staying.pop(s.id, None)
             elif may > self.now:
                 self._withdraw(s)
                 wake = may
+                if may == stays_until(s, self):
+                    self.staying[s.id] = s
+                else:
+                    self.staying.pop(s.id, None)
             if s.id not in self.leaving:
                 wake = min(wake, timeout_at(s, self))
         elif s.state == "queued":
@@ -251,6 +259,7 @@ class Books(Lanes):
         s.sampled_at = s.grown_at = s.rose_at = -math.inf
         s.measured_at.clear()
         s.restored = {}
+        s.resumed_at = -math.inf
         leases = self.leased[s.owner.name]
         del leases[s.id]
         if not leases:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from . import events as ev
 from .books import BACK_OFF, BACK_OFF_MOST, Books
+from .estimate import weighted
 from .events import Log
 from .lease import Session
 from .model import Slice, State
@@ -55,6 +56,8 @@ class Effects:
                 s.migrations += 1
             if event.seconds > 0:
                 books.estimates.swapped(event.seconds)
+                s.resume_mean = weighted(s.resume_mean, event.seconds)
+            s.resumed_at = books.now
             books.drop_suspended(s)
         s.wait_total += max(0.0, books.now - s.queued_at)
         s.queued_at = 0.0
@@ -121,6 +124,7 @@ class Effects:
         books.suspend_over(s, sum(x.bytes for x in state))
         if event.seconds > 0 and state:
             books.estimates.swapped(event.seconds)
+            s.suspend_mean = weighted(s.suspend_mean, event.seconds)
         s.suspended = state
         for x in state:
             books.inventory.placeholder(x.device)

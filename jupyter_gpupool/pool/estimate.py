@@ -16,6 +16,11 @@ from .lease import Session
 WEIGHT = 0.3
 
 
+def weighted(mean: float | None, seconds: float) -> float:
+    """Return an exponentially weighted mean with one more observation."""
+    return seconds if mean is None else mean + WEIGHT * (seconds - mean)
+
+
 class Estimates:
     """Observed times, kept as sums so that one more observation costs nothing."""
 
@@ -48,7 +53,11 @@ class Estimates:
 
     def swapped(self, seconds: float) -> None:
         """A suspend or resume took ``seconds``."""
-        self._swap = seconds if self._swap is None else self._swap + WEIGHT * (seconds - self._swap)
+        self._swap = weighted(self._swap, seconds)
+
+    def moving(self, session: Session) -> float:
+        """Return the seconds that suspending ``session`` (or resuming it) will probably take."""
+        return session.moving / 2 or self._swap or 0.0
 
     def wait(self, position: int, *, planned: bool) -> float | None:
         """Return the seconds that the session at ``position`` will probably wait, None if unknown.

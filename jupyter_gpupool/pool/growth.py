@@ -69,11 +69,14 @@ def trim(books: Books, s: Session, *, reclaim: bool, only: str = "") -> bool:
     return True
 
 
-def reclaim(books: Books) -> bool:
-    """Take back what has grown anywhere and is not used; return whether anything came free."""
+def reclaim(books: Books, but: Session | None = None) -> bool:
+    """Take back what has grown anywhere and is not used; return whether anything came free.
+
+    ``but``: not of this session, which is about to use all it has.
+    """
     found = False
     for s in list(books.grown.values()):
-        if s.state in ATTACHED:
+        if s.state in ATTACHED and s is not but:
             found = trim(books, s, reclaim=True) or found
     return found
 
@@ -182,7 +185,7 @@ def answer(books: Books, s: Session, event: ev.GrowAsked) -> Refusal | None:
     if not missing:
         return None
     refusal = refused(books, s, ledger, missing)
-    if refusal is not None and refusal.code != "limit" and reclaim(books):
+    if refusal is not None and refusal.code != "limit" and reclaim(books, s):
         refusal = refused(books, s, ledger, missing)
     if refusal is None:
         grow(books, s, event.device, step(books, s, ledger, missing))

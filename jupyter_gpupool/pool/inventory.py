@@ -308,12 +308,15 @@ class Inventory:
             if not ledger.drained:
                 index = ledger.device.index
                 avail_key, pot_key = (ledger.avail, index, uuid), (ledger.pot, index, uuid)
-            # On a claimed device, less for the head can mean more that it is sure not to miss.
-            watched = uuid in self.watched and avail_key != ledger.avail_key
+            # On a claimed device, less for the head can mean more that it is sure not to miss, and
+            # so can a promise that is kept.
+            before, ledger.freed = ledger.freed, (ledger.free, ledger.avail)
+            watched = uuid in self.watched and (
+                avail_key != ledger.avail_key or before != ledger.freed
+            )
             more = _move(self._avail, ledger.avail_key, avail_key) or watched
             more = _move(self._pot, ledger.pot_key, pot_key) or more
             ledger.avail_key, ledger.pot_key = avail_key, pot_key
-            before, ledger.freed = ledger.freed, (ledger.free, ledger.avail)
             if before[0] < ledger.free or before[1] < ledger.avail:
                 self._freed[uuid] = ledger
             expect, ledger.expected = ledger.expected, ledger.expect

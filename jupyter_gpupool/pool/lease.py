@@ -148,6 +148,11 @@ class Session:
     why: tuple[Any, ...] = ()
     #: What its user was last told: position, length, eta, why.
     told: tuple[Any, ...] | None = None
+    #: When the resume to the present lease was done; minus infinity if nothing was moved for it.
+    resumed_at: float = -math.inf
+    #: Exponentially weighted seconds that its suspends and its resumes take; None: never measured.
+    suspend_mean: float | None = None
+    resume_mean: float | None = None
     #: Exponentially weighted seconds from its first hold to its last, and their count.
     busy_mean: float | None = None
     busy_since: float = 0.0
@@ -162,6 +167,11 @@ class Session:
     def suspended_bytes(self) -> int:
         """Host bytes of its suspended state."""
         return sum(s.bytes for s in self.suspended)
+
+    @property
+    def moving(self) -> float:
+        """Seconds that one suspend and one resume take together, as far as they were measured."""
+        return (self.suspend_mean or 0.0) + (self.resume_mean or 0.0)
 
     def charge_of(self, slices: Sequence[Slice]) -> int:
         """Return the bytes that the owner's quota is charged for ``slices``.

@@ -132,7 +132,10 @@ def in_turn(needs: Sequence[Need]) -> list[int]:
     """
     if len(needs) == 1:
         return [0]
-    return sorted(range(len(needs)), key=lambda i: (not needs[i].fixed, -needs[i].least, i))
+    return sorted(
+        range(len(needs)),
+        key=lambda i: (not needs[i].fixed, -needs[i].least, -needs[i].bytes, i),
+    )
 
 
 def spare(ledger: DeviceLedger, wanted: int) -> int:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..units import format_bytes
+from ..units import format_bytes, format_seconds
 from .books import Books
 from .events import QueueMoved
 from .lease import ATTACHED, HAS_LEASE, Session
+from .yielding import stayer, stays_until
 
 #: Queues up to this length are told of every change at once.
 AT_ONCE = 8
@@ -24,7 +25,27 @@ INTERVAL = 1.0
 
 def reason(books: Books, s: Session) -> str:
     """Return why ``s`` waits, in words; "" if it does not."""
-    return explain(books, s.why) if s.why else ""
+    if not s.why:
+        return ""
+    v = _stayer(books, s)
+    if v is None:
+        return explain(books, s.why)
+    ago = format_seconds(books.now - v.resumed_at)
+    left = format_seconds(stays_until(v, books) - books.now)
+    return (
+        f"the idle kernel there was moved {ago} ago; moving takes {v.moving:.2g} s, so it keeps "
+        f"its slice for {left} more"
+    )
+
+
+def _stayer(books: Books, s: Session) -> Session | None:
+    """Return the idle session for which the head of the queue waits as it was just moved, or None.
+
+    For those behind the head that is only a part of the wait.
+    """
+    if not books.staying or books.claim is None or books.claim.session != s.id:
+        return None
+    return stayer(s, books) if s.why[0] == "busy" else None
 
 
 def explain(books: Books, why: tuple[Any, ...]) -> str:
@@ -160,7 +181,13 @@ class News:
 
     def eta(self, s: Session, position: int) -> float | None:
         """Return the seconds that ``s`` will probably wait, None if nothing is known."""
-        return self._books.estimates.wait(position, planned=s.lane == "planned")
+        books = self._books
+        eta = books.estimates.wait(position, planned=s.lane == "planned")
+        v = _stayer(books, s)
+        if v is None:
+            return eta
+        left = stays_until(v, books) - books.now
+        return left + books.estimates.moving(v) + (books.estimates.moving(s) if s.suspended else 0)
 
 
 def seconds(s: Session, now: float) -> tuple[float, float]:

@@ -3,9 +3,10 @@
 """Who may yield, and what would come free if they did, on paper.
 
 An idle lease yields to a waiting session when nothing holds it, it has been idle for
-``reclaim_after``, its user does not keep it, the last refusal is long enough ago, and its devices
-can suspend. The largest bytes x idle time go first, no more of them than needed, as far as host
-memory and their owners' quotas of suspended state have room.
+``reclaim_after``, its user does not keep it, the last refusal is long enough ago, its devices can
+suspend, and its state has not just been moved (:func:`stays_until`). The largest bytes x idle time
+go first, no more of them than needed, as far as host memory and their owners' quotas of suspended
+state have room.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 #: When idle leases must yield, the best of so many devices is taken, those with the most to give
 #: first; and after so many that will not do for want of host memory, no more are looked at.
 WIDTH = 4
+#: Longest that a session keeps its slice because it was moved to it, in seconds.
+STAY_MOST = 600.0
 FAILURES = 16
 
 
@@ -55,9 +58,41 @@ def _not_before(s: Session, books: Books) -> float:
     return at
 
 
+def stays_until(s: Session, books: Books) -> float:
+    """Return until when ``s`` keeps its slice from those who wait because it was just resumed.
+
+    A session that is idle between its bursts of work would else lose its slice after each of them,
+    and two of them would only move each other. Moving takes at most ``max_swap_overhead`` of the
+    time if whoever was moved here stays for seconds to suspend and resume it / that share.
+    """
+    share = books.settings.max_swap_overhead
+    if share <= 0 or s.resumed_at == -math.inf:
+        return -math.inf
+    return s.resumed_at + min(STAY_MOST, s.moving / share)
+
+
+def stayer(s: Session, books: Books) -> Session | None:
+    """Return the first of the idle sessions that ``s`` waits for as they stay, or None."""
+    found = None
+    for v in books.staying.values():
+        for x in v.slices:
+            ledger = books.inventory[x.device]
+            room = ledger.pot + x.bytes
+            if any(n.allows(ledger) and n.amount(ledger) <= room for n in s.needs) and (
+                found is None or stays_until(v, books) < stays_until(found, books)
+            ):
+                found = v
+    return found
+
+
 def yield_at(s: Session, books: Books) -> float:
     """Return from when on a waiting session may take the lease of idle ``s``."""
-    return max(_not_before(s, books), s.idle_since + books.settings.reclaim_after, s.keep_until)
+    return max(
+        _not_before(s, books),
+        s.idle_since + books.settings.reclaim_after,
+        s.keep_until,
+        stays_until(s, books),
+    )
 
 
 def timeout_at(s: Session, books: Books) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from itertools import chain, combinations, permutations
 from typing import Sequence
 
+from jupyter_gpupool.pool.growth import SETTLE
 from jupyter_gpupool.pool.lease import Session
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Slice
@@ -39,11 +40,13 @@ def check_liveness(pool: Pool, naive: Naive) -> None:
         and now >= s.idle_since + settings.reclaim_after
         and now >= s.keep_until
         and now >= s.retry_at
+        and now >= naive.stays_until(naive.sessions[s.id])
         and not (s.pinned_reason and now < s.pinned_at + settings.pinned_retry)
         and _can_suspend(naive, s)
     ]
     if len(idle) > MOST_IDLE:
         return
+    _check_growth(pool, naive)
     head = books.open.first()
     first_of: set[str] = set()
     for entry in books.order:
@@ -63,6 +66,18 @@ def check_liveness(pool: Pool, naive: Naive) -> None:
                 f"{s.id} ({s.lane}, {s.why}) waits, but could go to {places} "
                 f"after {[v.id for v in group]} yield"
             )
+
+
+def _check_growth(pool: Pool, naive: Naive) -> None:
+    """While somebody waits, nobody keeps grown bytes that a sample has shown to be unused."""
+    if all(pool._books.sessions[entry[4]].lane == "later" for entry in pool._books.order):
+        return
+    for name, n in naive.sessions.items():
+        for uuid, size in n.lease.items():
+            known = n.sampled.get(uuid, float("-inf")) >= n.grown_at + SETTLE
+            if known and n.state in ("active", "idle") and n.grown_at > float("-inf"):
+                used = max(n.request.memory, n.footprints[uuid])
+                assert size <= used, f"{name} keeps {size} on {uuid} and uses {used}"
 
 
 def _check_plan(pool: Pool, s: Session) -> None:

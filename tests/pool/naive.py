@@ -33,8 +33,24 @@ class NaiveSession:
     sampled_at: float = float("-inf")
     idle_since: float = 0.0
     keep_until: float = 0.0
+    #: Seconds that its suspends and resumes took, weighted; and the end of the last resume.
+    suspend_mean: float = 0.0
+    resume_mean: float = 0.0
+    resumed_at: float = float("-inf")
+    #: When the lease last grew, and the last sample by device while it was more than guaranteed.
+    grown_at: float = float("-inf")
+    sampled: dict[str, float] = field(default_factory=dict)
     asked: dict[str, Request] = field(default_factory=dict)
     position: int = 0
+
+    def forget(self) -> None:
+        """The lease is gone, and what was known about it."""
+        self.footprints, self.sampled_at, self.sampled = {}, float("-inf"), {}
+        self.grown_at = self.resumed_at = float("-inf")
+
+
+def _mean(mean: float, seconds: float) -> float:
+    return mean if not seconds else mean + 0.3 * (seconds - mean) if mean else seconds
 
 
 class Naive:
@@ -46,6 +62,7 @@ class Naive:
         self.sessions: dict[str, NaiveSession] = {}
         self.opening: dict[str, ev.SessionOpened] = {}
         self.now = 0.0
+        self.event: ev.Event | None = None
 
     # ------------------------------------------------------------------ sums
 
@@ -64,6 +81,13 @@ class Naive:
 
     def charge(self, s: NaiveSession) -> int:
         return s.charge if s.lease else 0
+
+    def stays_until(self, s: NaiveSession) -> float:
+        """Until when its state may not be moved again for somebody who waits."""
+        share = self.settings.max_swap_overhead
+        if not share:
+            return float("-inf")
+        return s.resumed_at + min(600.0, (s.suspend_mean + s.resume_mean) / share)
 
     def due(self, s: NaiveSession) -> int:
         """What the owner is charged for the lease: all of it, without the headroom of a resume."""
@@ -88,6 +112,7 @@ class Naive:
 
     def before(self, event: ev.Event) -> None:
         self.now = max(self.now, event.now)
+        self.event = event
         name = getattr(event, "session", "")
         s = self.sessions.get(name)
         if isinstance(event, ev.DeviceAppeared):
@@ -102,6 +127,8 @@ class Naive:
                 if seen is not None and seen.state in ("active", "idle"):
                     seen.footprints[event.device] = size
                     seen.sampled_at = event.now
+                    if seen.lease.get(event.device, 0) > seen.request.memory:
+                        seen.sampled[event.device] = self.now
                     if size and event.device in seen.lease:
                         seen.bound = tuple(seen.lease)
         elif isinstance(event, ev.SettingsChanged):
@@ -123,7 +150,8 @@ class Naive:
             if s.holds.pop(event.hold, None) is not None:
                 self._bind(s, event.cuda)
         elif isinstance(event, ev.HoldsReplaced):
-            s.holds = {h.id: s.state in ("active", "idle") for h in event.holds}
+            kept = {name: answered for name, answered in s.holds.items() if name == "device"}
+            s.holds = {h.id: s.state in ("active", "idle") for h in event.holds} | kept
             self._bind(s, event.cuda)
         elif isinstance(event, ev.RequestChanged):
             s.asked[event.rid] = event.request
@@ -133,8 +161,11 @@ class Naive:
             if s.effect == "attach" and s.epoch == event.epoch:
                 s.effect = ""
                 if isinstance(event, ev.AttachDone):
+                    s.resumed_at = float("-inf")
                     if s.suspended:
                         s.bound = tuple(s.lease)
+                        s.resumed_at = self.now
+                        s.resume_mean = _mean(s.resume_mean, event.seconds)
                     s.suspended = {}
                 elif not event.lost:
                     s.lease = {}
@@ -148,10 +179,11 @@ class Naive:
                 elif event.cuda is False:
                     s.bound = ()
                 if event.suspended:
+                    s.suspend_mean = _mean(s.suspend_mean, event.seconds)
                     s.suspended = dict.fromkeys(s.lease, 0)
                     s.suspended.update({x.device: x.bytes for x in event.suspended})
                 s.lease = {}
-                s.footprints, s.sampled_at = {}, float("-inf")
+                s.forget()
 
     def _bind(self, s: NaiveSession, cuda: bool | None) -> None:
         if s.lease and not s.effect and s.state in ("active", "idle") and cuda is not None:
@@ -271,6 +303,8 @@ class Naive:
             own, limit = self.of(s.owner.name), self.quota(s.owner.name).suspended
             have = sum(sum(o.suspended.values()) + o.host for o in own)
             assert limit is None or have + size <= limit, f"{a}: {have} of {limit} suspended"
+        if a.reason not in ("idle", "release"):
+            assert self.now >= self.stays_until(s), f"{a}: it was just moved"
         s.effect, s.host = "suspend", size
 
     def _resize(self, s: NaiveSession, a: ev.Resize) -> None:
@@ -286,6 +320,8 @@ class Naive:
                 assert x.bytes <= request.limit, f"{a}: its limit is {request.limit}"
                 assert self.free(x.device) >= more, f"{a}: only {self.free(x.device)} free"
         grows = any(x.bytes > s.lease[x.device] for x in a.slices)
+        if grows and isinstance(self.event, (ev.GrowAsked, ev.DeviceMemorySeen)):
+            s.grown_at = self.now
         s.lease = {x.device: x.bytes for x in a.slices}
         old, s.request = s.request, request
         before, s.charge = s.charge, self.due(s)

@@ -297,3 +297,11 @@ def test_growth_is_over_with_the_lease(make):
     lab.hold("a")
     lab.done("a")
     assert lab.where("a") == [("G0", 6)]
+
+
+def test_growth_does_not_first_take_back_what_the_same_session_is_about_to_use(make):
+    lab = grown(make, used=6)
+    lab.running("b", 4)
+    lab.change("a", 4, limit=14)
+    none(lab.grow("a", 1), ev.Resize)
+    assert lab.where("a") == [("G0", 12)]

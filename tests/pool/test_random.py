@@ -69,6 +69,7 @@ for step_name, times in {
     "stale": 1,
     "end": 1,
     "change": 1,
+    "grow": 1,
     "release": 1,
     "keep": 1,
     "sample": 1,

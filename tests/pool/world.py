@@ -50,6 +50,8 @@ def random_settings(c: Chooser) -> PoolSettings:
         host_memory=c.choice([12, 30, 1000]),
         resume_headroom=c.choice([0, 1]),
         pinned_retry=20.0,
+        max_swap_overhead=c.choice([0.0, 0.1, 0.5]),
+        growth_step=c.choice([1, 1, 3]),
         max_memory_per_kernel=c.choice([None, None, 10]),
     )
 
@@ -134,7 +136,7 @@ class World:
         memory = self.c.choice(SIZES)
         return Request(
             memory=memory,
-            limit=memory + self.c.choice([0, 0, 2]),
+            limit=memory + self.c.choice([0, 0, 2, 5]),
             devices=self.c.choice([1, 1, 1, 1, 2]),
             priority=self.c.choice(CLASSES),
         )
@@ -158,8 +160,9 @@ class World:
         names = self._sessions()
         if names:
             name = self.c.choice(names)
-            hold = f"h{self.c.randint(1, 2)}"
-            self.send(ev.HoldTaken(now=self.now, session=name, hold=hold, kind="cell"))
+            hold = self.c.choice(["h1", "h2", "device"])
+            kind: Any = "device" if hold == "device" else "cell"
+            self.send(ev.HoldTaken(now=self.now, session=name, hold=hold, kind=kind))
 
     def drop(self) -> None:
         names = [n for n, s in self.naive.sessions.items() if s.holds]
@@ -248,6 +251,29 @@ class World:
             )
         )
 
+    def grow(self) -> None:
+        """An allocation does not fit; mostly where there is a slice."""
+        self.count += 1
+        attached = self._sessions("active", "idle")
+        if not attached or self.c.choice([False] * 9 + [True]):
+            attached = [*self._sessions(), "nobody"]
+        name = self.c.choice(attached)
+        s = self.naive.sessions.get(name)
+        uuid = self.c.choice(sorted((s and s.lease) or self.naive.devices))
+        more, rid = self.c.randint(0, 4), f"g{self.count}"
+        before = dict(s.lease) if s else {}
+        actions = self.send(
+            ev.GrowAsked(now=self.now, session=name, device=uuid, bytes=more, rid=rid)
+        )
+        (answer,) = [a for a in actions if isinstance(a, ev.Answer) and a.rid == rid]
+        if answer.refusal is None:
+            assert s is not None
+            assert s.lease[uuid] >= before[uuid] + more, f"{answer}: it has {s.lease}"
+            assert not more or s.lease[uuid] <= s.request.limit, f"{answer}: it has {s.lease}"
+        else:
+            codes = ("limit", "no-memory", "quota", "unknown-session")
+            assert answer.refusal.code in codes, answer
+
     def release(self) -> None:
         name = self.c.choice([*self._sessions(), "nobody"])
         self.send(ev.ReleaseAsked(now=self.now, session=name, rid="x"))
@@ -265,6 +291,8 @@ class World:
         for name, s in self.naive.sessions.items():
             if uuid in s.lease and s.state in ("active", "idle") and self.c.choice([True, False]):
                 prints[name] = self.c.randint(0, s.lease[uuid])
+                if self.c.choice([False] * 9 + [True]):
+                    prints[name] = s.lease[uuid] + 1  # overuse
         foreign = self.c.choice([0, 0, 0, 2, 5])
         self.send(
             ev.DeviceMemorySeen(now=self.now, device=uuid, foreign=foreign, footprints=prints)
@@ -318,7 +346,8 @@ class World:
             s.effect, s.host = "", 0
             s.state = "active" if attached and r.holds else "idle" if attached else "detached"
             s.idle_since = self.now
-            s.footprints, s.sampled_at = {}, float("-inf")
+            s.forget()
+            s.suspend_mean = s.resume_mean = 0.0
             if not attached:
                 s.lease = {}
             s.holds = {h.id: True for h in r.holds}
@@ -338,6 +367,7 @@ _WEIGHTS = {
     "stale": 1,
     "end": 2,
     "change": 3,
+    "grow": 5,
     "release": 1,
     "keep": 1,
     "sample": 4,
