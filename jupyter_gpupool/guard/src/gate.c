@@ -110,7 +110,8 @@ CUresult guard_slow_refuse(void)
 
 /* ---- for C functions and counted calls */
 
-static CUresult enter(bool gated)
+/* `gated`: at the gate, for a call that uses the device if `use`. */
+static CUresult enter(bool gated, bool use)
 {
     if (inside.depth) {
         inside.depth++;
@@ -127,7 +128,7 @@ static CUresult enter(bool gated)
     for (;;) {
         __atomic_add_fetch(inflight, 1, __ATOMIC_SEQ_CST);
         inside.inflight = inflight;
-        if (!gated || gate_lets(true) || !__atomic_load_n(&initialised, __ATOMIC_ACQUIRE))
+        if (!gated || gate_lets(use) || !__atomic_load_n(&initialised, __ATOMIC_ACQUIRE))
             return CUDA_SUCCESS;
         __atomic_sub_fetch(inflight, 1, __ATOMIC_SEQ_CST);
         inside.inflight = NULL;
@@ -141,12 +142,12 @@ static CUresult enter(bool gated)
 
 CUresult guard_enter(void)
 {
-    return enter(true);
+    return enter(true, true);
 }
 
 CUresult guard_enter_free(void)
 {
-    return enter(guard_has_context());
+    return enter(guard_has_context(), false);
 }
 
 void guard_leave(void)

@@ -1,0 +1,464 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The gate, the count of calls inside, slots, and which devices a process sees."""
+
+import os
+import struct
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool.guard import page as pages
+
+NOT_READY = 802
+CHOICES = [
+    # What the process has in CUDA_VISIBLE_DEVICES, and the ordinals of the session it then sees.
+    # {0} and {1} are the session's devices, {h0} and {h1} the home devices before the lease.
+    (None, [0, 1]),
+    ("{h0},{h1}", [0, 1]),
+    ("{0},{1}", [0, 1]),
+    ("{1}", [1]),
+    ("{h1}", [1]),
+    ("{h1},{h0}", [1, 0]),
+    ("0", [0]),
+    ("1", [1]),
+    ("1,0", [1, 0]),
+    ("0,7,1", [0]),
+    ("7", []),
+    ("", []),
+    ("-1", []),
+    ("GPU-00000000-0000-0000-0000-000000000000", []),
+]
+
+
+def test_the_first_call_after_a_look_marks_the_gate_as_used(session):
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    session.page.set_gate(pages.UNUSED)
+    assert child.do("_ = number(C.cuDeviceGetCount)") == 2
+    assert session.page.gate() == pages.UNUSED  # looking at the devices is no use
+    assert child.do("_ = C.cuCtxSynchronize()") == 0
+    assert session.page.gate() == pages.OPEN
+    session.page.set_gate(pages.UNUSED)
+    assert child.do("s = ctypes.c_void_p(); _ = C.cuStreamCreate(ctypes.byref(s), 0)") == 0
+    assert session.page.gate() == pages.OPEN
+    assert session.broker.messages == []
+
+
+def test_a_closed_gate_asks_for_the_lease_and_waits(session):
+    session.page.set_gate(pages.CLOSED)
+    child = session.child()
+    assert child.do("_ = C.cuInit(0)") == 0
+    assert child.do("_ = number(C.cuDeviceGetCount)") == 2
+    assert session.broker.messages == []
+    child.send("_ = context()")
+    session.broker.asked(1)
+    message = session.broker.messages[0]
+    assert message["type"] == "attach"
+    assert (message["v"], message["id"], message["session"], message["token"]) == (
+        1, 1, "s-1", 't"1',
+    )  # fmt: skip
+    assert message["pid"] == child.pid
+    assert isinstance(message["tid"], int)
+    reading = session.page.read()
+    assert (reading.waiting, reading.inflight) == (1, 0)
+    assert not child.answers(0.1)
+    session.page.set_gate(pages.UNUSED)  # also without an answer
+    assert child.reply() == 0
+    session.broker.wait(lambda b: b.open == 0)  # the question was taken back
+    reading = session.page.read()
+    assert (reading.waiting, reading.inflight) == (0, 0)
+
+
+def test_the_broker_answers_once_the_gate_is_open(session):
+    session.page.set_gate(pages.CLOSED)
+    session.broker.answer = session.attach_on_request
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    assert child.do("_ = C.cuCtxSynchronize()") == 0
+    assert len(session.broker.messages) == 1
+
+
+def test_before_cuinit_no_call_asks_for_a_lease(session):
+    session.page.set_gate(pages.CLOSED)
+    child = session.child()
+    assert child.do("_ = C.cuCtxSynchronize(), C.cuMemFreeHost(None)") == (3, 3)
+    assert session.broker.messages == []
+
+
+def test_several_threads_wait_at_once(session, until):
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    session.page.set_gate(pages.CLOSED)
+    child.do("""
+results = []
+def wait():
+    c = ctypes.c_void_p()
+    results.append((C.cuCtxSynchronize(), C.cuStreamQuery(None)))
+threads = [threading.Thread(target=wait) for _ in range(8)]
+for t in threads: t.start()
+""")
+    session.broker.asked(8)
+    until(lambda: session.page.read().waiting == 8)
+    assert len({m["tid"] for m in session.broker.messages}) == 8
+    session.page.set_gate(pages.UNUSED)
+    child.do("for t in threads: t.join()")
+    # A thread has no current context of its own.
+    assert child.do("_ = results") == [(201, 201)] * 8
+    assert session.page.read().waiting == 0
+
+
+def test_calls_inside_are_counted(make_session, until):
+    """A copy that takes long is seen, and a gate that is closed meanwhile does not stop it."""
+    session = make_session("1x1GiB,context=32MiB,bandwidth=100MB/s")
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    child.do("p, data = alloc(64 << 20), ctypes.create_string_buffer(64 << 20)")
+    child.send("_ = C.cuMemcpyHtoD_v2(ctypes.c_uint64(p), data, ctypes.c_size_t(64 << 20))")
+    until(lambda: session.page.read().inflight == 1)
+    session.page.set_gate(pages.CLOSED)
+    assert not child.answers(0.1)
+    assert session.page.read().inflight == 1
+    assert child.reply() == 0
+    assert session.page.read().inflight == 0
+    assert session.broker.messages == []
+
+
+def test_the_answers_about_devices_need_no_lease_while_suspended(session):
+    """Not even of a driver that would block: it is never called."""
+    child = session.child()
+    look = """
+name = ctypes.create_string_buffer(64); uuid = ctypes.create_string_buffer(16)
+major, minor = ctypes.c_int(), ctypes.c_int()
+_ = (C.cuInit(0), number(C.cuDriverGetVersion), number(C.cuDeviceGetCount),
+     number(C.cuDeviceGet, 1), number(C.cuDeviceGet, 2), number(C.cuDeviceGetAttribute, 75, 0),
+     number(C.cuDeviceGetAttribute, 75, 5), C.cuDeviceGetName(name, 64, 0), name.value,
+     C.cuDeviceGetUuid_v2(uuid, 1), uuid.raw, C.cuDeviceGetUuid(uuid, 0), uuid.raw,
+     C.cuDeviceComputeCapability(ctypes.byref(major), ctypes.byref(minor), 0), major.value,
+     C.cuDeviceGetName(name, 5, 0), name.value)
+"""
+    assert child.do("_ = context()") == 0
+    true = child.do(look)
+    assert true[2] == 2
+    session.page.set_gate(pages.CLOSED)
+    assert child.do(look) == true
+    assert session.broker.messages == []
+    # What cannot be answered waits.
+    session.broker.answer = session.attach_on_request
+    assert child.do("_ = number(C.cuDeviceCanAccessPeer, 0, 1)") == 1
+    assert len(session.broker.messages) == 1
+
+
+def test_what_is_known_of_devices_is_renewed_with_the_lease(session):
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    assert child.do("_ = number(C.cuDeviceGetCount)") == 2
+    session.page.set_grant([1 << 20] * 2, 1 << 30, 2)  # another epoch
+    assert child.do("_ = number(C.cuDeviceGetCount)") == 2
+    session.page.set_gate(pages.CLOSED)
+    assert child.do("_ = number(C.cuDeviceGetCount)") == 2
+    assert session.broker.messages == []
+
+
+def test_a_pause_is_sat_out_and_asks_nobody(session):
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    until = time.monotonic_ns() + 300_000_000
+    session.page.set_gate(pages.PAUSED, pause_until=until)
+    assert child.do("_ = C.cuCtxSynchronize()") == 0
+    assert time.monotonic_ns() >= until
+    session.page.set_gate(pages.PAUSED, pause_until=time.monotonic_ns() + 60_000_000_000)
+    child.send("_ = C.cuCtxSynchronize()")
+    assert not child.answers(0.1)
+    session.page.set_gate(pages.OPEN)
+    assert child.reply() == 0
+    # A pause that became a suspend.
+    session.page.set_gate(pages.PAUSED, pause_until=time.monotonic_ns() + 60_000_000_000)
+    child.send("_ = C.cuCtxSynchronize()")
+    assert not child.answers(0.1)
+    assert session.broker.messages == []
+    session.broker.answer = session.attach_on_request
+    session.page.set_gate(pages.CLOSED)
+    assert child.reply() == 0
+    assert len(session.broker.messages) == 1
+
+
+# ---------------------------------------------------------------------- slots
+
+
+def test_a_process_has_a_slot_from_its_first_call_to_its_end(session):
+    child = session.child()
+    child.do("_ = 1")
+    assert session.slots() == ()
+    assert child.do("_ = number(C.cuDriverGetVersion)") == 13000
+    (slot,) = session.slots()
+    start = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    assert (slot.pid, slot.start_time, slot.flags) == (child.pid, start, 0)
+    child.do("C.cuInit(0)")
+    assert session.slots()[0].flags == pages.SLOT_CUDA
+    child.do("context()")
+    assert session.slots()[0].flags == pages.SLOT_CUDA | pages.SLOT_CONTEXT
+    assert child.end() == 0
+    assert session.slots() == ()
+
+
+def test_a_killed_process_is_reaped_when_room_is_needed(session):
+    dead = session.child()
+    assert dead.do("_ = context()") == 0
+    dead.kill()
+    (slot,) = session.slots()
+    assert slot.pid == dead.pid
+    # Fill the page with processes that cannot be: no slot is free.
+    data = bytearray(session.page_path.read_bytes())
+    for i in range(1, pages.SLOTS):
+        at = pages.HEADER_BYTES + i * pages.SLOT_BYTES
+        struct.pack_into("<IIQ", data, at, 1, (1 << 22) + i, 5)
+    session.page_path.write_bytes(data)
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    assert [slot.pid for slot in session.slots()] == [child.pid]
+
+
+def test_without_room_every_call_fails_and_says_why(session):
+    """256 processes live: the 257th gets an error, not a way around the gate."""
+    pid = os.getpid()
+    start = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    data = bytearray(session.page_path.read_bytes())
+    for i in range(pages.SLOTS):
+        at = pages.HEADER_BYTES + i * pages.SLOT_BYTES
+        struct.pack_into("<IIQ", data, at, 1, pid, start)
+    session.page_path.write_bytes(data)
+    done = session.run(
+        sys.executable, "-c",
+        "import ctypes; C = ctypes.CDLL('libcuda.so.1')\n"
+        "print(C.cuInit(0), C.cuCtxSynchronize(), C.cuStreamCreate(None, 0), C.cuInit(0))",
+    )  # fmt: skip
+    assert done.stdout.split() == [str(NOT_READY)] * 4
+    assert done.stderr.count("has no room for a 257th process") == 1
+
+
+def test_the_lock_of_a_dead_process_is_taken_over(session):
+    holder = session.child(["/bin/sleep", "60"])
+    start = int(Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    with session.page_path.open("r+b") as file:
+        file.seek(48)
+        file.write(struct.pack("<Q", holder.pid | (start & 0xFFFFFFFF) << 32))
+    child = session.child()
+    child.send("_ = context()")
+    assert not child.answers(0.3)  # its holder lives
+    holder.kill()
+    assert child.reply() == 0
+
+
+def test_a_fork_has_its_own_slot_and_only_after_a_call(session):
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    found = child.do("""
+r, w = os.pipe(); r2, w2 = os.pipe()
+pid = os.fork()
+if not pid:
+    os.read(r2, 1)
+    error = C.cuCtxSynchronize()  # the driver says that a forked child has no CUDA
+    os.write(w, b"%d" % error)
+    os.read(r2, 1)
+    os._exit(0)
+_ = pid
+""")
+    assert [slot.pid for slot in session.slots()] == [child.pid]
+    assert child.do("os.write(w2, b'1'); _ = os.read(r, 9)") == b"3"
+    slots = {slot.pid: slot for slot in session.slots()}
+    assert set(slots) == {child.pid, found}
+    assert slots[found].flags == 0
+    # The parent's is untouched by the child's end.
+    child.do("os.write(w2, b'1'); os.waitpid(pid, 0)")
+    assert slots[child.pid].flags == pages.SLOT_CUDA | pages.SLOT_CONTEXT
+    assert child.do("_ = C.cuCtxSynchronize()") == 0
+
+
+def test_a_fork_before_cuda_works_in_both(session):
+    child = session.child()
+    assert child.do("""
+r, w = os.pipe()
+pid = os.fork()
+if not pid:
+    os.write(w, b"%d" % context())
+    os._exit(0)
+os.waitpid(pid, 0)
+_ = os.read(r, 9), context()
+""") == (b"0", 0)  # fmt: skip
+
+
+def test_forks_while_threads_wait_and_call(session):
+    """Locks that another thread holds are never inherited held."""
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    session.broker.answer = lambda message: None
+    child.do("""
+stop = False
+def work():
+    while not stop:
+        C.cuCtxSynchronize(); number(C.cuDeviceGetCount)
+        p = ctypes.c_void_p()
+        C.cuGetProcAddress_v2(b"cuMemAlloc", ctypes.byref(p), 12000, ctypes.c_uint64(0), None)
+threads = [threading.Thread(target=work) for _ in range(3)]
+for t in threads: t.start()
+""")
+    for i in range(10):
+        session.page.set_gate(pages.CLOSED if i % 2 else pages.OPEN)
+        assert child.do("""
+r, w = os.pipe()
+pid = os.fork()
+if not pid:
+    n = ctypes.c_int()
+    os.write(w, b"%d" % C.cuDriverGetVersion(ctypes.byref(n)))
+    os._exit(0)
+_ = os.read(r, 9), os.waitpid(pid, 0)[1]
+os.close(r); os.close(w)
+""")[1] == 0  # fmt: skip
+    session.page.set_gate(pages.OPEN)
+    child.do("stop = True\nfor t in threads: t.join()")
+    assert [s.pid for s in session.slots() if s.pid == child.pid] == [child.pid]
+
+
+def test_an_exec_resets_the_slot(session):
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    before = session.slots()[0]
+    child.send(f"""
+os.execv(sys.executable, [sys.executable, "-c", {CODE!r}])
+""")
+    assert child.line() == "ready"
+    (slot,) = session.slots()
+    assert (slot.pid, slot.start_time) == (before.pid, before.start_time)
+    assert (slot.flags, slot.used, slot.inflight) == (0, (0,) * pages.DEVICES, 0)
+
+
+CODE = """
+import ctypes, sys
+n = ctypes.c_int()
+ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(n))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+# ---------------------------------------------------------------------- the page itself
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda p: p.unlink(), "is gone: the session has ended"),
+        (lambda p: os.truncate(p, 4096), "is too short, or no file"),
+        (lambda p: p.write_bytes(b"\0" * pages.SIZE), "is of another version"),
+        (lambda p: (p.unlink(), p.symlink_to("/dev/null")), "cannot be opened"),
+        (lambda p: (p.unlink(), p.mkdir()), "cannot be opened"),
+        (lambda p: (p.unlink(), os.mkfifo(p)), "is too short, or no file"),
+    ],
+)
+def test_a_page_that_cannot_be_used_fails_calls_clearly(session, spoil, why):
+    """Without the gate the process would run while the broker suspends it."""
+    spoil(session.page_path)
+    done = session.run(
+        sys.executable, "-c",
+        "import ctypes; C = ctypes.CDLL('libcuda.so.1'); n = ctypes.c_int()\n"
+        "print(C.cuInit(0), C.cuCtxSynchronize(), C.cuDeviceGetCount(ctypes.byref(n)))",
+    )  # fmt: skip
+    assert done.stdout.split() == [str(NOT_READY)] * 3
+    assert why.replace("is too short", "is not one: it is too short") in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_deleted_page_still_serves(session):
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    session.page_path.unlink()
+    session.page.set_gate(pages.CLOSED)
+    session.broker.answer = session.attach_on_request
+    assert child.do("_ = C.cuCtxSynchronize()") == 0
+    assert len(session.broker.messages) == 1
+
+
+def test_without_a_session_the_guard_only_passes_on(session):
+    child = session.child(GPUPOOL_PAGE=None)
+    session.page.set_gate(pages.CLOSED)
+    assert child.do("_ = context(), number(C.cuDeviceGetCount)") == (0, 2)
+    assert child.do("p = alloc(600 << 20); _ = C.cuMemFree_v2(ctypes.c_uint64(p))") == 0
+    assert session.slots() == ()
+
+
+# ---------------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize(("visible", "expected"), CHOICES)
+def test_a_process_sees_the_devices_of_its_session(make_session, visible, expected):
+    session = make_session("4x1GiB,context=32MiB")
+    mine, home = [session.uuids[3], session.uuids[2]], session.uuids[:2]
+    session.grant(mine)
+    names = {"h0": home[0], "h1": home[1]}
+    if visible is not None:
+        visible = visible.format(*mine, **names)
+    found = session.python(
+        "import ctypes, uuid; C = ctypes.CDLL('libcuda.so.1'); n = ctypes.c_int()\n"
+        "error = C.cuInit(0); C.cuDeviceGetCount(ctypes.byref(n))\n"
+        "b = ctypes.create_string_buffer(16)\n"
+        "for i in range(n.value):\n"
+        "    C.cuDeviceGetUuid_v2(b, i); print('GPU-%s' % uuid.UUID(bytes=b.raw))\n"
+        "print(error)",
+        CUDA_VISIBLE_DEVICES=visible,
+        GPUPOOL_VISIBLE=",".join(home),
+    ).split()
+    assert found[:-1] == [mine[i] for i in expected]
+    assert found[-1] == ("0" if expected else "100")
+
+
+def test_devices_are_settled_at_the_first_cuinit(session):
+    child = session.child(GPUPOOL_VISIBLE=session.uuids[0], CUDA_VISIBLE_DEVICES=session.uuids[0])
+    session.grant(session.uuids[1:])
+    assert child.do("_ = C.cuInit(0), number(C.cuDeviceGetCount)") == (0, 1)
+    session.grant(session.uuids)
+    assert child.do("_ = C.cuInit(0), number(C.cuDeviceGetCount)") == (0, 1)
+
+
+def test_bytes_are_counted_on_the_devices_of_the_session(session):
+    """A process that sees only the second device: its device 0 is the session's 1."""
+    child = session.child(CUDA_VISIBLE_DEVICES="1")
+    assert child.do("_ = context()") == 0
+    assert child.do("_ = alloc(4 << 20)") > 1000
+    (slot,) = session.slots()
+    assert slot.used[:2] == (0, (32 + 4) << 20)
+
+
+# ---------------------------------------------------------------------- no call is lost
+
+
+def test_a_closed_and_drained_gate_lets_nobody_in(session, until):
+    """Closing, then waiting for zero: no counted call begins until the gate is opened again."""
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    child.do("""
+stop, calls = False, [0] * 4
+def work(i):
+    c = ctypes.c_void_p()
+    C.cuDevicePrimaryCtxRetain(ctypes.byref(c), 0); C.cuCtxSetCurrent(c)
+    sync = C.cuCtxSynchronize
+    while not stop:
+        assert sync() == 0
+        calls[i] += 1
+threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+for t in threads: t.start()
+""")
+    for _ in range(20):
+        session.page.set_gate(pages.CLOSED)
+        until(lambda: session.page.read().inflight == 0)
+        until(lambda: session.page.read().waiting == 4)
+        counted = child.do("_ = calls[:]")
+        assert session.page.read().inflight == 0
+        assert child.do("_ = calls[:]") == counted
+        session.page.set_gate(pages.UNUSED)
+        until(lambda: session.page.read().waiting == 0)
+        until(lambda counted=counted: min(map(int.__sub__, child.do("_ = calls[:]"), counted)) > 0)
+    child.do("stop = True\nfor t in threads: t.join()")
+    reading = session.page.read()
+    assert (reading.inflight, reading.waiting) == (0, 0)
