@@ -161,6 +161,8 @@ void cached_fork(enum fork_when when)
 {
     if (when == FORK_PREPARE)
         pthread_rwlock_wrlock(&lock);
-    else
+    else if (when == FORK_PARENT)
         pthread_rwlock_unlock(&lock);
+    else /* glibc knows the writer by its thread id, which is another one in the child */
+        lock = (pthread_rwlock_t)PTHREAD_RWLOCK_INITIALIZER;
 }

@@ -34,8 +34,6 @@ ENDS(cuIpcCloseMemHandle, (CUdeviceptr address), (address))
 
 PINS(PIN_IPC, cuMemExportToShareableHandle,
      (void *out, CUmemGenericAllocationHandle handle, int type, unsigned long long flags), (out, handle, type, flags))
-PINS(PIN_IPC, cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle *out, void *handle, int type),
-     (out, handle, type))
 PINS(PIN_IPC, cuMemPoolExportToShareableHandle, (void *out, CUmemoryPool pool, int type, unsigned long long flags),
      (out, pool, type, flags))
 PINS(PIN_IPC, cuMemPoolImportFromShareableHandle,

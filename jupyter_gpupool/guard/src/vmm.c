@@ -198,3 +198,24 @@ CUresult wrap_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, voi
     own_unlock(&v->lock);
     return result;
 }
+
+/* Counted where it was made. A process that imports what it exported itself may be given the
+ * handle that it has already, which then takes one release more. */
+CUresult wrap_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *handle, int type)
+{
+    ENTER;
+    CUresult result = REAL(cuMemImportFromShareableHandle)(out, handle, type);
+    struct vmm *v = !result && table_seen(OWN_HANDLE) ? vmm() : NULL;
+    struct own own;
+    if (!result)
+        guard_pin(PIN_IPC);
+    if (v) {
+        own_lock(&v->lock);
+        if (table_get(OWN_HANDLE, *out, &own)) {
+            change(own.owner, 1, 0);
+            references(*out, own.owner, 1);
+        }
+        own_unlock(&v->lock);
+    }
+    return result;
+}
