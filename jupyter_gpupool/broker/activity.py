@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Mapping
+from dataclasses import dataclass
+from typing import Callable, Mapping
 
 from ..guard.page import Reading
 from ..pool import events as e
@@ -30,6 +31,23 @@ LOOK = 0.25
 STALE = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one look saw: the gate was passed, calls are inside the driver, calls wait."""
+
+    touched: bool = False
+    inflight: bool = False
+    waiting: bool = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether it uses its device, or would if it were let."""
+        return self.touched or self.inflight or self.waiting
+
+
+_NOTHING = Seen()
+
+
 class Activity:
     """Looks at the pages of attached sessions, while there are some."""
 
@@ -38,6 +56,10 @@ class Activity:
     ) -> None:
         self.quiet_after = quiet_after
         self.attached: dict[str, Session] = {}
+        #: Somebody else looks at them, more often.
+        self.elsewhere = False
+        #: Called after a round with those that were busy, if they are two or more.
+        self.on_round: Callable[[list[Session]], None] = lambda _busy: None
         self._runner = runner
         self._pages = pages
         self._log = log
@@ -69,8 +91,8 @@ class Activity:
         """Return whether it was used since the last look, or has calls inside the driver."""
         touched = self._touched(session)
         reading = self.read(session)
-        if touched or (reading is not None and reading.inflight):
-            self._used(session)
+        if touched or (reading is not None and (reading.inflight or reading.waiting)):
+            self._used(session, 0.0)
             return True
         return False
 
@@ -99,35 +121,45 @@ class Activity:
 
     def _round(self) -> None:
         try:
-            for session in list(self.attached.values()):
-                self._look(session)
+            # Where turns are kept, every turn ends with a look.
+            sessions = [] if self.elsewhere else [*self.attached.values()]
+            busy = [s for s in sessions if (seen := self.look(s)) is not None and seen.busy]
+            if len(busy) > 1:
+                self.on_round(busy)
         except Exception:
             self._log.exception("A look at the pages failed")
         self._timer = None
         if self.attached and not self._runner.stopped:
             self._timer = asyncio.get_running_loop().call_later(LOOK, self._round)
 
-    def _look(self, session: Session) -> None:
+    def look(self, session: Session, elapsed: float = LOOK) -> Seen | None:
+        """Look at one session, whose last look was ``elapsed`` seconds ago; tell the pool.
+
+        None for one that a rule is suspending: what it does is of no account.
+        """
         now, use = self._now(), session.use
         if session.forced:
-            return
+            return None
         if self._touched(session):
-            self._used(session)
+            self._used(session, elapsed)
             if now - use.looked_at >= STALE:
                 use.looked_at = now
                 self.read(session)
-            return
+            return Seen(touched=True)
         if not self._held(session):
-            return
+            return _NOTHING
         reading = self.read(session)
         if reading is not None and (reading.inflight or reading.waiting):
-            self._used(session)  # who waits while there is a lease waits for its turn
-        elif now - use.busy_at >= self.quiet_after:
+            # Who waits while there is a lease waits for its turn.
+            self._used(session, elapsed if reading.inflight else 0.0)
+            return Seen(inflight=bool(reading.inflight), waiting=bool(reading.waiting))
+        if now - use.busy_at >= self.quiet_after:
             self._runner.handle(
                 e.HoldDropped(
                     now=self._runner.now(), session=session.id, hold=DEVICE_HOLD, cuda=session.cuda
                 )
             )
+        return _NOTHING
 
     def _touched(self, session: Session) -> bool:
         if self._pages.gate(session) != OPEN:
@@ -135,10 +167,9 @@ class Activity:
         self._pages.set_gate(session, UNUSED)
         return True
 
-    def _used(self, session: Session) -> None:
-        now, use = self._now(), session.use
-        use.busy_seconds += min(LOOK, max(0.0, now - use.busy_at))
-        use.busy_at = now
+    def _used(self, session: Session, seconds: float) -> None:
+        session.use.busy_at = self._now()
+        session.use.busy_seconds += seconds
         if not self._held(session):
             self.take(session)
 

@@ -23,6 +23,7 @@ from .pages import Pages, page_folder
 from .runner import Runner
 from .sessions import Session
 from .status import Snapshots
+from .turns import TurnKeeper
 from .watchdog import Watchdog
 
 
@@ -74,6 +75,7 @@ class Guarding:
         pages.on_lease = activity.lease
         guards = Guards(runner, pages, activity, self._log)
         watchdog = Watchdog(runner, self._effects, pages, self._log, policy=settings.overuse)
+        self.turns = TurnKeeper(runner, pages, activity, self._log, turn=settings.turn)
         runner.guard = guards
         self._effects.pages, self._effects.activity = pages, activity
         self._monitor.activity, self._monitor.watchdog = activity, watchdog
@@ -103,12 +105,14 @@ class Guarding:
         self._snapshots.attach, self._snapshots.attach_reason = attach, reason
         if self.pages is not None:
             self.activity.quiet_after = settings.quiet_after
+            self.turns.turn = settings.turn
             self.watchdog.policy = settings.overuse
             self.pages.managed = settings.managed_memory == "allow"
 
     def close(self) -> None:
         """The broker ends; the sessions go on."""
         if self.pages is not None:
+            self.turns.close()
             self.activity.close()
             self.pages.close()
 

@@ -48,6 +48,7 @@ class Ledger:
             return
         record = self._runner.record(change.session)
         first = change.slices[0] if change.slices else None
+        busy = {"busy_seconds": round(session.use.busy_seconds, 3)} if session.page else {}
         self._runner.note(
             "state",
             session,
@@ -59,6 +60,7 @@ class Ledger:
                 "new": change.new,
                 "epoch": change.epoch,
                 "suspended_bytes": record.suspended_bytes if record else 0,
+                **busy,
             },
         )
         if change.new == "queued":

@@ -81,6 +81,9 @@ class Guarded(kit.Kernel):
     def limit(self):
         return struct.unpack_from("<Q", self.map, 32)[0]
 
+    def pause_until(self):
+        return struct.unpack_from("<Q", self.map, 24)[0]
+
     def devices(self):
         count = struct.unpack_from("<I", self.map, 12)[0]
         texts = [self.map[128 + 48 * i : 176 + 48 * i] for i in range(count)]

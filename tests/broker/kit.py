@@ -186,6 +186,8 @@ class Broker:
 class Kernel:
     """A session and its process, see ``child.py``."""
 
+    module = "tests.broker.child"
+
     def __init__(self, broker, label="", *, memory=None, launch=True, agent=True, **request):
         self.broker = broker
         self.server = broker.client()
@@ -204,7 +206,7 @@ class Kernel:
 
     def launch(self, *, agent=True, tell=True):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.broker.child"],
+            [sys.executable, "-m", self.module],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
             env={**environment(self.broker.folder), **self.env},
         )  # fmt: skip

@@ -1,0 +1,154 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Compute shares: while sessions contend for a device, the gate is open for one at a time.
+
+``pool/turns.py`` plans; this opens and pauses gates, and measures. Nothing runs, and no gate is
+ever paused, unless two sessions on one device were busy in the same look and one of them asked for
+less than the whole device: otherwise the driver shares it well enough, and without gaps.
+
+A pause ends by itself (``pause_until``), so a broker that dies in the middle blocks nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Iterable
+
+from ..pool.model import SessionRecord
+from ..pool.turns import Runner as Contender
+from ..pool.turns import Turns, plan
+from .activity import Activity, Seen
+from .pages import PAUSED, UNUSED, Pages
+from .runner import Runner
+from .sessions import Session
+
+#: A paused gate opens by itself after so many turns.
+PAUSE = 2
+
+#: Turns without contention after which there are none any more.
+REST = 10
+
+#: ``Request.compute`` of who wants all that there is.
+WHOLE = 100
+
+
+class TurnKeeper:
+    """Executes the plans for all devices of one broker."""
+
+    def __init__(
+        self, runner: Runner, pages: Pages, activity: Activity, log: logging.Logger, *, turn: float
+    ) -> None:
+        #: Seconds.
+        self.turn = turn
+        self._runner = runner
+        self._pages = pages
+        self._activity = activity
+        self._log = log
+        self._state = Turns()
+        self._used: dict[str, float] = {}
+        self._paused: set[str] = set()
+        self._quiet = 0
+        self._at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        activity.on_round = self.consider
+
+    @property
+    def running(self) -> bool:
+        """Whether turns are being kept now."""
+        return self._timer is not None
+
+    def consider(self, busy: Iterable[Session]) -> None:
+        """Begin to keep turns if these sessions, busy at the last look, contend."""
+        if self.running:
+            return
+        there: dict[str, list[SessionRecord]] = {}
+        for session in busy:
+            record = self._runner.record(session.id)
+            for piece in record.slices if record is not None else ():
+                assert record is not None
+                there.setdefault(piece.device, []).append(record)
+        if any(_contend(records) for records in there.values()):
+            self._state, self._used, self._quiet = Turns(), {}, 0
+            self._activity.elsewhere = True
+            self._at = asyncio.get_running_loop().time()
+            self._wait()
+
+    def close(self) -> None:
+        """Keep no turns any more; open what is paused."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._activity.elsewhere = False
+        for name in [*self._paused]:
+            self._open(name)
+
+    # ------------------------------------------------------------------ one turn
+
+    def _wait(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self.turn, self._next)
+
+    def _next(self) -> None:
+        try:
+            contended = self._step()
+        except Exception:
+            self._log.exception("The turns of compute shares are given up for now")
+            self.close()
+            return
+        self._quiet = 0 if contended else self._quiet + 1
+        if self._quiet >= REST or self._runner.stopped:
+            self.close()
+        else:
+            self._wait()
+
+    def _step(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        elapsed, self._at = now - self._at, now
+        contenders = []
+        for session in list(self._activity.attached.values()):
+            seen = self._activity.look(session, elapsed)
+            record = self._runner.record(session.id)
+            if seen is None or record is None or session.id not in self._activity.attached:
+                continue
+            contenders.append(self._contender(session, record, seen, elapsed))
+        found = plan(self._state, contenders, now)
+        self._state = found.state
+        shares = {c.session: c for c in contenders}
+        wait = {name for name in found.wait if self._matters(shares[name], contenders)}
+        for name in self._paused - wait:
+            self._open(name)
+        until = time.monotonic_ns() + int(PAUSE * self.turn * 1e9)
+        for name in wait:
+            self._pages.set_gate(self._activity.attached[name], PAUSED, pause_until=until)
+        self._paused = wait
+        return bool(found.contended)
+
+    def _contender(
+        self, session: Session, record: SessionRecord, seen: Seen, elapsed: float
+    ) -> Contender:
+        # Who only waits for its turn uses nothing; a call that runs on into another's turn does.
+        if seen.touched or seen.inflight:
+            self._used[session.id] = self._used.get(session.id, 0.0) + elapsed
+        return Contender(
+            session=session.id,
+            share=record.request.compute,
+            devices=tuple(piece.device for piece in record.slices),
+            busy=seen.busy,
+            used=self._used.get(session.id, 0.0),
+        )
+
+    def _matters(self, one: Contender, contenders: Iterable[Contender]) -> bool:
+        """Return whether it shares a device with somebody busy, not all wanting the whole."""
+        others = [c for c in contenders if c.busy and not set(c.devices).isdisjoint(one.devices)]
+        return any(c.share < WHOLE for c in others)
+
+    def _open(self, name: str) -> None:
+        self._paused.discard(name)
+        session = self._activity.attached.get(name)
+        if session is not None and self._pages.gate(session) == PAUSED:
+            self._pages.set_gate(session, UNUSED)
+
+
+def _contend(records: list[SessionRecord]) -> bool:
+    return len(records) > 1 and any(record.request.compute < WHOLE for record in records)

@@ -1,0 +1,150 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A program that calls CUDA and knows nothing of the pool: no agent, no hold, no broker.
+
+Steered by lines of JSON on stdin, one answer per line on stdout. Every CUDA call is one of the
+driver's own, by ctypes; a result that is not 0 is answered as ``{"cuda": code}``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import threading
+
+CUDA = ctypes.CDLL("libcuda.so.1")
+POINTER = ctypes.c_uint64
+BUFFERS = {}
+CHILDREN = []
+THREADS = {}
+
+
+class CudaError(Exception):
+    pass
+
+
+def call(name, *args):
+    result = getattr(CUDA, name)(*args)
+    if result:
+        raise CudaError(result)
+
+
+def do_init(_):
+    call("cuInit", 0)
+    count = ctypes.c_int()
+    call("cuDeviceGetCount", ctypes.byref(count))
+    return count.value
+
+
+def do_context(_):
+    """The first call that needs a lease."""
+    call("cuInit", 0)
+    context = ctypes.c_void_p()
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+    call("cuCtxSetCurrent", context)
+
+
+def do_alloc(command):
+    """Allocate and fill; the buffer's name is its byte."""
+    pointer = POINTER()
+    call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(command["bytes"]))
+    size = ctypes.c_size_t(command["bytes"])
+    call("cuMemsetD8_v2", pointer, ctypes.c_ubyte(command["byte"]), size)
+    BUFFERS[command["byte"]] = pointer, command["bytes"]
+
+
+def do_check(_):
+    for byte, (pointer, size) in BUFFERS.items():
+        host = ctypes.create_string_buffer(size)
+        call("cuMemcpyDtoH_v2", host, pointer, ctypes.c_size_t(size))
+        assert host.raw == bytes([byte]) * size, "bytes differ"
+    return sum(size for _, size in BUFFERS.values())
+
+
+def do_free(command):
+    pointer, _ = BUFFERS.pop(command["byte"])
+    call("cuMemFree_v2", pointer)
+
+
+def do_info(_):
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    return [free.value, total.value]
+
+
+def do_sync(_):
+    call("cuCtxSynchronize")
+
+
+def do_storm(command):
+    """From now on, short calls from a thread; until told to stop."""
+    context = ctypes.c_void_p()
+    call("cuCtxGetCurrent", ctypes.byref(context))
+    stop = threading.Event()
+    state = {"calls": 0, "error": 0}
+
+    def storm():
+        CUDA.cuCtxSetCurrent(context)
+        while not stop.wait(command.get("pause", 0.001)):
+            result = CUDA.cuCtxSynchronize()
+            if result:
+                state["error"] = result
+                return
+            state["calls"] += 1
+
+    thread = threading.Thread(target=storm, daemon=True)
+    THREADS["storm"] = thread, stop, state
+    thread.start()
+
+
+def do_calm(_):
+    thread, stop, state = THREADS.pop("storm")
+    stop.set()
+    thread.join()
+    return state
+
+
+def do_calls(_):
+    return THREADS["storm"][2]["calls"]
+
+
+def do_spawn(command):
+    """Let a child process allocate and stay; return its process number."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", __spec__.name],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    CHILDREN.append(child)
+    for do in ({"do": "context"}, {"do": "alloc", "bytes": command["bytes"], "byte": 1}):
+        child.stdin.write(json.dumps(do) + "\n")
+        child.stdin.flush()
+    answers = [json.loads(child.stdout.readline()) for _ in range(3)]
+    return {"pid": child.pid, "answers": answers[1:]}
+
+
+def do_kill(_):
+    child = CHILDREN.pop()
+    child.kill()
+    child.wait()
+    child.stdin.close()
+    child.stdout.close()
+
+
+def main():
+    print(json.dumps({"ok": os.getpid()}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"ok": globals()[f"do_{command['do']}"](command)}
+        except CudaError as error:
+            answer = {"ok": {"cuda": error.args[0]}}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}", "code": "exception"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Broker, guard and emulated driver together, with programs that know nothing of the pool."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import kit
+from .kit import MiB, wait_until
+
+#: What a session asks for here; two fit on no device.
+BIG = 300 * MiB
+
+#: CUDA_ERROR_OUT_OF_MEMORY.
+OUT_OF_MEMORY = {"cuda": 2}
+
+#: CUDA_ERROR_SYSTEM_NOT_READY.
+NOT_READY = {"cuda": 802}
+
+#: Of the emulated machine; see kit.MACHINE.
+CONTEXT = 32 * MiB
+
+
+class Program(kit.Kernel):
+    """A session whose process has no agent."""
+
+    module = "tests.broker.guarded_child"
+
+    def __init__(self, broker, label="", *, attach=None, **request):
+        self._attach = attach
+        super().__init__(broker, label, agent=False, **request)
+
+    def open_fields(self):
+        return {} if self._attach is None else {"attach": self._attach}
+
+    def begin(self, size=0, byte=1):
+        """Make a context, and allocate."""
+        assert self.do("context") is None
+        if size:
+            assert self.do("alloc", bytes=size, byte=byte) is None
+
+    def status(self):
+        return self.broker.session(self.session)
+
+
+@pytest.fixture
+def make_broker(make_broker):
+    def make(**config):
+        return make_broker(**{"attach": "lazy", "quiet_after": 0.3, **config})
+
+    return make
+
+
+@pytest.fixture
+def broker(make_broker):
+    broker = make_broker().started
+    settings = broker.status()["settings"]
+    assert settings["attach"] == "lazy", settings["attach_reason"]
+    return broker
+
+
+@pytest.fixture
+def program(broker):
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Program(broker, *args, **{"memory": BIG, **kwargs}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_the_first_call_attaches_and_nothing_before_it(program):
+    p = program()
+    assert p.do("init") == 1
+    assert p.state() == "detached"
+    assert p.status()["messages"] == 0
+    p.begin(64 * MiB)
+    status = p.status()
+    assert status["state"] == "active"
+    assert status["used_bytes"] == 64 * MiB + CONTEXT
+    p.wait_state("idle")
+    assert p.status()["messages"] == 1
+    assert p.do("check") == 64 * MiB
+    p.wait_state("active", "idle")
+    assert p.status()["messages"] == 1
+
+
+def test_idle_is_suspended_by_pressure_and_comes_back_with_its_bytes(broker, program):
+    first, second = program(), program()
+    first.begin(64 * MiB, byte=7)
+    second.begin(64 * MiB, byte=8)
+    for p in (first, second):
+        p.wait_state("idle")
+    third = program()
+    third.begin(32 * MiB, byte=9)
+    gone = first if first.state() == "detached" else second
+    assert gone.state() == "detached"
+    assert gone.status()["suspended_bytes"] >= 64 * MiB
+    third.wait_state("idle")
+    assert gone.do("check") == 64 * MiB
+    assert gone.status()["resumes"] == 1
+    assert third.state() in ("detached", "idle")
+
+
+def test_a_call_waits_while_nobody_yields_and_others_go_on(broker, program):
+    first, second = program(), program()
+    first.begin(MiB)
+    second.begin(MiB)
+    for p in (first, second):
+        assert p.do("storm") is None
+    third = program()
+    third.tell("context")
+    third.wait_state("queued")
+    assert third.status()["waiting"] == 1
+    before = first.do("calls")
+    wait_until(lambda: first.do("calls") > before, "the neighbour works on")
+    assert first.do("calm")["error"] == 0
+    assert second.do("calm")["error"] == 0
+    assert third.answer() is None
+    assert third.state() == "active"
+
+
+def test_a_slice_is_a_limit_and_the_program_lives_on(program):
+    p = program(memory=100 * MiB, limit=100 * MiB)
+    p.begin(60 * MiB)
+    free, total = p.do("info")
+    assert total == 100 * MiB
+    assert free == 100 * MiB - 60 * MiB - CONTEXT
+    assert p.do("alloc", bytes=free + MiB, byte=2) == OUT_OF_MEMORY
+    assert p.do("alloc", bytes=free, byte=2) is None
+    assert p.do("free", byte=2) is None
+    assert p.do("info") == [free, total]
+    assert p.do("check") == 60 * MiB
+
+
+def test_a_new_size_counts_at_the_next_allocation(program):
+    p = program(memory=100 * MiB, limit=100 * MiB)
+    p.begin(60 * MiB)
+    assert p.do("alloc", bytes=100 * MiB, byte=2) == OUT_OF_MEMORY
+    p.server.call("request", session=p.session, memory=250 * MiB)
+    assert p.do("alloc", bytes=100 * MiB, byte=2) is None
+    assert p.do("info")[1] == 250 * MiB
+    with pytest.raises(Exception, match="192 MiB"):
+        p.server.call("request", session=p.session, memory=100 * MiB)
+    assert p.do("free", byte=2) is None
+    p.server.call("request", session=p.session, memory=120 * MiB)
+    assert p.do("alloc", bytes=60 * MiB, byte=2) == OUT_OF_MEMORY
+
+
+def test_a_slice_grows_to_its_limit_out_of_free_memory(program):
+    p = program(memory=100 * MiB, limit=300 * MiB)
+    p.begin(60 * MiB)
+    assert p.do("alloc", bytes=150 * MiB, byte=2) is None
+    assert p.status()["granted_bytes"] >= 60 * MiB + 150 * MiB + CONTEXT
+    assert p.do("alloc", bytes=100 * MiB, byte=3) == OUT_OF_MEMORY
+    assert p.do("check") == 210 * MiB
+
+
+def test_the_bytes_of_a_child_that_is_killed_come_back(program):
+    p = program(memory=200 * MiB, limit=200 * MiB)
+    p.begin(40 * MiB)
+    child = p.do("spawn", bytes=60 * MiB)
+    assert child["answers"] == [{"ok": None}, {"ok": None}]
+    assert p.status()["used_bytes"] == 100 * MiB + 2 * CONTEXT
+    assert p.do("alloc", bytes=60 * MiB, byte=2) == OUT_OF_MEMORY
+    p.do("kill")
+    assert p.status()["used_bytes"] == 40 * MiB + CONTEXT
+    assert p.do("alloc", bytes=60 * MiB, byte=2) is None
+
+
+def test_a_child_is_suspended_with_its_parent(broker, program):
+    p = program()
+    p.begin(40 * MiB, byte=3)
+    p.do("spawn", bytes=30 * MiB)
+    p.wait_state("idle")
+    p.server.call("release", session=p.session)
+    p.wait_state("detached")
+    assert p.status()["suspended_bytes"] >= 70 * MiB
+    assert p.do("check") == 40 * MiB
+
+
+def test_calls_all_the_time_while_it_is_to_be_suspended(broker, program):
+    """Release and calls race again and again; no call ever fails."""
+    p = program()
+    p.begin(16 * MiB, byte=5)
+    assert p.do("storm", pause=0.02) is None
+    for _ in range(10):
+        p.server.call("release", session=p.session)
+        before = p.do("calls")
+        wait_until(lambda n=before: p.do("calls") > n + 5, "it works on")
+    assert p.do("calm")["error"] == 0
+    p.wait_state("detached", "idle")
+    assert p.do("check") == 16 * MiB
+
+
+def test_manual_kernels_get_an_error_and_live_on(program):
+    p = program(attach="manual")
+    assert p.do("init") == 1
+    assert p.do("context") == NOT_READY
+
+
+def test_a_broker_killed_while_a_call_waits_is_followed_by_one_that_serves_it(broker, program):
+    first, second, third = program(), program(), program()
+    for p in (first, second):
+        p.begin(MiB)
+        assert p.do("storm") is None
+    third.tell("context")
+    third.wait_state("queued")
+    broker.kill()
+    broker.started  # noqa: B018
+    third.wait_state("queued")
+    for p in (first, second):
+        assert p.do("calm")["error"] == 0
+    assert third.answer() is None
+
+
+def test_a_broker_that_stays_away_is_a_cuda_error(broker, program):
+    first, second, third = program(), program(), program()
+    for p in (first, second):
+        p.begin(MiB)
+        assert p.do("storm") is None
+    third.tell("context")
+    third.wait_state("queued")
+    broker.kill()
+    assert third.answer(seconds=15) == NOT_READY
+    for p in (first, second):
+        assert p.do("calm")["error"] == 0  # what is attached goes on
+
+
+def test_what_goes_around_the_guard_is_seen(make_broker):
+    """A program that clears LD_PRELOAD and the path allocates without asking."""
+    broker = make_broker(overuse="report").started
+    p = Program(broker, launch=False, memory=100 * MiB)
+    for name in ("LD_PRELOAD", "GPUPOOL_PAGE"):
+        p.env.pop(name)
+    p.env["LD_LIBRARY_PATH"] = p.env["LD_LIBRARY_PATH"].split(":", 1)[1]
+    p.launch(agent=False)
+    p.begin(200 * MiB)
+    row = wait_until(lambda: broker.rows("overuse"), "reported")[0]
+    assert row["session"] == p.session
+    assert row["bytes"] >= 200 * MiB
+    p.close()
