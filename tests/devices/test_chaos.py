@@ -70,4 +70,6 @@ async def test_no_byte_is_lost_while_children_are_killed(emulated, rounds):
         finally:
             killer.cancel()
             await asyncio.wait({killer})
-        assert sum(sample.used for sample in await service.sample()) == 0
+        # The children of the processes under test are killed, but nobody here reaps them.
+        while sum(sample.used for sample in await service.sample()):
+            await asyncio.sleep(0.05)
