@@ -1,0 +1,38 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Threads that the interpreter knows nothing of, each in one call of the driver.
+ */
+#include <dlfcn.h>
+#include <pthread.h>
+
+static pthread_t thread[8];
+static int threads;
+
+static void *call(void *unused)
+{
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+    int (*synchronise)(void);
+    (void)unused;
+    *(void **)&synchronise = dlsym(driver, "cuCtxSynchronize");
+    return synchronise() == 201 ? NULL : driver; /* a thread has no context of its own */
+}
+
+int begin(void);
+int join(void);
+
+int begin(void)
+{
+    return pthread_create(&thread[threads++], NULL, call, NULL);
+}
+
+int join(void)
+{
+    int wrong = 0;
+    while (threads) {
+        void *result;
+        pthread_join(thread[--threads], &result);
+        wrong += result != NULL;
+    }
+    return wrong;
+}

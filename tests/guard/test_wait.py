@@ -1,0 +1,311 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""How a call waits for the lease: interrupts, the interpreter's lock, a broker that is gone."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from jupyter_gpupool.guard import page as pages
+
+NOT_READY, OUT_OF_MEMORY = 802, 2
+
+#: Seconds within which an interrupt ends a wait, and what a busy machine may add to it.
+INTERRUPT, SLACK = 0.2, 0.8
+
+#: Seconds after which a call gives up on a broker that is not there.
+AWAY = 5.0
+
+#: Statements of a child: an interrupt is noted, and not raised.
+NOTE = "seen = []; signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))"
+
+
+@pytest.fixture
+def waiting(session):
+    """Return a child with a context whose session was suspended."""
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    session.page.set_gate(pages.CLOSED)
+    return child
+
+
+# ---------------------------------------------------------------------- interrupts
+
+
+@pytest.mark.parametrize("library", ["C", "P"], ids=["lock released", "lock held"])
+def test_an_interrupt_ends_the_wait_with_an_error(session, waiting, library):
+    waiting.do(NOTE)
+    waiting.send(f"_ = {library}.cuCtxSynchronize(), seen")
+    session.broker.asked(1)
+    sent = time.monotonic()
+    waiting.process.send_signal(signal.SIGINT)
+    assert waiting.reply() == (NOT_READY, [signal.SIGINT])
+    assert time.monotonic() - sent < INTERRUPT + SLACK
+    session.broker.wait(lambda b: b.open == 0)
+    reading = session.page.read()
+    assert (reading.waiting, reading.inflight) == (0, 0)
+    # The next call waits again, and is served.
+    session.broker.answer = session.attach_on_request
+    assert waiting.do("_ = C.cuCtxSynchronize()") == 0
+
+
+@pytest.mark.parametrize("library", ["C", "P"], ids=["lock released", "lock held"])
+def test_an_interrupt_is_raised_as_the_call_returns(session, waiting, library):
+    waiting.send(f"""
+try:
+    {library}.cuCtxSynchronize()
+    time.sleep(60)
+except KeyboardInterrupt:
+    _ = "interrupted"
+""")
+    session.broker.asked(1)
+    sent = time.monotonic()
+    waiting.process.send_signal(signal.SIGINT)
+    assert waiting.reply() == "interrupted"
+    assert time.monotonic() - sent < INTERRUPT + SLACK
+
+
+def test_an_interrupt_ends_the_waits_of_all_threads(session, waiting):
+    waiting.do(NOTE)
+    waiting.do("""
+results = []
+threads = [threading.Thread(target=lambda: results.append(C.cuCtxSynchronize())) for _ in range(4)]
+for t in threads: t.start()
+""")
+    session.broker.asked(4)
+    sent = time.monotonic()
+    waiting.process.send_signal(signal.SIGINT)
+    assert waiting.do("for t in threads: t.join()\n_ = results") == [NOT_READY] * 4
+    assert time.monotonic() - sent < INTERRUPT + SLACK
+
+
+def test_other_signals_do_not_end_the_wait(session, waiting):
+    waiting.do("""
+seen = []
+for number in (signal.SIGALRM, signal.SIGCHLD, signal.SIGWINCH, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: seen.append(number))
+""")
+    waiting.send("_ = C.cuCtxSynchronize(), sorted(seen)")
+    session.broker.asked(1)
+    numbers = [signal.SIGALRM, signal.SIGCHLD, signal.SIGWINCH, signal.SIGUSR1]
+    for number in numbers:
+        waiting.process.send_signal(number)
+        assert not waiting.answers(0.1)
+    session.page.set_gate(pages.OPEN)
+    assert waiting.reply() == (0, sorted(map(int, numbers)))
+    assert len(session.broker.messages) == 1
+
+
+def test_the_handler_of_an_interrupt_is_called_and_put_back(session, compiled):
+    program = compiled("waiter", "-ldl")
+    session.page.set_gate(pages.CLOSED)
+    child = session.child([str(program), "handler"])
+    assert child.line() == "ready"
+    session.broker.asked(1)
+    child.process.send_signal(signal.SIGINT)
+    assert child.line() == f"{NOT_READY} {int(signal.SIGINT)} 1"
+
+
+def test_a_process_that_ignores_interrupts_waits_on(session, compiled):
+    program = compiled("waiter", "-ldl")
+    session.page.set_gate(pages.CLOSED)
+    child = session.child([str(program), "ignore"])
+    assert child.line() == "ready"
+    session.broker.asked(1)
+    child.process.send_signal(signal.SIGINT)
+    assert not child.answers(0.2)
+    session.page.set_gate(pages.OPEN)
+    assert child.line() == "0 0 1"
+
+
+def test_a_process_without_a_handler_ends(session, compiled):
+    program = compiled("waiter", "-ldl")
+    session.page.set_gate(pages.CLOSED)
+    child = session.child([str(program), "default"])
+    assert child.line() == "ready"
+    session.broker.asked(1)
+    child.process.send_signal(signal.SIGINT)
+    assert child.process.wait(10) == -signal.SIGINT
+
+
+def test_a_handler_that_is_set_during_a_wait_stays(session, waiting):
+    waiting.do("""
+t = threading.Thread(target=lambda: C.cuCtxSynchronize()); t.start()
+""")
+    session.broker.asked(1)
+    waiting.do(NOTE)
+    session.page.set_gate(pages.OPEN)
+    waiting.do("t.join()")
+    assert waiting.do("os.kill(os.getpid(), signal.SIGINT); time.sleep(0); _ = seen") == [2]
+
+
+def test_a_pause_is_interrupted_too(session, waiting):
+    session.page.set_gate(pages.PAUSED, pause_until=time.monotonic_ns() + 60_000_000_000)
+    waiting.do(NOTE)
+    waiting.send("_ = C.cuCtxSynchronize()")
+    while session.page.read().waiting != 1:
+        time.sleep(0.005)
+    waiting.process.send_signal(signal.SIGINT)
+    assert waiting.reply() == NOT_READY
+
+
+# ---------------------------------------------------------------------- the interpreter
+
+
+def test_other_threads_of_the_interpreter_run_meanwhile(session, waiting):
+    """Also where the caller holds the interpreter's lock."""
+    waiting.send("""
+ticks, stop = 0, False
+def tick():
+    global ticks
+    while not stop:
+        time.sleep(0.001)
+        ticks += 1
+t = threading.Thread(target=tick); t.start()
+before = ticks
+error = P.cuCtxSynchronize()
+_ = error, ticks - before
+stop = True
+""")
+    session.broker.asked(1)
+    assert not waiting.answers(0.5)
+    session.page.set_gate(pages.OPEN)
+    error, ticks = waiting.reply()
+    assert error == 0
+    assert ticks > 50
+
+
+def test_a_thread_that_the_interpreter_does_not_know_can_wait(session, waiting, compiled):
+    """It is in the process, but this thread has no state to save."""
+    library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
+    waiting.do(f"F = ctypes.PyDLL({str(library)!r})")
+    assert waiting.do("_ = F.begin()") == 0
+    session.broker.asked(1)
+    assert waiting.do("_ = F.begin()") == 0
+    session.broker.asked(2)
+    session.page.set_gate(pages.OPEN)
+    assert waiting.do("_ = F.join()") == 0
+
+
+# ---------------------------------------------------------------------- the broker
+
+
+def test_without_a_broker_a_call_fails_after_five_seconds(session, waiting):
+    session.broker.stop()
+    begun = time.monotonic()
+    assert waiting.do("_ = C.cuCtxSynchronize()") == NOT_READY
+    assert AWAY - 0.1 < time.monotonic() - begun < AWAY + 2
+
+
+def test_a_broker_that_dies_while_a_call_waits(session, waiting):
+    waiting.send("_ = C.cuCtxSynchronize()")
+    session.broker.asked(1)
+    begun = time.monotonic()
+    session.broker.stop()
+    assert waiting.reply() == NOT_READY
+    assert time.monotonic() - begun < AWAY + 2
+
+
+def test_a_restarted_broker_is_asked_again(session, waiting):
+    waiting.send("_ = C.cuCtxSynchronize()")
+    session.broker.asked(1)
+    session.broker.stop()
+    session.broker.answer = session.attach_on_request
+    session.broker.start()
+    assert waiting.reply() == 0
+    assert len(session.broker.messages) == 2
+
+
+def test_a_broker_that_hangs_up_again_and_again_is_as_good_as_none(session, waiting):
+    def hang_up(message):
+        raise OSError
+
+    session.broker.answer = hang_up
+    begun = time.monotonic()
+    assert waiting.do("_ = C.cuCtxSynchronize()") == NOT_READY
+    assert AWAY - 0.1 < time.monotonic() - begun < AWAY + 2
+    assert 10 < len(session.broker.messages) < 200
+
+
+def test_a_refused_attach_fails_the_call(session, waiting):
+    session.broker.answer = lambda message: {
+        "type": "error", "code": "quota", "message": 'says "type":"ok" \\"type\\": no'
+    }  # fmt: skip
+    assert waiting.do("_ = C.cuCtxSynchronize()") == NOT_READY
+    assert waiting.do("_ = C.cuMemFreeHost(None)") == NOT_READY
+    assert waiting.do("_ = alloc(1 << 20)") == NOT_READY
+
+
+def test_an_answer_while_the_gate_is_closed_again_is_no_lease(session, waiting):
+    asked = threading.Event()
+
+    def answer(message):
+        if len(session.broker.messages) == 3:
+            session.page.set_gate(pages.OPEN)
+            asked.set()
+        return {"type": "ok"}
+
+    session.broker.answer = answer
+    assert waiting.do("_ = C.cuCtxSynchronize()") == 0
+    assert asked.is_set()
+    assert len(session.broker.messages) == 3
+
+
+# ---------------------------------------------------------------------- growth
+
+
+def test_growth_is_asked_in_the_session_s_devices(session):
+    child = session.child(CUDA_VISIBLE_DEVICES="1")
+    assert child.do("_ = context()") == 0
+    session.broker.answer = lambda message: {"type": "error", "code": "limit", "message": "no"}
+    assert child.do("_ = alloc(600 << 20)") == OUT_OF_MEMORY
+    (message,) = session.broker.messages
+    assert (message["type"], message["device"]) == ("grow", 1)
+    assert message["bytes"] >= (600 + 32 - 512) << 20
+    assert (message["session"], message["token"]) == ("s-1", 't"1')
+
+
+def test_a_wait_for_growth_holds_no_suspend_up(session, until):
+    """The call is not inside the driver: the session can be suspended, and must then wait."""
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    asked, go = threading.Event(), threading.Event()
+
+    def answer(message):
+        if message["type"] == "attach":
+            return session.attach_on_request(message)
+        asked.set()
+        go.wait(30)
+        session.page.set_grant([800 << 20] * 2, 1 << 30, 1)
+        return {"type": "ok", "granted": 800 << 20}
+
+    session.broker.answer = answer
+    child.send("_ = alloc(600 << 20) > 1000")
+    assert asked.wait(30)
+    reading = session.page.read()
+    assert (reading.inflight, reading.waiting) == (0, 1)
+    session.page.set_gate(pages.CLOSED)
+    go.set()
+    assert child.reply() is True
+    assert [m["type"] for m in session.broker.messages] == ["grow", "attach"]
+    reading = session.page.read()
+    assert (reading.inflight, reading.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("way", ["interrupted", "no broker"])
+def test_growth_that_cannot_be_asked_is_no_lack_of_memory(session, way):
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    if way == "no broker":
+        session.broker.stop()
+        assert child.do("_ = alloc(600 << 20)") == NOT_READY
+    else:
+        child.do(NOTE)
+        child.send("_ = alloc(600 << 20)")
+        session.broker.asked(1)
+        os.kill(child.pid, signal.SIGINT)
+        assert child.reply() == NOT_READY
+    assert session.page.read().used[0] == 32 << 20

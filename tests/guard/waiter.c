@@ -1,0 +1,43 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * A program without an interpreter that makes one call and says how it ended.
+ *
+ * waiter handler|default|ignore: what SIGINT is to it.
+ */
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+static volatile sig_atomic_t seen;
+
+static void on_interrupt(int number)
+{
+    seen += number;
+}
+
+int main(int argc, char **argv)
+{
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+    int (*init)(unsigned), (*retain)(void **, int);
+    struct sigaction action = {.sa_handler = on_interrupt}, after;
+    void *context = NULL;
+    if (!driver || argc != 2)
+        return 1;
+    *(void **)&init = dlsym(driver, "cuInit");
+    *(void **)&retain = dlsym(driver, "cuDevicePrimaryCtxRetain");
+    if (strcmp(argv[1], "handler"))
+        action.sa_handler = strcmp(argv[1], "ignore") ? SIG_DFL : SIG_IGN;
+    sigaction(SIGINT, &action, NULL);
+    if (init(0))
+        return 1;
+    puts("ready");
+    fflush(stdout);
+    int error = retain(&context, 0);
+    sigaction(SIGINT, NULL, &after);
+    printf("%d %d %d\n", error, (int)seen, after.sa_handler == action.sa_handler);
+    return 0;
+}
