@@ -1,0 +1,258 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Suspends and resumes under random load from many threads (``stress.c``).
+
+The test is the broker: it closes the gate, waits for the calls inside, suspends with the driver's
+own calls from another process, finds the device empty, resumes, opens the gate. It also answers
+what the guard asks meanwhile: for the lease, and for growth, which it sometimes refuses.
+"""
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jupyter_gpupool.emulator import build as emulator_build
+from jupyter_gpupool.emulator.kernels import PTX
+from jupyter_gpupool.guard import build as guard_build
+from jupyter_gpupool.guard import page as pages
+
+MIB = 1 << 20
+CONTEXT = 32 * MIB
+THREADS = 6
+
+WORKER = r"""
+import ast, sys
+from cuda.core.checkpoint import Process
+import pynvml as n
+
+n.nvmlInit()
+h = n.nvmlDeviceGetHandleByIndex(0)
+
+def used():
+    return n.nvmlDeviceGetMemoryInfo(h, version=n.nvmlMemory_v2).used
+
+def suspend(pid):
+    p = Process(pid); p.lock(10000); p.checkpoint()
+    return used()
+
+def resume(pid):
+    p = Process(pid); p.restore(); p.unlock()
+
+g = dict(globals())
+for line in sys.stdin:
+    try:
+        exec(ast.literal_eval(line), g)
+        out = repr(g.pop("_", None))
+    except BaseException as error:
+        out = repr(("raised", type(error).__name__, str(error)))
+    print("\x01" + out, flush=True)
+"""
+
+
+class Suspender:
+    """The broker's part, for one process of the session."""
+
+    def __init__(self, session, seed, *, open_gate=True):
+        self.session = session
+        self.chance = random.Random(seed)
+        self.worker = session.child(
+            [sys.executable, "-uc", WORKER],
+            LD_PRELOAD=None,
+            LD_LIBRARY_PATH=session.machine_env["LD_LIBRARY_PATH"],
+            GPUPOOL_PAGE=None,
+        )
+        self.opened = threading.Condition()
+        self.open = True
+        self.grants = 0
+        self.refusals = 0
+        self._granting = threading.Lock()
+        session.broker.answer = self._answer
+        if open_gate:
+            session.grant(session.uuids, each=64 * MIB)
+
+    def _answer(self, message):
+        if message["type"] == "grow":
+            return self._grow(message)
+        assert message["type"] == "attach", message
+        with self.opened:
+            assert self.opened.wait_for(lambda: self.open, 60)
+        return {"type": "ok", "epoch": 1}
+
+    def _grow(self, message):
+        with self._granting:
+            assert message["bytes"] > 0
+            assert message["device"] == 0
+            if (self.grants + self.refusals) % 5 == 4:
+                self.refusals += 1
+                return {"type": "error", "code": "limit", "message": "no"}
+            page = self.session.page.read()
+            granted = page.granted[0] + message["bytes"] + 4 * MIB
+            self.session.page.set_grant([granted, granted], 1 << 30, 1)
+            self.grants += 1
+            return {"type": "ok", "granted": granted}
+
+    def suspend(self, pid, until):
+        with self.opened:
+            self.open = False
+            self.session.page.set_gate(pages.CLOSED)
+        until(lambda: self.session.page.read().inflight == 0)
+        assert self.worker.do(f"_ = suspend({pid})", 60) == 0  # bytes in use on the device
+
+    def resume(self, pid, until):
+        assert self.worker.do(f"_ = resume({pid})", 60) is None
+        with self._granting:  # so that growth is asked for again and again
+            granted = self.session.page.read().used[0] + MIB
+            self.session.page.set_grant([granted, granted], 1 << 30, 1)
+        with self.opened:
+            self.open = True
+            self.session.page.set_gate(pages.UNUSED)
+            self.opened.notify_all()
+        until(lambda: self.session.page.gate() == pages.OPEN)  # somebody has gone on
+
+
+@pytest.fixture
+def ptx(tmp_path):
+    path = tmp_path / "kernels.ptx"
+    path.write_text(PTX)
+    return str(path)
+
+
+def _stress(session, until, command, cycles, **variables):
+    """Run the program through ``cycles``; what it did: operations, checks, refused."""
+    suspender = Suspender(session, seed=cycles)
+    child = session.child(command, **variables)
+    assert child.line(60) == f"ready {child.pid}"
+    for _ in range(cycles):
+        suspender.suspend(child.pid, until)
+        time.sleep(suspender.chance.random() * 0.003)  # any instant will do
+        suspender.resume(child.pid, until)
+        time.sleep(suspender.chance.random() * 0.01)
+    child.process.stdin.write(b"\n")
+    child.process.stdin.flush()
+    word, *figures = child.line(60).split()
+    assert word == "done"
+    page = session.page.read()
+    assert page.used[0] == CONTEXT  # all that was allocated was credited
+    assert (page.inflight, page.waiting, page.pins) == (0, 0, "")
+    assert child.end() == 0
+    assert session.page.read().slots == ()
+    operations, checks, refused = map(int, figures)
+    assert operations > cycles
+    assert checks > 0
+    assert suspender.grants > 0
+    # Fewer than the broker refused: somebody may have freed enough meanwhile.
+    assert page.slots[0].refused == refused
+    assert suspender.refusals > 0 or cycles < 100
+    assert any(m["type"] == "attach" for m in session.broker.messages)
+    print(f"{cycles} cycles: {operations} operations, {checks} buffers compared, "
+          f"{suspender.grants} growths, {refused} refusals")  # fmt: skip
+
+
+def _command(program, ptx, mode="all", seed=1):
+    return [str(program), mode, str(THREADS), str(seed), ptx]
+
+
+def test_suspends_under_load(make_session, compiled, ptx, until):
+    program = compiled("stress", "-pthread", "-ldl")
+    _stress(make_session(), until, _command(program, ptx), 100)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_thousand_suspends_under_load(make_session, compiled, ptx, until):
+    program = compiled("stress", "-pthread", "-ldl")
+    _stress(make_session(), until, _command(program, ptx, seed=2), 1000)
+
+
+# ---- the same, instrumented: the program, the guard and the emulated driver
+
+
+@pytest.fixture(scope="session")
+def instrumented(tmp_path_factory, compiled):
+    """Return a function: kind -> (program, variables of its environment)."""
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            guard_build.compile(folder / "guard", sanitize=kind)
+            emulator_build.compile(folder / "driver", sanitize=kind)
+            program = compiled("stress", f"-fsanitize={kind}", "-pthread", "-ldl")
+            runtime = {"address": "libasan.so", "thread": "libtsan.so"}[kind]
+            found = subprocess.run(
+                ["cc", f"-print-file-name={runtime}"],
+                capture_output=True, text=True, timeout=30, check=True,
+            ).stdout.strip()  # fmt: skip
+            guard = folder / "guard"
+            made[kind] = (
+                program,
+                {
+                    "LD_PRELOAD": f"{found}:{guard / 'libcuda.so.1'}",
+                    "LD_LIBRARY_PATH": f"{guard}:{folder / 'driver'}",
+                    "ASAN_OPTIONS": "halt_on_error=1:detect_leaks=1",
+                    "TSAN_OPTIONS": "halt_on_error=1",
+                },
+            )
+        return made[kind]
+
+    return get
+
+
+@pytest.mark.parametrize("kind", ["address", "thread"])
+def test_suspends_under_load_instrumented(make_session, instrumented, ptx, until, kind):
+    program, variables = instrumented(kind)
+    _stress(make_session(), until, _command(program, ptx), 10, **variables)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["address", "thread"])
+def test_a_thousand_suspends_instrumented(make_session, instrumented, ptx, until, kind):
+    program, variables = instrumented(kind)
+    _stress(make_session(), until, _command(program, ptx, seed=3), 1000, **variables)
+
+
+# ---- that these tests can fail
+
+
+def test_without_the_guard_a_suspended_process_crashes(make_session, compiled, ptx):
+    """Synchronising while suspended is a segmentation fault of the driver."""
+    session = make_session()
+    suspender = Suspender(session, seed=0, open_gate=False)
+    program = compiled("stress", "-pthread", "-ldl")
+    child = session.child(
+        _command(program, ptx, "sync"),
+        LD_PRELOAD=None,
+        LD_LIBRARY_PATH=session.machine_env["LD_LIBRARY_PATH"],
+        GPUPOOL_PAGE=None,
+    )
+    assert child.line() == f"ready {child.pid}"
+    suspender.worker.do(f"_ = suspend({child.pid})")
+    assert child.process.wait(30) == -signal.SIGSEGV
+
+
+def test_the_same_load_under_the_guard_does_not(make_session, compiled, ptx, until):
+    session = make_session()
+    suspender = Suspender(session, seed=0)
+    child = session.child(_command(compiled("stress", "-pthread", "-ldl"), ptx, "sync"))
+    assert child.line() == f"ready {child.pid}"
+    suspender.suspend(child.pid, until)
+    until(lambda: session.page.read().waiting == THREADS)  # each at the gate, none in the driver
+    suspender.resume(child.pid, until)
+    child.process.stdin.write(b"\n")
+    child.process.stdin.flush()
+    assert child.line().startswith("done ")
+    assert child.end() == 0
+
+
+def test_a_wrong_byte_is_found(make_session, compiled, ptx, capfd):
+    session = make_session()
+    session.broker.answer = session.attach_on_request
+    child = session.child(_command(compiled("stress", "-pthread", "-ldl"), ptx, "corrupt"))
+    assert child.process.wait(30) == 3
+    assert "the bytes are not those that were written" in capfd.readouterr().err
