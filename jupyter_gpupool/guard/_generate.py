@@ -149,3 +149,31 @@ def _assembly(entries: Sequence[Entry]) -> str:
     lines += ["    .globl guard_entry_at", "guard_entry_at:"]
     lines += [f"    .long .Lentry{i} - guard_entry_at" for i in range(len(index) + SPARES)]
     return "\n".join(lines) + "\n"
+
+
+def nvml(path: Path) -> Mapping[str, str]:
+    """Return the text of each generated file of the NVML library, by name.
+
+    Raises
+    ------
+    EntriesError
+        If a line of the list cannot be understood.
+    """
+    names: dict[str, bool] = {}
+    for number, line in enumerate(path.read_text(encoding="ascii").splitlines(), 1):
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        if not words[0].startswith("nvml") or words[1:] not in ([], ["wrap"]) or words[0] in names:
+            raise EntriesError(f"{path.name}:{number}: {line.strip()!r} is no entry, or a second.")
+        names[words[0]] = len(words) > 1
+    head = f"/* Generated from {path.name} by _generate.py. */"
+    listed = [head, "enum {", *(f"    N_{name}," for name in names), "    N_COUNT", "};"]
+    listed += ["#ifdef NVML_NAMES", "static const char *const nvml_names[N_COUNT] = {"]
+    listed += [*(f'    "{name}",' for name in names), "};", "#endif"]
+    code = [head, '#include "nvml/entries.S"']
+    for i, (name, wrapped) in enumerate(names.items()):
+        code.append(f"{'NVML_WRAP' if wrapped else 'NVML_ENTRY'} {name}, {i}")
+    code += ["    .data", "    .balign 8", "    .globl nvml_real", "nvml_real:"]
+    code += [f"    .quad .Llazy{i}" for i in range(len(names))]
+    return {"nvml_gen.h": "\n".join(listed) + "\n", "nvml_gen.S": "\n".join(code) + "\n"}

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).resolve().parent
 SOURCES = _HERE / "src"
 ENTRIES = _HERE / "entries.txt"
+NVML_ENTRIES = _HERE / "nvml_entries.txt"
 GENERATOR = _HERE / "_generate.py"
 #: Where the installed package looks for the libraries.
 DEFAULT_OUT = _HERE / "lib"
@@ -84,7 +85,7 @@ def libraries() -> dict[str, list[Path]]:
     """Return the C sources of each library, by SONAME."""
     return {
         "libcuda.so.1": sorted(SOURCES.glob("*.c")),
-        "libnvidia-ml.so.1": sorted((SOURCES / "nvml").glob("*.c")),
+        "libnvidia-ml.so.1": [*sorted((SOURCES / "nvml").glob("*.c")), SOURCES / "find.c"],
     }
 
 
@@ -112,7 +113,8 @@ def _alone(folder: Path) -> Iterator[None]:
 def _stale(target: Path, sources: Sequence[Path]) -> bool:
     if not target.exists():
         return True
-    others = [*SOURCES.rglob("*.h"), *SOURCES.glob("*.S"), ENTRIES, GENERATOR, Path(__file__)]
+    others = [*SOURCES.rglob("*.h"), *SOURCES.rglob("*.S"), ENTRIES, NVML_ENTRIES, GENERATOR]
+    others.append(Path(__file__))
     newest = max(path.stat().st_mtime_ns for path in [*sources, *others])
     return target.stat().st_mtime_ns < newest
 
@@ -175,6 +177,10 @@ def compile(  # noqa: A001 - the name the package build and the tests call
                 if soname == "libcuda.so.1":
                     _generate(command, sources, Path(folder))
                     names.append(str(Path(folder) / "entries_gen.S"))
+                else:
+                    for name, text in _generator().nvml(NVML_ENTRIES).items():
+                        (Path(folder) / name).write_text(text, encoding="ascii")
+                    names.append(str(Path(folder) / "nvml_gen.S"))
                 try:
                     subprocess.run([*command, *_FLAGS, *extra, *names, *link, "-ldl"], check=True)
                     temporary.replace(target)

@@ -18,7 +18,7 @@ COLUMNS = ("main", "thread", "fork", "exec", "static", "address", "per-thread")
 
 #: What the page says above the table; `python -m pytest` prints the command that rewrites it.
 HEAD = """\
-<!-- Written by tests/guard/test_table.py: GPUPOOL_WRITE_TABLE=1 pytest tests/guard/test_table.py -->
+<!-- Written by GPUPOOL_WRITE_TABLE=1 python -m pytest tests/guard/test_table.py -->
 
 # What the guard counts
 

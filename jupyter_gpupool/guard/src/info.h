@@ -8,7 +8,10 @@
 
 #include "page.h"
 
+#include <errno.h>
+#include <signal.h>
 #include <stdbool.h>
+#include <sys/types.h>
 
 struct slice_memory {
     uint64_t total;     /* as large as the slice can become */
@@ -31,9 +34,16 @@ static inline bool slice_memory(const struct page *page, int ordinal, uint64_t r
     uint64_t total = limit > granted ? limit : granted;
     if (!total)
         return false;
-    for (uint64_t i = 0; i < count && i < PAGE_SLOTS; i++)
-        if (__atomic_load_n(&page->slot[i].state, __ATOMIC_RELAXED) == SLOT_LIVE)
-            used += __atomic_load_n(&page->slot[i].used[ordinal], __ATOMIC_RELAXED);
+    for (uint64_t i = 0; i < count && i < PAGE_SLOTS; i++) {
+        const struct page_slot *slot = &page->slot[i];
+        if (__atomic_load_n(&slot->state, __ATOMIC_ACQUIRE) != SLOT_LIVE)
+            continue;
+        /* A process that was killed leaves its slot until somebody reaps it. */
+        uint64_t bytes = __atomic_load_n(&slot->used[ordinal], __ATOMIC_RELAXED);
+        if (bytes && kill((pid_t)slot->pid, 0) && errno == ESRCH)
+            continue;
+        used += bytes;
+    }
     if (total > real_total)
         total = real_total;
     uint64_t rest = total > used ? total - used : 0, kept = granted > used ? granted - used : 0;

@@ -5,29 +5,18 @@
  * the guard is loaded: shells and compilers that inherit LD_PRELOAD never get here.
  */
 #define ENTRIES_TABLE
+#include "find.h"
 #include "guard.h"
 
 #include <dlfcn.h>
-#include <elf.h>
-#include <fcntl.h>
-#include <limits.h>
-#include <link.h>
 #include <pthread.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #define SONAME "libcuda.so.1"
-#define CACHE "/etc/ld.so.cache"
 
-/* Exported, and the only name that is not the driver's: tells a copy of the guard from a driver, in
- * a process by dlsym() and in a file by its text. */
-#define MARK "gpupool-guard-copy"
 __attribute__((visibility("default"))) extern const char gpupool_guard[];
-const char gpupool_guard[] = MARK " 1";
+const char gpupool_guard[] = FIND_MARK " 1";
 
 extern const int32_t guard_entry_at[];
 
@@ -86,103 +75,6 @@ int guard_find(const char *name, int version, bool per_thread)
     return found;
 }
 
-/* ---- finding it as the dynamic loader would have */
-
-/* A 64-bit library for this processor (the loader passes over others) that is not the guard. */
-static bool is_driver(const char *path)
-{
-    struct stat st;
-    Elf64_Ehdr head;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return false;
-    bool good = !fstat(fd, &st) && S_ISREG(st.st_mode) &&
-                pread(fd, &head, sizeof head, 0) == sizeof head &&
-                !memcmp(head.e_ident, ELFMAG, SELFMAG) && head.e_ident[EI_CLASS] == ELFCLASS64 &&
-                head.e_machine == EM_X86_64;
-    /* Copies of the guard are small, also instrumented ones; drivers of today are not. */
-    if (good && st.st_size < 16 << 20) {
-        void *text = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
-        if (text != MAP_FAILED) {
-            good = !memmem(text, (size_t)st.st_size, MARK, sizeof MARK - 1);
-            munmap(text, (size_t)st.st_size);
-        }
-    }
-    close(fd);
-    return good;
-}
-
-static void *open_path(const char *path)
-{
-    return is_driver(path) ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
-}
-
-/* The loader's own list: LD_LIBRARY_PATH as it was when the process began, and the system's
- * directories (`defaults`), between which comes the cache. */
-static void *search_directories(bool defaults)
-{
-    _Alignas(Dl_serinfo) char room[32768];
-    Dl_serinfo *list = (Dl_serinfo *)room, size;
-    char path[PATH_MAX];
-    void *found = NULL, *self = dlopen(NULL, RTLD_LAZY);
-    if (!self)
-        return NULL;
-    if (!dlinfo(self, RTLD_DI_SERINFOSIZE, &size) && size.dls_size <= sizeof room) {
-        list->dls_size = size.dls_size;
-        list->dls_cnt = size.dls_cnt;
-        if (!dlinfo(self, RTLD_DI_SERINFO, list))
-            for (unsigned i = 0; i < list->dls_cnt && !found; i++) {
-                const char *folder = list->dls_serpath[i].dls_name;
-                if (!!(list->dls_serpath[i].dls_flags & LA_SER_DEFAULT) == defaults && *folder &&
-                    (size_t)snprintf(path, sizeof path, "%s/" SONAME, folder) < sizeof path)
-                    found = open_path(path);
-            }
-    }
-    dlclose(self);
-    return found;
-}
-
-/* The format of glibc's ldconfig since 2.2, also where it follows the older one in the file. */
-struct cache {
-    char magic[20]; /* "glibc-ld.so.cache1.1" */
-    uint32_t count, strings;
-    uint32_t unused[5];
-    struct {
-        int32_t flags;
-        uint32_t key, value, osversion;
-        uint64_t hwcap;
-    } entry[];
-};
-_Static_assert(sizeof(struct cache) == 48, "ld.so.cache");
-#define CACHE_X86_64 0x0303
-
-static void *search_cache(void)
-{
-    struct stat st;
-    void *found = NULL;
-    int fd = open(CACHE, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return NULL;
-    char *text = fstat(fd, &st) ? MAP_FAILED
-                                : mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
-    close(fd);
-    if (text == MAP_FAILED)
-        return NULL;
-    const char *end = text + st.st_size;
-    const char *at = memmem(text, (size_t)st.st_size, "glibc-ld.so.cache1.1", 20);
-    const struct cache *cache = (const struct cache *)(const void *)at;
-    if (at && (size_t)(end - at) > sizeof *cache &&
-        (size_t)(end - at) - sizeof *cache >= cache->count * sizeof cache->entry[0] && !end[-1])
-        for (uint32_t i = 0; i < cache->count && !found; i++) {
-            uint64_t key = cache->entry[i].key, value = cache->entry[i].value;
-            if (cache->entry[i].flags == CACHE_X86_64 && key < (uint64_t)(end - at) &&
-                value < (uint64_t)(end - at) && !strcmp(at + key, SONAME))
-                found = open_path(at + value);
-        }
-    munmap(text, (size_t)st.st_size);
-    return found;
-}
-
 /* Another copy of the guard that was loaded before this one, under the driver's name. */
 static void *first_guard(void)
 {
@@ -196,17 +88,6 @@ static void *first_guard(void)
     return NULL;
 }
 
-static void *open_driver(void)
-{
-    const char *told = getenv("GPUPOOL_REAL_LIBCUDA");
-    if (told && *told)
-        return open_path(told);
-    void *found = search_directories(false);
-    if (!found)
-        found = search_cache();
-    return found ? found : search_directories(true);
-}
-
 /* ---- the table */
 
 static void load(void)
@@ -217,7 +98,7 @@ static void load(void)
     void *handle = first_guard();
     bool second = handle != NULL;
     if (!handle)
-        handle = open_driver();
+        handle = find_library(SONAME, getenv("GPUPOOL_REAL_LIBCUDA"));
     if (handle)
         for (int i = 0; i < E_COUNT; i++) {
             table[i] = dlsym(handle, guard_name(i));

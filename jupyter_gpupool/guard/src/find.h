@@ -1,0 +1,16 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Finding the driver's libraries (find.c). Shared by the guard's own two.
+ */
+#ifndef GPUPOOL_GUARD_FIND_H
+#define GPUPOOL_GUARD_FIND_H
+
+/* In the text of both libraries of the guard, exported as gpupool_guard: tells a copy of ours from
+ * the driver's, in a process by dlsym() and in a file by its text. */
+#define FIND_MARK "gpupool-guard-copy"
+
+/* Opened, or NULL. `told`: a path that says which, or NULL or empty. */
+__attribute__((visibility("hidden"))) void *find_library(const char *soname, const char *told);
+
+#endif
