@@ -140,8 +140,10 @@ class Requests:
         if s.request.devices != len(s.slices):
             return "It applies at the next attach: release the slice first (%gpu release)."
         if memory <= old.memory or all(x.bytes >= memory for x in s.slices):
-            trim(books, s, reclaim=True)
-            if all(x.bytes <= max(memory, s.footprints.get(x.device, 0)) for x in s.slices):
+            if memory < old.memory or s.request.limit < old.limit:
+                trim(books, s, reclaim=True)
+            limit = s.request.limit
+            if all(x.bytes <= max(limit, s.footprints.get(x.device, 0)) for x in s.slices):
                 return f"The slice is {format_bytes(s.slices[0].bytes)} now."
             return "It applies once the memory in use has been measured."
         books.grow_later(s)

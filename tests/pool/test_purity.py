@@ -35,6 +35,7 @@ FORBIDDEN = {
 #: A module may import those to the left of it (at run time).
 ORDER = [
     "model",
+    "turns",
     "events",
     "lease",
     "queue",

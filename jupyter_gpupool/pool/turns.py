@@ -1,0 +1,168 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Who computes next where several sessions contend for a device: shares of time, in turns.
+
+A pure planner beside the pool: at the end of every turn it gets what was observed of the sessions
+on the devices, and says which of them may run in the next one. Where fewer than two are busy,
+everybody may. Where two or more are, one at a time has its turn, chosen so that over time the busy
+seconds of each are in proportion to its share (start-time fair queueing):
+
+* Each session has a *virtual time* on each of its devices: busy seconds / share. The one with the
+  least goes next. A long kernel that overran its turn is so paid back by later turns.
+* Whoever becomes busy (a newcomer, or back from a pause) starts at the least virtual time among
+  those who were busy there: it has no credit from having been away, so it can not keep the others
+  out, and it waits for nobody's old debts.
+* A session on several devices runs only when all of them are its own for the turn. While it waits
+  for the last of them, others run on the first; what it misses is not saved up as a credit.
+* A session that is not busy has no turn to lose: its turn goes to others. It is not paused, either,
+  so that its next call is seen; that is then its first busy time.
+
+Shares are proportions among those who contend, not a cap: alone, 10 is as good as 100. Where all
+who contend have asked for ``FULL``, nobody is paused: the driver's own time slices do as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Mapping, Sequence
+
+#: The share of a session that has asked for nothing less than the device.
+FULL = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """What was observed of one attached session in the last turn."""
+
+    session: str
+    #: ``Request.compute``: its share against that of the others, more than 0.
+    share: int
+    #: The devices of its lease.
+    devices: tuple[str, ...]
+    #: It called CUDA, had work in flight, or waited for its turn.
+    busy: bool
+    #: Busy seconds so far, in all; on each of its devices alike.
+    used: float
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What the planner remembers of one session."""
+
+    used: float
+    busy: bool
+    #: Virtual time by device.
+    virtual: Mapping[str, float]
+    #: Since when it waits for a turn; when it last had one, if it does not wait.
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What the planner remembers from one turn to the next; begin with ``Turns()``."""
+
+    accounts: Mapping[str, Account] = field(default_factory=dict)
+    #: By device, the least virtual time among those who were busy there at the last plan.
+    clocks: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who may run in the next turn, and what to remember."""
+
+    run: frozenset[str]
+    #: Busy, and not in this turn.
+    wait: frozenset[str]
+    #: Devices on which there are turns.
+    contended: frozenset[str]
+    state: Turns
+
+
+def plan(state: Turns, runners: Sequence[Runner], now: float) -> Plan:
+    """Return who may run in the turn that begins at ``now`` (seconds).
+
+    Sessions that are not among ``runners`` any more are forgotten. The same arguments give the same
+    plan.
+    """
+    busy: dict[str, list[Runner]] = {}
+    for r in runners:
+        for uuid in r.devices if r.busy else ():
+            busy.setdefault(uuid, []).append(r)
+    virtual = {r.session: _charged(state, r) for r in runners}
+    clocks = dict(state.clocks)
+    for uuid, there in busy.items():
+        least = min(virtual[r.session][uuid] for r in there)
+        clocks[uuid] = max(least, clocks.get(uuid, least))
+    contended = frozenset(
+        uuid
+        for uuid, there in busy.items()
+        if len(there) > 1 and any(r.share < FULL for r in there)
+    )
+    contenders = [r for r in runners if r.busy and not contended.isdisjoint(r.devices)]
+    # It must have its turn on all of its devices: the one where that is the farthest off counts.
+    ahead = {
+        r.session: max(virtual[r.session][u] - clocks[u] for u in contended.intersection(r.devices))
+        for r in contenders
+    }
+    since = {
+        r.session: state.accounts[r.session].since if r.session in state.accounts else now
+        for r in contenders
+    }
+    chosen = _choose(contenders, contended, ahead, since)
+    for r in chosen:
+        for uuid in contended.intersection(r.devices):
+            start = virtual[r.session][uuid]
+            for other in busy[uuid]:
+                # No credit for turns that it could not use for want of its other devices.
+                own = virtual[other.session]
+                own[uuid] = max(own[uuid], start)
+    run = {r.session for r in chosen}
+    wait = frozenset(r.session for r in contenders) - run
+    accounts = {}
+    for r in runners:
+        old = state.accounts.get(r.session)
+        waits = r.session in wait and old is not None and old.busy
+        accounts[r.session] = Account(
+            used=r.used,
+            busy=r.busy,
+            virtual=virtual[r.session],
+            since=old.since if waits and old is not None else now,
+        )
+    devices = {uuid for r in runners for uuid in r.devices}
+    return Plan(
+        run=frozenset(r.session for r in runners) - wait,
+        wait=wait,
+        contended=contended,
+        state=Turns(accounts, {uuid: clock for uuid, clock in clocks.items() if uuid in devices}),
+    )
+
+
+def _charged(state: Turns, r: Runner) -> dict[str, float]:
+    """Return the virtual times of ``r``, charged with what it has used since the last plan."""
+    old = state.accounts.get(r.session)
+    more = 0.0 if old is None else max(0.0, r.used - old.used) / max(1, r.share)
+    found = {}
+    for uuid in r.devices:
+        clock = state.clocks.get(uuid, 0.0)
+        before = clock if old is None else old.virtual.get(uuid, clock)
+        if old is None or not old.busy:
+            before = max(before, clock)
+        found[uuid] = before + more
+    return found
+
+
+def _choose(
+    contenders: Sequence[Runner],
+    contended: frozenset[str],
+    ahead: Mapping[str, float],
+    since: Mapping[str, float],
+) -> list[Runner]:
+    """Return who has its turn on each contended device: at most one, and as many as possible."""
+    chosen: list[Runner] = []
+    taken: set[str] = set()
+    for r in sorted(contenders, key=lambda r: (ahead[r.session], since[r.session], r.session)):
+        needed = contended.intersection(r.devices)
+        if taken.isdisjoint(needed):
+            taken |= needed
+            chosen.append(r)
+    return chosen

@@ -1,0 +1,238 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Turns of computing: shares over time, nobody starves, no turn is lost, the same every time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from jupyter_gpupool.pool.turns import Plan, Runner, Turns, plan
+
+TURN = 0.1
+
+
+@dataclass
+class Program:
+    """A session that computes: always, or in bursts."""
+
+    share: int
+    devices: tuple[str, ...] = ("G0",)
+    #: Turns of work and of pause, in turns; no pause: always busy.
+    work: int = 1
+    pause: int = 0
+    #: Kernels as long as this run on after the turn is over.
+    overrun: float = 0.0
+    at: int = 0
+    used: float = 0.0
+    busy: bool = False
+    owed: float = 0.0
+    ran: list[int] = field(default_factory=list)
+
+    def wants(self) -> bool:
+        return not self.pause or self.at % (self.work + self.pause) < self.work
+
+
+class Machine:
+    """Devices on which programs run as planned; device time is shared by those who run at once."""
+
+    def __init__(self, seed: int = 0, **programs: Program) -> None:
+        self.programs = programs
+        self.rng = random.Random(seed)
+        self.state = Turns()
+        self.now = 0.0
+        self.number = 0
+        self.last: Plan | None = None
+
+    def turn(self) -> Plan:
+        runners = [
+            Runner(name, p.share, p.devices, p.busy, p.used) for name, p in self.programs.items()
+        ]
+        shuffled = list(runners)
+        self.rng.shuffle(shuffled)
+        found = plan(self.state, shuffled, self.now)
+        again = plan(self.state, tuple(runners), self.now)
+        assert (again.run, again.wait, again.state) == (found.run, found.wait, found.state)
+        assert found.run | found.wait == set(self.programs)
+        assert not found.run & found.wait
+        self.check(found)
+        self.state = found.state
+        running = []
+        for name, p in self.programs.items():
+            wants = p.wants()
+            p.busy = wants
+            if wants and name in found.run:
+                running.append(p)
+                p.ran.append(self.number)
+                p.at += 1
+            elif not wants:
+                p.at += 1
+        for p in running:
+            crowd = max(sum(uuid in o.devices for o in running) for uuid in p.devices)
+            p.used += TURN / crowd * self.rng.uniform(0.9, 1.0)
+            p.used += p.overrun * self.rng.random()
+        self.now += TURN
+        self.number += 1
+        self.last = found
+        return found
+
+    def check(self, found: Plan) -> None:
+        """One at a time, all or nothing, and no turn is lost."""
+        busy = {n: p for n, p in self.programs.items() if p.busy}
+        for uuid in {u for p in self.programs.values() for u in p.devices}:
+            there = [n for n, p in busy.items() if uuid in p.devices]
+            running = [n for n in there if n in found.run]
+            if uuid in found.contended:
+                assert len(there) > 1
+                assert len(running) <= 1
+            else:
+                full = all(busy[n].share == 100 for n in there)
+                assert len(there) < 2 or full, "contention that nobody sees"
+        assert set(self.programs) - set(busy) <= found.run, "not busy, and paused"
+        for name in found.wait:
+            mine = found.contended.intersection(self.programs[name].devices)
+            holders = {n for n in found.run & set(busy) if mine & set(self.programs[n].devices)}
+            assert holders, f"{name} waits for nobody"
+
+    def run(self, turns: int) -> None:
+        for _ in range(turns):
+            self.turn()
+
+    def shares(self, before: dict[str, float] | None = None) -> dict[str, float]:
+        used = {n: p.used - (before or {}).get(n, 0.0) for n, p in self.programs.items()}
+        total = sum(used.values())
+        return {n: u / total for n, u in used.items()}
+
+    def snapshot(self) -> dict[str, float]:
+        return {n: p.used for n, p in self.programs.items()}
+
+
+def test_alone_everybody_runs_whatever_the_share():
+    m = Machine(a=Program(10), b=Program(50, pause=10**9, work=0))
+    for _ in range(20):
+        assert m.turn().run == {"a", "b"}
+    assert m.programs["a"].ran == list(range(20))
+
+
+def test_where_nobody_asked_for_less_nobody_is_paused():
+    m = Machine(a=Program(100), b=Program(100))
+    m.run(20)
+    assert len(m.programs["a"].ran) == len(m.programs["b"].ran) == 20
+    m.programs["c"] = Program(50)
+    m.run(20)
+    assert len(m.programs["a"].ran) < 40
+
+
+@pytest.mark.parametrize("overrun", [0.0, 0.05, 0.5])
+@pytest.mark.parametrize("seed", range(5))
+def test_over_time_busy_seconds_are_as_the_shares(seed, overrun):
+    rng = random.Random(seed)
+    shares = [rng.randint(1, 99) for _ in range(rng.randint(2, 6))]
+    programs = {f"s{i}": Program(share, overrun=overrun) for i, share in enumerate(shares)}
+    m = Machine(seed, **programs)
+    m.run(50)
+    before = m.snapshot()
+    # Long enough for the smallest share to have its turns.
+    m.run(min(3000, 60 * sum(shares) // min(shares)))
+    for name, got in m.shares(before).items():
+        due = m.programs[name].share / sum(shares)
+        assert got == pytest.approx(due, rel=0.05, abs=0.015), (name, shares)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_nobody_starves_and_no_turn_is_lost(seed):
+    """Whoever wants to compute has its turn within a bounded time, on several devices, too."""
+    rng = random.Random(seed)
+    programs = {}
+    for i in range(rng.randint(2, 5)):
+        devices = rng.sample(["G0", "G1", "G2"], rng.randint(1, 3))
+        programs[f"s{i}"] = Program(
+            rng.choice([10, 25, 50, 99]),
+            tuple(sorted(devices)),
+            work=rng.randint(1, 5),
+            pause=rng.choice([0, 0, 1, 7]),
+        )
+    m = Machine(seed, **programs)
+    m.run(600)
+    for name, p in programs.items():
+        gaps = [b - a for a, b in zip([0, *p.ran], [*p.ran, 600], strict=True)]
+        # All others with ten times its share, twice over.
+        assert max(gaps) <= 2 * 10 * len(programs), f"{name} waited {max(gaps)} turns: {programs}"
+
+
+def test_a_newcomer_has_no_credit_and_pays_no_old_debt():
+    m = Machine(a=Program(50), b=Program(50))
+    m.run(1000)
+    m.programs["c"] = Program(50)
+    before = m.snapshot()
+    m.run(60)
+    for got in m.shares(before).values():
+        assert got == pytest.approx(1 / 3, abs=0.05)
+
+
+def test_who_was_away_does_not_catch_up():
+    m = Machine(a=Program(50), b=Program(50, work=5, pause=10**9))
+    m.run(1000)
+    m.programs["b"].pause = 0
+    before = m.snapshot()
+    m.run(40)
+    assert m.shares(before)["a"] == pytest.approx(0.5, abs=0.06)
+
+
+def test_what_was_used_alone_is_not_held_against_anybody():
+    m = Machine(a=Program(10))
+    m.run(1000)
+    m.programs["b"] = Program(90)
+    before = m.snapshot()
+    m.run(200)
+    assert m.shares(before)["a"] == pytest.approx(0.1, abs=0.02)
+
+
+def test_who_pauses_in_between_gets_its_share_of_the_time_in_which_it_is_busy():
+    m = Machine(a=Program(50), b=Program(50, work=10, pause=10))
+    m.run(2000)
+    # b computes 10 turns, which take 20 beside a, then pauses for 10.
+    assert m.shares()["b"] == pytest.approx(1 / 3, abs=0.05)
+
+
+def test_a_turn_on_several_devices_is_all_or_nothing():
+    m = Machine(
+        a=Program(50), b=Program(50, ("G1",)), both=Program(50, ("G0", "G1")), c=Program(50)
+    )
+    m.run(900)
+    before = m.snapshot()
+    m.run(900)
+    used = {n: p.used - before[n] for n, p in m.programs.items()}
+    assert used["a"] == pytest.approx(used["both"], rel=0.1)
+    assert used["a"] == pytest.approx(used["c"], rel=0.1)
+    # b has all the turns on G1 that both can not use.
+    assert used["b"] == pytest.approx(2 * used["both"], rel=0.1)
+    # They are no credit: as soon as G0 is its own, it gets half of G1 and not more.
+    del m.programs["a"], m.programs["c"]
+    before = m.snapshot()
+    m.run(50)
+    assert m.shares(before)["b"] == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_counter_that_begins_anew_is_no_error():
+    m = Machine(a=Program(50), b=Program(50))
+    m.run(100)
+    m.programs["a"].used = 0.0
+    m.run(100)
+    assert m.programs["a"].used == pytest.approx(5.0, abs=0.6)
+
+
+def test_a_session_that_left_is_forgotten():
+    m = Machine(a=Program(50), b=Program(50, ("G1",)))
+    m.run(10)
+    del m.programs["b"]
+    m.run(1)
+    assert set(m.state.accounts) == {"a"}
+    assert set(m.state.clocks) == {"G0"}
+
+
+def test_without_anybody_there_is_nothing_to_plan():
+    found = plan(Turns(), (), 0.0)
+    assert (found.run, found.wait, found.contended) == (frozenset(), frozenset(), frozenset())
