@@ -99,6 +99,7 @@ def do_link(_):
         "greeted": LINK.unreachable_for() == 0.0,
         "lost": STATE.get("lost"),
         "reason": LINK.reason,
+        "refused": list(LINK.refused) if LINK.refused else None,
     }
 
 

@@ -15,12 +15,18 @@ def folder():
 
 
 @pytest.fixture
-def make_broker(folder):
+def parts():
+    """What brokers and kernels are made of, and configured with; modules have their own."""
+    return kit.Broker, kit.Kernel, {}
+
+
+@pytest.fixture
+def make_broker(folder, parts):
     """Make a broker (not yet started) in the test's folder."""
     made = []
 
     def make(**config):
-        broker = kit.Broker(folder, **config)
+        broker = parts[0](folder, **{**parts[2], **config})
         made.append(broker)
         return broker
 
@@ -37,12 +43,12 @@ def broker(make_broker):
 
 
 @pytest.fixture
-def kernel(broker):
+def kernel(broker, parts):
     """Make kernels of the broker."""
     made = []
 
     def make(*args, **kwargs):
-        made.append(kit.Kernel(broker, *args, **kwargs))
+        made.append(parts[1](broker, *args, **kwargs))
         return made[-1]
 
     yield make

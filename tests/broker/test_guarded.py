@@ -45,11 +45,8 @@ class Program(kit.Kernel):
 
 
 @pytest.fixture
-def make_broker(make_broker):
-    def make(**config):
-        return make_broker(**{"attach": "lazy", "quiet_after": 0.3, **config})
-
-    return make
+def parts():
+    return kit.Broker, Program, {"attach": "lazy", "quiet_after": 0.3}
 
 
 @pytest.fixture

@@ -20,31 +20,8 @@ QUIET = 0.3
 
 
 @pytest.fixture
-def make_broker(folder):
-    made = []
-
-    def make(**config):
-        broker = GuardedBroker(folder, **{"quiet_after": QUIET, **config})
-        made.append(broker)
-        return broker
-
-    yield make
-    for broker in made:
-        broker.close()
-        print(broker.tail())
-
-
-@pytest.fixture
-def kernel(broker):
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(Guarded(broker, *args, **kwargs))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+def parts():
+    return GuardedBroker, Guarded, {"quiet_after": QUIET}
 
 
 def holds(kernel):
@@ -334,57 +311,6 @@ def test_bytes_that_the_guard_counts_are_the_use(broker, kernel):
     k.do("alloc", bytes=200 * MiB, byte=2)
     wait_until(lambda: (k.status()["footprint_bytes"] or 0) >= 200 * MiB, "NVML sees more")
     assert k.status()["used_bytes"] == 123 * MiB
-
-
-# ---------------------------------------------------------------------- brokers that die
-
-
-def test_a_broker_killed_while_a_thread_waits_is_followed_by_one_that_serves_it(make_broker):
-    broker = make_broker().started
-    first, second = Guarded(broker, memory=BIG, devices=2), Guarded(broker, memory=BIG)
-    first.lease()
-    first.set(INFLIGHT, 1)
-    with second.asking() as raw:
-        second.wait_state("queued")
-        broker.kill()
-        assert raw.read() is None
-    assert first.gate() in (OPEN, UNUSED)
-    assert second.gate() == CLOSED
-    broker.started  # noqa: B018
-    with second.asking() as raw:
-        second.wait_state("queued")
-        assert first.granted() == BIG
-        first.set(INFLIGHT, 0)
-        assert raw.read()["type"] == "ok"
-    assert first.gate() == CLOSED
-    for k in (first, second):
-        k.close()
-
-
-def test_a_gate_that_a_killed_broker_left_closed_is_opened(make_broker):
-    broker = make_broker().started
-    k = Guarded(broker, memory=BIG)
-    k.lease()
-    broker.kill()
-    k.map[8] = CLOSED
-    stale = k.path.with_name("0123456789ab.page")
-    stale.write_bytes(k.path.read_bytes())
-    broker.started  # noqa: B018
-    assert k.gate() in (OPEN, UNUSED)
-    assert k.status()["guard"] is True
-    assert not stale.exists()
-    k.close()
-
-
-def test_the_page_of_a_session_that_died_with_the_broker_is_removed(make_broker):
-    broker = make_broker().started
-    k = Guarded(broker, memory=BIG)
-    k.lease()
-    broker.kill()
-    k.kill()
-    broker.started  # noqa: B018
-    assert not k.path.exists()
-    k.close()
 
 
 def test_a_damaged_page_harms_nobody_else(broker, kernel):

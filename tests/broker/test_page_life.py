@@ -1,0 +1,173 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Pages before a lease, and after the broker that made them; the tests play the guard's part."""
+
+from __future__ import annotations
+
+import stat
+
+import pytest
+
+from jupyter_gpupool.broker.pages import page_folder
+from jupyter_gpupool.guard import page as layout
+
+from . import kit
+from .guardkit import CLOSED, FLAGS, INFLIGHT, OPEN, UNUSED, Guarded, GuardedBroker
+from .kit import BIG, MiB, wait_until
+
+
+@pytest.fixture
+def parts():
+    return GuardedBroker, Guarded, {"quiet_after": 0.3}
+
+
+# ---------------------------------------------------------------------- brokers that die
+
+
+def test_a_broker_killed_while_a_thread_waits_is_followed_by_one_that_serves_it(make_broker):
+    broker = make_broker().started
+    first, second = Guarded(broker, memory=BIG, devices=2), Guarded(broker, memory=BIG)
+    first.lease()
+    first.set(INFLIGHT, 1)
+    with second.asking() as raw:
+        second.wait_state("queued")
+        broker.kill()
+        assert raw.read() is None
+    assert first.gate() in (OPEN, UNUSED)
+    assert second.gate() == CLOSED
+    broker.started  # noqa: B018
+    with second.asking() as raw:
+        second.wait_state("queued")
+        assert first.granted() == BIG
+        first.set(INFLIGHT, 0)
+        assert raw.read()["type"] == "ok"
+    assert first.gate() == CLOSED
+    for k in (first, second):
+        k.close()
+
+
+def test_a_gate_that_a_killed_broker_left_closed_is_opened(make_broker):
+    broker = make_broker().started
+    k = Guarded(broker, memory=BIG)
+    k.lease()
+    broker.kill()
+    k.map[8] = CLOSED
+    stale = k.path.with_name("0123456789ab.page")
+    stale.write_bytes(k.path.read_bytes())
+    broker.started  # noqa: B018
+    assert k.gate() in (OPEN, UNUSED)
+    assert k.status()["guard"] is True
+    assert not stale.exists()
+    k.close()
+
+
+def test_the_page_of_a_session_that_died_with_the_broker_is_removed(make_broker):
+    broker = make_broker().started
+    k = Guarded(broker, memory=BIG)
+    k.lease()
+    broker.kill()
+    k.kill()
+    broker.started  # noqa: B018
+    assert not k.path.exists()
+    k.close()
+
+
+# ---------------------------------------------------------------------- before a lease
+
+
+def taker_of(device, kernel):
+    """Return a kernel that has the device, busy, and leaves the other one free."""
+    found, others = None, []
+    while found is None:
+        one = kernel(memory=BIG)
+        one.lease()
+        one.set(INFLIGHT, 1)
+        if one.status()["device"] == device:
+            found = one
+        else:
+            others.append(one)
+    for one in others:
+        one.server.call("close", session=one.session)
+    return found
+
+
+def test_who_has_called_cuinit_gets_the_device_that_it_sees(broker, kernel):
+    k = kernel(memory=BIG)
+    (home,) = k.devices()
+    k.set(FLAGS, layout.SLOT_CUDA)
+    taker = taker_of(home, kernel)
+    with k.asking() as raw:
+        k.wait_state("queued")
+        room = {d["uuid"]: d["memory_free"] >= BIG for d in broker.status()["devices"]}
+        assert room.pop(home) is False
+        assert [*room.values()] == [True]
+        taker.set(INFLIGHT, 0)
+        assert raw.read()["type"] == "ok"
+    assert k.devices() == [home] == k.status()["devices"]
+
+
+def test_home_is_where_there_is_room_until_cuinit(kernel):
+    settled, moving = kernel(memory=BIG), kernel(memory=BIG)
+    settled.set(FLAGS, layout.SLOT_CUDA)
+    full = settled.devices()
+    one = taker_of(full[0], kernel)
+    wait_until(lambda: moving.devices() != full, "it sees the device with room")
+    (room,) = moving.devices()
+    one.server.call("close", session=one.session)
+    taker_of(room, kernel)
+    wait_until(lambda: moving.devices() == full, "and the other one when that has filled up")
+    assert settled.devices() == full
+
+
+def test_a_call_may_be_faster_than_the_server_that_started_the_program(broker, kernel):
+    k = kernel(memory=BIG, launch=False)
+    with k.asking() as raw:
+        wait_until(lambda: k.status()["messages"] == 1, "the question is there")
+        k.launch(agent=False)
+        assert raw.read()["type"] == "ok"
+    assert k.state() == "active"
+
+
+def test_refusals_reach_the_agent(broker, kernel):
+    k = kernel(memory=100 * MiB, limit=100 * MiB)
+    k.lease()
+    with kit.Raw(broker.socket) as raw:
+        raw.say(type="hello", id=1, session=k.session, token=k.token)
+        # This process is no kernel; that is for the broker to find out.
+        assert raw.read()["type"] == "error"
+    k.do("start")
+    wait_until(lambda: k.link()["greeted"], "the agent's hello")
+    answer = k.ask("grow", device=0, bytes=50 * MiB)
+    assert answer["code"] == "limit"
+    wait_until(lambda: k.link()["refused"], "the agent hears of it")
+    assert k.link()["refused"][:2] == ["grow", "limit"]
+
+
+# ---------------------------------------------------------------------- the folder
+
+
+def test_pages_of_a_machine_are_reached_by_name_only(tmp_path):
+    found = page_folder(tmp_path / "s", machine_wide=True, shared=tmp_path)
+    assert stat.S_IMODE(found.stat().st_mode) == 0o711
+    assert page_folder(tmp_path / "s", machine_wide=True, shared=tmp_path) == found
+    assert page_folder(tmp_path / "t", machine_wide=False, shared=tmp_path) != found
+
+
+@pytest.mark.parametrize("trap", ["link", "file"])
+def test_a_name_that_somebody_took_first_is_not_used(tmp_path, trap):
+    (tmp_path / "shm").mkdir()
+    name = page_folder(tmp_path / "s", machine_wide=False, shared=tmp_path / "shm")
+    name.rmdir()
+    if trap == "link":
+        (tmp_path / "elsewhere").mkdir()
+        name.symlink_to(tmp_path / "elsewhere")
+    else:
+        name.write_text("")
+    found = page_folder(tmp_path / "s", machine_wide=False, shared=tmp_path / "shm")
+    assert found == tmp_path / "s.pages"
+
+
+def test_without_shared_memory_pages_are_beside_the_socket(tmp_path):
+    found = page_folder(tmp_path / "s", machine_wide=False, shared=tmp_path / "none")
+    assert found == tmp_path / "s.pages"
+    assert stat.S_IMODE(found.stat().st_mode) == 0o700
