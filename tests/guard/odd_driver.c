@@ -1,0 +1,148 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * A driver that does what drivers may do and the emulated one does not: cuGetProcAddress gives out
+ * other functions than are exported, newer forms of calls, and hundreds of calls nobody knows. It
+ * says on standard output what it was asked.
+ */
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { EXPORTED = 0x1000, INNER = 0x2000 };
+
+/* 300 functions that return 1000, 1001, ... */
+__asm__(".pushsection .text\n"
+        ".balign 16\n"
+        "future:\n"
+        ".set n, 0\n"
+        ".rept 300\n"
+        "  movl $(1000 + n), %eax\n"
+        "  ret\n"
+        ".balign 16\n"
+        "  .set n, n + 1\n"
+        ".endr\n"
+        ".popsection\n");
+extern char future[];
+
+EXPORT int cuInit(unsigned flags)
+{
+    return flags ? 1 : 0;
+}
+
+EXPORT int cuDriverGetVersion(int *version)
+{
+    *version = 14000;
+    return 0;
+}
+
+EXPORT int cuDeviceGetCount(int *count)
+{
+    *count = 1;
+    return 0;
+}
+
+EXPORT int cuCtxSynchronize(void)
+{
+    return 0;
+}
+
+EXPORT int cuStreamSynchronize(void *stream)
+{
+    return stream ? EXPORTED : EXPORTED + 1;
+}
+
+static int inner_synchronise(void *stream)
+{
+    return stream ? INNER : INNER + 1;
+}
+
+EXPORT int cuMemAlloc_v2(unsigned long long *out, size_t bytes)
+{
+    *out = EXPORTED + bytes;
+    return 0;
+}
+
+static int inner_alloc(unsigned long long *out, size_t bytes)
+{
+    *out = INNER + bytes;
+    return 0;
+}
+
+static int inner_alloc_async(unsigned long long *out, size_t bytes, void *stream)
+{
+    *out = INNER + bytes + (stream ? 1 : 0);
+    return 0;
+}
+
+static int inner_alloc_async_ptsz(unsigned long long *out, size_t bytes, void *stream)
+{
+    *out = 2 * INNER + bytes + (stream ? 1 : 0);
+    return 0;
+}
+
+/* A form with other arguments, of a version that nobody knows yet. */
+static int newest_stream_create(int a, int b, int c, int d, int e, int f, int g, int h)
+{
+    return a + b + c + d + e + f + g + h;
+}
+
+EXPORT int cuStreamCreate(void **out, unsigned flags)
+{
+    *out = (void *)(uintptr_t)(EXPORTED + flags);
+    return 0;
+}
+
+/* Of CUDA 11: refused through the guard, like all that takes 32-bit addresses. */
+EXPORT int cuMemAlloc(unsigned *out, unsigned bytes)
+{
+    *out = bytes;
+    return 0;
+}
+
+EXPORT int cuGetProcAddress(const char *name, void **out, int version, uint64_t flags);
+EXPORT int cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status);
+
+static void *find(const char *name, int version, uint64_t flags, int *status)
+{
+    int number;
+    *status = 0;
+    if (!strcmp(name, "cuMemAlloc"))
+        return version >= 3020 ? (void *)inner_alloc : (void *)cuMemAlloc;
+    if (!strcmp(name, "cuMemAllocAsync"))
+        return flags == 2 ? (void *)inner_alloc_async_ptsz : (void *)inner_alloc_async;
+    if (!strcmp(name, "cuStreamSynchronize"))
+        return (void *)inner_synchronise;
+    if (!strcmp(name, "cuStreamCreate"))
+        return version > 13000 ? (void *)newest_stream_create : (void *)cuStreamCreate;
+    if (!strcmp(name, "cuGetProcAddress"))
+        return version >= 12000 ? (void *)cuGetProcAddress_v2 : (void *)cuGetProcAddress;
+    if (!strcmp(name, "cuRenamed"))
+        return (void *)cuStreamSynchronize;
+    if (sscanf(name, "cuFuture%d", &number) == 1)
+        return future + 16 * number;
+    *status = !strcmp(name, "cuTooNew") ? 2 : 1;
+    return NULL;
+}
+
+EXPORT int cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status)
+{
+    int found;
+    *out = find(name, version, flags, &found);
+    if (status)
+        *status = found;
+    printf("five %s %d %llu\n", name, version, (unsigned long long)flags);
+    fflush(stdout);
+    return *out ? 0 : 500;
+}
+
+EXPORT int cuGetProcAddress(const char *name, void **out, int version, uint64_t flags)
+{
+    int status;
+    *out = find(name, version, flags, &status);
+    printf("four %s %d %llu\n", name, version, (unsigned long long)flags);
+    fflush(stdout);
+    return *out ? 0 : 500;
+}

@@ -1,0 +1,354 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""How a process gets at the driver's functions, and what the guard takes for the real driver."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from jupyter_gpupool.emulator import build as emulator_build
+from jupyter_gpupool.emulator.profiles import library_dir
+from jupyter_gpupool.guard import build as guard_build
+from jupyter_gpupool.guard import page as pages
+
+NO_DEVICE, NOT_FOUND, NOT_SUPPORTED = 100, 500, 801
+PER_THREAD = 2
+
+#: Statements of a child: get(name, version, flags) -> (error, address, status), by the five- and
+#: the four-argument form; call(address, ...) -> result; at(symbol) -> what the guard exports.
+HELP = """
+def get(name, version=13000, flags=0, form=C.cuGetProcAddress_v2):
+    p, status = ctypes.c_void_p(77), ctypes.c_int(77)
+    args = [name.encode(), ctypes.byref(p), version, ctypes.c_uint64(flags)]
+    error = form(*args, ctypes.byref(status))
+    return error, p.value, status.value
+def call(address, *args):
+    return ctypes.CFUNCTYPE(ctypes.c_int)(address)(*args)
+def at(symbol):
+    return ctypes.cast(getattr(C, symbol), ctypes.c_void_p).value
+def value(address, *args):
+    v = ctypes.c_uint64()
+    error = call(address, ctypes.byref(v), *args)
+    return ("error", error) if error else v.value
+"""
+
+
+@pytest.fixture
+def emulated(session):
+    child = session.child()
+    child.do(HELP)
+    return child
+
+
+@pytest.fixture
+def odd(session, compiled):
+    """Return a child on the odd driver."""
+    driver = compiled("odd_driver", "-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-Bsymbolic",
+                      output="odd.so")  # fmt: skip
+    child = session.child(GPUPOOL_REAL_LIBCUDA=str(driver))
+    child.do(HELP)
+    return child
+
+
+# ---------------------------------------------------------------------- cuGetProcAddress
+
+
+def test_the_callers_get_the_guard_s_functions(emulated):
+    names = ["cuInit", "cuMemAlloc", "cuLaunchKernel", "cuStreamSynchronize", "cuCtxCreate"]
+    assert emulated.do(f"_ = [get(n)[1] for n in {names}]") == emulated.do(
+        "_ = [at(n) for n in ('cuInit', 'cuMemAlloc_v2', 'cuLaunchKernel', 'cuStreamSynchronize',"
+        " 'cuCtxCreate_v4')]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "flags", "symbol"),
+    [
+        ("cuCtxCreate", 3020, 0, "cuCtxCreate_v2"),
+        ("cuCtxCreate", 11040, 0, "cuCtxCreate_v3"),
+        ("cuCtxCreate", 12040, 0, "cuCtxCreate_v3"),
+        ("cuCtxCreate", 12050, 0, "cuCtxCreate_v4"),
+        ("cuCtxSynchronize", 12080, 0, "cuCtxSynchronize"),
+        ("cuCtxSynchronize", 13000, 0, "cuCtxSynchronize_v2"),
+        ("cuMemcpyHtoD", 13000, 0, "cuMemcpyHtoD_v2"),
+        ("cuMemcpyHtoD", 13000, PER_THREAD, "cuMemcpyHtoD_v2_ptds"),
+        ("cuMemAllocAsync", 13000, 1, "cuMemAllocAsync"),
+        ("cuMemAllocAsync", 13000, PER_THREAD, "cuMemAllocAsync_ptsz"),
+        ("cuLaunchKernel", 13000, PER_THREAD, "cuLaunchKernel_ptsz"),
+        ("cuInit", 13000, PER_THREAD, "cuInit"),
+        ("cuGetProcAddress", 11030, 0, "cuGetProcAddress"),
+        ("cuGetProcAddress", 12000, 0, "cuGetProcAddress_v2"),
+        ("cuGetProcAddress", 13020, 0, "cuGetProcAddress_v2"),
+    ],
+)
+def test_version_and_flags_choose_the_form(emulated, name, version, flags, symbol):
+    error, address, status = emulated.do(f"_ = get({name!r}, {version}, {flags})")
+    assert (error, status) == (0, 0)
+    assert address == emulated.do(f"_ = at({symbol!r})")
+
+
+def test_what_there_is_not_is_told_as_the_driver_tells_it(emulated):
+    assert emulated.do("_ = get('cuNoSuchCall')") == (NOT_FOUND, None, 1)
+    assert emulated.do("_ = get('cuCtxSynchronize', 1000)") == (NOT_FOUND, None, 2)
+    assert emulated.do("_ = get('cuInit', 13000, 99)")[0] == 1
+    assert (
+        emulated.do("_ = C.cuGetProcAddress_v2(None, None, 13000, ctypes.c_uint64(0), None)") == 1
+    )
+
+
+def test_before_cuda_12_there_are_four_arguments(odd):
+    """Nothing is read or written where the fifth would be."""
+    assert odd.do("_ = get('cuStreamCreate', 11080, 1, C.cuGetProcAddress)[2]") == 77
+    four = odd.do("_ = get('cuGetProcAddress', 11030)")[1]
+    five = odd.do("_ = get('cuGetProcAddress', 12000)")[1]
+    assert [four, five] == odd.do("_ = [at('cuGetProcAddress'), at('cuGetProcAddress_v2')]")
+
+
+def test_version_and_flags_reach_the_driver_unchanged(odd):
+    odd.send("_ = get('cuMemAlloc', 12345, 2)")
+    assert odd.line() == "five cuMemAlloc 12345 2"
+    odd.reply()
+    odd.send("_ = get('cuMemAlloc', 11999, 1, C.cuGetProcAddress)")
+    assert odd.line() == "four cuMemAlloc 11999 1"
+    odd.reply()
+    odd.send("_ = get('cuTooNew', 2147483647, 18446744073709551615)")
+    assert odd.line() == "five cuTooNew 2147483647 18446744073709551615"
+    assert odd.reply() == (NOT_FOUND, None, 2)
+
+
+def test_a_function_that_is_not_exported_is_known_by_its_name(odd):
+    """Wrapped and counted calls stay so; the driver's own is what it gave out."""
+    alloc = odd.do("_ = get('cuMemAlloc')")[1]
+    assert alloc == odd.do("_ = at('cuMemAlloc_v2')")
+    assert odd.do(f"C.cuInit(0); _ = value({alloc}, ctypes.c_size_t(8))") == 0x2000 + 8
+    # Per-thread variants that the driver does not export at all.
+    for flags, symbol, base in (
+        (0, "cuMemAllocAsync", 0x2000),
+        (2, "cuMemAllocAsync_ptsz", 0x4000),
+    ):
+        found = odd.do(f"_ = get('cuMemAllocAsync', 13000, {flags})")[1]
+        assert found == odd.do(f"_ = at({symbol!r})")
+        assert odd.do(f"_ = value({found}, ctypes.c_size_t(8), None)") == base + 8
+    wait = odd.do("_ = get('cuStreamSynchronize')")[1]
+    assert wait == odd.do("_ = at('cuStreamSynchronize')")
+    assert odd.do(f"_ = call({wait}, None)") == 0x2001
+
+
+def test_a_name_that_is_not_known_is_recognised_by_its_address(odd):
+    assert odd.do("_ = get('cuRenamed')")[1] == odd.do("_ = at('cuStreamSynchronize')")
+
+
+def test_a_newer_form_of_a_call_keeps_its_own_arguments(odd):
+    old = odd.do("_ = get('cuStreamCreate', 13000)")[1]
+    new = odd.do("_ = get('cuStreamCreate', 14000)")[1]
+    assert old == odd.do("_ = at('cuStreamCreate')")
+    assert new != old
+    assert odd.do(f"_ = call({new}, 1, 2, 3, 4, 5, 6, 7, 8)") == 36
+    assert odd.do(f"_ = value({old}, 5)") == 0x1005
+
+
+def test_calls_of_later_drivers_are_gated(session, odd):
+    first = odd.do("_ = get('cuFuture7')")[1]
+    assert odd.do("_ = get('cuFuture7')")[1] == first  # the same again
+    assert odd.do(f"C.cuInit(0); _ = call({first})") == 1007
+    session.page.set_gate(pages.CLOSED)
+    odd.send(f"_ = call({first})")
+    session.broker.asked(1)
+    assert not odd.answers(0.1)
+    session.page.set_gate(pages.OPEN)
+    assert odd.reply() == 1007
+
+
+def test_no_pointer_escapes_once_the_spares_are_used(odd):
+    found = odd.do("_ = [get('cuFuture%d' % i) for i in range(300)]")
+    assert [error for error, _, _ in found] == [0] * 256 + [NOT_FOUND] * 44
+    assert all(item == (NOT_FOUND, None, 1) for item in found[256:])
+    assert len({address for _, address, _ in found[:256]}) == 256
+    addresses = [address for _, address, _ in found[:256]]
+    assert odd.do(f"_ = [call(a) for a in {addresses}]") == list(range(1000, 1256))
+    # The first ones are still there.
+    assert odd.do("_ = get('cuFuture0')") == (0, addresses[0], 0)
+
+
+def test_calls_that_the_driver_lacks_say_so(odd):
+    assert odd.do("_ = C.cuInit(0), C.cuLaunchKernel(), C.cuEventQuery(None)") == (0, 500, 500)
+
+
+def test_uncountable_calls_are_refused_in_a_session_only(session, odd):
+    assert odd.do("v = ctypes.c_uint(); _ = C.cuMemAlloc(ctypes.byref(v), 5)") == NOT_SUPPORTED
+    real = odd.do("_ = os.environ['GPUPOOL_REAL_LIBCUDA']")
+    other = session.child(GPUPOOL_PAGE=None, GPUPOOL_REAL_LIBCUDA=real)
+    assert other.do("v = ctypes.c_uint(); _ = C.cuMemAlloc(ctypes.byref(v), 5), v.value") == (0, 5)
+
+
+def test_cuda_bindings_run_under_the_guard(session):
+    """NVIDIA's own client: hundreds of look-ups, a context, an allocation, copies."""
+    code = """
+import numpy as np
+from cuda.bindings import driver as D
+def ok(result):
+    assert int(result[0]) == 0, result
+    return result[1] if len(result) == 2 else result[1:]
+ok(D.cuInit(0))
+c = ok(D.cuDevicePrimaryCtxRetain(ok(D.cuDeviceGet(1))))
+ok(D.cuCtxSetCurrent(c))
+data = np.arange(1000, dtype=np.uint8); back = np.zeros_like(data)
+p = ok(D.cuMemAlloc(1000)); ok(D.cuMemcpyHtoD(p, data.ctypes.data, 1000))
+s = ok(D.cuStreamCreate(0)); ok(D.cuMemcpyDtoHAsync(back.ctypes.data, p, 1000, s))
+ok(D.cuStreamSynchronize(s)); ok(D.cuMemFree(p)); ok(D.cuStreamDestroy(s))
+assert (data == back).all()
+print(ok(D.cuDeviceGetCount()))
+"""
+    for variables in ({}, {"CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM": "1"}):
+        assert session.python(code, **variables) == "2"
+    assert session.page.gate() == pages.OPEN
+
+
+# ---------------------------------------------------------------------- ways to the library
+
+
+def test_every_name_finds_the_one_guard(session, guard_dir):
+    found = session.python(
+        "import ctypes, json\n"
+        "handles = [ctypes.CDLL(n)._handle for n in\n"
+        f"    ('libcuda.so.1', 'libcuda.so', {str(guard_dir / 'libcuda.so')!r}, "
+        f"{str(guard_build.DEFAULT_OUT / 'libcuda.so.1')!r})]\n"
+        "ctypes.CDLL('libcuda.so').cuInit(0)\n"
+        "maps = {l.split()[-1] for l in open('/proc/self/maps') if 'libcuda' in l}\n"
+        "print(json.dumps([len(set(handles)), sorted(maps)]))"
+    )
+    guard = os.path.realpath(guard_dir / "libcuda.so.1")
+    assert json.loads(found) == [1, sorted([guard, str(library_dir() / "libcuda.so.1")])]
+
+
+def test_a_second_copy_of_the_guard_hands_over_to_the_first(session, tmp_path):
+    """One gate, one count: a call through the copy is counted once."""
+    copy = tmp_path / "libcuda.so.1"
+    shutil.copy(guard_build.DEFAULT_OUT / "libcuda.so.1", copy)
+    child = session.child()
+    child.do(f"D = C; C = ctypes.CDLL({str(copy)!r})")
+    assert child.do("_ = C._handle != D._handle, context(), number(C.cuDeviceGetCount)") == (
+        True, 0, 2,
+    )  # fmt: skip
+    assert child.do("_ = alloc(4 << 20)") > 1000
+    (slot,) = session.slots()
+    assert slot.used[0] == (32 + 4) << 20
+    assert child.do(HELP + "_ = get('cuMemAlloc')[1] == at('cuMemAlloc_v2')") is True
+    session.page.set_gate(pages.CLOSED)
+    child.send("_ = C.cuCtxSynchronize()")
+    session.broker.asked(1)
+    assert session.page.read().waiting == 1
+    session.page.set_gate(pages.OPEN)
+    assert child.reply() == 0
+
+
+WHICH = """
+import ctypes
+print(ctypes.CDLL("libcuda.so.1").cuInit(0))
+print(*sorted({l.split()[-1] for l in open("/proc/self/maps") if "libcuda" in l}))
+"""
+
+
+def which(session, **variables):
+    """Return what cuInit says, and the libraries of that name in the process but the guard."""
+    error, paths = session.python(WHICH, GPUPOOL_PAGE=None, **variables).splitlines()
+    guard = os.path.realpath(session.directory / "libcuda.so.1")
+    return int(error), [path for path in paths.split() if path != guard]
+
+
+@pytest.fixture
+def copies(tmp_path):
+    """Return a folder with a copy of the guard, and two with copies of the emulated driver."""
+    folders = []
+    for name, source in (
+        ("guard", guard_build.DEFAULT_OUT), ("one", emulator_build.DEFAULT_OUT),
+        ("two", emulator_build.DEFAULT_OUT),
+    ):  # fmt: skip
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        shutil.copy(source / "libcuda.so.1", folders[-1])
+    return folders
+
+
+def test_the_driver_is_searched_as_the_loader_does(session, copies):
+    guard, one, two = copies
+    path = f"{session.directory}:{guard}:/nowhere::{one}:{two}"
+    assert which(session, LD_LIBRARY_PATH=path) == (0, [str(one / "libcuda.so.1")])
+    path = f"{session.directory}:{two}:{one}"
+    assert which(session, LD_LIBRARY_PATH=path) == (0, [str(two / "libcuda.so.1")])
+
+
+def test_what_the_loader_would_pass_over_is_passed_over(session, copies):
+    guard, one, two = copies
+    data = bytearray((one / "libcuda.so.1").read_bytes())
+    data[18] = 3  # for another processor
+    (guard / "libcuda.so.1").write_bytes(data)
+    (one / "libcuda.so.1").write_bytes(b"no library")
+    path = f"{session.directory}:{guard}:{one}:{two}"
+    assert which(session, LD_LIBRARY_PATH=path) == (0, [str(two / "libcuda.so.1")])
+
+
+def test_the_search_path_is_that_of_the_start_of_the_process(session, copies):
+    """As for the loader: what the program does to its environment is for its children."""
+    code = "import os; os.environ.pop('LD_LIBRARY_PATH')\n" + WHICH
+    found = session.python(code, LD_LIBRARY_PATH=f"{session.directory}:{copies[1]}")
+    assert str(copies[1] / "libcuda.so.1") in found
+
+
+def test_the_driver_can_be_named(session, copies):
+    _, one, two = copies
+    path = f"{session.directory}:{one}"
+    real = str(two / "libcuda.so.1")
+    assert which(session, LD_LIBRARY_PATH=path, GPUPOOL_REAL_LIBCUDA=real) == (0, [real])
+
+
+@pytest.mark.parametrize("named", ["", "/nowhere/libcuda.so.1", "the guard"])
+def test_without_a_driver_there_is_no_device(session, named):
+    """What programs know as a machine without a GPU; they go on without one."""
+    if named == "the guard":
+        named = str(session.directory / "libcuda.so.1")
+    variables = {"LD_LIBRARY_PATH": str(session.directory), "GPUPOOL_REAL_LIBCUDA": named}
+    code = f"""
+import ctypes
+C = ctypes.CDLL("libcuda.so.1")
+{HELP}
+print(C.cuInit(0), C.cuInit(0), C.cuCtxSynchronize(), C.cuGetErrorName(3, None))
+print(C.cuMemAlloc_v2(None, 1), *get("cuInit"))
+"""
+    done = session.run(sys.executable, "-c", code, **variables)
+    assert done.stdout.split() == [str(NO_DEVICE)] * 6 + ["None", "77"]
+    assert done.stderr == ""
+    assert session.slots() == ()
+
+
+def test_the_loader_s_cache_is_read(guard_dir, tmp_path):
+    """The file is the system's: what is tested is the guard's search with another file's name."""
+    assert guard_dir.is_dir()  # the emulated driver is compiled
+    program = tmp_path / "search"
+    source = tmp_path / "search.c"
+    source.write_text(
+        '#include "find.c"\n'
+        'int main(void) { struct link_map *found = search_cache("libcuda.so.1");\n'
+        '  puts(found ? found->l_name : "none"); return find_library == 0; }\n'
+    )
+    cache, config, library = tmp_path / "cache", tmp_path / "conf", tmp_path / "lib"
+    library.mkdir()
+    shutil.copy(emulator_build.DEFAULT_OUT / "libcuda.so.1", library)
+    config.write_text(f"{library}\n")
+    subprocess.run(["/sbin/ldconfig", "-X", "-C", cache, "-f", config], check=True)
+    text = (guard_build.SOURCES / "find.c").read_text()
+    assert text.count('"/etc/ld.so.cache"') == 1
+    (tmp_path / "find.c").write_text(text.replace("/etc/ld.so.cache", str(cache)))
+    subprocess.run(
+        ["cc", "-std=gnu11", "-D_GNU_SOURCE", f"-I{tmp_path}", f"-I{guard_build.SOURCES}",
+         str(source), "-o", str(program), "-ldl"], check=True,
+    )  # fmt: skip
+    assert subprocess.check_output([program], text=True).strip() == str(library / "libcuda.so.1")
+    cache.write_bytes(cache.read_bytes()[:200])  # damaged
+    assert subprocess.check_output([program], text=True).strip() == "none"
+    cache.unlink()
+    assert subprocess.check_output([program], text=True).strip() == "none"
