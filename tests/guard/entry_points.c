@@ -1,0 +1,166 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Entry points of every kind, alone: between a caller that passes all that can be passed and a
+ * driver that looks at all of it. What the guard does in between is played by functions here,
+ * which overwrite every register they may.
+ */
+#include <execinfo.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "entries_gen.h"
+
+const uint8_t open_byte = 0, shut_byte = 2;
+const uint8_t *guard_gate = &open_byte, *guard_free_gate = &open_byte;
+uint8_t guard_unloaded;
+void *guard_real[E_COUNT + E_SPARES];
+extern const int32_t guard_entry_at[];
+
+static int slow, entered, left, answer, failures;
+
+#define CHECK(condition)                                          \
+    do {                                                          \
+        if (!(condition)) {                                       \
+            printf("%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+            failures++;                                           \
+        }                                                         \
+    } while (0)
+
+/* As any C function may. */
+static void overwrite(void)
+{
+    __asm__ volatile("movq $-1, %%rax; movq %%rax, %%rdi; movq %%rax, %%rsi; movq %%rax, %%rdx\n"
+                     "movq %%rax, %%rcx; movq %%rax, %%r8; movq %%rax, %%r9; movq %%rax, %%r10\n"
+                     "movq %%rax, %%r11; pxor %%xmm0, %%xmm0; pxor %%xmm1, %%xmm1\n"
+                     "pxor %%xmm2, %%xmm2; pxor %%xmm3, %%xmm3; pxor %%xmm4, %%xmm4\n"
+                     "pxor %%xmm5, %%xmm5; pxor %%xmm6, %%xmm6; pxor %%xmm7, %%xmm7\n"
+                     ::: "rax", "rdi", "rsi", "rdx", "rcx", "r8", "r9", "r10", "r11", "xmm0",
+                     "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "memory");
+}
+
+/* Whether the frames from here to main() can be walked. */
+static int unwinds(void)
+{
+    void *frames[32];
+    int n = backtrace(frames, 32);
+    char **names = backtrace_symbols(frames, n);
+    for (int i = 0; names && i < n; i++)
+        if (strstr(names[i], "(main+"))
+            return 1;
+    return 0;
+}
+
+/* The stack is aligned at a call. */
+static int aligned(void *frame)
+{
+    return ((uintptr_t)frame & 15) == 0;
+}
+
+#define PLAYED(name, count)                       \
+    int name(void);                               \
+    int name(void)                                \
+    {                                             \
+        count++;                                  \
+        CHECK(unwinds());                         \
+        CHECK(aligned(__builtin_frame_address(0))); \
+        overwrite();                              \
+        return answer;                            \
+    }
+PLAYED(guard_slow_gate, slow)
+PLAYED(guard_slow_free, slow)
+PLAYED(guard_slow_never, slow)
+PLAYED(guard_slow_refuse, slow)
+PLAYED(guard_enter, entered)
+
+void guard_leave(void);
+void guard_leave(void)
+{
+    left++;
+    CHECK(aligned(__builtin_frame_address(0)));
+    overwrite();
+}
+
+typedef int (*everything)(long a, long b, long c, long d, long e, long f, double g, double h,
+                          double i, double j, double k, double l, double m, double n, long o,
+                          long p, long q, long r, long s, long t, long u, long v, long w, long x);
+
+/* The driver. */
+static int look(long a, long b, long c, long d, long e, long f, double g, double h, double i,
+                double j, double k, double l, double m, double n, long o, long p, long q, long r,
+                long s, long t, long u, long v, long w, long x)
+{
+    long got[] = {a, b, c, d, e, f, (long)g, (long)h, (long)i, (long)j, (long)k, (long)l,
+                  (long)m, (long)n, o, p, q, r, s, t, u, v, w, x};
+    int right = 1;
+    for (int y = 0; y < 24; y++)
+        right = right && got[y] == y + 1;
+    return right && aligned(__builtin_frame_address(0)) && unwinds() ? 4711 : 13;
+}
+
+static int call(everything entry)
+{
+    return entry(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22,
+                 23, 24);
+}
+
+/* The count of vector registers, for functions without a prototype. */
+__asm__(".pushsection .text\n"
+        "give_rax: ret\n"
+        "with_rax: movq %rdi, %r11\n movl $0x5a, %eax\n jmp *%r11\n"
+        ".popsection\n");
+extern void give_rax(void);
+extern int with_rax(void *entry);
+
+extern int cuGate(void), cuFree(void), cuNever(void), cuRefuse(void), cuWrap(void), cuSame(void),
+    cuWait3(void), cuWait24(void), cuWait17(void);
+int wrap_cuWrap(void);
+
+int wrap_cuWrap(void)
+{
+    return 99;
+}
+
+static void try(int index, void *entry, int counted)
+{
+    int before = slow, in = entered, out = left;
+    guard_real[index] = (void *)look;
+    CHECK(call((everything)entry) == 4711);
+    CHECK(slow == before && entered - in == counted && left - out == counted);
+    guard_gate = guard_free_gate = &shut_byte;
+    guard_unloaded = 1;
+    CHECK(call((everything)entry) == 4711);
+    CHECK(slow - before == !counted && entered - in == 2 * counted && left - out == 2 * counted);
+    answer = 802;
+    CHECK(call((everything)entry) == 802);
+    CHECK(slow - before == 2 * !counted && left - out == 2 * counted);
+    answer = 0;
+    guard_gate = guard_free_gate = &open_byte;
+    guard_unloaded = 0;
+}
+
+int main(void)
+{
+    try(E_cuGate, (void *)cuGate, 0);
+    try(E_cuFree, (void *)cuFree, 0);
+    try(E_cuNever, (void *)cuNever, 0);
+    try(E_COUNT + 7, (char *)guard_entry_at + guard_entry_at[E_COUNT + 7], 0);
+    CHECK((char *)guard_entry_at + guard_entry_at[E_cuGate] == (char *)cuGate);
+    /* 24 arguments: 10 of integers beyond the registers, so these see all of them. */
+    try(E_cuWait24, (void *)cuWait24, 1);
+    try(E_cuWait17, (void *)cuWait17, 1);
+    guard_real[E_cuWait3] = (void *)give_rax;
+    CHECK(with_rax((void *)cuWait3) == 0x5a);
+    guard_real[E_cuGate] = (void *)give_rax;
+    CHECK(with_rax((void *)cuGate) == 0x5a);
+    guard_gate = &shut_byte;
+    CHECK(with_rax((void *)cuGate) == 0x5a);
+    guard_real[E_cuRefuse] = (void *)look;
+    CHECK(call((everything)cuRefuse) == 4711);
+    answer = 801;
+    CHECK(call((everything)cuRefuse) == 801);
+    CHECK(cuWrap() == 99 && cuSame() == 99);
+    puts(failures ? "FAILED" : "right");
+    return failures != 0;
+}

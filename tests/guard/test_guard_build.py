@@ -1,0 +1,262 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Compiling the guard, what is in the library, and what it costs who never calls CUDA."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool.emulator import build as emulator_build
+from jupyter_gpupool.guard import build
+from jupyter_gpupool.guard import page as pages
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def generator():
+    return build._generator()
+
+
+@pytest.fixture(scope="module")
+def entries(generator):
+    return generator.read(build.ENTRIES)
+
+
+def tool(*command):
+    """Return what a program of the binutils says."""
+    return subprocess.run(
+        [str(part) for part in command], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+
+
+# ---------------------------------------------------------------------- compiling
+
+
+def test_only_what_is_stale_is_compiled(tmp_path, monkeypatch):
+    build.compile(tmp_path)
+    target = tmp_path / "libcuda.so.1"
+    before = target.stat().st_ino
+    monkeypatch.setenv("CC", f"{sys.executable} -c raise")  # would fail
+    build.compile(tmp_path)
+    assert target.stat().st_ino == before
+    monkeypatch.delenv("CC")
+    os.utime(target, (1, 1))
+    build.compile(tmp_path)
+    assert target.stat().st_ino != before
+    assert all(path.name in build.libraries() for path in tmp_path.iterdir())
+
+
+def test_without_a_compiler_the_way_to_one_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(build.CompilerMissing, match="Install gcc or clang"):
+        build.compile(tmp_path)
+    assert build.main(["--out", str(tmp_path)]) == 1
+    assert "'no-such-compiler' is not on PATH" in capsys.readouterr().err
+
+
+def test_another_processor_is_told_what_works_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(build.CompilerMissing, match='aarch64.*attach = "cell"'):
+        build.compile(tmp_path)
+
+
+def test_a_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CC", "false")
+    assert build.main(["--out", str(tmp_path)]) == 1
+    assert "failed with status 1" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unwritable_directory_is_reported(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert build.main(["--out", str(tmp_path / "file" / "lib")]) == 1
+    assert "--out" in capsys.readouterr().err
+
+
+def test_the_package_build_loads_it_by_its_path():
+    """Without the package, whose requirements are not there then."""
+    spec = importlib.util.spec_from_file_location("guard_build_alone", build.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.DEFAULT_OUT == build.DEFAULT_OUT
+    assert module._generator().read(module.ENTRIES)
+
+
+# ---------------------------------------------------------------------- the list of entries
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["cuInit", "cuInit 2000", "cuInit x wrap", "cuInit 2000 gates", "init 2000 gate",
+     "cuInit 2000 gate 3", "cuInit 2000 wait", "cuInit 2000 wait x", "cuInit 2000 same",
+     "cuOther 2000 gate", "cuInit 2000 same cuOther"],
+)  # fmt: skip
+def test_a_line_that_cannot_be_is_refused(generator, tmp_path, line):
+    path = tmp_path / "entries.txt"
+    path.write_text(f"# comment\ncuOther 2000 gate # comment\n\n{line}\n")
+    with pytest.raises(generator.EntriesError):
+        generator.read(path)
+
+
+def test_functions_and_entries_belong_together(generator, entries):
+    wraps = {e.symbol for e in entries if e.kind == "wrap"}
+    assert generator.generate(entries, wraps)
+    with pytest.raises(generator.EntriesError, match="without a C function: .*cuInit"):
+        generator.generate(entries, wraps - {"cuInit"})
+    with pytest.raises(generator.EntriesError, match="without an entry: .*cuLaunchKernel"):
+        generator.generate(entries, wraps | {"cuLaunchKernel"})
+
+
+def test_every_entry_has_what_it_needs(entries):
+    """Nothing that waits for the device, allocates or frees is only gated."""
+    kinds = {e.symbol: e.kind for e in entries}
+    sync = re.compile(
+        r"cu(Ctx|Stream|Event)Synchronize|cu(Stream|Event)Query"
+        r"|cuMem(cpy|set)(?!.*Async)|cu(Module|Library)Unload|cuMemFreeHost"
+    )
+    alloc = re.compile(
+        r"cuMem(Alloc(?!Host)|Create|Free(?!Host)|PoolCreate|PoolTrim)|cu\w*Array3?D?(Create|Destroy)"
+        r"|cuCtxCreate|cuDevicePrimaryCtx(Retain|Release|Reset)|cuIpc(Get|Open)"
+        r"|cuGraph(Launch|Instantiate)|cuMemGetInfo|cuDeviceTotalMem|cuGetProcAddress|cuInit"
+    )
+    for symbol, kind in kinds.items():
+        if sync.match(symbol):
+            assert kind in ("wait", "wrap"), symbol
+        if alloc.match(symbol):
+            assert kind in ("wrap", "same", "refuse") or symbol == "cuMemFree", symbol
+    assert kinds["cuMemFree"] == "wait"  # of 32-bit addresses, which nothing gives out
+    assert kinds["cuLaunchKernel"] == "gate"
+    assert kinds["cuCheckpointProcessLock"] == "never"
+
+
+def test_every_variant_is_listed(entries):
+    """A call that has a per-thread variant has the same kind in both."""
+    kinds = {e.symbol: (e.kind, e.arguments) for e in entries}
+    for entry in entries:
+        if entry.per_thread:
+            plain = entry.symbol.rsplit("_", 1)[0]
+            assert kinds[plain] == kinds[entry.symbol], entry.symbol
+
+
+def test_all_that_nvidia_s_client_asks_for_is_known(entries):
+    """The names in NVIDIA's cuda-bindings, and those that the emulated driver exports."""
+    spec = importlib.util.find_spec("cuda.bindings._internal.driver")
+    text = Path(spec.origin).read_bytes()
+    asked = {
+        name.decode()
+        for name in re.findall(rb"\0(cu[A-Z][A-Za-z0-9]+)(?=\0)", text)
+    } - {b""}  # fmt: skip
+    known = {e.base for e in entries} | {e.symbol for e in entries}
+    assert len(asked) > 300
+    assert {name for name in asked if re.match(r"cu(Mem|Ctx|Device|Stream|Graph)", name)} <= known
+    emulator_build.compile()
+    path = emulator_build.DEFAULT_OUT / "libcuda.so.1"
+    exported = set(re.findall(r" T (cu\w+)", tool("nm", "-D", "--defined-only", path)))
+    assert exported <= {e.symbol for e in entries}
+
+
+# ---------------------------------------------------------------------- the entry points
+
+
+def test_what_is_passed_arrives(generator, tmp_path):
+    """Registers, stack, alignment, unwinding; open, closed and refused; all kinds."""
+    made = tmp_path / "entries.txt"
+    made.write_text(
+        "cuGate 1 gate\ncuFree 1 free\ncuNever 1 never\ncuRefuse 1 refuse\ncuWrap 1 wrap\n"
+        "cuSame 1 same cuWrap\ncuWait3 1 wait 3\ncuWait17 1 wait 17\ncuWait24 1 wait 24\n"
+    )
+    for name, text in generator.generate(generator.read(made), {"cuWrap"}).items():
+        (tmp_path / name).write_text(text)
+    program = tmp_path / "entry_points"
+    for optimise in ("-O0", "-O2"):
+        subprocess.run(
+            ["cc", "-std=gnu11", "-D_GNU_SOURCE", "-g", optimise, "-fno-omit-frame-pointer",
+             "-rdynamic", "-Wall", "-Wextra", "-Werror", "-Wno-cast-function-type",
+             f"-I{tmp_path}", f"-I{build.SOURCES}", str(HERE / "entry_points.c"),
+             str(tmp_path / "entries_gen.S"), "-o", str(program)], check=True,
+        )  # fmt: skip
+        done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout == "right\n"
+        assert done.returncode == 0
+
+
+# ---------------------------------------------------------------------- the library
+
+
+@pytest.fixture(scope="module")
+def library(guard_dir):
+    return (guard_dir / "libcuda.so.1").resolve()
+
+
+def test_the_library_is_called_as_the_driver(library):
+    dynamic = tool("readelf", "-dW", library)
+    assert "Library soname: [libcuda.so.1]" in dynamic
+    assert re.findall(r"NEEDED.*\[(.*)\]", dynamic) in (["libc.so.6"], ["libdl.so.2", "libc.so.6"])
+    assert "SYMBOLIC" in dynamic
+    assert "NODELETE" in dynamic
+    assert "BIND_NOW" not in dynamic
+    assert "TEXTREL" not in dynamic
+    # The compiler's own; a constructor of ours would be a second.
+    assert re.findall(r"INIT_ARRAYSZ\)\s+(\d+)", dynamic) == ["8"]
+    assert (
+        "GNU_STACK      0x000000 0x0000000000000000 0x0000000000000000 0x000000 0x000000 RW "
+        in (tool("readelf", "-lW", library))
+    )
+
+
+def test_only_the_driver_s_names_are_exported(library, entries):
+    exported = set(re.findall(r" [A-Z] (\w+)", tool("nm", "-D", "--defined-only", library)))
+    assert exported == {e.symbol for e in entries} | {"gpupool_guard"}
+
+
+def test_no_private_symbol_of_the_c_library_is_used(library):
+    wanted = tool("nm", "-D", "--undefined-only", library)
+    assert "GLIBC_PRIVATE" not in wanted
+    versions = [tuple(map(int, v.split("."))) for v in re.findall(r"GLIBC_([\d.]+)", wanted)]
+    assert versions
+    assert not re.search(r" U (malloc|calloc|realloc|free|strdup)\b", wanted)
+
+
+def test_nothing_is_relocated_for_each_name(library, entries):
+    """A process that inherits LD_PRELOAD and never calls CUDA has no page of ours written to."""
+    relocations = re.findall(r"^[0-9a-f]+ .*R_X86_64_", tool("readelf", "-rW", library), re.M)
+    assert len(relocations) < len(entries) / 4
+
+
+def test_a_process_that_never_calls_cuda_only_maps_it(session):
+    done = session.run("/bin/cat", "/proc/self/maps")
+    mapped = {line.split()[-1] for line in done.stdout.splitlines() if "libcuda" in line}
+    assert mapped == {str((session.directory / "libcuda.so.1").resolve())}
+    assert done.stderr == ""
+    assert session.slots() == ()
+    assert session.page.gate() == pages.UNUSED
+    # The page is not even opened, and nothing is connected to.
+    done = session.run("/bin/ls", "-l", "/proc/self/fd", GPUPOOL_PAGE="/nowhere")
+    assert done.stderr == ""
+
+
+def test_the_layouts_of_the_page_agree(tmp_path):
+    program = tmp_path / "layout"
+    source = tmp_path / "layout.c"
+    fields = ("gate", "managed", "devices", "epoch", "pause_until", "limit", "context_bytes",
+              "granted", "uuid", "session", "notice", "slot")  # fmt: skip
+    lines = "".join(f'printf("%zu ", offsetof(struct page, {name}));' for name in fields)
+    source.write_text(
+        "#include <stddef.h>\n#include <stdio.h>\n#include \"page.h\"\n"
+        f"int main(void) {{ {lines} printf(\"%zu %zu %u %u %u\", sizeof(struct page),"
+        " sizeof(struct page_slot), PAGE_MAGIC, PAGE_VERSION, PAGE_SLOTS); return 0; }}\n"
+        .replace("}}", "}")
+    )  # fmt: skip
+    subprocess.run(["cc", f"-I{build.SOURCES}", source, "-o", program], check=True)
+    assert [int(n) for n in tool(program).split()] == [
+        pages._GATE_AT, pages._MANAGED_AT, pages._DEVICES_AT, pages._EPOCH_AT, pages._PAUSE_AT,
+        pages._LIMIT_AT, pages._CONTEXT_AT, pages._GRANTED_AT, pages._UUID_AT, pages._SESSION_AT,
+        pages._NOTICE_AT, pages.HEADER_BYTES, pages.SIZE, pages.SLOT_BYTES, pages.MAGIC,
+        pages.VERSION, pages.SLOTS,
+    ]  # fmt: skip
