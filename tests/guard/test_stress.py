@@ -36,12 +36,18 @@ h = n.nvmlDeviceGetHandleByIndex(0)
 def used():
     return n.nvmlDeviceGetMemoryInfo(h, version=n.nvmlMemory_v2).used
 
-def suspend(pid):
-    p = Process(pid); p.lock(10000); p.checkpoint()
+def suspend(pids):
+    for pid in pids:
+        Process(pid).lock(10000)
+    for pid in pids:
+        Process(pid).checkpoint()
     return used()
 
-def resume(pid):
-    p = Process(pid); p.restore(); p.unlock()
+def resume(pids):
+    for pid in pids:
+        Process(pid).restore()
+    for pid in pids:
+        Process(pid).unlock()
 
 g = dict(globals())
 for line in sys.stdin:
@@ -55,7 +61,7 @@ for line in sys.stdin:
 
 
 class Suspender:
-    """The broker's part, for one process of the session."""
+    """The broker's part."""
 
     def __init__(self, session, seed, *, open_gate=True):
         self.session = session
@@ -96,15 +102,15 @@ class Suspender:
             self.grants += 1
             return {"type": "ok", "granted": granted}
 
-    def suspend(self, pid, until):
+    def suspend(self, pids, until):
         with self.opened:
             self.open = False
             self.session.page.set_gate(pages.CLOSED)
         until(lambda: self.session.page.read().inflight == 0)
-        assert self.worker.do(f"_ = suspend({pid})", 60) == 0  # bytes in use on the device
+        assert self.worker.do(f"_ = suspend({pids})", 60) == 0  # bytes in use on the device
 
-    def resume(self, pid, until):
-        assert self.worker.do(f"_ = resume({pid})", 60) is None
+    def resume(self, pids, until):
+        assert self.worker.do(f"_ = resume({pids})", 60) is None
         with self._granting:  # so that growth is asked for again and again
             granted = self.session.page.read().used[0] + MIB
             self.session.page.set_grant([granted, granted], 1 << 30, 1)
@@ -114,6 +120,14 @@ class Suspender:
             self.opened.notify_all()
         until(lambda: self.session.page.gate() == pages.OPEN)  # somebody has gone on
 
+    def pause(self):
+        """A neighbour's turn: nobody asks, and it ends by itself."""
+        until = time.monotonic_ns() + 4_000_000
+        self.session.page.set_gate(pages.PAUSED, pause_until=until)
+        if self.chance.random() < 0.5:
+            time.sleep(0.002)
+            self.session.page.set_gate(pages.UNUSED)
+
 
 @pytest.fixture
 def ptx(tmp_path):
@@ -122,31 +136,36 @@ def ptx(tmp_path):
     return str(path)
 
 
-def _stress(session, until, command, cycles, **variables):
-    """Run the program through ``cycles``; what it did: operations, checks, refused."""
+def _stress(session, until, commands, cycles, **variables):
+    """Run programs, together, through ``cycles``; say what they did."""
     suspender = Suspender(session, seed=cycles)
-    child = session.child(command, **variables)
-    assert child.line(60) == f"ready {child.pid}"
+    children = [session.child(command, **variables) for command in commands]
+    for child in children:
+        assert child.line(60) == f"ready {child.pid}"
+    pids = [child.pid for child in children]
     for _ in range(cycles):
-        suspender.suspend(child.pid, until)
+        suspender.suspend(pids, until)
         time.sleep(suspender.chance.random() * 0.003)  # any instant will do
-        suspender.resume(child.pid, until)
+        suspender.resume(pids, until)
+        if suspender.chance.random() < 0.25:
+            suspender.pause()
         time.sleep(suspender.chance.random() * 0.01)
-    child.process.stdin.write(b"\n")
-    child.process.stdin.flush()
-    word, *figures = child.line(60).split()
-    assert word == "done"
+    for child in children:
+        child.process.stdin.write(b"\n")
+        child.process.stdin.flush()
+    lines = [child.line(60).split() for child in children]
+    assert [word for word, *_ in lines] == ["done"] * len(children)
+    operations, checks, refused = (sum(int(line[i]) for line in lines) for i in (1, 2, 3))
     page = session.page.read()
-    assert page.used[0] == CONTEXT  # all that was allocated was credited
+    assert page.used[0] == CONTEXT * len(children)  # all that was allocated was credited
     assert (page.inflight, page.waiting, page.pins) == (0, 0, "")
-    assert child.end() == 0
+    # Fewer than the broker refused: somebody may have freed enough meanwhile.
+    assert sum(slot.refused for slot in page.slots) == refused
+    assert [child.end() for child in children] == [0] * len(children)
     assert session.page.read().slots == ()
-    operations, checks, refused = map(int, figures)
     assert operations > cycles
     assert checks > 0
     assert suspender.grants > 0
-    # Fewer than the broker refused: somebody may have freed enough meanwhile.
-    assert page.slots[0].refused == refused
     assert suspender.refusals > 0 or cycles < 100
     assert any(m["type"] == "attach" for m in session.broker.messages)
     print(f"{cycles} cycles: {operations} operations, {checks} buffers compared, "
@@ -159,14 +178,20 @@ def _command(program, ptx, mode="all", seed=1):
 
 def test_suspends_under_load(make_session, compiled, ptx, until):
     program = compiled("stress", "-pthread", "-ldl")
-    _stress(make_session(), until, _command(program, ptx), 100)
+    _stress(make_session(), until, [_command(program, ptx)], 100)
+
+
+def test_suspends_of_two_processes_under_load(make_session, compiled, ptx, until):
+    program = compiled("stress", "-pthread", "-ldl")
+    commands = [_command(program, ptx, seed=seed) for seed in (4, 5)]
+    _stress(make_session(), until, commands, 40)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_thousand_suspends_under_load(make_session, compiled, ptx, until):
     program = compiled("stress", "-pthread", "-ldl")
-    _stress(make_session(), until, _command(program, ptx, seed=2), 1000)
+    _stress(make_session(), until, [_command(program, ptx, seed=2)], 1000)
 
 
 # ---- the same, instrumented: the program, the guard and the emulated driver
@@ -206,7 +231,7 @@ def instrumented(tmp_path_factory, compiled):
 @pytest.mark.parametrize("kind", ["address", "thread"])
 def test_suspends_under_load_instrumented(make_session, instrumented, ptx, until, kind):
     program, variables = instrumented(kind)
-    _stress(make_session(), until, _command(program, ptx), 10, **variables)
+    _stress(make_session(), until, [_command(program, ptx)], 10, **variables)
 
 
 @pytest.mark.long
@@ -214,7 +239,7 @@ def test_suspends_under_load_instrumented(make_session, instrumented, ptx, until
 @pytest.mark.parametrize("kind", ["address", "thread"])
 def test_a_thousand_suspends_instrumented(make_session, instrumented, ptx, until, kind):
     program, variables = instrumented(kind)
-    _stress(make_session(), until, _command(program, ptx, seed=3), 1000, **variables)
+    _stress(make_session(), until, [_command(program, ptx, seed=3)], 1000, **variables)
 
 
 # ---- that these tests can fail
@@ -232,7 +257,7 @@ def test_without_the_guard_a_suspended_process_crashes(make_session, compiled, p
         GPUPOOL_PAGE=None,
     )
     assert child.line() == f"ready {child.pid}"
-    suspender.worker.do(f"_ = suspend({child.pid})")
+    suspender.worker.do(f"_ = suspend([{child.pid}])")
     assert child.process.wait(30) == -signal.SIGSEGV
 
 
@@ -241,9 +266,9 @@ def test_the_same_load_under_the_guard_does_not(make_session, compiled, ptx, unt
     suspender = Suspender(session, seed=0)
     child = session.child(_command(compiled("stress", "-pthread", "-ldl"), ptx, "sync"))
     assert child.line() == f"ready {child.pid}"
-    suspender.suspend(child.pid, until)
+    suspender.suspend([child.pid], until)
     until(lambda: session.page.read().waiting == THREADS)  # each at the gate, none in the driver
-    suspender.resume(child.pid, until)
+    suspender.resume([child.pid], until)
     child.process.stdin.write(b"\n")
     child.process.stdin.flush()
     assert child.line().startswith("done ")
