@@ -62,7 +62,7 @@ def test_without_a_compiler_the_way_to_one_is_told(tmp_path, monkeypatch, capsys
 
 def test_another_processor_is_told_what_works_there(tmp_path, monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    with pytest.raises(build.CompilerMissing, match='aarch64.*attach = "cell"'):
+    with pytest.raises(build.CompilerMissing, match=r'aarch64.*attach = "cell"'):
         build.compile(tmp_path)
 
 
@@ -107,9 +107,9 @@ def test_a_line_that_cannot_be_is_refused(generator, tmp_path, line):
 def test_functions_and_entries_belong_together(generator, entries):
     wraps = {e.symbol for e in entries if e.kind == "wrap"}
     assert generator.generate(entries, wraps)
-    with pytest.raises(generator.EntriesError, match="without a C function: .*cuInit"):
+    with pytest.raises(generator.EntriesError, match=r"without a C function: .*cuInit"):
         generator.generate(entries, wraps - {"cuInit"})
-    with pytest.raises(generator.EntriesError, match="without an entry: .*cuLaunchKernel"):
+    with pytest.raises(generator.EntriesError, match=r"without an entry: .*cuLaunchKernel"):
         generator.generate(entries, wraps | {"cuLaunchKernel"})
 
 
@@ -204,10 +204,7 @@ def test_the_library_is_called_as_the_driver(library):
     assert "TEXTREL" not in dynamic
     # The compiler's own; a constructor of ours would be a second.
     assert re.findall(r"INIT_ARRAYSZ\)\s+(\d+)", dynamic) == ["8"]
-    assert (
-        "GNU_STACK      0x000000 0x0000000000000000 0x0000000000000000 0x000000 0x000000 RW "
-        in (tool("readelf", "-lW", library))
-    )
+    assert re.search(r"GNU_STACK .* RW +0x", tool("readelf", "-lW", library))
 
 
 def test_only_the_driver_s_names_are_exported(library, entries):
