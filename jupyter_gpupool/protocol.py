@@ -8,17 +8,17 @@ after a wait. Without an ``id`` there is no answer. A *push* comes from the brok
 Unknown fields are ignored, so that either side may be newer; unknown types and wrong field types
 are errors. Sizes are bytes, times seconds.
 
-==========  =====================================================================================
-``ok``      ``id`` and the fields of the answer
-``error``   ``id``, ``code``, ``message``, ``next_step``, ``details``
-``queue``   push to a waiting agent: ``position``, ``length``, ``eta`` (or null), ``reason``
-``lease``   push to an agent: ``state``, ``epoch``, ``slices``, ``reason``, ``pinned_reason``
-``yield``   push to an agent: ``epoch``; the broker wants the slice, answer with ``yielded``
-``lost``    push to an agent: ``message``; the driver lost this session's device state
-``refused`` push to an agent: ``what`` (``attach`` or ``grow``), ``code``, ``message``,
-            ``next_step``; a CUDA call of its processes was refused by the pool
-``event``   push to a watcher: a row of the journal as it happens
-==========  =====================================================================================
+===========  =====================================================================================
+``ok``       ``id`` and the fields of the answer
+``error``    ``id``, ``code``, ``message``, ``next_step``, ``details``
+``queue``    push to a waiting agent: ``position``, ``length``, ``eta`` (or null), ``reason``
+``lease``    push to an agent: ``state``, ``epoch``, ``slices``, ``reason``, ``pinned_reason``
+``yield``    push to an agent: ``epoch``; the broker wants the slice, answer with ``yielded``
+``lost``     push to an agent: ``message``; the driver lost this session's device state
+``refused``  push to an agent: ``what`` (``attach`` or ``grow``), ``code``, ``message``,
+             ``next_step``; a CUDA call of its processes was refused by the pool
+``event``    push to a watcher: a row of the journal as it happens
+===========  =====================================================================================
 
 Why ``yield``/``yielded``: a cell on an attached session must not pay for a round trip. The agent
 owns its lease until it agrees to give it up, so it may start a cell with one ``hold`` that nobody

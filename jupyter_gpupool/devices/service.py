@@ -29,6 +29,10 @@ _T = TypeVar("_T")
 #: Self-tests that run at once: each starts two processes that load the driver.
 _SELFTESTS = 4
 
+#: Seconds for one driver call of a self-test, which moves a few MiB: a broker that starts is waited
+#: for, and where the test under the guard hangs there is another one to come.
+TEST_CALL_TIMEOUT = 15.0
+
 #: Seconds between two looks at a stopped process that is to be brought back when it goes on.
 _SETTLE_POLL = 0.25
 
@@ -173,7 +177,8 @@ class DeviceService:
         peers = self._peers(device)
 
         def operation(root: ProcessId, session: str) -> Operation:
-            return self._operation(self._workers[device.uuid], root, session)
+            timeout = min(self._call_timeout, TEST_CALL_TIMEOUT)
+            return self._operation(self._workers[device.uuid], root, session, timeout)
 
         async with self._locks[device.uuid]:
             return await self._examiner.examine(
@@ -320,13 +325,15 @@ class DeviceService:
         free = [uuid for uuid, lock in self._locks.items() if not lock.locked()]
         return (free or [*self._locks])[:1]
 
-    def _operation(self, worker: Child, root: ProcessId, session: str) -> Operation:
+    def _operation(
+        self, worker: Child, root: ProcessId, session: str, call_timeout: float | None = None
+    ) -> Operation:
         calls = SessionCalls(
             worker,
             root,
             session,
             lock_timeout=self._lock_timeout,
-            call_timeout=self._call_timeout,
+            call_timeout=self._call_timeout if call_timeout is None else call_timeout,
         )
         return Operation(calls, self._sampler, root)
 
