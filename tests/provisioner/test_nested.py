@@ -116,9 +116,8 @@ def test_a_kernel_inside_a_session_has_its_own_page_and_slice(
             # The outer session made no CUDA call, so it has no slice, and nothing on it counts.
             assert (other["pid"], other["granted_bytes"]) == (outer["pid"], 0)
             assert other["used_bytes"] == 0
-            assert said(
-                client, "inner.communicate('go on\\n', timeout=60); print(inner.returncode)"
-            )
+            code = "inner.communicate('go on\\n', timeout=60); print(inner.returncode)"
+            assert said(client, code) == "0\n"
         finally:
             client.stop_channels()
             manager.shutdown_kernel(now=True)
