@@ -91,7 +91,7 @@ struct reserve {
     int ordinal;   /* -1: known, and not counted */
     CUdevice device;
     uint32_t calls;   /* inside the driver now, each of which may make it grow */
-    uint32_t unseen;  /* allocations since the driver was last asked */
+    uint64_t unseen;  /* bytes allocated since the driver was last asked */
     bool destroyed;   /* what is still allocated from it remains until it is freed */
     CUmemoryPool pool;
     uint64_t charged; /* what the page was charged for it */

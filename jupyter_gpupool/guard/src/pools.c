@@ -21,8 +21,8 @@ enum { ALLOC_TYPE_MANAGED = 2 };
 #define PAGE (2 * MIB)
 #define ROOM 250
 
-/* Small allocations out of a reserve that should suffice: the driver is asked about every so many. */
-#define UNSEEN 32
+/* Allocations out of a reserve that should suffice: the driver is asked every so many bytes. */
+#define UNSEEN (64 * MIB)
 
 struct reserves {
     uint32_t lock; /* over everything here; the driver is asked under it */
@@ -241,13 +241,11 @@ static struct reserve *adopt(CUmemoryPool pool, struct here h)
     return r;
 }
 
-static struct reserve *current_pool(struct here h)
+static CUmemoryPool current_pool(struct here h)
 {
     typedef CUresult (*pool_of)(CUmemoryPool *, CUdevice);
     CUmemoryPool pool = NULL;
-    if (h.ordinal < 0 || CALL(pool_of, cuDeviceGetMemPool)(&pool, h.device))
-        return NULL;
-    return adopt(pool, h);
+    return CALL(pool_of, cuDeviceGetMemPool)(&pool, h.device) ? NULL : pool;
 }
 
 /* While a stream is captured, allocations become nodes of a graph: counted when it is launched. */
@@ -282,52 +280,78 @@ static CUresult driver_free(const struct request *q)
     return q->per_thread ? REAL(cuMemFreeAsync_ptsz)(*q->out, q->stream) : REAL(cuMemFreeAsync)(*q->out, q->stream);
 }
 
+/* The pool, and what the allocation may make it grow by; it counts as allocated from here on, so
+ * that threads do not plan with the same idle bytes. Whether to ask the driver afterwards. */
+static struct reserve *plan(struct reserves *all, CUmemoryPool pool, struct here h, uint64_t extent, uint64_t *growth,
+                            bool *look)
+{
+    own_lock(&all->lock);
+    struct reserve *r = find(all, pool);
+    if (!r) {
+        own_unlock(&all->lock);
+        r = adopt(pool, h);
+        own_lock(&all->lock);
+    }
+    if (r && r->ordinal >= 0) {
+        uint64_t idle = r->charged > r->live ? r->charged - r->live : 0;
+        *growth = extent > idle ? round_up(extent - idle) : 0;
+        r->live += extent;
+        r->unseen += extent;
+        *look = *growth || r->unseen >= UNSEEN;
+    }
+    own_unlock(&all->lock);
+    return r && r->ordinal >= 0 ? r : NULL;
+}
+
+static void unplan(struct reserves *all, struct reserve *r, uint64_t extent)
+{
+    own_lock(&all->lock);
+    r->live -= extent < r->live ? extent : r->live;
+    own_unlock(&all->lock);
+}
+
 static CUresult allocate(const struct request *q)
 {
     typedef CUresult (*trim)(CUmemoryPool, size_t);
     struct here h = guard_page ? here_of_stream(q->stream, q->per_thread) : (struct here){.ordinal = -1};
-    struct reserve *r = NULL;
     struct reserves *all = reserves();
+    struct reserve *r = NULL;
+    CUmemoryPool pool = NULL;
+    uint64_t extent, growth = 0;
+    bool look = false;
+    /* No pool is larger; beyond this the sums below could overflow. */
+    extent = q->bytes > UINT64_MAX / 4 ? UINT64_MAX / 4 : q->bytes;
+    extent = (extent + 511) / 512 * 512;
     if (h.ordinal >= 0 && q->out && q->bytes && all && !capturing(q->stream, q->per_thread))
-        r = q->pool ? adopt(q->pool, h) : current_pool(h);
-    if (!r || r->ordinal < 0)
+        pool = q->pool ? q->pool : current_pool(h);
+    if (pool)
+        r = plan(all, pool, h, extent, &growth, &look);
+    if (!r)
         return driver_allocate(q);
 
-    uint64_t extent, growth;
-    if (__builtin_add_overflow((uint64_t)q->bytes, 511ull, &extent) || extent > UINT64_MAX / 2)
-        extent = UINT64_MAX / 2;
-    extent = extent / 512 * 512;
-    own_lock(&all->lock);
-    uint64_t idle = r->charged > r->live ? r->charged - r->live : 0;
-    growth = extent > idle ? round_up(extent - idle) : 0;
-    bool look = growth || q->bytes >= MIB || ++r->unseen >= UNSEEN;
-    own_unlock(&all->lock);
-
-    CUresult result = reserve_begin(r, growth);
+    CUresult refused = look ? reserve_begin(r, growth) : CUDA_SUCCESS;
+    if (refused) {
+        unplan(all, r, extent);
+        return refused;
+    }
+    CUresult result = driver_allocate(q);
+    if (result)
+        unplan(all, r, extent);
+    if (look)
+        refused = reserve_end(r, true);
     if (result)
         return result;
-    result = driver_allocate(q);
-    struct own stale, own = {.bytes = extent, .owner = (uint64_t)r, .kind = OWN_POOLED,
+    struct own stale, own = {.key = *q->out, .bytes = extent, .owner = (uint64_t)r, .kind = OWN_POOLED,
                              .ordinal = (int16_t)r->ordinal};
-    if (!result) {
-        own.key = *q->out;
-        own_lock(&all->lock);
-        r->live += extent;
-        own_unlock(&all->lock);
-    }
-    CUresult refused = reserve_end(r, look || result);
-    if (!result && (refused || !table_put(&own, &stale))) {
+    if (refused || !table_put(&own, &stale)) {
         driver_free(q);
-        own_lock(&all->lock);
-        r->live -= extent;
-        own_unlock(&all->lock);
+        unplan(all, r, extent);
         CALL(trim, cuMemPoolTrimTo)(r->pool, 0);
         reserve_settle(r);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
-    if (!result)
-        settle_stale(&stale);
-    return result;
+    settle_stale(&stale);
+    return CUDA_SUCCESS;
 }
 
 void pool_freed(const struct own *own)
