@@ -27,8 +27,8 @@ DEVICE_HOLD = "device"
 #: Seconds between two looks at the gates.
 LOOK = 0.25
 
-#: Seconds for which what was read of a busy session's page is good enough.
-STALE = 1.0
+#: Seconds for which what was read of a page is good enough: of a busy session, of one at rest.
+STALE, REST = 1.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ class Activity:
         if reading is None:
             return None
         use, record = session.use, self._runner.record(session.id)
+        use.read_at = self._now()
         use.waiting = reading.waiting
         session.cuda = reading.cuda
         if record is not None:
@@ -114,8 +115,16 @@ class Activity:
         return reading
 
     def counted(self, session: Session) -> Mapping[str, int]:
-        """Return the bytes that it has on each device of its lease, read now; {} without a page."""
-        return session.use.counted if self.read(session) is not None else {}
+        """Return the bytes that it has on each device of its lease; {} without a page.
+
+        Read now, unless nothing can have changed but by the death of a process: nearly all
+        sessions are idle.
+        """
+        use = session.use
+        untouched = not use.held and self._pages.gate(session) == UNUSED
+        if untouched and self._now() - use.read_at < REST:
+            return use.counted
+        return use.counted if self.read(session) is not None else {}
 
     # ------------------------------------------------------------------ the rounds
 
@@ -146,7 +155,7 @@ class Activity:
                 use.looked_at = now
                 self.read(session)
             return Seen(touched=True)
-        if not self._held(session):
+        if not use.held:
             return _NOTHING
         reading = self.read(session)
         if reading is not None and (reading.inflight or reading.waiting):
@@ -154,11 +163,7 @@ class Activity:
             self._used(session, elapsed if reading.inflight else 0.0)
             return Seen(inflight=bool(reading.inflight), waiting=bool(reading.waiting))
         if now - use.busy_at >= self.quiet_after:
-            self._runner.handle(
-                e.HoldDropped(
-                    now=self._runner.now(), session=session.id, hold=DEVICE_HOLD, cuda=session.cuda
-                )
-            )
+            self.drop(session)
         return _NOTHING
 
     def _touched(self, session: Session) -> bool:
@@ -170,12 +175,8 @@ class Activity:
     def _used(self, session: Session, seconds: float) -> None:
         session.use.busy_at = self._now()
         session.use.busy_seconds += seconds
-        if not self._held(session):
+        if not session.use.held:
             self.take(session)
-
-    def _held(self, session: Session) -> bool:
-        record = self._runner.record(session.id)
-        return record is not None and any(hold.id == DEVICE_HOLD for hold in record.holds)
 
     def take(self, session: Session) -> None:
         """Take the hold, or ask for a lease with it."""
@@ -186,9 +187,19 @@ class Activity:
             if reading is not None and reading.cuda:
                 # cuInit was called without a lease: its processes see their home devices.
                 bound = session.home[: record.request.devices]
+        session.use.held = True
         self._runner.handle(
             e.HoldTaken(
                 now=self._runner.now(), session=session.id, hold=DEVICE_HOLD, kind="device",
                 bound=bound,
             )
         )  # fmt: skip
+
+    def drop(self, session: Session) -> None:
+        """Drop the hold: nothing uses the device, or waits for it."""
+        session.use.held = False
+        self._runner.handle(
+            e.HoldDropped(
+                now=self._runner.now(), session=session.id, hold=DEVICE_HOLD, cuda=session.cuda
+            )
+        )

@@ -16,7 +16,7 @@ from ..errors import GPUPoolError, RefusedError
 from ..pool import events as e
 from ..pool.model import Refusal
 from ..protocol import Message
-from .activity import DEVICE_HOLD, Activity
+from .activity import Activity
 from .connection import Connection
 from .pages import ATTACHED, Pages
 from .runner import Runner, refused
@@ -88,11 +88,7 @@ class Guards:
         record = self._runner.record(session.id)
         if record is None or session.guards or record.state in ATTACHED:
             return  # attached: its activity says when the hold is over
-        self._runner.handle(
-            e.HoldDropped(
-                now=self._runner.now(), session=session.id, hold=DEVICE_HOLD, cuda=session.cuda
-            )
-        )
+        self._activity.drop(session)
 
     # ------------------------------------------------------------------ what the pool answers
 
@@ -107,6 +103,7 @@ class Guards:
 
     def refused(self, session: Session, refusal: Refusal) -> None:
         """The session will not get a lease now: tell its threads, and its user why."""
+        session.use.held = False
         waiting, session.guards = session.guards, {}
         self._tell(session, "attach", refusal)
         for connection, request_id in waiting.items():

@@ -40,11 +40,15 @@ class Use:
     counted: Mapping[str, int] = field(default_factory=dict)
     #: Threads that wait at the gate.
     waiting: int = 0
+    #: It has the hold of its CUDA activity, as the pool would say at more cost.
+    held: bool = False
     #: Why it cannot be suspended; empty if nothing is known.
     pins: str = ""
-    #: Loop time at which it was last seen to use CUDA, and at which it was last looked at.
+    #: Loop time at which it was last seen to use CUDA, and last read for being busy.
     busy_at: float = float("-inf")
     looked_at: float = float("-inf")
+    #: Loop time at which its whole page was last read.
+    read_at: float = float("-inf")
     #: Seconds of its leases in which it used CUDA.
     busy_seconds: float = 0.0
     #: Device bytes that it has beyond its slices, and in how many samples in a row.

@@ -130,14 +130,13 @@ class Watchdog:
         self._ask_for_more(session, used)
 
     def _drop_holds(self, session: Session) -> None:
-        now = self._runner.now()
+        session.use.held = False
         record = self._runner.record(session.id)
-        self._runner.handle(
-            e.HoldsReplaced(now=now, session=session.id, holds=(), cuda=session.cuda)
-        )
         for hold in record.holds if record is not None else ():
             self._runner.handle(
-                e.HoldDropped(now=now, session=session.id, hold=hold.id, cuda=session.cuda)
+                e.HoldDropped(
+                    now=self._runner.now(), session=session.id, hold=hold.id, cuda=session.cuda
+                )
             )
 
     def _going(self, session: Session) -> bool:
