@@ -48,6 +48,9 @@ static void case_graph_work(void)
     OK(cuGraphGetNodes(graph, have, &two));
     OK(cuGraphAddChildGraphNode(&last, graph, &have[1], 1, child));
     OK(cuGraphDestroy(child)); /* it was copied, too */
+    OK(cuGraphChildGraphNodeGetGraph(last, &child));
+    OK(cuGraphGetNodes(child, NULL, &nodes));
+    IS(nodes, 1);
     struct copy3d copy = {.srcMemoryType = 2, .srcDevice = p, .dstMemoryType = 1, .dstHost = back,
                           .WidthInBytes = sizeof back, .Height = 1, .Depth = 1};
     OK(cuGraphAddMemcpyNode(&last, graph, &last, 1, &copy, current_context()));

@@ -32,6 +32,15 @@ struct prop {
 struct access {
     int location_type, location_id, flags;
 };
+struct alloc_node {
+    int alloc_type, handle_types, location_type, location_id;
+    void *security;
+    size_t max_size;
+    char rest[56];
+    const void *access;
+    size_t access_count, bytes;
+    uint64_t address;
+};
 struct set_node {
     uint64_t to;
     size_t pitch;
@@ -61,6 +70,9 @@ struct set_node {
     X(cuLaunchKernel, (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **)) \
     X(cuGraphCreate, (void **, unsigned)) X(cuGraphDestroy, (void *))                             \
     X(cuGraphAddMemsetNode, (void **, void *, void *const *, size_t, const struct set_node *, void *)) \
+    X(cuGraphAddMemAllocNode, (void **, void *, void *const *, size_t, struct alloc_node *))      \
+    X(cuGraphAddMemFreeNode, (void **, void *, void *const *, size_t, uint64_t))                  \
+    X(cuDeviceGraphMemTrim, (int))                                                                \
     X(cuGraphInstantiateWithFlags, (void **, void *, unsigned long long))                         \
     X(cuGraphLaunch, (void *, void *)) X(cuGraphExecDestroy, (void *))
 
@@ -253,6 +265,38 @@ static void by_graph(struct worker *w, struct buffer *b)
     set(b, fill.value);
 }
 
+/* A graph with memory of its own, left to be freed by hand. */
+static void by_graph_memory(struct worker *w)
+{
+    void *graph, *run = NULL, *node;
+    struct alloc_node alloc = {.alloc_type = 1, .location_type = 1, .bytes = (draw(w, 64) + 1) * 4096};
+    OK(cuGraphCreate(&graph, 0));
+    OK(cuGraphAddMemAllocNode(&node, graph, NULL, 0, &alloc));
+    struct set_node fill = {alloc.address, 0, (unsigned)draw(w, 1u << 31), 4, alloc.bytes / 4, 1};
+    OK(cuGraphAddMemsetNode(&node, graph, &node, 1, &fill, context));
+    int result = cuGraphInstantiateWithFlags(&run, graph, 0);
+    if (!result)
+        result = cuGraphLaunch(run, w->stream);
+    if (!result) {
+        OK(cuMemcpyDtoHAsync(w->scratch, alloc.address, alloc.bytes, w->stream));
+        wait_for(w);
+        for (size_t i = 0; i < alloc.bytes / 4; i++)
+            if (w->scratch[i] != fill.value)
+                fail("the memory of a graph", (int)i);
+        w->checks++;
+        OK(cuMemFreeAsync(alloc.address, w->stream));
+    } else if (result == 2) {
+        w->refused++;
+    } else {
+        fail("graph with memory", result);
+    }
+    if (run)
+        OK(cuGraphExecDestroy(run));
+    OK(cuGraphDestroy(graph));
+    if (!draw(w, 4))
+        OK(cuDeviceGraphMemTrim(0));
+}
+
 static void copy(struct worker *w, struct buffer *to, struct buffer *from)
 {
     size_t size = to->size < from->size ? to->size : from->size;
@@ -288,7 +332,7 @@ static void step(struct worker *w)
             write_all(w, b);
         return;
     }
-    switch (draw(w, 10)) {
+    switch (draw(w, 11)) {
     case 0:
         check(w, b);
         release(w, b);
@@ -317,6 +361,9 @@ static void step(struct worker *w)
         break;
     case 8:
         look();
+        break;
+    case 9:
+        by_graph_memory(w);
         break;
     default:
         check(w, b);
@@ -387,6 +434,7 @@ int main(int argc, char **argv)
         refused += workers[i].refused;
     }
     OK(cuCtxSynchronize());
+    OK(cuDeviceGraphMemTrim(0));
     printf("done %llu %llu %llu\n", (unsigned long long)operations, (unsigned long long)checks,
            (unsigned long long)refused);
     fflush(stdout);

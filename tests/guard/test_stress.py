@@ -159,8 +159,8 @@ def _stress(session, until, commands, cycles, **variables):
     page = session.page.read()
     assert page.used[0] == CONTEXT * len(children)  # all that was allocated was credited
     assert (page.inflight, page.waiting, page.pins) == (0, 0, "")
-    # Fewer than the broker refused: somebody may have freed enough meanwhile.
-    assert sum(slot.refused for slot in page.slots) == refused
+    # A refusal need not reach the program: somebody may have freed enough meanwhile.
+    assert sum(slot.refused for slot in page.slots) >= refused
     assert [child.end() for child in children] == [0] * len(children)
     assert session.page.read().slots == ()
     assert operations > cycles

@@ -102,6 +102,7 @@
     ENTRY1("cuGraphAddMemsetNode", 10000, cuGraphAddMemsetNode)
     ENTRY1("cuGraphAddNode", 12020, cuGraphAddNode)
     ENTRY1("cuGraphAddNode", 12030, cuGraphAddNode_v2)
+    ENTRY1("cuGraphChildGraphNodeGetGraph", 10000, cuGraphChildGraphNodeGetGraph)
     ENTRY1("cuGraphClone", 10000, cuGraphClone)
     ENTRY1("cuGraphCreate", 10000, cuGraphCreate)
     ENTRY1("cuGraphDestroy", 10000, cuGraphDestroy)

@@ -37,15 +37,15 @@ struct node *node_add(struct graph *g, int type)
     return n;
 }
 
-void nodes_delete(struct node *first)
+static void nodes_delete(struct node *first)
 {
     while (first) {
         struct node *n = first;
         first = n->next;
         if (n->type == NODE_KERNEL)
             free(n->of.launch.values);
-        if (n->type == NODE_GRAPH)
-            nodes_delete(n->of.child);
+        if (n->type == NODE_GRAPH && n->of.child)
+            graph_delete(n->of.child);
         if ((n->type == NODE_ALLOC || n->type == NODE_FREE) && n->of.memory) {
             pthread_mutex_lock(&driver.lock);
             graph_memory_unref(n->of.memory);
@@ -95,9 +95,10 @@ CUresult node_set_launch(struct node *node, struct kernel *k, void **params)
     return CUDA_SUCCESS;
 }
 
-CUresult nodes_copy(const struct node *first, struct graph *to)
+static CUresult nodes_copy(const struct node *first, struct graph *to)
 {
     for (const struct node *n = first; n; n = n->next) {
+        CUresult result = CUDA_SUCCESS;
         struct node *c = node_add(to, n->type);
         if (!c)
             return CUDA_ERROR_OUT_OF_MEMORY;
@@ -109,11 +110,7 @@ CUresult nodes_copy(const struct node *first, struct graph *to)
                 return CUDA_ERROR_OUT_OF_MEMORY;
             memcpy(c->of.launch.values, n->of.launch.values, size);
         } else if (n->type == NODE_GRAPH) {
-            struct graph inner = {.magic = MAGIC_GRAPH};
-            CUresult result = nodes_copy(n->of.child, &inner);
-            c->of.child = inner.first;
-            if (result)
-                return result;
+            result = graph_copy(n->of.child, &c->of.child);
         } else {
             c->of = n->of;
             if (n->type == NODE_ALLOC || n->type == NODE_FREE) {
@@ -122,8 +119,20 @@ CUresult nodes_copy(const struct node *first, struct graph *to)
                 pthread_mutex_unlock(&driver.lock);
             }
         }
+        if (result)
+            return result;
     }
     return CUDA_SUCCESS;
+}
+
+CUresult graph_copy(const struct graph *from, struct graph **to)
+{
+    struct graph *g = graph_new();
+    CUresult result = g ? nodes_copy(from->first, g) : CUDA_ERROR_OUT_OF_MEMORY;
+    if (result && g)
+        graph_delete(g);
+    *to = result ? NULL : g;
+    return result;
 }
 
 static bool has_memory(const struct node *first)
@@ -178,11 +187,7 @@ EXPORT CUresult cuGraphClone(CUgraph *out, CUgraph g)
         return CUDA_ERROR_INVALID_VALUE;
     if (has_memory(g->first))
         return CUDA_ERROR_NOT_SUPPORTED; /* such graphs cannot be cloned */
-    *out = graph_new();
-    CUresult result = *out ? nodes_copy(g->first, *out) : CUDA_ERROR_OUT_OF_MEMORY;
-    if (result && *out)
-        graph_delete(*out);
-    return result;
+    return graph_copy(g, out);
 }
 
 EXPORT CUresult cuGraphAddEmptyNode(CUgraphNode *out, CUgraph g, const CUgraphNode *d, size_t n)
@@ -266,14 +271,17 @@ EXPORT CUresult cuGraphAddChildGraphNode(CUgraphNode *out, CUgraph g, const CUgr
         return CUDA_ERROR_INVALID_VALUE;
     if (has_memory(child->first))
         return CUDA_ERROR_NOT_SUPPORTED; /* as on drivers before CUDA 12.9's child graph ownership */
-    struct graph copy = {.magic = MAGIC_GRAPH};
-    CUresult result = nodes_copy(child->first, &copy);
-    *out = result ? NULL : node_add(g, NODE_GRAPH);
-    if (*out)
-        (*out)->of.child = copy.first;
-    else
-        nodes_delete(copy.first);
-    return result ? result : *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    struct graph *copy;
+    CUresult result = graph_copy(child, &copy);
+    if (result)
+        return result;
+    *out = node_add(g, NODE_GRAPH);
+    if (!*out) {
+        graph_delete(copy);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    (*out)->of.child = copy;
+    return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuGraphAddMemAllocNode(CUgraphNode *out, CUgraph g, const CUgraphNode *d, size_t n,
@@ -342,6 +350,15 @@ EXPORT CUresult cuGraphNodeGetType(CUgraphNode n, int *type)
     if (node_bad(n) || !type)
         return CUDA_ERROR_INVALID_VALUE;
     *type = n->type;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuGraphChildGraphNodeGetGraph(CUgraphNode n, CUgraph *g)
+{
+    CHECKED;
+    if (node_bad(n) || n->type != NODE_GRAPH || !g)
+        return CUDA_ERROR_INVALID_VALUE;
+    *g = n->of.child;
     return CUDA_SUCCESS;
 }
 

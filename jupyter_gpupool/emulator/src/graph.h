@@ -36,7 +36,7 @@ struct node {
         CUDA_MEMCPY3D copy;
         CUDA_MEMSET_NODE_PARAMS fill;
         CUDA_HOST_NODE_PARAMS host;
-        struct node *child;
+        struct graph *child;
         struct graph_memory *memory; /* NODE_ALLOC, NODE_FREE */
     } of;
     struct node *next;
@@ -54,8 +54,7 @@ static inline bool graph_bad(const struct graph *g) { return !g || g->magic != M
 struct graph *graph_new(void);
 void graph_delete(struct graph *graph);
 struct node *node_add(struct graph *graph, int type); /* NULL: out of host memory */
-void nodes_delete(struct node *first);
-CUresult nodes_copy(const struct node *first, struct graph *to); /* memory nodes share their memory */
+CUresult graph_copy(const struct graph *from, struct graph **to); /* memory nodes share their memory */
 void node_drop_last(struct graph *graph, struct node *node);
 CUresult node_set_launch(struct node *node, struct kernel *k, void **params);
 

@@ -11,7 +11,7 @@
 struct executable {
     uint32_t magic;
     uint64_t flags;
-    struct node *first;
+    struct graph *graph; /* a copy of its own */
 };
 
 enum { AUTO_FREE_ON_LAUNCH = 1, UPLOAD = 2, DEVICE_LAUNCH = 4, NODE_PRIORITY = 8 };
@@ -41,16 +41,17 @@ static CUresult instantiate(CUgraphExec *out, CUgraph g, uint64_t flags)
     struct executable *e = calloc(1, sizeof *e);
     if (!e)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    struct graph copy = {.magic = MAGIC_GRAPH};
-    CUresult result = nodes_copy(g->first, &copy);
+    struct graph *copy = NULL;
+    CUresult result = graph_copy(g, &copy);
     if (!result)
-        result = claim(copy.first);
+        result = claim(copy->first);
     if (result) {
-        nodes_delete(copy.first);
+        if (copy)
+            graph_delete(copy);
         free(e);
         return result;
     }
-    *e = (struct executable){MAGIC_EXECUTABLE, flags, copy.first};
+    *e = (struct executable){MAGIC_EXECUTABLE, flags, copy};
     *out = e;
     return CUDA_SUCCESS;
 }
@@ -83,7 +84,7 @@ EXPORT CUresult cuGraphUpload(CUgraphExec e, CUstream stream)
     pthread_mutex_lock(&driver.lock);
     CUresult result = stream_resolve(stream, &s);
     if (!result)
-        result = graph_memory_upload(e->first);
+        result = graph_memory_upload(e->graph->first);
     pthread_mutex_unlock(&driver.lock);
     return result;
 }
@@ -115,11 +116,11 @@ EXPORT CUresult cuGraphExecDestroy(CUgraphExec e)
     if (executable_bad(e))
         return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&driver.lock);
-    for (struct node *n = e->first; n; n = n->next)
+    for (struct node *n = e->graph->first; n; n = n->next)
         if (n->type == NODE_ALLOC)
             n->of.memory->instantiated = false;
     pthread_mutex_unlock(&driver.lock);
-    nodes_delete(e->first);
+    graph_delete(e->graph);
     e->magic = 0;
     free(e);
     return CUDA_SUCCESS;
@@ -155,7 +156,7 @@ static CUresult run(const struct node *first, CUstream stream)
         case NODE_MEMCPY: result = copy_now(&n->of.copy, stream); break;
         case NODE_MEMSET: result = fill_now(&n->of.fill, stream); break;
         case NODE_HOST: result = host_now(stream, n->of.host.fn, n->of.host.userData); break;
-        case NODE_GRAPH: result = run(n->of.child, stream); break;
+        case NODE_GRAPH: result = run(n->of.child->first, stream); break;
         case NODE_ALLOC: case NODE_FREE: result = run_memory(n, stream); break;
         default: break;
         }
@@ -169,11 +170,11 @@ static CUresult prepare(struct executable *e)
 {
     CUresult result = CUDA_SUCCESS;
     pthread_mutex_lock(&driver.lock);
-    for (struct node *n = e->first; n && !result; n = n->next)
+    for (struct node *n = e->graph->first; n && !result; n = n->next)
         if (n->type == NODE_ALLOC && n->of.memory->live)
             result = e->flags & AUTO_FREE_ON_LAUNCH ? graph_memory_free(n->of.memory) : CUDA_ERROR_INVALID_VALUE;
     if (!result)
-        result = graph_memory_upload(e->first);
+        result = graph_memory_upload(e->graph->first);
     pthread_mutex_unlock(&driver.lock);
     return result;
 }
@@ -187,5 +188,5 @@ EXPORT CUresult cuGraphLaunch(CUgraphExec e, CUstream stream)
     if (capture_refuses(stream, NULL, &result)) /* a child graph node in the making: not here */
         return result;
     result = prepare(e);
-    return result ? result : run(e->first, stream);
+    return result ? result : run(e->graph->first, stream);
 }
