@@ -182,10 +182,11 @@ class GPUPool(Configurable):
         example='resume_headroom = "64MiB"',
     )
     max_swap_overhead = _option(
-        Share(_POOL.max_swap_overhead),
+        Share(_POOL.max_swap_overhead, zero=True),
         "The part of a GPU's time that suspending and resuming kernels may take while several "
-        "want it in turn: the more memory there is to move, the longer each of them stays.",
-        unit="number above 0 and below 1, or per cent such as '10%'",
+        "want it in turn: the more memory there is to move, the longer each of them stays. 0 takes "
+        "the bound away: who waits gets an idle slice at once, whatever moving it costs.",
+        unit="number from 0 to below 1, or per cent such as '10%'",
         default="0.1",
         example="max_swap_overhead = 0.05",
     )

@@ -19,6 +19,7 @@ class _Quantity(TraitType[Any, Any]):
     """
 
     what = ""
+    nothing: float = 0.0
 
     def __init__(
         self, default: Any, *, zero: bool = False, least: float = 0, **kwargs: Any
@@ -39,7 +40,7 @@ class _Quantity(TraitType[Any, Any]):
         if not isinstance(value, (int, float, str)) or isinstance(value, bool):
             raise TraitError(f"{value!r} is not {self.what}")
         if self.zero and str(value).strip() in ("0", "0.0"):
-            return self.read(1) * 0
+            return self.nothing
         try:
             found = self.read(value)
         except ValueError as error:
@@ -52,6 +53,7 @@ class _Quantity(TraitType[Any, Any]):
 class Size(_Quantity):
     """Bytes: an int, or text such as ``"12GiB"``."""
 
+    nothing = 0
     what = "a size. Write a number of bytes, or text like '12GiB'."
 
     def read(self, value: Any) -> int:

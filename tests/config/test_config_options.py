@@ -68,6 +68,7 @@ def test_defaults_are_those_of_the_pool():
         ("default_priority", "batch", "batch"),
         ("max_swap_overhead", 0.05, 0.05),
         ("max_swap_overhead", "5%", 0.05),
+        ("max_swap_overhead", 0, 0.0),
     ],
 )
 def test_pool_options(name, value, found):
@@ -195,7 +196,7 @@ def test_state_dir_of_a_user_and_of_root(monkeypatch, tmp_path):
         ("turn", 0.001, "0.001 is below 0.01, which is the least."),
         ("managed_memory", "deny", "'deny' is not allowed. It takes: 'refuse' or 'allow'."),
         ("overuse", "kill", "'kill' is not allowed. It takes: 'report', 'suspend' or 'end'."),
-        ("max_swap_overhead", 0, ("0 is not a share above 0 and below 1. Write 0.1 or '10%'.")),
+        ("max_swap_overhead", -1, ("-1 is not a share above 0 and below 1. Write 0.1 or '10%'.")),
         ("max_swap_overhead", 1, ("1 is not a share above 0 and below 1. Write 0.1 or '10%'.")),
         ("max_swap_overhead", "lots", ("'lots' is not a share above 0 and below 1. Write 0.1 or "
          "'10%'.")),
