@@ -11,7 +11,7 @@ import pytest
 
 from jupyter_gpupool.guard import page as pages
 
-NOT_READY, OUT_OF_MEMORY = 802, 2
+NOT_READY, OUT_OF_MEMORY, DEINITIALIZED = 802, 2, 4
 
 #: Seconds within which an interrupt ends a wait, and what a busy machine may add to it.
 INTERRUPT, SLACK = 0.2, 0.8
@@ -188,6 +188,32 @@ def test_a_thread_that_the_interpreter_does_not_know_can_wait(session, waiting, 
     session.broker.asked(2)
     session.page.set_gate(pages.OPEN)
     assert waiting.do("_ = F.join()") == 0
+
+
+def test_a_suspended_kernel_shuts_down_without_a_lease(session, waiting):
+    """What destructors free as the interpreter ends is freed by the end of the process."""
+    waiting.do("""
+class Tensor:
+    def __del__(self, write=os.write, free=C.cuCtxSynchronize):
+        write(1, b"%d\\n" % free())
+import builtins
+builtins.tensor = Tensor()
+""")
+    waiting.process.stdin.close()
+    assert waiting.line() == str(DEINITIALIZED)
+    assert waiting.process.wait(10) == 0
+    assert session.broker.messages == []
+    assert session.slots() == ()
+
+
+def test_a_suspended_program_exits_without_a_lease(session, compiled):
+    child = session.child([str(compiled("waiter", "-ldl")), "exit"])
+    assert child.line() == "ready"
+    session.page.set_gate(pages.CLOSED)
+    child.process.stdin.close()
+    assert child.line() == str(DEINITIALIZED)
+    assert child.process.wait(10) == 0
+    assert session.broker.messages == []
 
 
 # ---------------------------------------------------------------------- the broker

@@ -4,10 +4,12 @@
  * A program without an interpreter that makes one call and says how it ended.
  *
  * waiter handler|default|ignore: what SIGINT is to it.
+ * waiter exit: has a context and says how a call ends that is made as it exits.
  */
 #include <dlfcn.h>
 #include <signal.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
@@ -17,6 +19,13 @@ static volatile sig_atomic_t seen;
 static void on_interrupt(int number)
 {
     seen += number;
+}
+
+static int (*synchronise)(void);
+
+static void at_exit(void)
+{
+    printf("%d\n", synchronise());
 }
 
 int main(int argc, char **argv)
@@ -29,6 +38,16 @@ int main(int argc, char **argv)
         return 1;
     *(void **)&init = dlsym(driver, "cuInit");
     *(void **)&retain = dlsym(driver, "cuDevicePrimaryCtxRetain");
+    if (!strcmp(argv[1], "exit")) {
+        *(void **)&synchronise = dlsym(driver, "cuCtxSynchronize");
+        atexit(at_exit);
+        if (init(0) || retain(&context, 0))
+            return 1;
+        puts("ready");
+        fflush(stdout);
+        getchar();
+        return 0;
+    }
     if (strcmp(argv[1], "handler"))
         action.sa_handler = strcmp(argv[1], "ignore") ? SIG_DFL : SIG_IGN;
     sigaction(SIGINT, &action, NULL);

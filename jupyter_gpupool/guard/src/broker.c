@@ -24,10 +24,31 @@
 
 enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_INTERRUPTED, ANSWER_AWAY };
 
+/* Copies: another thread may be changing the environment while this one waits. Too long for what it
+ * is means that there is none. */
+static struct {
+    char socket[sizeof(((struct sockaddr_un *)0)->sun_path)];
+    char session[128], token[512];
+} broker;
+
+static void copy(char *to, size_t size, const char *name)
+{
+    const char *text = getenv(name);
+    if (text && strlen(text) < size)
+        strcpy(to, text);
+}
+
+void broker_remember(void)
+{
+    copy(broker.socket, sizeof broker.socket, "GPUPOOL_SOCKET");
+    copy(broker.session, sizeof broker.session, "GPUPOOL_SESSION");
+    copy(broker.token, sizeof broker.token, "GPUPOOL_TOKEN");
+}
+
 /* ---- text */
 
 struct text {
-    char at[2048];
+    char at[8192];
     size_t length;
     bool full;
 };
@@ -47,7 +68,7 @@ static void put(struct text *t, const char *format, ...)
 static void put_string(struct text *t, const char *s)
 {
     put(t, "\"");
-    for (; s && *s; s++) {
+    for (; *s; s++) {
         unsigned char c = (unsigned char)*s;
         if (c == '"' || c == '\\' || c < ' ')
             put(t, "\\u%04x", c);
@@ -60,9 +81,9 @@ static void put_string(struct text *t, const char *s)
 static void put_head(struct text *t, const char *type)
 {
     put(t, "{\"v\":1,\"type\":\"%s\",\"id\":1,\"session\":", type);
-    put_string(t, getenv("GPUPOOL_SESSION"));
+    put_string(t, broker.session);
     put(t, ",\"token\":");
-    put_string(t, getenv("GPUPOOL_TOKEN"));
+    put_string(t, broker.token);
 }
 
 /* Whether the line's object has `"type": "<value>"`. The broker escapes quotes inside strings. */
@@ -87,10 +108,9 @@ static bool is_type(const char *line, const char *value)
 static int dial(void)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
-    const char *path = getenv("GPUPOOL_SOCKET");
-    if (!path || !*path || strlen(path) >= sizeof address.sun_path)
+    if (!broker.socket[0])
         return -1;
-    strcpy(address.sun_path, path);
+    strcpy(address.sun_path, broker.socket);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd >= 0 && connect(fd, (struct sockaddr *)&address, sizeof address)) {
         close(fd);

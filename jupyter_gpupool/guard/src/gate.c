@@ -10,13 +10,14 @@
  */
 #include "guard.h"
 
+#include <stdlib.h>
 #include <time.h>
 
 const uint8_t guard_open = GATE_OPEN, guard_shut = GATE_CLOSED;
 
 const uint8_t *guard_gate = &guard_shut, *guard_free_gate = &guard_shut;
 
-static bool initialised, context;
+static bool initialised, context, ending;
 
 /* Calls of this thread that are inside, and where they are counted. */
 static __thread struct {
@@ -77,6 +78,10 @@ CUresult gate_pass(void)
         /* Before cuInit no call reaches a device: the driver says so itself. */
         if (!__atomic_load_n(&initialised, __ATOMIC_ACQUIRE))
             return CUDA_SUCCESS;
+        /* What is freed as the process ends is freed by its end: a suspended kernel shuts down
+         * without a lease. Frameworks know this answer from a driver that was unloaded first. */
+        if (__atomic_load_n(&ending, __ATOMIC_ACQUIRE) || polite_finalizing())
+            return CUDA_ERROR_DEINITIALIZED;
         CUresult error = __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_PAUSED
                              ? sit_out()
                              : broker_attach();
@@ -84,6 +89,18 @@ CUresult gate_pass(void)
             return error;
     }
     return CUDA_SUCCESS;
+}
+
+/* Registered at the first call, so it runs before what was registered by then, cudart's own and
+ * destructors of objects among it. */
+static void end(void)
+{
+    __atomic_store_n(&ending, true, __ATOMIC_RELEASE);
+}
+
+void gate_at_exit(void)
+{
+    atexit(end);
 }
 
 /* ---- from the entry points */

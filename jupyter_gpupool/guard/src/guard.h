@@ -71,6 +71,8 @@ extern const uint8_t guard_shut, guard_open;
 bool gate_lets(bool use);
 /* Wait until the gate lets a call through. 0, or the error to return. Counts nothing. */
 CUresult gate_pass(void);
+/* Once, at the first call of a session's process. */
+void gate_at_exit(void);
 /* Inside a call that is counted, around a wait for the broker: a suspend need not wait for it. */
 void gate_step_out(void);
 CUresult gate_step_in(void);
@@ -115,6 +117,8 @@ struct polite {
 void polite_begin(struct polite *p);
 void polite_end(struct polite *p);
 bool polite_interrupted(const struct polite *p);
+/* Whether the interpreter of this process, if there is one, is being torn down. */
+bool polite_finalizing(void);
 void nap(int milliseconds);
 uint64_t monotonic(void); /* ns */
 
@@ -141,6 +145,7 @@ uint64_t guard_used(int ordinal);
 /* ---- the broker (broker.c) */
 
 /* One question on a connection of its own; waits politely (wait.c). 0, or the error to return. */
+void broker_remember(void); /* where it is; before there are threads that wait */
 CUresult broker_attach(void);                            /* until the lease is there */
 CUresult broker_grow(int ordinal, uint64_t more);        /* 0: the page has a larger grant now */
 

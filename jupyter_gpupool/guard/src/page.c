@@ -96,10 +96,11 @@ void page_unlock(void)
 
 /* ---- slots */
 
+/* Free it, as the last step: then it may be another process's at once. */
 static void clear(struct page_slot *s)
 {
-    __atomic_store_n(&s->state, SLOT_FREE, __ATOMIC_RELEASE);
     memset((char *)s + sizeof s->state, 0, sizeof *s - sizeof s->state);
+    __atomic_store_n(&s->state, SLOT_FREE, __ATOMIC_RELEASE);
 }
 
 void page_reap(void)
@@ -158,7 +159,8 @@ void guard_pin(uint32_t pins)
         __atomic_or_fetch(&s->pins, pins, __ATOMIC_RELEASE);
 }
 
-/* An orderly end gives the slot back at once; a process that is killed leaves it to be reaped. */
+/* An orderly end gives the slot back at once; a process that is killed leaves it to be reaped.
+ * Without the lock: whoever holds it may have been stopped, and nobody else writes to the slot. */
 __attribute__((destructor)) static void give_back(void)
 {
     struct page_slot *s = guard_slot();
@@ -166,9 +168,7 @@ __attribute__((destructor)) static void give_back(void)
         return;
     /* Other threads, and destructors of other libraries, may still call. */
     __atomic_store_n(&slot, &leftover, __ATOMIC_RELEASE);
-    page_lock();
     clear(s);
-    page_unlock();
 }
 
 /* ---- the file */
@@ -214,6 +214,8 @@ CUresult page_settle(void)
         CUresult error = map(path);
         if (error)
             return error;
+        broker_remember();
+        gate_at_exit();
     }
     take_slot();
     return guard_slot() ? CUDA_SUCCESS

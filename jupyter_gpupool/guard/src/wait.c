@@ -54,6 +54,15 @@ static void take_interpreter(void *thread)
         py.restore(thread);
 }
 
+bool polite_finalizing(void)
+{
+    int (*finalizing)(void);
+    *(void **)&finalizing = dlsym(RTLD_DEFAULT, "Py_IsFinalizing"); /* 3.13 */
+    if (!finalizing)
+        *(void **)&finalizing = dlsym(RTLD_DEFAULT, "_Py_IsFinalizing");
+    return finalizing && finalizing();
+}
+
 /* ---- interrupts
  *
  * While a thread waits, SIGINT also counts here; then the handler that was there has its turn. A
@@ -79,11 +88,21 @@ static bool is_ours(const struct sigaction *action)
     return (action->sa_flags & SA_SIGINFO) && action->sa_sigaction == on_interrupt;
 }
 
+/* The same handler was set again over ours: an IPython kernel does that for each cell, while a
+ * thread of an earlier cell waits. Another one may call ours, and ours must not call it. */
+static bool is_before(const struct sigaction *action)
+{
+    return ((action->sa_flags ^ before.sa_flags) & SA_SIGINFO) == 0 &&
+           (action->sa_flags & SA_SIGINFO ? action->sa_sigaction == before.sa_sigaction
+                                          : action->sa_handler == before.sa_handler);
+}
+
 static void watch(void)
 {
     struct sigaction now;
     pthread_mutex_lock(&lock);
-    if (!watching++ && !sigaction(SIGINT, NULL, &now) && !is_ours(&now) &&
+    bool first = !watching++;
+    if (!sigaction(SIGINT, NULL, &now) && !is_ours(&now) && (first || is_before(&now)) &&
         ((now.sa_flags & SA_SIGINFO) ||
          (now.sa_handler != SIG_DFL && now.sa_handler != SIG_IGN))) {
         before = now;
