@@ -1,0 +1,547 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The session's account: growth, live limits, dead processes, what frees and what is said."""
+
+import ast
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+
+import pytest
+
+MIB = 1 << 20
+OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_VALUE = 2, 3, 1
+LOCK_AT = 48  # of the page: guard/src/page.h
+
+CALLS = """
+def free(p):
+    return C.cuMemFree_v2(ctypes.c_uint64(p))
+def info():
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    error = C.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    return error or (free.value, total.value)
+def total(device=0):
+    n = ctypes.c_size_t()
+    return C.cuDeviceTotalMem_v2(ctypes.byref(n), device) or n.value
+def alloc_async(n, stream=None):
+    p = ctypes.c_uint64()
+    return C.cuMemAllocAsync(ctypes.byref(p), ctypes.c_size_t(n), stream) or p.value
+def free_async(p):
+    return C.cuMemFreeAsync(ctypes.c_uint64(p), None)
+class Prop(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_int) for n in ("type", "handles", "where", "id")] + [
+        ("meta", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8)]
+def create(n, device=0):
+    h = ctypes.c_uint64()
+    prop = Prop(1, 0, 1, device)
+    return C.cuMemCreate(ctypes.byref(h), ctypes.c_size_t(n), ctypes.byref(prop), 0) or h.value
+"""
+
+
+@pytest.fixture
+def process(session):
+    """Return a function that starts a process of the session, with a context unless told not."""
+
+    def start(context=True, **variables):
+        child = session.child(**variables)
+        child.do(CALLS)
+        if context:
+            assert child.do("_ = context()") == 0
+        return child
+
+    return start
+
+
+def used(session, device=0):
+    return session.page.read().used[device]
+
+
+def taken(session, device=0):
+    """Bytes that the driver has given to anybody."""
+    code = (
+        "import pynvml as n; n.nvmlInit()\n"
+        f"h = n.nvmlDeviceGetHandleByIndex({device})\n"
+        "print(n.nvmlDeviceGetMemoryInfo(h, version=n.nvmlMemory_v2).used)"
+    )
+    env = {**os.environ, **session.machine_env}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)
+    return int(done.stdout)
+
+
+# ---------------------------------------------------------------- growth and limits
+
+
+def grower(session, step, limit):
+    """A broker that grows by whole steps, and says what it was asked."""
+    asked = []
+
+    def answer(message):
+        asked.append((message["device"], message["bytes"]))
+        granted = list(session.page.read().granted)
+        wanted = granted[message["device"]] + message["bytes"]
+        wanted = -(-wanted // step) * step
+        if wanted > limit:
+            session.page.set_notice("That is more than the limit.")
+            return {"type": "error", "code": "limit", "message": "no"}
+        granted[message["device"]] = wanted
+        session.page.set_grant(granted, limit, 1)
+        return {"type": "ok", "granted": wanted}
+
+    session.broker.answer = answer
+    return asked
+
+
+def test_growth_comes_in_steps_up_to_the_limit(session, process):
+    session.grant(session.uuids, each=64 * MIB, limit=256 * MIB)
+    asked = grower(session, 64 * MIB, 256 * MIB)
+    child = process()
+    assert child.do("p = alloc(32 << 20); _ = p > 802")  # 32 of context and 32: as granted
+    assert asked == []
+    assert child.do("q = alloc(2 << 20); _ = q > 802")
+    assert asked == [(0, 2 * MIB)]
+    assert session.page.read().granted == (128 * MIB, 64 * MIB)
+    assert child.do("r = alloc(150 << 20); _ = r > 802")
+    assert session.page.read().granted[0] == 256 * MIB
+    assert used(session) == 216 * MIB
+    assert child.do("_ = alloc(42 << 20)") == OUT_OF_MEMORY
+    assert asked[2:] == [(0, 2 * MIB)]
+    assert [slot.refused for slot in session.slots()] == [1]
+    assert session.page.notice() == "That is more than the limit."
+    assert child.do("s = alloc(40 << 20); _ = s > 802")  # it goes on
+    assert child.do("_ = [free(x) for x in (p, q, r, s)]") == [0] * 4
+    assert used(session) == taken(session) == 32 * MIB
+
+
+@pytest.mark.parametrize("code", ["limit", "no-memory", "quota", "surprise"])
+def test_every_refusal_is_out_of_memory(session, process, code):
+    session.grant(session.uuids, each=64 * MIB, limit=64 * MIB)
+    session.broker.answer = lambda _: {"type": "error", "code": code, "message": "no"}
+    child = process()
+    for _ in range(3):
+        assert child.do("_ = alloc(100 << 20)") == OUT_OF_MEMORY
+    assert child.do("_ = C.cuCtxSynchronize()") == 0
+    assert used(session) == 32 * MIB
+
+
+def test_a_broker_that_grants_nothing_is_not_asked_for_ever(session, process):
+    session.grant(session.uuids, each=64 * MIB, limit=64 * MIB)
+    session.broker.answer = lambda _: {"type": "ok", "granted": 0}
+    assert process().do("_ = alloc(100 << 20)") == OUT_OF_MEMORY
+    assert 1 < len(session.broker.messages) < 20
+
+
+def test_sizes_that_no_sum_can_hold(session, process):
+    session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
+    child = process()
+    for size in (2**64 - 1, 2**63, 2**64 - 32 * MIB):
+        assert child.do(f"_ = alloc({size})") == OUT_OF_MEMORY
+        assert child.do(f"_ = alloc_async({size})") == OUT_OF_MEMORY
+        assert child.do(f"_ = create({size})") == OUT_OF_MEMORY
+    assert used(session) == 32 * MIB
+
+
+def test_a_limit_counts_at_the_next_allocation(session, process):
+    session.grant(session.uuids, each=128 * MIB, limit=128 * MIB)
+    session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
+    child = process()
+    child.do("p = alloc(64 << 20)")
+    assert child.do("_ = alloc(64 << 20)") == OUT_OF_MEMORY
+    session.page.set_grant([256 * MIB] * 2, 256 * MIB, 1)
+    assert child.do("q = alloc(64 << 20); _ = q > 802")
+    assert child.do("_ = info()") == (96 * MIB, 256 * MIB)
+    session.page.set_grant([100 * MIB] * 2, 100 * MIB, 1)  # below what is used
+    assert child.do("_ = alloc(1 << 20)") == OUT_OF_MEMORY
+    assert child.do("_ = info()") == (0, 100 * MIB)
+    assert child.do("_ = C.cuCtxSynchronize()") == 0
+    assert child.do("_ = (free(p), free(q))") == (0, 0)
+    assert child.do("r = alloc(64 << 20); _ = r > 802")
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_a_killed_process_gives_its_bytes_back(session, process):
+    session.grant(session.uuids, each=256 * MIB, limit=256 * MIB)
+    session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
+    first, second = process(), process()
+    assert first.do("p = alloc(128 << 20); _ = p > 802")
+    assert second.do("_ = alloc(128 << 20)") == OUT_OF_MEMORY
+    first.kill()
+    assert second.do("_ = info()[0]") == 224 * MIB
+    assert second.do("p = alloc(128 << 20); _ = p > 802")
+    assert session.broker.messages[1:] == []  # nobody had to be asked again
+    assert len(session.slots()) == 1
+    assert used(session) == taken(session) == 160 * MIB
+
+
+def test_a_process_killed_with_the_lock_in_hand(session, process):
+    session.grant(session.uuids, each=256 * MIB, limit=256 * MIB)
+    first, second = process(), process()
+    assert first.do("p = alloc(180 << 20); _ = p > 802")
+    (slot,) = (slot for slot in session.slots() if slot.pid == first.pid)
+    holder = slot.pid | (slot.start_time & 0xFFFFFFFF) << 32
+    with open(session.page_path, "r+b") as file:
+        file.seek(LOCK_AT)
+        file.write(struct.pack("<Q", holder))
+    second.send("p = alloc(180 << 20); _ = p > 802")  # needs the lock, to look for the dead
+    assert not second.answers(0.2)
+    first.kill()
+    assert second.reply() is True
+    assert used(session) == 212 * MIB
+    assert process().do("_ = 1") == 1
+
+
+def test_processes_together_never_have_more_than_is_granted(session, process):
+    session.grant(session.uuids, each=512 * MIB, limit=512 * MIB)
+    session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
+    children = [process() for _ in range(3)]
+    code = """
+import random
+def race(seed, rounds):
+    rng, held, refused, bad = random.Random(seed), [], 0, []
+    C.cuCtxSetCurrent(current)
+    for _ in range(rounds):
+        if held and rng.random() < 0.45:
+            p, how = held.pop(rng.randrange(len(held)))
+            bad += [e for e in [how(p)] if e]
+            continue
+        take, how = rng.choice([(alloc, free), (alloc_async, free_async)])
+        p = take(rng.choice([4096, 2 << 20, 30 << 20, 64 << 20]))
+        if p == 2:
+            refused += 1
+        elif p < 1000:
+            bad.append(p)
+        else:
+            held.append((p, how))
+    for p, how in held:
+        bad += [e for e in [how(p)] if e]
+    results.append((refused, bad))
+results, current = [], ctypes.c_void_p()
+C.cuCtxGetCurrent(ctypes.byref(current))
+def all_threads(seed):
+    threads = [threading.Thread(target=race, args=(seed + i, 150)) for i in range(3)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    C.cuCtxSynchronize()
+    return results
+"""
+    for child in children:
+        child.do(code)
+    for i, child in enumerate(children):
+        child.send(f"_ = all_threads({10 * i})")
+    busy, most = list(children), 0
+    while busy:
+        most = max(most, taken(session))
+        busy = [child for child in busy if not child.answers(0)]
+    results = [result for child in children for result in child.reply()]
+    assert [bad for _, bad in results if bad] == []
+    assert sum(refused for refused, _ in results) > 0  # it did get full
+    assert most <= 512 * MIB
+    assert used(session) == taken(session) == 3 * 32 * MIB
+
+
+def test_a_child_of_fork_frees_nothing_of_its_parents(session, process):
+    child = process()
+    code = """
+p = alloc(64 << 20)
+r, w = os.pipe()
+pid = os.fork()
+if not pid:
+    os.write(w, repr((free(p), alloc(1 << 20))).encode())
+    os._exit(0)
+os.waitpid(pid, 0)
+_ = ast.literal_eval(os.read(r, 100).decode())
+"""
+    assert child.do(code) == (NOT_INITIALIZED, NOT_INITIALIZED)
+    assert used(session) == 96 * MIB
+    assert child.do("_ = free(p)") == 0
+    assert used(session) == 32 * MIB
+
+
+def test_a_fork_while_threads_allocate(session, process):
+    """The child finds no lock of the guard's held by a thread that it does not have."""
+    child = process()
+    code = """
+stop = False
+current = ctypes.c_void_p()
+C.cuCtxGetCurrent(ctypes.byref(current))
+def work():
+    C.cuCtxSetCurrent(current)
+    while not stop:
+        free(alloc(4096)); free_async(alloc_async(4096))
+threads = [threading.Thread(target=work) for _ in range(3)]
+for t in threads: t.start()
+found = []
+for _ in range(50):
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)
+        os._exit(not (free(1 << 40) == alloc_async(512) == 3))
+    found.append(os.waitpid(pid, 0)[1])
+stop = True
+for t in threads: t.join()
+_ = sorted(set(found))
+"""
+    assert child.do(code) == [0]
+
+
+# ---------------------------------------------------------------- what frees
+
+
+def test_the_end_of_a_context_credits_what_was_in_it(session, process):
+    child = process(context=False)
+    code = """
+assert C.cuInit(0) == 0
+c, d = ctypes.c_void_p(), ctypes.c_void_p()
+made = [C.cuCtxCreate_v2(ctypes.byref(c), 0, 0), C.cuCtxCreate_v2(ctypes.byref(d), 0, 0)]
+def fill():
+    return alloc(64 << 20) > 802, alloc(4096) > 802
+_ = made, fill()
+"""
+    assert child.do(code) == ([0, 0], (True, True))
+    assert used(session) == taken(session) == 96 * MIB + 4096
+    assert child.do("C.cuCtxSetCurrent(c); _ = fill()") == (True, True)
+    assert used(session) == taken(session) == 160 * MIB + 8192
+    assert child.do("_ = C.cuCtxDestroy_v2(d)") == 0
+    assert used(session) == taken(session) == 96 * MIB + 4096
+    assert [slot.context[0] for slot in session.slots()] == [32 * MIB]
+    assert child.do("_ = C.cuCtxDestroy_v2(c)") == 0
+    assert used(session) == taken(session) == 0
+    assert [slot.context[0] for slot in session.slots()] == [0]
+
+
+@pytest.mark.parametrize("end", ["cuDevicePrimaryCtxReset_v2", "cuDevicePrimaryCtxRelease_v2"])
+def test_the_end_of_the_primary_context(session, process, end):
+    child = process()
+    for _ in range(3):
+        assert child.do("_ = alloc(64 << 20) > 802")
+        assert used(session) == 96 * MIB
+        assert child.do(f"_ = C.{end}(0)") == 0
+        assert used(session) == taken(session) == 0
+        assert child.do("_ = context()") == 0
+        assert used(session) == 32 * MIB
+
+
+def test_a_refused_allocation_of_the_driver_costs_nothing(session, process):
+    """The grant would allow it, but somebody else has taken the device's memory."""
+    session.grant(session.uuids, each=900 * MIB, limit=900 * MIB)
+    child = process()
+    env = {**os.environ, **session.machine_env}
+    code = """
+import ctypes, sys
+L = ctypes.CDLL("libcuda.so.1"); c = ctypes.c_void_p(); p = ctypes.c_uint64()
+assert not L.cuInit(0) and not L.cuDevicePrimaryCtxRetain(ctypes.byref(c), 0)
+assert not L.cuCtxSetCurrent(c)
+assert not L.cuMemAlloc_v2(ctypes.byref(p), ctypes.c_size_t(500 << 20))
+print(flush=True); sys.stdin.read()
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"\n"
+        assert child.do("_ = info()") == (868 * MIB, 900 * MIB)  # what is granted stays promised
+        for take in ("alloc", "alloc_async", "create"):
+            assert child.do(f"_ = {take}(600 << 20)") == OUT_OF_MEMORY
+            assert used(session) == 32 * MIB
+        assert session.broker.messages == []
+        other.stdin.close()
+    assert child.do("_ = alloc(600 << 20) > 802")
+
+
+def test_frees_of_what_is_unknown_go_to_the_driver(session, process):
+    child = process()
+    assert child.do("p = alloc(64 << 20); _ = free(p + 512)") == INVALID_VALUE
+    assert child.do("_ = free(0)") == 0
+    assert child.do("_ = free(0x123456789000)") == INVALID_VALUE
+    assert child.do("_ = C.cuMemRelease(ctypes.c_uint64(0x1234))") == INVALID_VALUE
+    assert used(session) == 96 * MIB
+    assert child.do("_ = free(p), free(p)") == (0, INVALID_VALUE)
+    assert used(session) == 32 * MIB
+
+
+def test_many_pointers_in_any_order(session, process):
+    child = process()
+    order = random.Random(1)
+    order_text = repr(order.sample(range(20000), 20000))
+    assert child.do("ps = [alloc(512) for _ in range(20000)]; _ = len(set(ps))") == 20000
+    assert used(session) == 32 * MIB + 20000 * 512
+    assert child.do(f"_ = sum(free(ps[i]) for i in {order_text})") == 0
+    assert used(session) == taken(session) == 32 * MIB
+
+
+def test_one_unmap_of_several_blocks(session, process):
+    """As an allocator with expandable segments works."""
+    child = process()
+    code = """
+n = 2 << 20
+base = ctypes.c_uint64()
+assert C.cuMemAddressReserve(ctypes.byref(base), ctypes.c_size_t(8 * n), ctypes.c_size_t(0),
+                             ctypes.c_uint64(0), ctypes.c_uint64(0)) == 0
+handles = [create(n) for _ in range(8)]
+def at(i):
+    return ctypes.c_uint64(base.value + i * n)
+def call(name, *args):
+    return getattr(C, name)(*(ctypes.c_uint64(a) if isinstance(a, int) else a for a in args))
+_ = [call("cuMemMap", at(i), n, 0, h, 0) for i, h in enumerate(handles)]
+"""
+    assert child.do(code) == [0] * 8
+    assert used(session) == 48 * MIB
+    assert child.do('_ = [call("cuMemRelease", h) for h in handles[:4]]') == [0] * 4
+    assert used(session) == 48 * MIB
+    assert child.do('_ = call("cuMemUnmap", at(0), 6 * n)') == 0
+    assert used(session) == taken(session) == 40 * MIB  # two of six have a handle still
+    assert child.do('_ = [call("cuMemRelease", h) for h in handles[4:]]') == [0] * 4
+    assert used(session) == taken(session) == 36 * MIB
+    assert child.do('_ = call("cuMemUnmap", at(6), 2 * n)') == 0
+    assert used(session) == taken(session) == 32 * MIB
+
+
+def test_a_pool_gives_back_at_a_synchronise(session, process):
+    child = process()
+    assert child.do("p = alloc_async(64 << 20); _ = free_async(p)") == 0
+    assert used(session) == taken(session) == 96 * MIB
+    assert child.do("_ = C.cuStreamSynchronize(None)") == 0
+    assert used(session) == taken(session) == 32 * MIB
+
+
+def test_an_idle_pool_is_trimmed_before_an_allocation_is_refused(session, process):
+    session.grant(session.uuids, each=160 * MIB, limit=160 * MIB)
+    session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
+    child = process()
+    code = """
+pool, all_of_it = ctypes.c_void_p(), ctypes.c_uint64(2**64 - 1)
+assert C.cuDeviceGetDefaultMemPool(ctypes.byref(pool), 0) == 0
+assert C.cuMemPoolSetAttribute(pool, 4, ctypes.byref(all_of_it)) == 0
+p = alloc_async(100 << 20)
+_ = free_async(p), C.cuCtxSynchronize()
+"""
+    assert child.do(code) == (0, 0)
+    assert used(session) == 132 * MIB  # it keeps what it has
+    assert child.do("q = alloc_async(100 << 20); _ = free_async(q), C.cuCtxSynchronize()") == (0, 0)
+    assert used(session) == 132 * MIB  # and uses it again
+    assert child.do("r = alloc(128 << 20); _ = r > 802")
+    assert used(session) == taken(session) == 160 * MIB
+    assert session.broker.messages == []
+    assert child.do("_ = alloc_async(2 << 20)") == OUT_OF_MEMORY
+
+
+def test_managed_memory_where_it_is_allowed(session, process):
+    session.grant(session.uuids, each=160 * MIB, limit=160 * MIB)
+    session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
+    child = process()
+    code = """
+def managed(n):
+    p = ctypes.c_uint64()
+    return C.cuMemAllocManaged(ctypes.byref(p), ctypes.c_size_t(n), 1) or p.value
+"""
+    child.do(code)
+    assert child.do("_ = managed(1 << 20)") == 801
+    assert session.page.read().pins == ""
+    session.page.set_policy(managed=True, context_bytes=32 * MIB)
+    assert child.do("_ = managed(200 << 20)") == OUT_OF_MEMORY
+    assert session.page.read().pins == ""
+    assert child.do("p = managed(100 << 20); _ = p > 802")
+    assert session.page.read().pins == "it uses managed memory"
+    assert used(session) == 132 * MIB
+    assert child.do("_ = free(p)") == 0
+    assert used(session) == 32 * MIB
+
+
+# ---------------------------------------------------------------- devices and figures
+
+
+def test_devices_are_counted_each_for_itself(session, process):
+    session.page.set_grant([128 * MIB, 96 * MIB], 128 * MIB, 1)
+    session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
+    child = process()
+    assert child.do("p = alloc(64 << 20); _ = p > 802")
+    assert child.do("h = create(60 << 20, 1); _ = h > 802")  # on the other one
+    assert (used(session, 0), used(session, 1)) == (96 * MIB, 60 * MIB)
+    assert child.do("_ = create(60 << 20, 1)") == OUT_OF_MEMORY
+    assert session.broker.messages[-1]["device"] == 1
+    assert child.do("_ = context(1)") == 0
+    assert (used(session, 0), used(session, 1)) == (96 * MIB, 92 * MIB)
+    assert child.do("_ = alloc(6 << 20)") == OUT_OF_MEMORY
+    assert child.do("_ = info()") == (36 * MIB, 128 * MIB)
+    assert child.do("_ = context(0); q = alloc(6 << 20); _ = q > 802")
+    assert child.do("_ = free(p), free(q), C.cuMemRelease(ctypes.c_uint64(h))") == (0, 0, 0)
+    assert (used(session, 0), used(session, 1)) == (32 * MIB, 32 * MIB)
+
+
+def test_devices_that_the_process_sees_in_another_order(session, process):
+    one, two = session.uuids
+    child = process(CUDA_VISIBLE_DEVICES=f"{two},{one}")
+    assert child.do("_ = alloc(64 << 20) > 802")
+    assert (used(session, 0), used(session, 1)) == (0, 96 * MIB)
+
+
+def test_total_memory_is_the_limit_before_any_lease(session, process):
+    session.page.set_grant([0, 0], 384 * MIB, 0)
+    session.page.set_gate(2)
+    child = process(context=False)
+    assert child.do("_ = C.cuInit(0), total(0), total(1)") == (0, 384 * MIB, 384 * MIB)
+    assert child.do("_ = total(2)") == 101
+    assert session.broker.messages == []
+
+
+def test_free_memory_is_what_the_session_may_take(session, process):
+    session.grant(session.uuids, each=256 * MIB, limit=512 * MIB)
+    child = process()
+    assert child.do("_ = info()") == (480 * MIB, 512 * MIB)
+    assert child.do("p = alloc(100 << 20); _ = info()") == (380 * MIB, 512 * MIB)
+    session.page.set_grant([768 * MIB] * 2, 512 * MIB, 1)  # the limit was lowered
+    assert child.do("_ = info()") == (636 * MIB, 768 * MIB)
+    session.page.set_grant([256 * MIB] * 2, 1 << 40, 1)
+    assert child.do("_ = info()") == (892 * MIB, 1024 * MIB)  # no more than the device has
+
+
+def test_figures_while_suspended_ask_nobody(session, process):
+    session.grant(session.uuids, each=256 * MIB, limit=512 * MIB)
+    child = process()
+    assert child.do("p = alloc(100 << 20); _ = info()") == (380 * MIB, 512 * MIB)
+    session.page.set_gate(2)
+    session.page.set_grant([0, 0], 512 * MIB, 1)
+    assert child.do("_ = info()") == (380 * MIB, 512 * MIB)
+    assert child.do("_ = total()") == 512 * MIB
+    assert session.broker.messages == []
+
+
+def test_a_context_that_does_not_fit_is_grown_or_refused(session, process):
+    session.grant(session.uuids, each=16 * MIB, limit=128 * MIB)
+    session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
+    child = process(context=False)
+    assert child.do("_ = context()") == OUT_OF_MEMORY
+    assert used(session) == taken(session) == 0
+    asked = grower(session, 64 * MIB, 128 * MIB)
+    assert child.do("_ = context()") == 0
+    assert asked == [(0, 16 * MIB)]
+    assert used(session) == taken(session) == 32 * MIB
+
+
+def test_without_a_page_nothing_is_counted(session):
+    code = """
+import ctypes
+L = ctypes.CDLL("libcuda.so.1"); c = ctypes.c_void_p(); p = ctypes.c_uint64()
+f, t = ctypes.c_size_t(), ctypes.c_size_t()
+print([L.cuInit(0), L.cuDevicePrimaryCtxRetain(ctypes.byref(c), 0), L.cuCtxSetCurrent(c),
+       L.cuMemAlloc_v2(ctypes.byref(p), ctypes.c_size_t(900 << 20)), L.cuMemFree_v2(p),
+       L.cuMemAllocAsync(ctypes.byref(p), ctypes.c_size_t(900 << 20), None),
+       L.cuMemFreeAsync(p, None), L.cuMemGetInfo_v2(ctypes.byref(f), ctypes.byref(t)),
+       L.cuCtxSynchronize(), L.cuDevicePrimaryCtxRelease_v2(0), t.value])
+"""
+    found = ast.literal_eval(session.python(code, GPUPOOL_PAGE=None))
+    assert found == [0] * 10 + [1 << 30]
+    assert used(session) == 0
+
+
+def test_a_signal_to_the_child_is_no_leak(session, process):
+    """Ends of every kind, one behind the other: nothing is left."""
+    for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGABRT):
+        child = process()
+        assert child.do("_ = alloc(400 << 20) > 802")
+        child.process.send_signal(number)
+        child.process.wait(30)
+    assert process().do("_ = alloc(400 << 20) > 802")
+    assert used(session) == taken(session) == 432 * MIB
