@@ -16,13 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import hashlib
 import os
-import stat
-import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Mapping, MutableMapping, TypeVar
+from typing import Any, Callable, Mapping, TypeVar
 
 from jupyter_client.provisioning import LocalProvisioner
 from tornado.web import HTTPError
@@ -31,24 +28,22 @@ from traitlets import Int, TraitError, TraitType, Unicode
 from .autostart import ensure_broker
 from .client import Client
 from .config import load_settings
-from .endpoint import SOCKET_VARIABLE, check_socket, user_runtime_dir
+from .endpoint import SOCKET_VARIABLE, check_socket
 from .errors import ConfigError, GPUPoolError, RefusedError
 from .guard.install import without_guard
+from .launch import (
+    AGENT_FLAG,
+    agent_folder,
+    merge_environment,
+    runs_ipykernel,
+    same_environment,
+)
 from .units import format_bytes, parse_bytes
 
 _Result = TypeVar("_Result")
 
-AGENT = "jupyter_gpupool.kernel"
-AGENT_FLAG = f"--IPKernelApp.extra_extensions={AGENT}"
-
-#: Variables of the session's environment that go in front of what the kernel has already.
-PATH_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
-
-#: Variables that only replace a default of a library: what the user has set stays.
-USERS_CHOICE = ("XLA_PYTHON_CLIENT_PREALLOCATE", "TF_FORCE_GPU_ALLOW_GROWTH")
-
 #: Options of a kernelspec's ``config``, and what each of them is.
-OPTIONS = ("memory", "limit", "devices", "priority", "attach", "broker_socket")
+OPTIONS = ("memory", "limit", "devices", "compute", "priority", "attach", "broker_socket")
 
 POLICIES = ("lazy", "cell", "manual")
 
@@ -113,6 +108,14 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         min=0,
         help="""Devices that the kernel gets at once, each with the memory above. 0 (the default)
         leaves it to the pool, which gives one. Example: c.GPUPoolProvisioner.devices = 2""",
+    ).tag(config=True)
+    compute = Int(
+        0,
+        min=0,
+        max=100,
+        help="""Share of a device's compute time in per cent while others on it compute, too; under
+        the guard, which lets kernels take turns. 0 (the default) leaves it to the pool: no bound.
+        Example: c.GPUPoolProvisioner.compute = 50""",
     ).tag(config=True)
     priority = Unicode(
         "",
@@ -329,6 +332,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             "memory": self.memory,
             "limit": self.limit or self.memory,
             "devices": self.devices,
+            "compute": self.compute,
             "priority": self.priority,
         }
         return {name: value for name, value in asked.items() if value}
@@ -381,66 +385,3 @@ def check_options(stanza: Mapping[str, Any], kernel: str) -> None:
 def _nearest(name: str, known: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f"Did you mean {near[0]!r}?" if near else ""
-
-
-def runs_ipykernel(command: list[str]) -> bool:
-    """Return whether this command starts ipykernel, and so knows the agent's flag."""
-    return any(
-        part in ("ipykernel_launcher", "ipykernel") or Path(part).name == "ipykernel_launcher.py"
-        for part in command[1:]
-    )
-
-
-def same_environment(python: str) -> bool:
-    """Return whether ``python`` is this process's interpreter: then it has this package too."""
-    return os.path.abspath(python) == os.path.abspath(sys.executable)
-
-
-def merge_environment(env: MutableMapping[str, str], ours: Mapping[str, str]) -> None:
-    """Add the session's variables to the kernel's, in place."""
-    for name, value in ours.items():
-        if name in USERS_CHOICE and name in env:
-            continue
-        if name in PATH_VARIABLES and env.get(name):
-            first = value.split(os.pathsep)
-            rest = [part for part in env[name].split(os.pathsep) if part and part not in first]
-            env[name] = os.pathsep.join([*first, *rest])
-        else:
-            env[name] = value
-
-
-def agent_folder() -> Path:
-    """Return a private folder with one link to this package, for another environment's PYTHONPATH.
-
-    Not the folder the package is installed in: it would bring every other package along.
-
-    Raises
-    ------
-    GPUPoolError
-        If somebody else could change what is imported from there.
-    """
-    package = Path(__file__).resolve().parent
-    base = user_runtime_dir()
-    folder = base / f"agent-{hashlib.sha256(str(package).encode()).hexdigest()[:12]}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in (base, folder):
-        found = path.lstat()
-        if (
-            not stat.S_ISDIR(found.st_mode)
-            or found.st_uid != os.getuid()
-            or stat.S_IMODE(found.st_mode) & 0o022
-        ):
-            raise GPUPoolError(
-                f"{path} is not a folder that only you can write to, so that no kernel of another "
-                "environment is started with it.",
-                code="bad-folder",
-                next_step=f"Remove it: rm -rf {path}",
-            )
-    link = folder / package.name
-    try:
-        link.symlink_to(package, target_is_directory=True)
-    except FileExistsError:
-        if link.resolve() != package:
-            link.unlink()
-            link.symlink_to(package, target_is_directory=True)
-    return folder

@@ -27,14 +27,15 @@ ALLOWED: dict[str, str] = {
     "broker": "__init__ config devices emulator endpoint errors guard pool protocol units",
     "autostart": "__init__ client endpoint errors guard",
     "kernel": "__init__ client endpoint errors guard.page protocol units",
-    "provisioner": "__init__ autostart client config endpoint errors guard kernelspecs protocol "
-    "units",
+    "launch": "endpoint errors",
+    "provisioner": "__init__ autostart client config endpoint errors guard kernelspecs launch "
+    "protocol units",
     "kernelspecs": "errors",
     "emulator": "units",
     "demo": "__init__ autostart client emulator endpoint errors timeline units",
     "timeline": "units",
     "cli": "__init__ autostart broker client config demo devices emulator endpoint errors guard "
-    "kernelspecs protocol provisioner timeline units",
+    "kernelspecs launch protocol provisioner timeline units",
 }
 
 #: The only third-party packages a part may name; a part that is not here may name none.

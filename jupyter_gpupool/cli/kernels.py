@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 
 from .. import kernelspecs
-from ..provisioner import runs_ipykernel
+from ..launch import runs_ipykernel
 
 
 def show_list() -> int:

@@ -18,15 +18,11 @@ from jupyter_client import AsyncKernelManager, KernelManager
 from scripted_broker import DEVICE, GiB, ScriptedBroker
 from traitlets.config import Config
 
+from jupyter_gpupool import launch
 from jupyter_gpupool import provisioner as module
 from jupyter_gpupool.errors import GPUPoolError, RefusedError
-from jupyter_gpupool.provisioner import (
-    GPUPoolProvisioner,
-    KernelNotStarted,
-    agent_folder,
-    merge_environment,
-    runs_ipykernel,
-)
+from jupyter_gpupool.launch import agent_folder, merge_environment, runs_ipykernel
+from jupyter_gpupool.provisioner import GPUPoolProvisioner, KernelNotStarted
 
 
 def environ(pid: int) -> dict[str, str]:
@@ -131,7 +127,13 @@ def test_what_is_persisted_is_enough_to_end_the_session(broker: ScriptedBroker) 
 def test_what_a_kernelspec_asks_for(
     broker: ScriptedBroker, install_spec: Callable[..., str]
 ) -> None:
-    asked = {"memory": "12GiB", "limit": "20GiB", "devices": 2, "priority": "batch"}
+    asked = {
+        "memory": "12GiB",
+        "limit": "20GiB",
+        "devices": 2,
+        "compute": 50,
+        "priority": "batch",
+    }
     name = install_spec("asking", [sys.executable, *IPYKERNEL], {**asked, "attach": "manual"})
     manager = KernelManager(kernel_name=name)
     manager.start_kernel()
@@ -141,6 +143,7 @@ def test_what_a_kernelspec_asks_for(
         "memory": 12 * GiB,
         "limit": 20 * GiB,
         "devices": 2,
+        "compute": 50,
         "priority": "batch",
     }
     assert opened["attach"] == "manual"
@@ -154,6 +157,7 @@ def test_what_a_kernelspec_asks_for(
         ({"device": 2}, "Did you mean 'devices'?"),
         ({"memory": "12 parsecs"}, "'12 parsecs' is not a size."),
         ({"attach": "autmatic"}, "there are lazy, cell, manual."),
+        ({"compute": 101}, "should not be greater than 100"),
         ({"broker_socket": "here.sock"}, "must be absolute"),
     ],
 )
@@ -343,7 +347,7 @@ def test_which_commands_are_ipykernels() -> None:
 
 
 def test_the_agents_folder_must_be_private(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "user_runtime_dir", lambda: tmp_path / "gpupool")
+    monkeypatch.setattr(launch, "user_runtime_dir", lambda: tmp_path / "gpupool")
     folder = agent_folder()
     assert (folder / "jupyter_gpupool" / "kernel" / "cells.py").exists()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
