@@ -89,10 +89,12 @@ class CellGate:
         self._originals = {
             "do_execute": kernel.do_execute,
             "do_inspect": kernel.do_inspect,
+            "do_complete": kernel.do_complete,
             "comm_msg": kernel.shell_handlers.get("comm_msg"),
         }
         kernel.do_execute = self.do_execute
         kernel.do_inspect = self.do_inspect
+        kernel.do_complete = self.do_complete
         if self._originals["comm_msg"] is not None:
             kernel.shell_handlers["comm_msg"] = self.comm_msg
         self.shell.input_transformers_cleanup.insert(0, hide_header)
@@ -103,8 +105,8 @@ class CellGate:
     def uninstall(self) -> None:
         """Take the gate away again."""
         kernel = self.kernel
-        kernel.do_execute = self._originals["do_execute"]
-        kernel.do_inspect = self._originals["do_inspect"]
+        for name in ("do_execute", "do_inspect", "do_complete"):
+            setattr(kernel, name, self._originals[name])
         if self._originals["comm_msg"] is not None:
             kernel.shell_handlers["comm_msg"] = self._originals["comm_msg"]
         if hide_header in self.shell.input_transformers_cleanup:
@@ -201,13 +203,31 @@ class CellGate:
         block the kernel, or crash it where the driver cannot wait, or bring all of the state back
         for a tooltip.
         """
-        if not (self.guard.away() if self.guard.on else self.link.suspended):
+        if not self._away():
             return await _result(self._originals["do_inspect"](*args, **kwargs))
         text = (
             "The GPU state of this kernel is in host memory, so that nothing is inspected now. "
             "Run a cell (or %gpu attach) first."
         )
         return {"status": "ok", "found": True, "data": {"text/plain": text}, "metadata": {}}
+
+    async def do_complete(self, *args: Any, **kwargs: Any) -> Any:
+        """Complete without evaluating properties while the device memory is in host memory.
+
+        Only Jedi evaluates them, of the ways in which IPython completes.
+        """
+        completer: Any = self.shell.Completer
+        jedi = getattr(completer, "use_jedi", False) and self._away()
+        if jedi:
+            completer.use_jedi = False
+        try:
+            return await _result(self._originals["do_complete"](*args, **kwargs))
+        finally:
+            if jedi:
+                completer.use_jedi = True
+
+    def _away(self) -> bool:
+        return self.guard.away() if self.guard.on else self.link.suspended
 
     def plan(
         self, code: str, silent: bool, meta: Mapping[str, Any] | None, header: str = ""

@@ -52,13 +52,13 @@ def explain(link: Link, guard: Guard, refused: Refused | None, name: str, text: 
     figures = guard.figures()
     if refused is not None:
         parts = [f"GPU pool: {sentence(refused.message)}"]
+        if refused.what == "grow" and (refused.code == "limit" or not refused.next_step):
+            # The kernel's own limit is what it may change itself: say with which command.
+            parts.append(sentence(advice(link, text, figures).removeprefix("GPU pool: ")))
+            return " ".join(parts)
         if refused.what == "grow" and figures is not None and figures.granted:
             parts.append(sentence(counted(figures)))
-        if refused.next_step:
-            parts.append(sentence(refused.next_step))
-        elif refused.what == "grow":
-            return _without_prefix(parts, advice(link, text, figures))
-        return " ".join(parts)
+        return " ".join([*parts, sentence(refused.next_step)]).rstrip()
     if is_out_of_memory(name, text):
         return advice(link, text, figures)
     if guard.on and _NOT_READY.search(text):
@@ -66,11 +66,6 @@ def explain(link: Link, guard: Guard, refused: Refused | None, name: str, text: 
     if _NOT_SUPPORTED.search(text) and guard.refuses_managed():
         return _MANAGED
     return ""
-
-
-def _without_prefix(parts: list[str], line: str) -> str:
-    """Return the refusal and our own advice, which repeats the figures, as one line."""
-    return f"{parts[0]} {sentence(line.removeprefix('GPU pool: '))}"
 
 
 def _not_ready(link: Link) -> str:

@@ -182,9 +182,10 @@ def _request_text(answer: Any, guarded: bool) -> str:
     if request.get("priority"):
         parts.append(f"in class {request['priority']}")
     text = "Asked for " + ", ".join(parts) + "." if parts else "The request is changed."
-    if guarded and parts:
-        text += " It takes effect on the next allocation."
-    return f"{text} {answer.get('note') or ''}".rstrip()
+    note = answer.get("note") or ""
+    if guarded and parts and not note:
+        note = "It takes effect on the next allocation."
+    return f"{text} {note}".rstrip()
 
 
 def _own_view(link: Link) -> dict[str, Any]:

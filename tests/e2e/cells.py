@@ -107,3 +107,18 @@ while not _Path({flag!r}).exists() and _time.monotonic() < _end:
 
 def busy(flag: object) -> str:
     return BUSY.format(flag=str(flag))
+
+
+#: A cell that uses CUDA without pause until the file appears (or two minutes have passed).
+COMPUTING = """
+import time as _time
+from pathlib import Path as _Path
+_end = _time.monotonic() + 120
+while not _Path({flag!r}).exists() and _time.monotonic() < _end:
+    call(driver.cuCtxSynchronize())
+    _time.sleep(0.01)
+"""
+
+
+def computing(flag: object) -> str:
+    return COMPUTING.format(flag=str(flag))

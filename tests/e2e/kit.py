@@ -27,6 +27,7 @@ import psutil
 
 from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.client import Client
+from jupyter_gpupool.emulator.profiles import library_dir
 from jupyter_gpupool.errors import BrokerUnavailable
 
 KERNEL_NAME = "gpupool-python3"
@@ -294,8 +295,10 @@ class Pool:
         self.start_broker()
         # The only public way to learn how a kernel reaches the driver: be one for a moment.
         answer = self.call("open", kernel_id="e2e-probe", label="probe")
-        names = ("LD_LIBRARY_PATH", "GPUPOOL_EMULATE", "GPUPOOL_EMULATE_STATE")
+        names = ("GPUPOOL_EMULATE", "GPUPOOL_EMULATE_STATE")
         self.driver_env = {name: answer["env"][name] for name in names}
+        # Past the guard: eyes of our own.
+        self.driver_env["LD_LIBRARY_PATH"] = str(library_dir())
         self.call("close", session=answer["session"], reason="probe")
 
     @property

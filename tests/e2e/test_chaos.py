@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -51,6 +52,12 @@ KINDS = (
     "monitor",
     "server",
 )
+
+
+@pytest.fixture
+def pool(pool):
+    """Cells here hold the slice while they run, CUDA or not; for the others see ``test_lazy``."""
+    return partial(pool, attach="cell")
 
 
 class Notebook:

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import psutil
 import pytest
@@ -18,6 +19,12 @@ from jupyter_gpupool.emulator.profiles import Faults
 from . import cells
 from .kit import MiB, until
 from .test_lifecycle import DATA, MACHINE, SLICE, play, state, suspended
+
+
+@pytest.fixture
+def pool(pool):
+    """Cells here hold the slice while they run, CUDA or not; for the others see ``test_lazy``."""
+    return partial(pool, attach="cell")
 
 
 async def release(pool, kernel):
@@ -237,7 +244,7 @@ block.verify()
 
 
 def test_what_cannot_be_suspended_is_pinned_with_its_reason_and_works_on(pool):
-    pool = pool("1x640MiB,context=32MiB", default_memory=400 * MiB)
+    pool = pool("1x640MiB,context=32MiB", default_memory=400 * MiB, managed_memory="allow")
 
     async def scenario():
         pinned, waiting = await pool.kernel("pinned"), await pool.kernel("waiting")
@@ -333,7 +340,7 @@ def test_two_that_fill_their_slices_share_a_device_again_after_a_suspend(pool):
 
 def test_who_takes_more_than_the_slice_gets_back_what_it_held_and_harms_nobody(pool):
     """Without the guard nothing stops an allocation; the ledger must not promise those bytes."""
-    pool = pool("1x640MiB,context=32MiB", default_memory=SLICE)
+    pool = pool("1x640MiB,context=32MiB", default_memory=SLICE, guard=False)
 
     async def scenario():
         greedy, modest = await pool.kernel("greedy"), await pool.kernel("modest")
@@ -350,7 +357,8 @@ def test_who_takes_more_than_the_slice_gets_back_what_it_held_and_harms_nobody(p
 
 
 def test_who_took_more_than_the_quota_is_told_or_served_but_not_forgotten(pool):
-    pool = pool("1x640MiB,context=32MiB", default_memory=SLICE, quotas={"*": {"memory": 300 * MiB}})
+    quotas = {"*": {"memory": 300 * MiB}}
+    pool = pool("1x640MiB,context=32MiB", default_memory=SLICE, quotas=quotas, guard=False)
 
     async def scenario():
         greedy = await pool.kernel("greedy")

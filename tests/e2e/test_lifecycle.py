@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 
@@ -17,6 +18,12 @@ from .kit import MiB, Sampler, until
 MACHINE = "2x640MiB,context=32MiB"
 SLICE = 256 * MiB
 DATA = 128
+
+
+@pytest.fixture
+def pool(pool):
+    """Cells here hold the slice while they run, CUDA or not; for the others see ``test_lazy``."""
+    return partial(pool, attach="cell")
 
 
 class Watch:
@@ -241,7 +248,10 @@ def test_growing_where_there_is_no_room_moves_and_keeps_the_bytes(pool):
         (await first.run(cells.setup(1, DATA))).check()
         second = await pool.kernel("second")
         (await second.run(cells.setup(2, DATA))).check()
-        (await first.run("%gpu 512MiB")).check()
+        cell = (await first.run("%gpu 512MiB")).check()
+        assert "release the slice first" in cell.text
+        (await first.run("%gpu release")).check()
+        await suspended(first)
         (await first.run("block.verify(); more = Block(256); more.allocate().write(5)")).check()
         (await second.run("block.verify()")).check()
         (await first.run("block.verify(); more.verify()")).check()
@@ -255,7 +265,7 @@ def test_growing_where_there_is_no_room_moves_and_keeps_the_bytes(pool):
 
 
 def test_a_notebook_is_restored_on_the_other_device(pool):
-    pool = pool(MACHINE, default_memory=512 * MiB)
+    pool = pool(MACHINE, default_memory=576 * MiB)
 
     async def scenario():
         mine, other = await pool.kernel("mine"), await pool.kernel("other")

@@ -9,9 +9,11 @@ import os
 import re
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import psutil
+import pytest
 
 from . import cells
 from .kit import MiB, until
@@ -19,6 +21,12 @@ from .test_hard_use import release
 from .test_lifecycle import DATA, MACHINE, SLICE, play, state, suspended
 
 ONE = "1x640MiB,context=32MiB"
+
+
+@pytest.fixture
+def pool(pool):
+    """Cells here hold the slice while they run, CUDA or not; for the others see ``test_lazy``."""
+    return partial(pool, attach="cell")
 
 
 def test_a_cell_waits_no_longer_than_max_wait_and_says_why(pool):

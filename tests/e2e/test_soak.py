@@ -63,8 +63,8 @@ async def soak(pool, seconds, seed, idle):
     return rounds, status["sessions"]
 
 
-def run_soak(pool, seconds, seed, idle):
-    pool = pool("2x1638MiB,context=64MiB", default_memory=SLICE)
+def run_soak(pool, seconds, seed, idle, attach="lazy"):
+    pool = pool("2x1638MiB,context=64MiB", default_memory=SLICE, attach=attach)
     sampler = Sampler(pool)
     sampler.first()
     rounds, sessions = asyncio.run(soak(pool, seconds, seed, idle))
@@ -81,11 +81,13 @@ def run_soak(pool, seconds, seed, idle):
     assert {s["resumes"] > 0 for s in sessions} == {True}, "somebody was never resumed"
 
 
-def test_eight_notebooks_share_two_devices(pool):
-    run_soak(pool, seconds=6, seed=1, idle=(0.0, 0.8))
+@pytest.mark.parametrize("attach", ["lazy", "cell"])
+def test_eight_notebooks_share_two_devices(pool, attach):
+    run_soak(pool, seconds=6, seed=1, idle=(0.0, 0.8), attach=attach)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_eight_notebooks_share_two_devices_for_two_minutes(pool):
-    run_soak(pool, seconds=120, seed=2, idle=(0.0, 3.0))
+@pytest.mark.parametrize("attach", ["lazy", "cell"])
+def test_eight_notebooks_share_two_devices_for_two_minutes(pool, attach):
+    run_soak(pool, seconds=120, seed=2, idle=(0.0, 3.0), attach=attach)

@@ -41,6 +41,7 @@ class Pool:
                 "idle_timeout": 3600.0,
                 "default_memory": 3 * GiB,
                 "default_limit": 3 * GiB,
+                "attach": "cell",
                 **settings,
             }
         }

@@ -1,0 +1,756 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Policy ``lazy``, the default: the slice comes at a CUDA call and goes when there are none."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import psutil
+
+from jupyter_gpupool.guard.page import Page
+
+from . import cells
+from .kit import MiB, Sampler, until
+from .test_lifecycle import play, state, suspended
+
+ONE = "1x640MiB,context=32MiB"
+DATA = 128
+SLICE = 400 * MiB  # two do not fit
+
+#: Seconds after which a kernel that makes no CUDA call counts as idle, in these tests.
+QUIET = 0.3
+
+
+def messages(kernel):
+    return kernel.session()["messages"]
+
+
+def said(cell):
+    return cell.text + cell.evalue + " ".join(cell.displays)
+
+
+async def release(pool, kernel):
+    """Have the kernel suspended, and wait for it."""
+    pool.call("release", session=kernel.session()["id"])
+    return await suspended(kernel)
+
+
+async def occupied(pool, flag):
+    """Return (kernel, its cell) that computes on the only device until the flag is there."""
+    busy = await pool.kernel("busy")
+    cell = asyncio.create_task(busy.run(cells.setup(1, DATA) + cells.computing(flag)))
+    await state(busy, "active")
+    return busy, cell
+
+
+# ---------------------------------------------------------------------- what sends nothing
+
+PANDAS = """
+import numpy as np
+rng = np.random.default_rng({n})
+frame = {{name: rng.normal(size=200_000) for name in "abcd"}}
+keys = rng.integers(0, 50, size=200_000)
+order = np.argsort(keys, kind="stable")
+edges = np.searchsorted(keys[order], np.arange(50))
+means = {{name: np.add.reduceat(column[order], edges) for name, column in frame.items()}}
+print(sum(float(v.sum()) for v in means.values()))
+"""
+
+
+def test_cpu_work_on_a_suspended_gibibyte_leaves_it_there_and_sends_nothing(pool):
+    pool = pool("1x1638MiB,context=64MiB", default_memory=1152 * MiB)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(5, 1024))).check()
+        session = await release(pool, kernel)
+        assert session["suspended_bytes"] >= 1024 * MiB
+        before, moved = messages(kernel), session["resumes"]
+        for n in range(10):
+            assert (await kernel.run(PANDAS.format(n=n))).check().text
+            (await kernel.run("x = 1", silent=True)).check()
+        session = kernel.session()
+        assert session["messages"] == before
+        assert (session["state"], session["resumes"]) == ("detached", moved)
+        assert session["suspended_bytes"] >= 1024 * MiB
+        (await kernel.run("block.verify()")).check()
+        assert kernel.session()["resumes"] == moved + 1
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_a_kernel_that_never_calls_cuda_says_hello_and_no_more(pool):
+    pool = pool(ONE, default_memory=SLICE)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        for n in range(5):
+            (await kernel.run(PANDAS.format(n=n))).check()
+        # What needs no device needs no lease either.
+        (
+            await kernel.run(
+                "from cuda.bindings import driver\n"
+                "assert driver.cuInit(0)[0] == 0\n"
+                "assert driver.cuDeviceGetCount() == (0, 1)"
+            )
+        ).check()
+        session = kernel.session()
+        assert (session["messages"], session["state"]) == (1, "detached")
+        await kernel.stop()
+        assert not [r for r in pool.journal() if r["kind"] in ("attach", "queue")]
+
+    play(scenario())
+
+
+def test_a_tooltip_or_a_completion_does_not_bring_the_state_back(pool):
+    pool = pool(ONE, default_memory=SLICE)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(5, DATA))).check()
+        (
+            await kernel.run(
+                "class Tensor:\n"
+                "    def __repr__(self): block.verify(); return 'all there'\n"
+                "    @property\n"
+                "    def shape(self): block.verify(); return (1,)\n"
+                "tensor = Tensor()"
+            )
+        ).check()
+        await release(pool, kernel)
+        before = messages(kernel)
+        reply = await kernel.client.inspect("tensor", reply=True, timeout=20)
+        assert "host memory" in reply["content"]["data"]["text/plain"]
+        for text in ("tensor.", "tensor.sh", "tensor.shape.", "tensor"):
+            await kernel.client.complete(text, reply=True, timeout=20)
+        assert messages(kernel) == before
+        assert kernel.session()["state"] == "detached"
+        (await kernel.run("tensor")).check()
+        reply = await kernel.client.inspect("tensor", reply=True, timeout=20)
+        assert "all there" in reply["content"]["data"]["text/plain"]
+        await kernel.stop()
+
+    play(scenario())
+
+
+# ---------------------------------------------------------------------- coming and going
+
+
+def test_a_cell_gives_its_slice_away_in_the_middle_and_gets_it_again(pool):
+    pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        first, other = await pool.kernel("first"), await pool.kernel("other")
+        code = cells.setup(1, DATA) + "block.compute()\n" + cells.busy(flag) + "block.verify()"
+        cell = asyncio.create_task(first.run(code, timeout=90))
+        await until(lambda: first.session()["granted_bytes"], "the burst", show=first.session)
+        (await other.run(cells.setup(2, DATA))).check()
+        assert not cell.done(), "the first is still computing on the CPU"
+        session = await suspended(first)
+        assert session["suspended_bytes"] >= DATA * MiB
+        flag.touch()
+        (await cell).check()
+        assert first.session()["resumes"] >= 1
+        (await other.run("block.verify()")).check()
+        (await first.run("block.verify()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_a_slice_that_nobody_wants_is_not_taken_from_a_quiet_cell(pool):
+    pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        kernel = await pool.kernel()
+        code = cells.setup(1, DATA) + cells.busy(flag) + "block.verify()"
+        cell = asyncio.create_task(kernel.run(code))
+        await state(kernel, "idle")
+        assert not cell.done()
+        flag.touch()
+        (await cell).check()
+        assert kernel.session()["suspends"] == 0
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_two_that_need_most_of_one_device_take_turns_call_by_call(pool):
+    pool = pool(ONE, default_memory=448 * MiB, quiet_after=QUIET)
+    work = """
+import time
+for turn in range(3):
+    block.write(turn).compute().verify()
+    time.sleep(1.0)
+    block.verify()
+"""
+
+    async def scenario():
+        with Sampler(pool) as sampler:
+            kernels = [await pool.kernel(f"k{n}") for n in range(2)]
+            setups = [k.run(cells.setup(n, 256), timeout=90) for n, k in enumerate(kernels)]
+            for cell in await asyncio.gather(*setups):
+                cell.check()
+            for cell in await asyncio.gather(*(k.run(work, timeout=90) for k in kernels)):
+                cell.check()
+            for kernel in kernels:
+                (await kernel.run("block.verify()")).check()
+                assert kernel.session()["resumes"] >= 1, kernel.session()
+            pool.check_ledger()
+            await pool.stop_kernels()
+        sampler.check(at_least=10)
+
+    play(scenario())
+
+
+def test_threads_widgets_and_tasks_get_the_slice_by_themselves(pool):
+    pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
+    flag, thread, task = (pool.folder / name for name in ("go", "thread", "task"))
+    background = f"""
+import asyncio, threading, time
+from pathlib import Path
+context = call(driver.cuCtxGetCurrent())
+flag = Path({str(flag)!r})
+
+def check(path):
+    try:
+        call(driver.cuCtxSetCurrent(context))
+        block.verify()
+        Path(path).write_text("fine")
+    except BaseException as error:
+        Path(path).write_text(repr(error))
+
+def work():
+    while not flag.exists():
+        time.sleep(0.01)
+    check({str(thread)!r})
+
+async def later():
+    while not flag.exists():
+        await asyncio.sleep(0.01)
+    check({str(task)!r})
+
+threading.Thread(target=work).start()
+kept = asyncio.get_running_loop().create_task(later())
+"""
+    comm = """
+seen = []
+def opened(channel, message):
+    channel.on_msg(lambda m: (block.verify(), seen.append(m["content"]["data"])))
+get_ipython().kernel.comm_manager.register_target("test", opened)
+"""
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(1, DATA) + background + comm)).check()
+        await release(pool, kernel)
+        flag.touch()
+        for path in (thread, task):
+            text = await until(
+                lambda path=path: path.exists() and path.read_text(), f"the {path.name}'s word"
+            )
+            assert text == "fine"
+        await release(pool, kernel)
+        resumes = kernel.session()["resumes"]
+        for kind, content in (("comm_open", {"target_name": "test"}), ("comm_msg", {})):
+            body = {"comm_id": "c1", "data": {"n": 1}, **content}
+            kernel.client.shell_channel.send(kernel.client.session.msg(kind, body))
+        await until(lambda: kernel.session()["resumes"] > resumes, "the widget's resume")
+        assert (await kernel.run("print(seen)")).check().text == "[{'n': 1}]\n"
+        await kernel.stop()
+
+    play(scenario())
+
+
+# ---------------------------------------------------------------------- the wait in a call
+
+
+def test_the_wait_of_a_call_is_shown_in_its_cell_and_can_be_interrupted(pool):
+    pool = pool(ONE, default_memory=SLICE)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        busy, work = await occupied(pool, flag)
+        waiting = await pool.kernel("waiting")
+        (await waiting.run(f"SEED = 2\n{cells.DEFINE}")).check()
+        seconds = []
+        for _ in range(5):
+            cell = asyncio.create_task(waiting.run("block = Block(64).allocate()"))
+            session = await state(waiting, "queued")
+            assert session["queue_position"] == 1
+            assert session["wait_reason"]
+            await asyncio.sleep(0.5)  # long enough for the cell to show it
+            begun = time.monotonic()
+            await waiting.interrupt()
+            done = await cell
+            seconds.append(time.monotonic() - begun)
+            assert done.ename == "KeyboardInterrupt", done
+            assert "position 1 of 1" in done.displays[0], done
+            gone = "clear_output" in done.outputs or done.displays[-1] == ""
+            assert gone, f"the wait is over, and still shown: {done}"
+            assert "GPU pool" not in done.text
+            await state(waiting, "detached")
+            assert waiting.session()["queue_position"] is None
+        print(f"interrupts took {[round(s, 3) for s in seconds]} s")
+        # 0.2 s is the promise; the least of five, for a machine that does other things as well.
+        assert min(seconds) < 0.2, seconds
+        cell = asyncio.create_task(waiting.run("block = Block(64).allocate().write(1)"))
+        await state(waiting, "queued")
+        flag.touch()
+        (await work).check()
+        (await cell).check()
+        (await waiting.run("block.verify()")).check()
+        (await busy.run("block.verify()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_a_wait_that_ends_leaves_no_trace_in_the_cell(pool):
+    pool = pool(ONE, default_memory=SLICE)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        _, work = await occupied(pool, flag)
+        waiting = await pool.kernel("waiting")
+        (await waiting.run(f"SEED = 2\n{cells.DEFINE}")).check()
+        cell = asyncio.create_task(
+            waiting.run("block = Block(64).allocate().write(1)\nprint('ran')")
+        )
+        await state(waiting, "queued")
+        await asyncio.sleep(0.5)
+        flag.touch()
+        (await work).check()
+        done = (await cell).check()
+        assert "position 1 of 1" in done.displays[0]
+        assert done.outputs[-2:] == ["clear_output", "stream"], done.outputs
+        assert done.text == "ran\n"
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+WORKER = """
+import threading, time
+context = call(driver.cuDevicePrimaryCtxRetain(call(driver.cuDeviceGet(0)))) if {context} else None
+ended = []
+def work():
+    try:
+        Block(64).allocate()
+        ended.append("allocated")
+    except BaseException as error:
+        ended.append(str(error))
+worker = threading.Thread(target=work)
+worker.start()
+"""
+
+
+def test_an_interrupt_ends_the_wait_of_a_worker_thread_too(pool):
+    pool = pool(ONE, default_memory=SLICE)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        _, work = await occupied(pool, flag)
+        waiting = await pool.kernel("waiting")
+        (await waiting.run(f"SEED = 2\n{cells.DEFINE}")).check()
+        code = WORKER.format(context=False) + "while worker.is_alive(): time.sleep(0.01)"
+        cell = asyncio.create_task(waiting.run(code))
+        await state(waiting, "queued")
+        await waiting.interrupt()
+        assert (await cell).ename == "KeyboardInterrupt"
+        done = (await waiting.run("worker.join(1); print(worker.is_alive(), *ended)")).check()
+        assert done.text.startswith("False"), done.text
+        assert "CUDA_ERROR_SYSTEM_NOT_READY" in done.text, done.text
+        await state(waiting, "detached")
+        flag.touch()
+        (await work).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_a_cell_can_be_interrupted_though_a_thread_has_waited_since_an_earlier_one(pool):
+    pool = pool(ONE, default_memory=SLICE)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        _, work = await occupied(pool, flag)
+        waiting = await pool.kernel("waiting")
+        (await waiting.run(f"SEED = 2\n{cells.DEFINE}")).check()
+        (await waiting.run(WORKER.format(context=False))).check()
+        await state(waiting, "queued")
+        cell = asyncio.create_task(waiting.run("block = Block(64).allocate()"))
+        page = Page.open(Path(psutil.Process(waiting.pid).environ()["GPUPOOL_PAGE"]))
+        await until(lambda: page.read().waiting == 2, "two threads to wait")
+        page.close()
+        begun = time.monotonic()
+        await waiting.interrupt()
+        assert (await asyncio.wait_for(cell, 20)).ename == "KeyboardInterrupt"
+        assert time.monotonic() - begun < 2
+        flag.touch()
+        (await work).check()
+        (await waiting.run("worker.join(20); assert not worker.is_alive()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+# ---------------------------------------------------------------------- when somebody dies
+
+
+def test_without_a_broker_a_waiting_call_ends_in_five_seconds_and_says_why(pool):
+    pool = pool(ONE, default_memory=SLICE)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        busy, work = await occupied(pool, flag)
+        waiting = await pool.kernel("waiting")
+        (await waiting.run(f"SEED = 2\n{cells.DEFINE}")).check()
+        cell = asyncio.create_task(waiting.run("block = Block(64).allocate()"))
+        await state(waiting, "queued")
+        pool.kill_broker()
+        begun = time.monotonic()
+        done = await asyncio.wait_for(cell, 20)
+        took = time.monotonic() - begun
+        assert not done.ok
+        assert "CUDA_ERROR_SYSTEM_NOT_READY" in done.evalue, done
+        assert str(pool.socket) in done.text, done
+        assert "jupyter gpupool doctor" in done.text, done
+        assert done.text.count("GPU pool:") == 1
+        print(f"the call ended {took:.2f} s after the broker")
+        assert took < 6.0, took
+        assert not work.done(), "who has a slice computes on"
+        pool.start_broker()
+        flag.touch()
+        (await work).check()
+        (await waiting.run("block = Block(64).allocate().write(1).verify()")).check()
+        (await busy.run("block.verify()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_a_waiting_call_is_served_by_the_next_broker(pool):
+    pool = pool(ONE, default_memory=SLICE)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        busy, work = await occupied(pool, flag)
+        waiting = await pool.kernel("waiting")
+        (await waiting.run(f"SEED = 2\n{cells.DEFINE}")).check()
+        cell = asyncio.create_task(waiting.run("block = Block(64).allocate().write(1)"))
+        await state(waiting, "queued")
+        pool.kill_broker()
+        pool.start_broker()
+        await state(waiting, "queued")
+        flag.touch()
+        (await work).check()
+        (await cell).check()
+        (await waiting.run("block.verify()")).check()
+        (await busy.run("block.verify()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_the_agent_may_lose_its_connection_or_end_while_a_call_waits(pool):
+    pool = pool(ONE, default_memory=SLICE)
+    flag = pool.folder / "go"
+
+    def end_agent(how):
+        return (
+            "import threading\n"
+            "from jupyter_gpupool.kernel import _agents\n"
+            "link = next(iter(_agents.values())).link\n"
+            f"threading.Timer(0.5, {how}).start()\n"
+        )
+
+    async def scenario():
+        busy, work = await occupied(pool, flag)
+        hurt, dead = await pool.kernel("hurt"), await pool.kernel("dead")
+        cut = []
+        for kernel, how in (
+            (hurt, "lambda: link._client._socket.shutdown(2)"),
+            (dead, "link.close"),
+        ):
+            (await kernel.run(f"SEED = 2\n{cells.DEFINE}")).check()
+            code = end_agent(how) + "block = Block(64).allocate().write(1)"
+            cut.append(asyncio.create_task(kernel.run(code)))
+            await state(kernel, "queued")
+        await until(lambda: not dead.session()["agent"], "the agent to be gone")
+        flag.touch()
+        (await work).check()
+        for cell in cut:
+            (await cell).check()
+        assert hurt.session()["agent"]
+        for kernel in (busy, dead, hurt, dead):
+            (await kernel.run("block.verify()")).check()
+        assert dead.session()["suspends"] >= 1
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+# ---------------------------------------------------------------------- the quota
+
+FAILS = """
+try:
+    Block({mib}).allocate()
+except AssertionError as error:
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in str(error), error
+else:
+    raise SystemExit("that was too much")
+"""
+
+CHILD = """
+import sys
+SEED = 77
+{define}
+block = Block({mib}).allocate().write(1)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_child_shares_the_quota_and_returns_its_bytes_when_it_is_killed(pool):
+    pool = pool(ONE, default_memory=SLICE)
+    program = pool.folder / "child.py"
+    program.write_text(CHILD.format(define=cells.DEFINE, mib=128))
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(1, DATA))).check()
+        start = (
+            "import subprocess, sys\n"
+            f"child = subprocess.Popen([sys.executable, {str(program)!r}], text=True,\n"
+            "    stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+            "assert child.stdout.readline() == 'ready\\n'\n"
+        )
+        (await kernel.run(start)).check()
+        # Two contexts of 32 MiB and two blocks of 128.
+        assert kernel.session()["used_bytes"] == 320 * MiB
+        (await kernel.run(FAILS.format(mib=128))).check()
+        (await kernel.run("child.kill(); child.wait()")).check()
+        await until(
+            lambda: kernel.session()["used_bytes"] == 160 * MiB,
+            "the bytes of the dead child",
+            show=kernel.session,
+        )
+        (await kernel.run("more = Block(128).allocate().write(2).verify(); block.verify()")).check()
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_a_shell_command_of_a_cell_uses_the_slice_of_its_kernel(pool):
+    pool = pool(ONE, default_memory=SLICE)
+    program = pool.folder / "child.py"
+    program.write_text(
+        CHILD.format(define=cells.DEFINE, mib=64) + "print(device(), 'fine', flush=True)"
+    )
+
+    async def scenario():
+        kernel = await pool.kernel()
+        cell = (await kernel.run(f"import sys\n!{{sys.executable}} {program} < /dev/null")).check()
+        assert pool.devices()[0]["uuid"] in cell.text, cell.text
+        assert "fine" in cell.text
+        session = await until(
+            lambda: (s := kernel.session())["used_bytes"] == 0 and s, "nothing left in use"
+        )
+        assert session["granted_bytes"] == SLICE
+        program.write_text(CHILD.format(define=cells.DEFINE, mib=512))
+        cell = (await kernel.run(f"!{{sys.executable}} {program} < /dev/null")).check()
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in cell.text
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_forked_workers_share_the_quota(pool):
+    pool = pool(ONE, default_memory=SLICE)
+    code = """
+import multiprocessing
+fork = multiprocessing.get_context("fork")
+def work(pipe, mib):
+    try:
+        block = Block(mib).allocate().write(3)
+        pipe.send("ready")
+        pipe.recv()
+        block.verify()
+        pipe.send("fine")
+    except BaseException as error:
+        pipe.send(str(error))
+def start(mib):
+    here, there = fork.Pipe()
+    process = fork.Process(target=work, args=(there, mib))
+    process.start()
+    return process, here, here.recv()
+"""
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(f"SEED = 1\n{cells.DEFINE}\n{code}")).check()
+        (await kernel.run("one, a, said = start(96); assert said == 'ready', said")).check()
+        (await kernel.run("two, b, said = start(96); assert said == 'ready', said")).check()
+        assert kernel.session()["used_bytes"] == 256 * MiB
+        (await kernel.run("_, c, said = start(160); assert 'OUT_OF_MEMORY' in said, said")).check()
+        await release(pool, kernel)
+        (
+            await kernel.run(
+                "for pipe in (a, b):\n"
+                "    pipe.send(1)\n"
+                "    answer = pipe.recv()\n"
+                "    assert answer == 'fine', answer\n"
+                "one.join(); two.join()"
+            )
+        ).check()
+        await until(lambda: kernel.session()["used_bytes"] == 0, "nothing left in use")
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_a_new_size_counts_at_the_next_allocation(pool):
+    pool = pool(ONE, default_memory=256 * MiB)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(9, DATA))).check()
+        (await kernel.run(FAILS.format(mib=192))).check()
+        cell = (await kernel.run("%gpu 448MiB")).check()
+        assert "448 MiB now" in cell.text
+        (await kernel.run("more = Block(192).allocate().write(3).verify()")).check()
+        assert kernel.session()["suspends"] == 0, "there was room: no need to suspend"
+        shown = " ".join((await kernel.run("%gpu")).check().displays)
+        assert "352 MiB of 448 MiB" in shown, shown
+        assert "on: CUDA calls wait" in shown
+        # Below what is in use there is no size.
+        refused = await kernel.run("%gpu 64MiB")
+        assert not refused.ok
+        assert "352 MiB" in said(refused), said(refused)
+        (await kernel.run("block.verify(); more.verify(); more.free()")).check()
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_out_of_memory_is_an_error_with_the_next_step(pool):
+    pool = pool(ONE, default_memory=256 * MiB)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(9, DATA))).check()
+        cell = await kernel.run("Block(512).allocate()")
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in cell.evalue
+        print(cell.text)
+        assert cell.text.count("GPU pool:") == 1
+        assert cell.text.count("\n") == 1
+        assert "160 MiB of the 256 MiB" in cell.text, cell.text
+        assert "up to 640 MiB may be asked for. Type: %gpu 640MiB" in cell.text, cell.text
+        (await kernel.run("block.verify()")).check()
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_managed_memory_is_refused_with_the_reason(pool):
+    pool = pool(ONE, default_memory=256 * MiB)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(9, DATA))).check()
+        cell = await kernel.run("call(driver.cuMemAllocManaged(1 << 20, 1))")
+        assert "CUDA_ERROR_NOT_SUPPORTED" in cell.evalue
+        assert "managed_memory = 'allow'" in cell.text
+        await release(pool, kernel)
+        (await kernel.run("block.verify()")).check()
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_inside_a_kernel_the_memory_is_that_of_the_slice(pool):
+    pool = pool(ONE, default_memory=256 * MiB)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        look = """
+error, free, total = driver.cuMemGetInfo()
+assert error == 0
+print(free >> 20, total >> 20, call(driver.cuDeviceTotalMem(0)) >> 20)
+"""
+        cell = (await kernel.run(cells.setup(9, DATA) + look)).check()
+        assert cell.text.split() == ["96", "256", "256"]
+        (await kernel.run("%gpu 384MiB")).check()
+        assert (await kernel.run(look)).check().text.split() == ["224", "384", "384"]
+        await kernel.stop()
+
+    play(scenario())
+
+
+def test_children_see_the_device_of_the_slice_after_a_move(pool):
+    pool = pool("2x640MiB,context=32MiB", default_memory=SLICE)
+    program = pool.folder / "child.py"
+    program.write_text(CHILD.format(define=cells.DEFINE, mib=64) + "print(device(), flush=True)")
+    flag = pool.folder / "go"
+
+    async def scenario():
+        mine = await pool.kernel("mine")
+        (await mine.run(cells.setup(1, DATA) + "import sys")).check()
+        home = mine.session()["device"]
+        await release(pool, mine)
+        others = [await pool.kernel(f"other {n}") for n in range(2)]
+        flags = [pool.folder / f"go{n}" for n in range(2)]
+        work = [
+            asyncio.create_task(k.run(cells.setup(n, DATA) + cells.computing(f), timeout=90))
+            for n, (k, f) in enumerate(zip(others, flags, strict=True))
+        ]
+        where = [(await state(k, "active"))["device"] for k in others]
+        # The device that mine was not on becomes free.
+        free = next(n for n, device in enumerate(where) if device != home)
+        flags[free].touch()
+        (await work[free]).check()
+        (await mine.run("block.verify()")).check()
+        session = mine.session()
+        assert session["device"] == where[free]
+        assert session["migrations"] == 1
+        cell = (await mine.run(f"!{{sys.executable}} {program} < /dev/null")).check()
+        assert where[free] in cell.text, cell.text
+        (await mine.run("block.verify()")).check()
+        for path in flags:
+            path.touch()
+        for cell in work:
+            (await cell).check()
+        flag.touch()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_a_killed_kernel_leaves_the_queue_and_the_page_is_gone(pool):
+    pool = pool(ONE, default_memory=SLICE)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        _, work = await occupied(pool, flag)
+        waiting = await pool.kernel("waiting")
+        page = Path(psutil.Process(waiting.pid).environ()["GPUPOOL_PAGE"])
+        cell = asyncio.create_task(waiting.run(cells.setup(2, 64)))
+        await state(waiting, "queued")
+        waiting.kill()
+        await until(lambda: waiting.session() is None, "the killed kernel's session to end")
+        cell.cancel()
+        await asyncio.gather(cell, return_exceptions=True)
+        assert pool.status()["queue_length"] == 0
+        assert not page.exists()
+        flag.touch()
+        (await work).check()
+        await pool.stop_kernels()
+
+    play(scenario())
