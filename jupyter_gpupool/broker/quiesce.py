@@ -1,0 +1,80 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Between a shut gate and the driver's lock: is any thread still on its way from one to the other?
+
+A launch or an asynchronous copy is not counted (counting both ends of each would cost more than the
+test of the gate), so a thread may have found the gate open, lost its processor, and enter the driver
+long after the gate was shut. Entering before the driver's lock it is drained like any other; later it
+would block inside the driver, where nobody asks for a lease on its behalf.
+
+So each thread is given the time to get there, by the reasoning of RCU's grace periods: the way is a
+few instructions and never sleeps. A thread that was seen asleep after the gate was shut is not on it,
+and one that has run for a millisecond since is past it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Iterable
+
+#: Nanoseconds of running after which a thread is past the way: it is nanoseconds long, and the time
+#: that the kernel shows may be a tick old.
+PASSED = 10_000_000
+
+#: Seconds between two looks, and for which a thread is waited for: one that gets no processor for so
+#: long says that the machine is overloaded, not that it may be suspended.
+POLL, LONGEST = 0.002, 1.0
+
+
+def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
+    """Return the threads (process, thread) that may be on the way, with their run time so far (ns).
+
+    Those that sleep are not; processes and threads that have ended are not.
+    """
+    found: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        try:
+            threads = os.listdir(f"/proc/{pid}/task")
+        except OSError:
+            continue
+        for name in threads:
+            state, ran = _thread(pid, name)
+            # Runnable, or asleep where no signal wakes it: a page of code being read, perhaps.
+            if state in ("R", "D"):
+                found[pid, int(name)] = ran
+    return found
+
+
+async def quiesce(pids: Iterable[int]) -> bool:
+    """Wait until no thread of ``pids`` can be on the way; False if one may be after LONGEST seconds."""
+    waiting = on_the_way(pids)
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + LONGEST
+    while waiting:
+        if loop.time() >= give_up:
+            return False
+        await asyncio.sleep(POLL)
+        waiting = {
+            (pid, thread): before
+            for (pid, thread), before in waiting.items()
+            if _may_be(pid, thread, before)
+        }
+    return True
+
+
+def _may_be(pid: int, thread: int, before: int) -> bool:
+    state, ran = _thread(pid, str(thread))
+    return state in ("R", "D") and ran - before < PASSED
+
+
+def _thread(pid: int, thread: str) -> tuple[str, int]:
+    """Return state and run time (ns) of a thread; ("", 0) if it has ended or cannot be read."""
+    try:
+        with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
+            ran = int(file.read().split()[0])
+    except (OSError, ValueError, IndexError):
+        return "", 0
+    return fields[0].decode() if fields else "", ran

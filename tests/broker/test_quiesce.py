@@ -1,0 +1,67 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Threads between the gate and the driver, by what /proc says of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jupyter_gpupool.broker import quiesce
+
+from .kit import wait_until
+
+SLEEPS = "import sys, time; print('.', flush=True); time.sleep(600)"
+SPINS = "print('.', flush=True)\nwhile True: pass"
+
+
+@pytest.fixture
+def process():
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str) -> int:
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        started.append(child)
+        assert child.stdout is not None
+        child.stdout.readline()
+        return child.pid
+
+    yield start
+    for child in started:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+def test_a_sleeping_process_is_not_waited_for(process):
+    pid = process(SLEEPS)
+    wait_until(lambda: not quiesce.on_the_way([pid]), "the process sleeps")
+    assert asyncio.run(quiesce.quiesce([pid]))
+
+
+def test_a_running_thread_has_passed_once_it_ran_a_while(process):
+    pid = process(SPINS)
+    assert (pid, pid) in quiesce.on_the_way([pid])
+    assert asyncio.run(quiesce.quiesce([pid]))
+    _, ran = quiesce._thread(pid, str(pid))
+    assert ran >= quiesce.PASSED
+
+
+def test_a_thread_that_gets_no_processor_is_not_believed(process, monkeypatch):
+    pid = process(SPINS)
+    monkeypatch.setattr(quiesce, "LONGEST", 0.05)
+    monkeypatch.setattr(quiesce, "_thread", lambda *_: ("R", 5))
+    assert not asyncio.run(quiesce.quiesce([pid]))
+
+
+def test_who_has_ended_is_not_waited_for(process):
+    pid = process(SPINS)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert quiesce.on_the_way([pid]) == {}
+    assert asyncio.run(quiesce.quiesce([pid]))
