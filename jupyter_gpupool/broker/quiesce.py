@@ -2,28 +2,28 @@
 # Distributed under the terms of the Modified BSD License.
 """Between a shut gate and the driver's lock: is any thread still on its way from one to the other?
 
-A launch or an asynchronous copy is not counted (counting both ends of each would cost more than the
-test of the gate), so a thread may have found the gate open, lost its processor, and enter the driver
-long after the gate was shut. Entering before the driver's lock it is drained like any other; later it
-would block inside the driver, where nobody asks for a lease on its behalf.
+A launch or an asynchronous copy is not counted (counting both ends of each would cost more than
+the test of the gate), so a thread may have found the gate open, lost its processor, and enter the
+driver long after the gate was shut. Entering before the driver's lock it is drained like any other;
+later it would block inside the driver, where nobody asks for a lease on its behalf.
 
-So each thread is given the time to get there, by the reasoning of RCU's grace periods: the way is a
-few instructions and never sleeps. A thread that was seen asleep after the gate was shut is not on it,
-and one that has run for a millisecond since is past it.
+So each thread is given the time to get there, by the reasoning of RCU's grace periods: the way is
+a few instructions and never sleeps. A thread that was seen asleep after the gate was shut is not on
+it, and one that has run for some milliseconds since is past it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+from pathlib import Path
 from typing import Iterable
 
 #: Nanoseconds of running after which a thread is past the way: it is nanoseconds long, and the time
 #: that the kernel shows may be a tick old.
 PASSED = 10_000_000
 
-#: Seconds between two looks, and for which a thread is waited for: one that gets no processor for so
-#: long says that the machine is overloaded, not that it may be suspended.
+#: Seconds between two looks, and for which a thread is waited for: one that gets no processor for
+#: so long says that the machine is overloaded, not that it may be suspended.
 POLL, LONGEST = 0.002, 1.0
 
 
@@ -35,7 +35,7 @@ def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
     found: dict[tuple[int, int], int] = {}
     for pid in pids:
         try:
-            threads = os.listdir(f"/proc/{pid}/task")
+            threads = [entry.name for entry in Path(f"/proc/{pid}/task").iterdir()]
         except OSError:
             continue
         for name in threads:
@@ -47,7 +47,7 @@ def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
 
 
 async def quiesce(pids: Iterable[int]) -> bool:
-    """Wait until no thread of ``pids`` can be on the way; False if one may be after LONGEST seconds."""
+    """Wait until no thread of ``pids`` can be on the way; False if one may be after LONGEST."""
     waiting = on_the_way(pids)
     loop = asyncio.get_running_loop()
     give_up = loop.time() + LONGEST
