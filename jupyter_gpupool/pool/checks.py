@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from .books import Books
 from .lease import ATTACHED, HAS_LEASE, Session
-from .yielding import yield_at
+from .yielding import stays_until, yield_at
 
 
 def _story(s: Session) -> str:
@@ -87,6 +87,12 @@ def _session(books: Books, s: Session) -> list[str]:
         bad.append(f"a plan while {s.state}")
     if (s.lane == "planned") != (s.plan is not None and waits):
         bad.append(f"lane {s.lane!r} and plan {s.plan}")
+    grown = any(x.bytes > s.request.memory for x in s.slices)
+    if (s.id in books.grown) != grown:
+        bad.append(f"granted {s.slices} of {s.request}; noted as grown: {not grown}")
+    stays = s.state == "idle" and books.now < stays_until(s, books) == yield_at(s, books)
+    if stays != (s.id in books.staying):
+        bad.append(f"stays as it was just moved: {stays}; noted so: {not stays}")
     if s.growing and (s.state not in HAS_LEASE):
         bad.append(f"growing while {s.state}")
     return bad

@@ -281,8 +281,11 @@ class Handlers:
             )
             books.emit(ev.HoldRefused(session=event.session, hold=event.hold, refusal=refusal))
             return
-        if event.bound and s.state == "detached" and not s.suspended:
-            s.bound = event.bound
+        if event.bound and s.state in ("detached", "queued") and not s.suspended:
+            s.bound, before = event.bound, s.bound
+            if s.entry is not None and s.bound != before:
+                # Another hold of it waits already, and would take any device.
+                books.requeue(s)
         known = event.hold in s.holds
         if not known:
             s.holds[event.hold] = Hold(event.hold, event.kind, books.now)

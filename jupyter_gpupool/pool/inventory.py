@@ -17,7 +17,7 @@ is granted. ``avail = free - reserved`` is what a newcomer may have now, ``expec
 there when all suspends under way are done, and ``pot`` what could be there if every idle lease
 that may be taken were taken. Devices are kept sorted by ``avail`` and by ``pot``.
 
-Burst will add ``burst`` (bytes above the guarantee, the first to be reclaimed) as one more column.
+Bytes that a lease has grown by are granted like all others; :mod:`.growth` takes them back first.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ whoever comes behind it is served only from what the claim leaves: other devices
 claimed one that :func:`~.placement.spare` proves harmless; and a suspend for those behind leaves
 the host memory and the owner's quota that the head is still going to need.
 
-Seams: bursts above the guarantee yield before idle leases (a second kind of victim in
-``WhatIf.victims``, whose remedy is ``Resize``); time slices add active holders whose quantum is
-over, as the last kind; fair share changes only :mod:`.queue`; schedules are ``SettingsChanged``
+What others have grown and do not use has been taken back before any of these but the first two
+(:mod:`.growth`). Seams: time slices add active holders whose quantum is over, as the last kind of
+victims; fair share changes only :mod:`.queue`; schedules are ``SettingsChanged``
 events and change nothing here.
 """
 

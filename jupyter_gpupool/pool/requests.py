@@ -254,7 +254,9 @@ class Requests:
         s.release_asked = True
         s.keep_until = 0.0
         if s.state != "idle":
-            self._answer(s, event.rid, "The slice goes back when the running cell is done.")
+            cell = any(h.kind != "device" for h in s.holds.values())
+            when = "the running cell is done" if cell else "its work on the GPU is done"
+            self._answer(s, event.rid, f"The slice goes back when {when}.")
             return
         if timeout_at(s, books) > books.now:
             books.offer(s)

@@ -144,6 +144,8 @@ class Naive:
             return
         elif isinstance(event, ev.HoldTaken):
             s.holds.setdefault(event.hold, False)
+            if event.bound and s.state in ("detached", "queued") and not s.suspended:
+                s.bound = event.bound
             if s.state in ("active", "idle"):
                 s.holds[event.hold] = False  # to be answered again
         elif isinstance(event, ev.HoldDropped):

@@ -335,3 +335,31 @@ def test_a_call_that_waits_for_its_slice_goes_on_waiting_when_the_agent_reconnec
     assert lab.state("a") == "queued"
     got(lab.end("b"), ev.Attach, session="a")
     got(lab.done("a"), ev.HoldGranted, session="a", hold="device")
+
+
+def test_release_of_a_session_that_computes_without_a_cell_names_what_it_waits_for(lab):
+    lab.open("a")
+    device_hold(lab)
+    lab.done("a")
+    assert "when its work on the GPU is done" in got(lab.release("a"), ev.Answer).note
+    got(lab.drop("a", "device"), ev.Suspend, session="a")
+
+
+def test_a_call_on_devices_that_its_process_has_settled_on_waits_for_these(make):
+    lab = make(device(0), device(1))
+    lab.running("b", 16)
+    lab.open("a", 10)
+    actions = lab.send(ev.HoldTaken, session="a", hold="device", kind="device", bound=("G0",))
+    none(actions, ev.Attach)
+    got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
+
+
+def test_what_its_process_has_settled_on_counts_for_a_cell_that_waits_already(make):
+    lab = make(device(0), device(1))
+    lab.running("b", 16)
+    lab.running("c", 16)
+    lab.open("a", 10)
+    lab.hold("a")
+    lab.send(ev.HoldTaken, session="a", hold="device", kind="device", bound=("G1",))
+    none(lab.end("b"), ev.Attach)
+    got(lab.end("c"), ev.Attach, session="a", slices=(Slice("G1", 10),))

@@ -162,7 +162,11 @@ class World:
             name = self.c.choice(names)
             hold = self.c.choice(["h1", "h2", "device"])
             kind: Any = "device" if hold == "device" else "cell"
-            self.send(ev.HoldTaken(now=self.now, session=name, hold=hold, kind=kind))
+            bound: tuple[str, ...] = ()
+            if kind == "device" and self.c.choice([False] * 5 + [True]):
+                count = self.naive.sessions[name].request.devices
+                bound = tuple(sorted(self.naive.devices))[-count:]
+            self.send(ev.HoldTaken(now=self.now, session=name, hold=hold, kind=kind, bound=bound))
 
     def drop(self) -> None:
         names = [n for n, s in self.naive.sessions.items() if s.holds]
@@ -262,9 +266,13 @@ class World:
         uuid = self.c.choice(sorted((s and s.lease) or self.naive.devices))
         more, rid = self.c.randint(0, 4), f"g{self.count}"
         before = dict(s.lease) if s else {}
+        planned = set(self.pool._books.planned)
         actions = self.send(
             ev.GrowAsked(now=self.now, session=name, device=uuid, bytes=more, rid=rid)
         )
+        gone = {n for n in planned - set(self.pool._books.planned) if n in self.pool}
+        waits = {n for n in gone if self.naive.sessions[n].state == "queued"}
+        assert not waits, f"{waits} had a plan before {name} grew"
         (answer,) = [a for a in actions if isinstance(a, ev.Answer) and a.rid == rid]
         if answer.refusal is None:
             assert s is not None
