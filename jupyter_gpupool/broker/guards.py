@@ -119,8 +119,9 @@ class Guards:
         if record.state == "detached":
             session.forced = False
         self._pages.follow(session, record)
-        if record.state == "detached" and session.guards:
-            # They began to wait while it was being suspended.
+        over = record.state in (*ATTACHED, "detached") and not session.forced
+        if over and session.guards and not session.use.held:
+            # They began to wait while a rule was suspending it: now they may ask.
             self._activity.take(session)
 
     def ended(self, session: Session, reason: str) -> None:
@@ -158,6 +159,12 @@ class Guards:
             raise RefusedError(f"Session {session.id} has ended.", code="ended")
         if len(session.guards) >= MAX_GUARDS:
             raise RefusedError(f"{MAX_GUARDS} threads of the session wait.", code="too-many")
+        if session.page is None:
+            raise RefusedError(
+                "The page that this kernel shares with the broker is lost.",
+                code="no-page",
+                next_step="Restart the kernel to use a GPU again.",
+            )
         if session.process is None:
             # A program can be faster than the server that started it.
             session.early.append((connection, message))

@@ -192,12 +192,16 @@ class Handlers:
                 f"There is no attach policy {attach[:40]!r}; there are cell, manual and lazy.",
                 code="bad-request",
             )
-        attach, _ = usable_attach(attach, self.guarded, self.guard_problem)
         settings, fields = self.runner.pool.settings, message.get("request", {})
         request = read_request(default_request(settings), fields)
         capacities = self._snapshots.capacities()
         request = fit_unasked(request, fields, settings, owner.name, capacities)
         session, token = self.sessions.new(owner, peer.uid, message["kernel_id"][:MAX_NAME])
+        env = {**self.environment, **self._snapshots.home(request)}
+        guarded = self._guard_environment(session, env, request.limit)
+        if not guarded:
+            # Without a page nobody would ask at the first call.
+            attach, _ = usable_attach(attach, False)
         self.sessions.add(session)
         outcome: list[tuple[Refusal | None, str]] = []
         rid = self._rid()
@@ -211,6 +215,8 @@ class Handlers:
         self.runner.forget(rid)
         if outcome and outcome[0][0] is not None:
             self.sessions.remove(session.id)
+            if self.pages is not None:
+                self.pages.remove(session)
             refusal = blame_default(outcome[0][0], fields)
             self._note_refusal(None, "open", refusal, owner=owner.name)
             raise refused(refusal)
@@ -229,8 +235,7 @@ class Handlers:
         )
         self.runner.commit()
         self.runner.on_population(len(self.sessions))
-        env = {**self.environment, **self._snapshots.home(request)}
-        env |= self._guard_environment(session, env, request.limit)
+        env |= guarded
         env |= {
             "GPUPOOL_SOCKET": str(self._snapshots.socket),
             "GPUPOOL_SESSION": session.id,

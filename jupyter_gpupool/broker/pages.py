@@ -229,11 +229,15 @@ def page_folder(socket: Path, *, machine_wide: bool, shared: Path = SHARED_MEMOR
         If it can be made nowhere.
     """
     mode = 0o711 if machine_wide else 0o700
-    name = f"gpupool-{os.geteuid()}-{hashlib.sha256(os.fsencode(socket)).hexdigest()[:12]}"
     try:
-        return _own_folder(shared / name, mode)
+        return _own_folder(shared / folder_name(socket), mode)
     except OSError:
         return _own_folder(socket.with_name(socket.name + ".pages"), mode)
+
+
+def folder_name(socket: Path) -> str:
+    """Return the name of the folder in shared memory for the broker at ``socket``."""
+    return f"gpupool-{os.geteuid()}-{hashlib.sha256(os.fsencode(socket)).hexdigest()[:12]}"
 
 
 def _own_folder(path: Path, mode: int) -> Path:

@@ -119,9 +119,9 @@ class TurnKeeper:
         for name in self._paused - wait:
             self._open(name)
         until = time.monotonic_ns() + int(PAUSE * self.turn * 1e9)
-        for name in wait:
+        self._paused = {name for name in wait if name in self._activity.attached}
+        for name in self._paused:
             self._pages.set_gate(self._activity.attached[name], PAUSED, pause_until=until)
-        self._paused = wait
         return bool(found.contended)
 
     def _contender(

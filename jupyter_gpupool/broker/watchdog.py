@@ -123,10 +123,8 @@ class Watchdog:
             await self._begun(session)
         if session.forced and not self._going(session):
             session.forced = False
-        record = self._runner.record(session.id)
-        if record is None:
-            return
-        self._pages.follow(session, record)
+        if self._runner.guard is not None:
+            self._runner.guard.changed(session)
         self._ask_for_more(session, used)
 
     def _drop_holds(self, session: Session) -> None:

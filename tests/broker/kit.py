@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from jupyter_gpupool.broker.pages import SHARED_MEMORY, folder_name
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.emulator.profiles import Faults
 
@@ -158,6 +159,8 @@ class Broker:
         if self.process is not None:
             self.process.kill()
             self.process.wait(20)
+        # What a killed broker leaves for the next one.
+        remove(SHARED_MEMORY / folder_name(self.socket))
 
     def tail(self, size=4000):
         return self.log.read_text()[-size:] if self.log.exists() else ""

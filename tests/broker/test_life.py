@@ -11,6 +11,7 @@ import pytest
 
 from jupyter_gpupool.broker.status import measured
 from jupyter_gpupool.errors import RefusedError
+from jupyter_gpupool.guard.install import without_guard
 from jupyter_gpupool.pool.model import Owner, Request, SessionRecord, Slice
 
 from .kit import BIG, CAPACITY, Kernel, MiB, wait_until
@@ -262,7 +263,9 @@ def test_memory_outside_the_pool_is_counted(broker, kernel):
     one = kernel("one")
     one.attach()
     device = one.link()["slices"][0][0]
-    stranger = kernel("stranger", agent=False)
+    stranger = kernel("stranger", launch=False)
+    stranger.env = without_guard(stranger.env)
+    stranger.launch(agent=False)
     stranger.server.call("close", session=stranger.session)
     stranger.process.stdin.flush()
     # It was a session; now it is a process like any other, on the first one's device.

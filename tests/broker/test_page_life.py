@@ -72,6 +72,37 @@ def test_the_page_of_a_session_that_died_with_the_broker_is_removed(make_broker)
     k.close()
 
 
+def test_a_kernel_whose_page_is_gone_is_told_and_its_slice_can_be_taken(make_broker):
+    broker = make_broker().started
+    k = Guarded(broker, memory=BIG)
+    k.lease()
+    broker.kill()
+    k.path.unlink()
+    broker.started  # noqa: B018
+    assert k.status()["guard"] is False
+    answer = k.ask()
+    assert answer["code"] == "no-page"
+    assert "Restart the kernel" in answer["next_step"]
+    k.close()
+
+
+def test_a_broker_without_the_guard_serves_the_kernels_of_one_with_it(make_broker):
+    broker = make_broker().started
+    k = Guarded(broker, memory=BIG)
+    broker.kill()
+    broker.module = kit.Broker.module
+    broker.configure(guard=False)
+    broker.started  # noqa: B018
+    k.lease()
+    assert k.granted() == BIG
+    with broker.client() as client:
+        answer = client.call("open", kernel_id="new")
+        assert answer["attach"] == "cell"
+        assert "GPUPOOL_PAGE" not in answer["env"]
+    assert "c.GPUPool.guard" in broker.status()["settings"]["attach_reason"]
+    k.close()
+
+
 # ---------------------------------------------------------------------- before a lease
 
 
