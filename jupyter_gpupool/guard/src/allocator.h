@@ -82,9 +82,10 @@ void settle_stale(const struct own *own);
 /* Bytes that are taken already, whatever the grant says: counted, not asked for. */
 void charge_fact(int ordinal, uint64_t bytes);
 
-/* ---- pools.c, graphs.c: memory that the driver reserves on its own terms */
+/* ---- reserves.c, pools.c, graphs.c: memory that the driver reserves on its own terms */
 
 enum reserve_kind { RESERVE_POOL = 1, RESERVE_GRAPHS };
+enum reserve_state { ALIVE, ENDING, ENDED };
 
 struct reserve {
     uint32_t kind; /* 0: unused */
@@ -92,7 +93,7 @@ struct reserve {
     CUdevice device;
     uint32_t calls;   /* inside the driver now, each of which may make it grow */
     uint64_t unseen;  /* bytes allocated since the driver was last asked */
-    bool destroyed;   /* what is still allocated from it remains until it is freed */
+    uint32_t ended;   /* ALIVE, ENDING or ENDED: what is allocated from it remains until it is freed */
     CUmemoryPool pool;
     uint64_t charged; /* what the page was charged for it */
     uint64_t live;    /* bytes allocated from it */

@@ -1,217 +1,16 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Memory that the driver reserves on its own terms: the pools of stream-ordered allocation, and
- * what graphs with memory nodes allocate from. Counted is what is reserved, not what is allocated:
- * a pool that keeps memory for its next allocation keeps it from everybody else.
- *
- * An allocation that may make a pool grow is charged for the growth it needs at least; afterwards
- * the driver says how much is reserved, and the difference is charged or given back. A pool
- * shrinks when something synchronises; the driver tells nobody, so it is asked after synchronising
- * calls, before an allocation is refused, and before free memory is reported.
+ * Stream-ordered allocation, and the calls about pools. What is counted is what a pool reserves;
+ * see reserves.c.
  */
-#include "allocator.h"
-#include "own.h"
+#include "reserves.h"
 #include "wraps.h"
 
-enum { POOL_ATTR_RESERVED = 5, GRAPH_ATTR_RESERVED = 2 };
 enum { ALLOC_TYPE_MANAGED = 2 };
-
-#define MIB (1ull << 20)
-#define PAGE (2 * MIB)
-#define ROOM 250
 
 /* Allocations out of a reserve that should suffice: the driver is asked every so many bytes. */
 #define UNSEEN (64 * MIB)
-
-struct reserves {
-    uint32_t lock; /* over everything here; the driver is asked under it */
-    uint32_t count;
-    struct reserves *next;
-    struct reserve at[ROOM];
-};
-
-static void *the_reserves;
-uint32_t graph_trims;
-
-static struct reserves *reserves(void) { return own_block(&the_reserves, sizeof(struct reserves)); }
-
-/* ---- the books, with the lock held */
-
-static struct reserve *add(struct reserves *all)
-{
-    struct reserves *r = all;
-    for (;; r = r->next) {
-        for (uint32_t i = 0; i < r->count; i++)
-            if (!r->at[i].kind)
-                return &r->at[i];
-        if (r->count < ROOM)
-            return &r->at[r->count++];
-        if (!r->next && !(r->next = own_map(sizeof *r)))
-            return NULL;
-    }
-}
-
-#define EACH(r, all)                                                                 \
-    for (struct reserves *part_ = (all); part_; part_ = part_->next)                 \
-        for (struct reserve *r = part_->at; r < part_->at + part_->count; r++)       \
-            if (r->kind)
-
-static struct reserve *find(struct reserves *all, CUmemoryPool pool)
-{
-    EACH(r, all)
-        if (r->kind == RESERVE_POOL && r->pool == pool && !r->destroyed)
-            return r;
-    return NULL;
-}
-
-static uint64_t round_up(uint64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
-
-/* What is reserved, as the driver says; false if it does not. */
-static bool ask(const struct reserve *r, uint64_t *bytes)
-{
-    typedef CUresult (*pool_attribute)(CUmemoryPool, int, void *);
-    typedef CUresult (*graph_attribute)(CUdevice, int, void *);
-    *bytes = 0;
-    if (r->destroyed)
-        *bytes = round_up(r->live); /* there is no handle left to ask with */
-    else if (r->kind == RESERVE_POOL)
-        return !CALL(pool_attribute, cuMemPoolGetAttribute)(r->pool, POOL_ATTR_RESERVED, bytes);
-    else
-        return !CALL(graph_attribute, cuDeviceGetGraphMemAttribute)(r->device, GRAPH_ATTR_RESERVED, bytes);
-    return true;
-}
-
-/* Let the page say what is true. While calls are inside the driver, what was charged for their
- * growth is not yet reserved, and stays. */
-static void compare(struct reserve *r)
-{
-    uint64_t now;
-    if (r->ordinal < 0 || !ask(r, &now))
-        return;
-    r->unseen = 0;
-    if (now > r->charged)
-        charge_fact(r->ordinal, now - r->charged);
-    else if (!r->calls)
-        guard_credit(r->ordinal, r->charged - now);
-    else
-        return;
-    r->charged = now;
-    if (r->destroyed && !r->live && !r->calls)
-        r->kind = 0;
-}
-
-/* ---- growth */
-
-CUresult reserve_begin(struct reserve *r, uint64_t growth)
-{
-    struct reserves *all = reserves();
-    CUresult result = guard_charge(r->ordinal, growth);
-    if (result)
-        return result;
-    own_lock(&all->lock);
-    r->charged += growth;
-    r->calls++;
-    own_unlock(&all->lock);
-    return CUDA_SUCCESS;
-}
-
-CUresult reserve_end(struct reserve *r, bool look)
-{
-    struct reserves *all = reserves();
-    uint64_t now = 0, more = 0;
-    own_lock(&all->lock);
-    r->calls--;
-    if (look && ask(r, &now) && now > r->charged) {
-        more = now - r->charged;
-        r->charged = now;
-    } else if (look) {
-        compare(r);
-    }
-    own_unlock(&all->lock);
-    CUresult result = guard_charge(r->ordinal, more);
-    if (result) {
-        own_lock(&all->lock);
-        r->charged -= more < r->charged ? more : r->charged;
-        own_unlock(&all->lock);
-    }
-    return result;
-}
-
-void reserve_settle(struct reserve *r)
-{
-    struct reserves *all = reserves();
-    own_lock(&all->lock);
-    compare(r);
-    own_unlock(&all->lock);
-}
-
-struct reserve *reserve_graphs(struct here h)
-{
-    struct reserves *all = reserves();
-    struct reserve *found = NULL;
-    if (!all || h.ordinal < 0)
-        return NULL;
-    own_lock(&all->lock);
-    EACH(r, all)
-        if (r->kind == RESERVE_GRAPHS && r->ordinal == h.ordinal)
-            found = r;
-    if (!found && (found = add(all)))
-        *found = (struct reserve){.kind = RESERVE_GRAPHS, .ordinal = h.ordinal, .device = h.device};
-    own_unlock(&all->lock);
-    return found;
-}
-
-void pools_settle(int ordinal)
-{
-    struct reserves *all = __atomic_load_n(&the_reserves, __ATOMIC_ACQUIRE);
-    if (!all || !all->count)
-        return;
-    own_lock(&all->lock);
-    EACH(r, all)
-        if (ordinal < 0 || r->ordinal == ordinal)
-            compare(r);
-    own_unlock(&all->lock);
-}
-
-bool pools_reclaim(int ordinal)
-{
-    typedef CUresult (*trim)(CUmemoryPool, size_t);
-    typedef CUresult (*trim_graphs)(CUdevice);
-    struct reserves *all = __atomic_load_n(&the_reserves, __ATOMIC_ACQUIRE);
-    bool any = false;
-    if (!all || !all->count)
-        return false;
-    own_lock(&all->lock);
-    EACH(r, all) {
-        if (r->ordinal != ordinal || !r->charged)
-            continue;
-        any = true;
-        if (r->kind == RESERVE_GRAPHS) {
-            __atomic_add_fetch(&graph_trims, 1, __ATOMIC_ACQ_REL);
-            CALL(trim_graphs, cuDeviceGraphMemTrim)(r->device);
-        } else if (!r->destroyed) {
-            CALL(trim, cuMemPoolTrimTo)(r->pool, 0);
-        }
-        compare(r);
-    }
-    own_unlock(&all->lock);
-    return any;
-}
-
-void pools_synced(void)
-{
-    struct reserves *all = __atomic_load_n(&the_reserves, __ATOMIC_ACQUIRE);
-    if (!all || !__atomic_load_n(&all->count, __ATOMIC_RELAXED))
-        return;
-    own_lock(&all->lock);
-    EACH(r, all)
-        if (r->kind == RESERVE_POOL && r->charged > round_up(r->live))
-            compare(r); /* something to give back, perhaps */
-    own_unlock(&all->lock);
-}
-
-/* ---- stream-ordered allocation */
 
 /* A pool that was not made here: the default or current one of a device, or one that was imported
  * or lives in host memory, which is not counted. */
@@ -223,7 +22,7 @@ static struct reserve *adopt(CUmemoryPool pool, struct here h)
     if (!all)
         return NULL;
     own_lock(&all->lock);
-    struct reserve *r = find(all, pool);
+    struct reserve *r = reserve_find(all, pool);
     own_unlock(&all->lock);
     if (r)
         return r;
@@ -234,8 +33,8 @@ static struct reserve *adopt(CUmemoryPool pool, struct here h)
     if (new.ordinal < 0 && !CALL(pool_of, cuDeviceGetMemPool)(&its, h.device) && its == pool)
         new.ordinal = h.ordinal;
     own_lock(&all->lock);
-    r = find(all, pool);
-    if (!r && (r = add(all)))
+    r = reserve_find(all, pool);
+    if (!r && (r = reserve_add(all)))
         *r = new;
     own_unlock(&all->lock);
     return r;
@@ -286,7 +85,7 @@ static struct reserve *plan(struct reserves *all, CUmemoryPool pool, struct here
                             bool *look)
 {
     own_lock(&all->lock);
-    struct reserve *r = find(all, pool);
+    struct reserve *r = reserve_find(all, pool);
     if (!r) {
         own_unlock(&all->lock);
         r = adopt(pool, h);
@@ -294,7 +93,7 @@ static struct reserve *plan(struct reserves *all, CUmemoryPool pool, struct here
     }
     if (r && r->ordinal >= 0) {
         uint64_t idle = r->charged > r->live ? r->charged - r->live : 0;
-        *growth = extent > idle ? round_up(extent - idle) : 0;
+        *growth = extent > idle ? reserve_round(extent - idle) : 0;
         r->live += extent;
         r->unseen += extent;
         *look = *growth || r->unseen >= UNSEEN;
@@ -360,8 +159,8 @@ void pool_freed(const struct own *own)
     struct reserve *r = (struct reserve *)own->owner;
     own_lock(&all->lock);
     r->live -= own->bytes < r->live ? own->bytes : r->live;
-    if (r->destroyed)
-        compare(r);
+    if (r->ended)
+        reserve_compare(r);
     own_unlock(&all->lock);
 }
 
@@ -412,7 +211,7 @@ CUresult wrap_cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
     if (props->location.type == MEM_LOCATION_DEVICE)
         h = here_of_device(props->location.id);
     own_lock(&all->lock);
-    struct reserve *r = add(all);
+    struct reserve *r = reserve_add(all);
     if (r)
         *r = (struct reserve){.kind = RESERVE_POOL, .ordinal = h.ordinal, .device = h.device, .pool = *out};
     own_unlock(&all->lock);
@@ -447,20 +246,27 @@ CUresult wrap_cuMemGetMemPool(CUmemoryPool *out, CUmemLocation *location, int ty
     struct reserve *r = NULL;                             \
     if (all) {                                            \
         own_lock(&all->lock);                             \
-        r = find(all, pool);                              \
+        r = reserve_find(all, pool);                              \
         own_unlock(&all->lock);                           \
     }
+
+static void mark(struct reserve *r, enum reserve_state ended)
+{
+    if (!r)
+        return;
+    own_lock(&reserves()->lock);
+    r->ended = ended;
+    own_unlock(&reserves()->lock);
+}
 
 CUresult wrap_cuMemPoolDestroy(CUmemoryPool pool)
 {
     ENTER;
     KNOWN(pool);
     /* Marked first: afterwards another thread may be given the same handle. */
-    if (r)
-        __atomic_store_n(&r->destroyed, true, __ATOMIC_RELEASE);
+    mark(r, ENDING);
     CUresult result = REAL(cuMemPoolDestroy)(pool);
-    if (r && result)
-        __atomic_store_n(&r->destroyed, false, __ATOMIC_RELEASE);
+    mark(r, result ? ALIVE : ENDED);
     if (r)
         reserve_settle(r);
     return result;

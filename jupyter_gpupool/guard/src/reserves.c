@@ -1,0 +1,192 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Memory that the driver reserves on its own terms: the pools of stream-ordered allocation, and
+ * what graphs with memory nodes allocate from. Counted is what is reserved, not what is allocated:
+ * a pool that keeps memory for its next allocation keeps it from everybody else.
+ *
+ * An allocation that may make a pool grow is charged for the growth it needs at least; afterwards
+ * the driver says how much is reserved, and the difference is charged or given back. A pool
+ * shrinks when something synchronises; the driver tells nobody, so it is asked after synchronising
+ * calls, before an allocation is refused, and before free memory is reported.
+ */
+#include "reserves.h"
+#include "wraps.h"
+
+enum { POOL_ATTR_RESERVED = 5, GRAPH_ATTR_RESERVED = 2 };
+
+static void *the_reserves;
+uint32_t graph_trims;
+
+struct reserves *reserves(void) { return own_block(&the_reserves, sizeof(struct reserves)); }
+
+/* ---- the books, with the lock held */
+
+struct reserve *reserve_add(struct reserves *all)
+{
+    struct reserves *r = all;
+    for (;; r = r->next) {
+        for (uint32_t i = 0; i < r->count; i++)
+            if (!r->at[i].kind)
+                return &r->at[i];
+        if (r->count < ROOM) {
+            /* Read without the lock by those who only want to know whether there is any. */
+            __atomic_store_n(&r->count, r->count + 1, __ATOMIC_RELAXED);
+            return &r->at[r->count - 1];
+        }
+        if (!r->next && !(r->next = own_map(sizeof *r)))
+            return NULL;
+    }
+}
+
+struct reserve *reserve_find(struct reserves *all, CUmemoryPool pool)
+{
+    EACH(r, all)
+        if (r->kind == RESERVE_POOL && r->pool == pool && r->ended == ALIVE)
+            return r;
+    return NULL;
+}
+
+/* What is reserved, as the driver says; false if it does not. */
+static bool ask(const struct reserve *r, uint64_t *bytes)
+{
+    typedef CUresult (*pool_attribute)(CUmemoryPool, int, void *);
+    typedef CUresult (*graph_attribute)(CUdevice, int, void *);
+    *bytes = 0;
+    if (r->ended == ENDING)
+        return false; /* the handle may be void already, or stay */
+    if (r->ended)
+        *bytes = reserve_round(r->live); /* there is no handle left to ask with */
+    else if (r->kind == RESERVE_POOL)
+        return !CALL(pool_attribute, cuMemPoolGetAttribute)(r->pool, POOL_ATTR_RESERVED, bytes);
+    else
+        return !CALL(graph_attribute, cuDeviceGetGraphMemAttribute)(r->device, GRAPH_ATTR_RESERVED, bytes);
+    return true;
+}
+
+void reserve_compare(struct reserve *r)
+{
+    uint64_t now;
+    if (r->ordinal < 0 || !ask(r, &now))
+        return;
+    r->unseen = 0;
+    if (now > r->charged)
+        charge_fact(r->ordinal, now - r->charged);
+    else if (!r->calls)
+        guard_credit(r->ordinal, r->charged - now);
+    else
+        return;
+    r->charged = now;
+    if (r->ended && !r->live && !r->calls)
+        r->kind = 0;
+}
+
+/* ---- growth */
+
+CUresult reserve_begin(struct reserve *r, uint64_t growth)
+{
+    struct reserves *all = reserves();
+    CUresult result = guard_charge(r->ordinal, growth);
+    if (result)
+        return result;
+    own_lock(&all->lock);
+    r->charged += growth;
+    r->calls++;
+    own_unlock(&all->lock);
+    return CUDA_SUCCESS;
+}
+
+CUresult reserve_end(struct reserve *r, bool look)
+{
+    struct reserves *all = reserves();
+    uint64_t now = 0, more = 0;
+    own_lock(&all->lock);
+    r->calls--;
+    if (look && ask(r, &now) && now > r->charged) {
+        more = now - r->charged;
+        r->charged = now;
+    } else if (look) {
+        reserve_compare(r);
+    }
+    own_unlock(&all->lock);
+    CUresult result = guard_charge(r->ordinal, more);
+    if (result) {
+        own_lock(&all->lock);
+        r->charged -= more < r->charged ? more : r->charged;
+        own_unlock(&all->lock);
+    }
+    return result;
+}
+
+void reserve_settle(struct reserve *r)
+{
+    struct reserves *all = reserves();
+    own_lock(&all->lock);
+    reserve_compare(r);
+    own_unlock(&all->lock);
+}
+
+struct reserve *reserve_graphs(struct here h)
+{
+    struct reserves *all = reserves();
+    struct reserve *found = NULL;
+    if (!all || h.ordinal < 0)
+        return NULL;
+    own_lock(&all->lock);
+    EACH(r, all)
+        if (r->kind == RESERVE_GRAPHS && r->ordinal == h.ordinal)
+            found = r;
+    if (!found && (found = reserve_add(all)))
+        *found = (struct reserve){.kind = RESERVE_GRAPHS, .ordinal = h.ordinal, .device = h.device};
+    own_unlock(&all->lock);
+    return found;
+}
+
+void pools_settle(int ordinal)
+{
+    struct reserves *all = __atomic_load_n(&the_reserves, __ATOMIC_ACQUIRE);
+    if (!all || !__atomic_load_n(&all->count, __ATOMIC_RELAXED))
+        return;
+    own_lock(&all->lock);
+    EACH(r, all)
+        if (ordinal < 0 || r->ordinal == ordinal)
+            reserve_compare(r);
+    own_unlock(&all->lock);
+}
+
+bool pools_reclaim(int ordinal)
+{
+    typedef CUresult (*trim)(CUmemoryPool, size_t);
+    typedef CUresult (*trim_graphs)(CUdevice);
+    struct reserves *all = __atomic_load_n(&the_reserves, __ATOMIC_ACQUIRE);
+    bool any = false;
+    if (!all || !__atomic_load_n(&all->count, __ATOMIC_RELAXED))
+        return false;
+    own_lock(&all->lock);
+    EACH(r, all) {
+        if (r->ordinal != ordinal || !r->charged)
+            continue;
+        any = true;
+        if (r->kind == RESERVE_GRAPHS) {
+            __atomic_add_fetch(&graph_trims, 1, __ATOMIC_ACQ_REL);
+            CALL(trim_graphs, cuDeviceGraphMemTrim)(r->device);
+        } else if (r->ended == ALIVE) {
+            CALL(trim, cuMemPoolTrimTo)(r->pool, 0);
+        }
+        reserve_compare(r);
+    }
+    own_unlock(&all->lock);
+    return any;
+}
+
+void pools_synced(void)
+{
+    struct reserves *all = __atomic_load_n(&the_reserves, __ATOMIC_ACQUIRE);
+    if (!all || !__atomic_load_n(&all->count, __ATOMIC_RELAXED))
+        return;
+    own_lock(&all->lock);
+    EACH(r, all)
+        if (r->kind == RESERVE_POOL && r->charged > reserve_round(r->live))
+            reserve_compare(r); /* something to give back, perhaps */
+    own_unlock(&all->lock);
+}

@@ -1,0 +1,46 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * The books of what the driver reserves (reserves.c), for pools.c. With the lock held, all of it.
+ */
+#ifndef GPUPOOL_GUARD_RESERVES_H
+#define GPUPOOL_GUARD_RESERVES_H
+
+#include "allocator.h"
+#include "own.h"
+
+#pragma GCC visibility push(hidden)
+
+#define MIB (1ull << 20)
+#define ROOM 250
+
+struct reserves {
+    uint32_t lock; /* over everything here; the driver is asked under it */
+    uint32_t count;
+    struct reserves *next;
+    struct reserve at[ROOM];
+};
+
+/* NULL: the machine has no memory. */
+struct reserves *reserves(void);
+
+#define EACH(r, all)                                                                 \
+    for (struct reserves *part_ = (all); part_; part_ = part_->next)                 \
+        for (struct reserve *r = part_->at; r < part_->at + part_->count; r++)       \
+            if (r->kind)
+
+/* A free place, to be filled in. */
+struct reserve *reserve_add(struct reserves *all);
+struct reserve *reserve_find(struct reserves *all, CUmemoryPool pool);
+/* Let the page say what is true. While calls are inside the driver, what was charged for their
+ * growth is not yet reserved, and stays. */
+void reserve_compare(struct reserve *r);
+
+/* Reserves grow in the device's pages of 2 MiB. */
+static inline uint64_t reserve_round(uint64_t bytes)
+{
+    return (bytes + 2 * MIB - 1) / (2 * MIB) * (2 * MIB);
+}
+
+#pragma GCC visibility pop
+#endif
