@@ -4,12 +4,14 @@
 
 import os
 import struct
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from jupyter_gpupool.guard import build
 from jupyter_gpupool.guard import page as pages
 
 NOT_READY = 802
@@ -322,6 +324,23 @@ os.close(r); os.close(w)
     assert [s.pid for s in session.slots() if s.pid == child.pid] == [child.pid]
 
 
+def test_more_processes_than_there_is_room_for_come_and_go(session):
+    """None of these ends in an orderly way: their slots are freed as room is needed."""
+    found = session.python("""
+import ctypes, os
+C = ctypes.CDLL("libcuda.so.1")
+wrong = 0
+for i in range(300):
+    pid = os.fork()
+    if not pid:
+        n = ctypes.c_int()
+        os._exit(C.cuDriverGetVersion(ctypes.byref(n)) != 0)
+    wrong += os.waitpid(pid, 0)[1] != 0
+print(wrong)
+""")
+    assert found == "0"
+
+
 def test_an_exec_resets_the_slot(session):
     child = session.child()
     assert child.do("_ = context()") == 0
@@ -430,7 +449,18 @@ def test_bytes_are_counted_on_the_devices_of_the_session(session):
     assert slot.used[:2] == (0, (32 + 4) << 20)
 
 
-# ---------------------------------------------------------------------- no call is lost
+# ---------------------------------------------------------------------- no call slips in
+
+
+def test_a_gate_that_closes_at_the_worst_moment_is_noticed(tmp_path, compiled):
+    """Between the test of the gate and the count of the call, with the broker finding nobody."""
+    generator = build._generator()
+    (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
+    gate = str(build.SOURCES / "gate.c")
+    program = compiled("gate_alone", f"-I{tmp_path}", f"-I{build.SOURCES}", gate)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "right\n"
+    assert done.returncode == 0
 
 
 def test_a_closed_and_drained_gate_lets_nobody_in(session, until):

@@ -208,6 +208,32 @@ print(ok(D.cuDeviceGetCount()))
     assert session.page.gate() == pages.OPEN
 
 
+def test_cuda_core_runs_under_the_guard(session):
+    code = """
+import numpy as np
+from cuda.core import *
+device = Device(0); device.set_current(); stream = device.create_stream()
+host = LegacyPinnedMemoryResource().allocate(1 << 20)
+view = np.from_dlpack(host).view(np.uint8)
+view[:] = np.arange(1 << 20) % 251
+want = view.copy()
+for resource in (device.memory_resource,
+                 DeviceMemoryResource(device, DeviceMemoryResourceOptions(max_size=64 << 20)),
+                 VirtualMemoryResource(device, VirtualMemoryResourceOptions(handle_type=None))):
+    buffer = resource.allocate(2 << 20, stream=stream)
+    part = Buffer.from_handle(int(buffer.handle), 1 << 20)
+    part.copy_from(host, stream=stream)
+    view[:] = 0
+    part.copy_to(host, stream=stream)
+    stream.sync()
+    assert (view == want).all(), resource
+    buffer.close(stream)
+print("good")
+"""
+    assert session.python(code) == "good"
+    assert session.slots() == ()
+
+
 # ---------------------------------------------------------------------- ways to the library
 
 

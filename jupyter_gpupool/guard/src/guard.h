@@ -40,8 +40,12 @@ void *guard_exported(int entry);
 /* Load the driver and map the page, once; again take a slot in the child of a fork(). 0, or what
  * every call of this process returns. */
 CUresult guard_settle(void);
-/* Load the driver only. */
+/* What the entry points of a kind call where the byte is not zero. 0: on to the driver. The first
+ * only loads it. */
 CUresult guard_slow_never(void);
+CUresult guard_slow_free(void);
+CUresult guard_slow_gate(void);
+CUresult guard_slow_refuse(void);
 
 /* ---- the gate (gate.c, wait.c) */
 

@@ -1,0 +1,176 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * The gate under a broker that strikes between any two instructions: a call is stepped through, and
+ * after so many steps the gate is closed. From then on the broker looks at the count after each
+ * step; once it finds nobody inside, the session is suspended, and nobody may get in.
+ */
+#include "guard.h"
+
+#include <signal.h>
+#include <stdio.h>
+
+static struct page page;
+struct page *guard_page = &page;
+static volatile bool closing, suspended;
+static volatile int steps, strike_at;
+static int asked, failures;
+static uint8_t strike_with;
+static CUresult answer;
+
+#define CHECK(condition)                                           \
+    do {                                                           \
+        if (!(condition) && failures++ < 10) {                     \
+            printf("%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+        }                                                          \
+    } while (0)
+
+CUresult guard_settle(void)
+{
+    return 0;
+}
+
+struct page_slot *guard_slot(void)
+{
+    return &page.slot[0];
+}
+
+static void step(int number)
+{
+    (void)number;
+    if (steps++ == strike_at) {
+        page.pause_until = UINT64_MAX;
+        page.gate = strike_with;
+        closing = true;
+    }
+    if (closing && !page.slot[0].inflight)
+        suspended = true;
+}
+
+/* A trap after each instruction, from here to stop(). */
+static inline void start(int strike)
+{
+    steps = 0;
+    strike_at = strike;
+    __asm__ volatile("lea -128(%%rsp), %%rsp; pushfq; orq $0x100, (%%rsp); popfq\n"
+                     "lea 128(%%rsp), %%rsp" ::: "memory", "cc");
+}
+
+static inline void stop(void)
+{
+    __asm__ volatile("lea -128(%%rsp), %%rsp; pushfq; andq $~0x100, (%%rsp); popfq\n"
+                     "lea 128(%%rsp), %%rsp" ::: "memory", "cc");
+}
+
+/* The session is resumed. */
+static void open_again(void)
+{
+    closing = false; /* first: there is a step after it */
+    suspended = false;
+    page.gate = GATE_UNUSED;
+}
+
+CUresult broker_attach(void)
+{
+    asked++;
+    CHECK(page.slot[0].inflight == 0); /* who waits is not inside */
+    if (!answer)
+        open_again();
+    return answer;
+}
+
+void polite_begin(struct polite *p)
+{
+    p->interrupts = 0;
+    CHECK(page.slot[0].inflight == 0);
+}
+
+void polite_end(struct polite *p)
+{
+    (void)p;
+}
+
+bool polite_interrupted(const struct polite *p)
+{
+    (void)p;
+    return answer != 0;
+}
+
+bool polite_finalizing(void)
+{
+    return false;
+}
+
+void nap(int milliseconds)
+{
+    (void)milliseconds;
+    open_again();
+}
+
+void cached_fill(void)
+{
+}
+
+int main(void)
+{
+    guard_note_init();
+    signal(SIGTRAP, step);
+    const uint8_t ways[] = {GATE_CLOSED, GATE_PAUSED};
+    int tries = 0, waited = 0;
+    for (int way = 0; way < 2; way++)
+        for (int gate = GATE_OPEN; gate <= GATE_UNUSED; gate++)
+            for (int refused = 0; refused < 2; refused++) {
+                bool struck;
+                int strike = 0;
+                do {
+                    answer = refused ? CUDA_ERROR_SYSTEM_NOT_READY : 0;
+                    strike_with = ways[way];
+                    page.gate = (uint8_t)gate;
+                    closing = suspended = false;
+                    int before = asked;
+                    start(strike++);
+                    CUresult error = guard_enter();
+                    stop();
+                    struck = steps > strike;
+                    CHECK(error ? refused && !page.slot[0].inflight
+                                : !suspended && page.slot[0].inflight == 1);
+                    waited += asked - before;
+                    tries++;
+                    /* Inside: a closed gate stops no further call of the same thread. */
+                    page.gate = GATE_CLOSED;
+                    before = asked;
+                    if (!error) {
+                        CHECK(guard_enter() == 0 && guard_slow_gate() == 0);
+                        guard_leave();
+                        CHECK(asked == before && page.slot[0].inflight == 1);
+                        guard_leave();
+                    }
+                    CHECK(page.slot[0].inflight == 0);
+                } while (struck);
+            }
+    signal(SIGTRAP, SIG_DFL);
+    CHECK(tries > 100 && waited > 20);
+    page.pause_until = 0;
+    answer = 0;
+    /* A wait for the broker inside a call: out, and in only through an open gate. */
+    page.gate = GATE_OPEN;
+    CHECK(guard_enter() == 0);
+    gate_step_out();
+    CHECK(page.slot[0].inflight == 0);
+    page.gate = GATE_CLOSED;
+    CHECK(gate_step_in() == 0 && page.gate != GATE_CLOSED && page.slot[0].inflight == 1);
+    gate_step_out();
+    page.gate = GATE_CLOSED;
+    answer = CUDA_ERROR_SYSTEM_NOT_READY;
+    CHECK(gate_step_in() == CUDA_ERROR_SYSTEM_NOT_READY);
+    guard_leave();
+    CHECK(page.slot[0].inflight == 0);
+    guard_leave(); /* once too often: nothing */
+    CHECK(page.slot[0].inflight == 0);
+    /* Looking at devices counts as no use, asks for nothing, and is counted. */
+    page.gate = GATE_UNUSED;
+    CHECK(guard_enter_free() == 0 && page.gate == GATE_UNUSED && page.slot[0].inflight == 1);
+    guard_leave();
+    puts(failures ? "FAILED" : "right");
+    return failures != 0;
+}
