@@ -85,6 +85,8 @@ def test_a_wheel_brings_everything(tmp_path):
     for wanted in (
         "jupyter_gpupool/emulator/lib/libcuda.so.1",
         "jupyter_gpupool/emulator/lib/libnvidia-ml.so.1",
+        "jupyter_gpupool/guard/lib/libcuda.so.1",
+        "jupyter_gpupool/guard/lib/libnvidia-ml.so.1",
         "share/jupyter/kernels/gpupool-python3/kernel.json",
     ):
         assert any(name.endswith(wanted) for name in names), f"{wanted} is not in {names}"
@@ -98,6 +100,7 @@ def test_a_wheel_brings_everything(tmp_path):
     assert "kernelspec" in doctor.lower(), doctor
     demo = command(binaries / "jupyter", "gpupool", "demo", cwd=tmp_path, env=env).stdout
     assert "nothing lost" in demo
+    assert "attach policy 'lazy'" in demo
 
 
 def test_without_a_compiler_a_wheel_is_built_and_doctor_says_what_is_missing(tmp_path):
@@ -115,6 +118,7 @@ def test_without_a_compiler_a_wheel_is_built_and_doctor_says_what_is_missing(tmp
     env = {"PATH": f"{binaries}:{tools}", "CC": "", "HOME": str(tmp_path)}
     doctor = command(binaries / "jupyter-gpupool", "doctor", env=env, check=False)
     assert "compiler" in doctor.stdout.lower(), doctor.stdout
+    assert "There is no compiled guard" in doctor.stdout
     demo = command(binaries / "jupyter-gpupool", "demo", cwd=tmp_path, env=env, check=False)
     assert demo.returncode != 0
     assert "compiler" in demo.stdout.lower(), demo.stdout
