@@ -1,0 +1,35 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The emulated driver's conformance program under the guard: what a program sees is the same.
+
+All of the program's processes are in one session, whose gate stays open.
+"""
+
+import re
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "emulator" / "conformance"
+
+#: Cases that ask for what the guard is there to refuse, and the reasons.
+LEFT_OUT = {
+    "managed_memory": "it is refused: a session that has some cannot be suspended",
+    "graph_out_of_memory": "too large a graph is refused when it is made executable already",
+    "restore_without_room": "a session cannot take the device's last bytes",
+}
+#: Cases that look for the bytes of a suspended process in cuMemGetInfo. Under the guard that says
+#: how much of the session's slice is free, and a suspended process of the session keeps its share.
+OF_THE_SLICE = {"state_machine", "graph_memory_suspended"}
+
+
+def test_what_a_program_sees_is_the_same(make_session, compiled):
+    session = make_session()
+    session.grant(session.uuids, each=1 << 30)
+    session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
+    program = compiled(SOURCE, "-ldl", output="conformance")
+    done = session.run(program, *LEFT_OUT, check=False)
+    results = re.findall(r"^(ok|not ok) \d+ - (\w+)( # SKIP by request)?$", done.stdout, re.M)
+    assert len(results) >= 40, done.stdout
+    assert {name for _, name, skipped in results if skipped} == set(LEFT_OUT)
+    assert {name for result, name, _ in results if result == "not ok"} == OF_THE_SLICE, done.stdout
+    # One allocation was larger than the device: the broker was asked, and refused.
+    assert [message["type"] for message in session.broker.messages] == ["grow"]
