@@ -12,6 +12,7 @@ from . import events as ev
 from .books import BACK_OFF, BACK_OFF_MOST, Books
 from .estimate import weighted
 from .events import Log
+from .growth import trim
 from .lease import Session
 from .model import Slice, State
 from .serve import Server
@@ -163,6 +164,9 @@ class Effects:
             s.idle_since = idle_since
             books.offer(s)
         books.note_growth(s)
+        if len(books.order):
+            # Somebody may have begun to wait while nothing could be taken of it.
+            trim(books, s, reclaim=True)
         books.grant_holds(s)
 
     def suspend_failed(self, event: ev.SuspendFailed) -> None:

@@ -305,3 +305,14 @@ def test_growth_does_not_first_take_back_what_the_same_session_is_about_to_use(m
     lab.change("a", 4, limit=14)
     none(lab.grow("a", 1), ev.Resize)
     assert lab.where("a") == [("G0", 12)]
+
+
+def test_who_could_not_be_suspended_gives_what_it_does_not_use_to_whoever_waits_by_then(make):
+    lab = grown(make)
+    lab.drop("a")
+    lab.release("a")
+    lab.open("w", 10)
+    assert attaches(lab.hold("w")) == []
+    actions = lab.refused("a", "pinned")
+    assert got(actions, ev.Resize, session="a").slices == (Slice("G0", 6),)
+    assert attaches(actions) == ["w"]
