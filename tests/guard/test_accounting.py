@@ -12,6 +12,8 @@ import sys
 
 import pytest
 
+from jupyter_gpupool.guard import build
+
 MIB = 1 << 20
 OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_VALUE = 2, 3, 1
 LOCK_AT = 48  # of the page: guard/src/page.h
@@ -545,3 +547,13 @@ def test_a_signal_to_the_child_is_no_leak(session, process):
         child.process.wait(30)
     assert process().do("_ = alloc(400 << 20) > 802")
     assert used(session) == taken(session) == 432 * MIB
+
+
+def test_another_allocator_fits_in(tmp_path, compiled):
+    """The wrappers know nothing of how the allocator makes memory."""
+    generator = build._generator()
+    (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
+    sources = [str(build.SOURCES / name) for name in ("memory.c", "table.c")]
+    program = compiled("allocator_alone", f"-I{tmp_path}", f"-I{build.SOURCES}", *sources)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("right\n", 0)
