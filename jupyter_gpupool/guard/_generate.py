@@ -8,7 +8,7 @@ Imported by path by the package build: standard library only, nothing from this 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Collection, Mapping, Sequence
 
@@ -94,16 +94,6 @@ def generate(entries: Sequence[Entry], wraps: Collection[str]) -> Mapping[str, s
             f"without an entry: {sorted(set(wraps) - wanted) or 'none'}"
         )
     return {"entries_gen.h": header(entries), "entries_gen.S": _assembly(entries)}
-
-
-def without(entries: Sequence[Entry], wraps: Collection[str]) -> list[Entry]:
-    """Return the entries with a gate in place of each C function that is not written yet."""
-    missing = {e.symbol for e in entries if e.kind == "wrap" and e.symbol not in wraps}
-    if missing:
-        print(f"gated, for want of a C function: {' '.join(sorted(missing))}")
-    return [
-        replace(e, kind="gate", target="") if {e.symbol, e.target} & missing else e for e in entries
-    ]
 
 
 def header(entries: Sequence[Entry]) -> str:

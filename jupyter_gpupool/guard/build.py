@@ -134,7 +134,6 @@ def _generate(command: Sequence[str], sources: Sequence[Path], folder: Path) -> 
     # The header first, for the preprocessor; it does not depend on which functions there are.
     (folder / "entries_gen.h").write_text(generator.header(entries), encoding="ascii")
     wraps = _wraps(command, sources, folder)
-    entries = generator.without(entries, wraps)
     for name, text in generator.generate(entries, wraps).items():
         (folder / name).write_text(text, encoding="ascii")
 

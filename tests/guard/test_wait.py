@@ -258,7 +258,7 @@ def test_a_broker_that_hangs_up_again_and_again_is_as_good_as_none(session, wait
 
 def test_a_refused_attach_fails_the_call(session, waiting):
     session.broker.answer = lambda message: {
-        "type": "error", "code": "quota", "message": 'says "type":"ok" \\"type\\": no'
+        "type": "error", "code": "quota", "message": 'says "type":"ok" ' + "and more " * 2000
     }  # fmt: skip
     assert waiting.do("_ = C.cuCtxSynchronize()") == NOT_READY
     assert waiting.do("_ = C.cuMemFreeHost(None)") == NOT_READY

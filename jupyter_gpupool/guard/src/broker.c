@@ -20,7 +20,7 @@
 #define LOOK_MS 50            /* between looks at the gate and at interrupts; a connection's retry */
 #define AWAY_NS 5000000000ull /* without a broker for as long, a call fails */
 #define HELD_NS 1000000000ull /* a connection that lasted as long was to a broker that works */
-#define ANSWER_BYTES 65536
+#define ANSWER_BYTES 4096     /* of an answer are read: its type comes first */
 
 enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_INTERRUPTED, ANSWER_AWAY };
 
@@ -48,7 +48,7 @@ void broker_remember(void)
 /* ---- text */
 
 struct text {
-    char at[8192];
+    char at[5120]; /* each character of a name or token may take six */
     size_t length;
     bool full;
 };
@@ -132,9 +132,7 @@ static int receive(int fd, char *answer, size_t *have)
         return -1;
     *have += (size_t)n;
     answer[*have] = 0;
-    if (strchr(answer, '\n'))
-        return 1;
-    return *have < ANSWER_BYTES - 1 ? 0 : -1;
+    return strchr(answer, '\n') || *have == ANSWER_BYTES - 1;
 }
 
 static enum answer ask(const struct text *question, bool for_gate)
