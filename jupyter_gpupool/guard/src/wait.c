@@ -71,6 +71,7 @@ bool polite_finalizing(void)
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint32_t watching, interrupts;
 static struct sigaction before;
+static bool installed; /* since the first of those that wait now began */
 
 static void on_interrupt(int number, siginfo_t *info, void *where)
 {
@@ -88,8 +89,9 @@ static bool is_ours(const struct sigaction *action)
     return (action->sa_flags & SA_SIGINFO) && action->sa_sigaction == on_interrupt;
 }
 
-/* The same handler was set again over ours: an IPython kernel does that for each cell, while a
- * thread of an earlier cell waits. Another one may call ours, and ours must not call it. */
+/* The same handler was set again over ours, as an IPython kernel does for each cell while a thread of
+ * an earlier cell waits. (All of Python's are one to the system.) Another one may call ours, and ours
+ * must not call it. */
 static bool is_before(const struct sigaction *action)
 {
     return ((action->sa_flags ^ before.sa_flags) & SA_SIGINFO) == 0 &&
@@ -97,19 +99,28 @@ static bool is_before(const struct sigaction *action)
                                           : action->sa_handler == before.sa_handler);
 }
 
-static void watch(void)
+/* In front of the handler that is there, if there is one; under the lock. */
+static void install(void)
 {
     struct sigaction now;
-    pthread_mutex_lock(&lock);
-    bool first = !watching++;
-    if (!sigaction(SIGINT, NULL, &now) && !is_ours(&now) && (first || is_before(&now)) &&
-        ((now.sa_flags & SA_SIGINFO) ||
-         (now.sa_handler != SIG_DFL && now.sa_handler != SIG_IGN))) {
+    if (sigaction(SIGINT, NULL, &now) || is_ours(&now))
+        return;
+    if (!installed)
         before = now;
-        now.sa_sigaction = on_interrupt;
-        now.sa_flags = (now.sa_flags | SA_SIGINFO) & ~SA_RESETHAND;
-        sigaction(SIGINT, &now, NULL);
-    }
+    else if (!is_before(&now))
+        return;
+    if (!(now.sa_flags & SA_SIGINFO) && (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN))
+        return;
+    now.sa_sigaction = on_interrupt;
+    now.sa_flags = (now.sa_flags | SA_SIGINFO) & ~SA_RESETHAND;
+    installed = !sigaction(SIGINT, &now, NULL);
+}
+
+static void watch(void)
+{
+    pthread_mutex_lock(&lock);
+    watching++;
+    install();
     pthread_mutex_unlock(&lock);
 }
 
@@ -117,6 +128,7 @@ static void watch(void)
 static void put_back(void)
 {
     struct sigaction now;
+    installed = false;
     if (!sigaction(SIGINT, NULL, &now) && is_ours(&now))
         sigaction(SIGINT, &before, NULL);
 }
@@ -131,7 +143,13 @@ static void unwatch(void)
 
 bool polite_interrupted(const struct polite *p)
 {
-    return __atomic_load_n(&interrupts, __ATOMIC_SEQ_CST) != p->interrupts;
+    if (__atomic_load_n(&interrupts, __ATOMIC_SEQ_CST) != p->interrupts)
+        return true;
+    /* Looked at again and again: the handler may have been set anew meanwhile. */
+    pthread_mutex_lock(&lock);
+    install();
+    pthread_mutex_unlock(&lock);
+    return false;
 }
 
 /* ---- both */
