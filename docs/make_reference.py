@@ -34,8 +34,8 @@ change what is here.
 - Sizes take bytes or text: `4294967296`, `"4GiB"`, `"512MiB"`, `"1.5 GB"`. KiB, MiB, GiB are
   powers of 1024 and so are K, M, G; kB, MB, GB are powers of 1000.
 - Durations take seconds or text: `90`, `"90s"`, `"10m"`, `"2h"`.
-- `devices`, `emulate`, `guard`, `socket`, `state_dir` and `lock_timeout` take effect when the broker
-  is started again; all others also on SIGHUP.
+- `devices`, `emulate`, `guard`, `socket`, `state_dir` and `lock_timeout` take effect when the
+  broker is started again; all others also on SIGHUP.
 
 """
 
