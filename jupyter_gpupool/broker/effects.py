@@ -20,6 +20,7 @@ from ..units import format_bytes
 from . import host, processes
 from .activity import Activity
 from .pages import CLOSED, Pages
+from .quiesce import quiesce
 from .runner import Runner
 from .sessions import Session
 
@@ -263,6 +264,8 @@ class DeviceEffects:
             if loop.time() >= give_up:
                 return "drain", f"a CUDA call did not return within {DRAIN:g} s"
             await asyncio.sleep(DRAIN_POLL)
+        if reading is not None and not await quiesce([slot.pid for slot in reading.slots]):
+            return "drain", "a thread that was about to call CUDA got no processor"
         return None
 
     async def _ask(self, session: Session, epoch: int) -> tuple[bool, str]:
