@@ -1,0 +1,62 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Threads that take memory in all ways at once (``race.c``), also instrumented."""
+
+import subprocess
+
+import pytest
+
+from jupyter_gpupool.emulator import build as emulator_build
+from jupyter_gpupool.guard import build
+
+MIB = 1 << 20
+#: Less than the largest request, so that some are refused also where threads do not meet.
+LIMIT = 96 * MIB
+
+
+@pytest.fixture
+def race(make_session, compiled):
+    """Return a function that runs the program; the refusals."""
+    session = make_session("1x1GiB,context=32MiB")
+    session.grant(session.uuids, each=LIMIT, limit=LIMIT)
+    session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
+
+    def run(seed, rounds, *flags, **variables):
+        program = compiled("race", f"-I{build.SOURCES}", "-pthread", "-ldl", *flags)
+        done = session.run(program, seed, rounds, check=False, **variables)
+        assert done.returncode == 0, (done.returncode, done.stdout, done.stderr[-5000:])
+        refusals, available, total = map(int, done.stdout.split())
+        assert (available, total) == (LIMIT - 32 * MIB, LIMIT)  # the context is all that is left
+        assert session.slots() == ()
+        return refusals
+
+    return run
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_left(race, seed):
+    assert race(seed, 1000) > 0  # it did get full
+
+
+@pytest.fixture(scope="module", params=["address", "thread"])
+def instrumented(request, tmp_path_factory):
+    """Build the guard and the driver instrumented; flags and variables for programs."""
+    folder = tmp_path_factory.mktemp(request.param)
+    build.compile(folder / "guard", sanitize=request.param)
+    emulator_build.compile(folder / "driver", sanitize=request.param)
+    runtime = {"address": "libasan.so", "thread": "libtsan.so"}[request.param]
+    found = subprocess.run(
+        ["cc", f"-print-file-name={runtime}"],
+        capture_output=True, text=True, timeout=30, check=True,
+    ).stdout.strip()  # fmt: skip
+    return f"-fsanitize={request.param}", {
+        "LD_PRELOAD": f"{found}:{folder / 'guard' / 'libcuda.so.1'}",
+        "LD_LIBRARY_PATH": f"{folder / 'guard'}:{folder / 'driver'}",
+        "ASAN_OPTIONS": "halt_on_error=1:detect_leaks=0",  # freed handles of contexts stay
+        "TSAN_OPTIONS": "halt_on_error=1",
+    }
+
+
+def test_nothing_is_left_instrumented(race, instrumented):
+    flag, variables = instrumented
+    race(7, 150, flag, **variables)
