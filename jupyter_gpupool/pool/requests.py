@@ -168,13 +168,15 @@ class Requests:
         s = self._session(event.session, event.rid)
         if s is None:
             return
+        if s.growing:
+            # What it was promised of its own guarantee must not be kept from it.
+            self._books.drop_plan(s)
         refusal = growth.answer(self._books, s, event)
+        if s.growing:
+            self._server.grow(s)
         if refusal is not None:
             self._refuse(s, event.rid, refusal)
             return
-        if s.growing:
-            # It still waits for what is guaranteed, of which this was a part.
-            self._server.grow(s)
         held = self._books.inventory[event.device].leases[s.id]
         self._answer(s, event.rid, f"The slice is {format_bytes(held)} now.")
 

@@ -316,3 +316,16 @@ def test_who_could_not_be_suspended_gives_what_it_does_not_use_to_whoever_waits_
     actions = lab.refused("a", "pinned")
     assert got(actions, ev.Resize, session="a").slices == (Slice("G0", 6),)
     assert attaches(actions) == ["w"]
+
+
+def test_what_is_free_and_promised_to_the_asker_itself_is_given_to_it(make):
+    lab = make(device(0))
+    lab.idle("i", 8)
+    lab.running("a", 4)
+    assert suspends(lab.change("a", 12)) == ["i"]
+    # 4 are free, and part of the 8 that it is promised.
+    actions = lab.grow("a", 3)
+    assert suspends(actions) == []
+    assert got(actions, ev.Resize).slices == (Slice("G0", 7),)
+    assert code(lab.grow("a", 5)) == "no-memory"
+    assert got(lab.suspended("i", ("G0", 2)), ev.Resize).slices == (Slice("G0", 12),)
