@@ -472,6 +472,27 @@ def test_devices_are_counted_each_for_itself(session, process):
     assert (used(session, 0), used(session, 1)) == (32 * MIB, 32 * MIB)
 
 
+def test_a_stream_of_another_device_takes_from_its_device(session, process):
+    child = process()
+    code = """
+assert context(1) == 0
+stream = ctypes.c_void_p()
+assert C.cuStreamCreate(ctypes.byref(stream), 0) == 0
+assert context(0) == 0
+p = alloc_async(64 << 20, stream)
+_ = p > 802
+"""
+    assert child.do(code)
+    assert (used(session, 0), used(session, 1)) == (32 * MIB, 96 * MIB)
+    assert (taken(session, 0), taken(session, 1)) == (32 * MIB, 96 * MIB)
+    assert child.do("_ = C.cuMemFreeAsync(ctypes.c_uint64(p), stream), C.cuCtxSynchronize()") == (
+        0,
+        0,
+    )
+    assert child.do("_ = C.cuStreamSynchronize(stream)") == 0
+    assert used(session, 1) == taken(session, 1)
+
+
 def test_devices_that_the_process_sees_in_another_order(session, process):
     one, two = session.uuids
     child = process(CUDA_VISIBLE_DEVICES=f"{two},{one}")
