@@ -1,10 +1,12 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Threads that the interpreter knows nothing of, each in one call of the driver.
+ * Threads that the interpreter knows nothing of, each in one call of the driver; and a handler of
+ * interrupts that calls the one it replaced.
  */
 #include <dlfcn.h>
 #include <pthread.h>
+#include <signal.h>
 
 static pthread_t thread[8];
 static int threads;
@@ -18,8 +20,27 @@ static void *call(void *unused)
     return synchronise() == 201 ? NULL : driver; /* a thread has no context of its own */
 }
 
+static struct sigaction replaced;
+int called;
+
+static void chained(int number, siginfo_t *info, void *where)
+{
+    called++;
+    if (replaced.sa_flags & SA_SIGINFO)
+        replaced.sa_sigaction(number, info, where);
+    else
+        replaced.sa_handler(number);
+}
+
 int begin(void);
 int join(void);
+int chain(void);
+
+int chain(void)
+{
+    struct sigaction ours = {.sa_sigaction = chained, .sa_flags = SA_SIGINFO};
+    return sigaction(SIGINT, &ours, &replaced);
+}
 
 int begin(void)
 {

@@ -142,6 +142,50 @@ t = threading.Thread(target=lambda: C.cuCtxSynchronize()); t.start()
     assert waiting.do("os.kill(os.getpid(), signal.SIGINT); time.sleep(0); _ = seen") == [2]
 
 
+def test_a_handler_that_is_set_anew_during_a_wait_ends_it_too(session, waiting, until):
+    """An IPython kernel sets its own for each cell, while threads of earlier cells wait."""
+    waiting.do("""
+results = []
+t = threading.Thread(target=lambda: results.append(C.cuCtxSynchronize())); t.start()
+""")
+    session.broker.asked(1)
+    waiting.do(NOTE)
+
+    def interrupted():
+        waiting.process.send_signal(signal.SIGINT)
+        return waiting.do("_ = results")
+
+    assert until(interrupted) == [NOT_READY]
+    waiting.do("t.join()")
+    assert set(waiting.do("_ = seen")) == {signal.SIGINT}
+    before = waiting.do("_ = len(seen)")
+    waiting.process.send_signal(signal.SIGINT)
+    until(lambda: waiting.do("_ = len(seen)") == before + 1)
+
+
+def test_handlers_that_call_one_another_end(session, waiting, compiled):
+    """A library puts its handler over the guard's during a wait, and calls it, also in the next."""
+    library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
+    waiting.do(f"F = ctypes.CDLL({str(library)!r}); called = ctypes.c_int.in_dll(F, 'called')")
+    waiting.do(NOTE)
+    for calls in (1, 2, 3):
+        waiting.send("_ = C.cuCtxSynchronize(), len(seen), called.value")
+        session.broker.asked(calls)
+        waiting.process.send_signal(signal.SIGINT)
+        assert waiting.reply() == (NOT_READY, calls, calls - 1)
+        if calls == 1:
+            waiting.do("""
+t = threading.Thread(target=lambda: C.cuCtxSynchronize()); t.start()
+""")
+            session.broker.asked(2)
+            waiting.do("F.chain()")
+            session.page.set_gate(pages.OPEN)
+            waiting.do("t.join()")
+            session.page.set_gate(pages.CLOSED)
+            session.broker.messages.clear()
+            session.broker.messages.append("the one before")
+
+
 def test_a_pause_is_interrupted_too(session, waiting):
     session.page.set_gate(pages.PAUSED, pause_until=time.monotonic_ns() + 60_000_000_000)
     waiting.do(NOTE)

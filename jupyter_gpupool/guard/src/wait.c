@@ -71,16 +71,22 @@ bool polite_finalizing(void)
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint32_t watching, interrupts;
 static struct sigaction before;
-static bool installed; /* since the first of those that wait now began */
+static struct sigaction under; /* of ours where another handler was left on top that may call it */
+static bool installed;         /* since the first of those that wait now began */
+static __thread volatile sig_atomic_t nested;
 
 static void on_interrupt(int number, siginfo_t *info, void *where)
 {
-    int error = errno;
-    __atomic_add_fetch(&interrupts, 1, __ATOMIC_SEQ_CST);
-    if (before.sa_flags & SA_SIGINFO)
-        before.sa_sigaction(number, info, where);
-    else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
-        before.sa_handler(number);
+    int error = errno, outer = nested;
+    const struct sigaction *next = outer ? &under : &before;
+    nested = 1;
+    if (!outer)
+        __atomic_add_fetch(&interrupts, 1, __ATOMIC_SEQ_CST);
+    if (next->sa_flags & SA_SIGINFO)
+        next->sa_sigaction(number, info, where);
+    else if (next->sa_handler != SIG_DFL && next->sa_handler != SIG_IGN)
+        next->sa_handler(number);
+    nested = outer;
     errno = error;
 }
 
@@ -90,8 +96,8 @@ static bool is_ours(const struct sigaction *action)
 }
 
 /* The same handler was set again over ours, as an IPython kernel does for each cell while a thread of
- * an earlier cell waits. (All of Python's are one to the system.) Another one may call ours, and ours
- * must not call it. */
+ * an earlier cell waits. (All of Python's are one to the system.) Another one may call ours, and is
+ * left on top. */
 static bool is_before(const struct sigaction *action)
 {
     return ((action->sa_flags ^ before.sa_flags) & SA_SIGINFO) == 0 &&
@@ -124,13 +130,18 @@ static void watch(void)
     pthread_mutex_unlock(&lock);
 }
 
-/* Only if it is still ours: somebody may have set another meanwhile, and may call ours from it. */
+/* Only if it is still ours: somebody may have set another meanwhile, and may call ours from it. The
+ * next time ours may thus come before and after that one. */
 static void put_back(void)
 {
     struct sigaction now;
+    if (!installed || sigaction(SIGINT, NULL, &now))
+        return;
     installed = false;
-    if (!sigaction(SIGINT, NULL, &now) && is_ours(&now))
+    if (is_ours(&now))
         sigaction(SIGINT, &before, NULL);
+    else if (!is_before(&now))
+        under = before;
 }
 
 static void unwatch(void)
