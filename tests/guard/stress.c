@@ -19,6 +19,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #define BUFFERS 8
@@ -311,6 +312,21 @@ static void busy(struct worker *w)
     OK(cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, w->stream, params, NULL));
 }
 
+/* A child has no CUDA, whatever its parent was doing at that instant; neither may it hang. */
+static void forks(void)
+{
+    int status = 0;
+    pid_t pid = fork();
+    if (!pid) {
+        uint64_t p;
+        alarm(30);
+        int first = cuInit(0), second = cuMemAlloc(&p, 4096);
+        _exit(first == 3 && second == 3 ? 0 : 1);
+    }
+    if (pid < 0 || waitpid(pid, &status, 0) != pid || status)
+        fail("the child of a fork", status);
+}
+
 static void look(void)
 {
     size_t free = 0, total = 0;
@@ -360,7 +376,10 @@ static void step(struct worker *w)
         wait_for(w);
         break;
     case 8:
-        look();
+        if (draw(w, 8))
+            look();
+        else
+            forks();
         break;
     case 9:
         by_graph_memory(w);
