@@ -8,7 +8,8 @@ Layout, in the order a message travels::
     connection  bytes <-> messages of one peer, with its limits
     auth        peer credentials -> Owner; who may see and do what
     handlers    requests -> pool events; answers
-    agents      the same, for what kernels' agents say; requests: what may be asked for
+    agents      the same, for what kernels' agents say; wishes: for what people ask of a session
+    requests    what may be asked for
     lives       processes that die, agents that go away, waits that end
     runner      the loop: event -> Pool -> journal -> actions
     effects     Attach and Suspend: the agent's consent, then the driver; results -> events

@@ -210,7 +210,7 @@ class BrokerApp:
             self.handlers.no_device = service.problem or "none was found."
         self.monitor = Monitor(runner, effects, settings, _LOG)
         self.monitor.on_healthy = self._device_healthy
-        self.handlers.look = self.monitor.look
+        self.handlers.wishes.look = self.monitor.look
         runner.on_change = self.monitor.look_soon
         self.runner, self.effects, self.snapshots = runner, effects, snapshots
         self.guarding = Guarding(

@@ -5,15 +5,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import math
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Awaitable, Callable, Mapping, get_args
+from typing import Callable, Mapping, get_args
 
 from ..config.settings import usable_attach
-from ..errors import GPUPoolError, RefusedError
+from ..errors import RefusedError
 from ..pool import events as e
 from ..pool.model import AttachPolicy, Refusal
 from ..protocol import Message
@@ -30,21 +27,16 @@ from .requests import MAX_NAME, blame_default, default_request, fit_unasked, rea
 from .runner import Runner, refused
 from .sessions import Session
 from .status import Snapshots
+from .wishes import Wishes, attempt, note_refusal
 
 #: Sessions that one user may have: memory for an attack, not a quota (see c.GPUPool.quotas).
 MAX_SESSIONS = 5000
 
-#: Seconds for which a slice may be kept idle at a time: a month.
-MAX_KEEP = 30 * 86400.0
-
 #: Connections that one user may have.
 MAX_CONNECTIONS = 8000
 
-#: Requests that may wait for a sample at once; more are judged by the last one.
-MAX_LOOKS = 16
-
-#: Messages that only a session's own processes send.
-_OF_PROCESSES = frozenset({"hello", "hold", "drop", "cancel", "yielded", "attach", "grow"})
+#: Messages by which a session's own processes first speak.
+_OF_PROCESSES = frozenset({"hello", "attach", "grow"})
 
 _POLICIES = frozenset(get_args(AttachPolicy))
 
@@ -85,15 +77,12 @@ class Handlers:
         self.guards: Guards | None = None
         #: When (loop time) somebody last connected.
         self.last_connection = asyncio.get_running_loop().time()
-        #: Takes a sample of the devices now and tells the pool.
-        self.look: Callable[[], Awaitable[None]] = _blind
-        self._looks: set[asyncio.Task[None]] = set()
         self._snapshots = snapshots
         self._connections: set[Connection] = set()
         self._per_user: dict[int, int] = {}
-        self._rids = itertools.count(1)
         self.lives = Lives(runner, log)
         self.agents = Agents(runner, self.lives, snapshots, log)
+        self.wishes = Wishes(runner, self.lives, self._acting)
         self._methods: dict[str, Callable[[Connection, Message], None]] = {
             "open": self._open,
             "launched": self._launched,
@@ -103,9 +92,9 @@ class Handlers:
             "drop": self.agents.drop,
             "cancel": self.agents.cancel,
             "yielded": self.agents.yielded,
-            "request": self._request,
-            "release": self._release,
-            "keep": self._keep,
+            "request": self.wishes.request,
+            "release": self.wishes.release,
+            "keep": self.wishes.keep,
             "status": self._status,
             "journal": self._journal,
             "watch": self._watch,
@@ -132,8 +121,10 @@ class Handlers:
         self.last_connection = asyncio.get_running_loop().time()
 
     def received(self, connection: Connection, message: Message) -> None:
-        speaker = connection.session or self.sessions.find(message.get("session", ""))
-        if speaker is not None and message["type"] in _OF_PROCESSES:
+        speaker = connection.session
+        if speaker is None and message["type"] in _OF_PROCESSES:
+            speaker = self.sessions.find(message["session"])
+        if speaker is not None:
             speaker.messages += 1
         method = self._methods.get(message["type"])
         if method is None:
@@ -204,7 +195,7 @@ class Handlers:
             attach, _ = usable_attach(attach, False)
         self.sessions.add(session)
         outcome: list[tuple[Refusal | None, str]] = []
-        rid = self._rid()
+        rid = f"open {session.id}"
         self.runner.expect(rid, lambda refusal, note: outcome.append((refusal, note)))
         self.runner.handle(
             e.SessionOpened(
@@ -218,7 +209,7 @@ class Handlers:
             if self.pages is not None:
                 self.pages.remove(session)
             refusal = blame_default(outcome[0][0], fields)
-            self._note_refusal(None, "open", refusal, owner=owner.name)
+            note_refusal(self.runner, None, "open", refusal, owner=owner.name)
             raise refused(refusal)
         session.opener = connection
         connection.opened.add(session.id)
@@ -302,7 +293,7 @@ class Handlers:
         early, session.early = session.early, []
         for sender, waiting in early:
             if sender.open:
-                self._try(sender, waiting, self._methods[str(waiting["type"])])
+                attempt(sender, waiting, self._methods[str(waiting["type"])])
 
     def _close(self, connection: Connection, message: Message) -> None:
         session = self.sessions.find(message["session"])
@@ -310,65 +301,6 @@ class Handlers:
             self._check_may_act(connection, session)
             self.lives.end(session, message.get("reason", "")[:MAX_NAME] or "closed by its server")
         connection.answer(message.get("id"))
-
-    # ------------------------------------------------------------------ whoever may act on it
-
-    def _request(self, connection: Connection, message: Message) -> None:
-        session = self._acting(connection, message)
-        record = self.lives.record(session)
-        memory = read_request(record.request, message).memory
-        # What the guard counts is exact, and older by up to a sample.
-        guarded = session.page is not None and any(memory < s.bytes for s in record.slices)
-        shrinks = memory < record.footprint or guarded
-        if not shrinks or len(self._looks) >= MAX_LOOKS:
-            self._request_now(connection, message)
-            return
-        # Less than it was seen to use: that was a while ago, and it may have freed some since.
-        task = asyncio.get_running_loop().create_task(self._look_first(connection, message))
-        self._looks.add(task)
-        task.add_done_callback(self._looks.discard)
-
-    async def _look_first(self, connection: Connection, message: Message) -> None:
-        with suppress(GPUPoolError):
-            await self.look()
-        if connection.open:
-            self._try(connection, message, self._request_now)
-
-    def _request_now(self, connection: Connection, message: Message) -> None:
-        session = self._acting(connection, message)
-        request = read_request(self.lives.record(session).request, message)
-        self._ask(
-            connection,
-            message,
-            session,
-            lambda rid: e.RequestChanged(
-                now=self.runner.now(), session=session.id, request=request, rid=rid
-            ),
-        )
-
-    def _release(self, connection: Connection, message: Message) -> None:
-        session = self._acting(connection, message)
-        self._ask(
-            connection,
-            message,
-            session,
-            lambda rid: e.ReleaseAsked(now=self.runner.now(), session=session.id, rid=rid),
-        )
-
-    def _keep(self, connection: Connection, message: Message) -> None:
-        session = self._acting(connection, message)
-        seconds = float(message["seconds"])
-        if not math.isfinite(seconds) or not 0 <= seconds <= MAX_KEEP:
-            raise RefusedError(f"A slice cannot be kept for {seconds} seconds.", code="bad-request")
-        until = self.runner.now() + seconds
-        self._ask(
-            connection,
-            message,
-            session,
-            lambda rid: e.KeepAsked(
-                now=self.runner.now(), session=session.id, until=until, rid=rid
-            ),
-        )
 
     # ------------------------------------------------------------------ anybody
 
@@ -396,9 +328,6 @@ class Handlers:
 
     # ------------------------------------------------------------------ internals
 
-    def _rid(self) -> str:
-        return f"r{next(self._rids)}"
-
     def _acting(self, connection: Connection, message: Message) -> Session:
         """Return the session that the message is about, if its sender may act on it."""
         name = message.get("session")
@@ -419,48 +348,3 @@ class Handlers:
             return True
         peer = connection.peer
         return row.owner == owner_of(peer.uid, peer.gid).name or self.access.is_admin(peer)
-
-    def _ask(
-        self,
-        connection: Connection,
-        message: Message,
-        session: Session,
-        event: Callable[[str], e.Event],
-    ) -> None:
-        """Hand an event to the pool and answer with what it answers."""
-        request_id, rid = message.get("id"), self._rid()
-
-        def reply(refusal: Refusal | None, note: str) -> None:
-            if refusal is not None:
-                self._note_refusal(session, message["type"], refusal)
-                connection.refuse(request_id, refused(refusal))
-                return
-            answer: dict[str, Any] = {"note": note}
-            record = self.runner.record(session.id)
-            if message["type"] == "request" and record is not None:
-                answer["request"] = request_to_json(record.request)
-            connection.answer(request_id, answer)
-
-        self.runner.expect(rid, reply)
-        self.runner.handle(event(rid))
-
-    def _note_refusal(
-        self, session: Session | None, what: str, refusal: Refusal, owner: str = ""
-    ) -> None:
-        detail = {"what": what, "code": refusal.code, **({"owner": owner} if owner else {})}
-        self.runner.note("refuse", session, reason=refusal.message, detail=detail)
-
-    def _try(
-        self,
-        connection: Connection,
-        message: Message,
-        method: Callable[[Connection, Message], None],
-    ) -> None:
-        try:
-            method(connection, message)
-        except GPUPoolError as error:
-            connection.refuse(message.get("id"), error)
-
-
-async def _blind() -> None:
-    """Until there is a monitor."""

@@ -131,12 +131,14 @@ class Monitor:
         granted = self._granted()
         counted = self._counted()
         shown: dict[str, dict[str, int]] = {}
+        old = {sample.uuid for sample in samples}
         for sample in samples:
             if sample.lost:
                 continue  # the device service tells of a loss itself, once
             self.on_healthy(sample.uuid)
             if self._runner.changes.get(sample.uuid) != before.get(sample.uuid):
                 continue  # something was attached or suspended there meanwhile: old news
+            old.discard(sample.uuid)
             use = self._attribute(sample, granted.get(sample.uuid, {}), counted)
             for name, size in use.shown.items():
                 shown.setdefault(name, {})[sample.uuid] = size
@@ -151,7 +153,7 @@ class Monitor:
         if self.settings.foreign_processes != "count":
             self._treat_foreign(samples)
         if self.watchdog is not None:
-            self.watchdog.seen(shown)
+            self.watchdog.seen(shown, old)
         self.on_sample()
 
     # ------------------------------------------------------------------ whose memory

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
-from typing import Mapping
+from typing import Collection, Mapping
 
 from ..config.settings import OverusePolicy
 from ..pool import events as e
@@ -52,13 +52,15 @@ class Watchdog:
         self._log = log
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def seen(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
-        """Take note of a sample: bytes by session and device, as NVML shows them."""
+    def seen(self, sizes: Mapping[str, Mapping[str, int]], old: Collection[str]) -> None:
+        """Take note of a sample: bytes by session and device, as NVML shows them.
+
+        ``old`` are devices that could not be read, or of which the sample is old news.
+        """
         for session in self._runner.sessions:
             used = sizes.get(session.id)
-            if not used and not session.use.overuse:
-                continue
-            self._judge(session, used or {})
+            if used or (session.use.overuse and not old):
+                self._judge(session, used or {})
 
     def _judge(self, session: Session, used: Mapping[str, int]) -> None:
         record, use = self._runner.record(session.id), session.use

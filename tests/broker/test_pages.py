@@ -323,14 +323,14 @@ def test_a_damaged_page_harms_nobody_else(broker, kernel):
     assert other.status()["state"] == "active"
 
 
-def test_agents_cannot_take_the_guards_hold(broker, kernel):
+@pytest.mark.parametrize("message", ["hold", "drop", "cancel"])
+def test_agents_cannot_have_the_guards_hold(broker, kernel, message):
     k = kernel(agent=True)
+    k.set(INFLIGHT, 1)
     k.lease()
-    with kit.Raw(broker.socket) as raw:
-        raw.say(type="hello", id=1, session=k.session, token=k.token)
-        raw.read()
-        raw.say(type="drop", hold="device")
-        assert raw.read()["type"] == "error"
+    fields = {"hold": "device", **({"kind": "cell"} if message == "hold" else {})}
+    assert k.refused("call", type=message, fields=fields) == "protocol"
+    assert holds(k) == ["device"]
 
 
 # ---------------------------------------------------------------------- floods
