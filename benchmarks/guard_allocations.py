@@ -120,8 +120,8 @@ def summarise(text: str, processes: int) -> list[dict[str, Any]]:
     """Return one row for each call out of the program's lines."""
     rounds: dict[str, list[list[float]]] = defaultdict(list)
     for line in text.splitlines():
-        name, *values = line.split()
-        rounds[name].append([float(value) for value in values])
+        name, *numbers = line.split()
+        rounds[name].append([float(number) for number in numbers])
     rows = []
     for name, values in rounds.items():
         row: dict[str, Any] = {"call": name, "processes": processes}
