@@ -160,6 +160,8 @@ class Books(Lanes):
         """Give a waiting session the place that its (changed) request deserves."""
         assert s.entry is not None
         number = s.entry[2]
+        if self.claim is not None and self.claim.session == s.id:
+            self.recheck_head = True
         self.drop_plan(s)
         self.set_lane(s, "")
         self.order.remove(s.entry)
@@ -223,8 +225,8 @@ class Books(Lanes):
                 if change is not None:
                     self.quotas.charge(change.owner, change.charge, change.devices, 1, sign)
         if old is not None:
-            for uuid in old.wanted:
-                if claim is None or uuid not in claim.wanted:
+            for uuid, wanted in old.wanted.items():
+                if claim is None or claim.wanted.get(uuid) != wanted:
                     self.inventory.nudge(uuid)
             if claim is None or claim.session != old.session:
                 session = self.sessions.get(old.session)

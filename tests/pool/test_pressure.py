@@ -257,6 +257,29 @@ def test_a_later_small_request_does_not_take_what_the_head_accumulates(make):
     )
 
 
+def test_who_is_behind_a_head_that_asks_for_less_passes_at_once(make):
+    lab = make(device(0))
+    lab.running("a", 8)
+    lab.running("b", 4)
+    lab.open("head", 12)
+    lab.hold("head")
+    lab.open("small", 2)
+    assert attaches(lab.hold("small")) == []
+    # Now that a has to end in any case, it leaves 3 to spare.
+    assert attaches(lab.change("head", 9)) == ["small"]
+
+
+def test_states_of_different_sizes_find_their_places_whatever_their_order(make):
+    lab = make(device(0, 12), device(1, 12))
+    lab.idle("a", 10, devices=2)
+    lab.release("a")
+    lab.suspended("a", ("G0", 1), ("G1", 10))
+    lab.seen("G1", foreign=2)
+    # 10 bytes for one, 11 for the other, and only one device has room for 11.
+    attach = got(lab.hold("a"), ev.Attach)
+    assert attach.slices == (Slice("G1", 10), Slice("G0", 11))
+
+
 def test_the_head_starts_when_one_lease_ends_although_somebody_passed(make):
     lab = make(device(0))
     lab.running("a", 10)
