@@ -22,7 +22,7 @@ from typing import AsyncIterator, Callable, Mapping
 from ..errors import GPUPoolError
 from ..guard import install, page
 from ..guard.page import Page, Reading
-from . import selftest
+from . import processes, selftest
 from .children import Child
 
 #: Bytes of the test's slice, and what is asked for beyond it. The context is not charged here.
@@ -34,6 +34,9 @@ GATE_TIMEOUT = 10.0
 
 #: Seconds between two looks at the page; nobody tells of a change.
 _POLL = 0.005
+
+#: Of a test's folder; the pid of its broker follows.
+_PREFIX = "gpupool-selftest-"
 
 #: Memory that is a file, without a disk; elsewhere the guard works as well.
 _SHM = Path("/dev/shm")
@@ -47,7 +50,7 @@ class GuardFrame(selftest.Frame):
         self.session = f"{selftest.SESSION}-{secrets.token_hex(8)}"
         self.page = Page.create(folder / "page", self.session, os.geteuid())
         self._index = index
-        self._socket = folder / "broker.sock"
+        self._socket = folder / "s"
         self._token = secrets.token_hex(16)
         self._opened = asyncio.Event()
         self._held: asyncio.Task[bool] | None = None
@@ -173,7 +176,8 @@ async def guard_frame(uuid: str, index: int, base: Mapping[str, str]) -> AsyncIt
     """
     install.library()
     place = _SHM if os.access(_SHM, os.W_OK | os.X_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="gpupool-selftest-", dir=place))
+    _sweep(place or Path(tempfile.gettempdir()))
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))
     try:
         frame = GuardFrame(folder, uuid, index, base)
         server = await frame._serve()
@@ -184,3 +188,13 @@ async def guard_frame(uuid: str, index: int, base: Mapping[str, str]) -> AsyncIt
             await frame.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(place: Path) -> None:
+    """Remove what tests left whose broker was killed; nobody else would."""
+    for folder in place.glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            mine = folder.lstat().st_uid == os.geteuid()
+            if mine and pid.isdigit() and not processes.read_stat(int(pid)):
+                shutil.rmtree(folder, ignore_errors=True)

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -27,13 +30,12 @@ def guard_library():
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(monkeypatch, tmp_path):
+def place(monkeypatch):
     """Put pages where only this test looks; fail if one, or a folder, stays."""
-    place = tmp_path / "shm"
-    place.mkdir()
-    monkeypatch.setattr(guarded, "_SHM", place)
-    yield
-    assert [*place.iterdir()] == []
+    with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:  # short: it holds a socket
+        monkeypatch.setattr(guarded, "_SHM", Path(folder))
+        yield Path(folder)
+        assert [*Path(folder).iterdir()] == []
 
 
 def why(device) -> str:
@@ -175,6 +177,21 @@ async def test_no_place_for_the_page(emulated, monkeypatch, tmp_path):
     async with emulated("1x1GiB,context=16MiB").started(guard=True) as (_, (device,)):
         assert (device.tier, device.can_suspend) == ("unguarded", True)
         assert device.tier_reason.startswith("The guard cannot be used. [Errno 20]")
+
+
+async def test_what_a_killed_broker_left_is_removed(emulated, place):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = place / f"gpupool-selftest-{ended.pid}-abc"
+    alive = place / f"gpupool-selftest-{os.getpid()}-abc"
+    for folder in (left, alive):
+        folder.mkdir()
+        (folder / "page").touch()
+    async with emulated("1x1GiB,context=16MiB").started(guard=True) as (_, (device,)):
+        assert device.tier == "guarded"
+    assert not left.exists()
+    assert (alive / "page").exists()
+    shutil.rmtree(alive)
 
 
 # ------------------------------------------------------------------ what an earlier broker found
