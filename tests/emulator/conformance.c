@@ -10,7 +10,8 @@
  * Prints TAP; the exit status is 0 if nothing failed. SKIP names cases to leave out. On hardware
  * that other people use, leave out at least "restore_without_room", which fills the device and
  * strands a process until it is killed, "sync_while_suspended", which crashes one, and
- * "stopped_target", which hangs a call. The program suspends only processes that it started.
+ * "stopped_target", which hangs a call; with driver 610 or later "exported_memory_is_not_suspended",
+ * which it may be there. The program suspends only processes that it started.
  */
 #include "conformance_graphs.h"
 #include "conformance_sharing.h"
