@@ -30,7 +30,7 @@ def pool(pool):
 
 
 def test_a_cell_waits_no_longer_than_max_wait_and_says_why(pool):
-    pool = pool(ONE, default_memory=400 * MiB, max_wait=1.0)
+    pool = pool(ONE, default_memory=400 * MiB, max_wait=1.0, max_swap_overhead=0.0, quiet_after=0.2)
     flag = pool.folder / "go"
 
     async def scenario():
@@ -226,7 +226,7 @@ def _kind(descriptor):
 
 
 def test_a_hundred_moves_leave_no_descriptor_and_no_memory_behind(pool):
-    pool = pool("2x640MiB,context=8MiB", default_memory=64 * MiB)
+    pool = pool("2x640MiB,context=8MiB", default_memory=64 * MiB, quiet_after=0.1)
 
     async def scenario():
         kernel = await pool.kernel()
@@ -254,6 +254,8 @@ def test_a_hundred_moves_leave_no_descriptor_and_no_memory_behind(pool):
             await release(pool, kernel)
             (await kernel.run("block.verify()")).check()
         more = [now - was for now, was in zip(descriptors(), before, strict=True)]
+        # SQLite keeps one of a closed connection for the next, while another connection is open.
+        more[0] -= Counter([str(path) for path in pool.folder.glob("state/journal-*.sqlite")])
         assert not any(more), more
         # An event loop's pool of helper threads grows with use, up to this many (asyncio's own).
         most = min(32, (os.cpu_count() or 1) + 4)
