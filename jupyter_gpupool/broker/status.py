@@ -245,7 +245,7 @@ class Snapshots:
             "used_bytes": self._used(session, record),
             "limit": record.request.limit,
             "compute": record.request.compute,
-            "waiting": session.use.waiting or len(session.guards),
+            "waiting": session.use.waiting if record.slices else len(session.guards),
             "keep_until": record.keep_until or None,
             "overuse_bytes": session.use.overuse,
             "busy_seconds": session.use.busy_seconds,

@@ -135,7 +135,8 @@ class Page:
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(descriptor, SIZE)
+            # All of it now: shared memory that is full ends whoever writes to a hole (SIGBUS).
+            os.posix_fallocate(descriptor, 0, SIZE)
             if uid != os.geteuid():
                 os.fchown(descriptor, uid, -1)
             page = cls(path, descriptor)

@@ -103,6 +103,18 @@ def test_a_broker_without_the_guard_serves_the_kernels_of_one_with_it(make_broke
     k.close()
 
 
+def test_where_no_page_can_be_made_a_kernel_runs_without_the_guard(broker, kernel):
+    k = kernel(memory=BIG)
+    kit.remove(k.path.parent)
+    with broker.client() as client:
+        answer = client.call("open", kernel_id="new")
+        assert answer["attach"] == "cell"
+        assert "GPUPOOL_PAGE" not in answer["env"]
+        assert "gpupool-guard" not in answer["env"].get("LD_PRELOAD", "")
+    k.lease()  # who has a page has it still
+    assert k.granted() == BIG
+
+
 # ---------------------------------------------------------------------- before a lease
 
 
