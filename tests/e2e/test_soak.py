@@ -64,7 +64,14 @@ async def soak(pool, seconds, seed, idle):
 
 
 def run_soak(pool, seconds, seed, idle, attach="lazy"):
-    pool = pool("2x1638MiB,context=64MiB", default_memory=SLICE, attach=attach)
+    # As often as it can be: no rest after a move, and idle as soon as nothing is running.
+    pool = pool(
+        "2x1638MiB,context=64MiB",
+        default_memory=SLICE,
+        attach=attach,
+        quiet_after=0.1,
+        max_swap_overhead=0.0,
+    )
     sampler = Sampler(pool)
     sampler.first()
     rounds, sessions = asyncio.run(soak(pool, seconds, seed, idle))
