@@ -440,6 +440,27 @@ def test_devices_are_settled_at_the_first_cuinit(session):
     assert child.do("_ = C.cuInit(0), number(C.cuDeviceGetCount)") == (0, 1)
 
 
+def test_a_context_is_never_made_where_nothing_is_granted(session):
+    """cuInit before the lease, which is on another device: an error, not a neighbour's GPU."""
+    home = session.uuids[0]
+    child = session.child(GPUPOOL_VISIBLE=home, CUDA_VISIBLE_DEVICES=home)
+    session.grant(session.uuids[:1])
+    assert child.do("_ = C.cuInit(0)") == 0
+    session.grant(session.uuids[1:])
+    assert child.do("_ = context()") == 46
+    assert session.slots()[0].used[0] == 0
+    session.grant(session.uuids[:1])
+    assert child.do("_ = context()") == 0
+
+
+def test_a_process_with_a_context_moves_with_its_session(session):
+    child = session.child()
+    session.grant(session.uuids[:1])
+    assert child.do("_ = context()") == 0
+    session.grant(session.uuids[1:])
+    assert child.do("x = ctypes.c_void_p(); _ = C.cuCtxCreate_v2(ctypes.byref(x), 0, 0)") == 0
+
+
 def test_bytes_are_counted_on_the_devices_of_the_session(session):
     """A process that sees only the second device: its device 0 is the session's 1."""
     child = session.child(CUDA_VISIBLE_DEVICES="1")

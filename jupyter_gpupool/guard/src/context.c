@@ -98,20 +98,23 @@ struct here here_of_stream(CUstream stream, bool per_thread)
 
 /* Before a context is made: charged unless one is there. A second thread that makes one at the
  * same time charges too, and gets it back: nobody waits for a lock while the broker is asked. */
-static CUresult context_begin(int ordinal, uint64_t *charged)
+static CUresult context_begin(CUdevice device, int ordinal, uint64_t *charged)
 {
     struct devices *d = devices();
     struct page_slot *slot = guard_slot();
     *charged = 0;
     if (ordinal < 0 || !d || !slot)
         return CUDA_SUCCESS;
+    CUresult result = guard_sees_slice(device);
+    if (result)
+        return result;
     own_lock(&d->lock);
     bool first = !d->device[ordinal].charged;
     own_unlock(&d->lock);
     if (!first)
         return CUDA_SUCCESS;
     uint64_t bytes = __atomic_load_n(&guard_page->context_bytes, __ATOMIC_RELAXED);
-    CUresult result = guard_charge(ordinal, bytes);
+    result = guard_charge(ordinal, bytes);
     if (!result)
         *charged = bytes;
     return result;
@@ -186,7 +189,7 @@ static void context_gone(int ordinal, CUcontext context, bool was_primary)
     ENTER;                                                                         \
     int ordinal = here_of_device(device).ordinal;                                  \
     uint64_t charged;                                                              \
-    CUresult result = context_begin(ordinal, &charged);                            \
+    CUresult result = context_begin(device, ordinal, &charged);                            \
     return result ? result : context_end(call, ordinal, charged, NULL)
 
 CUresult wrap_cuCtxCreate_v2(CUcontext *out, unsigned flags, CUdevice device)
@@ -227,7 +230,7 @@ CUresult wrap_cuGreenCtxCreate(CUgreenCtx *out, void *resources, CUdevice device
     ENTER;
     int ordinal = here_of_device(device).ordinal;
     uint64_t charged;
-    CUresult result = context_begin(ordinal, &charged);
+    CUresult result = context_begin(device, ordinal, &charged);
     if (result)
         return result;
     result = context_end(REAL(cuGreenCtxCreate)(out, resources, device, flags), ordinal, charged, NULL);
@@ -276,7 +279,7 @@ CUresult wrap_cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
     ENTER;
     int ordinal = here_of_device(device).ordinal;
     uint64_t charged;
-    CUresult result = context_begin(ordinal, &charged);
+    CUresult result = context_begin(device, ordinal, &charged);
     if (result)
         return result;
     result = REAL(cuDevicePrimaryCtxRetain)(out, device);

@@ -100,6 +100,12 @@ int guard_ordinal(CUdevice device);
 /* Ordinal in the session of the current context's device; -1 if there is none. */
 int guard_current(void);
 
+/* Before the first context of this process on `device`, with the gate open: whether what it sees
+ * under that number is the slice. A process settles at cuInit, without a lease; if its session gets
+ * or moves to another device before it has a context, it must not take memory where none was
+ * granted. CUDA_ERROR_DEVICE_UNAVAILABLE then, and a sentence on standard error. */
+CUresult guard_sees_slice(CUdevice device);
+
 void guard_pin(uint32_t pins); /* PIN_* */
 
 /* Map the page and take a slot. 0, or what every call is to return, once said on stderr. */

@@ -7,16 +7,19 @@
 #include "wraps.h"
 
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <unistd.h>
 
 #define VISIBLE "CUDA_VISIBLE_DEVICES"
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bool chosen;
-/* The session's ordinal of each of this process's devices. */
+/* The session's ordinal of each of this process's devices, and their names at the time. */
 static int seen, ordinal_of[PAGE_DEVICES];
+static char name_of[PAGE_DEVICES][PAGE_UUID];
 
 /* The device that one entry of a list names: an index, or a UUID or the beginning of one. */
 static int by_text(const char *text, size_t length, const char *home)
@@ -67,11 +70,13 @@ static void choose_visible(void)
         }
         if (device < 0)
             break;
-        ordinal_of[seen++] = device;
         size_t n = strnlen(guard_page->uuid[device], PAGE_UUID - 1);
+        memcpy(name_of[seen], guard_page->uuid[device], n);
+        name_of[seen][n] = 0;
+        ordinal_of[seen] = device;
         if (length)
             list[length++] = ',';
-        memcpy(list + length, guard_page->uuid[device], n);
+        memcpy(list + length, name_of[seen++], n);
         length += n;
         if (!all && *asked++ != ',')
             break;
@@ -88,6 +93,10 @@ CUresult wrap_cuInit(unsigned flags)
     if (guard_blocked())
         return CUDA_SUCCESS; /* it was done before the context that makes the driver block */
     if (guard_page) {
+        /* Said before they are looked at: the broker changes the home devices of nobody who has. */
+        struct page_slot *slot = guard_slot();
+        if (slot)
+            __atomic_or_fetch(&slot->flags, SLOT_CUDA, __ATOMIC_SEQ_CST);
         pthread_mutex_lock(&lock);
         if (!chosen)
             choose_visible();
@@ -111,6 +120,21 @@ int guard_ordinal(CUdevice device)
     if (!seen)
         return device < (int)guard_page->devices ? device : -1;
     return device < seen ? ordinal_of[device] : -1;
+}
+
+CUresult guard_sees_slice(CUdevice device)
+{
+    static bool told;
+    if (guard_has_context() || device < 0 || device >= seen ||
+        !strncmp(name_of[device], guard_page->uuid[ordinal_of[device]], PAGE_UUID))
+        return CUDA_SUCCESS;
+    if (!__atomic_exchange_n(&told, true, __ATOMIC_RELAXED))
+        dprintf(2,
+                "jupyter_gpupool: process %d called cuInit when its session was on %s; the session "
+                "has its slice on %s now, which this process cannot see. Start the process (or the "
+                "kernel) again.\n",
+                (int)getpid(), name_of[device], guard_page->uuid[ordinal_of[device]]);
+    return CUDA_ERROR_DEVICE_UNAVAILABLE;
 }
 
 int guard_current(void)
