@@ -32,9 +32,9 @@ block = Block({DATA}).allocate().write({{key}}).compute()
 
 
 async def person(kernel, rng, deadline, idle):
-    """Use one notebook until the deadline, and at least twice; return the rounds done."""
+    """Use one notebook until the deadline, and at least four times; return the rounds done."""
     rounds = 0
-    while rounds < 2 or time.monotonic() < deadline:
+    while rounds < 4 or time.monotonic() < deadline:
         (await kernel.run(ROUND.format(key=rounds), timeout=240)).check()
         # The person thinks; the kernel is idle meanwhile and anybody may take its slice.
         await asyncio.sleep(rng.uniform(*idle))
