@@ -132,7 +132,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         took = cells(kernels, 200 if options.quick else 2000)
         inside = [float(n) for n in kernels["lazy"].run(INSIDE).split()]
         sent = session_of(client)["messages"] - before
-        waited, attached = grants(kernels["lazy"], client, 10 if options.quick else 100)
+        waited, attached = grants(kernels["lazy"], client, 10 if options.quick else 40)
     more = median(a - b for a, b in zip(took["lazy"], took["plain"], strict=True))
     grant = [max(0.0, a - b) for a, b in zip(waited, attached, strict=True)]
     return {
