@@ -161,7 +161,9 @@ async def _run_notebook(broker: Client, folder: Path) -> None:
 
     devices = broker.call("status")["devices"]
     memory = int(min(d["memory_capacity"] for d in devices) * SHARE_OF_DEVICE)
-    flag = folder / "notebook-is-done"
+    # While neighbour 1 is at work only the notebook can make room for neighbour 2; while neighbour
+    # 2 is, only neighbour 1 can for the notebook.
+    flags = {"neighbour 1": folder / "neighbour-2-has-it", "neighbour 2": folder / "notebook-done"}
     notebook = nbformat.read(find_notebook(), as_version=4)
     managers, clients = [], []
     say(f"  your notebook starts, without a GPU; its slice will be {format_bytes(memory)}")
@@ -171,19 +173,21 @@ async def _run_notebook(broker: Client, folder: Path) -> None:
         async with client.async_setup_kernel():
             for index, cell in enumerate(notebook.cells):
                 if "others-need-the-gpu" in cell.metadata.get("tags", []):
-                    for label in ("neighbour 1", "neighbour 2"):
+                    for label, flag in flags.items():
                         say(f"  {label} starts and asks for {format_bytes(memory)}")
                         managers.append(await _start_kernel(memory, label, folder))
                         # With one device only, nobody may sit on it when the notebook is back.
-                        busy = label == "neighbour 2" and len(devices) > 1
+                        busy = len(devices) > 1
                         clients.append(await _neighbour(managers[-1], label, busy, flag))
                         if busy:
                             await _wait_attached(broker, label)
+                    flags["neighbour 1"].touch()
                     say("  your notebook runs its next cells")
                 await client.async_execute_cell(cell, index)
                 _show_outputs(cell)
     finally:
-        flag.touch()
+        for flag in flags.values():
+            flag.touch()
         for client in clients:
             client.stop_channels()
         for manager in managers:

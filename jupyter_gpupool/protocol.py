@@ -73,6 +73,9 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     # ---- the guard in any process of a session (identified by SO_PEERCRED and the token)
     # a thread waits at the gate. ok, once the gate is open: epoch
     "attach": ({"session": str, "token": str}, {"pid": int, "tid": int}),
+    # cuInit is about to be called without a lease: make the page's devices those of the lease that
+    # the session would get now. ok, also if nothing could be said: -
+    "home": ({"session": str, "token": str}, {"pid": int, "tid": int}),
     # ``bytes`` more than is granted on the session's device number ``device``. ok: granted
     "grow": ({"session": str, "token": str, "device": int, "bytes": int}, {"pid": int, "tid": int}),
     # ---- its agent again

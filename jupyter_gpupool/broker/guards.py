@@ -13,8 +13,9 @@ import logging
 from typing import Callable
 
 from ..errors import GPUPoolError, RefusedError
+from ..guard.page import SLOT_CUDA
 from ..pool import events as e
-from ..pool.model import Refusal
+from ..pool.model import Refusal, SessionRecord
 from ..protocol import Message
 from .activity import Activity
 from .connection import Connection
@@ -42,7 +43,7 @@ _NOBODY = -1
 
 
 class Guards:
-    """Handles ``attach`` and ``grow``."""
+    """Handles ``attach``, ``grow`` and ``home``."""
 
     def __init__(
         self, runner: Runner, pages: Pages, activity: Activity, log: logging.Logger
@@ -76,6 +77,11 @@ class Guards:
         if not self._may_ask(connection, session, message, self._grow_now):
             return
         self._grow_now(connection, session, message)
+
+    def home(self, connection: Connection, message: Message) -> None:
+        session = self._session(connection, message)
+        if self._may_ask(connection, session, message, self._home_now):
+            self._home_now(connection, session, message)
 
     def gone(self, connection: Connection) -> None:
         """A thread waits no more: interrupted, ended, or answered before."""
@@ -181,6 +187,23 @@ class Guards:
         session.guards[connection] = message.get("id")
         if not session.forced:
             self._activity.take(session)
+
+    def _home_now(self, connection: Connection, session: Session, message: Message) -> None:
+        """A process settles on its devices now, and mostly asks for the lease a moment later."""
+        record = self._runner.record(session.id)
+        if record is not None and record.state == "detached" and not self._settled(session, record):
+            devices = self._runner.pool.preferred(session.id)
+            if devices:
+                self._pages.set_home(session, devices)
+        connection.answer(message.get("id"))
+
+    def _settled(self, session: Session, record: SessionRecord) -> bool:
+        """Return whether a process of the session has looked at its devices before this one."""
+        if record.suspended or record.bound:
+            return True
+        reading = self._pages.read(session)
+        # The process that asks has said that it is about to look.
+        return reading is None or sum(1 for slot in reading.slots if slot.flags & SLOT_CUDA) > 1
 
     def _grow_now(self, connection: Connection, session: Session, message: Message) -> None:
         record, ordinal = self._runner.record(session.id), message["device"]

@@ -104,7 +104,7 @@ class Handlers:
     def use_guard(self, pages: Pages, guards: Guards) -> None:
         """From now on serve the guard in the sessions' processes."""
         self.pages, self.guards = pages, guards
-        self._methods |= {"attach": guards.attach, "grow": guards.grow}
+        self._methods |= {"attach": guards.attach, "grow": guards.grow, "home": guards.home}
 
     # ------------------------------------------------------------------ Service
 

@@ -14,6 +14,8 @@ from .books import Books
 from .events import Action, Event, StateChanged, Tick
 from .handlers import Handlers
 from .model import PoolSettings, PoolView, SessionRecord, SessionView
+from .placement import needs_of
+from .policy import Plan, plan_attach
 from .serve import Server
 from .wording import News, reason, seconds
 
@@ -81,6 +83,30 @@ class Pool:
         """
         found = self._books.sessions[session]
         return found.record(reason(self._books, found))
+
+    def preferred(self, session: str) -> tuple[str, ...]:
+        """Return the devices that the session would get if it asked now; nothing is promised.
+
+        Those that it has or is bound to, else those of the plan that would be made for it (idle
+        leases may have to yield); empty if it would have to wait for a lease in use.
+
+        Raises
+        ------
+        KeyError
+            If there is no such session.
+        """
+        books = self._books
+        s = books.sessions[session]
+        settled = [x.device for x in s.slices or s.suspended] or [*s.bound]
+        if settled or s.entry is not None:
+            return tuple(settled)
+        claimed = books.claim.wanted if books.claim is not None else {}
+        before, s.needs = s.needs, needs_of(s, books.inventory, books.settings)
+        try:
+            plan = plan_attach(books, s, claimed, guarded=bool(claimed))
+        finally:
+            s.needs = before
+        return tuple(x.device for x in plan.takes) if isinstance(plan, Plan) else ()
 
     def records(self) -> list[SessionRecord]:
         """Return all sessions as they are now, in the order in which they were opened."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 
 import pytest
@@ -147,6 +148,32 @@ def test_who_has_called_cuinit_gets_the_device_that_it_sees(broker, kernel):
         taker.set(INFLIGHT, 0)
         assert raw.read()["type"] == "ok"
     assert k.devices() == [home] == k.status()["devices"]
+
+
+def test_before_cuinit_home_is_where_somebody_would_yield(broker, kernel):
+    """No device has room: bound to the busy one it would wait, though an idle lease is there."""
+    k = kernel(memory=BIG)
+    (home,) = k.devices()
+    k.set(FLAGS, layout.SLOT_CUDA)  # it is about to look
+    taker_of(home, kernel)
+    idle = kernel(memory=BIG)
+    idle.lease()
+    idle.wait_state("idle")
+    assert k.devices() == [home]
+    assert k.ask("home")["type"] == "ok"
+    assert k.devices() == [idle.status()["device"]]
+    k.lease()
+    assert idle.state() == "detached"
+
+
+def test_home_stays_for_who_has_looked_at_it(kernel):
+    k = kernel(memory=BIG)
+    (home,) = k.devices()
+    k.set(FLAGS, layout.SLOT_CUDA)
+    k.slot(os.getpid(), layout.SLOT_CUDA)  # a second process of the session, about to look
+    taker_of(home, kernel)
+    assert k.ask("home")["type"] == "ok"
+    assert k.devices() == [home]
 
 
 def test_home_is_where_there_is_room_until_cuinit(kernel):

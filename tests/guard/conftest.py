@@ -135,6 +135,9 @@ class Broker:
     def __init__(self, path):
         self.path = path
         self.messages = []
+        #: The questions before cuInit, answered at once and not among the messages.
+        self.homes = []
+        self.home = lambda: None
         self.open = 0  # connections that ask and have not gone away
         self.answer = lambda message: None
         self._changed = threading.Condition()
@@ -163,6 +166,11 @@ class Broker:
                 line += data
             if line:
                 message = json.loads(line)
+                if message["type"] == "home":
+                    self.homes.append(message)
+                    self.home()
+                    connection.sendall(b'{"v":1,"id":1,"type":"ok"}\n')
+                    return
                 with self._changed:
                     self.messages.append(message)
                     self.open += 1

@@ -440,6 +440,31 @@ def test_devices_are_settled_at_the_first_cuinit(session):
     assert child.do("_ = C.cuInit(0), number(C.cuDeviceGetCount)") == (0, 1)
 
 
+def test_cuinit_without_a_lease_asks_once_which_devices_to_look_at(session):
+    home, better = session.uuids[0], session.uuids[1:]
+    session.page.set_devices([home])
+    session.page.set_gate(pages.CLOSED)
+    session.broker.home = lambda: session.page.set_devices(better)
+    child = session.child(GPUPOOL_VISIBLE=home, CUDA_VISIBLE_DEVICES=home)
+    assert child.do("_ = C.cuInit(0), C.cuInit(0), number(C.cuDeviceGetCount)") == (0, 0, 1)
+    assert [m["pid"] for m in session.broker.homes] == [child.process.pid]
+    assert session.slots()[0].flags & pages.SLOT_CUDA
+    session.grant(better)
+    assert child.do("_ = context()") == 0  # it sees the slice
+    assert session.broker.messages == []
+
+
+def test_cuinit_with_a_lease_or_without_a_broker_asks_nobody(session):
+    session.grant(session.uuids)
+    assert session.child().do("_ = C.cuInit(0)") == 0
+    assert session.broker.homes == []
+    session.page.set_gate(pages.CLOSED)
+    session.broker.stop()
+    began = time.monotonic()
+    assert session.child().do("_ = C.cuInit(0)") == 0
+    assert time.monotonic() - began < 5
+
+
 def test_a_context_is_never_made_where_nothing_is_granted(session):
     """cuInit before the lease, which is on another device: an error, not a neighbour's GPU."""
     home = session.uuids[0]

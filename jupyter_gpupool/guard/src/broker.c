@@ -19,6 +19,7 @@
 
 #define LOOK_MS 50            /* between looks at the gate and at interrupts; a connection's retry */
 #define AWAY_NS 5000000000ull /* without a broker for as long, a call fails */
+#define HOME_NS 500000000ull  /* cuInit needs no lease, and waits for no broker */
 #define HELD_NS 1000000000ull /* a connection that lasted as long was to a broker that works */
 #define ANSWER_BYTES 4096     /* of an answer are read: its type comes first */
 
@@ -135,13 +136,16 @@ static int receive(int fd, char *answer, size_t *have)
     return strchr(answer, '\n') || *have == ANSWER_BYTES - 1;
 }
 
-static enum answer ask(const struct text *question, bool for_gate)
+/* `at_most`: nanoseconds after which the answer is not worth waiting for, and a broker that is away
+ * not worth looking for; 0: as long as it takes. */
+static enum answer ask(const struct text *question, bool for_gate, uint64_t at_most)
 {
     char answer[ANSWER_BYTES];
     size_t have = 0;
     struct polite p;
     enum answer result;
-    uint64_t there = monotonic(), since = 0; /* the broker was there last; the connection began */
+    uint64_t began = monotonic(), there = began; /* the broker was there last */
+    uint64_t since = 0;                          /* the connection began */
     int fd = -1;
     if (question->full)
         return ANSWER_REFUSED;
@@ -153,9 +157,11 @@ static enum answer ask(const struct text *question, bool for_gate)
         result = ANSWER_OK;
         if (for_gate && gate_lets(true))
             break;
+        result = ANSWER_AWAY;
+        if (at_most && monotonic() - began >= at_most)
+            break;
         if (fd < 0) {
-            result = ANSWER_AWAY;
-            if (monotonic() - there >= AWAY_NS)
+            if (monotonic() - there >= AWAY_NS || (at_most && since))
                 break;
             fd = dial();
             since = monotonic();
@@ -196,12 +202,20 @@ CUresult broker_attach(void)
     struct text question = {.length = 0};
     put_head(&question, "attach");
     put(&question, ",\"pid\":%d,\"tid\":%ld}\n", (int)getpid(), syscall(SYS_gettid));
-    if (ask(&question, true) != ANSWER_OK)
+    if (ask(&question, true, 0) != ANSWER_OK)
         return CUDA_ERROR_SYSTEM_NOT_READY;
     /* Closed again already: the next question is not asked in the same instant. */
     if (!gate_lets(true))
         nap(1);
     return CUDA_SUCCESS;
+}
+
+void broker_home(void)
+{
+    struct text question = {.length = 0};
+    put_head(&question, "home");
+    put(&question, ",\"pid\":%d,\"tid\":%ld}\n", (int)getpid(), syscall(SYS_gettid));
+    ask(&question, false, HOME_NS);
 }
 
 CUresult broker_grow(int ordinal, uint64_t more)
@@ -210,7 +224,7 @@ CUresult broker_grow(int ordinal, uint64_t more)
     put_head(&question, "grow");
     put(&question, ",\"device\":%d,\"bytes\":%llu}\n", ordinal, (unsigned long long)more);
     gate_step_out();
-    enum answer answer = ask(&question, false);
+    enum answer answer = ask(&question, false, 0);
     CUresult error = gate_step_in();
     if (answer == ANSWER_REFUSED)
         return CUDA_ERROR_OUT_OF_MEMORY;

@@ -97,10 +97,14 @@ CUresult wrap_cuInit(unsigned flags)
         struct page_slot *slot = guard_slot();
         if (slot)
             __atomic_or_fetch(&slot->flags, SLOT_CUDA, __ATOMIC_SEQ_CST);
+        /* A process is bound to the devices that it sees now. So where it has no lease yet, let
+         * them be those where it would get one now, and not those of when its kernel started. */
+        if (!__atomic_load_n(&chosen, __ATOMIC_ACQUIRE) && !gate_lets(false))
+            broker_home();
         pthread_mutex_lock(&lock);
         if (!chosen)
             choose_visible();
-        chosen = true;
+        __atomic_store_n(&chosen, true, __ATOMIC_RELEASE);
         pthread_mutex_unlock(&lock);
     }
     error = guard_enter_free();

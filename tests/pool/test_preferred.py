@@ -1,0 +1,58 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Which devices a session would get: asked before its process settles on those that it sees."""
+
+from __future__ import annotations
+
+from jupyter_gpupool.pool import events as ev
+
+from .builders import device, got
+
+
+def test_it_is_the_device_with_room(lab):
+    lab.running("b", 16)
+    lab.open("a", 10)
+    assert lab.pool.preferred("a") == ("G1",)
+    assert got(lab.hold("a"), ev.Attach).slices[0].device == "G1"
+
+
+def test_it_is_the_device_whose_lease_would_yield(lab):
+    """Nothing is free, one lease is idle: bound to the other device it would wait for a cell."""
+    lab.running("b", 16)
+    lab.idle("c", 16)
+    lab.open("a", 10)
+    assert lab.pool.preferred("a") == ("G1",)
+    got(lab.hold("a"), ev.Suspend, session="c")
+
+
+def test_where_everything_is_in_use_there_is_none(lab):
+    lab.running("b", 16)
+    lab.running("c", 16)
+    lab.open("a", 10)
+    assert lab.pool.preferred("a") == ()
+
+
+def test_it_is_what_the_session_has_or_is_bound_to(make):
+    lab = make(device(0), device(1))
+    lab.running("a", 4)
+    assert lab.pool.preferred("a") == ("G0",)
+    lab.drop("a", cuda=True)
+    lab.after(1000)
+    lab.suspended("a", ("G0", 4), cuda=True)
+    lab.running("b", 16)
+    assert lab.pool.preferred("a") == ("G0",)
+
+
+def test_several_devices_are_named_in_order(lab):
+    lab.open("a", 4, devices=2)
+    assert sorted(lab.pool.preferred("a")) == ["G0", "G1"]
+
+
+def test_asking_promises_nothing_and_changes_nothing(lab):
+    lab.idle("b", 16)
+    lab.open("a", 10)
+    before, records = lab.pool.view(lab.now), lab.pool.records()
+    for _ in range(3):
+        lab.pool.preferred("a")
+    assert (lab.pool.view(lab.now), lab.pool.records()) == (before, records)
+    lab.pool.check_invariants()
