@@ -223,6 +223,52 @@ def test_a_killed_process_is_reaped_when_room_is_needed(session):
     assert [slot.pid for slot in session.slots()] == [child.pid]
 
 
+def test_a_process_without_descriptors_takes_nobody_for_dead(session):
+    """It cannot read /proc: then it says nothing about the living, itself among them."""
+    other, child = session.child(), session.child()
+    assert other.do("_ = context()") == child.do("_ = context()") == 0
+    before = session.slots()
+    look = "free, total = ctypes.c_size_t(), ctypes.c_size_t()\n"
+    look += "_ = C.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))"
+    child.do("import resource; limits = resource.getrlimit(resource.RLIMIT_NOFILE)")
+    child.do("resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))")
+    assert child.do(look) == 0
+    assert session.slots() == before
+    child.do("resource.setrlimit(resource.RLIMIT_NOFILE, limits)")
+    assert child.do(look) == 0
+    assert session.slots() == before
+
+
+def test_a_process_whose_first_thread_has_ended_is_alive(session, until):
+    odd, child = session.child(), session.child()
+    assert odd.do("_ = context()") == child.do("_ = context()") == 0
+    odd.do("threading.Thread(target=time.sleep, args=(600,), daemon=True).start()")
+    odd.send("ctypes.PyDLL(None).syscall(60, 0)")  # exit(2): of this thread alone
+    stat = Path(f"/proc/{odd.pid}/stat")
+    until(lambda: stat.read_text().rpartition(") ")[2].startswith("Z"))
+    child.do("n = ctypes.c_size_t(); C.cuMemGetInfo_v2(ctypes.byref(n), ctypes.byref(n))")
+    assert {slot.pid for slot in session.slots()} == {odd.pid, child.pid}
+
+
+def test_a_slot_is_not_given_back_while_calls_are_inside(make_session, until):
+    """They count themselves out of it later, when it could be another process's."""
+    session = make_session("1x1GiB,context=32MiB,bandwidth=10MB/s")
+    ending = session.child()
+    assert ending.do("_ = context()") == 0
+    ending.do("p, data = alloc(64 << 20), ctypes.create_string_buffer(64 << 20)")
+    ending.do(
+        "copy = lambda: (context(), C.cuMemcpyHtoD_v2(ctypes.c_uint64(p), data, 64 << 20))\n"
+        "threading.Thread(target=copy, daemon=True).start()"
+    )
+    until(lambda: session.slots()[0].inflight)
+    assert ending.end() == 0
+    assert [slot.pid for slot in session.slots()] == [ending.pid]
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    child.do("n = ctypes.c_size_t(); C.cuMemGetInfo_v2(ctypes.byref(n), ctypes.byref(n))")
+    assert [slot.pid for slot in session.slots()] == [child.pid]
+
+
 def test_without_room_every_call_fails_and_says_why(session):
     """256 processes live: the 257th gets an error, not a way around the gate."""
     pid = os.getpid()

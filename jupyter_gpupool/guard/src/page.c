@@ -28,39 +28,52 @@ static struct page_slot leftover; /* counts of calls that come after the slot wa
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t me; /* pid | low half of the start time << 32, as in page->lock */
 
-/* Field 22 of /proc/<pid>/stat: ticks since boot; 0: no such process, or one that has ended and
- * only waits to be waited for. */
+/* Field 22 of /proc/<pid>/stat: ticks since boot; 0: no such process, or one that has ended and only
+ * waits to be waited for; UNKNOWN: it cannot be read now (a process may have no descriptor left), and
+ * nobody must be taken for dead for that. */
+#define UNKNOWN UINT64_MAX
+
 static uint64_t start_time(uint32_t pid)
 {
     char path[32], text[1024];
     snprintf(path, sizeof path, "/proc/%u/stat", pid);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
-        return 0;
+        return errno == ENOENT || errno == ESRCH ? 0 : UNKNOWN;
     ssize_t n = read(fd, text, sizeof text - 1);
+    int error = n < 0 ? errno : 0;
     close(fd);
     if (n <= 0)
-        return 0;
+        return !n || error == ESRCH ? 0 : UNKNOWN;
     text[n] = 0;
     char *at = strrchr(text, ')'); /* the name before it may hold anything */
-    if (!at || at[1] != ' ' || at[2] == 'Z' || at[2] == 'X')
+    if (!at || at[1] != ' ' || !at[2])
         return 0;
     at += 2;
-    for (int field = 3; field < 22 && at; field++)
+    char state = *at;
+    long threads = 0;
+    for (int field = 3; field < 22 && at; field++) {
+        if (field == 20)
+            threads = strtol(at, NULL, 10);
         if ((at = strchr(at, ' ')))
             at++;
-    return at ? strtoull(at, NULL, 10) : 0;
+    }
+    /* A zombie with threads is only a first thread that ended: the process lives on. */
+    if (!at || state == 'X' || (state == 'Z' && threads <= 1))
+        return 0;
+    return strtoull(at, NULL, 10);
 }
 
 static bool lives(uint32_t pid, uint64_t started)
 {
-    return start_time(pid) == started;
+    uint64_t now = start_time(pid);
+    return now == started || now == UNKNOWN;
 }
 
 static bool holder_lives(uint64_t holder)
 {
     uint64_t started = start_time((uint32_t)holder);
-    return started && (uint32_t)started == holder >> 32;
+    return started == UNKNOWN || (started && (uint32_t)started == holder >> 32);
 }
 
 /* ---- the lock: of this process's threads, then of the session's processes */
@@ -122,11 +135,14 @@ static struct page_slot *first(uint32_t state, uint32_t pid)
     return NULL;
 }
 
-static void take_slot(void)
+/* Whether the process can say who it is. If there is no room, guard_slot() is NULL. */
+static bool take_slot(void)
 {
     uint32_t pid = (uint32_t)getpid();
     uint64_t started = start_time(pid);
     struct page_slot *s;
+    if (!started || started == UNKNOWN)
+        return false; /* it would look dead to everybody else */
     me = pid | started << 32;
     page_lock();
     /* Left by this process before an exec(), or by one that had its number. */
@@ -145,6 +161,7 @@ static void take_slot(void)
     }
     page_unlock();
     __atomic_store_n(&slot, s, __ATOMIC_RELEASE);
+    return true;
 }
 
 struct page_slot *guard_slot(void)
@@ -167,8 +184,11 @@ __attribute__((destructor)) static void give_back(void)
     if (!s || s == &leftover || s->pid != (uint32_t)getpid())
         return;
     /* Other threads, and destructors of other libraries, may still call. */
-    __atomic_store_n(&slot, &leftover, __ATOMIC_RELEASE);
-    clear(s);
+    __atomic_store_n(&slot, &leftover, __ATOMIC_SEQ_CST);
+    /* Those of them that are inside still count themselves out of this slot: it must not be another
+     * process's by then. It is reaped once this process has ended. */
+    if (!__atomic_load_n(&s->inflight, __ATOMIC_SEQ_CST) && !__atomic_load_n(&s->waiting, __ATOMIC_SEQ_CST))
+        clear(s);
 }
 
 /* ---- the file */
@@ -217,7 +237,8 @@ CUresult page_settle(void)
         broker_remember();
         gate_at_exit();
     }
-    take_slot();
+    if (!take_slot())
+        return refuse(path ? path : "", "cannot be used by a process that cannot read /proc/self/stat");
     return guard_slot() ? CUDA_SUCCESS
                         : refuse(path ? path : "", "has no room for a 257th process");
 }
