@@ -195,6 +195,23 @@ class Activity:
             )
         )  # fmt: skip
 
+    def cell_over(self, session: Session) -> None:
+        """The agent's last hold is over, in a policy where cells hold: idle from now on.
+
+        What the cell itself did is no reason to keep the slice for ``quiet_after`` seconds; a
+        thread that goes on will be seen at the next look, or before its slice is taken.
+        """
+        record = self._runner.record(session.id)
+        if record is None or record.attach == "lazy" or not session.use.held:
+            return
+        if any(hold.id != DEVICE_HOLD for hold in record.holds):
+            return
+        reading = self.read(session)
+        if reading is None or reading.inflight or reading.waiting:
+            return
+        self._touched(session)
+        self.drop(session)
+
     def drop(self, session: Session) -> None:
         """Drop the hold: nothing uses the device, or waits for it."""
         session.use.held = False

@@ -10,7 +10,7 @@ from ..errors import ProtocolError, RefusedError
 from ..pool import events as e
 from ..protocol import Message
 from . import processes
-from .activity import DEVICE_HOLD
+from .activity import DEVICE_HOLD, Activity
 from .connection import MAX_WAITING, Connection
 from .lives import Lives
 from .records import request_to_json, slices_to_json
@@ -30,6 +30,8 @@ class Agents:
         self._lives = lives
         self._snapshots = snapshots
         self._log = log
+        #: Set where kernels run under the guard.
+        self.activity: Activity | None = None
 
     def hello(self, connection: Connection, message: Message) -> None:
         session = self._runner.sessions.get(message["session"])
@@ -132,6 +134,8 @@ class Agents:
                 cuda=message.get("cuda") if session.page is None else session.cuda,
             )
         )  # fmt: skip
+        if self.activity is not None:
+            self.activity.cell_over(session)
 
     def cancel(self, connection: Connection, message: Message) -> None:
         session = self.session_of(connection)

@@ -82,6 +82,7 @@ class Guarding:
         self._monitor.on_sample = self.refresh_homes
         self._snapshots.activity = activity
         self._handlers.use_guard(pages, guards)
+        self._handlers.agents.activity = activity
         self.pages, self.activity, self.guards, self.watchdog = pages, activity, guards, watchdog
         self._decide(bool(guarded), service.guard_problem)
 

@@ -77,6 +77,24 @@ def test_quiet_is_idle_and_a_call_without_a_message_is_busy(broker, kernel):
     assert k.status()["busy_seconds"] > 0
 
 
+@pytest.mark.parametrize("inside", [0, 1])
+def test_where_cells_hold_the_end_of_a_cell_is_the_end_of_its_use(make_broker, inside):
+    """No second of grace after each cell: it would keep others waiting. A call inside is use."""
+    broker = make_broker(quiet_after=600).started
+    k = Guarded(broker, memory=BIG, attach="cell", agent=True)
+    k.attach("c1")
+    assert k.touch()
+    wait_until(lambda: "device" in holds(k), "its use is seen")
+    k.set(INFLIGHT, inside)
+    k.do("drop", hold="c1")
+    if inside:
+        wait_until(lambda: holds(k) == ["device"], "the cell is over")
+    else:
+        k.wait_state("idle")
+        assert k.gate() == UNUSED
+    k.close()
+
+
 def test_a_call_inside_the_driver_is_no_silence(broker, kernel):
     k = kernel()
     k.set(INFLIGHT, 1)
