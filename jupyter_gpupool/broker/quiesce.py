@@ -15,6 +15,7 @@ it, and one that has run for some milliseconds since is past it.
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Iterable
 
@@ -26,6 +27,10 @@ PASSED = 10_000_000
 #: so long says that the machine is overloaded, not that it may be suspended.
 POLL, LONGEST = 0.002, 1.0
 
+#: Nanoseconds of certain running for each tick of the clock that the kernel has counted, where it
+#: keeps no finer count (gVisor, or built without it): of two ticks one was whole.
+TICK = 500_000_000 // os.sysconf("SC_CLK_TCK")
+
 
 def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
     """Return the threads (process, thread) that may be on the way, with their run time so far (ns).
@@ -33,7 +38,7 @@ def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
     Those that sleep are not; processes and threads that have ended are not.
     """
     found: dict[tuple[int, int], int] = {}
-    for pid in pids:
+    for pid in set(pids):  # a page may say what it likes
         try:
             threads = [entry.name for entry in Path(f"/proc/{pid}/task").iterdir()]
         except OSError:
@@ -48,7 +53,8 @@ def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
 
 async def quiesce(pids: Iterable[int]) -> bool:
     """Wait until no thread of ``pids`` can be on the way; False if one may be after LONGEST."""
-    waiting = on_the_way(pids)
+    # Not in the loop's thread: there may be thousands of threads, more so if a page lies.
+    waiting = await asyncio.to_thread(on_the_way, tuple(pids))
     loop = asyncio.get_running_loop()
     give_up = loop.time() + LONGEST
     while waiting:
@@ -73,8 +79,11 @@ def _thread(pid: int, thread: str) -> tuple[str, int]:
     try:
         with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-        with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
-            ran = int(file.read().split()[0])
+        state, ticks = fields[0].decode(), int(fields[11]) + int(fields[12])
     except (OSError, ValueError, IndexError):
         return "", 0
-    return fields[0].decode() if fields else "", ran
+    try:
+        with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
+            return state, int(file.read().split()[0])
+    except (OSError, ValueError, IndexError):
+        return state, ticks * TICK

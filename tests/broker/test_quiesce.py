@@ -65,3 +65,27 @@ def test_who_has_ended_is_not_waited_for(process):
     os.waitpid(pid, 0)
     assert quiesce.on_the_way([pid]) == {}
     assert asyncio.run(quiesce.quiesce([pid]))
+
+
+def test_without_the_finer_count_the_ticks_count(process, monkeypatch):
+    """A kernel that keeps no schedstat must not make every thread look ended."""
+    real = open
+
+    def without(path, *args):
+        if str(path).endswith("schedstat"):
+            raise FileNotFoundError(path)
+        return real(path, *args)
+
+    pid = process(SPINS)
+    monkeypatch.setattr(quiesce, "open", without, raising=False)
+    assert (pid, pid) in quiesce.on_the_way([pid])
+    before = quiesce._thread(pid, str(pid))[1]
+    assert asyncio.run(quiesce.quiesce([pid]))
+    assert quiesce._thread(pid, str(pid))[1] - before >= quiesce.PASSED
+
+
+def test_a_page_that_names_one_process_often_costs_one_look(process, monkeypatch):
+    pid, looked = process(SLEEPS), []
+    monkeypatch.setattr(quiesce, "_thread", lambda *of: (looked.append(of), ("S", 0))[1])
+    assert asyncio.run(quiesce.quiesce([pid] * 256))
+    assert len(looked) == 1
