@@ -56,7 +56,7 @@ KINDS = (
 #: How people work, by policy: the configuration, and the longest pause between two cells. With the
 #: guard a kernel is idle when its device is, which a look four times a second sees.
 POLICIES = {
-    "cell": ({"attach": "cell", "guard": False}, (0.0, 0.3)),
+    "cell": ({"attach": "cell"}, (0.0, 0.3)),
     "lazy": ({"attach": "lazy", "quiet_after": 0.1, "max_swap_overhead": 0.0}, (0.3, 1.0)),
 }
 
