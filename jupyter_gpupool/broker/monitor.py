@@ -205,7 +205,9 @@ class Monitor:
 
         Of what NVML shows of a session and what its guard has counted the larger is true: NVML
         sees what the driver takes by itself, and not processes of other pid namespaces; the guard
-        counts before the driver is asked, and so is never behind.
+        counts before the driver is asked, and so is never behind. But its word is the session's,
+        who may write what it likes: it is good for the slice, and for no byte beyond: that would be
+        taken from everybody else.
         """
         footprints: dict[str, int] = {}
         known = 0
@@ -231,7 +233,7 @@ class Monitor:
                 # It never called cuInit, so it holds nothing: its slice can go without host memory.
                 footprints[name] = 0
         for name in granted.keys() & counted.keys():
-            size = counted[name].get(sample.uuid, 0)
+            size = min(counted[name].get(sample.uuid, 0), granted[name])
             if size or name in footprints:
                 footprints[name] = max(size, footprints.get(name, 0))
         return _Use(foreign, footprints, shown)

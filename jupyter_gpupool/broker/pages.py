@@ -93,8 +93,13 @@ class Pages:
             return
         try:
             session.page = Page.open(path)
-        except PageError as error:
-            self._log.error("Session %s goes on unguarded: %s", session.id, error.message)
+            if session.page.gate() == PAUSED:
+                # For a turn that nobody keeps any more. The pause itself is over by now, but a call
+                # leaves no trace in a paused gate: the session would look idle from here on.
+                session.page.set_gate(UNUSED)
+        except (OSError, PageError) as error:
+            self._log.error("Session %s goes on unguarded: %s", session.id, error)
+            session.page = None
             return
         session.page.set_policy(managed=self.managed, context_bytes=self.context_bytes)
         session.home = session.page.devices()

@@ -13,7 +13,7 @@ from jupyter_gpupool.broker.pages import page_folder
 from jupyter_gpupool.guard import page as layout
 
 from . import kit
-from .guardkit import CLOSED, FLAGS, INFLIGHT, OPEN, UNUSED, Guarded, GuardedBroker
+from .guardkit import CLOSED, FLAGS, INFLIGHT, OPEN, PAUSED, UNUSED, Guarded, GuardedBroker
 from .kit import BIG, MiB, wait_until
 
 
@@ -59,6 +59,20 @@ def test_a_gate_that_a_killed_broker_left_closed_is_opened(make_broker):
     assert k.gate() in (OPEN, UNUSED)
     assert k.status()["guard"] is True
     assert not stale.exists()
+    k.close()
+
+
+def test_a_gate_that_a_killed_broker_left_paused_shows_use_again(make_broker):
+    broker = make_broker().started
+    k = Guarded(broker, memory=BIG)
+    k.lease()
+    broker.kill()
+    k.map[8] = PAUSED
+    broker.started  # noqa: B018
+    k.wait_state("idle")
+    assert k.gate() == UNUSED
+    assert k.touch()
+    k.wait_state("active")
     k.close()
 
 

@@ -331,6 +331,21 @@ def test_bytes_that_the_guard_counts_are_the_use(broker, kernel):
     assert k.status()["used_bytes"] == 123 * MiB
 
 
+def test_a_page_that_lies_about_bytes_takes_nothing_from_others(broker, kernel):
+    def free():
+        devices = broker.status()["devices"]
+        return {d["uuid"]: d["memory_free"] for d in devices}
+
+    k = kernel(memory=BIG)
+    k.lease()
+    k.use(MiB)
+    wait_until(lambda: k.status()["footprint_bytes"] == MiB, "the pool knows")
+    before = free()
+    k.use(1 << 63)
+    wait_until(lambda: k.status()["footprint_bytes"] == BIG, "its word is good for its slice")
+    assert free() == before
+
+
 def test_a_damaged_page_harms_nobody_else(broker, kernel):
     k, other = kernel(memory=BIG), kernel(memory=BIG)
     k.lease()
