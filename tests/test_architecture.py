@@ -30,6 +30,7 @@ ALLOWED: dict[str, str] = {
     "launch": "endpoint errors",
     "provisioner": "__init__ autostart client config endpoint errors guard kernelspecs launch "
     "protocol units",
+    "server": "__init__ client endpoint errors protocol units",
     "kernelspecs": "errors",
     "emulator": "units",
     "demo": "__init__ autostart client emulator endpoint errors timeline units",
@@ -46,6 +47,9 @@ THIRD_PARTY = {
     "autostart": {"traitlets"},
     "kernel": {"IPython", "traitlets", "ipykernel"},
     "provisioner": {"jupyter_client", "tornado", "traitlets"},
+    "server": {
+        *("jupyter_core", "jupyter_server", "prometheus_client", "tornado", "traitlets", "yaml"),
+    },
     "kernelspecs": {"jupyter_client", "jupyter_core", "ipykernel"},
     "demo": {"nbclient", "nbformat", "jupyter_client", "traitlets"},
     "cli": {"traitlets", "jupyter_core", "jupyter_client"},

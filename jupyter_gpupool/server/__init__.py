@@ -1,0 +1,24 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The Jupyter Server extension: what the pool looks like from one server, for its user interface.
+
+- ``views``: pure; what of a snapshot may be shown here, and what changed between two.
+- ``link``: the one connection to the broker.
+- ``watch``: keeps the newest view while somebody needs it; events, metrics, idle warnings.
+- ``metrics``: what ``/metrics`` shows.
+- ``handlers``, ``stream``: REST and the websocket under ``/gpupool/api`` (``openapi.yaml``).
+- ``extension``: puts them into the server.
+
+Importing this package imports nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _jupyter_server_extension_points() -> list[dict[str, Any]]:
+    """Return the extension. Called by the server, which the installation has told of it."""
+    from .extension import GPUPoolExtension
+
+    return [{"module": "jupyter_gpupool.server", "app": GPUPoolExtension}]

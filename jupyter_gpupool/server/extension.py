@@ -1,0 +1,143 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The extension: routes, event schemas, and the watch over this server's kernels."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from pathlib import Path
+from typing import Any
+
+from jupyter_server.extension.application import ExtensionApp
+from traitlets import Float
+
+from ..endpoint import find_socket
+from . import handlers, stream
+from .link import Link
+from .views import View
+from .watch import Watch
+
+SCHEMAS = Path(__file__).with_name("event_schemas")
+
+#: What we call the events; an identifier, not an address.
+SCHEMA_ID = "https://schema.jupyter.org/jupyter_gpupool/{}/v1"
+
+_KERNEL_ACTIONS = "https://events.jupyter.org/jupyter_server/kernel_actions/v1"
+
+_KERNEL = r"/sessions/(?P<kernel_id>[^/]+)"
+
+#: Path below ``/gpupool/api`` -> handler. The last one is everything else.
+ROUTES: tuple[tuple[str, Any], ...] = (
+    ("/pool", handlers.Pool),
+    ("/sessions", handlers.Sessions),
+    (_KERNEL, handlers.Session),
+    (_KERNEL + "/release", handlers.Release),
+    (_KERNEL + "/keep", handlers.Keep),
+    (_KERNEL + "/wait", handlers.Wait),
+    ("/openapi.json", handlers.Document),
+    ("/events", stream.Events),
+    ("(?:/.*)?", handlers.Nothing),
+)
+
+
+class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
+    """Shows a Jupyter server's users the GPU pool. Enabled by installing it."""
+
+    name = "jupyter_gpupool"
+
+    refresh_interval = Float(
+        5.0,
+        min=0.1,
+        help="""Seconds between two looks at the pool while a Pooled GPU kernel is open and nothing
+        happens; what happens is seen at once. Example: c.GPUPoolExtension.refresh_interval = 10""",
+    ).tag(config=True)
+    idle_warning = Float(
+        20.0,
+        min=0.0,
+        help="""Seconds before an idle slice goes back to the pool at which users are told.
+        Example: c.GPUPoolExtension.idle_warning = 60""",
+    ).tag(config=True)
+    slow_resume = Float(
+        2.0,
+        min=0.0,
+        help="""Seconds from which on bringing a kernel's state back counts as slow: users are told
+        before it leaves only then, or if no speed was measured yet. Example:
+        c.GPUPoolExtension.slow_resume = 0""",
+    ).tag(config=True)
+
+    _watch: Watch | None = None
+    #: The socket of the broker of the kernel that was started last.
+    _socket: Path | None = None
+
+    def initialize_settings(self) -> None:
+        """Register the event schemas and make the watch; called by the server."""
+        for path in sorted(SCHEMAS.glob("*/v1.yaml")):
+            self.serverapp.event_logger.register_event_schema(path)
+        try:
+            user = pwd.getpwuid(os.getuid()).pw_name
+        except KeyError:
+            user = f"uid-{os.getuid()}"  # as the broker calls a user without an account
+        link = Link(self._find, self._row, self._lost, self.log)
+        self._watch = Watch(
+            link,
+            self.serverapp.kernel_manager.list_kernel_ids,
+            user,
+            self._emit,
+            interval=self.refresh_interval,
+            idle_warning=self.idle_warning,
+            slow_resume=self.slow_resume,
+            log=self.log,
+        )
+        self.settings["gpupool_watch"] = self._watch
+        self.serverapp.event_logger.add_listener(
+            schema_id=_KERNEL_ACTIONS, listener=self._kernel_action
+        )
+
+    def initialize_handlers(self) -> None:
+        """Add the routes; called by the server."""
+        self.handlers.extend((rf"/gpupool/api{path}", handler) for path, handler in ROUTES)
+
+    async def stop_extension(self) -> None:
+        """End the watch; called as the server stops."""
+        if self._watch is not None:
+            await self._watch.close()
+
+    # ------------------------------------------------------------------ internals
+
+    def _find(self) -> Path:
+        """Return where the broker is: the kernels', or else where the first would look."""
+        if self._socket is not None:
+            return self._socket
+        config = self.serverapp.config
+        named = config.get("GPUPoolProvisioner", {}).get("broker_socket", "")
+        return Path(named) if named else find_socket(config.get("GPUPool", {}).get("socket", ""))
+
+    def _row(self, row: dict[str, Any]) -> None:
+        if self._watch is not None:
+            self._watch.row(row)
+
+    def _lost(self, error: Any) -> None:
+        if self._watch is not None:
+            self._watch.lost(error)
+
+    def _emit(self, kind: str, data: View) -> None:
+        self.serverapp.event_logger.emit(schema_id=SCHEMA_ID.format(kind), data=data)
+
+    async def _kernel_action(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:  # noqa: ARG002
+        """See which kernels are of the pool; called by the server's event logger."""
+        assert self._watch is not None
+        kernel_id = data.get("kernel_id", "")
+        if data.get("action") not in ("start", "restart") or data.get("status") != "success":
+            self._watch.kernels_changed()
+            return
+        manager = self.serverapp.kernel_manager
+        if kernel_id not in manager:
+            return
+        provisioner = manager.get_kernel(kernel_id).provisioner
+        if provisioner is None:
+            return
+        info = await provisioner.get_provisioner_info()
+        if info.get("gpupool_session"):
+            self._socket = Path(info["gpupool_socket"])
+            self._watch.kernel_started(kernel_id)

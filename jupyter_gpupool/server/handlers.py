@@ -1,0 +1,267 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""REST under ``/gpupool/api``; ``openapi.yaml`` says what each route takes and answers."""
+
+from __future__ import annotations
+
+import json
+import math
+from http.client import responses
+from typing import Any
+
+from jupyter_server.auth.decorator import authorized
+from jupyter_server.base.handlers import APIHandler
+from tornado import web
+
+from ..errors import BrokerUnavailable, GPUPoolError, RefusedError
+from ..units import parse_bytes
+from . import openapi, views
+from .watch import Watch
+
+#: The authorizer's name for all of this; reading is "read", changing is "write".
+RESOURCE = "gpupool"
+
+#: Of a broker's refusals, those that are not a conflict with how things stand (409).
+_STATUS = {
+    **dict.fromkeys(("bad-request", "protocol", "unknown-priority"), 400),
+    **dict.fromkeys(("not-allowed", "not-yours", "bad-token"), 403),
+    **dict.fromkeys(("unknown-session", "no-session", "ended", "session-ended"), 404),
+    **dict.fromkeys(("internal", "unknown-type"), 502),
+    **dict.fromkeys(("not-served", "too-many", "version", "abuse"), 503),
+}
+
+#: Fields of a request that may be changed, and whether each is a size.
+_FIELDS = {"memory": True, "limit": True, "devices": False, "compute": False}
+
+#: What to do about an HTTP error that is not the pool's.
+_NEXT_STEPS = {
+    403: "Log in to this Jupyter server, or give its token.",
+    404: "See gpupool/api/openapi.json for what there is.",
+    405: "See gpupool/api/openapi.json for what there is.",
+}
+
+
+class BadRequest(GPUPoolError):
+    """The request itself is wrong."""
+
+    code = "bad-request"
+
+
+def status_of(error: GPUPoolError) -> int:
+    """Return the HTTP status of an error."""
+    if isinstance(error, BrokerUnavailable):
+        return 503
+    if isinstance(error, (RefusedError, BadRequest)):
+        return _STATUS.get(error.code, 409)
+    return 502
+
+
+class PoolHandler(APIHandler):  # type: ignore[misc]
+    """Base of the routes: every error is JSON with ``code``, ``message``, ``next_step``."""
+
+    auth_resource = RESOURCE
+    #: Asking for the state of the pool does not keep a server from being culled.
+    _track_activity = False
+
+    @property
+    def watch(self) -> Watch:
+        """The extension's view of the pool."""
+        found: Watch = self.settings["gpupool_watch"]
+        return found
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """Answer with the error as JSON; called by tornado."""
+        error = kwargs.get("exc_info", (None, None, None))[1]
+        text = responses.get(status_code, "Unknown error")
+        answer: dict[str, Any] = {"code": text.lower().replace(" ", "-"), "message": f"{text}."}
+        answer["next_step"] = _NEXT_STEPS.get(status_code, "")
+        answer["details"] = {}
+        if isinstance(error, GPUPoolError):
+            status_code = status_of(error)
+            answer["code"], answer["message"] = error.code, error.message
+            answer["next_step"], answer["details"] = error.next_step, error.details
+        elif isinstance(error, web.HTTPError) and error.log_message:
+            answer["message"] = error.log_message
+        elif status_code >= 500:
+            answer["next_step"] = "Please report it with the server's log."
+        self.set_status(status_code)
+        if status_code == 405:
+            methods = [m for m in self.SUPPORTED_METHODS if m.lower() in type(self).__dict__]
+            self.set_header("Allow", ", ".join([*methods, "OPTIONS"]))
+        self.finish(json.dumps(answer))
+
+    def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
+        """Log bugs alone: a refusal is an answer. Called by tornado."""
+        if not isinstance(value, GPUPoolError):
+            super().log_exception(typ, value, tb)
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON object that was sent."""
+        try:
+            found = json.loads(self.request.body)
+        except (ValueError, RecursionError):
+            raise BadRequest("The body of the request is not JSON.") from None
+        if not isinstance(found, dict):
+            raise BadRequest("The body of the request must be a JSON object.")
+        return found
+
+    async def session(self, kernel_id: str) -> tuple[views.View, views.View]:
+        """Return the snapshot and the session of a kernel.
+
+        Raises
+        ------
+        RefusedError
+            If there is none that may be shown here; code ``unknown-session``.
+        """
+        view = await self.watch.look()
+        found = views.session_of(view, kernel_id)
+        if found is None:
+            raise RefusedError(
+                f"The kernel {kernel_id[:80]!r} has no session of yours in the GPU pool.",
+                code="unknown-session",
+                next_step="Choose the kernel Pooled GPU, or restart it.",
+            )
+        return view, found
+
+
+class Pool(PoolHandler):
+    """The pool as it is now."""
+
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        self.finish(json.dumps(await self.watch.look()))
+
+
+class Sessions(PoolHandler):
+    """All sessions; those of others anonymous."""
+
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        view = await self.watch.look()
+        self.finish(json.dumps({"now": view["now"], "sessions": view["sessions"]}))
+
+
+class Session(PoolHandler):
+    """One kernel's session, and what it asks for."""
+
+    @web.authenticated
+    @authorized
+    async def get(self, kernel_id: str) -> None:
+        _, session = await self.session(kernel_id)
+        self.finish(json.dumps(session))
+
+    @web.authenticated
+    @authorized
+    async def patch(self, kernel_id: str) -> None:
+        wanted = read_changes(self.body())
+        _, session = await self.session(kernel_id)
+        answer = await self.watch.act("request", session["id"], **wanted)
+        self.finish(json.dumps({"request": answer["request"], "note": answer["note"]}))
+
+
+class Release(PoolHandler):
+    """Give the slice back now."""
+
+    @web.authenticated
+    @authorized
+    async def post(self, kernel_id: str) -> None:
+        _, session = await self.session(kernel_id)
+        answer = await self.watch.act("release", session["id"])
+        self.finish(json.dumps({"note": answer["note"]}))
+
+
+class Keep(PoolHandler):
+    """Keep the slice although idle."""
+
+    @web.authenticated
+    @authorized
+    async def post(self, kernel_id: str) -> None:
+        seconds = read_seconds(self.body())
+        _, session = await self.session(kernel_id)
+        answer = await self.watch.act("keep", session["id"], seconds=seconds)
+        self.finish(json.dumps({"note": answer["note"]}))
+
+
+class Wait(PoolHandler):
+    """Why it waits."""
+
+    @web.authenticated
+    @authorized
+    async def get(self, kernel_id: str) -> None:
+        view, session = await self.session(kernel_id)
+        self.finish(json.dumps(views.wait_of(view, session)))
+
+
+class Document(PoolHandler):
+    """The description of this interface."""
+
+    @web.authenticated
+    @authorized
+    def get(self) -> None:
+        self.finish(json.dumps(openapi.document(self.base_url)))
+
+
+class Nothing(PoolHandler):
+    """Every other path below ours: an error like all others."""
+
+    @web.authenticated
+    def prepare_nothing(self) -> None:
+        raise web.HTTPError(404)
+
+    get = post = put = patch = delete = head = prepare_nothing
+
+
+def read_changes(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a changed request; sizes as bytes."""
+    unknown = body.keys() - {*_FIELDS, "priority"}
+    if unknown:
+        raise BadRequest(
+            f"There is no field {min(unknown)[:40]!r}.",
+            next_step=f"There are {', '.join(_FIELDS)} and priority.",
+        )
+    if not body:
+        raise BadRequest(
+            "Nothing is asked for.", next_step=f"Send {', '.join(_FIELDS)} or priority."
+        )
+    wanted: dict[str, Any] = {}
+    for name, is_size in _FIELDS.items():
+        if name in body:
+            wanted[name] = _number(name, body[name], is_size)
+    if "priority" in body:
+        if not isinstance(body["priority"], str):
+            raise BadRequest("priority must be the name of a class.")
+        wanted["priority"] = body["priority"]
+    return wanted
+
+
+def _number(name: str, value: Any, is_size: bool) -> int:
+    if is_size and isinstance(value, str):
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise BadRequest(f"{name}: {error}") from None
+    # JSON knows one kind of number.
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int or not 0 < value < 1 << 60:
+        what = "bytes or text like '12GiB'" if is_size else "a whole number above zero"
+        raise BadRequest(f"{name} must be {what}, not {str(value)[:40]!r}.")
+    return value
+
+
+def read_seconds(body: dict[str, Any]) -> float:
+    """Return the seconds for which to keep a slice."""
+    unknown = body.keys() - {"seconds"}
+    seconds = body.get("seconds")
+    if unknown or isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise BadRequest(
+            "A slice is kept for a number of seconds.", next_step='Send {"seconds": 600}.'
+        )
+    if not math.isfinite(seconds) or not 0 <= seconds <= openapi.MAX_KEEP:
+        raise BadRequest(
+            f"A slice cannot be kept for {str(seconds)[:40]} seconds.",
+            next_step=f"Ask for at most {openapi.MAX_KEEP}.",
+        )
+    return float(seconds)

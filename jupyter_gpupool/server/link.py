@@ -1,0 +1,158 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The server's one connection to the broker. It starts no broker; it opens when it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any, Callable
+
+from ..client import CALL_TIMEOUT, Client
+from ..endpoint import check_path, check_socket
+from ..errors import BrokerUnavailable, RefusedError
+from ..protocol import Message
+
+#: Calls under way at once. A broker that hangs reads nothing, and what is sent must fit into the
+#: socket's buffer (212,992 bytes on Linux; a call is a few hundred), or the server would hang, too.
+MAX_CALLS = 64
+
+
+class Link:
+    """Calls the broker from the server's event loop.
+
+    Parameters
+    ----------
+    path:
+        Returns where the broker is; asked before each connection.
+    on_row:
+        Called in the event loop with each row of the journal, once :meth:`watch` was called.
+    on_close:
+        Called in the event loop when a connection has ended that nobody here closed.
+    """
+
+    def __init__(
+        self,
+        path: Callable[[], Path],
+        on_row: Callable[[Message], None],
+        on_close: Callable[[BrokerUnavailable], None],
+        log: logging.Logger,
+    ) -> None:
+        self._path = path
+        self._on_row = on_row
+        self._on_close = on_close
+        self._log = log
+        self._client: Client | None = None
+        self._watching = False
+        #: What the broker said that was no answer: why it closes the connection.
+        self._said: RefusedError | None = None
+        self._connecting = asyncio.Lock()
+        self._calls = asyncio.Semaphore(MAX_CALLS)
+        self._pending: set[asyncio.Future[Message]] = set()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection now."""
+        return self._client is not None and not self._client.closed
+
+    async def call(self, kind: str, /, **fields: Any) -> Message:
+        """Send a request and return the answer.
+
+        Raises
+        ------
+        RefusedError
+            If the broker says no.
+        BrokerUnavailable
+            If there is none, or it does not answer within CALL_TIMEOUT seconds.
+        """
+        async with self._calls:
+            client = await self._open()
+            try:
+                answer = asyncio.wrap_future(client.start(kind, **fields))
+                self._pending.add(answer)
+                answer.add_done_callback(self._pending.discard)
+                return await asyncio.wait_for(answer, CALL_TIMEOUT)
+            except asyncio.TimeoutError:
+                await self._drop(client)
+                raise BrokerUnavailable(
+                    f"The GPU pool broker at {client.path} did not answer within "
+                    f"{CALL_TIMEOUT:g} s.",
+                    next_step="CPU work goes on; see `jupyter gpupool doctor`.",
+                ) from None
+            except BrokerUnavailable:
+                if self._said is not None:
+                    raise self._said from None
+                raise
+
+    async def watch(self) -> None:
+        """From now on, while the connection lasts, have ``on_row`` called."""
+        if not (self.connected and self._watching):
+            await self.call("watch")
+            self._watching = True
+
+    async def close(self) -> None:
+        """End the connection when what was asked is answered; the next call makes a new one."""
+        client, self._client = self._client, None
+        self._watching = False
+        if client is not None:
+            if self._pending:
+                await asyncio.wait(self._pending, timeout=CALL_TIMEOUT)
+            await self._drop(client)
+
+    # ------------------------------------------------------------------ internals
+
+    async def _open(self) -> Client:
+        async with self._connecting:
+            if self._client is not None and not self._client.closed:
+                return self._client
+            path = self._path()
+            check_path(path)
+            check_socket(path)
+            loop = asyncio.get_running_loop()
+            self._said, self._watching = None, False
+
+            def hand_over(function: Callable[..., None], *args: Any) -> None:
+                """Have the loop call it; without effect once the server has stopped."""
+                try:
+                    loop.call_soon_threadsafe(function, *args)
+                except RuntimeError:
+                    self._log.debug("GPU pool: a message came after the end of the server")
+
+            def connect() -> Client:
+                made: list[Client] = []
+                made.append(
+                    Client(
+                        path,
+                        on_push=lambda message: hand_over(self._pushed, message),
+                        on_close=lambda error: hand_over(self._lost, made, error),
+                    )
+                )
+                return made[0]
+
+            # A broker that hangs accepts nobody, and connecting then blocks.
+            self._client = await loop.run_in_executor(None, connect)
+            return self._client
+
+    def _pushed(self, message: Message) -> None:
+        if message["type"] == "event":
+            self._on_row(message)
+        elif message["type"] == "error":
+            self._said = RefusedError(
+                str(message.get("message", "refused")),
+                code=str(message.get("code", "refused")),
+                next_step=str(message.get("next_step", "")),
+            )
+
+    def _lost(self, made: list[Client], error: BrokerUnavailable) -> None:
+        if made and made[0] is self._client:
+            self._client = None
+            self._watching = False
+            self._on_close(error)
+
+    async def _drop(self, client: Client) -> None:
+        if client is self._client:
+            self._client = None
+            self._watching = False
+        # It waits for the end of its reader thread.
+        await asyncio.get_running_loop().run_in_executor(None, client.close)

@@ -1,0 +1,96 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What ``/metrics`` shows of the pool: this server's kernels only, in Prometheus' base units.
+
+They live in the default registry, which the server prints. Gauges are set with each snapshot;
+histograms take the broker's own figures as it journals them, from when this server began to watch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, Iterable, Mapping
+
+from prometheus_client import Gauge, Histogram
+
+_WAITS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+_MOVES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+UP = Gauge("jupyter_gpupool_broker_up", "1 if the GPU pool broker answered when last asked")
+SESSIONS = Gauge("jupyter_gpupool_sessions", "Pooled GPU kernels of this server", ["state"])
+GRANTED = Gauge(
+    "jupyter_gpupool_granted_bytes",
+    "Device memory granted to kernels of this server",
+    ["device", "state"],
+)
+USED = Gauge(
+    "jupyter_gpupool_used_bytes",
+    "Device memory used by kernels of this server, as last measured",
+    ["device", "state"],
+)
+SUSPENDED = Gauge(
+    "jupyter_gpupool_suspended_bytes",
+    "Device state of this server's kernels that is kept in host memory",
+    ["state"],
+)
+WAIT = Histogram(
+    "jupyter_gpupool_wait_seconds",
+    "From asking for a slice to having it, state restored",
+    ["device"],
+    buckets=_WAITS,
+)
+SUSPEND = Histogram(
+    "jupyter_gpupool_suspend_seconds",
+    "Time of moving a kernel's state from a device to host memory",
+    ["device"],
+    buckets=_MOVES,
+)
+RESUME = Histogram(
+    "jupyter_gpupool_resume_seconds",
+    "Time of bringing a kernel's state from host memory back to a device",
+    ["device"],
+    buckets=_MOVES,
+)
+
+ALL = (UP, SESSIONS, GRANTED, USED, SUSPENDED, WAIT, SUSPEND, RESUME)
+
+
+def show(sessions: Iterable[Mapping[str, Any]]) -> None:
+    """Set the gauges; the memory of a session on several devices counts in equal parts on each."""
+    counts: dict[str, int] = defaultdict(int)
+    suspended: dict[str, int] = defaultdict(int)
+    granted: dict[tuple[str, str], float] = defaultdict(float)
+    used: dict[tuple[str, str], float] = defaultdict(float)
+    for session in sessions:
+        state = session["state"]
+        counts[state] += 1
+        suspended[state] += session.get("suspended_bytes") or 0
+        devices = session.get("devices") or ()
+        measured = session.get("used_bytes")
+        if measured is None:
+            measured = session.get("footprint_bytes")
+        for device in devices:
+            granted[device, state] += session["granted_bytes"] / len(devices)
+            if measured is not None:  # what nobody could read is not zero
+                used[device, state] += measured / len(devices)
+    for gauge, by_state in ((SESSIONS, counts), (SUSPENDED, suspended)):
+        gauge.clear()
+        for state, value in by_state.items():
+            gauge.labels(state).set(value)
+    for gauge, by_device in ((GRANTED, granted), (USED, used)):
+        gauge.clear()
+        for (device, state), amount in by_device.items():
+            gauge.labels(device, state).set(amount)
+
+
+def observe(row: Mapping[str, Any]) -> None:
+    """Take a row of the broker's journal about a kernel of this server into the histograms."""
+    kind, device, seconds = row.get("kind"), row.get("device") or "", row.get("seconds")
+    if seconds is None:
+        return
+    if kind in ("attach", "resume"):
+        WAIT.labels(device).observe(seconds)
+    if kind == "resume":
+        RESUME.labels(device).observe(row.get("detail", {}).get("driver_seconds", 0.0))
+    elif kind == "suspend":
+        SUSPEND.labels(device).observe(seconds)

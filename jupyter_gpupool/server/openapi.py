@@ -1,0 +1,34 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The OpenAPI document of the REST interface, as this server serves it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .. import __version__
+
+#: Seconds for which a slice may be kept idle at a time, as the broker has it.
+MAX_KEEP = 30 * 86400
+
+FILE = Path(__file__).with_name("openapi.yaml")
+
+
+@lru_cache(maxsize=1)
+def _read() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def document(base_url: str) -> dict[str, Any]:
+    """Return the document for a server at ``base_url``."""
+    found = _read()
+    return {
+        **found,
+        "info": {**found["info"], "version": __version__},
+        "servers": [{"url": f"{base_url.rstrip('/')}/gpupool/api"}],
+    }

@@ -1,0 +1,87 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The websocket ``/gpupool/api/events``: a snapshot, then what changes, as JSON messages.
+
+``{"type": "snapshot", "snapshot": ...}`` first and after the broker was away; then
+``{"type": "delta", "delta": ...}``, ``{"type": "lease" | "queue" | "idle", "data": ...}`` and
+``{"type": "broker", "available": ...}``. What a client sends is ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from jupyter_core.utils import ensure_async
+from jupyter_server.auth.decorator import ws_authenticated
+from jupyter_server.base.handlers import JupyterHandler
+from jupyter_server.base.websocket import WebSocketMixin
+from tornado import web, websocket
+
+from .handlers import RESOURCE
+from .views import View
+from .watch import Watch
+
+#: Messages that a client may be behind before its connection is closed.
+MAX_BEHIND = 256
+
+
+class Events(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):  # type: ignore[misc]
+    """One client."""
+
+    auth_resource = RESOURCE
+
+    @property
+    def watch(self) -> Watch:
+        """The extension's view of the pool."""
+        found: Watch = self.settings["gpupool_watch"]
+        return found
+
+    @ws_authenticated
+    async def get(self, *args: Any, **kwargs: Any) -> None:
+        """Open the websocket for who may read; called by tornado."""
+        user = self.current_user
+        if not await ensure_async(self.authorizer.is_authorized(self, user, "read", RESOURCE)):
+            raise web.HTTPError(403)
+        await ensure_async(super().get(*args, **kwargs))
+
+    def set_default_headers(self) -> None:
+        """Leave out the headers of pages; called by tornado."""
+
+    def get_compression_options(self) -> dict[str, Any]:
+        """Compress: most of a snapshot is names of fields. Called by tornado."""
+        return {}
+
+    def open(self, *args: Any, **kwargs: Any) -> None:
+        """Begin to publish; called by tornado."""
+        super().open(*args, **kwargs)
+        self._behind: asyncio.Queue[View] = asyncio.Queue(MAX_BEHIND)
+        self._sender = asyncio.get_running_loop().create_task(self._send())
+        self.watch.subscribe(self)
+
+    def on_message(self, message: str | bytes) -> None:
+        """Ignore it; called by tornado."""
+
+    def on_close(self) -> None:
+        """End; called by tornado, also if it was never opened."""
+        self.watch.unsubscribe(self)
+        if hasattr(self, "_sender"):
+            self._sender.cancel()
+        super().on_close()
+
+    def publish(self, message: View) -> None:
+        """Send a message in its turn; who does not read is disconnected, and may come again."""
+        try:
+            self._behind.put_nowait(message)
+        except asyncio.QueueFull:
+            self.watch.unsubscribe(self)
+            self.close(1013, "too slow")
+
+    async def _send(self) -> None:
+        while True:
+            message = await self._behind.get()
+            try:
+                await self.write_message(json.dumps(message))
+            except websocket.WebSocketClosedError:
+                return

@@ -1,0 +1,184 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What of the broker's snapshot is shown by this server, and what changed between two. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Callable, Collection, Iterable, Mapping
+
+View = dict[str, Any]
+
+#: Parts of the snapshot for the user interface; the rest is for admins on the machine.
+_SHOWN = (
+    *("version", "now", "emulated", "machine", "devices", "sessions", "queue_length"),
+    *("host", "settings"),
+)
+
+#: All that is shown of sessions of others: what explains the use of a device and of the queue.
+_OF_OTHERS = ("id", "state", "granted_bytes", "device", "queue_position", "priority")
+
+#: Figures that move by themselves; whoever shows them counts on from ``now``.
+_CLOCKS = frozenset(
+    {
+        *("idle_seconds", "wait_seconds_total", "attached_seconds_total", "busy_seconds"),
+        "messages",
+    }
+)
+
+
+def is_mine(local: Collection[str], user: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Return the test of a session's details being shown here.
+
+    A broker shows root and its admins everybody's; a server shows the sessions of its own kernels
+    (ids in ``local``) and of its own operating system ``user``, whoever runs it.
+    """
+
+    def mine(session: Mapping[str, Any]) -> bool:
+        # Only what the broker shows in full has a "label".
+        return "label" in session and (
+            session.get("kernel_id") in local or session.get("owner") == user
+        )
+
+    return mine
+
+
+def visible(
+    status: Mapping[str, Any], mine: Callable[[Mapping[str, Any]], bool], local: Collection[str]
+) -> View:
+    """Return the broker's ``status`` as this server shows it.
+
+    Each session gets ``mine``, and ``here``: whether it is a kernel of this server.
+    """
+    view = {name: status.get(name) for name in _SHOWN}
+    view["sessions"] = [
+        {**session, "mine": True, "here": session.get("kernel_id") in local}
+        if mine(session)
+        else {
+            **{name: session[name] for name in _OF_OTHERS if name in session},
+            "owner": "other",
+            "mine": False,
+            "here": False,
+        }
+        for session in status.get("sessions", ())
+    ]
+    return view
+
+
+def session_of(view: Mapping[str, Any], kernel_id: str) -> View | None:
+    """Return the newest session of a kernel that may be shown; None if there is none."""
+    found = [s for s in view["sessions"] if s["mine"] and s.get("kernel_id") == kernel_id]
+    return found[-1] if found else None
+
+
+def wait_of(view: Mapping[str, Any], session: Mapping[str, Any]) -> View:
+    """Return why a session waits, and who is ahead of it: how many of which class, no names."""
+    position = session.get("queue_position")
+    ahead = [
+        other
+        for other in view["sessions"]
+        if position is not None and (other.get("queue_position") or position) < position
+    ]
+    return {
+        "waiting": position is not None,
+        "position": position,
+        "length": view["queue_length"],
+        "eta_seconds": session.get("eta_seconds"),
+        "reason": session.get("wait_reason", ""),
+        "ahead": {
+            "total": max(0, position - 1) if position is not None else 0,
+            "mine": sum(1 for other in ahead if other["mine"]),
+            "by_priority": dict(Counter(other.get("priority", "unknown") for other in ahead)),
+        },
+    }
+
+
+def delta(old: Mapping[str, Any], new: Mapping[str, Any]) -> View | None:
+    """Return what of ``new`` is not as in ``old``; None if nothing that matters.
+
+    ``devices`` and ``sessions`` hold the changed ones in full, ``removed`` the ids of those gone.
+    """
+    changes: View = {
+        name: new[name]
+        for name in _SHOWN
+        if name not in ("now", "devices", "sessions", "host") and new[name] != old[name]
+    }
+    # What the machine has free moves all the time, by little.
+    if _without(new["host"], {"available_bytes"}) != _without(old["host"], {"available_bytes"}):
+        changes["host"] = new["host"]
+    for part, key in (("devices", "uuid"), ("sessions", "id")):
+        before = {entry[key]: entry for entry in old[part]}
+        changed = [
+            entry
+            for entry in new[part]
+            if entry[key] not in before
+            or _without(entry, _CLOCKS) != _without(before[entry[key]], _CLOCKS)
+        ]
+        if changed:
+            changes[part] = changed
+        removed = before.keys() - {entry[key] for entry in new[part]}
+        if removed:
+            changes.setdefault("removed", []).extend(sorted(removed))
+    return {"now": new["now"], **changes} if changes else None
+
+
+def changes(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> Iterable[tuple[str, View]]:
+    """Yield (kind, data) of the events between two views, about this server's kernels alone."""
+    before = {s["id"]: s for s in old["sessions"] if s["here"]} if old else {}
+    for session in new["sessions"]:
+        if not session["here"]:
+            continue
+        was = before.pop(session["id"], None)
+        if was is None or _differ(was, session, ("state", "granted_bytes", "devices")):
+            yield "lease", _lease(session, was)
+        places = ("queue_position", "queue_length", "wait_reason")
+        if session.get("queue_position") is not None and (
+            was is None or _differ(was, session, places)
+        ):
+            yield "queue", _queue(session)
+    for session in before.values():
+        ended = {**session, "state": "ended", "granted_bytes": 0, "devices": []}
+        yield "lease", _lease({**ended, "suspended_bytes": 0}, session)
+
+
+def _lease(session: Mapping[str, Any], was: Mapping[str, Any] | None) -> View:
+    return {
+        "kernel_id": session.get("kernel_id", ""),
+        "state": session["state"],
+        "previous": was["state"] if was else None,
+        "devices": list(session.get("devices", ())),
+        "granted_bytes": session["granted_bytes"],
+        "suspended_bytes": session.get("suspended_bytes") or 0,
+    }
+
+
+def _queue(session: Mapping[str, Any]) -> View:
+    return {
+        "kernel_id": session.get("kernel_id", ""),
+        "position": session["queue_position"],
+        "length": session.get("queue_length") or session["queue_position"],
+        "eta_seconds": session.get("eta_seconds"),
+        "reason": session.get("wait_reason", ""),
+    }
+
+
+def seconds_left(
+    session: Mapping[str, Any], now: float, settings: Mapping[str, Any]
+) -> float | None:
+    """Return when an idle session leaves its device by itself, in seconds; None if it does not.
+
+    Sooner if somebody waits; how much sooner nobody knows before.
+    """
+    timeout = settings.get("idle_timeout")
+    if session["state"] != "idle" or not timeout or session.get("pinned_reason"):
+        return None
+    left = float(timeout) - float(session.get("idle_seconds") or 0.0)
+    return max(left, float(session.get("keep_until") or 0.0) - now, 0.0)
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any], names: Iterable[str]) -> bool:
+    return any(one.get(name) != other.get(name) for name in names)
+
+
+def _without(entry: Mapping[str, Any] | None, names: Collection[str]) -> View:
+    return {name: value for name, value in (entry or {}).items() if name not in names}

@@ -1,0 +1,331 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Keeps the newest view of the pool while somebody needs it, and tells what changes.
+
+It is needed while this server has a Pooled GPU kernel or somebody listens to the websocket. Then
+the broker's pushes, and a slow poll for what it does not push (places in the queue, sizes in use),
+each lead to one ``status``, and the differences to events. Otherwise nothing is sent at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import Any, Callable, Collection, Mapping, Protocol
+
+from ..errors import GPUPoolError
+from ..protocol import Message
+from . import metrics, views
+from .link import Link
+from .views import View
+
+#: Seconds between two snapshots however much happens: 50 sessions make one of 40 KiB.
+LEAST_INTERVAL = 0.05
+
+#: Seconds between two snapshots while a kernel of this server waits and its place may change.
+QUEUE_INTERVAL = 1.0
+
+#: Seconds until the first and at most between attempts to reach a broker that is away.
+FIRST_RETRY, MOST_RETRY = 0.25, 5.0
+
+#: Rows that may wait for the snapshot that says whose they are.
+MAX_ROWS = 10_000
+
+
+class Subscriber(Protocol):
+    """Somebody at the websocket."""
+
+    def publish(self, message: View) -> None:
+        """Take a message. Must not block."""
+
+
+class Watch:
+    """See the module.
+
+    Parameters
+    ----------
+    link:
+        The connection; :meth:`row` and :meth:`lost` are to be its callbacks.
+    kernels:
+        Returns the ids of this server's kernels.
+    user:
+        The operating system user of this server.
+    emit:
+        Called with (kind, data) for each event; kinds are those of ``event_schemas``.
+    interval:
+        Seconds between two snapshots while nothing happens.
+    idle_warning:
+        Seconds before an idle slice leaves at which to say so.
+    slow_resume:
+        Seconds from which on bringing it back is worth that warning.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        kernels: Callable[[], Collection[str]],
+        user: str,
+        emit: Callable[[str, View], None],
+        *,
+        interval: float,
+        idle_warning: float,
+        slow_resume: float,
+        log: logging.Logger,
+    ) -> None:
+        self._link = link
+        self._kernels = kernels
+        self._user = user
+        self._emit = emit
+        self._interval = interval
+        self._idle_warning = idle_warning
+        self._slow_resume = slow_resume
+        self._log = log
+        #: Kernels of this server that were seen to be of the pool.
+        self._pooled: set[str] = set()
+        self._subscribers: set[Subscriber] = set()
+        self._unserved: set[Subscriber] = set()
+        self._last: View | None = None
+        self._away: GPUPoolError | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+        self._rows: list[Message] = []
+        #: Bytes a second at which a kernel's state was last moved, by the kind of row.
+        self._speeds: dict[str, float] = {}
+        #: Sessions that were warned, in the idle time that still lasts.
+        self._warned: set[str] = set()
+
+    # ------------------------------------------------------------------ who needs it
+
+    @property
+    def needed(self) -> bool:
+        """Whether to keep the view fresh."""
+        self._pooled &= set(self._kernels())
+        return bool(self._subscribers or self._pooled)
+
+    def kernel_started(self, kernel_id: str) -> None:
+        """Watch: this server has a Pooled GPU kernel. Called in the event loop."""
+        self._pooled.add(kernel_id)
+        self._wake()
+
+    def kernels_changed(self) -> None:
+        """Look again: a kernel of this server has ended."""
+        if self._task is not None:
+            self._news.set()
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Publish a snapshot, or why there is none, and from then on what changes."""
+        self._subscribers.add(subscriber)
+        self._unserved.add(subscriber)
+        if self._away is not None:
+            subscriber.publish(_broker(self._away))
+        self._wake()
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """Publish no more to it; idempotent."""
+        self._subscribers.discard(subscriber)
+        self._unserved.discard(subscriber)
+        self._news.set()
+
+    async def close(self) -> None:
+        """End: the server stops."""
+        self._subscribers.clear()
+        self._pooled.clear()
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        await self._link.close()
+
+    # ------------------------------------------------------------------ asking
+
+    async def look(self) -> View:
+        """Return the pool as it is now.
+
+        Raises
+        ------
+        GPUPoolError
+            If the broker cannot be asked.
+        """
+        try:
+            status = await self._link.call("status")
+        except GPUPoolError as error:
+            self._set_away(error)
+            raise
+        local = self._kernels()
+        view = views.visible(status, views.is_mine(local, self._user), local)
+        self._take(view)
+        here = {str(s["kernel_id"]) for s in view["sessions"] if s["here"]}
+        if not here <= self._pooled:
+            self._pooled |= here
+            self._wake()
+        return view
+
+    async def act(self, kind: str, session: str, **fields: Any) -> Message:
+        """Ask the broker for something about a session that :meth:`look` has shown."""
+        answer = await self._link.call(kind, session=session, **fields)
+        if self._task is not None:
+            self._news.set()
+        return answer
+
+    # ------------------------------------------------------------------ the link's callbacks
+
+    def row(self, row: Message) -> None:
+        """Something happened in the pool."""
+        self._rows.append(row)
+        del self._rows[:-MAX_ROWS]
+        self._news.set()
+
+    def lost(self, error: GPUPoolError) -> None:
+        """The broker went away."""
+        if self._task is not None:
+            self._set_away(error)
+            self._news.set()
+
+    # ------------------------------------------------------------------ internals
+
+    def _wake(self) -> None:
+        self._news.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        while self.needed:
+            await self._follow()
+            self._forget()
+            await self._link.close()
+            self._log.debug("GPU pool: nobody needs the pool now")
+
+    async def _follow(self) -> None:
+        """Keep the view fresh until nobody needs it."""
+        retry = FIRST_RETRY
+        while self.needed:
+            self._news.clear()
+            try:
+                await self._link.watch()
+                await self.look()
+            except GPUPoolError as error:
+                self._set_away(error)
+                self._news.clear()
+                pause, retry = retry, min(2 * retry, MOST_RETRY)
+            except Exception:
+                # A fault of ours must not end the watching for good.
+                self._log.exception("GPU pool: a snapshot could not be taken")
+                pause, retry = retry, min(2 * retry, MOST_RETRY)
+            else:
+                retry = FIRST_RETRY
+                pause = self._pause()
+            await asyncio.sleep(LEAST_INTERVAL)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), max(0.0, pause - LEAST_INTERVAL))
+
+    def _pause(self) -> float:
+        """Return the seconds until the next snapshot if nothing happens."""
+        assert self._last is not None
+        pause = self._interval
+        for session in self._last["sessions"]:
+            if not session["here"]:
+                continue
+            if session["state"] in ("queued", "attaching", "detaching"):
+                pause = min(pause, QUEUE_INTERVAL)
+            left = views.seconds_left(session, self._last["now"], self._last["settings"] or {})
+            if left is not None and session["id"] not in self._warned:
+                pause = min(pause, max(LEAST_INTERVAL, left - self._idle_warning))
+        return pause
+
+    def _forget(self) -> None:
+        """Nobody needs it any more: what we know grows old."""
+        self._last = self._away = None
+        self._rows.clear()
+        self._warned.clear()
+        metrics.show([])
+
+    def _take(self, view: View) -> None:
+        last = self._last
+        if last is not None and view["now"] < last["now"] and self._away is None:
+            return  # two were asked for at once, and this is the older
+        self._last, came_back = view, self._away is not None
+        self._away = None
+        metrics.UP.set(1)
+        metrics.show(s for s in view["sessions"] if s["here"])
+        self._observe(last, view)
+        if came_back:
+            self._unserved |= self._subscribers
+            self._publish({"type": "broker", "available": True})
+        for subscriber in self._subscribers & self._unserved:
+            subscriber.publish({"type": "snapshot", "snapshot": view})
+        changed = views.delta(last, view) if last is not None else None
+        if changed is not None:
+            for subscriber in self._subscribers - self._unserved:
+                subscriber.publish({"type": "delta", "delta": changed})
+        self._unserved.clear()
+        for kind, data in views.changes(last, view):
+            self._tell(kind, data)
+        self._warn(view)
+
+    def _observe(self, last: View | None, view: View) -> None:
+        """Take the rows about this server's kernels into the metrics, now that we know whose."""
+        here = {s["id"] for v in (last, view) if v for s in v["sessions"] if s["here"]}
+        rows, self._rows = self._rows, []
+        for row in rows:
+            if row.get("session") in here:
+                metrics.observe(row)
+            seconds = row.get("seconds")
+            if row.get("kind") == "resume":
+                seconds = row.get("detail", {}).get("driver_seconds")
+            if row.get("kind") in ("suspend", "resume") and seconds and row.get("bytes"):
+                self._speeds[str(row["kind"])] = row["bytes"] / seconds
+
+    def _warn(self, view: View) -> None:
+        """Tell of idle slices that leave soon, if bringing them back takes long or nobody knows."""
+        soon = set()
+        for session in view["sessions"]:
+            left = (
+                views.seconds_left(session, view["now"], view["settings"] or {})
+                if session["here"]
+                else None
+            )
+            if left is None or left > self._idle_warning:
+                continue
+            soon.add(session["id"])
+            size = session.get("footprint_bytes")
+            speed = self._speeds.get("resume") or self._speeds.get("suspend")
+            takes = size / speed if size is not None and speed else None
+            slow = size != 0 and (takes is None or takes >= self._slow_resume)
+            if slow and session["id"] not in self._warned:
+                self._tell(
+                    "idle",
+                    {
+                        "kernel_id": session.get("kernel_id", ""),
+                        "seconds_left": round(left, 3),
+                        "bytes": size,
+                        "resume_seconds": None if takes is None else round(takes, 3),
+                    },
+                )
+        self._warned = soon
+
+    def _tell(self, kind: str, data: Mapping[str, Any]) -> None:
+        self._publish({"type": kind, "data": dict(data)})
+        self._emit(kind, dict(data))
+
+    def _set_away(self, error: GPUPoolError) -> None:
+        metrics.UP.set(0)
+        before, self._away = self._away, error
+        if before is None or before.code != error.code:
+            self._log.info("GPU pool: the broker is away: %s", error)
+            self._publish(_broker(error))
+
+    def _publish(self, message: View) -> None:
+        for subscriber in list(self._subscribers):
+            subscriber.publish(message)
+
+
+def _broker(error: GPUPoolError) -> View:
+    """Return the message that says why there is no broker."""
+    return {
+        "type": "broker",
+        "available": False,
+        "code": error.code,
+        "message": error.message,
+        "next_step": error.next_step,
+    }

@@ -1,0 +1,157 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Two notebooks that compete, seen from the websocket, the event bus and /metrics."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.broker.kit import BIG, Kernel, MiB, wait_until
+
+from .kit import USE_GPU, Events
+
+#: One device: whoever has it keeps all others waiting.
+MACHINE = "1x512MiB,context=32MiB"
+
+PREFIX = "https://schema.jupyter.org/jupyter_gpupool/"
+
+
+@pytest.fixture
+def events(server):
+    found = server.events()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def full(broker):
+    """The device is in use by a kernel that this server does not know."""
+    other = Kernel(broker, "other")
+    other.attach()
+    yield other
+    other.close()
+
+
+def test_two_notebooks(server, kernel, full, events):
+    first = events.kind("snapshot")["snapshot"]
+    assert [s["state"] for s in first["sessions"]] == ["active"]
+    bus = Events(server.socket("/api/events/subscribe"))
+    one, two = kernel(), kernel()
+    cells = {name: server.cells(name) for name in (one, two)}
+
+    running = cells[one].begin(USE_GPU)
+    assert events.kind("queue", kernel_id=one)["data"]["position"] == 1
+    second = cells[two].begin(USE_GPU)
+    told = events.kind("queue", kernel_id=two)["data"]
+    assert (told["position"], told["length"]) == (2, 2)
+    assert "in use" in told["reason"] or "next in the queue" in told["reason"]
+    why = server.api(f"/sessions/{two}/wait")
+    assert why["waiting"]
+    assert why["position"] == 2
+    assert why["ahead"]["total"] == why["ahead"]["mine"] == 1
+    assert server.metrics()['jupyter_gpupool_sessions{state="queued"}'] == 2
+
+    full.close()
+    lease = events.until(
+        lambda m: m["type"] == "lease" and m["data"]["kernel_id"] == one and m["data"]["devices"]
+    )["data"]
+    assert lease["granted_bytes"] == BIG
+    assert cells[one].end(running)["status"] == "ok"
+    # Whoever waits gets the slice of an idle one; with what it holds in host memory.
+    assert cells[two].end(second)["status"] == "ok"
+    gone = events.until(
+        lambda m: (
+            m["type"] == "lease"
+            and m["data"]["kernel_id"] == one
+            and m["data"]["suspended_bytes"] > 0
+        )
+    )["data"]
+    assert gone["suspended_bytes"] >= 64 * MiB
+    server.stop_kernel(two)
+    ended = events.kind("lease", kernel_id=two, state="ended")["data"]
+    assert ended["granted_bytes"] == 0
+    cells[one].run("stream.sync()")
+    events.until(lambda m: m["type"] == "lease" and m["data"]["devices"])
+
+    found = wait_until(
+        lambda: (m := server.metrics()).get('jupyter_gpupool_sessions{state="idle"}') == 1 and m,
+        "an idle kernel in the metrics",
+    )
+    device = server.api(f"/sessions/{one}")["device"]
+    assert found[f'jupyter_gpupool_granted_bytes{{device="{device}",state="idle"}}'] == BIG
+    used = found[f'jupyter_gpupool_used_bytes{{device="{device}",state="idle"}}']
+    assert 64 * MiB <= used <= BIG
+    assert found["jupyter_gpupool_broker_up"] == 1
+    for name in ("suspend", "resume", "wait"):
+        counts = [
+            v for k, v in found.items() if k.startswith(f"jupyter_gpupool_{name}_seconds_count")
+        ]
+        assert sum(counts) >= 1, (name, found)
+
+    # The same events on the server's own bus, by their schemas, without a person in them.
+    seen = []
+    while {"lease", "queue"} - {m["schema_id"].removeprefix(PREFIX).split("/")[0] for m in seen}:
+        message = json.loads(bus.socket.recv())
+        if message["schema_id"].startswith(PREFIX):
+            seen.append(message)
+    assert all(m["kernel_id"] in (one, two) for m in seen)
+    assert not {"owner", "user", "label"} & {key for m in seen for key in m}
+
+
+def test_the_events_own_delta_is_the_snapshot(server, kernel, events):
+    """Whoever applies the deltas has what a snapshot would say."""
+    state = events.kind("snapshot")["snapshot"]
+    one = kernel()
+    server.cells(one).run(USE_GPU)
+    devices = {d["uuid"]: d for d in state["devices"]}
+    sessions = {s["id"]: s for s in state["sessions"]}
+
+    def apply(message):
+        if message["type"] == "delta":
+            devices.update({d["uuid"]: d for d in message["delta"].get("devices", ())})
+            sessions.update({s["id"]: s for s in message["delta"].get("sessions", ())})
+            for name in message["delta"].get("removed", ()):
+                sessions.pop(name, None)
+        return any(s.get("kernel_id") == one and s["state"] == "idle" for s in sessions.values())
+
+    events.until(apply)
+    now = {s["id"]: s["state"] for s in server.api("/pool")["sessions"]}
+    assert {name: s["state"] for name, s in sessions.items()} == now
+
+
+def test_an_idle_warning_comes_before_the_slice_leaves(server, broker, kernel, events):
+    one = kernel()
+    server.cells(one).run(USE_GPU)
+    events.kind("lease", kernel_id=one, state="idle")
+    broker.configure(emulate=MACHINE, idle_timeout=15)  # a warning comes 20 s before
+    broker.process.send_signal(1)
+    warning = events.kind("idle", kernel_id=one)["data"]
+    assert 0 < warning["seconds_left"] <= 20
+    assert warning["bytes"] >= 64 * MiB
+    # Keep: nothing more to warn of.
+    server.api(f"/sessions/{one}/keep", "POST", seconds=3600)
+    broker.configure(emulate=MACHINE)
+    broker.process.send_signal(1)
+
+
+def test_no_traffic_when_nobody_needs_it(server, broker, kernel):
+    one = kernel()
+    server.api("/pool")
+    server.stop_kernel(one)
+
+    def connections():
+        with broker.client() as client:
+            counters = client.call("status")["broker"]["counters"]
+        # Less our own: one connection and one message for each look.
+        looks.append(1)
+        return counters["messages"] - len(looks), counters["connections"] - len(looks)
+
+    looks = []
+    log = server.log
+    wait_until(lambda: "GPU pool: nobody needs the pool" in log.read_text(), "the end of watching")
+    before = connections()
+    server.request("GET", "/api/status")
+    server.request("GET", "/metrics")
+    assert connections() == before

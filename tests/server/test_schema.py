@@ -1,0 +1,107 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The OpenAPI document says what the server does: schemathesis asks it everything it says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode, checks
+from schemathesis.specs.openapi import checks as openapi_checks
+
+from jupyter_gpupool.pool.lease import TRANSITIONS
+from jupyter_gpupool.server import openapi
+from jupyter_gpupool.server.extension import ROUTES
+
+from .kit import TOKEN
+
+#: A refusal (409) or a kernel that is not there (404) is a right answer to a right request.
+CHECKS = [
+    checks.not_a_server_error,
+    openapi_checks.status_code_conformance,
+    openapi_checks.content_type_conformance,
+    openapi_checks.response_schema_conformance,
+    openapi_checks.negative_data_rejection,
+    openapi_checks.unsupported_method,
+    openapi_checks.ignored_auth,
+]
+
+OPERATIONS = [
+    (path, method)
+    for path, item in openapi.document("/")["paths"].items()
+    for method in ("get", "patch", "post")
+    if method in item
+]
+
+
+def test_the_document_names_every_route_and_no_other():
+    named = {
+        re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path) for path in openapi.document("/")["paths"]
+    }
+    routes = {path for path, _ in ROUTES if path not in ("/events", "(?:/.*)?")}
+    assert named == routes
+    handlers = dict(ROUTES)
+    for path, method in OPERATIONS:
+        route = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path)
+        assert method in vars(handlers[route])
+    states = openapi.document("/")["components"]["schemas"]["State"]["enum"]
+    assert set(states) == {state for step in TRANSITIONS for state in step}
+
+
+def test_it_is_served(server):
+    found = server.api("/openapi.json")
+    assert found == openapi.document("/")
+    assert found["openapi"].startswith("3.1")
+
+
+@pytest.fixture(scope="module")
+def kernel_id(server):
+    """A kernel with a session, for the requests that need one."""
+    name = server.start_kernel()
+    yield name
+    server.stop_kernel(name)
+
+
+@pytest.mark.parametrize("real", [True, False], ids=["a-kernel", "any-text"])
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_it_does_what_the_document_says(server, kernel_id, path, method, real):
+    document = openapi.document("/")
+    if real:
+        known = {**document["components"]["parameters"]["KernelId"], "schema": {"const": kernel_id}}
+        components = {**document["components"], "parameters": {"KernelId": known}}
+        document = {**document, "components": components}
+    operation = schemathesis.openapi.from_dict(document)[path][method.upper()]
+    seen = ask(server, operation.as_strategy(GenerationMode.POSITIVE))
+    right = {200, 400, 409} if method == "patch" else {200, 409}  # a class that does not exist
+    assert seen <= (right if real or "{" not in path else {404})
+    if "requestBody" in document["paths"][path][method] and real:
+        seen = ask(server, operation.as_strategy(GenerationMode.NEGATIVE))
+        assert 400 in seen
+        assert seen <= {400, 403, 404}, "wrong bodies, tokens and paths"
+
+
+def ask(server, cases):
+    """Send many requests; return the statuses that were seen."""
+    headers = {"Authorization": f"token {TOKEN}"}
+    seen = set()
+
+    @given(case=cases)
+    @settings(
+        max_examples=15,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    def send(case):
+        answer = case.call_and_validate(
+            base_url=f"{server.url}/gpupool/api", headers=headers, checks=CHECKS
+        )
+        seen.add(answer.status_code)
+
+    send()
+    return seen

@@ -1,0 +1,196 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What is shown and what changed: pure functions of snapshots."""
+
+from __future__ import annotations
+
+import json
+
+from jupyter_gpupool.server import views
+
+
+def session(name, **fields):
+    return {
+        "id": name,
+        "owner": "me",
+        "label": f"{name}.ipynb",
+        "kernel_id": f"k-{name}",
+        "state": "active",
+        "granted_bytes": 10,
+        "suspended_bytes": 0,
+        "devices": ["GPU-0"],
+        "device": "GPU-0",
+        "queue_position": None,
+        "queue_length": 0,
+        "eta_seconds": None,
+        "wait_reason": "",
+        "idle_seconds": 0.0,
+        "priority": "notebook",
+        **fields,
+    }
+
+
+def other(name, **fields):
+    return {
+        "id": name,
+        "owner": "other",
+        "state": "active",
+        "granted_bytes": 10,
+        "device": "GPU-0",
+        "queue_position": None,
+        **fields,
+    }
+
+
+def snapshot(*sessions, now=100.0, local=("k-a", "k-b"), user="me", **fields):
+    status = {
+        "version": "1",
+        "now": now,
+        "emulated": True,
+        "machine": "",
+        "socket": "/s",
+        "pid": 1,
+        "devices": [{"uuid": "GPU-0", "memory_granted": 10}],
+        "sessions": list(sessions),
+        "queue_length": 0,
+        "host": {"used_bytes": 0, "available_bytes": 5},
+        "settings": {"idle_timeout": 60.0},
+        "broker": {"journal": "/secret"},
+        **fields,
+    }
+    return views.visible(status, views.is_mine(local, user), local)
+
+
+def kinds(old, new):
+    return [(kind, data) for kind, data in views.changes(old, new)]
+
+
+def test_an_admins_server_shows_no_names_of_others():
+    # As the broker shows it to root: everything.
+    view = snapshot(session("a"), session("x", owner="alice", kernel_id="k-x"))
+    mine, theirs = view["sessions"]
+    assert mine["here"]
+    assert mine["mine"]
+    assert mine["label"] == "a.ipynb"
+    assert theirs == {
+        "id": "x",
+        "owner": "other",
+        "state": "active",
+        "granted_bytes": 10,
+        "device": "GPU-0",
+        "queue_position": None,
+        "priority": "notebook",
+        "mine": False,
+        "here": False,
+    }
+    assert "alice" not in json.dumps(view)
+    assert "secret" not in json.dumps(view)
+    assert views.session_of(view, "k-x") is None
+
+
+def test_a_kernel_of_this_server_is_shown_whatever_the_broker_calls_its_owner():
+    (found,) = snapshot(session("a", owner="uid-1000"))["sessions"]
+    assert found["mine"]
+    assert found["here"]
+
+
+def test_another_server_of_the_same_user_is_mine_but_not_here():
+    (found,) = snapshot(session("z"))["sessions"]
+    assert found["mine"]
+    assert not found["here"]
+    assert kinds(None, snapshot(session("z"))) == []
+
+
+def test_what_the_broker_hides_cannot_claim_to_be_mine():
+    (found,) = snapshot(other("a", kernel_id="k-a"))["sessions"]
+    assert not found["mine"]
+    assert "kernel_id" not in found
+
+
+def test_the_newest_session_of_a_kernel_counts():
+    view = snapshot(session("a", kernel_id="k-a"), session("b", kernel_id="k-a"))
+    assert views.session_of(view, "k-a")["id"] == "b"
+
+
+def test_who_is_ahead_is_counted_by_class():
+    view = snapshot(
+        session("a", queue_position=3, eta_seconds=4.5, wait_reason="all in use"),
+        session("b", queue_position=1, priority="batch"),
+        other("x", queue_position=2),
+        other("y", queue_position=4),
+        other("z"),
+        queue_length=4,
+    )
+    assert views.wait_of(view, view["sessions"][0]) == {
+        "waiting": True,
+        "position": 3,
+        "length": 4,
+        "eta_seconds": 4.5,
+        "reason": "all in use",
+        "ahead": {"total": 2, "mine": 1, "by_priority": {"batch": 1, "unknown": 1}},
+    }
+
+
+def test_clocks_alone_are_no_change():
+    old = snapshot(session("a"))
+    new = snapshot(
+        session("a", idle_seconds=5.0), now=105.0, host={"used_bytes": 0, "available_bytes": 6}
+    )
+    assert views.delta(old, new) is None
+
+
+def test_a_delta_holds_what_changed_and_nothing_else():
+    old = snapshot(session("a"), session("b"), other("x"))
+    new = snapshot(session("a", state="idle"), other("x"), now=101.0, queue_length=1)
+    found = views.delta(old, new)
+    assert found["now"] == 101.0
+    assert found["queue_length"] == 1
+    assert [s["id"] for s in found["sessions"]] == ["a"]
+    assert found["removed"] == ["b"]
+    assert set(found) == {"now", "queue_length", "sessions", "removed"}
+    new = snapshot(session("a"), session("b"), other("x"), devices=[])
+    assert views.delta(old, new) == {"now": 100.0, "removed": ["GPU-0"]}
+
+
+def test_events_of_a_lease():
+    waiting = {"state": "queued", "queue_position": 1, "devices": [], "granted_bytes": 0}
+    old = snapshot(session("a", **waiting, queue_length=1, wait_reason="all in use"))
+    lease, queue = kinds(None, old)
+    assert lease[0] == "lease"
+    assert lease[1]["previous"] is None
+    assert lease[1]["state"] == "queued"
+    assert queue == (
+        "queue",
+        {
+            "kernel_id": "k-a",
+            "position": 1,
+            "length": 1,
+            "eta_seconds": None,
+            "reason": "all in use",
+        },
+    )
+    assert kinds(old, old) == []
+    new = snapshot(session("a"))
+    ((kind, data),) = kinds(old, new)
+    assert (kind, data["previous"], data["state"], data["devices"]) == (
+        *("lease", "queued", "active"),
+        ["GPU-0"],
+    )
+    ((kind, data),) = kinds(new, snapshot())
+    assert (kind, data["state"], data["granted_bytes"]) == ("lease", "ended", 0)
+
+
+def test_events_name_no_person():
+    for _, data in kinds(None, snapshot(session("a"))):
+        assert not {"owner", "label", "pid"} & set(data)
+
+
+def test_when_an_idle_slice_leaves():
+    settings = {"idle_timeout": 60.0}
+    idle = session("a", state="idle", idle_seconds=50.0)
+    assert views.seconds_left(idle, 100.0, settings) == 10.0
+    assert views.seconds_left({**idle, "keep_until": 400.0}, 100.0, settings) == 300.0
+    assert views.seconds_left({**idle, "idle_seconds": 99.0}, 100.0, settings) == 0.0
+    for stays in (session("a"), {**idle, "pinned_reason": "it shares memory"}):
+        assert views.seconds_left(stays, 100.0, settings) is None
+    assert views.seconds_left(idle, 100.0, {}) is None
