@@ -102,6 +102,24 @@ EXPORT int cuMemAlloc(unsigned *out, unsigned bytes)
     return 0;
 }
 
+/* The name of the second is the first's since CUDA 12. */
+EXPORT int cuGraphInstantiateWithFlags(void **out, void *graph, unsigned long long flags)
+{
+    *out = graph;
+    return (int)flags;
+}
+
+static int inner_instantiate(void **out, void *graph, unsigned long long flags)
+{
+    return cuGraphInstantiateWithFlags(out, graph, flags + INNER);
+}
+
+EXPORT int cuGraphInstantiate_v2(void **out, void *graph, void *node, char *log, size_t size)
+{
+    *out = graph;
+    return node || log ? 1 : (int)size;
+}
+
 EXPORT int cuGetProcAddress(const char *name, void **out, int version, uint64_t flags);
 EXPORT int cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status);
 
@@ -117,6 +135,8 @@ static void *find(const char *name, int version, uint64_t flags, int *status)
         return (void *)inner_synchronise;
     if (!strcmp(name, "cuStreamCreate"))
         return version > 13000 ? (void *)newest_stream_create : (void *)cuStreamCreate;
+    if (!strcmp(name, "cuGraphInstantiate"))
+        return version >= 12000 ? (void *)inner_instantiate : (void *)cuGraphInstantiate_v2;
     if (!strcmp(name, "cuGetProcAddress"))
         return version >= 12000 ? (void *)cuGetProcAddress_v2 : (void *)cuGetProcAddress;
     if (!strcmp(name, "cuRenamed"))

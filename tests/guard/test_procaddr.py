@@ -108,6 +108,17 @@ def test_before_cuda_12_there_are_four_arguments(odd):
     assert [four, five] == odd.do("_ = [at('cuGetProcAddress'), at('cuGetProcAddress_v2')]")
 
 
+def test_a_name_that_went_to_another_call_is_that_call(odd):
+    """The driver gives out another address than it exports, so only name and version tell."""
+    flags = odd.do("C.cuInit(0); _ = get('cuGraphInstantiate', 12000)[1]")
+    assert flags == odd.do("_ = at('cuGraphInstantiateWithFlags')")
+    out = "ctypes.byref(ctypes.c_void_p())"
+    assert odd.do(f"_ = call({flags}, {out}, None, ctypes.c_uint64(3))") == 0x2000 + 3
+    assert odd.do(f"_ = C.cuGraphInstantiate_v2({out}, None, None, None, ctypes.c_size_t(5))") == 5
+    five = odd.do("_ = get('cuGraphInstantiate', 11080)[1]")
+    assert five == odd.do("_ = at('cuGraphInstantiate_v2')")
+
+
 def test_version_and_flags_reach_the_driver_unchanged(odd):
     odd.send("_ = get('cuMemAlloc', 12345, 2)")
     assert odd.line() == "five cuMemAlloc 12345 2"

@@ -107,6 +107,9 @@ static CUresult get(int asked, bool five, bool per_thread, const char *name, voi
     if (flags)
         per_thread = flags & PROC_PER_THREAD_STREAM;
     int entry = guard_find(name, version, per_thread);
+    /* The one name that went from one call to another: since CUDA 12 it is the form with flags. */
+    if (entry == E_cuGraphInstantiate_v2 && version >= 12000)
+        entry = E_cuGraphInstantiateWithFlags;
     if (entry >= 0 && exported[entry] != address && guard_real[entry] != address) {
         int other = find_address(address);
         if (other >= 0) {
