@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from jupyter_gpupool.emulator.profiles import library_dir
 from jupyter_gpupool.guard import build
 from jupyter_gpupool.guard import page as pages
 
@@ -221,6 +222,21 @@ def test_a_killed_process_is_reaped_when_room_is_needed(session):
     child = session.child()
     assert child.do("_ = context()") == 0
     assert [slot.pid for slot in session.slots()] == [child.pid]
+
+
+def test_a_context_that_was_made_past_the_guard_is_noticed(session):
+    """At the first allocation at the latest: then the process waits like any other."""
+    child = session.child()
+    path = str(library_dir() / "libcuda.so.1")
+    child.do(f"D = ctypes.CDLL({path!r}); c = ctypes.c_void_p()")
+    child.do("D.cuInit(0); D.cuDevicePrimaryCtxRetain(ctypes.byref(c), 0); D.cuCtxSetCurrent(c)")
+    assert child.do("p = alloc(1 << 20); _ = p > 1 << 20")
+    assert session.slots()[0].flags == pages.SLOT_CUDA | pages.SLOT_CONTEXT
+    session.page.set_gate(pages.CLOSED)
+    child.send("_ = C.cuMemFree_v2(ctypes.c_uint64(p))")
+    assert not child.answers(0.3)
+    session.page.set_gate(pages.UNUSED)
+    assert child.reply() == 0
 
 
 def test_a_process_without_descriptors_takes_nobody_for_dead(session):

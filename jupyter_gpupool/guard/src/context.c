@@ -52,6 +52,12 @@ struct here here_now(void)
     CUcontext context = NULL;
     if (!d || CALL(current, cuCtxGetCurrent)(&context) || !context)
         return nowhere;
+    /* Made past the guard (by an export table, or the driver opened by its path): all the same the
+     * driver blocks from now on while the session is suspended. */
+    if (!guard_has_context()) {
+        guard_note_init();
+        guard_note_context();
+    }
     uint32_t now = __atomic_load_n(&d->changes, __ATOMIC_ACQUIRE);
     if (remembered.context == context && remembered_at == now)
         return remembered;
