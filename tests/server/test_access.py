@@ -1,0 +1,221 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Who may see and do what: strangers, readers, and two users of one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import websocket
+
+from tests.broker import kit as brokers
+from tests.broker.kit import wait_until
+
+from .kit import Server
+
+ROUTES = [
+    ("GET", "/pool", None),
+    ("GET", "/sessions", None),
+    ("GET", "/sessions/KERNEL", None),
+    ("PATCH", "/sessions/KERNEL", {"memory": "64MiB"}),
+    ("POST", "/sessions/KERNEL/release", None),
+    ("POST", "/sessions/KERNEL/keep", {"seconds": 60}),
+    ("GET", "/sessions/KERNEL/wait", None),
+    ("GET", "/openapi.json", None),
+    ("GET", "/nothing", None),
+]
+
+#: The authorizer of a server whose guests may look and not touch.
+READ_ONLY = """
+from jupyter_server.auth import Authorizer
+
+class ReadOnly(Authorizer):
+    def is_authorized(self, handler, user, action, resource):
+        return resource != "gpupool" or action == "read"
+
+class Nothing(Authorizer):
+    def is_authorized(self, handler, user, action, resource):
+        return resource != "gpupool"
+
+c.ServerApp.authorizer_class = %s
+"""
+
+
+@pytest.mark.parametrize("token", ["", "wrong"])
+@pytest.mark.parametrize(("method", "path", "body"), ROUTES)
+def test_a_stranger_gets_nothing(server, method, path, body, token):
+    answer = server.request(method, f"/gpupool/api{path}", json=body, token=token)
+    assert answer.status_code in (401, 403)
+    assert {"code", "message", "next_step"} <= set(answer.json())
+    assert "version" not in answer.text
+
+
+@pytest.mark.parametrize("token", ["", "wrong"])
+def test_a_stranger_gets_no_websocket(server, token):
+    with pytest.raises(websocket.WebSocketBadStatusException) as caught:
+        server.socket("/gpupool/api/events", token=token)
+    assert caught.value.status_code in (401, 403)
+
+
+def configured(start, folder, authorizer):
+    path = folder / f"{authorizer}.py"
+    path.write_text(READ_ONLY % authorizer)
+    return start(f"--config={path}")
+
+
+def test_who_may_only_read_reads(start, folder):
+    server = configured(start, folder, "ReadOnly")
+    kernel = server.start_kernel()
+    for method, path, body in ROUTES[:-1]:
+        answer = server.request(method, f"/gpupool/api{path.replace('KERNEL', kernel)}", json=body)
+        assert answer.status_code == (200 if method == "GET" else 403), answer.text
+    server.events().kind("snapshot")
+    server.stop_kernel(kernel)
+
+
+def test_who_may_nothing_gets_nothing(start, folder):
+    server = configured(start, folder, "Nothing")
+    for method, path, body in ROUTES[:-1]:
+        answer = server.request(method, f"/gpupool/api{path}", json=body)
+        assert answer.status_code == 403
+        assert answer.json()["code"] == "forbidden"
+    with pytest.raises(websocket.WebSocketBadStatusException, match="403"):
+        server.events()
+
+
+# ---------------------------------------------------------------- two users of one machine
+
+#: User ids that no account has: to the broker and the kernel they are users like all others.
+ALICE, BOB = 21001, 21002
+
+
+@pytest.fixture(scope="module")
+def two_users():
+    """A broker for the whole machine, and a server of each of two users."""
+    if os.geteuid() != 0:
+        pytest.fail("Only root can start servers of two users: run the tests as root.")
+    folder = brokers.short_folder()
+    folder.chmod(0o755)
+    broker = brokers.Broker(folder)
+    broker.socket = Path("/run") / folder.name / "broker.sock"  # root's there is everybody's
+    servers = []
+    try:
+        assert broker.start()["ok"]
+        for user in (ALICE, BOB):
+            home = folder / f"u{user}"
+            home.mkdir(mode=0o700)
+            servers.append(Server(folder, broker.socket, user=user, home=home))
+        yield broker, *servers
+    finally:
+        for server in servers:
+            server.end()
+            print(server.tail())
+        broker.close()
+        print(broker.tail())
+        brokers.remove(folder)
+        brokers.remove(broker.socket.parent)
+
+
+def test_two_users(two_users):
+    broker, alices, bobs = two_users
+    hers = alices.start_kernel()
+    events = bobs.events()
+    seen = events.kind("snapshot")["snapshot"]["sessions"]
+    his = bobs.start_kernel()
+    everything = [seen, bobs.api("/pool"), bobs.api("/sessions")]
+    (anonymous,) = [s for s in everything[1]["sessions"] if not s["mine"]]
+    assert anonymous["owner"] == "other"
+    assert set(anonymous) <= {
+        *("id", "owner", "state", "granted_bytes", "device", "queue_position", "priority"),
+        *("mine", "here"),
+    }
+    # To root, as which this test runs, the broker shows who they really are.
+    owners = {s["kernel_id"]: s["owner"] for s in broker.status()["sessions"]}
+    assert owners == {hers: f"uid-{ALICE}", his: f"uid-{BOB}"}
+    # He can neither see nor touch it, not even if he knows its names.
+    for name in (hers, anonymous["id"]):
+        for method, path, body in ROUTES[2:7]:
+            path = path.replace("KERNEL", name)
+            answer = bobs.request(method, f"/gpupool/api{path}", json=body)
+            assert answer.status_code == 404, answer.text
+    before = alices.api(f"/sessions/{hers}")["request"]
+
+    # What happens to her kernel is no event of his.
+    alices.api(f"/sessions/{hers}", "PATCH", memory="64MiB")
+    cells = alices.cells(hers)
+    cells.run("from cuda.core import Device; Device().set_current()")
+    events.until(
+        lambda m: (
+            m["type"] == "delta"
+            and any(s["granted_bytes"] for s in m["delta"].get("sessions", ()) if not s["mine"])
+        )
+    )
+    bobs.cells(his).run("from cuda.core import Device; Device().set_current()")
+    events.kind("lease", kernel_id=his, state="idle")
+    everything.append(events.seen)
+    text = json.dumps(everything)
+    for secret in (hers, str(ALICE), "uid-"):
+        assert secret not in text.replace(f"uid-{BOB}", ""), secret
+    assert all(m["data"]["kernel_id"] == his for m in events.seen if "data" in m)
+    assert alices.api(f"/sessions/{hers}")["request"] != before
+
+    metrics = bobs.metrics()
+    assert sum(v for k, v in metrics.items() if k.startswith("jupyter_gpupool_sessions")) == 1
+    alices.stop_kernel(hers)
+    bobs.stop_kernel(his)
+
+
+# ---------------------------------------------------------------- the broker away and back
+
+
+def test_the_broker_killed_and_back(start, broker):
+    server = start()
+    kernel = server.start_kernel()
+    events = server.events()
+    events.kind("snapshot")
+    broker.kill()
+    told = events.kind("broker", available=False)
+    assert told["code"] in ("broker-unavailable", "no-broker")
+    for method, path, body in ROUTES[:7]:
+        answer = server.request(method, f"/gpupool/api{path.replace('KERNEL', kernel)}", json=body)
+        assert answer.status_code == 503
+        error = answer.json()
+        assert error["code"] in ("broker-unavailable", "no-broker")
+        assert str(broker.socket) in error["message"]
+        assert error["next_step"]
+    assert server.metrics()["jupyter_gpupool_broker_up"] == 0
+    # Nobody starts one because somebody looks.
+    assert not broker.socket.exists() or not answers(broker)
+    assert broker.started
+    events.kind("broker", available=True)
+    snapshot = events.kind("snapshot")["snapshot"]
+    assert [s["kernel_id"] for s in snapshot["sessions"] if s["here"]] == [kernel]
+    assert server.metrics()["jupyter_gpupool_broker_up"] == 1
+    server.cells(kernel).run("1 + 1")
+    server.stop_kernel(kernel)
+
+
+def answers(broker):
+    try:
+        broker.status()
+    except Exception:
+        return False
+    return True
+
+
+def test_a_broker_that_hangs_does_not_hang_the_server(start, broker):
+    server = start()
+    server.api("/pool")
+    os.kill(broker.process.pid, signal.SIGSTOP)
+    try:
+        answer = server.request("GET", "/gpupool/api/pool")
+        assert answer.status_code == 503
+        assert "did not answer" in answer.json()["message"]
+        assert server.request("GET", "/api/status").status_code == 200
+    finally:
+        os.kill(broker.process.pid, signal.SIGCONT)
+    wait_until(lambda: server.request("GET", "/gpupool/api/pool").ok, "the broker to be back")

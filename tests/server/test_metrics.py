@@ -1,0 +1,109 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Names, units and figures of the metrics, and the dashboard that is drawn from them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+
+from jupyter_gpupool.server import metrics
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "jupyter-gpupool.json"
+
+
+def value(name, **labels):
+    return REGISTRY.get_sample_value(f"jupyter_gpupool_{name}", labels)
+
+
+def families():
+    """What Prometheus knows of each metric: name -> (type, names of its samples)."""
+    found = {}
+    for family in REGISTRY.collect():
+        if family.name.startswith("jupyter_gpupool_"):
+            suffixes = ("_bucket", "_sum", "_count") if family.type == "histogram" else ("",)
+            found[family.name] = {family.name + suffix for suffix in suffixes}
+    return found
+
+
+@pytest.fixture
+def clean():
+    yield
+    metrics.show([])
+
+
+def test_gauges_by_device_and_state(clean):
+    metrics.show(
+        [
+            {"state": "idle", "granted_bytes": 100, "devices": ["A"], "used_bytes": 60},
+            {"state": "idle", "granted_bytes": 50, "devices": ["A"], "footprint_bytes": 5},
+            {"state": "active", "granted_bytes": 80, "devices": ["A", "B"], "used_bytes": None},
+            {"state": "detached", "granted_bytes": 0, "devices": [], "suspended_bytes": 7},
+        ]
+    )
+    assert value("granted_bytes", device="A", state="idle") == 150
+    assert value("granted_bytes", device="B", state="active") == 40
+    assert value("used_bytes", device="A", state="idle") == 65
+    assert value("used_bytes", device="A", state="active") is None, "unknown is not zero"
+    assert value("suspended_bytes", state="detached") == 7
+    assert value("sessions", state="idle") == 2
+    metrics.show([])
+    assert value("sessions", state="idle") is None
+    assert value("granted_bytes", device="A", state="idle") is None
+
+
+def test_histograms_take_the_journals_figures():
+    def count(name):
+        return value(f"{name}_seconds_count", device="H") or 0
+
+    before = [count(name) for name in ("wait", "suspend", "resume")]
+    for row in (
+        {"kind": "attach", "device": "H", "seconds": 3.0},
+        {"kind": "resume", "device": "H", "seconds": 4.0, "detail": {"driver_seconds": 0.5}},
+        {"kind": "suspend", "device": "H", "seconds": 0.25},
+        {"kind": "state", "device": "H", "seconds": None},
+    ):
+        metrics.observe(row)
+    after = [count(name) for name in ("wait", "suspend", "resume")]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [2, 1, 1]
+    assert value("wait_seconds_sum", device="H") == 7.0
+    assert value("resume_seconds_sum", device="H") == 0.5
+    assert value("suspend_seconds_sum", device="H") == 0.25
+
+
+def test_names_and_units_are_prometheus():
+    found = families()
+    assert len(found) == len(metrics.ALL)
+    for name in found:
+        assert re.fullmatch(r"jupyter_gpupool_[a-z_]+", name)
+        kind = name.removeprefix("jupyter_gpupool_")
+        assert kind.endswith(("_bytes", "_seconds")) or kind in ("sessions", "broker_up")
+    text = generate_latest(REGISTRY).decode()
+    for name in found:
+        assert f"# HELP {name} " in text
+
+
+def test_the_dashboard_is_drawn_from_what_there_is():
+    board = json.loads(DASHBOARD.read_text())
+    asked = [t["expr"] for panel in board["panels"] for t in panel["targets"]]
+    asked += [v["query"]["query"] for v in board["templating"]["list"] if v["type"] == "query"]
+    named = set(re.findall(r"jupyter_gpupool_\w+", " ".join(asked)))
+    known = families()
+    assert named <= set().union(*known.values())
+    for name, samples in known.items():
+        assert named & samples, f"no panel shows {name}"
+    for panel in board["panels"]:
+        unit = panel["fieldConfig"]["defaults"]["unit"]
+        for target in panel["targets"]:
+            if "_bytes" in target["expr"]:
+                assert unit == "bytes"
+            elif "_seconds" in target["expr"]:
+                assert unit == "s"
+            # A label that no metric has would leave the panel empty.
+            for labels in re.findall(r"by \(([^)]*)\)", target["expr"]):
+                assert set(labels.split(", ")) <= {"device", "state", "le"}
+    assert len({p["id"] for p in board["panels"]}) == len(board["panels"])
