@@ -32,6 +32,9 @@ RATE, BURST = 200.0, 400.0
 #: Seconds for which the same refusal of the same session is in the journal once.
 SAME = 10.0
 
+#: Seconds for which what was read of a page is good enough for a question.
+RECENT = 0.1
+
 #: Most bytes that one question may be about.
 MAX_GROWTH = 1 << 50
 
@@ -226,8 +229,10 @@ class Guards:
 
         self._growing[connection] = rid
         self._runner.expect(rid, reply)
-        # What the pool knows of its use may be a second old, and the question is about now.
-        self._activity.read(session)
+        # What is known of its use may be a second old, and the question is about now. (But the page
+        # of 256 processes takes milliseconds, and an application may ask hundreds of times.)
+        if self._now() - session.use.read_at >= RECENT:
+            self._activity.read(session)
         self._runner.handle(
             e.GrowAsked(
                 now=self._runner.now(), session=session.id, device=device,

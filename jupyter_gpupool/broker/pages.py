@@ -22,7 +22,7 @@ from typing import Callable, Mapping, Sequence
 
 from ..devices.model import ProcessId
 from ..guard.install import session_environment
-from ..guard.page import CLOSED, DEVICES, OPEN, PAUSED, UNUSED, Page, PageError, Reading, Slot
+from ..guard.page import CLOSED, DEVICES, OPEN, PAUSED, UNUSED, Page, PageError, Reading
 from ..pool.model import SessionRecord
 from . import processes
 from .sessions import Session, Sessions
@@ -202,7 +202,11 @@ class Pages:
         except (OSError, PageError) as error:
             self._damaged(session, error)
             return None
-        return replace(reading, slots=tuple(slot for slot in reading.slots if _lives(slot)))
+        # A page may say what it likes: who is there 256 times is looked at once.
+        known = {ProcessId(slot.pid, slot.start_time) for slot in reading.slots}
+        alive = {process for process in known if processes.alive(process)}
+        there = tuple(s for s in reading.slots if ProcessId(s.pid, s.start_time) in alive)
+        return replace(reading, slots=there)
 
     def notice(self, session: Session, text: str) -> None:
         """Leave a sentence for people in the page."""
@@ -254,7 +258,3 @@ def _own_folder(path: Path, mode: int) -> Path:
         raise PermissionError(f"{path} belongs to somebody else")
     path.chmod(mode)
     return path
-
-
-def _lives(slot: Slot) -> bool:
-    return processes.alive(ProcessId(slot.pid, slot.start_time))

@@ -4,12 +4,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import stat
+import struct
+import time
+from types import SimpleNamespace
 
 import pytest
 
-from jupyter_gpupool.broker.pages import page_folder
+from jupyter_gpupool.broker import processes
+from jupyter_gpupool.broker.guards import Guards
+from jupyter_gpupool.broker.pages import Pages, page_folder
+from jupyter_gpupool.devices.processes import identify
 from jupyter_gpupool.guard import page as layout
 
 from . import kit
@@ -228,6 +236,46 @@ def test_refusals_reach_the_agent(broker, kernel):
 
 
 # ---------------------------------------------------------------------- the folder
+
+
+# ---------------------------------------------------------------------- what a look costs
+
+
+def test_a_process_that_a_page_names_often_is_looked_for_once(tmp_path, monkeypatch):
+    page = layout.Page.create(tmp_path / "s.page", "s", os.getuid())
+    start = identify(os.getpid()).start_time
+    with (tmp_path / "s.page").open("r+b") as file:
+        for i in range(layout.SLOTS):
+            file.seek(layout.HEADER_BYTES + i * layout.SLOT_BYTES)
+            file.write(struct.pack("<IIQI", 1, os.getpid(), start, 1))
+    looked = []
+    monkeypatch.setattr(processes, "alive", lambda process: (looked.append(process), True)[1])
+    kept = Pages(tmp_path, {}, logging.getLogger())
+    assert kept.read(SimpleNamespace(id="s", page=page)).inflight == layout.SLOTS
+    assert len(looked) == 1
+    page.remove()
+
+
+def test_questions_in_a_row_read_the_page_once():
+    async def ask():
+        loop = asyncio.get_running_loop()
+
+        def read(_):
+            reads.append(1)
+            session.use.read_at = loop.time()
+
+        guards = Guards(runner, None, SimpleNamespace(read=read), logging.getLogger())
+        for i in range(20):
+            guards._grow_now(i, session, {"id": 1, "device": 0, "bytes": 1})
+
+    reads, asked = [], []
+    record = SimpleNamespace(state="active", slices=[SimpleNamespace(device="d", bytes=1)])
+    runner = SimpleNamespace(
+        record=lambda _: record, expect=lambda *_: None, handle=asked.append, now=time.time
+    )
+    session = SimpleNamespace(id="s", use=SimpleNamespace(read_at=float("-inf")))
+    asyncio.run(ask())
+    assert (len(reads), len(asked)) == (1, 20)
 
 
 def test_pages_of_a_machine_are_reached_by_name_only(tmp_path):
