@@ -10,6 +10,7 @@ General layout (left may import right, never back; ``tests/test_architecture.py`
 - ``devices/``: NVML and the CUDA checkpoint calls, in child processes.
 - ``broker/``: effects: performs the pool's actions.
 - ``kernel/``: inside the kernel process: standard library and IPython only.
+- ``server/``: the Jupyter Server extension.
 - ``provisioner``, ``cli``, ``config``: what Jupyter, people and admins touch.
 - ``emulator/``: an NVIDIA driver made of host memory, for machines without one.
 
