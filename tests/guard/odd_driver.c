@@ -102,6 +102,18 @@ EXPORT int cuMemAlloc(unsigned *out, unsigned bytes)
     return 0;
 }
 
+/* What shares device memory with other devices: succeeds unless it is given nothing. */
+EXPORT int cuMemGetHandleForAddressRange(void *handle, unsigned long long address, size_t bytes, int type,
+                                         unsigned long long flags)
+{
+    return handle && address + bytes + flags + (unsigned)type ? 0 : 1;
+}
+
+EXPORT int cuGLRegisterBufferObject(unsigned buffer)
+{
+    return buffer ? 0 : 1;
+}
+
 /* The name of the second is the first's since CUDA 12. */
 EXPORT int cuGraphInstantiateWithFlags(void **out, void *graph, unsigned long long flags)
 {

@@ -119,6 +119,21 @@ def test_a_name_that_went_to_another_call_is_that_call(odd):
     assert five == odd.do("_ = at('cuGraphInstantiate_v2')")
 
 
+@pytest.mark.parametrize(
+    ("call", "pin"),
+    [
+        ("C.cuMemGetHandleForAddressRange({}, ctypes.c_uint64(8), ctypes.c_size_t(8), 1, 0)", 2),
+        ("C.cuGLRegisterBufferObject({})", 4),
+    ],
+)
+def test_memory_that_other_devices_are_given_pins_the_session(odd, session, call, pin):
+    """Only once the driver has given it. (The emulated one never does.)"""
+    assert odd.do("C.cuInit(0); _ = " + call.format("None" if "Handle" in call else 0)) == 1
+    assert session.slots()[0].pins == 0
+    assert odd.do("_ = " + call.format("ctypes.c_void_p(8)" if "Handle" in call else 1)) == 0
+    assert session.slots()[0].pins == pin
+
+
 def test_version_and_flags_reach_the_driver_unchanged(odd):
     odd.send("_ = get('cuMemAlloc', 12345, 2)")
     assert odd.line() == "five cuMemAlloc 12345 2"

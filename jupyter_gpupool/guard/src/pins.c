@@ -41,6 +41,11 @@ PINS(PIN_IPC, cuMemPoolImportFromShareableHandle,
 PINS(PIN_IPC, cuMemPoolExportPointer, (void *out, CUdeviceptr address), (out, address))
 PINS(PIN_IPC, cuMemPoolImportPointer, (CUdeviceptr *out, CUmemoryPool pool, void *data), (out, pool, data))
 
+/* A file descriptor of device memory: for network and storage devices, which know of no suspend. */
+PINS(PIN_IPC, cuMemGetHandleForAddressRange,
+     (void *handle, CUdeviceptr address, size_t bytes, int type, unsigned long long flags),
+     (handle, address, bytes, type, flags))
+
 PINS(PIN_IPC, cuImportExternalMemory, (void **out, const void *description), (out, description))
 PINS(PIN_IPC, cuImportExternalSemaphore, (void **out, const void *description), (out, description))
 ENDS(cuExternalMemoryGetMappedBuffer, (CUdeviceptr *out, void *memory, const void *description),
@@ -50,6 +55,7 @@ ENDS(cuExternalMemoryGetMappedMipmappedArray, (CUmipmappedArray *out, void *memo
 ENDS(cuDestroyExternalMemory, (void *memory), (memory))
 ENDS(cuDestroyExternalSemaphore, (void *semaphore), (semaphore))
 
+PINS(PIN_GRAPHICS, cuGLRegisterBufferObject, (unsigned buffer), (buffer))
 PINS(PIN_GRAPHICS, cuGraphicsGLRegisterBuffer, (void **out, unsigned buffer, unsigned flags), (out, buffer, flags))
 PINS(PIN_GRAPHICS, cuGraphicsGLRegisterImage, (void **out, unsigned image, unsigned target, unsigned flags),
      (out, image, target, flags))

@@ -98,6 +98,8 @@ CUresult wrap_cuMemPoolImportFromShareableHandle(CUmemoryPool *out, void *handle
     unsigned long long flags);
 CUresult wrap_cuMemPoolExportPointer(void *out, CUdeviceptr address);
 CUresult wrap_cuMemPoolImportPointer(CUdeviceptr *out, CUmemoryPool pool, void *data);
+CUresult wrap_cuMemGetHandleForAddressRange(void *handle, CUdeviceptr address, size_t bytes, int type,
+    unsigned long long flags);
 CUresult wrap_cuImportExternalMemory(void **out, const void *description);
 CUresult wrap_cuImportExternalSemaphore(void **out, const void *description);
 CUresult wrap_cuExternalMemoryGetMappedBuffer(CUdeviceptr *out, void *memory, const void *description);
@@ -105,6 +107,7 @@ CUresult wrap_cuExternalMemoryGetMappedMipmappedArray(CUmipmappedArray *out, voi
     const void *description);
 CUresult wrap_cuDestroyExternalMemory(void *memory);
 CUresult wrap_cuDestroyExternalSemaphore(void *semaphore);
+CUresult wrap_cuGLRegisterBufferObject(unsigned buffer);
 CUresult wrap_cuGraphicsGLRegisterBuffer(void **out, unsigned buffer, unsigned flags);
 CUresult wrap_cuGraphicsGLRegisterImage(void **out, unsigned image, unsigned target, unsigned flags);
 CUresult wrap_cuGraphicsEGLRegisterImage(void **out, void *image, unsigned flags);
