@@ -209,6 +209,7 @@ class Snapshots:
                 "id": record.id,
                 "owner": "other",
                 "state": record.state,
+                "priority": record.request.priority,
                 "granted_bytes": record.granted_bytes,
                 "device": device,
                 "queue_position": view.queue_position,

@@ -44,17 +44,13 @@ class Link:
         self._on_close = on_close
         self._log = log
         self._client: Client | None = None
-        self._watching = False
+        #: The connection on which the broker pushes rows.
+        self._watched: Client | None = None
         #: What the broker said that was no answer: why it closes the connection.
         self._said: RefusedError | None = None
         self._connecting = asyncio.Lock()
         self._calls = asyncio.Semaphore(MAX_CALLS)
         self._pending: set[asyncio.Future[Message]] = set()
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a connection now."""
-        return self._client is not None and not self._client.closed
 
     async def call(self, kind: str, /, **fields: Any) -> Message:
         """Send a request and return the answer.
@@ -87,14 +83,14 @@ class Link:
 
     async def watch(self) -> None:
         """From now on, while the connection lasts, have ``on_row`` called."""
-        if not (self.connected and self._watching):
+        client = await self._open()
+        if self._watched is not client:
             await self.call("watch")
-            self._watching = True
+            self._watched = client
 
     async def close(self) -> None:
         """End the connection when what was asked is answered; the next call makes a new one."""
         client, self._client = self._client, None
-        self._watching = False
         if client is not None:
             if self._pending:
                 await asyncio.wait(self._pending, timeout=CALL_TIMEOUT)
@@ -110,7 +106,7 @@ class Link:
             check_path(path)
             check_socket(path)
             loop = asyncio.get_running_loop()
-            self._said, self._watching = None, False
+            self._said = None
 
             def hand_over(function: Callable[..., None], *args: Any) -> None:
                 """Have the loop call it; without effect once the server has stopped."""
@@ -147,12 +143,10 @@ class Link:
     def _lost(self, made: list[Client], error: BrokerUnavailable) -> None:
         if made and made[0] is self._client:
             self._client = None
-            self._watching = False
             self._on_close(error)
 
     async def _drop(self, client: Client) -> None:
         if client is self._client:
             self._client = None
-            self._watching = False
         # It waits for the end of its reader thread.
         await asyncio.get_running_loop().run_in_executor(None, client.close)

@@ -124,12 +124,12 @@ def delta(old: Mapping[str, Any], new: Mapping[str, Any]) -> View | None:
 
 def changes(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> Iterable[tuple[str, View]]:
     """Yield (kind, data) of the events between two views, about this server's kernels alone."""
-    before = {s["id"]: s for s in old["sessions"] if s["here"]} if old else {}
-    for session in new["sessions"]:
-        if not session["here"]:
-            continue
-        was = before.pop(session["id"], None)
-        if was is None or _differ(was, session, ("state", "granted_bytes", "devices")):
+    # A restarted kernel has another session: to its user it is the same kernel.
+    before = {s["kernel_id"]: s for s in old["sessions"] if s["here"]} if old else {}
+    now = {s["kernel_id"]: s for s in new["sessions"] if s["here"]}
+    for kernel_id, session in now.items():
+        was = before.pop(kernel_id, None)
+        if was is None or _differ(was, session, ("id", "state", "granted_bytes", "devices")):
             yield "lease", _lease(session, was)
         places = ("queue_position", "queue_length", "wait_reason")
         if session.get("queue_position") is not None and (

@@ -180,6 +180,16 @@ def test_events_of_a_lease():
     assert (kind, data["state"], data["granted_bytes"]) == ("lease", "ended", 0)
 
 
+def test_a_restarted_kernel_does_not_end():
+    old = snapshot(session("a", kernel_id="k-a"))
+    new = snapshot(session("b", kernel_id="k-a", state="detached", devices=[], granted_bytes=0))
+    ((kind, data),) = kinds(old, new)
+    assert (kind, data["previous"], data["state"]) == ("lease", "active", "detached")
+    # Its old session may be there a little longer.
+    both = snapshot(*old["sessions"], session("b", kernel_id="k-a", state="detached"))
+    assert [data["state"] for _, data in kinds(old, both)] == ["detached"]
+
+
 def test_events_name_no_person():
     for _, data in kinds(None, snapshot(session("a"))):
         assert not {"owner", "label", "pid"} & set(data)
