@@ -77,6 +77,11 @@ def _entry(words: Sequence[str]) -> Entry | None:
     )  # fmt: skip
 
 
+#: Calls that give something back or only look. Programs make them from destructors, where they hold
+#: locks of their own and the interpreter's; see ``polite_keep`` in ``src/guard.h``.
+_GIVES_BACK = re.compile("Free|Destroy|Unload|Release|Unmap|Unregister|Close|Query")
+
+
 def generate(entries: Sequence[Entry], wraps: Collection[str]) -> Mapping[str, str]:
     """Return the text of each generated file, by name.
 
@@ -133,6 +138,10 @@ def _assembly(entries: Sequence[Entry]) -> str:
             lines.append(f"ENTRY_WRAP {entry.symbol}, {i}, {entry.target or entry.symbol}")
         else:
             lines.append(f"ENTRY_{entry.kind.upper()} {entry.symbol}, {i}")
+    quick = [int(_GIVES_BACK.search(entry.symbol) is not None) for entry in entries]
+    lines += ["    .section .rodata", "    .hidden guard_gives_back", "    .globl guard_gives_back"]
+    lines += ["guard_gives_back:", *(f"    .byte {flag}" for flag in quick)]
+    lines += [f"    .zero {SPARES}", "    .text"]
     lines += [f"ENTRY_SPARE {i}" for i in range(len(index), len(index) + SPARES)]
     lines += [f"WAIT_CORE {words}" for words in sorted(stack)]
     lines += ["    .section .rodata", "    .balign 4", "    .hidden guard_entry_at"]

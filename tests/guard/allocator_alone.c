@@ -21,6 +21,7 @@ static int entered, allocations;
 static uint64_t room = 100 << 20;
 
 CUresult guard_enter(void) { return entered++, CUDA_SUCCESS; }
+CUresult guard_enter_back(void) { return guard_enter(); }
 void guard_leave(void) { entered--; }
 void guard_pin(uint32_t pins) { (void)pins; }
 void pool_freed(const struct own *own) { (void)own; }

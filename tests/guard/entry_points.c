@@ -72,7 +72,7 @@ PLAYED(guard_slow_gate, slow)
 PLAYED(guard_slow_free, slow)
 PLAYED(guard_slow_never, slow)
 PLAYED(guard_slow_refuse, slow)
-PLAYED(guard_enter, entered)
+PLAYED(guard_enter_entry, entered)
 
 void guard_leave(void);
 void guard_leave(void)

@@ -64,6 +64,13 @@ struct here here_of_device(CUdevice device);
         return entered_;                                               \
     __attribute__((cleanup(guard_left))) int leaving_ = 0
 
+/* At the head of those that give something back. */
+#define ENTER_BACK                                                     \
+    CUresult entered_ = guard_enter_back();                            \
+    if (entered_)                                                      \
+        return entered_;                                               \
+    __attribute__((cleanup(guard_left))) int leaving_ = 0
+
 void guard_left(int *unused);
 
 /* After the driver said `result` to an allocation that was charged: enter it in the table, or

@@ -104,7 +104,7 @@ CUresult wrap_cuMipmappedArrayCreate(CUmipmappedArray *out, const CUDA_ARRAY3D_D
 }
 
 #define DESTROY(handle, call)                                   \
-    ENTER;                                                      \
+    ENTER_BACK;                                                 \
     struct own own, stale;                                      \
     bool ours = table_take(OWN_ARRAY, (uint64_t)(handle), &own); \
     CUresult result = call;                                     \

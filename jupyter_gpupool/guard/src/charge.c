@@ -90,6 +90,9 @@ static uint64_t missing(int ordinal, uint64_t bytes)
 
 static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t bytes)
 {
+    /* The broker has nothing to do with a process that the driver is going to refuse. */
+    if (!guard_initialised())
+        return CUDA_ERROR_NOT_INITIALIZED;
     /* Live limits, dead neighbours, idle reserves of our own pools: then the broker. */
     if (take_locked(slot, ordinal, bytes, true))
         return CUDA_SUCCESS;

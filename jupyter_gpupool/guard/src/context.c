@@ -249,7 +249,7 @@ CUresult wrap_cuGreenCtxCreate(CUgreenCtx *out, void *resources, CUdevice device
 
 CUresult wrap_cuGreenCtxDestroy(CUgreenCtx context)
 {
-    ENTER;
+    ENTER_BACK;
     struct own own, stale;
     bool ours = table_take(OWN_GREEN, (uint64_t)context, &own);
     CUresult result = REAL(cuGreenCtxDestroy)(context);
@@ -264,7 +264,7 @@ CUresult wrap_cuCtxDestroy_v2(CUcontext context)
 {
     typedef CUresult (*push)(CUcontext);
     typedef CUresult (*pop)(CUcontext *);
-    ENTER;
+    ENTER_BACK;
     int ordinal = -1;
     if (guard_page && context) {
         /* Only a current context says which device it is on. */
@@ -312,12 +312,12 @@ static CUresult primary_after(CUresult result, CUdevice device)
 
 CUresult wrap_cuDevicePrimaryCtxRelease_v2(CUdevice device)
 {
-    ENTER;
+    ENTER_BACK;
     return primary_after(REAL(cuDevicePrimaryCtxRelease_v2)(device), device);
 }
 
 CUresult wrap_cuDevicePrimaryCtxReset_v2(CUdevice device)
 {
-    ENTER;
+    ENTER_BACK;
     return primary_after(REAL(cuDevicePrimaryCtxReset_v2)(device), device);
 }

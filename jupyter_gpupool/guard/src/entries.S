@@ -12,7 +12,7 @@
  * is empty then, is not used; the slow path loads the driver. */
     .hidden guard_gate, guard_free_gate, guard_unloaded, guard_real
     .hidden guard_slow_gate, guard_slow_free, guard_slow_never, guard_slow_refuse
-    .hidden guard_enter, guard_leave
+    .hidden guard_enter_entry, guard_leave
 
     .text
 
@@ -145,6 +145,7 @@
 .Lsave_\kind:
     .cfi_startproc
     SAVE
+    movl %r11d, %edi
     call guard_slow_\kind
     testl %eax, %eax
     jne 2f
@@ -174,7 +175,8 @@
 .Lwait\words:
     .cfi_startproc
     SAVE
-    call guard_enter
+    movl %r11d, %edi
+    call guard_enter_entry
     testl %eax, %eax
     jne 3f
     RESTORE

@@ -105,23 +105,31 @@ void gate_at_exit(void)
 
 /* ---- from the entry points */
 
-CUresult guard_slow_gate(void)
+static CUresult pass_entry(uint32_t entry)
 {
-    CUresult error = guard_settle();
-    return error || !guard_page || inside.depth ? error : gate_pass();
+    bool before = polite_keep(guard_gives_back[entry]);
+    CUresult error = gate_pass();
+    polite_keep(before);
+    return error;
 }
 
-CUresult guard_slow_free(void)
+CUresult guard_slow_gate(uint32_t entry)
+{
+    CUresult error = guard_settle();
+    return error || !guard_page || inside.depth ? error : pass_entry(entry);
+}
+
+CUresult guard_slow_free(uint32_t entry)
 {
     CUresult error = guard_settle();
     if (error || !guard_blocked() || inside.depth)
         return error;
-    return gate_pass();
+    return pass_entry(entry);
 }
 
-CUresult guard_slow_refuse(void)
+CUresult guard_slow_refuse(uint32_t entry)
 {
-    CUresult error = guard_slow_gate();
+    CUresult error = guard_slow_gate(entry);
     return error ? error : guard_page ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
 }
 
@@ -162,6 +170,22 @@ CUresult guard_enter(void)
     return enter(true, true);
 }
 
+CUresult guard_enter_entry(uint32_t entry)
+{
+    bool before = polite_keep(guard_gives_back[entry]);
+    CUresult error = enter(true, true);
+    polite_keep(before);
+    return error;
+}
+
+CUresult guard_enter_back(void)
+{
+    bool before = polite_keep(true);
+    CUresult error = enter(true, true);
+    polite_keep(before);
+    return error;
+}
+
 CUresult guard_enter_free(void)
 {
     return enter(guard_has_context(), false);
@@ -188,7 +212,7 @@ CUresult gate_step_in(void)
         return CUDA_SUCCESS;
     for (;;) {
         __atomic_add_fetch(inside.inflight, 1, __ATOMIC_SEQ_CST);
-        if (gate_lets(true))
+        if (gate_lets(true) || !guard_initialised())
             return CUDA_SUCCESS;
         __atomic_sub_fetch(inside.inflight, 1, __ATOMIC_SEQ_CST);
         CUresult error = gate_pass();
@@ -201,6 +225,11 @@ CUresult gate_step_in(void)
 }
 
 /* ---- what the process has done */
+
+bool guard_initialised(void)
+{
+    return __atomic_load_n(&initialised, __ATOMIC_ACQUIRE);
+}
 
 bool guard_has_context(void)
 {

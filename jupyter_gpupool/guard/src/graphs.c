@@ -240,7 +240,7 @@ CUresult wrap_cuGraphUpload_ptsz(CUgraphExec exec, CUstream stream)
 
 CUresult wrap_cuGraphExecDestroy(CUgraphExec exec)
 {
-    ENTER;
+    ENTER_BACK;
     struct own own;
     bool ours = false;
     for (int i = 0; table_seen(OWN_GRAPH) && i < PAGE_DEVICES; i++)
@@ -253,7 +253,7 @@ CUresult wrap_cuGraphExecDestroy(CUgraphExec exec)
 
 CUresult wrap_cuDeviceGraphMemTrim(CUdevice device)
 {
-    ENTER;
+    ENTER_BACK;
     __atomic_add_fetch(&graph_trims, 1, __ATOMIC_ACQ_REL);
     CUresult result = REAL(cuDeviceGraphMemTrim)(device);
     struct here h = here_of_device(device);

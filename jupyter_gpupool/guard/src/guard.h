@@ -43,9 +43,10 @@ CUresult guard_settle(void);
 /* What the entry points of a kind call where the byte is not zero. 0: on to the driver. The first
  * only loads it. */
 CUresult guard_slow_never(void);
-CUresult guard_slow_free(void);
-CUresult guard_slow_gate(void);
-CUresult guard_slow_refuse(void);
+CUresult guard_slow_free(uint32_t entry);
+CUresult guard_slow_gate(uint32_t entry);
+CUresult guard_slow_refuse(uint32_t entry);
+extern const uint8_t guard_gives_back[]; /* by entry: generated */
 
 /* ---- the gate (gate.c, wait.c) */
 
@@ -54,6 +55,8 @@ CUresult guard_slow_refuse(void);
  * guard_leave() must be called. Loads the real driver. Nests. */
 CUresult guard_enter(void);
 void guard_leave(void);
+/* The same for a call that frees or destroys (see polite_keep). */
+CUresult guard_enter_back(void);
 
 /* For calls that need no lease (properties): loads the driver and, where this process may be
  * suspended and the driver would block, waits at the gate like guard_enter. Pairs with guard_leave. */
@@ -64,6 +67,7 @@ bool guard_blocked(void);
 /* After the first success: cuInit; a context. */
 void guard_note_init(void);
 void guard_note_context(void);
+bool guard_initialised(void); /* this process has called cuInit, and it succeeded */
 bool guard_has_context(void);
 
 /* The two bytes that the entry points test, of the page or constant. */
@@ -125,6 +129,11 @@ struct polite {
     uint32_t interrupts;
 };
 void polite_begin(struct polite *p);
+/* While true, waits of this thread keep the interpreter's lock; returns what it was. Taking that lock
+ * again deadlocks if the caller holds a lock that another thread waits for with the interpreter's in
+ * hand. Extension code does such things where objects are destroyed, so a call that gives back or
+ * queries keeps it: the interpreter stands still until the lease is there, and goes on. */
+bool polite_keep(bool wanted);
 void polite_end(struct polite *p);
 bool polite_interrupted(const struct polite *p);
 /* Whether the interpreter of this process, if there is one, is being torn down. */

@@ -172,7 +172,7 @@ static CUresult freed(CUresult result, const struct own *own)
 
 CUresult wrap_cuMemFree_v2(CUdeviceptr address)
 {
-    ENTER;
+    ENTER_BACK;
     struct own own;
     if (!guard_page || !take_address(address, &own))
         return guard_allocator->free(address);
@@ -181,7 +181,7 @@ CUresult wrap_cuMemFree_v2(CUdeviceptr address)
 
 CUresult wrap_cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 {
-    ENTER;
+    ENTER_BACK;
     struct own own;
     bool ours = guard_page && take_address(address, &own);
     CUresult result = REAL(cuMemFreeAsync)(address, stream);
@@ -190,7 +190,7 @@ CUresult wrap_cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 
 CUresult wrap_cuMemFreeAsync_ptsz(CUdeviceptr address, CUstream stream)
 {
-    ENTER;
+    ENTER_BACK;
     struct own own;
     bool ours = guard_page && take_address(address, &own);
     CUresult result = REAL(cuMemFreeAsync_ptsz)(address, stream);

@@ -261,7 +261,7 @@ static void mark(struct reserve *r, enum reserve_state ended)
 
 CUresult wrap_cuMemPoolDestroy(CUmemoryPool pool)
 {
-    ENTER;
+    ENTER_BACK;
     KNOWN(pool);
     /* Marked first: afterwards another thread may be given the same handle. */
     mark(r, ENDING);
@@ -274,7 +274,7 @@ CUresult wrap_cuMemPoolDestroy(CUmemoryPool pool)
 
 CUresult wrap_cuMemPoolTrimTo(CUmemoryPool pool, size_t keep_bytes)
 {
-    ENTER;
+    ENTER_BACK;
     KNOWN(pool);
     CUresult result = REAL(cuMemPoolTrimTo)(pool, keep_bytes);
     if (r)
