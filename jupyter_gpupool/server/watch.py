@@ -23,8 +23,9 @@ from .views import View
 #: Seconds between two snapshots however much happens: 50 sessions make one of 40 KiB.
 LEAST_INTERVAL = 0.05
 
-#: Seconds between two snapshots while a kernel of this server waits and its place may change.
-QUEUE_INTERVAL = 1.0
+#: Seconds between two snapshots at most while a kernel of this server waits, as its place may
+#: change; and while somebody looks and one has a slice: the broker does not push active and idle.
+LIVELY_INTERVAL = 1.0
 
 #: Seconds until the first and at most between attempts to reach a broker that is away.
 FIRST_RETRY, MOST_RETRY = 0.25, 5.0
@@ -226,8 +227,9 @@ class Watch:
         for session in self._last["sessions"]:
             if not session["here"]:
                 continue
-            if session["state"] in ("queued", "attaching", "detaching"):
-                pause = min(pause, QUEUE_INTERVAL)
+            lively = session["state"] in ("queued", "attaching", "detaching")
+            if lively or (self._subscribers and session.get("devices")):
+                pause = min(pause, LIVELY_INTERVAL)
             left = views.seconds_left(session, self._last["now"], self._last["settings"] or {})
             if left is not None and session["id"] not in self._warned:
                 pause = min(pause, max(LEAST_INTERVAL, left - self._idle_warning))
