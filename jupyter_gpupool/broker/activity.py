@@ -77,6 +77,9 @@ class Activity:
                 self._timer = asyncio.get_running_loop().call_later(LOOK, self._round)
         elif self.attached.pop(session.id, None) is not None:
             session.use.counted = {}
+            if session.page is None and session.use.held:
+                # Given up while in use: nobody would see the end of it.
+                asyncio.get_running_loop().call_soon(self.drop, session)
 
     def close(self) -> None:
         """Look no more."""

@@ -254,7 +254,7 @@ class DeviceEffects:
             return None
         busy = self.activity.busy(session)
         if session.use.pins:
-            return "pinned", f"It cannot be suspended: {session.use.pins}."
+            return "pinned", session.use.pins
         if busy and not session.forced:
             return "busy", "it uses its GPU"
         self.pages.set_gate(session, CLOSED)

@@ -10,7 +10,7 @@ from . import growth
 from .books import Books
 from .growth import SETTLE, trim
 from .lease import ATTACHED, HAS_LEASE, Session
-from .model import Refusal, Request
+from .model import MiB, Refusal, Request
 from .policy import Blocked, plan_growth
 from .quota import check_form, never
 from .serve import Server
@@ -127,8 +127,8 @@ class Requests:
                 return Refusal(
                     "in-use",
                     f"{what}{format_bytes(wanted)} was asked for; the kernel uses "
-                    f"{format_bytes(used)} now.",
-                    f"Free memory first, or ask for at least {format_bytes(used)}.",
+                    f"{_not_less(used)} now.",
+                    f"Free memory first, or ask for at least {_not_less(used)}.",
                     {"memory": new.memory, name: wanted, "in_use": used},
                 )
         return None
@@ -295,3 +295,8 @@ class Requests:
         else:
             note = f"The next slice stays until {format_seconds(left)} from now, even when idle."
         self._answer(s, event.rid, note)
+
+
+def _not_less(size: int) -> str:
+    """Return ``size`` for people, rounded up: whoever asks for that much has enough."""
+    return f"{-(-size // MiB)} MiB" if size >= MiB else format_bytes(size)
