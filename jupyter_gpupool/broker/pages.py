@@ -84,6 +84,7 @@ class Pages:
         session.page.set_devices(devices[:DEVICES])
         session.page.set_grant([], limit, 0)
         session.home = tuple(devices)
+        session.cuda = False  # until a slot says so
         return path
 
     def adopt(self, session: Session) -> None:

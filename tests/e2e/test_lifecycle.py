@@ -249,7 +249,7 @@ def test_growing_where_there_is_no_room_moves_and_keeps_the_bytes(pool):
         second = await pool.kernel("second")
         (await second.run(cells.setup(2, DATA))).check()
         cell = (await first.run("%gpu 512MiB")).check()
-        assert "release the slice first" in cell.text
+        assert "The slice stays 256 MiB" in cell.text
         (await first.run("%gpu release")).check()
         await suspended(first)
         (await first.run("block.verify(); more = Block(256); more.allocate().write(5)")).check()
