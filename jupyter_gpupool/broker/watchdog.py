@@ -22,9 +22,10 @@ from .pages import ATTACHED, CLOSED, Pages
 from .runner import Runner
 from .sessions import Session
 
-#: Bytes beyond a slice that nobody is blamed for, and the same as a part of the slice: the driver
-#: itself takes memory for code and local arrays that no allocation asked for.
-TOLERANCE, TOLERANCE_SHARE = 64 << 20, 0.05
+#: Bytes beyond a slice that nobody is blamed for: a part of the device, within bounds. The driver
+#: itself takes memory for code (cuBLAS, cuDNN) and for the local arrays of every thread that can
+#: run at once, which no allocation asked for and nobody counts; the larger the device, the more.
+LEAST_TOLERANCE, MOST_TOLERANCE, TOLERANCE_SHARE = 64 << 20, 512 << 20, 1 / 16
 
 #: Samples in a row that must agree: one may be of the moment between a suspend and its record.
 SAMPLES = 3
@@ -69,14 +70,18 @@ class Watchdog:
         granted = {piece.device: piece.bytes for piece in record.slices}
         over = 0
         for device, size in used.items():
-            slice_ = granted.get(device, 0)
-            more = size - slice_
-            if more > max(TOLERANCE, slice_ * TOLERANCE_SHARE):
+            more = size - granted.get(device, 0)
+            if more > self._tolerance(device):
                 over += more
         use.overuse = over
         use.overused = use.overused + 1 if over else 0
         if use.overused == SAMPLES:
             self._act(session, used, granted, over)
+
+    def _tolerance(self, device: str) -> float:
+        sample = self._effects.samples.get(device)
+        share = sample.total * TOLERANCE_SHARE if sample is not None else 0
+        return min(max(LEAST_TOLERANCE, share), MOST_TOLERANCE)
 
     def _act(
         self, session: Session, used: Mapping[str, int], granted: Mapping[str, int], over: int
@@ -118,15 +123,18 @@ class Watchdog:
             self._drop_holds(session)
         rid, answer = f"w{session.id}", []  # type: str, list[Refusal | None]
         self._runner.expect(rid, lambda refusal, _note: answer.append(refusal))
-        self._runner.handle(e.ReleaseAsked(now=self._runner.now(), session=session.id, rid=rid))
-        if answer and answer[0] is not None:
-            self._log.warning("Session %s keeps its slice: %s", session.id, answer[0])
-        elif session.page is not None:
-            await self._begun(session)
-        if session.forced and not self._going(session):
-            session.forced = False
-        if self._runner.guard is not None:
-            self._runner.guard.changed(session)
+        try:
+            self._runner.handle(e.ReleaseAsked(now=self._runner.now(), session=session.id, rid=rid))
+            if answer and answer[0] is not None:
+                self._log.warning("Session %s keeps its slice: %s", session.id, answer[0])
+            elif session.page is not None:
+                await self._begun(session)
+        finally:
+            # Whatever happened: a gate that stays shut with nobody to open it is a hung kernel.
+            if session.forced and not self._going(session):
+                session.forced = False
+            if self._runner.guard is not None:
+                self._runner.guard.changed(session)
         self._ask_for_more(session, used)
 
     def _drop_holds(self, session: Session) -> None:

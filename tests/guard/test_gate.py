@@ -548,6 +548,26 @@ def test_a_process_with_a_context_moves_with_its_session(session):
     assert child.do("x = ctypes.c_void_p(); _ = C.cuCtxCreate_v2(ctypes.byref(x), 0, 0)") == 0
 
 
+def test_what_a_program_starts_after_a_move_sees_the_slice_of_now(session):
+    """No agent corrects the environment of a C program: its children must not be left behind."""
+    first, second = session.uuids
+    child = session.child(GPUPOOL_VISIBLE="GPU-home", CUDA_VISIBLE_DEVICES="GPU-home")
+    session.grant([first])
+    assert child.do("_ = context()") == 0
+    session.grant([second])
+    found = child.do(
+        "import subprocess; code = 'import ctypes, uuid; C = ctypes.CDLL(\"libcuda.so.1\");'"
+        "'b = ctypes.create_string_buffer(16); C.cuInit(0); C.cuDeviceGetUuid_v2(b, 0);'"
+        "'print(\"GPU-%s\" % uuid.UUID(bytes=b.raw))'\n"
+        "libc = ctypes.CDLL(None); libc.getenv.restype = ctypes.c_char_p\n"
+        "names = ('CUDA_VISIBLE_DEVICES', 'GPUPOOL_VISIBLE')\n"
+        "env = {**os.environ, **{n: libc.getenv(n.encode()).decode() for n in names}}\n"
+        "_ = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True"
+        ").stdout.strip()"
+    )
+    assert found == second
+
+
 def test_bytes_are_counted_on_the_devices_of_the_session(session):
     """A process that sees only the second device: its device 0 is the session's 1."""
     child = session.child(CUDA_VISIBLE_DEVICES="1")

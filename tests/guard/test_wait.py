@@ -17,7 +17,7 @@ NOT_READY, OUT_OF_MEMORY, DEINITIALIZED = 802, 2, 4
 INTERRUPT, SLACK = 0.2, 0.8
 
 #: Seconds after which a call gives up on a broker that is not there.
-AWAY = 5.0
+AWAY = 4.5
 
 #: Statements of a child: an interrupt is noted, and not raised.
 NOTE = "seen = []; signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))"

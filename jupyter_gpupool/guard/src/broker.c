@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 #define LOOK_MS 50            /* between looks at the gate and at interrupts; a connection's retry */
-#define AWAY_NS 5000000000ull /* without a broker for as long, a call fails */
+#define AWAY_NS 4500000000ull /* without a broker for as long, a call fails: within 5 s in all */
 #define HOME_NS 500000000ull  /* cuInit needs no lease, and waits for no broker */
 #define HELD_NS 1000000000ull /* a connection that lasted as long was to a broker that works */
 #define ANSWER_BYTES 4096     /* of an answer are read: its type comes first */

@@ -83,6 +83,8 @@ static void choose_visible(void)
     }
     list[length] = 0;
     setenv(VISIBLE, length ? list : "-1", 1);
+    if (all)
+        setenv("GPUPOOL_VISIBLE", list, 1); /* programs started from here follow the session, too */
 }
 
 CUresult wrap_cuInit(unsigned flags)
