@@ -226,6 +226,13 @@ def _table(sessions: Sequence[Snapshot], letters: Mapping[str, str], style: Styl
         lines.append(style.paint(text, "bold") if number == 0 else text)
     notes = [(s["id"], str(s["pinned_reason"])) for s in sessions if s.get("pinned_reason")]
     lines += [style.cut(f"{_short(i)} cannot be suspended: {why}", style.width) for i, why in notes]
+    for session in sessions:
+        if session.get("overuse_bytes"):
+            text = (
+                f"{_short(session['id'])} has {format_bytes(session['overuse_bytes'])} more than "
+                "its slice, allocated around the guard"
+            )
+            lines.append(style.cut(text, style.width))
     return lines
 
 

@@ -147,3 +147,9 @@ def test_a_session_on_two_devices_is_on_both():
 def test_a_device_that_cannot_suspend_says_why():
     lines = draw(pool(devices=[device(can_suspend=False, tier_reason="MIG")]), Style(width=80))
     assert "Cannot suspend: MIG" in lines
+
+
+def test_who_has_more_than_its_slice_is_named_with_the_figure():
+    greedy = session("3f2a", state="active", granted_bytes=GiB, overuse_bytes=700 * MiB)
+    text = "\n".join(draw(pool(devices=[device()], sessions=[greedy]), Style(width=90)))
+    assert "3f2a has 700 MiB more than its slice, allocated around the guard" in text
