@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 
 def pytest_configure() -> None:
     """Let children be interrupted.
@@ -15,3 +17,8 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """End to end first: those files take longest, and must not be what all workers end up with."""
+    items.sort(key=lambda item: "/e2e/" not in str(item.path))

@@ -88,7 +88,7 @@ def run_soak(pool, seconds, seed, idle, attach="lazy"):
     assert {s["resumes"] > 0 for s in sessions} == {True}, "somebody was never resumed"
 
 
-@pytest.mark.parametrize("attach", ["lazy", "cell"])
+@pytest.mark.parametrize("attach", ["lazy", pytest.param("cell", marks=pytest.mark.long)])
 def test_eight_notebooks_share_two_devices(pool, attach):
     run_soak(pool, seconds=6, seed=1, idle=(0.0, 0.8), attach=attach)
 
