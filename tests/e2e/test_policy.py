@@ -225,6 +225,7 @@ def _kind(descriptor):
         return "closed meanwhile"
 
 
+@pytest.mark.long
 def test_a_hundred_moves_leave_no_descriptor_and_no_memory_behind(pool):
     pool = pool("2x640MiB,context=8MiB", default_memory=64 * MiB, quiet_after=0.1)
 

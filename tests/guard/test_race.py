@@ -57,6 +57,7 @@ def instrumented(request, tmp_path_factory):
     }
 
 
+@pytest.mark.long
 def test_nothing_is_left_instrumented(race, instrumented):
     flag, variables = instrumented
     race(7, 150, flag, **variables)
