@@ -64,6 +64,7 @@ class Monitor:
         self._task: asyncio.Task[None] | None = None
         self._told: dict[str, _Use] = {}
         self._told_host = -1
+        self._told_changes: dict[str, int] = {}
         #: Whose session each process on a device is; None: nobody's.
         self._known: dict[ProcessId, str | None] = {}
         self._reported: set[ProcessId] = set()
@@ -122,8 +123,12 @@ class Monitor:
         """Take one sample and tell the pool."""
         waited_for = "queued" in self._runner.busy.values()
         available = host.available()
-        if waited_for or abs(available - self._told_host) >= HOST_STEP:
+        # What was suspended since the last word is counted against it until there is a new one,
+        # also when it has come back meanwhile: without news there would be no room in the end.
+        moved = self._runner.changes != self._told_changes
+        if waited_for or moved or abs(available - self._told_host) >= HOST_STEP:
             self._told_host = available
+            self._told_changes = dict(self._runner.changes)
             self._runner.handle(e.HostMemorySeen(now=self._runner.now(), available=available))
         before = dict(self._runner.changes)
         samples = await self._effects.sample()
