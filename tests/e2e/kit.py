@@ -193,7 +193,7 @@ class Kernel:
 
     async def run(self, code: str, timeout: float = PATIENCE, **kwargs: Any) -> Cell:
         """Execute ``code``, return how it ended; :class:`Late` after ``timeout`` seconds."""
-        cell = Cell("unknown")
+        cell = self.latest = Cell("unknown")
         begun = time.monotonic()
 
         def hook(message: dict[str, Any]) -> None:

@@ -285,7 +285,7 @@ def test_the_wait_of_a_call_is_shown_in_its_cell_and_can_be_interrupted(pool):
             session = await state(waiting, "queued")
             assert session["queue_position"] == 1
             assert session["wait_reason"]
-            await asyncio.sleep(0.5)  # long enough for the cell to show it
+            await until(lambda: waiting.latest.displays, "the cell to show it")
             begun = time.monotonic()
             await waiting.interrupt()
             done = await cell
@@ -324,7 +324,7 @@ def test_a_wait_that_ends_leaves_no_trace_in_the_cell(pool):
             waiting.run("block = Block(64).allocate().write(1)\nprint('ran')")
         )
         await state(waiting, "queued")
-        await asyncio.sleep(0.5)
+        await until(lambda: waiting.latest.displays, "the cell to show it")
         flag.touch()
         (await work).check()
         done = (await cell).check()
