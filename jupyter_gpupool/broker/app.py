@@ -207,7 +207,7 @@ class BrokerApp:
             runner, access, snapshots, attach=settings.attach, environment=kernel_env, log=_LOG
         )
         if not devices:
-            self.handlers.no_device = service.problem or "none was found."
+            self.handlers.no_device = snapshots.problem = service.problem or "none was found."
         self.monitor = Monitor(runner, effects, settings, _LOG)
         self.monitor.on_healthy = self._device_healthy
         self.handlers.wishes.look = self.monitor.look

@@ -18,7 +18,7 @@ from ..devices.model import DeviceSample
 from ..pool.model import DeviceView, Owner, PoolView, Request, SessionRecord, SessionView
 from . import host
 from .activity import Activity
-from .auth import Access, Peer
+from .auth import Access, Peer, owner_of
 from .effects import DeviceEffects
 from .records import request_to_json
 from .runner import Runner
@@ -106,7 +106,9 @@ class Snapshots:
 
     def limits(self, owner: Owner) -> dict[str, Any]:
         """Return what a session of ``owner`` may ask for: ``memory`` per device, ``devices``."""
-        view = self._recent_view()
+        return self._limits(owner, self._recent_view())
+
+    def _limits(self, owner: Owner, view: PoolView) -> dict[str, Any]:
         settings = view.settings
         quota = settings.quotas.get(owner.name) or settings.quotas.get("*")
         bounds = [
@@ -135,6 +137,8 @@ class Snapshots:
             "now": view.now,
             "emulated": self._emulated,
             "machine": self._machine,
+            "problem": self.problem,
+            "limits": self._limits(owner_of(peer.uid, peer.gid), view),
             "devices": [self._device(v) for v in view.devices],
             "sessions": [self._session(v, view.now, peer) for v in view.sessions],
             "queue_length": sum(1 for s in view.sessions if s.record.state == "queued"),
@@ -162,6 +166,8 @@ class Snapshots:
     #: application sets both.
     attach: str = "cell"
     attach_reason: str = ""
+    #: Why there is no device; empty if there are some. The application sets it.
+    problem: str = ""
 
     def _view(self) -> PoolView:
         return self._runner.pool.view(self._runner.now())
@@ -203,7 +209,8 @@ class Snapshots:
     def _session(self, view: SessionView, now: float, peer: Peer) -> dict[str, Any]:
         record = view.record
         session = self._runner.sessions.find(record.id)
-        device = record.slices[0].device if record.slices else None
+        devices = [piece.device for piece in record.slices]
+        device = devices[0] if devices else None
         if session is None or not self.access.may_act(peer, session.uid):
             return {
                 "id": record.id,
@@ -212,6 +219,7 @@ class Snapshots:
                 "priority": record.request.priority,
                 "granted_bytes": record.granted_bytes,
                 "device": device,
+                "devices": devices,
                 "queue_position": view.queue_position,
             }
         return {
@@ -229,7 +237,7 @@ class Snapshots:
             "request": request_to_json(record.request),
             "holds": [{"id": h.id, "kind": h.kind, "since": h.since} for h in record.holds],
             "device": device,
-            "devices": [piece.device for piece in record.slices],
+            "devices": devices,
             "queue_position": view.queue_position,
             "queue_length": view.queue_length,
             "eta_seconds": view.eta_seconds,
@@ -237,6 +245,8 @@ class Snapshots:
             "pinned_reason": record.pinned_reason or session.use.pins,
             "wait_seconds_total": view.wait_seconds_total,
             "attached_seconds_total": view.attached_seconds_total,
+            "opened_at": record.opened_at,
+            "idle_since": record.idle_since if record.state == "idle" else None,
             "idle_seconds": max(0.0, now - record.idle_since) if record.state == "idle" else 0.0,
             "suspends": record.suspends,
             "resumes": record.resumes,

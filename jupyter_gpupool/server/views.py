@@ -5,18 +5,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Callable, Collection, Iterable, Mapping
+from typing import AbstractSet, Any, Callable, Collection, Iterable, Mapping
 
 View = dict[str, Any]
 
 #: Parts of the snapshot for the user interface; the rest is for admins on the machine.
 _SHOWN = (
-    *("version", "now", "emulated", "machine", "devices", "sessions", "queue_length"),
-    *("host", "settings"),
+    *("version", "now", "emulated", "machine", "problem", "devices", "sessions"),
+    *("queue_length", "host", "settings", "limits"),
 )
 
 #: All that is shown of sessions of others: what explains the use of a device and of the queue.
-_OF_OTHERS = ("id", "state", "granted_bytes", "device", "queue_position", "priority")
+_OF_OTHERS = (*("id", "state", "granted_bytes", "device", "devices", "queue_position", "priority"),)
 
 #: Figures that move by themselves; whoever shows them counts on from ``now``.
 _CLOCKS = frozenset(
@@ -48,11 +48,19 @@ def visible(
 ) -> View:
     """Return the broker's ``status`` as this server shows it.
 
-    Each session gets ``mine``, and ``here``: whether it is a kernel of this server.
+    Each session gets ``mine``, and ``here``: whether it is a kernel of this server. Own ones also
+    ``leaves_at``.
     """
     view = {name: status.get(name) for name in _SHOWN}
+    settings = status.get("settings") or {}
+    fixed = {d["uuid"] for d in status.get("devices", ()) if d.get("can_suspend") is False}
     view["sessions"] = [
-        {**session, "mine": True, "here": session.get("kernel_id") in local}
+        {
+            **session,
+            "leaves_at": leaves_at(session, settings, fixed),
+            "mine": True,
+            "here": session.get("kernel_id") in local,
+        }
         if mine(session)
         else {
             **{name: session[name] for name in _OF_OTHERS if name in session},
@@ -162,18 +170,29 @@ def _queue(session: Mapping[str, Any]) -> View:
     }
 
 
-def seconds_left(
-    session: Mapping[str, Any], now: float, settings: Mapping[str, Any]
+def leaves_at(
+    session: Mapping[str, Any], settings: Mapping[str, Any], fixed: AbstractSet[str] = frozenset()
 ) -> float | None:
-    """Return when an idle session leaves its device by itself, in seconds; None if it does not.
+    """Return when an idle session leaves its devices by itself; None if it does not.
 
-    Sooner if somebody waits; how much sooner nobody knows before.
+    On the broker's clock. Sooner if somebody waits; how much sooner nobody knows before. A time
+    that is over means that it was tried in vain: host memory is full, say. From ``fixed`` devices
+    nothing can be moved.
     """
-    timeout = settings.get("idle_timeout")
-    if session["state"] != "idle" or not timeout or session.get("pinned_reason"):
+    timeout, since = settings.get("idle_timeout"), session.get("idle_since")
+    if session["state"] != "idle" or timeout is None or since is None:
         return None
-    left = float(timeout) - float(session.get("idle_seconds") or 0.0)
-    return max(left, float(session.get("keep_until") or 0.0) - now, 0.0)
+    if session.get("pinned_reason"):
+        return None
+    if not fixed.isdisjoint(session.get("devices", ())) and session.get("footprint_bytes") != 0:
+        return None
+    return round(max(float(since) + float(timeout), float(session.get("keep_until") or 0.0)), 1)
+
+
+def seconds_left(session: Mapping[str, Any], now: float) -> float | None:
+    """Return in how many seconds an idle session leaves by itself; None if it does not."""
+    at = session.get("leaves_at")
+    return None if at is None else max(float(at) - now, 0.0)
 
 
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any], names: Iterable[str]) -> bool:

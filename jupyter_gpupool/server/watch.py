@@ -230,7 +230,7 @@ class Watch:
             lively = session["state"] in ("queued", "attaching", "detaching")
             if lively or (self._subscribers and session.get("devices")):
                 pause = min(pause, LIVELY_INTERVAL)
-            left = views.seconds_left(session, self._last["now"], self._last["settings"] or {})
+            left = views.seconds_left(session, self._last["now"])
             if left is not None and session["id"] not in self._warned:
                 pause = min(pause, max(LEAST_INTERVAL, left - self._idle_warning))
         return pause
@@ -282,11 +282,7 @@ class Watch:
         """Tell of idle slices that leave soon, if bringing them back takes long or nobody knows."""
         soon = set()
         for session in view["sessions"]:
-            left = (
-                views.seconds_left(session, view["now"], view["settings"] or {})
-                if session["here"]
-                else None
-            )
+            left = views.seconds_left(session, view["now"]) if session["here"] else None
             if left is None or left > self._idle_warning:
                 continue
             soon.add(session["id"])

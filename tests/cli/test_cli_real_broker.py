@@ -84,6 +84,8 @@ def test_status_json_has_every_documented_field(opened, capsys):
     assert documented(r"sessions\[\]") <= set(found["sessions"][0])
     assert documented("host") <= set(found["host"])
     assert documented("settings") <= set(found["settings"])
+    assert documented("limits") == set(found["limits"])
+    assert found["problem"] == ""
     assert {"version", "socket", "pid", "now", "machine", "queue_length"} <= set(found)
     assert found["devices"][0]["memory_total"] == 512 * MiB
 

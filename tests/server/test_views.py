@@ -24,6 +24,7 @@ def session(name, **fields):
         "queue_length": 0,
         "eta_seconds": None,
         "wait_reason": "",
+        "idle_since": None,
         "idle_seconds": 0.0,
         "priority": "notebook",
         **fields,
@@ -37,6 +38,7 @@ def other(name, **fields):
         "state": "active",
         "granted_bytes": 10,
         "device": "GPU-0",
+        "devices": ["GPU-0"],
         "queue_position": None,
         **fields,
     }
@@ -78,6 +80,7 @@ def test_an_admins_server_shows_no_names_of_others():
         "state": "active",
         "granted_bytes": 10,
         "device": "GPU-0",
+        "devices": ["GPU-0"],
         "queue_position": None,
         "priority": "notebook",
         "mine": False,
@@ -196,11 +199,30 @@ def test_events_name_no_person():
 
 
 def test_when_an_idle_slice_leaves():
-    settings = {"idle_timeout": 60.0}
-    idle = session("a", state="idle", idle_seconds=50.0)
-    assert views.seconds_left(idle, 100.0, settings) == 10.0
-    assert views.seconds_left({**idle, "keep_until": 400.0}, 100.0, settings) == 300.0
-    assert views.seconds_left({**idle, "idle_seconds": 99.0}, 100.0, settings) == 0.0
+    idle = session("a", state="idle", idle_since=50.04)
+
+    def left(found, **fields):
+        (seen,) = snapshot(found, **fields)["sessions"]
+        return seen["leaves_at"], views.seconds_left(seen, 100.0)
+
+    assert left(idle) == (110.0, 10.0), "tenths, so that no error of rounding is a change"
+    assert left({**idle, "keep_until": 400.0}) == (400.0, 300.0)
+    assert left({**idle, "keep_until": 70.0}) == (110.0, 10.0)
+    assert left({**idle, "idle_since": 1.0}) == (61.0, 0.0), "it could not leave yet"
+    assert left(idle, settings={"idle_timeout": 0.0})[0] == 50.0
     for stays in (session("a"), {**idle, "pinned_reason": "it shares memory"}):
-        assert views.seconds_left(stays, 100.0, settings) is None
-    assert views.seconds_left(idle, 100.0, {}) is None
+        assert left(stays) == (None, None)
+    assert left(idle, settings={}) == (None, None)
+
+
+def test_what_no_device_can_move_does_not_leave():
+    idle = session("a", state="idle", idle_since=50.0, footprint_bytes=5)
+    fixed = {"devices": [{"uuid": "GPU-0", "can_suspend": False}]}
+    (seen,) = snapshot(idle, **fixed)["sessions"]
+    assert seen["leaves_at"] is None
+    (seen,) = snapshot({**idle, "footprint_bytes": 0}, **fixed)["sessions"]
+    assert seen["leaves_at"] == 110.0, "there is nothing to move"
+
+
+def test_of_others_no_time_is_told():
+    assert "leaves_at" not in snapshot(other("x", state="idle"))["sessions"][0]

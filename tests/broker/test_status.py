@@ -1,0 +1,85 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the snapshot tells a user interface: what may be asked for, and why there is nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from jupyter_gpupool.errors import RefusedError
+
+from .kit import BIG, CAPACITY, MACHINE, Kernel, MiB, wait_until
+
+
+@pytest.fixture
+def make(make_broker):
+    return lambda **config: make_broker(**config).started
+
+
+def test_limits_are_those_that_a_request_is_judged_by(make):
+    broker = make(
+        emulate=MACHINE,
+        quotas={"*": {"memory": "400MiB", "devices": 1}},
+        max_wait=60,
+        priority_classes={"notebook": 5, "batch": 0},
+    )
+    status = broker.status()
+    assert status["problem"] == ""
+    assert status["limits"] == {
+        "memory": 400 * MiB,
+        "devices": 1,
+        "max_wait": 60.0,
+        "priorities": ["batch", "notebook"],
+    }
+    kernel = Kernel(broker, "a")
+    try:
+        with broker.client() as client:
+            for wrong, code in (
+                ({"memory": 400 * MiB + 1}, "over-quota"),
+                ({"memory": CAPACITY + 1}, "over-device"),
+                ({"memory": 100 * MiB, "devices": 2}, "over-quota"),
+            ):
+                with pytest.raises(RefusedError) as error:
+                    client.call("request", session=kernel.session, **wrong)
+                assert error.value.code == code
+            answer = client.call("request", session=kernel.session, memory=400 * MiB)
+            assert answer["request"]["memory"] == 400 * MiB
+    finally:
+        kernel.close()
+
+
+def test_without_limits_the_largest_device_is_the_limit(make):
+    assert make(emulate=MACHINE).status()["limits"]["memory"] == CAPACITY
+
+
+def test_when_it_was_opened_and_since_when_it_is_idle(make):
+    broker = make(emulate=MACHINE)
+    before = broker.status()["now"]
+    kernel = Kernel(broker, "a", memory=BIG)
+    try:
+        seen = broker.session(kernel.session)
+        assert before <= seen["opened_at"] <= broker.status()["now"]
+        assert seen["idle_since"] is None
+        kernel.attach()
+        kernel.do("drop", hold="cell")
+        idle = wait_until(
+            lambda: (s := broker.session(kernel.session))["state"] == "idle" and s, "an idle slice"
+        )
+        assert seen["opened_at"] < idle["idle_since"] <= broker.status()["now"]
+        again = broker.session(kernel.session)
+        assert (again["opened_at"], again["idle_since"]) == (
+            *(seen["opened_at"], idle["idle_since"]),
+        )
+    finally:
+        kernel.close()
+
+
+def test_why_there_is_no_device(make):
+    """Said if there is none, and only then: what this machine has is not ours to say."""
+    status = make(emulate="").status()
+    if status["devices"]:
+        assert status["problem"] == ""
+    else:
+        assert "GPU" in status["problem"]
+        assert status["problem"].endswith(".")
+        assert (status["limits"]["memory"], status["limits"]["devices"]) == (None, 0)
