@@ -30,9 +30,10 @@ _OUTPUTS = frozenset({"stream", "display_data", "execute_result", "error", "upda
 class Running:
     """One execute request that runs."""
 
-    __slots__ = ("before", "display", "parent", "silent")
+    __slots__ = ("before", "begun", "display", "parent", "silent")
 
     def __init__(self, parent: Mapping[str, Any], silent: bool, before: int) -> None:
+        self.begun = time.monotonic()
         self.parent = parent
         self.silent = silent
         #: How many outputs this kernel had published when the cell was last empty.
@@ -136,6 +137,8 @@ class CallWaits:
             for key, running in list(self._running.items()):
                 if running.silent or key not in self._running:
                     continue
+                if time.monotonic() - running.begun < PATIENCE:
+                    return  # it cannot have waited so long: the wait seen was the last cell's
                 if running.display is None:
                     name = f"gpupool-call-{running.parent['header']['msg_id']}"
                     publish = self._publisher(running)

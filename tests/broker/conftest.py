@@ -6,6 +6,9 @@ import pytest
 
 from . import kit
 
+#: Of a test: whether each of its parts so far failed.
+FAILED = pytest.StashKey[list[bool]]()
+
 
 @pytest.fixture
 def folder():
@@ -36,10 +39,39 @@ def make_broker(folder, parts):
         print(broker.tail())  # pytest shows it if the test failed
 
 
+@pytest.fixture(scope="module")
+def rested():
+    """Brokers of this file that have nothing left of the test before."""
+    brokers = []
+    yield brokers
+    for broker in brokers:
+        broker.close()
+        kit.remove(broker.folder)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    item.stash.setdefault(FAILED, []).append(report.failed)
+    return report
+
+
 @pytest.fixture
-def broker(make_broker):
-    """A broker on two emulated devices."""
-    return make_broker().started
+def broker(rested, parts, request):
+    """A broker on two emulated devices, as good as new.
+
+    A start costs more than most tests. Who ends it, injects a fault or leaves anything behind has
+    had it alone: the next test gets another one.
+    """
+    broker = rested.pop() if rested else parts[0](kit.short_folder(), **parts[2]).started
+    broker.begin()
+    yield broker
+    print(broker.tail())  # pytest shows it if the test failed
+    if not any(request.node.stash[FAILED]) and broker.rests():
+        rested.append(broker)
+    else:
+        broker.close()
+        kit.remove(broker.folder)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from pathlib import Path
 from jupyter_gpupool.broker.pages import SHARED_MEMORY, folder_name
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.emulator.profiles import Faults
+from jupyter_gpupool.errors import GPUPoolError
 
 MiB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -95,7 +96,29 @@ class Broker:
         self.log = self.folder / "broker.log"
         self.config_file = self.folder / "config.json"
         self.process = None
+        #: Of the test that has it now: the process at its begin, the journal's last row then.
+        self._pid = None
+        self._after = 0
+        self._disturbed = False
         self.configure(**config)
+
+    def begin(self):
+        """A test begins: what was before is none of its business."""
+        with self.client() as client:
+            self._after = client.call("journal", limit=10000)["rows"][-1]["seq"]
+        self._pid = self.process.pid
+
+    def rests(self):
+        """End what sessions are left; return whether this broker is as good as a new one."""
+        if self._disturbed or self.process is None or self.process.pid != self._pid:
+            return False
+        with suppress(AssertionError, GPUPoolError):
+            with self.client() as client:
+                for session in client.call("status")["sessions"]:
+                    client.call("close", session=session["id"])
+            wait_until(lambda: as_new(self.status()), "rest", 10)
+            return True
+        return False
 
     def configure(self, **config):
         values = {
@@ -178,11 +201,12 @@ class Broker:
 
     def rows(self, *kinds):
         with self.client() as client:
-            rows = client.call("journal", limit=10000)["rows"]
+            rows = client.call("journal", limit=10000, after=self._after)["rows"]
         return [row for row in rows if not kinds or row["kind"] in kinds]
 
     @property
     def faults(self):
+        self._disturbed = True
         return Faults(self.folder / "broker.sock.emulated")
 
 
@@ -269,6 +293,21 @@ class Kernel:
             self.process.wait(20)
             self.process.stdin.close()
             self.process.stdout.close()
+
+
+def as_new(status):
+    """Whether the pool holds and remembers nothing of anybody."""
+    return (
+        not status["sessions"]
+        and not status["host"]["used_bytes"]
+        and not status["broker"]["journal_problem"]
+        and all(
+            d["can_suspend"]
+            and not d["drained_reason"]
+            and d["memory_used"] == d["memory_granted"] == d["memory_foreign"] == 0
+            for d in status["devices"]
+        )
+    )
 
 
 def environment(folder):

@@ -79,6 +79,7 @@ def test_an_interrupted_wait_does_not_run_the_cell(broker: ScriptedBroker, kerne
     # And the kernel goes on as if nothing had been.
     del broker.scripts["hold"]
     assert kernel.run("1 + 1").text == "2"
+    broker.wait_for("drop", hold=broker.seen("hold")[-1]["hold"])
     assert broker.live_holds() == set()
 
 
