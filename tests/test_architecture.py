@@ -43,7 +43,7 @@ ALLOWED: dict[str, str] = {
 THIRD_PARTY = {
     "config": {"traitlets", "jupyter_core"},
     "devices": {"pynvml", "cuda"},
-    "broker": {"tornado", "traitlets", "jupyter_core"},
+    "broker": {"prometheus_client", "tornado", "traitlets", "jupyter_core"},
     "autostart": {"traitlets"},
     "kernel": {"IPython", "traitlets", "ipykernel"},
     "provisioner": {"jupyter_client", "tornado", "traitlets"},

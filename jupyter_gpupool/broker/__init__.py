@@ -27,5 +27,6 @@ Layout, in the order a message travels::
     ledger      transitions -> rows
     recovery    journal + driver -> the pool as it was before a kill
     status      the snapshot
+    metrics     the switch of: figures (for Prometheus), scrape (where they are served)
     app         the process: configuration, signals, start and end; surroundings: its files
 """

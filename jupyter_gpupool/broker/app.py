@@ -39,6 +39,7 @@ from .handlers import Handlers
 from .journal import Journal
 from .listener import Claim, is_machine_wide
 from .lives import GRACE
+from .metrics import Metrics
 from .monitor import Monitor
 from .records import devices_from_text, devices_to_text
 from .recovery import RECOVERED_HOLD, Recovered, recover
@@ -133,6 +134,8 @@ class BrokerApp:
                 lambda: Connection(self.handlers), sock=listening
             )
             stack.callback(server.close)
+            stack.callback(self.metrics.close)
+            self._measure()
             loop.add_signal_handler(signal.SIGHUP, self._reload)
             self._announce(service)
             if ready is not None:
@@ -218,6 +221,7 @@ class BrokerApp:
             settings=settings, log=_LOG,
         )  # fmt: skip
         self.guarding.start(self.path, devices, service, machine_wide=claim.machine_wide)
+        self.metrics = Metrics(runner, effects, _LOG)
         self._empty_since = loop.time()
         self._built = True
         runner.on_row = self.handlers.show_row
@@ -307,8 +311,13 @@ class BrokerApp:
     # ------------------------------------------------------------------ while it runs
 
     def _population(self, sessions: int) -> None:
-        self.monitor.want(sessions)
+        self.monitor.want(sessions or self.metrics.port)
         self._empty_since = asyncio.get_running_loop().time()
+
+    def _measure(self) -> None:
+        """Serve metrics as configured; for these the devices are read without a session, too."""
+        self.metrics.configure(self.settings)
+        self.monitor.want(len(self.runner.sessions) or self.metrics.port)
 
     def _device_lost(self, uuid: str, reason: str) -> None:
         self._lost[uuid] = reason
@@ -346,6 +355,7 @@ class BrokerApp:
         self.handlers.attach = new.attach
         self.guarding.configure(new)
         self.monitor.settings = new
+        self._measure()
         self.runner.note("config", reason="read again")
         self.runner.handle(e.SettingsChanged(now=self.runner.now(), settings=new.pool))
         _LOG.info("The configuration was read again")

@@ -8,7 +8,7 @@ import os
 from typing import Any, Callable, Mapping, TypeVar, cast
 
 from traitlets import Any as AnyTrait
-from traitlets import Bool, Dict, Enum, List, TraitError, TraitType, Unicode, validate
+from traitlets import Bool, Dict, Enum, Int, List, TraitError, TraitType, Unicode, validate
 from traitlets.config import Configurable
 
 from ..pool.model import AttachPolicy, PoolSettings
@@ -28,6 +28,7 @@ from .settings import (
     read_devices,
     read_host_memory,
     read_path,
+    read_port,
     read_priority_classes,
     read_quotas,
     read_socket,
@@ -260,6 +261,15 @@ class GPUPool(Configurable):
         default="30",
         example='linger = "5m"',
     )
+    metrics_port = _option(
+        Int(0),
+        "Serve metrics of the whole pool for Prometheus at this port of 127.0.0.1, and there only: "
+        "http://127.0.0.1:PORT/metrics. Every user of the machine can read them; they name no "
+        "person.",
+        unit="TCP port, 1 to 65535",
+        default="0 (not served)",
+        example="metrics_port = 9845",
+    )
     admins = _option(
         List(Unicode()),
         "Users who may see and release every kernel, besides root and the broker's own user.",
@@ -268,7 +278,8 @@ class GPUPool(Configurable):
         example='admins = ["ada"]',
     )
 
-    @validate("devices", "quotas", "priority_classes", "host_memory", "socket", "state_dir")
+    @validate("devices", "quotas", "priority_classes", "host_memory", "socket", "state_dir",
+              "metrics_port")  # fmt: skip
     def _check_one(self, proposal: Mapping[str, Any]) -> Any:
         # Raises for a bad value, but keeps what the admin wrote: ``settings`` reads it.
         name, value = proposal["trait"].name, proposal["value"]
@@ -279,6 +290,7 @@ class GPUPool(Configurable):
             "host_memory": lambda v: read_host_memory(v, 1 << 40),
             "socket": read_socket,
             "state_dir": lambda v: v and read_path(v),
+            "metrics_port": read_port,
         }
         try:
             readers[name](value)
@@ -350,6 +362,7 @@ class GPUPool(Configurable):
             sample_interval=self.sample_interval,
             lock_timeout=self.lock_timeout,
             linger=self.linger,
+            metrics_port=self.metrics_port,
             admins=tuple(self.admins),
             notes=tuple(notes),
         )

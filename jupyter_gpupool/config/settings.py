@@ -55,6 +55,8 @@ class BrokerSettings:
     sample_interval: float
     lock_timeout: float
     linger: float
+    #: Where the broker's metrics are served on 127.0.0.1; 0: nowhere.
+    metrics_port: int
     admins: tuple[str, ...]
     #: What the admin should read in the log: settings that act differently from what they say.
     notes: tuple[str, ...] = ()
@@ -217,6 +219,15 @@ def check_machine(text: str, origin: str) -> None:
         library_dir()
     except ValueError as error:
         raise ConfigError(f"{origin}: {error}") from None
+
+
+def read_port(value: Any) -> int:
+    """Return a TCP port, or 0 for none; raise ``ValueError`` with a sentence."""
+    if type(value) is not int or not 0 <= value <= 65535:
+        raise ValueError(
+            f"{value!r} is not a port. Write a whole number up to 65535, or 0 for none."
+        )
+    return value
 
 
 def read_path(value: str) -> Path:

@@ -94,6 +94,8 @@ def test_pool_options(name, value, found):
         ("sample_interval", 0.25, 0.25),
         ("lock_timeout", "2s", 2.0),
         ("linger", 0, 0.0),
+        ("metrics_port", 9845, 9845),
+        ("metrics_port", 0, 0),
         ("admins", ["ada"], ("ada",)),
     ],
 )
@@ -116,13 +118,15 @@ def test_options_from_the_command_line_are_text():
     loader = KVArgParseConfigLoader()
     arguments = ["--GPUPool.default_memory=6GiB", "--GPUPool.max_wait=None",
                  "--GPUPool.guard=False", "--GPUPool.max_swap_overhead=0.2",
-                 "--GPUPool.devices=0", "--GPUPool.admins=ada"]  # fmt: skip
+                 "--GPUPool.devices=0", "--GPUPool.admins=ada",
+                 "--GPUPool.metrics_port=9845"]  # fmt: skip
     config = loader.load_config(arguments)
     check_config(config)
     found = GPUPool(config=config).settings(host_total=HOST, environ={})
     assert (found.pool.default_memory, found.pool.max_wait) == (6 * GiB, None)
     assert (found.devices, found.admins) == (("0",), ("ada",))
     assert (found.guard, found.pool.max_swap_overhead) == (False, 0.2)
+    assert found.metrics_port == 9845
 
 
 def test_lazy_is_the_default_and_kept_as_configured():
@@ -232,6 +236,11 @@ def test_state_dir_of_a_user_and_of_root(monkeypatch, tmp_path):
         ("host_memory", None, "None is not a size. Write '64GiB', bytes, or per cent like '50%'."),
         ("socket", "broker.sock", ("'broker.sock' is not an absolute path. Begin it with '/' or "
          "'~'.")),
+        ("metrics_port", 65536, ("65536 is not a port. Write a whole number up to 65535, or 0 for "
+         "none.")),
+        ("metrics_port", True, ("True is not a port. Write a whole number up to 65535, or 0 for "
+         "none.")),
+        ("metrics_port", "9845", "'9845' is not allowed. It takes: TCP port, 1 to 65535."),
         ("state_dir", "here", "'here' is not an absolute path. Begin it with '/' or '~'."),
     ],
 )  # fmt: skip
@@ -303,7 +312,7 @@ def test_needs_restart_names_what_a_running_broker_can_not_change():
     assert needs_restart(old, settings(devices=[0], socket="/x")) == ("devices", "socket")
     assert needs_restart(old, settings(guard=False)) == ("guard",)
     live = {"attach": "cell", "quiet_after": 2, "turn": 1, "managed_memory": "allow",
-            "overuse": "end", "max_swap_overhead": 0.2}  # fmt: skip
+            "overuse": "end", "max_swap_overhead": 0.2, "metrics_port": 9845}  # fmt: skip
     assert needs_restart(old, settings(**live)) == ()
 
 

@@ -1,0 +1,343 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the broker's ``/metrics`` says of the whole pool, in Prometheus' units and conventions.
+
+Gauges are the pool's own accounts at the moment of asking. Counters and histograms are rows of the
+journal, counted as they are written since the metrics were switched on. What nobody could read, or
+nobody has read for a while, is absent and never 0.
+
+Every user of the machine may read this, so it names devices and priority classes, and no person,
+kernel or session. No name is one of the server extension's (``server/metrics.py``), whose figures
+are about the kernels of one server: nobody can add the two up by mistake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Callable, Iterator
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from .. import __version__
+from ..devices.model import DeviceSample
+from ..pool.model import DeviceView, PoolView
+from . import host
+from .effects import DeviceEffects
+from .journal import Row
+from .runner import Runner
+
+PREFIX = "jupyter_gpupool_"
+
+WAITS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+MOVES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+
+#: States a session can be in while it is one.
+STATES = ("detached", "queued", "attaching", "active", "idle", "detaching")
+
+#: Why a slice left; all but the first two are for somebody who waits.
+CAUSES = ("idle", "release", "waiting")
+
+#: Seconds for which a page is served again: any local user may ask, as often as he likes.
+FRESH = 0.5
+
+OPENMETRICS = "application/openmetrics-text"
+
+#: Seconds between two looks at how late the event loop is.
+BEAT = 1.0
+
+#: Else each series has a second one, with the time it began, which nobody asked for.
+_leave_out_created: Callable[[], None] = disable_created_metrics
+
+
+class Figures:
+    """The metrics in a registry of their own, not the process's."""
+
+    def __init__(self, runner: Runner, effects: DeviceEffects) -> None:
+        _leave_out_created()
+        self.registry = CollectorRegistry()
+        self._runner = runner
+        self._pages: dict[bool, tuple[bytes, str]] = {}
+        self._paged_at = float("-inf")
+        self._beat: asyncio.TimerHandle | None = None
+        #: Why each session that is leaving its devices does so.
+        self._causes: dict[str, str] = {}
+        self.wait = self._histogram(
+            "device_wait", "From asking for a slice to having it, state restored", WAITS
+        )
+        self.suspend = self._histogram(
+            "device_suspend", "Time of moving a kernel's state from a device to host memory", MOVES
+        )
+        self.resume = self._histogram(
+            "device_resume", "Time of bringing a kernel's state back to a device", MOVES
+        )
+        self.suspends = self._counter(
+            "device_suspends", "Kernels moved from a device to host memory", "device", "cause"
+        )
+        self.resumes = self._counter("device_resumes", "Kernels brought back to a device", "device")
+        self.migrations = self._counter(
+            "device_migrations", "Kernels brought back to this device from another one", "device"
+        )
+        self.preemptions = self._counter(
+            "pool_preemptions", "Idle slices taken for somebody who waited"
+        )
+        self.refusals = self._counter(
+            "pool_refusals", "Requests, attaches and suspends refused", "what", "code"
+        )
+        self.lag = Histogram(
+            f"{PREFIX}broker_loop_lag_seconds",
+            "How late the broker's event loop was, looked at every second",
+            buckets=LAGS,
+            registry=self.registry,
+        )
+        self.attached = Attached(runner)
+        self.gauges = Gauges(runner, effects)
+        self.registry.register(self.gauges)
+        self.registry.register(self.attached)
+        ProcessCollector(namespace=f"{PREFIX}broker", registry=self.registry)
+        # Nothing has happened yet, which is a figure too: without it rates miss the first event.
+        for view in runner.pool.view(runner.now()).devices:
+            uuid = view.device.uuid
+            for family in (self.wait, self.suspend, self.resume, self.resumes, self.migrations):
+                family.labels(uuid)
+            for cause in CAUSES:
+                self.suspends.labels(uuid, cause)
+
+    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(
+            f"{PREFIX}{name}_seconds", what, ["device"], buckets=buckets, registry=self.registry
+        )
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(f"{PREFIX}{name}", what, labels, registry=self.registry)
+
+    # ------------------------------------------------------------------ what happens
+
+    def observe(self, row: Row) -> None:
+        """Take a row of the journal into the counters."""
+        self.attached.observe(row)
+        device, seconds = row.device or "", row.seconds or 0.0
+        match row.kind:
+            case "attach":
+                self.wait.labels(device).observe(seconds)
+            case "resume":
+                self.wait.labels(device).observe(seconds)
+                self.resume.labels(device).observe(row.detail.get("driver_seconds", 0.0))
+                self.resumes.labels(device).inc()
+            case "migrate":
+                self.migrations.labels(device).inc()
+            case "suspend":
+                self.suspend.labels(device).observe(seconds)
+                self.suspends.labels(device, self._causes.get(row.session, "unknown")).inc()
+            case "state" if row.detail.get("new") == "detaching":
+                cause = row.reason if row.reason in CAUSES else "waiting"
+                self._causes[row.session] = cause
+                if cause == "waiting":
+                    self.preemptions.inc()
+            case "refuse":
+                code = row.detail.get("code") or row.detail.get("kind") or ""
+                self.refusals.labels(row.detail.get("what", ""), code).inc()
+            case "close":
+                self._causes.pop(row.session, None)
+
+    def start(self) -> None:
+        """Begin to look at the event loop."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + BEAT
+
+        def beat() -> None:
+            nonlocal due
+            self.lag.observe(max(0.0, loop.time() - due))
+            due = loop.time() + BEAT
+            self._beat = loop.call_at(due, beat)
+
+        self._beat = loop.call_at(due, beat)
+
+    def stop(self) -> None:
+        """End that."""
+        if self._beat is not None:
+            self._beat.cancel()
+
+    # ------------------------------------------------------------------ what is shown
+
+    def page(self, new_format: bool) -> tuple[bytes, str]:
+        """Return the figures, at most ``FRESH`` seconds old, and their content type.
+
+        ``new_format``: OpenMetrics, else the text format of Prometheus.
+        """
+        now = asyncio.get_running_loop().time()
+        if now - self._paged_at > FRESH:
+            self._pages.clear()
+            self._paged_at = now
+        if new_format not in self._pages:
+            # Two fixed kinds: what clients write into Accept is no key of a cache.
+            encode, kind = choose_encoder(OPENMETRICS if new_format else "")
+            self._pages[new_format] = encode(self.registry), kind
+        return self._pages[new_format]
+
+
+class Attached(Collector):
+    """Seconds that slices were given away, by device: from the rows of transitions.
+
+    It takes the pool's record as it is when the row is written, as a row names one device only.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._done: dict[str, float] = {}
+        #: By session: since when it has what it has, and on which devices.
+        self._open: dict[str, tuple[float, tuple[str, ...]]] = {}
+        now = runner.now()
+        for view in runner.pool.view(now).devices:
+            self._done[view.device.uuid] = 0.0
+        for session in runner.busy:
+            self._look(session, now)
+
+    def observe(self, row: Row) -> None:
+        """Note a transition."""
+        if row.kind in ("state", "close"):
+            self._look(row.session, row.time)
+
+    def _look(self, session: str, now: float) -> None:
+        record = self._runner.record(session)
+        devices = tuple(piece.device for piece in record.slices) if record else ()
+        since, before = self._open.get(session, (now, ()))
+        if devices == before:
+            return
+        for device in before:
+            self._done[device] = self._done.get(device, 0.0) + now - since
+        if devices:
+            self._open[session] = now, devices
+        else:
+            self._open.pop(session, None)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the one family."""
+        family = CounterMetricFamily(
+            f"{PREFIX}device_attached_seconds",
+            "Seconds that kernels had a slice of the device, each kernel counted",
+            labels=["device"],
+        )
+        seconds, now = dict(self._done), self._runner.now()
+        for since, devices in self._open.values():
+            for device in devices:
+                seconds[device] = seconds.get(device, 0.0) + now - since
+        for device, value in seconds.items():
+            family.add_metric([device], value)
+        yield family
+
+
+class Gauges(Collector):
+    """The pool as it is now."""
+
+    def __init__(self, runner: Runner, effects: DeviceEffects) -> None:
+        self._runner = runner
+        self._effects = effects
+        #: Seconds after which a sample of the devices says nothing any more.
+        self.stale = 0.0
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every gauge that has a value."""
+        view = self._runner.pool.view(self._runner.now())
+        yield _info("broker", "The broker", {"version": __version__})
+        yield from self._devices(view)
+        yield from _sessions(view)
+        yield _gauge("pool_suspended_bytes", "Device state in host memory", view.host_used)
+        yield _gauge(
+            "pool_host_budget_bytes", "Host memory that device state may take", view.host_budget
+        )
+        try:
+            available = host.available()
+        except OSError:
+            return
+        yield _gauge("pool_host_available_bytes", "Host memory that could be taken now", available)
+
+    def _devices(self, view: PoolView) -> Iterator[Metric]:
+        families = {name: _gauge(f"device_{name}", what, None, "device") for name, what in _DEVICE}
+        infos = InfoMetricFamily(f"{PREFIX}device", "A GPU of the pool", labels=["device"])
+        recent = asyncio.get_running_loop().time() - self._effects.sampled_at <= self.stale
+        for one in view.devices:
+            device = one.device
+            infos.add_metric(
+                [device.uuid],
+                {
+                    "index": str(device.index),
+                    "name": device.name,
+                    "tier": device.tier,
+                    "emulated": str(device.emulated).lower(),
+                },
+            )
+            sample = self._effects.samples.get(device.uuid) if recent else None
+            for name, value in _figures(one, sample).items():
+                if value is not None:
+                    families[name].add_metric([device.uuid], value)
+        yield infos
+        yield from (family for family in families.values() if family.samples)
+
+
+_DEVICE = (
+    ("up", "1 if the pool can give slices of the device, 0 if it is lost or failed its self-test"),
+    ("memory_bytes", "Memory of the device"),
+    ("capacity_bytes", "Memory that the pool can grant at most"),
+    ("granted_bytes", "Memory granted to kernels"),
+    ("free_bytes", "Memory that can be granted without taking anybody's slice"),
+    ("used_bytes", "Memory in use by anybody, as the driver says"),
+    ("foreign_bytes", "Memory in use that no slice covers"),
+    ("utilisation_ratio", "Part of the last sample period in which the device computed, 0 to 1"),
+)
+
+
+def _figures(view: DeviceView, sample: DeviceSample | None) -> dict[str, float | None]:
+    """Return the figures of a device, None for what nobody could read of late."""
+    seen = sample is not None and not sample.lost
+    percent = sample.utilisation if seen and sample else None
+    return {
+        "up": 0 if view.drained_reason else 1,
+        "memory_bytes": view.device.memory_total,
+        "capacity_bytes": view.capacity,
+        "granted_bytes": view.granted,
+        "free_bytes": 0 if view.drained_reason else view.free,
+        "used_bytes": sample.used if seen and sample else None,
+        "foreign_bytes": view.foreign if seen else None,
+        "utilisation_ratio": None if percent is None else percent / 100,
+    }
+
+
+def _sessions(view: PoolView) -> Iterator[Metric]:
+    counts = {(s, p): 0 for s in STATES for p in view.settings.priority_classes}
+    oldest, waiting = 0.0, 0
+    for session in view.sessions:
+        record = session.record
+        key = record.state, record.request.priority
+        counts[key] = counts.get(key, 0) + 1
+        if record.state == "queued":
+            waiting += 1
+            oldest = max(oldest, view.now - record.queued_at)
+    family = _gauge("pool_sessions", "Kernels of the pool", None, "state", "priority")
+    for labels, count in counts.items():
+        family.add_metric(labels, count)
+    yield family
+    yield _gauge("pool_queue_length", "Kernels that wait for a slice", waiting)
+    yield _gauge("pool_oldest_wait_seconds", "How long the oldest wait goes on already", oldest)
+
+
+def _gauge(name: str, what: str, value: float | None, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"{PREFIX}{name}", what, value=value, labels=labels or None)
+
+
+def _info(name: str, what: str, values: dict[str, str]) -> InfoMetricFamily:
+    return InfoMetricFamily(f"{PREFIX}{name}", what, value=values)

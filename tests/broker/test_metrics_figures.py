@@ -1,0 +1,356 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Names, units and figures of the broker's metrics, their dashboard, and a reader that does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import socket
+from contextlib import asynccontextmanager, closing, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import REGISTRY
+
+from jupyter_gpupool.broker import figures as f
+from jupyter_gpupool.broker import scrape
+from jupyter_gpupool.broker.journal import Row
+from jupyter_gpupool.devices.model import DeviceSample
+from jupyter_gpupool.pool import events as e
+from jupyter_gpupool.pool.machine import Pool
+from jupyter_gpupool.pool.model import Device, Owner, PoolSettings, Request
+from jupyter_gpupool.server import metrics as servers
+
+GiB = 1 << 30
+DOCS = Path(__file__).parents[2] / "docs"
+DASHBOARD = DOCS / "grafana" / "jupyter-gpupool-pool.json"
+
+
+class Machine:
+    """A pool of two devices with the parts of a broker that the figures read."""
+
+    def __init__(self):
+        self.time = 1000.0
+        self.pool = Pool(PoolSettings(default_memory=GiB, default_limit=GiB))
+        self.runner = SimpleNamespace(
+            pool=self.pool, now=lambda: self.time, record=self.record, busy={}
+        )
+        self.effects = SimpleNamespace(samples={}, sampled_at=float("-inf"))
+        for index, uuid in enumerate("AB"):
+            device = Device(uuid, index, f"GPU {index}", "model", 4 * GiB)
+            self.pool.handle(e.DeviceAppeared(now=self.time, device=device))
+        self.figures = f.Figures(self.runner, self.effects)
+        self.figures.gauges.stale = 30
+
+    def record(self, session):
+        return self.pool.record(session) if session in self.pool else None
+
+    def attach(self, name, **request):
+        """Open a session and hand it its slice; return the rows' common part."""
+        request = Request(GiB, GiB, **request)
+        self.pool.handle(
+            e.SessionOpened(now=self.time, session=name, owner=Owner("ann"), request=request,
+                            attach="cell", label="", rid=name)
+        )  # fmt: skip
+        actions = self.pool.handle(
+            e.HoldTaken(now=self.time, session=name, hold="c", kind="cell", bound=())
+        )
+        for action in actions:
+            if isinstance(action, e.Attach):
+                self.pool.handle(e.AttachDone(now=self.time, session=name, epoch=action.epoch))
+        self.row("state", name, new="active")
+
+    def row(self, what, session="", device=None, seconds=None, reason="", /, **detail):
+        self.figures.observe(
+            Row(time=self.time, kind=what, session=session, device=device, seconds=seconds,
+                reason=reason, detail=detail)
+        )  # fmt: skip
+
+    def sample(self, **fields):
+        """Take a sample of each device now; ``fields`` are those of A."""
+        plain = {"total": 4 * GiB, "used": GiB, "reserved": 0, "free": 3 * GiB, "utilisation": 40}
+        self.effects.samples = {
+            "A": DeviceSample("A", **{**plain, **fields}),
+            "B": DeviceSample("B", **plain),
+        }
+        self.effects.sampled_at = asyncio.get_running_loop().time()
+
+    def value(self, name, **labels):
+        return self.figures.registry.get_sample_value(f"jupyter_gpupool_{name}", labels)
+
+
+@pytest.fixture
+def on_machine():
+    """Run a test's coroutine on a machine, in an event loop."""
+
+    def run(test):
+        async def main():
+            await test(Machine())
+
+        asyncio.run(asyncio.wait_for(main(), 60))
+
+    return run
+
+
+def families(registry):
+    """What Prometheus knows of each metric: name -> (type, names of its samples)."""
+    suffixes = {
+        "histogram": ("_bucket", "_sum", "_count"),
+        "counter": ("_total",),
+        "info": ("_info",),
+    }
+    return {
+        family.name: (family.type, {family.name + s for s in suffixes.get(family.type, ("",))})
+        for family in registry.collect()
+        if family.name.startswith(f.PREFIX)
+    }
+
+
+def all_families():
+    """The families of a machine on which everything could be read."""
+    found = {}
+
+    async def look():
+        machine = Machine()
+        machine.sample()
+        found.update(families(machine.figures.registry))
+
+    asyncio.run(look())
+    return found
+
+
+def test_what_was_not_read_is_absent_and_not_zero(on_machine):
+    read = ("device_used_bytes", "device_utilisation_ratio", "device_foreign_bytes")
+
+    async def test(machine):
+        assert [machine.value(name, device="A") for name in read] == [None] * 3
+        machine.sample(used=0, utilisation=0)
+        assert [machine.value(name, device="A") for name in read] == [0, 0, 0]
+        assert machine.value("device_utilisation_ratio", device="B") == 0.4
+        machine.sample(utilisation=None)
+        assert machine.value("device_utilisation_ratio", device="A") is None
+        assert machine.value("device_used_bytes", device="A") == GiB
+        machine.sample(lost="fell off the bus")
+        assert [machine.value(name, device="A") for name in read] == [None] * 3
+        assert machine.value("device_used_bytes", device="B") == GiB
+        machine.effects.sampled_at -= 31  # too long ago to be said
+        assert machine.value("device_used_bytes", device="B") is None
+        # The pool's own accounts are always there.
+        assert machine.value("device_memory_bytes", device="B") == 4 * GiB
+
+    on_machine(test)
+
+
+def test_a_lost_device_is_down_and_has_nothing_free(on_machine):
+    async def test(machine):
+        assert machine.value("device_up", device="A") == 1
+        machine.pool.handle(e.DeviceDrained(now=machine.time, device="A", reason="lost"))
+        assert machine.value("device_up", device="A") == 0
+        assert machine.value("device_free_bytes", device="A") == 0
+        assert machine.value("device_free_bytes", device="B") == 4 * GiB
+
+    on_machine(test)
+
+
+def test_nothing_yet_is_a_figure_for_what_is_counted(on_machine):
+    async def test(machine):
+        for name in ("wait_seconds_count", "suspend_seconds_count", "resume_seconds_count",
+                     "resumes_total", "migrations_total", "attached_seconds_total"):  # fmt: skip
+            assert machine.value(f"device_{name}", device="B") == 0, name
+        for cause in f.CAUSES:
+            assert machine.value("device_suspends_total", device="A", cause=cause) == 0
+        assert machine.value("pool_preemptions_total") == 0
+        assert machine.value("pool_sessions", state="queued", priority="batch") == 0
+        assert machine.value("pool_oldest_wait_seconds") == 0
+
+    on_machine(test)
+
+
+def test_counters_and_histograms_are_rows_of_the_journal(on_machine):
+    async def test(machine):
+        machine.row("attach", "s", "A", 3.0, driver_seconds=0.0)
+        machine.row("state", "s", "A", None, "another kernel waits for memory", new="detaching")
+        machine.row("suspend", "s", "A", 0.25, "suspended")
+        machine.row("resume", "s", "B", 4.0, driver_seconds=0.5)
+        machine.row("migrate", "s", "B", **{"from": "A"})
+        for reason in ("idle", "release"):
+            machine.row("state", "s", "B", None, reason, new="detaching")
+            machine.row("suspend", "s", "B", 1.0)
+        machine.row("refuse", "s", what="request", code="over-quota")
+        machine.row("refuse", "s", what="suspend", kind="pinned")
+        machine.row("close", "s")
+        value = machine.value
+        assert value("device_wait_seconds_sum", device="A") == 3.0
+        assert value("device_wait_seconds_sum", device="B") == 4.0
+        assert value("device_resume_seconds_sum", device="B") == 0.5
+        assert value("device_suspend_seconds_sum", device="A") == 0.25
+        assert value("device_suspends_total", device="A", cause="waiting") == 1
+        assert value("device_suspends_total", device="B", cause="idle") == 1
+        assert value("device_suspends_total", device="B", cause="release") == 1
+        assert value("device_resumes_total", device="B") == 1
+        assert value("device_migrations_total", device="B") == 1
+        assert value("pool_preemptions_total") == 1
+        assert value("pool_refusals_total", what="request", code="over-quota") == 1
+        assert value("pool_refusals_total", what="suspend", code="pinned") == 1
+        # A suspend under way when the metrics were switched on: nobody knows why.
+        machine.row("suspend", "t", "B", 1.0)
+        assert value("device_suspends_total", device="B", cause="unknown") == 1
+
+    on_machine(test)
+
+
+def test_attached_seconds_are_counted_while_they_run_and_on_every_device(on_machine):
+    async def test(machine):
+        def seconds():
+            return [machine.value("device_attached_seconds_total", device=d) for d in "AB"]
+
+        machine.attach("both", devices=2)
+        machine.time += 10
+        assert seconds() == [10, 10]
+        machine.attach("one")
+        (piece,) = machine.pool.record("one").slices
+        machine.time += 5
+        machine.row("state", "both", new="idle")  # no change of the slices
+        assert sorted(seconds()) == [15, 20]
+        machine.pool.handle(e.SessionEnded(now=machine.time, session="both", reason="closed"))
+        machine.row("close", "both")
+        machine.time += 100
+        assert sorted(seconds()) == [15, 120]
+        assert machine.value("device_attached_seconds_total", device=piece.device) == 120
+        # Switched on in the middle, it counts from then on.
+        machine.runner.busy = {"one": "active"}
+        later = f.Attached(machine.runner)
+        machine.time += 3
+        (family,) = later.collect()
+        assert {s.labels["device"]: s.value for s in family.samples}[piece.device] == 3
+
+    on_machine(test)
+
+
+def test_a_page_is_not_made_again_for_everybody_who_asks(on_machine, monkeypatch):
+    async def test(machine):
+        first = machine.figures.page(False)
+        machine.row("migrate", "s", "A")
+        assert machine.figures.page(False) is first
+        monkeypatch.setattr(f, "FRESH", -1.0)
+        assert b'migrations_total{device="A"} 1.0' in machine.figures.page(False)[0]
+
+    on_machine(test)
+
+
+def test_names_and_units_are_prometheus():
+    for name, (kind, _) in all_families().items():
+        assert re.fullmatch(r"jupyter_gpupool_(device|pool|broker)(_[a-z]+)*", name)
+        if kind in ("histogram", "gauge") and "_process_" not in name:
+            assert name.endswith(
+                ("_bytes", "_seconds", "_ratio", "_up", "_sessions", "_queue_length")
+            )
+
+
+def test_no_name_means_something_else_on_a_server():
+    ours = set().union(*(samples for _, samples in all_families().values()))
+    theirs = set().union(*(samples for _, samples in families(REGISTRY).values()))
+    assert theirs, "the server extension has metrics"
+    assert not ours & theirs
+    # Where both measure the same thing, they do it with the same buckets.
+    assert (f.WAITS, f.MOVES) == (servers._WAITS, servers._MOVES)
+
+
+def test_every_metric_is_documented_and_every_documented_metric_exists():
+    text = (DOCS / "admins.md").read_text().split("## Metrics")[1].split("\n## ")[0]
+    named = {re.sub(r"_total$|_info$", "", n) for n in re.findall(r"`(jupyter_gpupool_\w+)`", text)}
+    known = {name for name in all_families() if "_process_" not in name}
+    assert named - {f"{f.PREFIX}broker_process_"} == known
+
+
+def test_the_dashboard_is_drawn_from_what_there_is():
+    board = json.loads(DASHBOARD.read_text())
+    asked = [t["expr"] for panel in board["panels"] for t in panel["targets"]]
+    asked += [v["query"]["query"] for v in board["templating"]["list"] if v["type"] == "query"]
+    named = set(re.findall(r"jupyter_gpupool_\w+", " ".join(asked)))
+    known = {name: samples for name, (_, samples) in all_families().items()}
+    assert named <= set().union(*known.values())
+    for name, samples in known.items():
+        if "_process_" not in name:
+            assert named & samples, f"no panel shows {name}"
+    labels = {"device", "index", "name", "instance", "state", "priority"}
+    labels |= {"cause", "code", "what", "le"}
+    for panel in board["panels"]:
+        unit = panel["fieldConfig"]["defaults"]["unit"]
+        for target in panel["targets"]:
+            expr = target["expr"]
+            if "_bytes" in expr:
+                assert unit == "bytes", panel["title"]
+            elif "_ratio" in expr:
+                assert unit == "percentunit"
+            elif "_seconds" in expr and "_attached_" not in expr:
+                assert unit == "s", panel["title"]
+            # A label that no metric has would leave the panel empty.
+            for by in re.findall(r"(?:by|on|group_left) \(([^)]*)\)", expr):
+                assert set(by.split(", ")) <= labels, expr
+            if "_total" in expr:
+                assert "rate(" in expr or "increase(" in expr, "a counter is not a figure"
+    assert len({p["id"] for p in board["panels"]}) == len(board["panels"])
+    other = json.loads((DOCS / "grafana" / "jupyter-gpupool.json").read_text())
+    assert board["uid"] != other["uid"]
+    assert board["title"] != other["title"]
+
+
+@asynccontextmanager
+async def client(page):
+    """Serve ``page``; yield (server, reader, writer) of a client that has asked for it."""
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    endpoint = scrape.Endpoint(port, page, logging.getLogger("test"))
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        try:
+            yield endpoint, reader, writer
+        finally:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+    finally:
+        endpoint.close()
+
+
+def test_a_client_that_does_not_read_is_closed_and_holds_up_nobody(monkeypatch, caplog):
+    """What does not fit in the socket stays with us, but not for long."""
+    monkeypatch.setattr(scrape, "DEADLINE", 2.0)
+    size = 32 << 20
+
+    async def main():
+        async with client(lambda _: (b"x" * size, "text/plain")) as (endpoint, reader, _):
+            assert await reader.readexactly(15) == b"HTTP/1.1 200 OK"
+            open_ones = endpoint._server._deadlines
+            while open_ones:
+                await asyncio.sleep(0.01)
+            read = 0
+            with suppress(ConnectionResetError):
+                while part := await reader.read(1 << 20):
+                    read += len(part)
+            assert read < size
+
+    with caplog.at_level(logging.DEBUG):
+        asyncio.run(asyncio.wait_for(main(), 60))
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_a_page_that_cannot_be_made_is_an_error_to_the_client_only(caplog):
+    def page(_):
+        raise RuntimeError("no figures")
+
+    async def main():
+        async with client(page) as (_, reader, _):
+            answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 500 ")
+        assert b"no figures" not in answer
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert "The metrics could not be told" in caplog.text
