@@ -4,12 +4,48 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 
+#: CPU seconds of the files that take long, roughly. Only their order counts: see below.
+COSTS = {
+    "e2e/test_chaos": 60,
+    "e2e/test_lazy": 120,
+    "e2e/test_soak": 50,
+    "e2e/test_hard_use": 90,
+    "e2e/test_lifecycle": 90,
+    "e2e/test_languages": 30,
+    "e2e/test_policy": 35,
+    "e2e/test_install": 25,
+    "broker/test_restart": 50,
+    "broker/test_faults": 35,
+    "broker/test_pages": 30,
+    "broker/test_page_life": 40,
+    "broker/test_autostart": 30,
+    "broker/test_guarded": 35,
+    "broker/test_life": 20,
+    "devices/test_service": 55,
+    "devices/test_failures": 45,
+    "devices/test_chaos": 20,
+    "guard/test_stress": 30,
+    "kernel/test_agent_magic": 30,
+    "kernel/test_agent_lazy": 30,
+    "kernel/test_agent_outages": 25,
+    "kernel/test_agent_real_broker": 25,
+    "kernel/test_cells": 25,
+    "pool/test_random": 30,
+    "provisioner/test_jupyter_clients": 20,
+    "provisioner/test_jupyter_server": 30,
+    "server/test_access": 45,
+    "server/test_documented": 25,
+    "server/test_events": 20,
+    "server/test_rest": 20,
+}
 
-def pytest_configure() -> None:
+
+def pytest_configure(config: pytest.Config) -> None:
     """Let children be interrupted.
 
     A shell starts what runs in the background with SIGINT ignored, children inherit that, and
@@ -17,8 +53,13 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Hundreds of processes of ours are started: each compiles what it imports where nothing may
+    # be written, and that is a third of a broker's start.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # xdist would begin with the file that has most tests, which says nothing of its time.
+    config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """End to end first: those files take longest, and must not be what all workers end up with."""
-    items.sort(key=lambda item: "/e2e/" not in str(item.path))
+    """What takes longest first: at the end no worker has a long file left when others are done."""
+    items.sort(key=lambda item: -COSTS.get("/".join(item.path.with_suffix("").parts[-2:]), 0))
