@@ -12,7 +12,8 @@ import pytest
 #: CPU seconds of the files that take long, roughly. Only their order counts: see below.
 COSTS = {
     "e2e/test_chaos": 60,
-    "e2e/test_lazy": 120,
+    "e2e/test_lazy": 75,
+    "e2e/test_lazy_edges": 70,
     "e2e/test_soak": 50,
     "e2e/test_hard_use": 90,
     "e2e/test_lifecycle": 90,

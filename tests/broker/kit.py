@@ -99,7 +99,8 @@ class Broker:
         #: Of the test that has it now: the process at its begin, the journal's last row then.
         self._pid = None
         self._after = 0
-        self._disturbed = False
+        #: Whether it is not fit for another test, whatever its status says.
+        self.disturbed = False
         self.configure(**config)
 
     def begin(self):
@@ -110,7 +111,7 @@ class Broker:
 
     def rests(self):
         """End what sessions are left; return whether this broker is as good as a new one."""
-        if self._disturbed or self.process is None or self.process.pid != self._pid:
+        if self.disturbed or self.process is None or self.process.pid != self._pid:
             return False
         with suppress(AssertionError, GPUPoolError):
             with self.client() as client:
@@ -206,7 +207,7 @@ class Broker:
 
     @property
     def faults(self):
-        self._disturbed = True
+        self.disturbed = True
         return Faults(self.folder / "broker.sock.emulated")
 
 

@@ -127,6 +127,7 @@ def test_a_broker_without_the_guard_serves_the_kernels_of_one_with_it(make_broke
 
 
 def test_where_no_page_can_be_made_a_kernel_runs_without_the_guard(broker, kernel):
+    broker.disturbed = True
     k = kernel(memory=BIG)
     kit.remove(k.path.parent)
     with broker.client() as client:

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Eight notebooks of 600 MiB on two devices of 1.6 GiB: each gets its turn, every byte stays.
 
-Four fit at a time. Each kernel loops: check what the last round left on the device, free it,
-allocate anew, write every byte, compute, check. Between cells it is idle for a random while, as a
-person at a notebook is; then others take its place.
+The short form has a quarter of the bytes. Four fit at a time. Each kernel loops: check what the
+last round left on the device, free it, allocate anew, write every byte, compute, check. Between
+cells it is idle for a random while, as a person at a notebook is; then others take its place.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from .cells import DEFINE
 from .kit import MiB, Sampler
 
 KERNELS = 8
-DATA = 600
 
-#: Data, the emulated context of 64 MiB, and what a resume reserves on top; two fit on a device.
-SLICE = 704 * MiB
+#: Machine, and MiB of data. A slice is that, the emulated context of 64 MiB, and what a resume
+#: reserves on top; two fit on a device.
+LARGE = ("2x1638MiB,context=64MiB", 600)
+SMALL = ("2x640MiB,context=64MiB", 150)
+REST = 104
 
-ROUND = f"""
+ROUND = """
 if block is not None:
     block.verify().free()
-block = Block({DATA}).allocate().write({{key}}).compute()
+block = Block({data}).allocate().write({key}).compute()
 """
 
 
-async def person(kernel, rng, deadline, idle):
+async def person(kernel, data, rng, deadline, idle):
     """Use one notebook until the deadline, and at least four times; return the rounds done."""
     rounds = 0
     while rounds < 4 or time.monotonic() < deadline:
-        (await kernel.run(ROUND.format(key=rounds), timeout=240)).check()
+        (await kernel.run(ROUND.format(data=data, key=rounds), timeout=240)).check()
         # The person thinks; the kernel is idle meanwhile and anybody may take its slice.
         await asyncio.sleep(rng.uniform(*idle))
         (await kernel.run("block.verify()", timeout=240)).check()
@@ -44,14 +46,15 @@ async def person(kernel, rng, deadline, idle):
     return rounds
 
 
-async def soak(pool, seconds, seed, idle):
-    kernels = await asyncio.gather(*(pool.kernel(f"n{i}", memory=SLICE) for i in range(KERNELS)))
+async def soak(pool, data, seconds, seed, idle):
+    memory = (data + REST) * MiB
+    kernels = await asyncio.gather(*(pool.kernel(f"n{i}", memory=memory) for i in range(KERNELS)))
     for number, kernel in enumerate(kernels):
         (await kernel.run(f"SEED = {seed * 100 + number}\nblock = None\n{DEFINE}")).check()
     pids = [kernel.pid for kernel in kernels]
     deadline = time.monotonic() + seconds
     people = [
-        person(kernel, random.Random(f"{seed}-{number}"), deadline, idle)
+        person(kernel, data, random.Random(f"{seed}-{number}"), deadline, idle)
         for number, kernel in enumerate(kernels)
     ]
     rounds = await asyncio.wait_for(asyncio.gather(*people), seconds + 600)
@@ -63,18 +66,19 @@ async def soak(pool, seconds, seed, idle):
     return rounds, status["sessions"]
 
 
-def run_soak(pool, seconds, seed, idle, attach="lazy"):
+def run_soak(pool, size, seconds, seed, idle, attach="lazy"):
+    machine, data = size
     # As often as it can be: no rest after a move, and idle as soon as nothing is running.
     pool = pool(
-        "2x1638MiB,context=64MiB",
-        default_memory=SLICE,
+        machine,
+        default_memory=(data + REST) * MiB,
         attach=attach,
         quiet_after=0.1,
         max_swap_overhead=0.0,
     )
     sampler = Sampler(pool)
     sampler.first()
-    rounds, sessions = asyncio.run(soak(pool, seconds, seed, idle))
+    rounds, sessions = asyncio.run(soak(pool, data, seconds, seed, idle))
     seen = sampler.check(at_least=int(seconds))
     suspends = sum(s["suspends"] for s in sessions)
     moves = sum(s["migrations"] for s in sessions)
@@ -90,11 +94,11 @@ def run_soak(pool, seconds, seed, idle, attach="lazy"):
 
 @pytest.mark.parametrize("attach", ["lazy", pytest.param("cell", marks=pytest.mark.long)])
 def test_eight_notebooks_share_two_devices(pool, attach):
-    run_soak(pool, seconds=6, seed=1, idle=(0.0, 0.8), attach=attach)
+    run_soak(pool, SMALL, seconds=6, seed=1, idle=(0.0, 0.8), attach=attach)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("attach", ["lazy", "cell"])
 def test_eight_notebooks_share_two_devices_for_two_minutes(pool, attach):
-    run_soak(pool, seconds=120, seed=2, idle=(0.0, 3.0), attach=attach)
+    run_soak(pool, LARGE, seconds=120, seed=2, idle=(0.0, 3.0), attach=attach)
