@@ -5,6 +5,7 @@
 - ``views``: pure; what of a snapshot may be shown here, and what changed between two.
 - ``link``: the one connection to the broker.
 - ``watch``: keeps the newest view while somebody needs it; events, metrics, idle warnings.
+- ``history``, ``usage``: pure; what the snapshots showed in the last minutes, and in all.
 - ``metrics``: what ``/metrics`` shows.
 - ``handlers``, ``stream``: REST and the websocket under ``/gpupool/api`` (``openapi.yaml``).
 - ``extension``: puts them into the server.

@@ -30,6 +30,7 @@ _KERNEL = r"/sessions/(?P<kernel_id>[^/]+)"
 #: Path below ``/gpupool/api`` -> handler. The last one is everything else.
 ROUTES: tuple[tuple[str, Any], ...] = (
     ("/pool", handlers.Pool),
+    ("/history", handlers.History),
     ("/sessions", handlers.Sessions),
     (_KERNEL, handlers.Session),
     (_KERNEL + "/release", handlers.Release),

@@ -133,6 +133,15 @@ class Pool(PoolHandler):
         self.finish(json.dumps(await self.watch.look()))
 
 
+class History(PoolHandler):
+    """What was seen in the last minutes."""
+
+    @web.authenticated
+    @authorized
+    def get(self) -> None:
+        self.finish(json.dumps(self.watch.past()))
+
+
 class Sessions(PoolHandler):
     """All sessions; those of others anonymous."""
 

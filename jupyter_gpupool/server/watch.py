@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 from typing import Any, Callable, Collection, Mapping, Protocol
 
 from ..errors import GPUPoolError
 from ..protocol import Message
 from . import metrics, views
+from .history import History
 from .link import Link
+from .usage import Usage
 from .views import View
 
 #: Seconds between two snapshots however much happens: 50 sessions make one of 40 KiB.
@@ -95,6 +98,10 @@ class Watch:
         self._speeds: dict[str, float] = {}
         #: Sessions that were warned, in the idle time that still lasts.
         self._warned: set[str] = set()
+        self._history = History()
+        self._usage = Usage(time.time())
+        #: The broker's clock less our monotonic one; None before the first snapshot.
+        self._offset: float | None = None
 
     # ------------------------------------------------------------------ who needs it
 
@@ -161,6 +168,12 @@ class Watch:
             self._pooled |= here
             self._wake()
         return view
+
+    def past(self) -> View:
+        """Return what was seen in the last minutes. Asks nobody, and starts nothing."""
+        now = time.time() if self._offset is None else time.monotonic() + self._offset
+        shown = self._history.shown(round(now, 3), self._kernels())
+        return {**shown, "usage": self._usage.shown()}
 
     async def act(self, kind: str, session: str, **fields: Any) -> Message:
         """Ask the broker for something about a session that :meth:`look` has shown."""
@@ -238,7 +251,10 @@ class Watch:
     def _forget(self) -> None:
         """Nobody needs it any more: what we know grows old."""
         self._last = self._away = None
+        for row in self._rows:
+            self._usage.row(row)
         self._rows.clear()
+        self._history.pause()
         self._warned.clear()
         metrics.show([])
 
@@ -250,7 +266,11 @@ class Watch:
         self._away = None
         metrics.UP.set(1)
         metrics.show(s for s in view["sessions"] if s["here"])
+        self._offset = view["now"] - time.monotonic()
         self._observe(last, view)
+        self._history.take(view)
+        if self._task is None or self._task.done():
+            self._history.pause()  # somebody asked once
         if came_back:
             self._unserved |= self._subscribers
             self._publish({"type": "broker", "available": True})
@@ -266,9 +286,10 @@ class Watch:
         self._warn(view)
 
     def _observe(self, last: View | None, view: View) -> None:
-        """Take the rows about this server's kernels into the metrics, now that we know whose."""
+        """Count, and take the rows about this server's kernels into the metrics."""
         here = {s["id"] for v in (last, view) if v for s in v["sessions"] if s["here"]}
         rows, self._rows = self._rows, []
+        self._usage.take(view, rows)
         for row in rows:
             if row.get("session") in here:
                 metrics.observe(row)
@@ -308,6 +329,7 @@ class Watch:
 
     def _set_away(self, error: GPUPoolError) -> None:
         metrics.UP.set(0)
+        self._history.pause()
         before, self._away = self._away, error
         if before is None or before.code != error.code:
             self._log.info("GPU pool: the broker is away: %s", error)

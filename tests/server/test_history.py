@@ -1,0 +1,252 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The last minutes, and the hours in all: nothing is invented, and little is kept."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jupyter_gpupool.server import history, usage
+from jupyter_gpupool.server.history import KEPT, History
+from jupyter_gpupool.server.usage import Usage
+
+
+def kernel(name="k", session="s", **fields):
+    return {
+        "id": session,
+        "kernel_id": name,
+        "here": True,
+        "state": "idle",
+        "guard": True,
+        "used_bytes": 10,
+        "footprint_bytes": 7,
+        "busy_seconds": 0.0,
+        "opened_at": 90.0,
+        "attached_seconds_total": 0.0,
+        **fields,
+    }
+
+
+def view(now, *sessions, utilisation=50):
+    devices = [{"uuid": "GPU-0", "utilisation": utilisation}]
+    return {"now": now, "sessions": list(sessions), "devices": devices}
+
+
+# ---------------------------------------------------------------------- the last minutes
+
+
+def shown(*views, now=None, kernels=("k",)):
+    found = History()
+    for one in views:
+        found.take(one)
+    return found.shown(views[-1]["now"] if now is None else now, kernels)
+
+
+def test_points_are_what_the_snapshots_said():
+    found = shown(
+        view(100.0, kernel(busy_seconds=5.0), utilisation=None),
+        view(102.0, kernel(busy_seconds=6.0, used_bytes=20), utilisation=0),
+        view(104.0, kernel(busy_seconds=8.25, used_bytes=None)),
+    )
+    assert found == {
+        "now": 104.0,
+        "interval": 1.0,
+        "kernels": {
+            "k": {"time": [100.0, 102.0, 104.0], "used": [10, 20, 7], "busy": [None, 0.5, 1.0]}
+        },
+        "devices": {"GPU-0": {"time": [100.0, 102.0, 104.0], "utilisation": [None, 0, 50]}},
+    }
+
+
+def test_at_most_one_point_a_second_and_none_is_made_up():
+    found = shown(*(view(100 + n / 10, kernel(busy_seconds=n / 40)) for n in range(50)))
+    assert found["kernels"]["k"]["time"] == [100.0, 101.0, 102.0, 103.0, 104.0]
+    # A share of the whole time since the point before, not since the last snapshot.
+    assert found["kernels"]["k"]["busy"] == [None, 0.25, 0.25, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        kernel(session="another process", busy_seconds=9.0),
+        kernel(busy_seconds=1.0),  # another broker counts from zero
+        kernel(guard=False),
+        kernel(busy_seconds=None),
+    ],
+)
+def test_a_share_that_nobody_measured_is_null(after):
+    found = shown(view(100.0, kernel(busy_seconds=5.0)), view(102.0, after))
+    assert found["kernels"]["k"]["busy"] == [None, None]
+
+
+def test_without_a_guard_memory_is_what_the_driver_charges():
+    blind = {"guard": False, "used_bytes": None}
+    found = shown(view(100.0, kernel(**blind)), view(102.0, kernel(**blind, footprint_bytes=None)))
+    assert found["kernels"]["k"]["used"] == [7, None]
+
+
+def test_where_nobody_looked_the_line_breaks():
+    found = History()
+    found.take(view(100.0, kernel()))
+    found.pause()
+    found.take(view(160.0, kernel(busy_seconds=30.0)))
+    found.pause()
+    found.take(view(161.0, kernel(busy_seconds=30.0)))
+    seen = found.shown(161.0, ("k",))
+    assert seen["kernels"]["k"] == {
+        "time": [100.0, 101.0, 160.0, 161.0],
+        "used": [10, None, 10, 10],
+        "busy": [None, None, None, None],
+    }
+    assert seen["devices"]["GPU-0"]["utilisation"] == [50, None, 50, 50]
+
+
+def test_only_the_last_minutes_are_kept():
+    found = History()
+    for n in range(1000):
+        found.take(view(100.0 + n, kernel(), kernel(f"old{n}", session=f"o{n}")))
+    seen = found.shown(1099.0, [f"old{n}" for n in range(1000)] + ["k"])
+    times = seen["kernels"]["k"]["time"]
+    assert (times[0], times[-1], len(times)) == (1099.0 - KEPT, 1099.0, KEPT + 1)
+    assert len(seen["kernels"]) <= KEPT + 2, "kernels that ended long ago are forgotten"
+    assert found.shown(5000.0, ("k",))["kernels"]["k"]["time"] == []
+
+
+def test_kernels_of_others_and_those_that_ended_are_not_shown():
+    found = History()
+    found.take(view(100.0, kernel("mine"), kernel("foreign", session="f", here=False)))
+    assert set(found.shown(100.0, ("mine", "foreign"))["kernels"]) == {"mine"}
+    assert found.shown(100.0, ())["kernels"] == {}
+
+
+def test_a_clock_that_was_set_back_begins_anew():
+    found = shown(view(1000.0, kernel()), view(100.0, kernel()), view(101.0, kernel()))
+    assert found["kernels"]["k"]["time"] == [100.0, 101.0]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 400), st.floats(0, 500), st.booleans()), min_size=1),
+)
+def test_lists_are_of_equal_length_in_order_and_shares_are_shares(steps):
+    found, now, busy = History(), 100.0, 0.0
+    for step, used, pause in steps:
+        now, busy = now + step, busy + used
+        found.take(view(now, kernel(busy_seconds=busy)))
+        if pause:
+            found.pause()
+    ring = found.shown(now, ("k",))["kernels"]["k"]
+    assert len(ring["time"]) == len(ring["used"]) == len(ring["busy"]) <= KEPT + 2
+    assert ring["time"] == sorted(set(ring["time"]))
+    assert all(share is None or 0 <= share <= 1 for share in ring["busy"])
+
+
+# ---------------------------------------------------------------------- the hours in all
+
+
+def counted(*steps, since=50.0):
+    """Each step is a view, or a view and the rows that came with it."""
+    found = Usage(since)
+    for step in steps:
+        found.take(*(step if isinstance(step, tuple) else (step, ())))
+    found = found.shown()
+    return found["attached_seconds"], found["kernel_seconds"]
+
+
+def row(time, kind, session="s", **detail):
+    return {"time": time, "kind": kind, "session": session, "detail": detail}
+
+
+def test_a_kernel_counts_from_its_opening():
+    one = kernel(attached_seconds_total=4.0)
+    assert counted(view(100.0, one)) == (4.0, 10.0)
+    assert counted(view(100.0, one), view(130.0, {**one, "attached_seconds_total": 9.0})) == (
+        *(9.0, 40.0),
+    )
+
+
+def test_one_that_was_open_before_the_server_counts_from_the_first_look():
+    one = kernel(attached_seconds_total=4.0)
+    assert counted(view(100.0, one), since=95.0) == (0.0, 0.0)
+    later = {**one, "attached_seconds_total": 6.0}
+    assert counted(view(100.0, one), view(110.0, later), since=95.0) == (2.0, 10.0)
+
+
+def test_a_kernel_that_ended_still_counts_to_its_very_end():
+    one = kernel(attached_seconds_total=4.0)
+    assert counted(view(100.0, one), view(200.0)) == (4.0, 10.0)
+    # It had its slice to the end, and the journal says when that was.
+    assert counted(view(100.0, one), (view(200.0), [row(103.0, "close")])) == (7.0, 13.0)
+    rows = [row(101.0, "state", new="detached"), row(103.0, "close")]
+    assert counted(view(100.0, one), (view(200.0), rows)) == (5.0, 13.0)
+    none = kernel(state="detached", attached_seconds_total=4.0)
+    rows = [row(101.0, "state", new="attaching"), row(103.0, "close")]
+    assert counted(view(100.0, none), (view(200.0), rows)) == (6.0, 13.0)
+    assert counted(view(100.0, none), (view(200.0), [row(103.0, "close")])) == (4.0, 13.0)
+
+
+def test_rows_that_came_after_the_snapshot_count_after_it():
+    one = kernel(attached_seconds_total=4.0)
+    rows = [row(99.0, "state", new="detached"), row(102.0, "close")]
+    assert counted((view(100.0, one), rows), view(101.0, one)) == (6.0, 12.0)
+
+
+def test_a_broker_that_was_killed_takes_nothing_away():
+    found = Usage(50.0)
+    found.take(view(100.0, kernel(attached_seconds_total=8.0)), ())
+    # The running lease was not in its journal; for two seconds now it has counted again.
+    found.take(view(110.0, kernel(attached_seconds_total=2.0)), ())
+    assert found.shown()["attached_seconds"] == 8.0
+    found.take(view(113.0, kernel(attached_seconds_total=5.0)), ())
+    assert found.shown()["attached_seconds"] == 11.0
+    assert found.shown()["kernel_seconds"] == 23.0
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(usage, "MOST", 10)
+    found = Usage(50.0)
+    for n in range(100):
+        found.take(view(100.0 + n, kernel(session=f"s{n}", opened_at=99.0 + n)), ())
+    assert len(found._seen) <= 11
+    assert found.shown()["kernel_seconds"] == 100.0
+
+
+SESSION = st.builds(
+    kernel,
+    session=st.sampled_from(["a", "b"]),
+    state=st.sampled_from(["detached", "queued", "attaching", "active", "idle", "detaching"]),
+    opened_at=st.one_of(st.none(), st.floats(0, 2000)),
+    attached_seconds_total=st.floats(0, 2000),
+    here=st.booleans(),
+)
+ROW = st.builds(
+    row,
+    st.floats(0, 2000),
+    st.sampled_from(["state", "close", "open"]),
+    session=st.sampled_from(["a", "b", "c"]),
+    new=st.sampled_from(["detached", "active", "ended"]),
+)
+
+
+@given(
+    st.floats(0, 1000),
+    st.lists(
+        st.tuples(st.floats(0, 2000), st.lists(SESSION, max_size=2), st.lists(ROW, max_size=3))
+    ),
+)
+def test_whatever_a_broker_says_both_only_grow_and_a_slice_is_never_longer(since, steps):
+    """Also with a clock that jumps and a count that goes back."""
+    found = Usage(since)
+    before = (0.0, 0.0)
+    for now, sessions, rows in steps:
+        found.take(view(now, *{s["id"]: s for s in sessions}.values()), rows)
+        figures = found.shown()
+        after = figures["attached_seconds"], figures["kernel_seconds"]
+        assert 0 <= before[0] <= after[0] <= after[1]
+        assert before[1] <= after[1]
+        before = after
+
+
+def test_the_page_says_how_long_is_kept():
+    assert (history.KEPT, history.LEAST) == (300.0, 1.0), "the documents say five minutes"

@@ -1,0 +1,68 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a real server remembers: through a broker's death and a kernel's end."""
+
+from __future__ import annotations
+
+from tests.broker.kit import MiB, wait_until
+
+from .kit import USE_GPU
+
+
+def usage(server):
+    found = server.api("/history")["usage"]
+    return found["attached_seconds"], found["kernel_seconds"]
+
+
+def test_the_last_minutes_and_the_hours_in_all(start, broker):
+    server = start("--GPUPoolExtension.refresh_interval=0.5", "--Application.log_level=DEBUG")
+
+    # Asking for it asks nobody: there is no connection to the broker, and none is made.
+    def messages():
+        with broker.client() as client:
+            return client.call("status")["broker"]["counters"]["messages"]
+
+    before = messages()
+    empty = server.api("/history")
+    assert messages() == before + 1, "our own"
+    assert (empty["kernels"], empty["devices"]) == ({}, {})
+    assert usage(server) == (0, 0)
+
+    one = server.start_kernel()
+    cells = server.cells(one)
+    cells.run(USE_GPU)
+    wait_until(
+        lambda: (server.api("/history")["kernels"].get(one, {}).get("used") or [0])[-1], "a point"
+    )
+    found = server.api("/history")
+    ring = found["kernels"][one]
+    assert 64 * MiB <= ring["used"][-1] <= 300 * MiB
+    assert len(ring["time"]) == len(ring["used"]) == len(ring["busy"])
+    assert found["usage"]["since"] <= ring["time"][0] <= found["now"] + 0.1
+    assert all(b - a >= 0.9 for a, b in zip(ring["time"], ring["time"][1:], strict=False))
+    assert ring["busy"][0] is None
+    assert all(share is not None for share in ring["busy"][1:]), "kernels run under the guard here"
+    assert set(found["devices"]) == {d["uuid"] for d in server.api("/pool")["devices"]}
+    attached, opened = wait_until(lambda: (u := usage(server))[0] > 0 and u, "seconds with a slice")
+    assert attached <= opened
+
+    broker.kill()
+    wait_until(lambda: server.request("GET", "/gpupool/api/pool").status_code == 503, "503")
+    away = usage(server)
+    assert away[0] >= attached
+    assert away[1] >= opened
+    assert server.api("/history")["kernels"][one]["time"], "it is remembered all the same"
+    broker.started  # noqa: B018
+    again = wait_until(lambda: (u := usage(server))[1] > away[1] and u, "the broker's return")
+    assert again[0] >= away[0]
+    assert again[0] <= again[1]
+
+    seen = server.api(f"/sessions/{one}")["opened_at"]
+    server.stop_kernel(one)
+    wait_until(lambda: "nobody needs the pool" in server.log.read_text(), "the end of watching")
+    last = server.api("/history")
+    assert last["kernels"] == {}, "it has ended"
+    (closed,) = [r["time"] for r in broker.rows("close")]
+    # To the moment at which the journal says it ended, or the last look before.
+    assert again[1] <= last["usage"]["kernel_seconds"] <= closed - seen + 0.01
+    assert usage(server) == usage(server), "and it does not go on"
