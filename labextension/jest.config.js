@@ -1,0 +1,60 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+// These are published as ES modules, which jest does not read as they are.
+const modules = [
+  '@codemirror',
+  '@jupyter',
+  '@jupyterlab',
+  '@lezer',
+  '@microsoft',
+  '@rjsf',
+  'exenv-es6',
+  'lib0',
+  'marked',
+  'nanoid',
+  'y-protocols',
+  'y-websocket',
+  'yjs',
+  'color.*',
+  'd3.*',
+  'internmap',
+  'delaunator',
+  'robust-predicates',
+  'vscode-ws-jsonrpc',
+  'style-mod',
+  'crelt'
+].join('|');
+
+module.exports = {
+  testEnvironment: 'jsdom',
+  roots: ['<rootDir>/src'],
+  testRegex: '/__tests__/.*\\.spec\\.tsx?$',
+  setupFiles: ['<rootDir>/jest.setup.js'],
+  moduleNameMapper: {
+    '\\.(css|less)$': '<rootDir>/jest.empty.js',
+    '\\.svg$': '<rootDir>/jest.empty.js'
+  },
+  transform: {
+    '^.+\\.(t|j)sx?$': [
+      'ts-jest',
+      {
+        tsconfig: {
+          ...require('./tsconfig.test.json').compilerOptions,
+          allowJs: true,
+          jsx: 'react',
+          esModuleInterop: true,
+          moduleResolution: 'node',
+          target: 'ES2022',
+          lib: ['DOM', 'DOM.Iterable', 'ES2022'],
+          skipLibCheck: true
+        },
+        isolatedModules: true,
+        diagnostics: false
+      }
+    ]
+  },
+  transformIgnorePatterns: [`/node_modules/(?!(${modules})/)`],
+  clearMocks: true,
+  restoreMocks: true
+};

@@ -1,0 +1,264 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/**
+ * The server extension's REST schema as types, and a client of it.
+ *
+ * Sizes are bytes; times are seconds, points in time seconds since the epoch on the broker's clock.
+ * What nobody could read is null, never 0. The server's `openapi.yaml` is the source.
+ */
+import { URLExt } from '@jupyterlab/coreutils';
+import { ServerConnection } from '@jupyterlab/services';
+
+export type State =
+  'detached' | 'queued' | 'attaching' | 'active' | 'idle' | 'detaching' | 'ended';
+
+export interface IDevice {
+  readonly uuid: string;
+  readonly index: number;
+  readonly name: string;
+  readonly emulated: boolean;
+  readonly tier: string;
+  readonly can_suspend: boolean;
+  /** What the device has. */
+  readonly memory_total: number;
+  /** What the pool may grant of it; the rest is reserved for the driver and by the admin. */
+  readonly memory_capacity: number;
+  readonly memory_granted: number;
+  /** Used by processes that are not the pool's. */
+  readonly memory_foreign: number;
+  readonly memory_free: number;
+  readonly memory_used: number | null;
+  /** Percent. */
+  readonly utilisation: number | null;
+  /** Why nobody gets a slice of it; empty if they do. */
+  readonly drained_reason: string;
+}
+
+export interface IRequest {
+  readonly memory: number;
+  readonly limit: number;
+  readonly devices: number;
+  readonly compute: number | null;
+  readonly priority: string;
+}
+
+/** What is shown of everybody's sessions. */
+export interface IAnySession {
+  readonly id: string;
+  readonly state: State;
+  readonly priority?: string;
+  /** Over all its devices, in equal parts. */
+  readonly granted_bytes: number;
+  readonly device: string | null;
+  readonly devices: readonly string[];
+  readonly queue_position: number | null;
+  readonly mine: boolean;
+  /** Whether it is a kernel of this server. */
+  readonly here: boolean;
+}
+
+/** A session of this server's user. */
+export interface ISession extends IAnySession {
+  readonly mine: true;
+  readonly label: string;
+  readonly kernel_id: string;
+  readonly attach: 'lazy' | 'cell' | 'manual';
+  readonly priority: string;
+  readonly footprint_bytes: number | null;
+  readonly used_bytes: number | null;
+  readonly suspended_bytes: number;
+  readonly request: IRequest;
+  readonly queue_length: number | null;
+  readonly eta_seconds: number | null;
+  readonly wait_reason: string;
+  readonly pinned_reason: string;
+  readonly idle_seconds: number;
+  /** When an idle slice goes back to the pool by itself; null if it does not. */
+  readonly leaves_at: number | null;
+  readonly keep_until: number | null;
+  readonly attached_seconds_total: number;
+  readonly wait_seconds_total: number;
+  readonly suspends: number;
+  readonly resumes: number;
+  readonly migrations: number;
+}
+
+export interface ILimits {
+  /** Bytes for each device that a session may ask for at most; null if nobody knows. */
+  readonly memory: number | null;
+  readonly devices: number;
+  readonly max_wait: number | null;
+  readonly priorities: readonly string[];
+}
+
+export interface IPool {
+  readonly version: string;
+  readonly now: number;
+  readonly emulated: boolean;
+  readonly machine: string;
+  readonly devices: readonly IDevice[];
+  readonly sessions: readonly (ISession | IAnySession)[];
+  readonly queue_length: number;
+  readonly host: {
+    readonly budget_bytes: number;
+    readonly used_bytes: number;
+    readonly available_bytes: number | null;
+  };
+  readonly settings: {
+    readonly idle_timeout?: number | null;
+    readonly attach?: string;
+    readonly attach_reason?: string;
+  };
+  readonly limits: ILimits;
+  /** Why there is no device; empty if there is one. */
+  readonly problem: string;
+}
+
+/** The changed members of the pool; of devices and sessions only the changed ones, in full. */
+export type Delta = Partial<IPool> & {
+  readonly now: number;
+  /** Ids of sessions and UUIDs of devices that are gone. */
+  readonly removed?: readonly string[];
+};
+
+export interface IWait {
+  readonly waiting: boolean;
+  readonly position: number | null;
+  readonly length: number;
+  readonly eta_seconds: number | null;
+  readonly reason: string;
+  readonly ahead: {
+    readonly total: number;
+    readonly mine: number;
+    readonly by_priority: Readonly<Record<string, number>>;
+  };
+}
+
+export interface IHistory {
+  readonly now: number;
+  readonly interval: number;
+  readonly kernels: Readonly<
+    Record<
+      string,
+      {
+        readonly time: readonly number[];
+        readonly used: readonly (number | null)[];
+        /** Share of the time since the point before in which the device was used, 0 to 1. */
+        readonly busy: readonly (number | null)[];
+      }
+    >
+  >;
+  readonly devices: Readonly<
+    Record<
+      string,
+      {
+        readonly time: readonly number[];
+        /** Percent. */
+        readonly utilisation: readonly (number | null)[];
+      }
+    >
+  >;
+  readonly usage: {
+    /** When the server started. */
+    readonly since: number;
+    readonly attached_seconds: number;
+    readonly kernel_seconds: number;
+  };
+}
+
+/** An idle slice leaves soon, and bringing it back takes long or nobody knows how long. */
+export interface IIdleWarning {
+  readonly kernel_id: string;
+  readonly seconds_left: number;
+  readonly bytes: number | null;
+  readonly resume_seconds: number | null;
+}
+
+export interface IChanges {
+  readonly memory?: number;
+  readonly limit?: number;
+  readonly devices?: number;
+  readonly priority?: string;
+}
+
+/** Why something was not done, in the server's words. */
+export class PoolError extends Error {
+  constructor(
+    message: string,
+    /** A stable word, such as `quota`; `network` if the server did not answer. */
+    readonly code: string,
+    readonly nextStep: string,
+    readonly status: number
+  ) {
+    super(message);
+    this.name = 'PoolError';
+  }
+}
+
+/** Asks the server extension. All methods reject with a {@link PoolError}. */
+export class PoolClient {
+  constructor(readonly settings: ServerConnection.ISettings) {}
+
+  pool(): Promise<IPool> {
+    return this._ask('pool');
+  }
+
+  history(): Promise<IHistory> {
+    return this._ask('history');
+  }
+
+  wait(kernel: string): Promise<IWait> {
+    return this._ask(`${session(kernel)}/wait`);
+  }
+
+  change(
+    kernel: string,
+    changes: IChanges
+  ): Promise<{ readonly request: IRequest; readonly note: string }> {
+    return this._ask(session(kernel), 'PATCH', changes);
+  }
+
+  release(kernel: string): Promise<{ readonly note: string }> {
+    return this._ask(`${session(kernel)}/release`, 'POST', {});
+  }
+
+  keep(kernel: string, seconds: number): Promise<{ readonly note: string }> {
+    return this._ask(`${session(kernel)}/keep`, 'POST', { seconds });
+  }
+
+  private async _ask<T>(path: string, method = 'GET', body?: object): Promise<T> {
+    const url = URLExt.join(this.settings.baseUrl, 'gpupool', 'api', path);
+    const init = { method, ...(body && { body: JSON.stringify(body) }) };
+    let response: Response;
+    try {
+      response = await ServerConnection.makeRequest(url, init, this.settings);
+    } catch (error) {
+      throw new PoolError(
+        error instanceof Error ? error.message : String(error),
+        'network',
+        '',
+        0
+      );
+    }
+    const answer: unknown = await response.json().catch(() => null);
+    if (response.ok) {
+      return answer as T;
+    }
+    const said = (answer ?? {}) as {
+      message?: string;
+      code?: string;
+      next_step?: string;
+    };
+    throw new PoolError(
+      said.message ?? response.statusText,
+      said.code ?? 'unknown',
+      said.next_step ?? '',
+      response.status
+    );
+  }
+}
+
+function session(kernel: string): string {
+  return `sessions/${encodeURIComponent(kernel)}`;
+}

@@ -1,0 +1,16 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/**
+ * The plugins, one for each place in the user interface; each says what it needs and does without.
+ *
+ * `plugin` (the settings) and `modelPlugin` come first; the rest is in the order of the folders.
+ */
+import type { JupyterFrontEndPlugin } from '@jupyterlab/application';
+
+// The settings' schema names the logo: it is registered when it is made.
+import './icons';
+
+const plugins: JupyterFrontEndPlugin<unknown>[] = [];
+
+export default plugins;

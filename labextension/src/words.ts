@@ -1,0 +1,149 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** States, sizes and times in words. Pure: the time now is an argument. */
+import type { TranslationBundle } from '@jupyterlab/translation';
+
+import type { IDevice, ISession } from './api';
+
+const GIB = 1024 ** 3;
+const MIB = 1024 ** 2;
+
+/** `6.0 GiB`, `512 MiB`: two digits that count, as the rest of the project writes sizes. */
+export function bytes(value: number): string {
+  return value >= GIB || value === 0
+    ? `${gib(value)} GiB`
+    : `${Math.max(1, Math.round(value / MIB))} MiB`;
+}
+
+function gib(value: number): string {
+  const amount = value / GIB;
+  return amount >= 100 ? amount.toFixed(0) : amount.toFixed(1);
+}
+
+/** `6.0 of 8.0 GiB`: one unit if both have the same. */
+export function part(trans: TranslationBundle, used: number, whole: number): string {
+  const one = bytes(used).split(' ');
+  const other = bytes(whole).split(' ');
+  const first = one[1] === other[1] || used === 0 ? (one[0] ?? '') : one.join(' ');
+  return trans.__('%1 of %2', first, other.join(' '));
+}
+
+/** `0:42`, `12:05`, `1:02:05`: a count-down. */
+export function clock(seconds: number): string {
+  const whole = Math.max(0, Math.ceil(seconds));
+  const two = (n: number) => String(n).padStart(2, '0');
+  const minutes = Math.floor(whole / 60);
+  return minutes < 60
+    ? `${minutes}:${two(whole % 60)}`
+    : `${Math.floor(minutes / 60)}:${two(minutes % 60)}:${two(whole % 60)}`;
+}
+
+/** `~40 s`, `~3 min`, `~2 h`: an estimate. */
+export function about(trans: TranslationBundle, seconds: number): string {
+  if (seconds < 90) {
+    return trans.__('~%1 s', Math.max(1, Math.round(seconds)));
+  }
+  if (seconds < 90 * 60) {
+    return trans.__('~%1 min', Math.round(seconds / 60));
+  }
+  return trans.__('~%1 h', Math.round(seconds / 3600));
+}
+
+/** `2nd`. Languages that number otherwise translate the four forms. */
+export function ordinal(trans: TranslationBundle, n: number): string {
+  const tens = n % 100;
+  const last = tens > 10 && tens < 14 ? 0 : n % 10;
+  switch (last) {
+    case 1:
+      return trans.__('%1st', n);
+    case 2:
+      return trans.__('%1nd', n);
+    case 3:
+      return trans.__('%1rd', n);
+    default:
+      return trans.__('%1th', n);
+  }
+}
+
+/** `GPU 1`, `GPUs 0, 1`: the devices of a session by the numbers that the pool gives them. */
+export function gpus(
+  trans: TranslationBundle,
+  uuids: readonly string[],
+  devices: readonly IDevice[]
+): string {
+  const numbers = uuids
+    .map(uuid => devices.find(device => device.uuid === uuid)?.index)
+    .filter(index => index !== undefined)
+    .sort((a, b) => a - b);
+  return trans._n('GPU %2', 'GPUs %2', uuids.length, numbers.join(', ') || '?');
+}
+
+/** How a state is to be looked at; also the name of its style. */
+export type Tone = 'none' | 'wait' | 'move' | 'busy' | 'idle' | 'host' | 'away';
+
+export interface ISaid {
+  readonly text: string;
+  readonly tone: Tone;
+  /** Whether the text counts down and must be said again each second. */
+  readonly counts: boolean;
+}
+
+/** A session's state in the few words that fit beside a kernel's name. */
+export function say(
+  trans: TranslationBundle,
+  session: ISession | null,
+  devices: readonly IDevice[],
+  now: number
+): ISaid {
+  const plain = (text: string, tone: Tone): ISaid => ({ text, tone, counts: false });
+  if (session === null) {
+    return plain(trans.__('No GPU'), 'none');
+  }
+  const where = gpus(trans, session.devices, devices);
+  switch (session.state) {
+    case 'queued':
+      return plain(waiting(trans, session), 'wait');
+    case 'attaching':
+      return session.suspended_bytes > 0
+        ? plain(trans.__('Restoring %1…', bytes(session.suspended_bytes)), 'move')
+        : plain(trans.__('Attaching…'), 'move');
+    case 'detaching':
+      return plain(trans.__('Moving to host memory…'), 'move');
+    case 'active': {
+      const used = session.used_bytes ?? session.footprint_bytes;
+      const size =
+        used === null
+          ? bytes(session.granted_bytes)
+          : part(trans, used, session.granted_bytes);
+      return plain(trans.__('%1 on %2', size, where), 'busy');
+    }
+    case 'idle':
+      if (session.pinned_reason) {
+        return plain(trans.__('Idle on %1, pinned', where), 'idle');
+      }
+      if (session.leaves_at !== null) {
+        const left = clock(session.leaves_at - now);
+        return {
+          text: trans.__('Idle, back to the pool in %1', left),
+          tone: 'idle',
+          counts: true
+        };
+      }
+      return plain(trans.__('Idle on %1', where), 'idle');
+    default:
+      return session.suspended_bytes > 0
+        ? plain(trans.__('In host memory %1', bytes(session.suspended_bytes)), 'host')
+        : plain(trans.__('No GPU'), 'none');
+  }
+}
+
+function waiting(trans: TranslationBundle, session: ISession): string {
+  if (session.queue_position === null) {
+    return trans.__('Waiting');
+  }
+  const place = ordinal(trans, session.queue_position);
+  return session.eta_seconds === null
+    ? trans.__('Waiting: %1', place)
+    : trans.__('Waiting: %1, %2', place, about(trans, session.eta_seconds));
+}
