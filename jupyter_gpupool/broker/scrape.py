@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from typing import Any, Callable, cast
+from typing import Any, Awaitable, Callable, cast
 
 from tornado.http1connection import HTTP1ServerConnection
 from tornado.httpserver import HTTPServer
@@ -28,8 +28,10 @@ DEADLINE = 5.0
 #: Bytes of a request's head.
 MAX_HEAD = 16 << 10
 
+TEXT = "text/plain; charset=utf-8"
+
 #: Returns the page and its content type; asked for OpenMetrics (True) or Prometheus' text format.
-Page = Callable[[bool], tuple[bytes, str]]
+Page = Callable[[bool], Awaitable[tuple[bytes, str]]]
 
 
 class Endpoint:
@@ -44,6 +46,7 @@ class Endpoint:
     def __init__(self, port: int, page: Page, log: logging.Logger) -> None:
         self._page = page
         self._log = log
+        self._asked: set[asyncio.Task[None]] = set()
         # What strangers send is not worth a line of the broker's log.
         logging.getLogger("tornado").setLevel(logging.ERROR)
         sockets = bind_sockets(port, "127.0.0.1", family=socket.AF_INET)
@@ -59,28 +62,27 @@ class Endpoint:
     def close(self) -> None:
         """Listen no more, and close every connection."""
         self._server.stop()
+        for task in self._asked:
+            task.cancel()
         self._server.drop_all()
 
     def _answer(self, request: HTTPServerRequest) -> None:
-        status, reason, kind = 404, "Not Found", "text/plain; charset=utf-8"
-        body = b"There is only GET /metrics here.\n"
         if request.method == "GET" and request.path == "/metrics":
-            try:
-                body, kind = self._page(_wants_openmetrics(request.headers.get("Accept", "")))
-                status, reason = 200, "OK"
-            except Exception:
-                self._log.exception("The metrics could not be told")
-                status, reason = 500, "Internal Server Error"
-                body = b"The metrics could not be told; the broker's log says why.\n"
-        headers = HTTPHeaders({"Content-Type": kind, "Content-Length": str(len(body))})
-        connection = request.connection
-        assert connection is not None
-        connection.write_headers(
-            ResponseStartLine("HTTP/1.1", status, reason),
-            headers,
-            None if request.method == "HEAD" else body,
-        )
-        connection.finish()
+            task = asyncio.get_running_loop().create_task(self._answer_page(request))
+            self._asked.add(task)
+            task.add_done_callback(self._asked.discard)
+        else:
+            _send(request, 404, "Not Found", b"There is only GET /metrics here.\n")
+
+    async def _answer_page(self, request: HTTPServerRequest) -> None:
+        try:
+            body, kind = await self._page(_wants_openmetrics(request.headers.get("Accept", "")))
+        except Exception:
+            self._log.exception("The metrics could not be told")
+            body = b"The metrics could not be told; the broker's log says why.\n"
+            _send(request, 500, "Internal Server Error", body)
+        else:
+            _send(request, 200, "OK", body, kind)
 
 
 class _Server(HTTPServer):
@@ -123,3 +125,14 @@ def _wants_openmetrics(accept: str) -> bool:
     """Return whether a client that sends ``Accept`` like this reads OpenMetrics."""
     kinds = [part.split(";")[0].strip().lower() for part in accept.split(",")]
     return "application/openmetrics-text" in kinds
+
+
+def _send(
+    request: HTTPServerRequest, status: int, reason: str, body: bytes, kind: str = TEXT
+) -> None:
+    headers = HTTPHeaders({"Content-Type": kind, "Content-Length": str(len(body))})
+    start = ResponseStartLine("HTTP/1.1", status, reason)
+    connection = request.connection
+    assert connection is not None
+    connection.write_headers(start, headers, None if request.method == "HEAD" else body)
+    connection.finish()

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, enable_created_metrics
 
 from jupyter_gpupool.broker import figures as f
 from jupyter_gpupool.broker import scrape
@@ -80,7 +80,18 @@ class Machine:
         self.effects.sampled_at = asyncio.get_running_loop().time()
 
     def value(self, name, **labels):
+        self.figures.read()
         return self.figures.registry.get_sample_value(f"jupyter_gpupool_{name}", labels)
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    """What a broker sets for its whole process is not for that of the tests."""
+    tornado = logging.getLogger("tornado")
+    level = tornado.level
+    yield
+    tornado.setLevel(level)
+    enable_created_metrics()
 
 
 @pytest.fixture
@@ -117,6 +128,7 @@ def all_families():
     async def look():
         machine = Machine()
         machine.sample()
+        machine.figures.read()
         found.update(families(machine.figures.registry))
 
     asyncio.run(look())
@@ -225,19 +237,20 @@ def test_attached_seconds_are_counted_while_they_run_and_on_every_device(on_mach
         machine.runner.busy = {"one": "active"}
         later = f.Attached(machine.runner)
         machine.time += 3
-        (family,) = later.collect()
-        assert {s.labels["device"]: s.value for s in family.samples}[piece.device] == 3
+        assert {s.labels["device"]: s.value for s in later.family().samples}[piece.device] == 3
 
     on_machine(test)
 
 
 def test_a_page_is_not_made_again_for_everybody_who_asks(on_machine, monkeypatch):
     async def test(machine):
-        first = machine.figures.page(False)
+        page = machine.figures.page
+        first, other = await asyncio.gather(page(False), page(False))
+        assert first is other
         machine.row("migrate", "s", "A")
-        assert machine.figures.page(False) is first
+        assert await page(False) is first
         monkeypatch.setattr(f, "FRESH", -1.0)
-        assert b'migrations_total{device="A"} 1.0' in machine.figures.page(False)[0]
+        assert b'migrations_total{device="A"} 1.0' in (await page(False))[0]
 
     on_machine(test)
 
@@ -325,8 +338,11 @@ def test_a_client_that_does_not_read_is_closed_and_holds_up_nobody(monkeypatch, 
     monkeypatch.setattr(scrape, "DEADLINE", 2.0)
     size = 32 << 20
 
+    async def page(_):
+        return b"x" * size, "text/plain"
+
     async def main():
-        async with client(lambda _: (b"x" * size, "text/plain")) as (endpoint, reader, _):
+        async with client(page) as (endpoint, reader, _):
             assert await reader.readexactly(15) == b"HTTP/1.1 200 OK"
             open_ones = endpoint._server._deadlines
             while open_ones:
@@ -343,7 +359,7 @@ def test_a_client_that_does_not_read_is_closed_and_holds_up_nobody(monkeypatch, 
 
 
 def test_a_page_that_cannot_be_made_is_an_error_to_the_client_only(caplog):
-    def page(_):
+    async def page(_):
         raise RuntimeError("no figures")
 
     async def main():
@@ -354,3 +370,26 @@ def test_a_page_that_cannot_be_made_is_an_error_to_the_client_only(caplog):
 
     asyncio.run(asyncio.wait_for(main(), 60))
     assert "The metrics could not be told" in caplog.text
+
+
+def test_a_client_that_has_gone_before_the_answer_is_no_error(caplog):
+    async def main():
+        asked, gone = asyncio.Event(), asyncio.Event()
+
+        async def page(_):
+            asked.set()
+            await gone.wait()
+            return b"x" * 1000, "text/plain"
+
+        async with client(page) as (endpoint, _, writer):
+            await asked.wait()
+            (task,) = endpoint._asked
+            writer.transport.abort()
+            while endpoint._server._deadlines:
+                await asyncio.sleep(0.01)
+            gone.set()
+            await task
+
+    with caplog.at_level(logging.DEBUG):
+        asyncio.run(asyncio.wait_for(main(), 60))
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
