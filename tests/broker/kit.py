@@ -33,6 +33,10 @@ CAPACITY = 512 * MiB
 BIG = 300 * MiB
 
 
+#: Seconds between two looks at a condition: most ask the broker, which has other things to do.
+LOOK = 0.02
+
+
 def wait_until(condition, what, seconds=30.0):
     """Return the first true result of ``condition``; a time-out is a failure."""
     deadline = time.monotonic() + seconds
@@ -41,7 +45,7 @@ def wait_until(condition, what, seconds=30.0):
         if result:
             return result
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.005)
+        time.sleep(LOOK)
 
 
 class Raw:
