@@ -30,7 +30,8 @@ ALLOWED: dict[str, str] = {
     "launch": "endpoint errors",
     "provisioner": "__init__ autostart client config endpoint errors guard kernelspecs launch "
     "protocol units",
-    "server": "__init__ client endpoint errors protocol units",
+    # emulator: whether a machine is emulated, and has a driver, is known without a broker.
+    "server": "__init__ client emulator endpoint errors protocol units",
     "kernelspecs": "errors",
     "emulator": "units",
     "demo": "__init__ autostart client emulator endpoint errors timeline units",

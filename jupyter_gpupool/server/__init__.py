@@ -8,6 +8,7 @@
 - ``history``, ``usage``: pure; what the snapshots showed in the last minutes, and in all.
 - ``metrics``: what ``/metrics`` shows.
 - ``handlers``, ``stream``: REST and the websocket under ``/gpupool/api`` (``openapi.yaml``).
+- ``page``: what JupyterLab's pages are told before they ask.
 - ``extension``: puts them into the server.
 
 Importing this package imports nothing else.

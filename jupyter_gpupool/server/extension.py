@@ -13,7 +13,7 @@ from jupyter_server.extension.application import ExtensionApp
 from traitlets import Float
 
 from ..endpoint import find_socket
-from . import handlers, stream
+from . import handlers, page, stream
 from .link import Link
 from .views import View
 from .watch import Watch
@@ -79,12 +79,14 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
             user = pwd.getpwuid(os.getuid()).pw_name
         except KeyError:
             user = f"uid-{os.getuid()}"  # as the broker calls a user without an account
+        self._show(page.first(self.serverapp.config.get("GPUPool", {}), os.environ))
         link = Link(self._find, self._row, self._lost, self.log)
         self._watch = Watch(
             link,
             self.serverapp.kernel_manager.list_kernel_ids,
             user,
             self._emit,
+            lambda view: self._show(page.told(view)),
             interval=self.refresh_interval,
             idle_warning=self.idle_warning,
             slow_resume=self.slow_resume,
@@ -121,6 +123,9 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     def _lost(self, error: Any) -> None:
         if self._watch is not None:
             self._watch.lost(error)
+
+    def _show(self, found: View) -> None:
+        page.show(self.serverapp.web_app.settings, found)
 
     def _emit(self, kind: str, data: View) -> None:
         self.serverapp.event_logger.emit(schema_id=SCHEMA_ID.format(kind), data=data)

@@ -57,6 +57,8 @@ class Watch:
         The operating system user of this server.
     emit:
         Called with (kind, data) for each event; kinds are those of ``event_schemas``.
+    on_view:
+        Called with each new view.
     interval:
         Seconds between two snapshots while nothing happens.
     idle_warning:
@@ -71,6 +73,7 @@ class Watch:
         kernels: Callable[[], Collection[str]],
         user: str,
         emit: Callable[[str, View], None],
+        on_view: Callable[[View], None],
         *,
         interval: float,
         idle_warning: float,
@@ -81,6 +84,7 @@ class Watch:
         self._kernels = kernels
         self._user = user
         self._emit = emit
+        self._on_view = on_view
         self._interval = interval
         self._idle_warning = idle_warning
         self._slow_resume = slow_resume
@@ -271,6 +275,7 @@ class Watch:
         self._history.take(view)
         if self._task is None or self._task.done():
             self._history.pause()  # somebody asked once
+        self._on_view(view)
         if came_back:
             self._unserved |= self._subscribers
             self._publish({"type": "broker", "available": True})

@@ -1,0 +1,58 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What JupyterLab's pages are told before they ask: whether there is a GPU at all.
+
+``page_config_data`` of the server's settings is what JupyterLab and Notebook write into each page;
+``PageConfig.getOption("gpupool")`` is there ``{"found": bool, "reason": str}`` as JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Mapping, MutableMapping
+
+from ..emulator import profiles
+
+View = dict[str, Any]
+
+_NAME = "gpupool"
+
+_NEXT_STEP = "`jupyter gpupool doctor` says more."
+
+
+def first(config: Mapping[str, Any], environ: Mapping[str, str]) -> View:
+    """Return what is known without asking a broker: the machine's driver, or what to emulate.
+
+    ``config`` is the server's section ``GPUPool``, which wins over the environment as it does for
+    the broker.
+    """
+    machine = config["emulate"] if "emulate" in config else environ.get("GPUPOOL_EMULATE", "")
+    if machine:
+        try:
+            profiles.parse_machine(str(machine))
+            profiles.library_dir()
+        except profiles.EmulatorError as error:
+            return _none(str(error))
+        return _some()
+    if profiles.real_driver_present():
+        return _some()
+    return _none("No NVIDIA driver was found on this machine.")
+
+
+def told(view: Mapping[str, Any]) -> View:
+    """Return what the broker has said."""
+    if view["devices"]:
+        return _some()
+    return _none(view.get("problem") or "The GPU pool of this machine has no GPU.")
+
+
+def show(settings: MutableMapping[str, Any], found: View) -> None:
+    """Have pages that are served from now on say so."""
+    settings.setdefault("page_config_data", {})[_NAME] = found
+
+
+def _some() -> View:
+    return {"found": True, "reason": ""}
+
+
+def _none(reason: str) -> View:
+    return {"found": False, "reason": f"{reason} {_NEXT_STEP}"}

@@ -1,0 +1,84 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a page knows before it asks: is there a GPU at all?"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from jupyter_gpupool.emulator import profiles
+from jupyter_gpupool.server import page
+
+SOME = {"found": True, "reason": ""}
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """No driver."""
+    monkeypatch.setattr(profiles, "real_driver_present", lambda: False)
+
+
+def test_a_driver_is_a_gpu_until_somebody_knows_better(monkeypatch):
+    monkeypatch.setattr(profiles, "real_driver_present", lambda: True)
+    assert page.first({}, {}) == SOME
+
+
+def test_without_one_it_says_what_to_do(bare):
+    assert page.first({}, {}) == {
+        "found": False,
+        "reason": "No NVIDIA driver was found on this machine. `jupyter gpupool doctor` says more.",
+    }
+
+
+def test_an_emulated_machine(bare):
+    assert page.first({"emulate": "2x16GiB"}, {}) == SOME
+    assert page.first({}, {"GPUPOOL_EMULATE": "1x1GiB"}) == SOME
+    # As for the broker: what is configured wins, also if it is nothing.
+    assert not page.first({"emulate": ""}, {"GPUPOOL_EMULATE": "1x1GiB"})["found"]
+
+
+def test_an_emulated_machine_that_cannot_be(bare, monkeypatch):
+    wrong = page.first({"emulate": "two GPUs"}, {})
+    assert not wrong["found"]
+    assert "'two GPUs' is not an emulated machine" in wrong["reason"]
+
+    def not_built():
+        raise profiles.EmulatorNotBuilt("Not compiled.")
+
+    monkeypatch.setattr(profiles, "library_dir", not_built)
+    assert page.first({"emulate": "2x16GiB"}, {})["reason"].startswith("Not compiled. ")
+
+
+def test_a_broker_knows_better():
+    assert page.told({"devices": [{"uuid": "GPU-0"}], "problem": ""}) == SOME
+    none = page.told({"devices": [], "problem": "The driver is too old."})
+    assert none["reason"] == "The driver is too old. `jupyter gpupool doctor` says more."
+    assert page.told({"devices": [], "problem": ""})["reason"].startswith("The GPU pool ")
+
+
+def test_the_other_settings_of_a_page_stay():
+    settings = {"page_config_data": {"appName": "JupyterLab"}}
+    page.show(settings, SOME)
+    assert settings["page_config_data"] == {"appName": "JupyterLab", "gpupool": SOME}
+    page.show(bare := {}, SOME)
+    assert bare == {"page_config_data": {"gpupool": SOME}}
+
+
+def test_jupyterlabs_page(start):
+    def lab():
+        text = server.request("GET", "/lab").text
+        (found,) = re.findall(
+            r'<script id="jupyter-config-data" type="application/json">(.*?)</script>', text, re.S
+        )
+        return json.loads(found)["gpupool"]
+
+    server = start()
+    assert lab() == page.first({}, {})
+    assert server.api("/pool")["devices"]
+    assert lab() == SOME, "emulated, as the broker has told"
+    configured = start("--GPUPool.emulate=2x16GiB")
+    text = configured.request("GET", "/lab").text
+    assert '"gpupool": {"found": true, "reason": ""}' in text
