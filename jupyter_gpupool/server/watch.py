@@ -27,7 +27,8 @@ from .views import View
 LEAST_INTERVAL = 0.05
 
 #: Seconds between two snapshots at most while a kernel of this server waits, as its place may
-#: change; and while somebody looks and one has a slice: the broker does not push active and idle.
+#: change; while somebody looks and one has a slice: the broker does not push active and idle; and
+#: once after a change.
 LIVELY_INTERVAL = 1.0
 
 #: Seconds until the first and at most between attempts to reach a broker that is away.
@@ -104,6 +105,8 @@ class Watch:
         self._warned: set[str] = set()
         self._history = History()
         self._usage = Usage(time.time())
+        #: A kernel of this server was another way in the last snapshot than before.
+        self._stirred = False
         #: The broker's clock less our monotonic one; None before the first snapshot.
         self._offset: float | None = None
 
@@ -241,6 +244,9 @@ class Watch:
         """Return the seconds until the next snapshot if nothing happens."""
         assert self._last is not None
         pause = self._interval
+        if self._stirred:
+            # Where it settled is what the history shows until the next look.
+            pause = min(pause, LIVELY_INTERVAL)
         for session in self._last["sessions"]:
             if not session["here"]:
                 continue
@@ -286,7 +292,9 @@ class Watch:
             for subscriber in self._subscribers - self._unserved:
                 subscriber.publish({"type": "delta", "delta": changed})
         self._unserved.clear()
-        for kind, data in views.changes(last, view):
+        events = list(views.changes(last, view))
+        self._stirred = bool(events)
+        for kind, data in events:
             self._tell(kind, data)
         self._warn(view)
 
