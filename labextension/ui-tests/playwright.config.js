@@ -1,0 +1,36 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+const base = require('@jupyterlab/galata/lib/playwright-config');
+
+module.exports = {
+  ...base,
+  testDir: './tests',
+  outputDir: './results/failures',
+  globalSetup: require.resolve('./setup.ts'),
+  // One server, one broker: what one test does to the pool another would see.
+  workers: 1,
+  fullyParallel: false,
+  retries: 0,
+  timeout: 60_000,
+  globalTimeout: 600_000,
+  expect: { timeout: 15_000 },
+  reporter: [['list']],
+  use: {
+    ...base.use,
+    viewport: { width: 1280, height: 800 },
+    video: 'off',
+    trace: 'retain-on-failure',
+    launchOptions: {
+      executablePath: process.env.CHROMIUM || '/usr/bin/chromium',
+      args: [
+        ...(process.getuid() === 0 ? ['--no-sandbox'] : []),
+        '--disable-gpu',
+        '--disable-quic',
+        '--no-first-run',
+        '--disable-background-networking',
+        '--disable-component-update',
+        '--disable-sync'
+      ]
+    }
+  }
+};

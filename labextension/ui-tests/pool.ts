@@ -1,0 +1,109 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** The pool under the tests: the broker, its neighbours, and code that uses a GPU. */
+import { existsSync, rmSync, writeFileSync } from 'fs';
+import { createConnection } from 'net';
+import * as path from 'path';
+
+import { type IStage, VARIABLE } from './setup';
+
+export const KERNEL = 'gpupool-python3';
+export const GiB = 2 ** 30;
+
+export function stage(): IStage {
+  return JSON.parse(process.env[VARIABLE] ?? '{}') as IStage;
+}
+
+/** Do one of the commands of `server.py`. */
+export function ask<T = void>(what: string, fields: object = {}): Promise<T> {
+  return new Promise((done, fail) => {
+    const socket = createConnection(stage().control);
+    let text = '';
+    socket.on('error', fail);
+    socket.on('data', data => (text += data.toString()));
+    socket.on('end', () => {
+      const answer = JSON.parse(text) as { ok?: T; error?: string };
+      if (answer.error === undefined) {
+        done(answer.ok as T);
+      } else {
+        fail(new Error(`${what}: ${answer.error}`));
+      }
+    });
+    socket.write(JSON.stringify({ do: what, ...fields }) + '\n');
+  });
+}
+
+export interface ISessionStatus {
+  readonly id: string;
+  readonly state: string;
+  readonly kernel_id: string;
+  readonly label: string;
+  readonly device: string | null;
+  readonly keep_until: number | null;
+  readonly request: { readonly memory: number };
+  readonly queue_position: number | null;
+}
+
+/** What the broker itself says of a kernel's session, whatever the page shows. */
+export async function session(kernelId: string): Promise<ISessionStatus | undefined> {
+  const status = await ask<{ sessions: ISessionStatus[] }>('status');
+  return status.sessions.find(found => found.kernel_id === kernelId);
+}
+
+/** Options of the broker, as `c.GPUPool` has them. */
+export type Options = Readonly<Record<string, unknown>>;
+
+/** A neighbour on the pool that has `gib` of a device, and keeps working until told to rest. */
+export function neighbour(
+  name: string,
+  fields: {
+    gib?: number;
+    hold?: boolean;
+    alloc?: number;
+    priority?: string;
+    devices?: number;
+  } = {}
+): Promise<string> {
+  return ask('neighbour', { name, ...fields });
+}
+
+/** Code that puts `mib` on the device. */
+export function uses(mib: number): string {
+  return `
+from cuda.core import Device
+device = Device(); device.set_current(); stream = device.create_stream()
+buffer = device.allocate(${mib} << 20, stream=stream); stream.sync()
+`;
+}
+
+/** Code that works on the device until `end` is called. */
+export class Work {
+  constructor(name: string) {
+    this._flag = path.join(stage().folder, `${name}.flag`);
+    rmSync(this._flag, { force: true });
+  }
+
+  get code(): string {
+    return `
+import time
+from pathlib import Path
+from cuda.core import Device
+device = Device(); device.set_current(); stream = device.create_stream()
+small = device.allocate(1 << 20, stream=stream)
+while not Path(${JSON.stringify(this._flag)}).exists():
+    small.fill(7, stream=stream); stream.sync()
+    time.sleep(0.05)
+`;
+  }
+
+  get ended(): boolean {
+    return existsSync(this._flag);
+  }
+
+  end(): void {
+    writeFileSync(this._flag, '');
+  }
+
+  private readonly _flag: string;
+}

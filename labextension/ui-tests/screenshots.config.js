@@ -1,0 +1,10 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+const tests = require('./playwright.config.js');
+
+/** `jlpm screenshots`: the pictures of the documentation, from the real thing. */
+module.exports = {
+  ...tests,
+  testDir: './screenshots',
+  use: { ...tests.use, trace: 'off', deviceScaleFactor: 2 }
+};

@@ -1,0 +1,332 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the browser tests work on: a real JupyterLab, a real broker, neighbours on its devices.
+
+Prints one line of JSON when all is ready: the server's ``url``, the ``control`` socket and the
+``folder`` that the server serves. The control socket takes one line of JSON per connection,
+``{"do": NAME, ...}``, and answers ``{"ok": ...}`` or ``{"error": ...}``; see :class:`Stage`.
+
+It ends, with all that it has started, at the end of its standard input: also when the test runner
+was killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+
+from jupyter_gpupool.client import Client  # noqa: E402
+from tests.broker import kit as brokers  # noqa: E402
+from tests.server.kit import as_user, server_environment  # noqa: E402
+
+GiB = 1 << 30
+
+#: Two devices, each with room for one notebook, and for a small one beside it.
+POOL = {
+    "emulate": "2x8GiB,context=256MiB",
+    "default_memory": 6 * GiB,
+    "default_limit": 6 * GiB,
+    "max_memory_per_kernel": 7 * GiB,
+    "host_memory": "16GiB",
+    "idle_timeout": 3600,
+}
+
+#: Of the neighbours: a user id that no account has. Only root can have neighbours of other users.
+NEIGHBOUR = 21001 if os.geteuid() == 0 else None
+
+_LIBC = ctypes.CDLL(None)
+_SET_CHILD_SUBREAPER = 36
+
+
+class Lab:
+    """A JupyterLab, with Notebook 7 beside it, that runs the built extension of this checkout."""
+
+    def __init__(self, folder, socket, *options):
+        self.folder = folder
+        self.log = folder / "server.log"
+        for name in ("files", "runtime", "tmp"):
+            (folder / name).mkdir(parents=True)
+        # As `pip install` lays it out: an editable installation has no data files of ours.
+        extensions = folder / "share/jupyter/labextensions/@jupyter-gpupool"
+        extensions.mkdir(parents=True)
+        built = Path(os.environ.get("GPUPOOL_LABEXTENSION", ROOT / "jupyter_gpupool/labextension"))
+        if not (built / "package.json").exists():
+            raise FileNotFoundError(f"{built}: the extension is not built, run jlpm build:prod")
+        (extensions / "labextension").symlink_to(built)
+        environment = {
+            **server_environment(folder, socket),
+            "JUPYTER_PATH": f"{folder}/share/jupyter:{ROOT}/share/jupyter",
+            "JUPYTERLAB_GALATA_ROOT_DIR": str(folder / "files"),
+            "TMPDIR": str(folder / "tmp"),
+        }
+        command = [
+            *(sys.executable, "-m", "jupyterlab", f"--config={HERE / 'jupyter_server_config.py'}"),
+            *([] if os.geteuid() else ["--allow-root"]),
+            *options,
+        ]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=folder,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
+
+    def url(self):
+        """Wait until it serves; return where."""
+
+        def told():
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            for path in (self.folder / "runtime").glob(f"jpserver-{self.process.pid}.json"):
+                with suppress(ValueError):
+                    return json.loads(path.read_text())["url"].rstrip("/")
+            return None
+
+        return brokers.wait_until(told, "the server's own file", 90)
+
+    def end(self):
+        self.process.terminate()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(15)
+
+
+class Neighbour(brokers.Kernel):
+    """Another user's kernel, where that is possible."""
+
+    def __init__(self, broker, label, **request):
+        super().__init__(_Door(broker), label, launch=False, **request)
+        self.broker = broker
+
+    def launch(self):
+        command = [sys.executable, "-m", self.module]
+        if NEIGHBOUR is not None:
+            command = [*as_user(NEIGHBOUR), *command]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**brokers.environment(self.broker.folder), **self.env},
+        )  # fmt: skip
+        self.answer()
+        self.server.call("launched", session=self.session, pid=self.process.pid)
+        self.do("start")
+        brokers.wait_until(lambda: self.link()["greeted"], "the agent's hello")
+
+
+class _Door:
+    """The broker, as the neighbours' user comes to it."""
+
+    def __init__(self, broker):
+        self.folder, self.socket = broker.folder, broker.socket
+
+    def client(self):
+        with _as(NEIGHBOUR):
+            return Client(self.socket)
+
+
+@contextmanager
+def _as(user):
+    """Be somebody else in the eyes of who accepts a connection."""
+    if user is None:
+        yield
+        return
+    os.seteuid(user)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+class Stage:
+    """The commands: each method ``do_NAME`` takes the command's fields and returns JSON values."""
+
+    def __init__(self):
+        self.folder = brokers.short_folder()
+        self.folder.chmod(0o755)  # neighbours are other users
+        self.broker = brokers.Broker(self.folder, **POOL)
+        if NEIGHBOUR is not None:
+            self.broker.socket = Path("/run") / self.folder.name / "broker.sock"
+        self.labs = []
+        self.neighbours = {}
+        self._lock = threading.RLock()
+
+    def open(self):
+        lab = self._lab("lab", *self._options())
+        assert self.broker.start()["ok"]
+        return {"url": lab.url(), "folder": str(lab.folder / "files")}
+
+    def _options(self):
+        return (
+            f"--GPUPool.emulate={POOL['emulate']}",
+            "--GPUPoolExtension.slow_resume=0",
+            "--GPUPoolExtension.idle_warning=8",
+        )
+
+    def _lab(self, name, *options, socket=None):
+        lab = Lab(self.folder / name, socket or self.broker.socket, *options)
+        self.labs.append(lab)
+        return lab
+
+    # ------------------------------------------------------------------ the broker
+
+    def do_kill(self):
+        """Kill the broker, as the OOM killer does it."""
+        if self.broker.process is not None:
+            self.broker.kill()
+
+    def do_start(self, **config):
+        """Start the broker, with other options if there are some."""
+        self.broker.configure(**{**POOL, **config})
+        answer = self.broker.start()
+        assert answer["ok"], answer
+
+    def do_options(self, **config):
+        """Change options of the running broker."""
+        self.broker.configure(**{**POOL, **config})
+        before = self._reloads()
+        self.broker.process.send_signal(signal.SIGHUP)
+        brokers.wait_until(lambda: self._reloads() > before, "the new options")
+
+    def _reloads(self):
+        return len(self.broker.rows("config"))
+
+    def do_status(self):
+        return self.broker.status()
+
+    def do_rows(self, kinds=()):
+        return self.broker.rows(*kinds)
+
+    def do_fresh(self, **config):
+        """Have a broker without sessions and with these options."""
+        for name in list(self.neighbours):
+            self.do_leave(name)
+        self.do_kill()
+        brokers.remove(self.folder / "state")
+        brokers.remove(self.folder / "broker.sock.emulated")
+        self.do_start(**config)
+
+    # ------------------------------------------------------------------ neighbours
+
+    def do_neighbour(self, name, gib=6, hold=True, alloc=0, **request):
+        """Start a neighbour that asks for ``gib`` and, with ``hold``, has it and works."""
+        found = Neighbour(self.broker, name, memory=int(gib * GiB), **request)
+        self.neighbours[name] = found
+        found.launch()
+        if hold:
+            found.attach()
+            if alloc:
+                found.do("alloc", bytes=int(alloc * GiB), byte=7)
+        return found.session
+
+    def do_asks(self, name):
+        """Have a neighbour ask for its slice and wait."""
+        self.neighbours[name].do("ask", hold="cell")
+
+    def do_rests(self, name):
+        """Have a neighbour end its work."""
+        self.neighbours[name].do("drop", hold="cell")
+
+    def do_leave(self, name):
+        """End a neighbour."""
+        self.neighbours.pop(name).close()
+
+    # ------------------------------------------------------------------ servers
+
+    def do_lab_without_gpu(self):
+        """Start a server on a machine without a driver; return its address."""
+        options = ("--GPUPoolProvisioner.memory=1GiB",)
+        return self._lab("bare", *options, socket=self.folder / "bare.sock").url()
+
+    def do_log(self):
+        return "".join(lab.log.read_text()[-6000:] for lab in self.labs) + self.broker.tail()
+
+    # ------------------------------------------------------------------ life
+
+    def answer(self, line):
+        """Return the answer to a line of the control socket."""
+        try:
+            command = json.loads(line)
+            method = getattr(self, "do_" + command.pop("do"))
+            with self._lock:
+                return {"ok": method(**command)}
+        except Exception:
+            return {"error": traceback.format_exc()}
+
+    def end(self):
+        for neighbour in self.neighbours.values():
+            neighbour.close()
+        for lab in self.labs:
+            lab.end()
+        self.broker.close()
+        kill_descendants()
+        brokers.remove(self.folder)
+        if NEIGHBOUR is not None:
+            brokers.remove(self.broker.socket.parent)
+
+
+def kill_descendants():
+    """Kill what is left: orphans of ours become our children, see ``main``."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        found = children()
+        if not found:
+            return
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        time.sleep(0.02)
+    raise TimeoutError(f"processes are left: {children()}")
+
+
+def children():
+    path = f"/proc/self/task/{os.getpid()}/children"
+    return [int(pid) for pid in Path(path).read_text().split()]
+
+
+class _Control(socketserver.StreamRequestHandler):
+    def handle(self):
+        answer = self.server.stage.answer(self.rfile.readline())
+        # Who asked may be gone: its test has timed out.
+        with suppress(BrokenPipeError):
+            self.wfile.write(json.dumps(answer).encode() + b"\n")
+
+
+class _ControlServer(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+
+
+def main():
+    _LIBC.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner's; it closes our input in time
+    stage = Stage()
+    control = stage.folder / "control.sock"
+    try:
+        ready = stage.open()
+        with _ControlServer(str(control), _Control) as server:
+            server.stage = stage
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            print(json.dumps({**ready, "control": str(control)}), flush=True)
+            sys.stdin.read()
+            server.shutdown()
+    finally:
+        stage.end()
+
+
+if __name__ == "__main__":
+    main()

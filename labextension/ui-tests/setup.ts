@@ -1,0 +1,44 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** Starts `server.py` before the first test, and ends it after the last. */
+import { spawn } from 'child_process';
+import * as path from 'path';
+import { createInterface } from 'readline';
+
+/** What `server.py` says when it is ready; the tests find it in the environment. */
+export interface IStage {
+  readonly url: string;
+  readonly control: string;
+  /** What the server serves. */
+  readonly folder: string;
+}
+
+export const VARIABLE = 'GPUPOOL_UI_TESTS';
+
+function python(): string {
+  return process.env.PYTHON ?? path.resolve(__dirname, '../../.venv/bin/python');
+}
+
+export default async function setup(): Promise<() => Promise<void>> {
+  const server = spawn(python(), [path.join(__dirname, 'server.py')], {
+    stdio: ['pipe', 'pipe', 'inherit'],
+    // Ctrl-C is for us: closing its input is what ends it, so that it has time to.
+    detached: true
+  });
+  const ended = new Promise<number | null>(done => server.on('exit', done));
+  const line = await Promise.race([
+    new Promise<string>(done => createInterface(server.stdout).once('line', done)),
+    ended.then(code => {
+      throw new Error(`server.py ended with ${code}`);
+    })
+  ]);
+  process.env[VARIABLE] = line;
+  return async () => {
+    server.stdin.end();
+    const code = await ended;
+    if (code !== 0) {
+      throw new Error(`server.py ended with ${code}`);
+    }
+  };
+}
