@@ -25,6 +25,9 @@ from jupyter_gpupool.errors import GPUPoolError
 MiB = 1 << 20
 ROOT = Path(__file__).parents[2]
 
+#: Of the processes started here: these tests themselves, and ``light/README.md``.
+PYTHONPATH = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "light")))
+
 #: Two small devices; a context costs something, as on real ones.
 MACHINE = "2x512MiB,context=32MiB"
 CAPACITY = 512 * MiB
@@ -320,7 +323,7 @@ def environment(folder):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("GPUPOOL_", "JUPYTER_"))}
     return {
         **kept,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": PYTHONPATH,
         "JUPYTER_CONFIG_DIR": str(Path(folder) / "no-config"),
         "JUPYTER_NO_CONFIG": "1",
         "JUPYTER_PREFER_ENV_PATH": "0",

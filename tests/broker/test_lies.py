@@ -173,7 +173,7 @@ def as_nobody(path, *calls):
     done = subprocess.run(
         [sys.executable, "-c", SPY, str(path), json.dumps(calls)],
         capture_output=True, text=True, timeout=60, cwd=kit.ROOT,
-        env={**os.environ, "PYTHONPATH": str(kit.ROOT)},
+        env={**os.environ, "PYTHONPATH": kit.PYTHONPATH},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -33,7 +33,7 @@ from .kit import LOOK, MiB, Sampler, command_of, reap, until
 
 MACHINE = "2x640MiB,context=32MiB"
 NOTEBOOKS = 5
-DATA = 64
+DATA = 96
 
 #: Two fit on a device, so four of the five, or three beside a victim.
 SLICE = 256 * MiB

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Eight notebooks of 600 MiB on two devices of 1.6 GiB: each gets its turn, every byte stays.
 
-The short form has a quarter of the bytes. Four fit at a time. Each kernel loops: check what the
+The short form has a sixth of the bytes. Four fit at a time. Each kernel loops: check what the
 last round left on the device, free it, allocate anew, write every byte, compute, check. Between
 cells it is idle for a random while, as a person at a notebook is; then others take its place.
 """
@@ -23,7 +23,7 @@ KERNELS = 8
 #: Machine, and MiB of data. A slice is that, the emulated context of 64 MiB, and what a resume
 #: reserves on top; two fit on a device.
 LARGE = ("2x1638MiB,context=64MiB", 600)
-SMALL = ("2x640MiB,context=64MiB", 150)
+SMALL = ("2x512MiB,context=64MiB", 96)
 REST = 104
 
 ROUND = """

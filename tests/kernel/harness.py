@@ -172,7 +172,7 @@ def start_kernel(python: str, env: dict[str, str], *, agent: bool = True, **extr
     )
     manager.kernel_spec.argv[0] = python
     environ = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL_")}
-    environ["PYTHONPATH"] = str(ROOT)
+    environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "light")))
     manager.start_kernel(env={**environ, **env, **extra}, extra_arguments=[AGENT] if agent else [])
     try:
         return Kernel(manager)

@@ -47,26 +47,24 @@ def test_the_pool_and_the_help(broker: ScriptedBroker, kernel: Kernel) -> None:
         assert name in text["data"]["text/plain"]
 
 
-@pytest.mark.parametrize(
-    ("line", "fields"),
-    [
-        ("12GiB", {"memory": 12 * GiB, "limit": 12 * GiB}),
-        ("12 GiB", {"memory": 12 * GiB, "limit": 12 * GiB}),
-        ("memory 12GiB --limit 20GiB", {"memory": 12 * GiB, "limit": 20 * GiB}),
-        ("memory 12GiB --limit=20GiB --devices 2", {"memory": 12 * GiB, "devices": 2}),
-        ("devices 2", {"devices": 2}),
-        ("priority batch", {"priority": "batch"}),
-    ],
-)
-def test_a_new_request(
-    broker: ScriptedBroker, start: Callable[..., Kernel], line: str, fields: dict[str, Any]
-) -> None:
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("12GiB", {"memory": 12 * GiB, "limit": 12 * GiB}),
+    ("12 GiB", {"memory": 12 * GiB, "limit": 12 * GiB}),
+    ("memory 12GiB --limit 20GiB", {"memory": 12 * GiB, "limit": 20 * GiB}),
+    ("memory 12GiB --limit=20GiB --devices 2", {"memory": 12 * GiB, "devices": 2}),
+    ("devices 2", {"devices": 2}),
+    ("priority batch", {"priority": "batch"}),
+]
+
+
+def test_a_new_request(broker: ScriptedBroker, start: Callable[..., Kernel]) -> None:
     kernel = start()
-    cell = kernel.run(f"%gpu {line}")
-    assert cell.status == "ok"
-    assert cell.text.startswith("Asked for ")
-    sent = broker.wait_for("request")
-    assert {name: sent[name] for name in fields} == fields
+    for number, (line, fields) in enumerate(REQUESTS, 1):
+        cell = kernel.run(f"%gpu {line}")
+        assert cell.status == "ok", line
+        assert cell.text.startswith("Asked for "), line
+        sent = broker.wait_for("request", count=number)
+        assert {name: sent[name] for name in fields} == fields, line
 
 
 @pytest.mark.parametrize(
