@@ -10,7 +10,9 @@ import type { JupyterFrontEndPlugin } from '@jupyterlab/application';
 
 // The settings' schema names the logo: it is registered when it is made.
 import './icons';
+import { modelPlugin } from './model';
+import { settingsPlugin } from './settings';
 
-const plugins: JupyterFrontEndPlugin<unknown>[] = [];
+const plugins: JupyterFrontEndPlugin<unknown>[] = [settingsPlugin, modelPlugin];
 
 export default plugins;

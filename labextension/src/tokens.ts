@@ -63,6 +63,19 @@ export const IPoolModel = new Token<IPoolModel>(
   'The GPU pool as this page last heard of it.'
 );
 
+/** The user's settings; `schema/plugin.json` says what each does. */
+export interface IPoolSettings {
+  readonly idleWarning: boolean;
+  readonly statusBar: boolean;
+  readonly keepMinutes: number;
+  readonly changed: ISignal<IPoolSettings, void>;
+}
+
+export const IPoolSettings = new Token<IPoolSettings>(
+  '@jupyter-gpupool/labextension:IPoolSettings',
+  'The settings of the GPU pool’s user interface.'
+);
+
 /** Whether a session is shown in full. */
 export function isMine(session: ISession | IAnySession): session is ISession {
   return session.mine;

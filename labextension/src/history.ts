@@ -1,0 +1,81 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** What was seen in the last minutes, fetched while somebody looks. */
+import type { IDisposable } from '@lumino/disposable';
+import { DisposableDelegate } from '@lumino/disposable';
+import { Poll } from '@lumino/polling';
+import type { ISignal } from '@lumino/signaling';
+import { Signal } from '@lumino/signaling';
+
+import type { IHistory } from './api';
+import type { IPoolModel } from './tokens';
+
+/** Milliseconds between two questions. */
+export const INTERVAL = 5000;
+
+/** Asks while held, while a Pooled GPU kernel runs, and while the page is visible. */
+export class History implements IDisposable {
+  constructor(private readonly _model: IPoolModel) {
+    this._poll = new Poll({
+      auto: false,
+      name: '@jupyter-gpupool/labextension:History',
+      factory: () => this._ask(),
+      frequency: { interval: INTERVAL, backoff: true, max: 60_000 },
+      standby: 'when-hidden'
+    });
+    _model.changed.connect(this._update, this);
+  }
+
+  /** Ask for as long as what is returned is not disposed. */
+  hold(): IDisposable {
+    this._holders++;
+    this._update();
+    return new DisposableDelegate(() => {
+      this._holders--;
+      this._update();
+    });
+  }
+
+  get latest(): IHistory | null {
+    return this._latest;
+  }
+
+  get changed(): ISignal<History, void> {
+    return this._changed;
+  }
+
+  get isDisposed(): boolean {
+    return this._poll.isDisposed;
+  }
+
+  dispose(): void {
+    if (this.isDisposed) {
+      return;
+    }
+    this._poll.dispose();
+    Signal.clearData(this);
+  }
+
+  private readonly _update = (): void => {
+    const asking = this._holders > 0 && this._model.live;
+    if (asking !== this._asking && !this.isDisposed) {
+      this._asking = asking;
+      void (asking ? this._poll.start() : this._poll.stop());
+    }
+  };
+
+  private async _ask(): Promise<void> {
+    const latest = await this._model.client.history();
+    if (!this.isDisposed) {
+      this._latest = latest;
+      this._changed.emit();
+    }
+  }
+
+  private readonly _poll: Poll<void>;
+  private readonly _changed = new Signal<History, void>(this);
+  private _holders = 0;
+  private _asking = false;
+  private _latest: IHistory | null = null;
+}

@@ -1,0 +1,285 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** The newest view of the pool in this page. */
+import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
+import { PageConfig } from '@jupyterlab/coreutils';
+import type { ServiceManager } from '@jupyterlab/services';
+import { ITranslator, nullTranslator } from '@jupyterlab/translation';
+import type { TranslationBundle } from '@jupyterlab/translation';
+import type { ISignal } from '@lumino/signaling';
+import { Signal } from '@lumino/signaling';
+
+import type { Delta, IIdleWarning, IPool, ISession } from './api';
+import { PoolClient, PoolError } from './api';
+import { applyDelta, mergeChanges } from './delta';
+import type { Message } from './stream';
+import { EventStream } from './stream';
+import type { Change, IBroker } from './tokens';
+import { IPoolModel, isMine, PROVISIONER } from './tokens';
+
+/** Milliseconds by which the wall clock must have gone further to be believed: we slept. */
+const SLEPT = 2000;
+
+export class PoolModel implements IPoolModel {
+  constructor(
+    private readonly _services: PoolModel.Services,
+    private readonly _trans: TranslationBundle
+  ) {
+    this.client = new PoolClient(_services.serverSettings);
+    this._found = foundAtLoad();
+    this._stream = new EventStream(_services.serverSettings, {
+      message: message => this._onMessage(message),
+      // A websocket does not say why it was refused; a request does.
+      failed: () => void this.refresh(),
+      ask: () => this.refresh()
+    });
+    _services.kernels.runningChanged.connect(this._onRunning, this);
+    _services.sessions.runningChanged.connect(this._onRunning, this);
+    _services.kernelspecs.specsChanged.connect(this._onRunning, this);
+    this._onRunning();
+  }
+
+  readonly client: PoolClient;
+
+  get view(): IPool | null {
+    return this._view;
+  }
+
+  get broker(): IBroker {
+    return this._broker;
+  }
+
+  get live(): boolean {
+    return this._stream.wanted;
+  }
+
+  get found(): IPoolModel['found'] {
+    return this._found;
+  }
+
+  get changed(): ISignal<IPoolModel, Change> {
+    return this._changed;
+  }
+
+  get warned(): ISignal<IPoolModel, IIdleWarning> {
+    return this._warned;
+  }
+
+  get isDisposed(): boolean {
+    return this._stream.isDisposed;
+  }
+
+  dispose(): void {
+    if (this.isDisposed) {
+      return;
+    }
+    this._stream.dispose();
+    cancelAnimationFrame(this._frame);
+    clearTimeout(this._timer);
+    Signal.clearData(this);
+  }
+
+  now(): number {
+    if (this._view === null) {
+      return Date.now() / 1000;
+    }
+    // The one stands still while a computer sleeps, the other jumps when somebody sets it.
+    const steady = performance.now() - this._received.steady;
+    const wall = Date.now() - this._received.wall;
+    return this._view.now + (wall > steady + SLEPT ? wall : steady) / 1000;
+  }
+
+  isPooled(kernelName: string): boolean {
+    const spec = this._services.kernelspecs.specs?.kernelspecs[kernelName];
+    const stanza = spec?.metadata?.['kernel_provisioner'] as
+      { provisioner_name?: string } | undefined;
+    return stanza?.provisioner_name === PROVISIONER;
+  }
+
+  session(kernelId: string): ISession | null {
+    // A restarted kernel has another session: the last one is the newest.
+    const all = this._view?.sessions ?? [];
+    for (let i = all.length - 1; i >= 0; i--) {
+      const session = all[i];
+      if (session && isMine(session) && session.kernel_id === kernelId) {
+        return session;
+      }
+    }
+    return null;
+  }
+
+  async refresh(): Promise<void> {
+    const before = this._view;
+    try {
+      const view = await this.client.pool();
+      if (this.isDisposed || (this._stream.heard && this._view !== before)) {
+        return; // the websocket was faster, and knows better
+      }
+      this._take(view);
+    } catch (error) {
+      if (!this.isDisposed && !this._stream.heard) {
+        this._setAway(...this._why(error));
+      }
+    }
+  }
+
+  private readonly _onRunning = (): void => {
+    const wanted = this._anyPooled();
+    if (!this.isDisposed && wanted !== this._stream.wanted) {
+      this._stream.wanted = wanted;
+      this._emit({ all: true });
+    }
+  };
+
+  private _anyPooled(): boolean {
+    const { kernels, sessions } = this._services;
+    for (const kernel of kernels.running()) {
+      if (this.isPooled(kernel.name)) {
+        return true;
+      }
+    }
+    // Known at once when started from this page; the kernels only when asked for the next time.
+    for (const { kernel } of sessions.running()) {
+      if (kernel && this.isPooled(kernel.name)) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  private _onMessage(message: Message): void {
+    switch (message.type) {
+      case 'snapshot':
+        this._take(message.snapshot);
+        break;
+      case 'delta':
+        this._apply(message.delta);
+        break;
+      case 'idle':
+        this._warned.emit(message.data);
+        break;
+      case 'broker':
+        // If it is back, the snapshot that follows says so and more.
+        if (!message.available) {
+          this._setAway(message.message ?? '', message.next_step ?? '');
+        }
+        break;
+    }
+  }
+
+  private _take(view: IPool): void {
+    this._broker = UP;
+    this._set(view);
+    this._emit({ all: true });
+  }
+
+  private _apply(delta: Delta): void {
+    if (this._view !== null) {
+      this._set(applyDelta(this._view, delta));
+      this._emit({ all: false, delta });
+    }
+  }
+
+  private _set(view: IPool): void {
+    this._view = view;
+    this._received = { steady: performance.now(), wall: Date.now() };
+    const found = view.devices.length > 0;
+    if (found !== this._found.found || (!found && view.problem)) {
+      this._found = { found, reason: found ? '' : view.problem };
+    }
+  }
+
+  private _setAway(message: string, nextStep: string): void {
+    this._broker = { status: 'away', message, nextStep };
+    this._emit({ all: true });
+  }
+
+  private _why(error: unknown): [string, string] {
+    const trans = this._trans;
+    if (error instanceof PoolError && error.status === 404) {
+      return [
+        trans.__('The GPU pool’s part of the Jupyter server is switched off.'),
+        trans.__(
+          'Switch it on with `jupyter server extension enable jupyter_gpupool.server`, and restart the server.'
+        )
+      ];
+    }
+    if (error instanceof PoolError && error.code !== 'network') {
+      return [error.message, error.nextStep];
+    }
+    return [
+      trans.__('The Jupyter server does not answer.'),
+      trans.__('It is tried again by itself.')
+    ];
+  }
+
+  /** Tell of a change in the next frame, with all others until then. */
+  private _emit(change: Change): void {
+    const waiting = this._pending !== null;
+    this._pending = this._pending ? mergeChanges(this._pending, change) : change;
+    if (waiting) {
+      return;
+    }
+    if (document.visibilityState === 'hidden') {
+      // A hidden page has no frames.
+      this._timer = setTimeout(this._flush, 0);
+    } else {
+      this._frame = requestAnimationFrame(this._flush);
+    }
+  }
+
+  private readonly _flush = (): void => {
+    const change = this._pending;
+    this._pending = null;
+    if (change !== null && !this.isDisposed) {
+      this._changed.emit(change);
+    }
+  };
+
+  private readonly _stream: EventStream;
+  private readonly _changed = new Signal<IPoolModel, Change>(this);
+  private readonly _warned = new Signal<IPoolModel, IIdleWarning>(this);
+  private _view: IPool | null = null;
+  private _broker: IBroker = { status: 'unknown', message: '', nextStep: '' };
+  private _found: IPoolModel['found'];
+  private _received = { steady: 0, wall: 0 };
+  private _pending: Change | null = null;
+  private _frame = 0;
+  private _timer: ReturnType<typeof setTimeout> | undefined;
+}
+
+export namespace PoolModel {
+  export type Services = Pick<
+    ServiceManager.IManager,
+    'kernels' | 'kernelspecs' | 'serverSettings' | 'sessions'
+  >;
+}
+
+const UP: IBroker = { status: 'up', message: '', nextStep: '' };
+
+/** What the server knew when it served this page. Who says nothing has nothing to complain of. */
+function foundAtLoad(): IPoolModel['found'] {
+  try {
+    const said = JSON.parse(PageConfig.getOption('gpupool') || '{}') as {
+      found?: boolean;
+      reason?: string;
+    };
+    return { found: said.found ?? true, reason: said.reason ?? '' };
+  } catch {
+    return { found: true, reason: '' };
+  }
+}
+
+export const modelPlugin: JupyterFrontEndPlugin<IPoolModel> = {
+  id: '@jupyter-gpupool/labextension:model',
+  description: 'Keeps the newest view of the GPU pool while a Pooled GPU kernel runs.',
+  autoStart: true,
+  optional: [ITranslator],
+  provides: IPoolModel,
+  activate: (app: JupyterFrontEnd, translator: ITranslator | null): IPoolModel =>
+    new PoolModel(
+      app.serviceManager,
+      (translator ?? nullTranslator).load('jupyter_gpupool')
+    )
+};

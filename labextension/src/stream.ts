@@ -1,0 +1,208 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** The server extension's websocket: opened while wanted, again and again if need be. */
+import { URLExt } from '@jupyterlab/coreutils';
+import type { ServerConnection } from '@jupyterlab/services';
+import type { IDisposable } from '@lumino/disposable';
+import { Poll } from '@lumino/polling';
+
+import type { Delta, IIdleWarning, IPool } from './api';
+
+/** What the server says; it says more, which no part of this user interface needs. */
+export type Message =
+  | { readonly type: 'snapshot'; readonly snapshot: IPool }
+  | { readonly type: 'delta'; readonly delta: Delta }
+  | { readonly type: 'idle'; readonly data: IIdleWarning }
+  | {
+      readonly type: 'broker';
+      readonly available: boolean;
+      readonly message?: string;
+      readonly next_step?: string;
+    }
+  | { readonly type: 'lease' | 'queue' };
+
+export interface IListener {
+  message(message: Message): void;
+  /** The websocket could not be opened, or was closed before it said anything. */
+  failed(): void;
+  /** The page is hidden and the websocket closed: ask now. */
+  ask(): Promise<void>;
+}
+
+/** Milliseconds that a page must be hidden until its websocket is closed. */
+export const HIDDEN_AFTER = 10_000;
+
+/** Milliseconds between two questions of a hidden page. */
+export const HIDDEN_INTERVAL = 60_000;
+
+/** Milliseconds between two looks at the clock, and how late a look is if the computer slept. */
+const LOOK_INTERVAL = 15_000;
+const SLEPT = 45_000;
+
+/** The milliseconds until the next attempt after `failures` in a row: 1 to 2 s, .. 15 to 30 s. */
+export function pause(failures: number, random: number): number {
+  return 1000 * Math.min(2 ** failures, 15) * (1 + random);
+}
+
+/**
+ * Opens the websocket while `wanted` and the page is visible, and asks slowly while it is hidden.
+ *
+ * Neither while it is not wanted: then nothing is sent at all.
+ */
+export class EventStream implements IDisposable {
+  constructor(
+    private readonly _settings: ServerConnection.ISettings,
+    private readonly _listener: IListener
+  ) {
+    document.addEventListener('visibilitychange', this._onVisibility);
+    window.addEventListener('online', this._onOnline);
+    this._poll = new Poll({
+      auto: false,
+      name: '@jupyter-gpupool/labextension:EventStream#hidden',
+      factory: () => this._listener.ask(),
+      frequency: { interval: HIDDEN_INTERVAL, backoff: false },
+      standby: 'never'
+    });
+    this._onVisibility();
+  }
+
+  get isDisposed(): boolean {
+    return this._poll.isDisposed;
+  }
+
+  /** Whether the server's words are wanted. */
+  get wanted(): boolean {
+    return this._wanted;
+  }
+  set wanted(value: boolean) {
+    if (value !== this._wanted && !this.isDisposed) {
+      this._wanted = value;
+      this._failures = 0;
+      this._update();
+    }
+  }
+
+  /** Whether the server has said something since the websocket was opened. */
+  get heard(): boolean {
+    return this._heard;
+  }
+
+  dispose(): void {
+    if (this.isDisposed) {
+      return;
+    }
+    this.wanted = false;
+    document.removeEventListener('visibilitychange', this._onVisibility);
+    window.removeEventListener('online', this._onOnline);
+    clearTimeout(this._hiding);
+    this._poll.dispose();
+  }
+
+  /** Bring about what ought to be. */
+  private _update(): void {
+    if (!this._wanted || this._hidden) {
+      clearTimeout(this._retry);
+      this._retry = undefined;
+      this._close();
+    } else if (this._socket === null && this._retry === undefined) {
+      this._open();
+    }
+    const asking = this._wanted && this._hidden;
+    if (asking !== this._asking) {
+      this._asking = asking;
+      void (asking ? this._poll.start() : this._poll.stop());
+    }
+  }
+
+  private _open(): void {
+    const { appendToken, token, WebSocket, wsUrl } = this._settings;
+    let url = URLExt.join(wsUrl, 'gpupool', 'api', 'events');
+    if (appendToken && token !== '') {
+      url += `?token=${encodeURIComponent(token)}`;
+    }
+    const socket = (this._socket = new WebSocket(url));
+    socket.onmessage = (event: MessageEvent<string>) => {
+      this._heard = true;
+      this._failures = 0;
+      this._listener.message(JSON.parse(event.data) as Message);
+    };
+    socket.onclose = () => {
+      const failed = !this._heard;
+      this._close();
+      this._retry = setTimeout(
+        () => {
+          this._retry = undefined;
+          this._update();
+        },
+        pause(this._failures++, Math.random())
+      );
+      if (failed) {
+        this._listener.failed();
+      }
+    };
+    let last = Date.now();
+    this._look = setInterval(() => {
+      const slept = Date.now() - last > SLEPT;
+      last = Date.now();
+      if (slept) {
+        // The other end is most likely gone, and nobody tells us.
+        this._again();
+      }
+    }, LOOK_INTERVAL);
+  }
+
+  private _close(): void {
+    clearInterval(this._look);
+    this._heard = false;
+    const socket = this._socket;
+    if (socket !== null) {
+      this._socket = null;
+      socket.onmessage = socket.onclose = null;
+      socket.close();
+    }
+  }
+
+  /** Open it anew, at once. */
+  private _again(): void {
+    clearTimeout(this._retry);
+    this._retry = undefined;
+    this._failures = 0;
+    this._close();
+    this._update();
+  }
+
+  private readonly _onOnline = (): void => {
+    if (this._wanted) {
+      this._again();
+    }
+  };
+
+  private readonly _onVisibility = (): void => {
+    clearTimeout(this._hiding);
+    if (document.visibilityState === 'hidden') {
+      this._hiding = setTimeout(() => {
+        this._hidden = true;
+        this._update();
+      }, HIDDEN_AFTER);
+      return;
+    }
+    this._hidden = false;
+    if (this._wanted && this._socket === null) {
+      this._again();
+    } else {
+      this._update();
+    }
+  };
+
+  private readonly _poll: Poll;
+  private _wanted = false;
+  private _hidden = false;
+  private _asking = false;
+  private _heard = false;
+  private _failures = 0;
+  private _socket: WebSocket | null = null;
+  private _retry: ReturnType<typeof setTimeout> | undefined;
+  private _hiding: ReturnType<typeof setTimeout> | undefined;
+  private _look: ReturnType<typeof setInterval> | undefined;
+}
