@@ -17,6 +17,9 @@ from jupyter_gpupool.errors import DriverError
 MiB = 1 << 20
 SESSION = "s1"
 
+#: For tests that need no second device: each is tested as the service starts.
+ONE = "1x1GiB,context=16MiB"
+
 
 def held(samples, uuid, pid):
     """Bytes that NVML shows for a process, 0 if it does not list it."""
@@ -206,7 +209,7 @@ async def test_a_suspended_session_resumes_on_another_device(emulated):
 
 
 async def test_nothing_to_suspend(emulated):
-    machine = emulated()
+    machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
         outcome = await service.suspend(target.root, [uuid], session=SESSION)
@@ -220,7 +223,7 @@ async def test_nothing_to_suspend(emulated):
 
 
 async def test_no_room_is_found_out_before_anything_is_touched(emulated):
-    machine = emulated()
+    machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
         await target.do("context")
@@ -244,7 +247,7 @@ async def test_no_room_is_found_out_before_anything_is_touched(emulated):
 
 
 async def test_a_restore_that_the_driver_fails_is_said_to_be_lost(emulated):
-    machine = emulated()
+    machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
         await target.do("context")
@@ -262,7 +265,7 @@ async def test_a_restore_that_the_driver_fails_is_said_to_be_lost(emulated):
 
 
 async def test_every_process_of_a_session_goes_children_first(emulated):
-    machine = emulated()
+    machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
         await target.do("context")
@@ -284,7 +287,7 @@ async def test_every_process_of_a_session_goes_children_first(emulated):
 
 
 async def test_a_process_in_the_background_goes_with_its_session(emulated):
-    machine = emulated()
+    machine = emulated(ONE)
     async with (
         machine.started() as (service, devices),
         machine.target(GPUPOOL_SESSION=SESSION) as target,
@@ -302,7 +305,7 @@ async def test_a_process_in_the_background_goes_with_its_session(emulated):
 
 @pytest.mark.parametrize("victim", ["parent", "child"])
 async def test_one_refusal_undoes_the_whole_session(emulated, victim):
-    machine = emulated()
+    machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
         await target.do("context")
@@ -328,7 +331,7 @@ async def test_one_refusal_undoes_the_whole_session(emulated, victim):
 
 
 async def test_managed_memory_pins_and_the_process_lives_on(emulated):
-    machine = emulated()
+    machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
         await target.do("context")
@@ -343,7 +346,7 @@ async def test_managed_memory_pins_and_the_process_lives_on(emulated):
 
 
 async def test_work_that_does_not_drain_is_left_running(emulated):
-    machine = emulated()
+    machine = emulated(ONE)
     async with (
         machine.started(lock_timeout=0.1) as (service, devices),
         machine.target() as target,
@@ -358,7 +361,7 @@ async def test_work_that_does_not_drain_is_left_running(emulated):
 
 
 async def test_another_process_under_the_same_number_is_not_touched(emulated):
-    machine = emulated()
+    machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
         await target.do("context")

@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Callable, Iterator
 
 import pytest
 from harness import Kernel, start_kernel, this_python
@@ -37,12 +40,12 @@ def test_status(broker: ScriptedBroker, kernel: Kernel) -> None:
     assert len(broker.seen("hold")) == 1
 
 
-def test_the_pool_and_the_help(broker: ScriptedBroker, kernel: Kernel) -> None:
-    (pool,) = kernel.run("%gpu pool").outputs
+def test_the_pool_and_the_help(calm: Kernel) -> None:
+    (pool,) = calm.run("%gpu pool").outputs
     assert "Scripted GPU" in pool["data"]["text/plain"]
     assert "this kernel" in pool["data"]["text/html"]
     assert "nobody is waiting" in pool["data"]["text/plain"]
-    (text,) = kernel.run("%gpu help").outputs
+    (text,) = calm.run("%gpu help").outputs
     for name in ("%gpu 12GiB", "%gpu attach", "%gpu keep 10m", "%%gpu 16GiB"):
         assert name in text["data"]["text/plain"]
 
@@ -181,14 +184,14 @@ def test_one_cell_with_more(broker: ScriptedBroker, kernel: Kernel) -> None:
     assert kernel.value("get_ipython().history_manager.input_hist_raw[1][:11]") == "'%%gpu 16GiB'"
 
 
-def test_one_cell_with_more_of_another_magic(broker: ScriptedBroker, kernel: Kernel) -> None:
-    cell = kernel.run("%%gpu 16GiB\n%%capture out\nprint('hidden')")
+def test_one_cell_with_more_of_another_magic(calm: Kernel) -> None:
+    cell = calm.run("%%gpu 16GiB\n%%capture out\nprint('hidden')")
     assert cell.status == "ok"
-    assert kernel.value("out.stdout") == repr("hidden\n")
+    assert calm.value("out.stdout") == repr("hidden\n")
 
 
-def test_one_cell_with_top_level_await(broker: ScriptedBroker, kernel: Kernel) -> None:
-    cell = kernel.run("%%gpu 16GiB\nimport asyncio\nawait asyncio.sleep(0)\nprint('done')")
+def test_one_cell_with_top_level_await(calm: Kernel) -> None:
+    cell = calm.run("%%gpu 16GiB\nimport asyncio\nawait asyncio.sleep(0)\nprint('done')")
     assert cell.text == "done\n"
 
 
@@ -229,8 +232,8 @@ def test_a_request_that_cannot_be_met_does_not_run_the_cell(
     assert broker.seen("hold") == []
 
 
-def test_deep_inside_a_cell_the_magic_says_where_it_belongs(kernel: Kernel) -> None:
-    cell = kernel.run("%%time\n%%gpu 16GiB\nx = 1")
+def test_deep_inside_a_cell_the_magic_says_where_it_belongs(calm: Kernel) -> None:
+    cell = calm.run("%%time\n%%gpu 16GiB\nx = 1")
     assert "works as the first line of a cell only" in cell.text
 
 
@@ -300,17 +303,30 @@ def test_it_can_be_unloaded_and_loaded_again(broker: ScriptedBroker, kernel: Ker
     broker.wait_for("hold", count=before + 1)
 
 
-@pytest.fixture(scope="module")
-def one_kernel(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One kernel for all cases that leave it as it was."""
-    import tempfile
-    from pathlib import Path
-
+@contextmanager
+def alone(python: str) -> Iterator[Kernel]:
+    """A kernel beside a broker that grants everything."""
     with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:
         broker = ScriptedBroker(Path(folder) / "broker.sock").start()
         opened = broker._on_open({"type": "open", "kernel_id": "test"})
-        kernel = start_kernel(this_python(), opened["env"])
+        kernel = start_kernel(python, opened["env"])
         broker.wait_for("hello")
         yield kernel
         kernel.stop()
         broker.die()
+        assert broker.problems == []
+
+
+@pytest.fixture(scope="module")
+def one_kernel() -> Iterator[Kernel]:
+    """One kernel for all cases that leave it as it was."""
+    with alone(this_python()) as kernel:
+        yield kernel
+
+
+@pytest.fixture(scope="module", params=["ipykernel 7", "ipykernel 6"])
+def calm(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    """The same with each ipykernel, for cells that are granted what they ask for."""
+    old = request.param == "ipykernel 6"
+    with alone(request.getfixturevalue("old_python") if old else this_python()) as kernel:
+        yield kernel
