@@ -32,12 +32,15 @@ def test_the_last_minutes_and_the_hours_in_all(start, broker):
     one = server.start_kernel()
     cells = server.cells(one)
     cells.run(USE_GPU)
-    wait_until(
-        lambda: (server.api("/history")["kernels"].get(one, {}).get("used") or [0])[-1], "a point"
-    )
+
+    def used():
+        return (server.api("/history")["kernels"].get(one, {}).get("used") or [0])[-1] or 0
+
+    # The first point may be from before the cell had all that it wanted.
+    wait_until(lambda: used() >= 64 * MiB, "a point with the cell's memory")
     found = server.api("/history")
     ring = found["kernels"][one]
-    assert 64 * MiB <= ring["used"][-1] <= 300 * MiB
+    assert ring["used"][-1] <= 300 * MiB
     assert len(ring["time"]) == len(ring["used"]) == len(ring["busy"])
     assert found["usage"]["since"] <= ring["time"][0] <= found["now"] + 0.1
     assert all(b - a >= 0.9 for a, b in zip(ring["time"], ring["time"][1:], strict=False))
@@ -49,9 +52,7 @@ def test_the_last_minutes_and_the_hours_in_all(start, broker):
 
     # What it left is the last point, long before the next look that is due anyway.
     server.api(f"/sessions/{one}/release", "POST")
-    wait_until(
-        lambda: server.api("/history")["kernels"][one]["used"][-1] == 0, "the slice has gone"
-    )
+    wait_until(lambda: used() == 0, "the slice has gone")
     cells.run("stream.sync()")
 
     broker.kill()
