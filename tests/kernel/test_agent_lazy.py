@@ -24,6 +24,7 @@ MiB = 1 << 20
 INSIDE = """
 import time
 from pathlib import Path
+Path({flag!r} + ".in").touch()
 while not Path({flag!r}).exists():
     time.sleep(0.01)
 """
@@ -61,6 +62,16 @@ def granted(broker: ScriptedBroker, device: str = DEVICE, epoch: int = 1) -> Non
     broker.state, broker.epoch, broker.device = "active", epoch, device
     slices = [{"device": device, "bytes": 4 * GiB}]
     broker.push("lease", state="active", epoch=epoch, slices=slices, reason="", pinned_reason="")
+
+
+def inside(flag: Path) -> None:
+    """Return when the cell has begun: ipykernel publishes its input before that."""
+    begun = flag.with_name(f"{flag.name}.in")
+    deadline = time.monotonic() + 60
+    while not begun.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    begun.unlink()
 
 
 def read_pushes(kernel: Kernel) -> None:
@@ -154,7 +165,7 @@ def test_a_yield_is_answered_at_once_in_the_middle_of_a_cell(
 ) -> None:
     kernel = start()
     cell = kernel.start(INSIDE.format(flag=str(flag)))
-    cell.until("execute_input")
+    inside(flag)
     granted(broker)
     assert broker.ask_back()["cuda"] is False
     page.process(pid_of(kernel), flags=SLOT_CUDA)
@@ -246,7 +257,7 @@ def test_the_wait_of_a_call_is_shown_and_leaves_no_trace(
 ) -> None:
     kernel = start(python)
     cell = kernel.start(INSIDE.format(flag=str(flag)) + "print('hi')")
-    cell.until("execute_input")
+    inside(flag)
     page.process(pid_of(kernel), waiting=1)
     queued(broker, 2, "Alice has it.")
     shown = cell.until("display_data")["content"]
@@ -303,7 +314,7 @@ def test_a_cell_that_ends_while_a_thread_of_its_waits_ends_clean(
 ) -> None:
     kernel = start()
     cell = kernel.start(INSIDE.format(flag=str(flag)))
-    cell.until("execute_input")
+    inside(flag)
     page.process(pid_of(kernel), waiting=1)
     queued(broker)
     cell.until("display_data")
@@ -321,7 +332,7 @@ def test_nothing_is_shown_without_a_wait_or_without_a_cell(
     read_pushes(kernel)  # a widget callback waits: nothing runs that could show it
     page.process(pid_of(kernel), waiting=0)
     cell = kernel.start(INSIDE.format(flag=str(flag)) + "print(1)")
-    cell.until("execute_input")
+    inside(flag)
     queued(broker)  # granted at once: no thread waits any more
     page.grant(DEVICE, 4 * GiB, 4 * GiB)
     page.process(pid_of(kernel), waiting=1)
@@ -337,7 +348,7 @@ def test_an_interrupt_ends_the_cell_and_the_display(
 ) -> None:
     kernel = start(python)
     cell = kernel.start(INSIDE.format(flag=str(flag)))
-    cell.until("execute_input")
+    inside(flag)
     page.process(pid_of(kernel), waiting=1)
     queued(broker)
     cell.until("display_data")
@@ -355,7 +366,7 @@ def test_a_broker_that_is_away_is_named_while_a_call_waits(
 ) -> None:
     kernel = start()
     cell = kernel.start(INSIDE.format(flag=str(flag)) + "print('hi')")
-    cell.until("execute_input")
+    inside(flag)
     page.process(pid_of(kernel), waiting=1)
     broker.die()
     shown = cell.until("display_data")["content"]["data"]["text/plain"]
@@ -373,7 +384,7 @@ def test_a_broker_that_is_away_is_named_while_a_call_waits(
 def raising(kernel: Kernel, broker: ScriptedBroker, flag: Path, text: str, push: Any) -> str:
     """Run a cell that ends with this error after ``push`` has been called; return its lines."""
     cell = kernel.start(INSIDE.format(flag=str(flag)) + f"raise RuntimeError({text!r})")
-    cell.until("execute_input")
+    inside(flag)
     if push is not None:
         push()
     flag.touch()
@@ -534,13 +545,13 @@ def test_nothing_is_explained_after_an_interrupt_or_a_success(
         broker.wait_for("yielded", count=len(broker.seen("yielded")) + 1)
 
     cell = kernel.start(INSIDE.format(flag=str(flag)) + "raise KeyboardInterrupt")
-    cell.until("execute_input")
+    inside(flag)
     push()
     flag.touch()
     assert "GPU pool" not in cell.done().text
     flag.unlink()
     cell = kernel.start(INSIDE.format(flag=str(flag)) + "print(1)")
-    cell.until("execute_input")
+    inside(flag)
     push()
     flag.touch()
     assert cell.done().text == "1\n"
