@@ -210,7 +210,8 @@ def test_other_users_see_only_what_explains_the_devices(machine_wide):
         (seen,) = status["sessions"]
         assert seen["owner"] == "other"
         assert set(seen) == {
-            "id", "owner", "state", "priority", "granted_bytes", "device", "queue_position",
+            "id", "owner", "state", "priority", "granted_bytes", "device", "devices",
+            "queue_position",
         }  # fmt: skip
         assert "secret" not in str(status)
         assert "secret" not in str(journal)
