@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -49,15 +50,16 @@ def source(folder: Path) -> Path:
     return folder
 
 
-def build(folder: Path, env=None) -> tuple[Path, str]:
-    """Build a wheel with the build backend of this environment; return it and the output."""
+def build(folder: Path, env=None, *, isolated=False) -> tuple[Path, str]:
+    """Build a wheel; return it and what was said. Isolated: with a build backend of its own."""
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})}
     done = command(
         sys.executable,
         "-m",
         "pip",
         "wheel",
         "--no-deps",
-        "--no-build-isolation",
+        *([] if isolated else ["--no-build-isolation"]),
         "-v",
         "-w",
         folder / "dist",
@@ -88,6 +90,8 @@ def test_a_wheel_brings_everything(tmp_path):
         "jupyter_gpupool/guard/lib/libcuda.so.1",
         "jupyter_gpupool/guard/lib/libnvidia-ml.so.1",
         "share/jupyter/kernels/gpupool-python3/kernel.json",
+        "share/jupyter/labextensions/@jupyter-gpupool/labextension/package.json",
+        "share/jupyter/labextensions/@jupyter-gpupool/labextension/install.json",
     ):
         assert any(name.endswith(wanted) for name in names), f"{wanted} is not in {names}"
     binaries = install(wheel, tmp_path / "venv")
@@ -103,13 +107,43 @@ def test_a_wheel_brings_everything(tmp_path):
     assert "attach policy 'lazy'" in demo
 
 
+def test_without_node_a_wheel_has_the_jupyterlab_part(tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("git", "sh", "env", "uname", "cc", "gcc", "as", "ld"):
+        if found := shutil.which(name):
+            (tools / name).symlink_to(found)
+    wheel, _ = build(tmp_path, env={"PATH": str(tools)}, isolated=True)
+    with zipfile.ZipFile(wheel) as archive:
+        names = [n for n in archive.namelist() if "/labextensions/@jupyter-gpupool/" in n]
+        entry = next(n for n in names if n.endswith("/package.json"))
+        assert json.loads(archive.read(entry))["jupyterlab"]["_build"]["load"] in "".join(names)
+
+
+def test_what_stops_the_jupyterlab_part_is_said(tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "jlpm").write_text("#!/bin/sh\necho no registry here\nexit 1\n")
+    (tools / "jlpm").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    done = command(
+        *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"),
+        *("-w", tmp_path, source(tmp_path / "source")),
+        env=env,
+        check=False,
+    )
+    assert done.returncode
+    assert "no registry here" in done.stdout
+    assert "GPUPOOL_NO_LABEXTENSION=1" in done.stdout
+
+
 def test_without_a_compiler_a_wheel_is_built_and_doctor_says_what_is_missing(tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("git", "sh", "env", "uname"):
         if found := shutil.which(name):
             (tools / name).symlink_to(found)
-    bare = {"PATH": str(tools), "CC": ""}
+    bare = {"PATH": str(tools), "CC": "", "GPUPOOL_NO_LABEXTENSION": "1"}
     wheel, said = build(tmp_path, env=bare)
     assert "compiler" in said.lower(), said
     with zipfile.ZipFile(wheel) as archive:
