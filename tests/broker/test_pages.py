@@ -426,7 +426,9 @@ def test_overuse_is_suspended_and_comes_back_with_what_it_uses(make_broker):
 
 def test_overuse_ends_the_kernel(make_broker):
     broker = make_broker(overuse="end").started
-    k = overusing(broker)
+    k = Guarded(broker, memory=100 * MiB)
+    k.lease()
+    k.tell("alloc", bytes=220 * MiB, byte=5)  # it may be ended before it answers
     k.process.wait(60)
     row = wait_until(lambda: broker.rows("lost"), "said why")[0]
     assert "c.GPUPool.overuse" in row["reason"]
