@@ -1,0 +1,102 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import { render, screen } from '@testing-library/react';
+import * as React from 'react';
+
+import { path, Sparkline, SPAN } from '../sparkline';
+import { Ticker } from '../ticker';
+import { Tools } from '../tools';
+import { FakeModel, FakePast, trans } from './fakes';
+
+const now = 1000;
+const at = (...ago: number[]) => ago.map(seconds => now - seconds);
+
+describe('path', () => {
+  it('goes from the left edge to the right one, from 0 to the top', () => {
+    expect(path(at(SPAN, 150, 0), [0, 5, 10], now, 10)).toBe(
+      'M0 19.0h0L75 10.0L150 1.0'
+    );
+  });
+
+  it('breaks where nobody measured', () => {
+    const drawn = path(at(40, 30, 20, 10, 0), [1, 1, null, 1, 1], now, 2);
+    expect(drawn.match(/M/g)).toHaveLength(2);
+    expect(drawn.match(/L/g)).toHaveLength(2);
+  });
+
+  it('draws nothing of nulls, and a dot of a value alone', () => {
+    expect(path(at(2, 1), [null, null], now, 1)).toBe('');
+    expect(path(at(20, 10, 0), [null, 1, null], now, 1)).toBe('M145 1.0h0');
+  });
+
+  it('leaves out what is older than the span', () => {
+    expect(path(at(SPAN + 1, 0), [1, 1], now, 1)).toBe('M150 1.0h0');
+  });
+
+  it('has a point for each column at most, and the last one', () => {
+    const time = Array.from({ length: 3001 }, (_, i) => now - 300 + i / 10);
+    const drawn = path(
+      time,
+      time.map(() => 1),
+      now,
+      1
+    );
+    expect(drawn.match(/[ML]/g)!.length).toBeLessThanOrEqual(153);
+    expect(drawn.endsWith('L150 1.0')).toBe(true);
+  });
+
+  it('stays in its box', () => {
+    for (const value of [-5, 0, 7, 1e9]) {
+      const y = Number(/ ([\d.-]+)h0/.exec(path(at(0), [value], now, 7))![1]);
+      expect(y).toBeGreaterThanOrEqual(1);
+      expect(y).toBeLessThanOrEqual(19);
+    }
+  });
+});
+
+describe('Sparkline', () => {
+  const draw = (values: (number | null)[]) =>
+    render(
+      <Tools.Provider
+        value={{
+          trans,
+          model: new FakeModel(null),
+          past: new FakePast(),
+          ticker: new Ticker(),
+          open: () => undefined
+        }}
+      >
+        <Sparkline
+          name="Memory"
+          time={at(...values.map((_, i) => values.length - i))}
+          values={values}
+          now={now}
+          top={1}
+          say={value => `${value} GiB`}
+        />
+      </Tools.Provider>
+    );
+
+  it('says least, most and now', () => {
+    draw([2, 5, 3]);
+    expect(screen.getByRole('img').getAttribute('aria-label')).toBe(
+      'Memory in the last 5 minutes: least 2 GiB, most 5 GiB, now 3 GiB'
+    );
+    expect(screen.getByText('3 GiB')).toBeTruthy();
+  });
+
+  it('shows what is not known now as ?, never 0', () => {
+    draw([2, null]);
+    expect(screen.getByRole('img').getAttribute('aria-label')).toContain(
+      'now not known'
+    );
+    expect(screen.getByText('?')).toBeTruthy();
+  });
+
+  it('says if nothing is known', () => {
+    draw([null, null]);
+    expect(screen.getByRole('img').getAttribute('aria-label')).toContain(': not known');
+    expect(screen.getByText('?')).toBeTruthy();
+  });
+});

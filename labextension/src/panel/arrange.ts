@@ -1,0 +1,222 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/**
+ * The view as the panel draws it: by device, by place in the queue, by kernel.
+ *
+ * What did not change is the same object as before, so that what is drawn from it is not drawn again.
+ */
+import type { IAnySession, IDevice, IPool, ISession } from '../api';
+import { isMine } from '../tokens';
+
+/** The part of a session that lies on one device. */
+export interface ISlice {
+  readonly session: ISession | IAnySession;
+  /** What tells my kernels apart besides their colour; 0 for other people's. */
+  readonly number: number;
+  /** Empty for other people's. */
+  readonly name: string;
+  /** Whether it is of the document that is open in front. */
+  readonly active: boolean;
+  /** Bytes on this device: equal parts on all that the session has. */
+  readonly bytes: number;
+  readonly used: number | null;
+}
+
+export interface IDeviceRow {
+  readonly device: IDevice;
+  readonly slices: readonly ISlice[];
+}
+
+export interface IKernelRow {
+  readonly session: ISession;
+  readonly number: number;
+  readonly name: string;
+  /** Where its document is; empty if not known. */
+  readonly path: string;
+  readonly active: boolean;
+}
+
+export interface IWaitRow {
+  readonly session: ISession | IAnySession;
+  readonly number: number;
+  readonly name: string;
+}
+
+export interface IArranged {
+  readonly rows: readonly IDeviceRow[];
+  readonly queue: readonly IWaitRow[];
+  /** My kernels on this server. */
+  readonly kernels: readonly IKernelRow[];
+  /** The devices to look up numbers in: as old as their numbers. */
+  readonly devices: readonly IDevice[];
+  /** Sessions that have a slice, and that wait for one. */
+  readonly having: number;
+  readonly waiting: number;
+  /** My suspended bytes. */
+  readonly suspended: number;
+}
+
+export interface IName {
+  readonly name: string;
+  readonly path: string;
+}
+
+/** How a kernel is called here, if a document of this server uses it. */
+export type NameOf = (kernelId: string) => IName | null;
+
+/** Keeps what it arranged last, to give it again. */
+export class Arranger {
+  arrange(view: IPool, nameOf: NameOf, active: string | null): IArranged {
+    const mine = view.sessions.filter(isMine);
+    this._number(mine);
+    const called = new Map<string, IName>();
+    for (const session of mine) {
+      const name = nameOf(session.kernel_id) ?? { name: title(session), path: '' };
+      called.set(session.id, name);
+    }
+    const slices = this._slices(view, called, active);
+    const last = this._last;
+    const rows = view.devices.map((device, i) => {
+      const old = last?.rows[i];
+      const on = sameList(old?.slices, slices.get(device.uuid) ?? []);
+      return same(old, { device, slices: on });
+    });
+    const queue = view.sessions
+      .filter(session => session.state === 'queued')
+      .sort((a, b) => (a.queue_position ?? Infinity) - (b.queue_position ?? Infinity))
+      .map((session, i) =>
+        same(last?.queue[i], {
+          session,
+          number: isMine(session) ? this._numberOf(session) : 0,
+          name: called.get(session.id)?.name ?? ''
+        })
+      );
+    const kernels = mine
+      .filter(session => session.here)
+      .map((session, i) =>
+        same(last?.kernels[i], {
+          session,
+          number: this._numberOf(session),
+          name: called.get(session.id)?.name ?? '',
+          path: called.get(session.id)?.path ?? '',
+          active: session.kernel_id === active
+        })
+      );
+    this._last = {
+      rows: sameList(last?.rows, rows),
+      queue: sameList(last?.queue, queue),
+      kernels: sameList(last?.kernels, kernels),
+      devices: sameNumbers(last?.devices, view.devices),
+      having: view.sessions.filter(session => session.granted_bytes > 0).length,
+      waiting: queue.length,
+      suspended: mine.reduce((sum, session) => sum + session.suspended_bytes, 0)
+    };
+    return this._last;
+  }
+
+  private _slices(
+    view: IPool,
+    called: ReadonlyMap<string, IName>,
+    active: string | null
+  ): Map<string, ISlice[]> {
+    const found = new Map<string, ISlice[]>();
+    const kept = new Map<string, ISlice>();
+    for (const session of view.sessions) {
+      const count = session.devices.length;
+      if (count === 0 || session.granted_bytes <= 0) {
+        continue;
+      }
+      const own = isMine(session) ? session : null;
+      const used = own && (own.used_bytes ?? own.footprint_bytes);
+      const slice = same(this._kept.get(session.id), {
+        session,
+        number: own ? this._numberOf(own) : 0,
+        name: called.get(session.id)?.name ?? '',
+        active: own !== null && own.kernel_id === active,
+        bytes: session.granted_bytes / count,
+        used: used === null ? null : used / count
+      });
+      kept.set(session.id, slice);
+      for (const uuid of session.devices) {
+        const on = found.get(uuid);
+        if (on) {
+          on.push(slice);
+        } else {
+          found.set(uuid, [slice]);
+        }
+      }
+    }
+    this._kept = kept;
+    return found;
+  }
+
+  /** Numbers stay with a kernel as long as it is there, through restarts too. */
+  private _number(mine: readonly ISession[]): void {
+    const there = new Set(mine.map(identity));
+    for (const key of this._numbers.keys()) {
+      if (!there.has(key)) {
+        this._numbers.delete(key);
+      }
+    }
+    const taken = new Set(this._numbers.values());
+    let next = 1;
+    for (const key of there) {
+      if (!this._numbers.has(key)) {
+        while (taken.has(next)) {
+          next += 1;
+        }
+        this._numbers.set(key, next);
+        taken.add(next);
+      }
+    }
+  }
+
+  private _numberOf(session: ISession): number {
+    return this._numbers.get(identity(session)) ?? 0;
+  }
+
+  private _last: IArranged | null = null;
+  private _kept = new Map<string, ISlice>();
+  private readonly _numbers = new Map<string, number>();
+}
+
+function identity(session: ISession): string {
+  return session.kernel_id || session.id;
+}
+
+function title(session: ISession): string {
+  return session.label || identity(session).slice(0, 8);
+}
+
+/** The old object if all its members are the same ones. */
+function same<T extends object>(old: T | undefined, fresh: T): T {
+  if (old === undefined) {
+    return fresh;
+  }
+  for (const key in fresh) {
+    if (fresh[key] !== old[key]) {
+      return fresh;
+    }
+  }
+  return old;
+}
+
+function sameList<T>(old: readonly T[] | undefined, fresh: readonly T[]): readonly T[] {
+  return old?.length === fresh.length && fresh.every((entry, i) => entry === old[i])
+    ? old
+    : fresh;
+}
+
+function sameNumbers(
+  old: readonly IDevice[] | undefined,
+  fresh: readonly IDevice[]
+): readonly IDevice[] {
+  return old?.length === fresh.length &&
+    fresh.every((device, i) => {
+      const before = old[i];
+      return device.uuid === before?.uuid && device.index === before.index;
+    })
+    ? old
+    : fresh;
+}

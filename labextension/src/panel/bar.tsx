@@ -1,0 +1,179 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** One device: its name, a bar to scale of its memory, and the figures. */
+import * as React from 'react';
+
+import type { IDeviceRow } from './arrange';
+import { busy, granted, notes, partText, summary, unsaid } from './describe';
+import type { IPart } from './geometry';
+import { fill, parts, percent } from './geometry';
+import { hue } from './section';
+import { useTools } from './tools';
+
+/** Parts with a smaller share have no room for their number. */
+const ROOM = 0.07;
+
+export const DeviceBar = React.memo(function DeviceBar(props: {
+  readonly row: IDeviceRow;
+}): React.ReactElement {
+  const { trans } = useTools();
+  const { device, slices } = props.row;
+  const shown = React.useMemo(() => parts(device, slices), [device, slices]);
+  const [focused, setFocused] = React.useState<string | null>(null);
+  const pointed = shown.find(part => part.key === focused);
+  return (
+    <div className="jp-gpupool-device">
+      <div className="jp-gpupool-line">
+        <span className="jp-gpupool-deviceName" title={device.name}>
+          <b>{trans.__('GPU %1', device.index)}</b> · {device.name}
+        </span>
+        {unsaid(device) && (
+          <span className="jp-gpupool-emulated">{trans.__('EMULATED')}</span>
+        )}
+        <span className="jp-gpupool-figure">{busy(trans, device)}</span>
+      </div>
+      <Bar
+        label={summary(trans, device)}
+        parts={shown}
+        drained={device.drained_reason !== ''}
+        onPointed={setFocused}
+      />
+      <div className="jp-gpupool-figure" aria-hidden="true">
+        {pointed ? partText(trans, pointed) : granted(trans, device)}
+      </div>
+      {notes(trans, device).map(note => (
+        <div key={note} className="jp-gpupool-note">
+          {note}
+        </div>
+      ))}
+    </div>
+  );
+});
+
+interface IBarProps {
+  readonly label: string;
+  readonly parts: readonly IPart[];
+  readonly drained: boolean;
+  /** The key of the part with the focus; null if none has. */
+  readonly onPointed: (key: string | null) => void;
+}
+
+/** The parts in a row. One stop for the tab key; arrow keys go from part to part. */
+function Bar(props: IBarProps): React.ReactElement {
+  const { trans, open } = useTools();
+  const [stop, setStop] = React.useState<string | null>(null);
+  const at = Math.max(
+    0,
+    props.parts.findIndex(part => part.key === stop)
+  );
+  const go = (event: React.KeyboardEvent<HTMLElement>): void => {
+    const all = event.currentTarget.parentElement?.children;
+    const next = {
+      ArrowRight: at + 1,
+      ArrowLeft: at - 1,
+      Home: 0,
+      End: all?.length ?? 0
+    }[event.key];
+    const kernel = kernelOf(props.parts[at]);
+    if (next !== undefined && all) {
+      const to = Math.min(Math.max(next, 0), all.length - 1);
+      (all[to] as HTMLElement).focus();
+      event.preventDefault();
+    } else if (event.key === 'Enter' && kernel) {
+      open(kernel);
+    }
+  };
+  return (
+    <div
+      className={`jp-gpupool-bar${props.drained ? ' jp-mod-drained' : ''}`}
+      role="listbox"
+      aria-orientation="horizontal"
+      aria-label={props.label}
+    >
+      {props.parts.map((part, i) => (
+        <span
+          key={part.key}
+          className={classes(part)}
+          style={{ width: percent(part.share) }}
+          role="option"
+          aria-selected={part.key === stop}
+          aria-label={partText(trans, part)}
+          title={partText(trans, part)}
+          tabIndex={i === at ? 0 : -1}
+          onKeyDown={go}
+          onFocus={() => {
+            setStop(part.key);
+            props.onPointed(part.key);
+          }}
+          onBlur={() => props.onPointed(null)}
+          onDoubleClick={() => {
+            const kernel = kernelOf(part);
+            if (kernel) {
+              open(kernel);
+            }
+          }}
+        >
+          <Used part={part} />
+          {part.kind === 'mine' && part.slice && part.share >= ROOM && (
+            <span className="jp-gpupool-number" aria-hidden="true">
+              {part.slice.number}
+            </span>
+          )}
+        </span>
+      ))}
+    </div>
+  );
+}
+
+/** The bar alone, where many are shown; whoever draws it says in words what it shows. */
+export const ThinBar = React.memo(function ThinBar(props: {
+  readonly row: IDeviceRow;
+}): React.ReactElement {
+  const { device, slices } = props.row;
+  return (
+    <span
+      className={`jp-gpupool-thin${device.drained_reason ? ' jp-mod-drained' : ''}`}
+      aria-hidden="true"
+    >
+      {parts(device, slices).map(part => (
+        <span
+          key={part.key}
+          className={classes(part)}
+          style={{ width: percent(part.share) }}
+        >
+          <Used part={part} />
+        </span>
+      ))}
+    </span>
+  );
+});
+
+function Used({ part }: { readonly part: IPart }): React.ReactElement | null {
+  const used = part.slice && part.kind === 'mine' ? fill(part.slice) : null;
+  return used === null ? null : (
+    <span
+      className="jp-gpupool-used"
+      style={{ transform: `scaleX(${used.toFixed(4)})` }}
+    />
+  );
+}
+
+function classes(part: IPart): string {
+  const names = ['jp-gpupool-part', `jp-mod-${part.kind}`];
+  if (part.slice) {
+    names.push(`jp-mod-${part.slice.session.state}`);
+    if (part.kind === 'mine') {
+      names.push(hue(part.slice.number));
+    }
+    if (part.slice.active) {
+      names.push('jp-mod-front');
+    }
+  }
+  return names.join(' ');
+}
+
+function kernelOf(part: IPart | undefined): string {
+  const session = part?.slice?.session;
+  return session && 'kernel_id' in session ? session.kernel_id : '';
+}

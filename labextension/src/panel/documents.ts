@@ -1,0 +1,78 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** Which document uses which kernel, and how to get to it. */
+import type { JupyterFrontEnd } from '@jupyterlab/application';
+import { PathExt } from '@jupyterlab/coreutils';
+import type { ISignal } from '@lumino/signaling';
+import { Signal } from '@lumino/signaling';
+import type { Widget } from '@lumino/widgets';
+
+import type { IName } from './arrange';
+
+export interface IDocuments {
+  name(kernelId: string): IName | null;
+  /** The kernel of the document in front; null if there is none. */
+  readonly active: string | null;
+  open(kernelId: string): void;
+  readonly changed: ISignal<unknown, unknown>;
+}
+
+/** What notebooks, consoles and other documents with a kernel have in common. */
+interface IHasKernel {
+  readonly sessionContext?: {
+    readonly session?: { readonly kernel?: { readonly id: string } | null } | null;
+  };
+  readonly context?: IHasKernel;
+}
+
+export class Documents implements IDocuments {
+  constructor(private readonly _app: JupyterFrontEnd) {
+    const { sessions } = _app.serviceManager;
+    sessions.runningChanged.connect(() => this._changed.emit());
+    // Not every shell tells which widget is in front.
+    _app.shell.currentChanged?.connect(() => this._changed.emit());
+  }
+
+  get changed(): ISignal<Documents, void> {
+    return this._changed;
+  }
+
+  name(kernelId: string): IName | null {
+    for (const session of this._app.serviceManager.sessions.running()) {
+      if (session.kernel?.id === kernelId) {
+        return {
+          name: session.name || PathExt.basename(session.path),
+          path: session.path
+        };
+      }
+    }
+    return null;
+  }
+
+  get active(): string | null {
+    return kernelOf(this._app.shell.currentWidget);
+  }
+
+  open(kernelId: string): void {
+    const { shell, commands } = this._app;
+    for (const widget of shell.widgets('main')) {
+      if (kernelOf(widget) === kernelId) {
+        shell.activateById(widget.id);
+        return;
+      }
+    }
+    const path = this.name(kernelId)?.path;
+    if (path && commands.hasCommand('docmanager:open')) {
+      void commands.execute('docmanager:open', { path });
+    }
+  }
+
+  private readonly _changed = new Signal<Documents, void>(this);
+}
+
+function kernelOf(widget: Widget | null): string | null {
+  const has: (Widget & IHasKernel) | null = widget;
+  const context = has?.sessionContext ?? has?.context?.sessionContext;
+  return context?.session?.kernel?.id ?? null;
+}

@@ -1,0 +1,66 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** A device as a bar to scale: what lies on it, in shares of its whole memory. Pure. */
+import type { IDevice } from '../api';
+import type { ISlice } from './arrange';
+
+export type Kind = 'mine' | 'other' | 'foreign' | 'free' | 'reserved';
+
+export interface IPart {
+  readonly key: string;
+  readonly kind: Kind;
+  /** Of a session; null for what is nobody's. */
+  readonly slice: ISlice | null;
+  readonly bytes: number;
+  /** Of the bar, 0 to 1. */
+  readonly share: number;
+}
+
+/**
+ * The parts of a device's bar from left to right; their shares sum to 1.
+ *
+ * Figures come from different moments and need not fit each other. Then the reserve gives way first,
+ * it is where processes outside the pool sit; after it all parts shrink alike.
+ */
+export function parts(device: IDevice, slices: readonly ISlice[]): IPart[] {
+  const claims: Omit<IPart, 'share'>[] = slices.map(slice => ({
+    key: slice.session.id,
+    kind: slice.session.mine ? 'mine' : 'other',
+    slice,
+    bytes: sound(slice.bytes)
+  }));
+  claims.push(nobodys('foreign', device.memory_foreign));
+  const claimed = claims.reduce((sum, part) => sum + part.bytes, 0);
+  const total = sound(device.memory_total) || Math.max(claimed, 1);
+  const whole = Math.max(total, claimed);
+  const reserve = Math.min(
+    sound(total - sound(device.memory_capacity)),
+    whole - claimed
+  );
+  const free = Math.max(0, whole - claimed - reserve);
+  return [...claims, nobodys('free', free), nobodys('reserved', reserve)]
+    .filter(part => part.bytes > 0)
+    .map(part => ({ ...part, share: part.bytes / whole }));
+}
+
+/** How much of a slice is in use, 0 to 1; null if nobody knows. */
+export function fill(slice: ISlice): number | null {
+  if (slice.used === null || slice.bytes <= 0) {
+    return null;
+  }
+  return Math.min(1, sound(slice.used) / slice.bytes);
+}
+
+/** A share for CSS, rounded down so that parts never need more room than there is. */
+export function percent(share: number): string {
+  return `${Math.floor(share * 1e5) / 1e3}%`;
+}
+
+function nobodys(kind: Kind, bytes: number): Omit<IPart, 'share'> {
+  return { key: kind, kind, slice: null, bytes: sound(bytes) };
+}
+
+function sound(value: number): number {
+  return Number.isFinite(value) ? Math.max(0, value) : 0;
+}

@@ -1,0 +1,116 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** The state of the pool in one sentence, and what is wrong if something is. */
+import * as React from 'react';
+
+import type { IPool } from '../api';
+import type { IBroker, IPoolModel } from '../tokens';
+import { timeOfDay } from './describe';
+import { useTools } from './tools';
+
+export interface IHeaderProps {
+  readonly view: IPool | null;
+  readonly broker: IBroker;
+  readonly live: boolean;
+  readonly found: IPoolModel['found'];
+  readonly having: number;
+  readonly waiting: number;
+}
+
+export function Header(props: IHeaderProps): React.ReactElement {
+  const { trans } = useTools();
+  const { view, broker, live } = props;
+  const away = broker.status === 'away';
+  const empty = view ? view.devices.length === 0 : !props.found.found;
+  return (
+    <div className="jp-gpupool-header">
+      <h2>{trans.__('GPU Pool')}</h2>
+      {view?.emulated && (
+        <span
+          className="jp-gpupool-emulated"
+          title={trans.__('These GPUs are emulated in host memory; all else is real.')}
+        >
+          {trans.__('EMULATED')}
+        </span>
+      )}
+      {away && <Away broker={broker} live={live} />}
+      {empty && !away && <NoDevice view={view} found={props.found} />}
+      {!empty && view && <p className="jp-gpupool-sentence">{sentence(props, view)}</p>}
+      {!empty && !view && !away && (
+        <p className="jp-gpupool-sentence">{trans.__('Asking the pool…')}</p>
+      )}
+      {away && view && (
+        <p className="jp-gpupool-plain">
+          {trans.__('Shown as of %1.', timeOfDay(view.now))}
+        </p>
+      )}
+      {!live && (
+        <p className="jp-gpupool-plain">
+          {trans.__('No Pooled GPU kernel is open.')}{' '}
+          {view && !away && trans.__('Shown as of %1.', timeOfDay(view.now))}{' '}
+          <Refresh />
+        </p>
+      )}
+    </div>
+  );
+
+  function sentence(figures: IHeaderProps, shown: IPool): string {
+    const said = [
+      trans._n('%1 GPU', '%1 GPUs', shown.devices.length),
+      trans._n('%1 notebook has one', '%1 notebooks have one', figures.having),
+      trans._n('%1 waits', '%1 wait', figures.waiting)
+    ];
+    return said.join(' · ');
+  }
+}
+
+function Away(props: {
+  readonly broker: IBroker;
+  readonly live: boolean;
+}): React.ReactElement {
+  const { trans } = useTools();
+  return (
+    <div role="alert" className="jp-gpupool-alert">
+      <strong>{trans.__('GPU pool away')}</strong>
+      {props.broker.message && <p>{props.broker.message}</p>}
+      {props.broker.nextStep && <p>{props.broker.nextStep}</p>}
+      {props.live && <p>{trans.__('Trying again by itself.')}</p>}
+    </div>
+  );
+}
+
+function NoDevice(props: {
+  readonly view: IPool | null;
+  readonly found: IPoolModel['found'];
+}): React.ReactElement {
+  const { trans } = useTools();
+  const reason = props.view?.problem || props.found.reason;
+  return (
+    <div className="jp-gpupool-empty">
+      <strong>{trans.__('No GPU found')}</strong>
+      {reason && <p>{reason}</p>}
+      <p>{trans.__('Kernels run as always, on the processor.')}</p>
+    </div>
+  );
+}
+
+function Refresh(): React.ReactElement {
+  const { trans, model } = useTools();
+  const [asking, setAsking] = React.useState(false);
+  return (
+    <button
+      type="button"
+      className="jp-gpupool-button"
+      aria-disabled={asking}
+      onClick={() => {
+        if (!asking) {
+          setAsking(true);
+          void model.refresh().finally(() => setAsking(false));
+        }
+      }}
+    >
+      {asking ? trans.__('Asking…') : trans.__('Refresh')}
+    </button>
+  );
+}

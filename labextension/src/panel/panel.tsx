@@ -1,0 +1,79 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** The panel as a whole: it gives each part what it is drawn from. */
+import * as React from 'react';
+
+import type { IPool } from '../api';
+import type { IBroker, IPoolModel } from '../tokens';
+import type { IArranged } from './arrange';
+import { Devices } from './devices';
+import { Header } from './header';
+import { Kernels } from './kernels';
+import { Queue } from './queue';
+import { Section } from './section';
+import type { ITools } from './tools';
+import { Tools } from './tools';
+import { HostMemory, Usage } from './totals';
+
+export interface IPanelProps {
+  readonly tools: ITools;
+  readonly view: IPool | null;
+  readonly broker: IBroker;
+  readonly live: boolean;
+  readonly found: IPoolModel['found'];
+  /** Null with the view. */
+  readonly arranged: IArranged | null;
+}
+
+export function Panel(props: IPanelProps): React.ReactElement {
+  const { view, arranged, broker, live, found } = props;
+  const { trans } = props.tools;
+  return (
+    <Tools.Provider value={props.tools}>
+      <Header
+        view={view}
+        broker={broker}
+        live={live}
+        found={found}
+        having={arranged?.having ?? 0}
+        waiting={arranged?.waiting ?? 0}
+      />
+      {view && arranged && (
+        <div
+          className={
+            broker.status === 'away' ? 'jp-gpupool-body jp-mod-old' : 'jp-gpupool-body'
+          }
+        >
+          {arranged.rows.length > 0 && (
+            <>
+              <Section name="devices" title={trans.__('Devices')}>
+                <Devices rows={arranged.rows} />
+              </Section>
+              <Section
+                name="queue"
+                title={trans.__('Queue')}
+                aside={String(arranged.queue.length)}
+              >
+                <Queue rows={arranged.queue} />
+              </Section>
+            </>
+          )}
+          <Section
+            name="kernels"
+            title={trans.__('My kernels on this server')}
+            aside={String(arranged.kernels.length)}
+          >
+            <Kernels rows={arranged.kernels} devices={arranged.devices} />
+          </Section>
+          <Section name="host" title={trans.__('Host memory')}>
+            <HostMemory host={view.host} suspended={arranged.suspended} />
+          </Section>
+          <Section name="use" title={trans.__('Use')}>
+            <Usage />
+          </Section>
+        </div>
+      )}
+    </Tools.Provider>
+  );
+}

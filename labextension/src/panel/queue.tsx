@@ -1,0 +1,78 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** Who waits, in order. */
+import * as React from 'react';
+
+import { isMine } from '../tokens';
+import { about, bytes, ordinal } from '../words';
+import type { IWaitRow } from './arrange';
+import { somebody } from './describe';
+import { Badge } from './section';
+import { useTools } from './tools';
+
+/** Others' places are listed up to here; mine always. */
+export const LISTED = 20;
+
+export const Queue = React.memo(function Queue(props: {
+  readonly rows: readonly IWaitRow[];
+}): React.ReactElement {
+  const { trans } = useTools();
+  if (props.rows.length === 0) {
+    return <p className="jp-gpupool-plain">{trans.__('Nobody waits for a GPU.')}</p>;
+  }
+  const listed = props.rows.filter((row, i) => i < LISTED || row.session.mine);
+  const more = props.rows.length - listed.length;
+  return (
+    <>
+      <ol className="jp-gpupool-list jp-gpupool-queue">
+        {listed.map(row => (
+          <Waiting key={row.session.id} row={row} />
+        ))}
+      </ol>
+      {more > 0 && (
+        <p className="jp-gpupool-plain">
+          {trans._n('%1 more waits.', '%1 more wait.', more)}
+        </p>
+      )}
+    </>
+  );
+});
+
+const Waiting = React.memo(function Waiting(props: {
+  readonly row: IWaitRow;
+}): React.ReactElement {
+  const { trans } = useTools();
+  const { session, name, number } = props.row;
+  const place =
+    session.queue_position === null ? '?' : ordinal(trans, session.queue_position);
+  if (!isMine(session)) {
+    return (
+      <li className="jp-gpupool-line">
+        <span className="jp-gpupool-place">{place}</span>
+        <span className="jp-gpupool-grow">{somebody(trans, session)}</span>
+      </li>
+    );
+  }
+  const { memory, devices } = session.request;
+  const size =
+    devices > 1 ? trans.__('%1 on each of %2', bytes(memory), devices) : bytes(memory);
+  return (
+    <li>
+      <div className="jp-gpupool-line">
+        <span className="jp-gpupool-place">{place}</span>
+        <Badge number={number} />
+        <span className="jp-gpupool-grow jp-gpupool-strong">{name}</span>
+        <span className="jp-gpupool-figure">
+          {memory > 0 && `${size} · `}
+          {session.eta_seconds === null
+            ? trans.__('? to go')
+            : trans.__('%1 to go', about(trans, session.eta_seconds))}
+        </span>
+      </div>
+      {session.wait_reason && (
+        <div className="jp-gpupool-why">{session.wait_reason}</div>
+      )}
+    </li>
+  );
+});

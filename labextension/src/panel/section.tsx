@@ -1,0 +1,49 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** A part of the panel with a heading that folds it; what is folded is not drawn. */
+import { caretDownEmptyIcon } from '@jupyterlab/ui-components';
+import * as React from 'react';
+
+export interface ISectionProps {
+  /** Part of the ids in the page. */
+  readonly name: string;
+  readonly title: string;
+  /** Few words beside the heading, to be seen also when folded. */
+  readonly aside?: string;
+  readonly children: React.ReactNode;
+}
+
+export function Section(props: ISectionProps): React.ReactElement {
+  const [open, setOpen] = React.useState(true);
+  const id = `jp-gpupool-panel-${props.name}`;
+  return (
+    <section className="jp-gpupool-section" aria-labelledby={id}>
+      <details
+        open={open}
+        onToggle={event => setOpen((event.target as HTMLDetailsElement).open)}
+      >
+        <summary>
+          <caretDownEmptyIcon.react tag="span" className="jp-gpupool-caret" />
+          <h3 id={id}>{props.title}</h3>
+          {props.aside && <span className="jp-gpupool-aside">{props.aside}</span>}
+        </summary>
+        <div className="jp-gpupool-sectionBody">{open && props.children}</div>
+      </details>
+    </section>
+  );
+}
+
+/** What tells my kernels apart: a colour and a number. */
+export function Badge({ number }: { readonly number: number }): React.ReactElement {
+  return (
+    <span className={`jp-gpupool-badge ${hue(number)}`} aria-hidden="true">
+      {number}
+    </span>
+  );
+}
+
+/** Ten colours; kernels beyond share them, the number tells. */
+export function hue(number: number): string {
+  return `jp-gpupool-hue${((number - 1) % 10) + 1}`;
+}

@@ -1,0 +1,96 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** A line of the last minutes; where nobody measured there is no line. */
+import * as React from 'react';
+
+import { useTools } from './tools';
+
+/** Seconds from the left edge to the right one. */
+export const SPAN = 300;
+
+const WIDTH = 150;
+const HEIGHT = 20;
+
+type Values = readonly (number | null)[];
+
+/** The path, in a box of `WIDTH` by `HEIGHT`; `top` is the value at its upper edge. */
+export function path(
+  time: readonly number[],
+  values: Values,
+  now: number,
+  top: number
+): string {
+  let drawn = '';
+  let pen = false;
+  let last = -1;
+  values.forEach((value, i) => {
+    const at = time[i];
+    if (value === null || at === undefined || at < now - SPAN) {
+      pen = false;
+      return;
+    }
+    const x = Math.round(((at - now + SPAN) / SPAN) * WIDTH);
+    const share = Math.min(1, Math.max(0, value / (top || 1)));
+    const y = (HEIGHT - 1 - share * (HEIGHT - 2)).toFixed(1);
+    const next = values[i + 1];
+    // One point for each column; but the last one of a piece always.
+    if (pen && x === last && next !== null && next !== undefined) {
+      return;
+    }
+    // A point alone is a line of no length: its round end shows.
+    drawn += pen ? `L${x} ${y}` : `M${x} ${y}h0`;
+    pen = true;
+    last = x;
+  });
+  return drawn;
+}
+
+export interface ISparklineProps {
+  /** What it shows, as in `Memory`. */
+  readonly name: string;
+  readonly time: readonly number[];
+  readonly values: Values;
+  readonly now: number;
+  /** The value at the upper edge, unless there are higher ones. */
+  readonly top: number;
+  readonly say: (value: number) => string;
+}
+
+export function Sparkline(props: ISparklineProps): React.ReactElement {
+  const { trans } = useTools();
+  const { name, time, values, now, say } = props;
+  const known = values.filter(value => value !== null);
+  const least = known.reduce((a, b) => Math.min(a, b), Infinity);
+  const most = known.reduce((a, b) => Math.max(a, b), -Infinity);
+  const current = values[values.length - 1] ?? null;
+  const label =
+    known.length === 0
+      ? trans.__('%1 in the last 5 minutes: not known', name)
+      : trans.__(
+          '%1 in the last 5 minutes: least %2, most %3, now %4',
+          name,
+          say(least),
+          say(most),
+          current === null ? trans.__('not known') : say(current)
+        );
+  return (
+    <div className="jp-gpupool-spark">
+      <span className="jp-gpupool-sparkName" aria-hidden="true">
+        {name}
+      </span>
+      <svg
+        role="img"
+        aria-label={label}
+        viewBox={`0 0 ${WIDTH} ${HEIGHT}`}
+        preserveAspectRatio="none"
+      >
+        <title>{label}</title>
+        <path d={path(time, values, now, Math.max(props.top, most))} />
+      </svg>
+      <span className="jp-gpupool-sparkNow" aria-hidden="true">
+        {current === null ? '?' : say(current)}
+      </span>
+    </div>
+  );
+}

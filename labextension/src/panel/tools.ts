@@ -1,0 +1,54 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** What all parts of the panel use. It never changes, so that nothing is drawn because of it. */
+import type { TranslationBundle } from '@jupyterlab/translation';
+import type { IDisposable } from '@lumino/disposable';
+import type { ISignal } from '@lumino/signaling';
+import * as React from 'react';
+
+import type { IHistory } from '../api';
+import type { IPoolModel } from '../tokens';
+import type { Ticker } from './ticker';
+
+/** The last minutes; asked for while somebody holds it. */
+export interface IPast {
+  readonly latest: IHistory | null;
+  readonly changed: ISignal<unknown, unknown>;
+  hold(): IDisposable;
+}
+
+export interface ITools {
+  readonly trans: TranslationBundle;
+  readonly model: IPoolModel;
+  readonly ticker: Ticker;
+  readonly past: IPast;
+  /** Bring the document of a kernel to the front. */
+  readonly open: (kernelId: string) => void;
+}
+
+export const Tools = React.createContext<ITools | null>(null);
+
+export function useTools(): ITools {
+  const tools = React.useContext(Tools);
+  if (tools === null) {
+    throw new Error('A part of the panel is drawn outside of it.');
+  }
+  return tools;
+}
+
+/** The newest history; renders when it is another one. */
+export function useHistory(): IHistory | null {
+  const { past } = useTools();
+  const subscribe = React.useCallback(
+    (told: () => void) => {
+      const slot = () => told();
+      past.changed.connect(slot);
+      return () => {
+        past.changed.disconnect(slot);
+      };
+    },
+    [past]
+  );
+  return React.useSyncExternalStore(subscribe, () => past.latest);
+}

@@ -1,0 +1,102 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** Figures over all: suspended bytes in host memory, and how much the devices were used. */
+import * as React from 'react';
+
+import type { IPool } from '../api';
+import { bytes, part } from '../words';
+import { percent } from './geometry';
+import { useHistory, useTools } from './tools';
+
+interface IMeterProps {
+  readonly label: string;
+  readonly text: string;
+  /** 0 to 1: mine, and that of others. */
+  readonly mine: number;
+  readonly others: number;
+}
+
+function Meter(props: IMeterProps): React.ReactElement {
+  const mine = Math.min(1, Math.max(0, props.mine));
+  const others = Math.min(1 - mine, Math.max(0, props.others));
+  return (
+    <div
+      className="jp-gpupool-meter"
+      role="meter"
+      aria-label={props.label}
+      aria-valuemin={0}
+      aria-valuemax={100}
+      aria-valuenow={Math.round((mine + others) * 100)}
+      aria-valuetext={props.text}
+    >
+      <span className="jp-gpupool-meterMine" style={{ width: percent(mine) }} />
+      <span className="jp-gpupool-meterOthers" style={{ width: percent(others) }} />
+    </div>
+  );
+}
+
+export const HostMemory = React.memo(function HostMemory(props: {
+  readonly host: IPool['host'];
+  /** Suspended bytes of my kernels. */
+  readonly suspended: number;
+}): React.ReactElement {
+  const { trans } = useTools();
+  const { budget_bytes: budget, used_bytes: used, available_bytes: left } = props.host;
+  const mine = Math.min(props.suspended, used);
+  const text = trans.__('%1 hold suspended kernels', part(trans, used, budget));
+  return (
+    <>
+      <Meter
+        label={trans.__('Host memory for suspended kernels')}
+        text={text}
+        mine={budget > 0 ? mine / budget : 0}
+        others={budget > 0 ? (used - mine) / budget : 0}
+      />
+      <p className="jp-gpupool-plain">
+        {text}
+        {used > 0 && ` · ${trans.__('yours: %1', bytes(mine))}`}
+      </p>
+      <p className="jp-gpupool-plain jp-gpupool-figure">
+        {trans.__('Free on this machine: %1', left === null ? '?' : bytes(left))}
+      </p>
+    </>
+  );
+});
+
+export const Usage = React.memo(function Usage(): React.ReactElement {
+  const { trans } = useTools();
+  const history = useHistory();
+  if (history === null) {
+    return (
+      <p className="jp-gpupool-plain">
+        {trans.__('? Known while a Pooled GPU kernel is open.')}
+      </p>
+    );
+  }
+  const { attached_seconds: attached, kernel_seconds: open } = history.usage;
+  const share = open > 0 ? Math.min(1, attached / open) : null;
+  const text = trans.__(
+    'Attached %1 h of %2 open kernel-hours since the server started (%3)',
+    hours(attached),
+    hours(open),
+    share === null ? '?' : trans.__('%1 %', Math.round(share * 100))
+  );
+  return (
+    <>
+      <Meter
+        label={trans.__('Share of time with a slice of a GPU')}
+        text={text}
+        mine={share ?? 0}
+        others={0}
+      />
+      <p className="jp-gpupool-plain">{text}</p>
+    </>
+  );
+});
+
+/** `0.03`, `2.1`, `140`: as many digits as tell something. */
+export function hours(seconds: number): string {
+  const value = seconds / 3600;
+  return value.toFixed(value < 1 ? 2 : value < 100 ? 1 : 0);
+}

@@ -1,0 +1,143 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** The panel in the side bar: draws, asks and counts only while it can be seen. */
+import { ReactWidget } from '@jupyterlab/ui-components';
+import type { TranslationBundle } from '@jupyterlab/translation';
+import type { IDisposable } from '@lumino/disposable';
+import type { Message } from '@lumino/messaging';
+import * as React from 'react';
+
+import { logoIcon } from '../icons';
+import type { IPoolModel } from '../tokens';
+import { Arranger } from './arrange';
+import type { IDocuments } from './documents';
+import { Panel } from './panel';
+import { Ticker } from './ticker';
+import type { IPast, ITools } from './tools';
+
+export const PANEL_ID = 'jp-gpupool-panel';
+
+export class PanelWidget extends ReactWidget {
+  constructor(options: {
+    readonly model: IPoolModel;
+    readonly past: IPast;
+    readonly documents: IDocuments;
+    readonly trans: TranslationBundle;
+  }) {
+    super();
+    const { model, past, documents, trans } = options;
+    this._documents = documents;
+    this._tools = {
+      trans,
+      model,
+      past,
+      ticker: this._ticker,
+      open: kernel => documents.open(kernel)
+    };
+    this.id = PANEL_ID;
+    this.addClass('jp-gpupool-panel');
+    this.title.icon = logoIcon;
+    this.title.caption = trans.__('GPU Pool');
+    this.node.setAttribute('role', 'region');
+    this.node.setAttribute('aria-label', trans.__('GPU Pool'));
+    // To be shown means to get the focus: somewhere it must be put.
+    this.node.tabIndex = -1;
+    model.changed.connect(this._onChanged);
+    documents.changed.connect(this._onChanged);
+  }
+
+  override dispose(): void {
+    if (this.isDisposed) {
+      return;
+    }
+    this._tools.model.changed.disconnect(this._onChanged);
+    this._documents.changed.disconnect(this._onChanged);
+    this._seen(false);
+    super.dispose();
+  }
+
+  protected override render(): React.ReactElement {
+    const { view, broker, live, found } = this._tools.model;
+    const arranged =
+      view &&
+      this._arranger.arrange(
+        view,
+        kernel => this._documents.name(kernel),
+        this._documents.active
+      );
+    return (
+      <Panel
+        tools={this._tools}
+        view={view}
+        broker={broker}
+        live={live}
+        found={found}
+        arranged={arranged}
+      />
+    );
+  }
+
+  protected override onUpdateRequest(msg: Message): void {
+    if (this.isVisible) {
+      super.onUpdateRequest(msg);
+    }
+  }
+
+  protected override onAfterAttach(msg: Message): void {
+    super.onAfterAttach(msg);
+    this._seen(this.isVisible);
+  }
+
+  protected override onBeforeDetach(msg: Message): void {
+    this._seen(false);
+    super.onBeforeDetach(msg);
+  }
+
+  protected override onAfterShow(): void {
+    this._seen(true);
+    this.update();
+  }
+
+  protected override onBeforeHide(): void {
+    this._seen(false);
+  }
+
+  protected override onActivateRequest(): void {
+    this.node.focus();
+  }
+
+  private _seen(seen: boolean): void {
+    this._ticker.running = seen;
+    if (seen) {
+      this._held ??= this._tools.past.hold();
+      this._askOnce();
+    } else {
+      this._held?.dispose();
+      this._held = null;
+    }
+  }
+
+  /** Without a kernel nobody asks for the view: one look, so that there is something to be seen. */
+  private _askOnce(): void {
+    if (!this._asked) {
+      this._asked = true;
+      if (!this._tools.model.live) {
+        void this._tools.model.refresh();
+      }
+    }
+  }
+
+  private readonly _onChanged = (): void => {
+    if (this.isVisible) {
+      this.update();
+    }
+  };
+
+  private readonly _tools: ITools;
+  private readonly _documents: IDocuments;
+  private readonly _ticker = new Ticker();
+  private readonly _arranger = new Arranger();
+  private _held: IDisposable | null = null;
+  private _asked = false;
+}
