@@ -4,7 +4,7 @@
 /** States, sizes and times in words. Pure: the time now is an argument. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 
-import type { IDevice, ISession } from './api';
+import type { IDevice, ISession, IWait } from './api';
 
 const GIB = 1024 ** 3;
 const MIB = 1024 ** 2;
@@ -146,4 +146,49 @@ function waiting(trans: TranslationBundle, session: ISession): string {
   return session.eta_seconds === null
     ? trans.__('Waiting: %1', place)
     : trans.__('Waiting: %1, %2', place, about(trans, session.eta_seconds));
+}
+
+/** Why a kernel waits, and how many of which class are ahead of it: one line for each thought. */
+export function describeWait(trans: TranslationBundle, wait: IWait): string[] {
+  if (!wait.waiting) {
+    return [trans.__('This kernel is not waiting for a GPU.')];
+  }
+  const lines: string[] = [];
+  if (wait.reason) {
+    // The broker's reasons are parts of sentences.
+    const reason = wait.reason.charAt(0).toUpperCase() + wait.reason.slice(1);
+    lines.push(/[.!?]$/.test(reason) ? reason : `${reason}.`);
+  }
+  if (wait.position !== null) {
+    lines.push(
+      trans.__(
+        'It is %1 of %2 in the queue.',
+        ordinal(trans, wait.position),
+        Math.max(wait.length, wait.position)
+      )
+    );
+  }
+  lines.push(
+    wait.eta_seconds === null
+      ? trans.__('Nobody can tell yet how long it takes.')
+      : trans.__('It will probably take %1.', about(trans, wait.eta_seconds))
+  );
+  const { total, mine, by_priority: classes } = wait.ahead;
+  if (total === 0) {
+    lines.push(trans.__('Nobody is ahead of it.'));
+    return lines;
+  }
+  const counts = Object.entries(classes)
+    .map(([name, count]) => trans.__('%1 of class %2', count, name))
+    .join(', ');
+  const ahead = trans._n(
+    'Ahead of it is %1 kernel',
+    'Ahead of it are %1 kernels',
+    total
+  );
+  lines.push(counts ? `${ahead}: ${counts}.` : `${ahead}.`);
+  if (mine > 0) {
+    lines.push(trans._n('%1 of them is yours.', '%1 of them are yours.', mine));
+  }
+  return lines;
 }

@@ -1,0 +1,216 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import { Notification } from '@jupyterlab/apputils';
+import { nullTranslator } from '@jupyterlab/translation';
+import { CommandRegistry } from '@lumino/commands';
+
+import { addCommands, CommandIDs } from '../commands';
+import { PoolModel } from '../model';
+import { describeWait } from '../words';
+import { answer, asked, FakeServices, FakeSocket, pool, reset } from './fake';
+
+// Dialogs are drawn in it; jsdom lacks it.
+globalThis.requestIdleCallback = draw =>
+  Number(setTimeout(() => draw({ didTimeout: false, timeRemaining: () => 0 })));
+
+const trans = nullTranslator.load('jupyter_gpupool');
+
+const WAIT = {
+  waiting: true,
+  position: 2,
+  length: 5,
+  eta_seconds: 40,
+  reason: 'no GPU has 8.0 GiB free',
+  ahead: { total: 1, mine: 0, by_priority: { interactive: 1 } }
+};
+
+describe('why a kernel waits', () => {
+  test('is said in sentences, by class and without names', () => {
+    expect(describeWait(trans, WAIT)).toEqual([
+      'No GPU has 8.0 GiB free.',
+      'It is 2nd of 5 in the queue.',
+      'It will probably take ~40 s.',
+      'Ahead of it is 1 kernel: 1 of class interactive.'
+    ]);
+  });
+
+  test('tells which of those ahead are yours', () => {
+    const by_priority = { interactive: 1, batch: 2 };
+    const lines = describeWait(trans, {
+      ...WAIT,
+      position: 4,
+      eta_seconds: null,
+      reason: '',
+      ahead: { total: 3, mine: 2, by_priority }
+    });
+    expect(lines).toEqual([
+      'It is 4th of 5 in the queue.',
+      'Nobody can tell yet how long it takes.',
+      'Ahead of it are 3 kernels: 1 of class interactive, 2 of class batch.',
+      '2 of them are yours.'
+    ]);
+  });
+
+  test('or that nobody is ahead, or that it does not wait', () => {
+    const first = { total: 0, mine: 0, by_priority: {} };
+    expect(describeWait(trans, { ...WAIT, position: 1, ahead: first })).toContain(
+      'Nobody is ahead of it.'
+    );
+    expect(describeWait(trans, { ...WAIT, waiting: false })).toEqual([
+      'This kernel is not waiting for a GPU.'
+    ]);
+  });
+});
+
+describe('the commands', () => {
+  let services: FakeServices;
+  let model: PoolModel;
+  let commands: CommandRegistry;
+  let active: string | null;
+
+  const of = [
+    CommandIDs.ask,
+    CommandIDs.release,
+    CommandIDs.keep,
+    CommandIDs.why
+  ] as const;
+
+  beforeEach(() => {
+    reset();
+    Notification.dismiss();
+    document.body.textContent = '';
+    services = new FakeServices();
+    model = new PoolModel(services.all, trans);
+    commands = new CommandRegistry();
+    active = 'kernel-a';
+    addCommands({
+      commands,
+      model,
+      settings: { keepMinutes: 7 },
+      sessions: services.all.sessions,
+      active: () => active,
+      trans
+    });
+    answer.body = { note: 'As you wish.' };
+  });
+
+  afterEach(() => model.dispose());
+
+  const shown = () => Notification.manager.notifications.map(n => [n.type, n.message]);
+
+  /** What the open dialog says; waits until there is one. */
+  async function dialog(): Promise<HTMLElement> {
+    for (;;) {
+      const found = document.querySelector<HTMLElement>('.jp-Dialog');
+      if (found) {
+        return found;
+      }
+      await new Promise(resolve => setTimeout(resolve, 5));
+    }
+  }
+
+  const press = (where: HTMLElement, what: string) =>
+    where.querySelector<HTMLElement>(what)!.click();
+
+  test('can be chosen only for a kernel of the pool', () => {
+    const enabled = (args = {}) => of.map(id => commands.isEnabled(id, args));
+    expect(enabled()).toEqual([false, false, false, false]);
+    services.start('a', 'python3');
+    expect(enabled()).toEqual([false, false, false, false]);
+    services.start('b');
+    expect(enabled({ kernelId: 'kernel-b' })).toEqual([true, true, true, true]);
+    active = 'kernel-b';
+    expect(enabled()).toEqual([true, true, true, true]);
+    active = null;
+    expect(enabled()).toEqual([false, false, false, false]);
+  });
+
+  test('ask for nothing if there is no kernel of the pool', async () => {
+    for (const id of of) {
+      expect(await commands.execute(id)).toBe(false);
+    }
+    expect(asked).toEqual([]);
+  });
+
+  test('release and keep, and tell what the server says', async () => {
+    services.start('a');
+    expect(commands.label(CommandIDs.keep)).toBe('Keep the GPU for 7 Minutes');
+    expect(await commands.execute(CommandIDs.release)).toBe(true);
+    await commands.execute(CommandIDs.keep);
+    await commands.execute(CommandIDs.keep, { minutes: 2 });
+    expect(asked).toEqual([
+      'POST sessions/kernel-a/release {}',
+      'POST sessions/kernel-a/keep {"seconds":420}',
+      'POST sessions/kernel-a/keep {"seconds":120}'
+    ]);
+    expect(shown()[0]).toEqual(['success', 'As you wish.']);
+  });
+
+  test('a refusal is told with its next step, the whole of it if it is long', async () => {
+    services.start('a');
+    answer.status = 409;
+    const message = 'It is in use by a cell. '.repeat(8).trim();
+    answer.body = { code: 'busy', message, next_step: 'Interrupt it.' };
+    expect(await commands.execute(CommandIDs.release)).toBe(false);
+    const [told] = Notification.manager.notifications;
+    expect(told?.type).toBe('error');
+    told?.options.actions?.[0]?.callback(new MouseEvent('click'));
+    const open = await dialog();
+    expect(open.textContent).toContain(`${message} Interrupt it.`);
+    press(open, 'button');
+  });
+
+  test('asking opens the popover where there is one', async () => {
+    services.start('a');
+    const opened = jest.fn();
+    commands.addCommand(CommandIDs.open, { execute: opened });
+    await commands.execute(CommandIDs.ask);
+    expect(opened).toHaveBeenCalledTimes(1);
+    expect(asked).toEqual([]);
+  });
+
+  test('asking shows what is allowed, and asks for bytes', async () => {
+    services.start('a');
+    FakeSocket.one.snapshot(pool());
+    const done = commands.execute(CommandIDs.ask);
+    const open = await dialog();
+    expect(open.textContent).toContain('at most 8.0 GiB');
+    const input = open.querySelector('input')!;
+    expect(input.value).toBe('8');
+    input.value = '4.5';
+    press(open, '.jp-mod-accept');
+    expect(await done).toBe(true);
+    const size = 4.5 * 1024 ** 3;
+    expect(asked).toEqual([
+      `PATCH sessions/kernel-a {"memory":${size},"limit":${size}}`
+    ]);
+  });
+
+  test('asking for nothing after all sends nothing', async () => {
+    services.start('a');
+    const done = commands.execute(CommandIDs.ask);
+    press(await dialog(), '.jp-mod-reject');
+    expect(await done).toBe(false);
+    expect(asked).toEqual([]);
+  });
+
+  test('why is a dialog', async () => {
+    services.start('a');
+    answer.body = WAIT;
+    const done = commands.execute(CommandIDs.why);
+    const open = await dialog();
+    expect(asked).toEqual(['GET sessions/kernel-a/wait']);
+    expect(open.textContent).toContain('It is 2nd of 5 in the queue.');
+    press(open, 'button');
+    expect(await done).toBe(true);
+  });
+
+  test('refreshing tells if nobody answers', async () => {
+    answer.status = 503;
+    answer.body = { code: 'away', message: 'No broker.', next_step: 'Start one.' };
+    await commands.execute(CommandIDs.refresh);
+    expect(asked).toEqual(['GET pool']);
+    expect(shown()).toEqual([['error', 'No broker. Start one.']]);
+  });
+});

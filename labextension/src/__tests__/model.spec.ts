@@ -1,0 +1,413 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import { PageConfig } from '@jupyterlab/coreutils';
+import { nullTranslator } from '@jupyterlab/translation';
+
+import { PoolModel } from '../model';
+import { HIDDEN_AFTER, HIDDEN_INTERVAL, pause } from '../stream';
+import type { Change, IPoolModel } from '../tokens';
+import { answer, asked, device, FakeServices, FakeSocket, pool, reset } from './fake';
+import { session, show } from './fake';
+
+const trans = nullTranslator.load('jupyter_gpupool');
+
+let services: FakeServices;
+let model: PoolModel;
+let changes: Change[];
+
+function make(): void {
+  model = new PoolModel(services.all, trans);
+  changes = [];
+  model.changed.connect((_, change) => changes.push(change));
+}
+
+/** Until all that was sent is answered, and one frame has passed. */
+async function frame(): Promise<void> {
+  await jest.advanceTimersByTimeAsync(20);
+}
+
+beforeEach(() => {
+  jest.useFakeTimers();
+  jest.spyOn(Math, 'random').mockReturnValue(0.5);
+  reset();
+  services = new FakeServices();
+  make();
+});
+
+afterEach(() => {
+  model.dispose();
+  jest.useRealTimers();
+});
+
+/** A kernel of the pool runs, and the server has said what there is. */
+async function live(): Promise<FakeSocket> {
+  services.start('a');
+  FakeSocket.one.snapshot();
+  await frame();
+  changes.length = 0;
+  return FakeSocket.one;
+}
+
+describe('who needs it', () => {
+  test('without a pooled kernel nothing is sent, however long', async () => {
+    services.start('a', 'python3');
+    services.kernelspecs.specsChanged.emit();
+    show('hidden');
+    await jest.advanceTimersByTimeAsync(3_600_000);
+    show('visible');
+    window.dispatchEvent(new Event('online'));
+    await jest.advanceTimersByTimeAsync(3_600_000);
+    expect(asked).toEqual([]);
+    expect(FakeSocket.all).toEqual([]);
+    expect(model.live).toBe(false);
+    expect(model.broker.status).toBe('unknown');
+  });
+
+  test('a kernel started in this page opens the websocket, its end closes it', async () => {
+    services.start('a');
+    expect(model.live).toBe(true);
+    expect(FakeSocket.one.url).toBe('ws://server/gpupool/api/events?token=se%20cret');
+    services.end();
+    expect(model.live).toBe(false);
+    await jest.advanceTimersByTimeAsync(3_600_000);
+    expect(FakeSocket.all).toHaveLength(1);
+    expect(FakeSocket.open).toEqual([]);
+    expect(asked).toEqual([]);
+  });
+
+  test('a kernel without a document counts, and so does a wrapped one', () => {
+    services.kernels.models = [{ id: 'x', name: 'gpupool-ir' }];
+    services.kernels.runningChanged.emit();
+    expect(model.live).toBe(true);
+  });
+
+  test('kernelspecs that are known later count', () => {
+    const { specs } = services.kernelspecs;
+    services.kernelspecs.specs = null as unknown as typeof specs;
+    services.start('a');
+    expect(model.live).toBe(false);
+    services.kernelspecs.specs = specs;
+    services.kernelspecs.specsChanged.emit();
+    expect(model.live).toBe(true);
+  });
+
+  test('the provisioner makes a kernel one of the pool, not its name', () => {
+    expect(model.isPooled('gpupool-python3')).toBe(true);
+    expect(model.isPooled('gpupool-ir')).toBe(true);
+    expect(model.isPooled('python3')).toBe(false);
+    expect(model.isPooled('gpupool-none')).toBe(false);
+  });
+});
+
+describe('what is said', () => {
+  test('a snapshot is the view', async () => {
+    services.start('a');
+    FakeSocket.one.snapshot();
+    expect(changes).toEqual([]);
+    await frame();
+    expect(changes).toEqual([{ all: true }]);
+    expect(model.view).toEqual(pool());
+    expect(model.broker.status).toBe('up');
+    expect(model.session('kernel-b')?.id).toBe('b');
+    expect(model.session('kernel-c')).toBeNull();
+  });
+
+  test('a delta replaces what changed and nothing else', async () => {
+    const socket = await live();
+    const before = model.view!;
+    const young = session('b', { state: 'idle' });
+    socket.delta({ now: 1001, queue_length: 3, sessions: [young, session('c')] });
+    const after = model.view!;
+    expect(after).not.toBe(before);
+    expect(before.sessions).toHaveLength(2);
+    expect(after.devices).toBe(before.devices);
+    expect(after.sessions[0]).toBe(before.sessions[0]);
+    expect(after.sessions.map(s => [s.id, s.state])).toEqual([
+      ['a', 'active'],
+      ['b', 'idle'],
+      ['c', 'active']
+    ]);
+    expect([after.now, after.queue_length]).toEqual([1001, 3]);
+    socket.delta({ now: 1002, removed: ['a', 'GPU-1'] });
+    expect(model.view!.sessions.map(s => s.id)).toEqual(['b', 'c']);
+    expect(model.view!.devices.map(d => d.uuid)).toEqual(['GPU-0']);
+  });
+
+  test('the deltas of one frame are one change', async () => {
+    const socket = await live();
+    socket.delta({ now: 1001, sessions: [session('c')], queue_length: 1 });
+    socket.delta({ now: 1002, sessions: [session('b', { state: 'idle' })] });
+    socket.delta({ now: 1003, devices: [device(0, { utilisation: 7 })] });
+    socket.delta({ now: 1004, removed: ['c', 'a'] });
+    socket.delta({ now: 1005, sessions: [session('a', { state: 'queued' })] });
+    expect(changes).toEqual([]);
+    await frame();
+    expect(changes).toHaveLength(1);
+    const [change] = changes;
+    if (!change || change.all) {
+      throw new Error('a change of everything');
+    }
+    const { delta } = change;
+    expect(delta.now).toBe(1005);
+    expect(delta.queue_length).toBe(1);
+    expect(delta.sessions?.map(s => [s.id, s.state])).toEqual([
+      ['b', 'idle'],
+      ['a', 'queued']
+    ]);
+    expect(delta.devices?.map(d => d.utilisation)).toEqual([7]);
+    expect(delta.removed).toEqual(['c']);
+    await frame();
+    expect(changes).toHaveLength(1);
+  });
+
+  test('a snapshot among deltas makes a change of everything', async () => {
+    const socket = await live();
+    socket.delta({ now: 1001, queue_length: 1 });
+    socket.snapshot(pool({ now: 1002 }));
+    await frame();
+    expect(changes).toEqual([{ all: true }]);
+  });
+
+  test('of two sessions of a restarted kernel the last one is meant', async () => {
+    const socket = await live();
+    socket.delta({ now: 1001, sessions: [session('z', { kernel_id: 'kernel-a' })] });
+    expect(model.session('kernel-a')?.id).toBe('z');
+  });
+
+  test('sessions of others are not found by kernel', async () => {
+    const socket = await live();
+    const other = { ...session('a'), mine: false } as never;
+    socket.delta({ now: 1001, sessions: [other] });
+    expect(model.session('kernel-a')).toBeNull();
+  });
+
+  test('warnings are handed on at once', async () => {
+    const socket = await live();
+    const warned: unknown[] = [];
+    model.warned.connect((_, data) => warned.push(data));
+    const data = {
+      kernel_id: 'kernel-a',
+      seconds_left: 20,
+      bytes: 1,
+      resume_seconds: 3
+    };
+    socket.say({ type: 'idle', data });
+    socket.say({ type: 'lease', data: {} });
+    expect(warned).toEqual([data]);
+  });
+});
+
+describe('the clock', () => {
+  test('goes on from the broker’s, not from ours', async () => {
+    await live();
+    const at = model.now();
+    await jest.advanceTimersByTimeAsync(5000);
+    expect(model.now() - at).toBeCloseTo(5, 3);
+    expect(model.now()).toBeGreaterThanOrEqual(1005);
+    expect(model.now()).toBeLessThan(1006);
+  });
+
+  test('goes on while the computer sleeps, and not back when somebody sets the time', async () => {
+    await live();
+    const at = model.now();
+    const wall = Date.now();
+    // The steady clock stands still in sleep; only the other goes on.
+    const spy = jest.spyOn(Date, 'now').mockReturnValue(wall + 3_600_000);
+    expect(model.now() - at).toBeCloseTo(3600, 1);
+    spy.mockReturnValue(wall - 3_600_000);
+    expect(model.now()).toBe(at);
+  });
+});
+
+describe('away and back', () => {
+  test('the broker goes away: the view is kept, and why is said', async () => {
+    const socket = await live();
+    const before = model.view;
+    const why = { message: 'The broker has ended.', next_step: 'Start it.' };
+    socket.say({ type: 'broker', available: false, code: 'no-broker', ...why });
+    await frame();
+    expect(model.broker).toEqual({
+      status: 'away',
+      message: 'The broker has ended.',
+      nextStep: 'Start it.'
+    });
+    expect(model.view).toBe(before);
+    expect(changes).toEqual([{ all: true }]);
+    socket.say({ type: 'broker', available: true });
+    expect(model.broker.status).toBe('away');
+    socket.snapshot(pool({ now: 2000 }));
+    await frame();
+    expect(model.broker).toEqual({ status: 'up', message: '', nextStep: '' });
+    expect(model.view?.now).toBe(2000);
+  });
+
+  test('the websocket is opened again, ever more slowly, without end', async () => {
+    await live();
+    answer.status = 0;
+    for (const failures of [0, 1, 2, 3, 4, 5, 6, 100]) {
+      const [low, high] = [pause(failures, 0), pause(failures, 0.999)];
+      expect(low).toBeGreaterThanOrEqual(1000);
+      expect(high).toBeLessThanOrEqual(30_000);
+      expect(high).toBeGreaterThan(1.9 * low);
+    }
+    for (let failures = 0; failures < 12; failures++) {
+      FakeSocket.one.drop();
+      await jest.advanceTimersByTimeAsync(pause(failures, 0.5) - 1);
+      expect(FakeSocket.open).toEqual([]);
+      await jest.advanceTimersByTimeAsync(1);
+    }
+    const socket = FakeSocket.one;
+    // Having heard something, it begins anew.
+    socket.snapshot();
+    socket.drop();
+    await jest.advanceTimersByTimeAsync(pause(0, 0.5));
+    expect(FakeSocket.one).not.toBe(socket);
+  });
+
+  test('one lost websocket is no news; if it cannot be opened, a request says why', async () => {
+    (await live()).drop();
+    expect(asked).toEqual([]);
+    expect(model.broker.status).toBe('up');
+    await jest.advanceTimersByTimeAsync(pause(0, 0.5));
+    answer.status = 403;
+    answer.body = { code: 'forbidden', message: 'Forbidden.', next_step: 'Log in.' };
+    FakeSocket.one.drop();
+    await frame();
+    expect(asked).toEqual(['GET pool']);
+    expect(model.broker).toEqual({
+      status: 'away',
+      message: 'Forbidden.',
+      nextStep: 'Log in.'
+    });
+    await jest.advanceTimersByTimeAsync(pause(1, 0.5));
+    FakeSocket.one.snapshot();
+    expect(model.broker.status).toBe('up');
+  });
+
+  test('where websockets do not get through, requests keep the view fresh', async () => {
+    services.start('a');
+    FakeSocket.one.drop();
+    await frame();
+    expect(model.view).toEqual(pool());
+    expect(model.broker.status).toBe('up');
+  });
+
+  test('the server is gone, or its extension is off: both are told', async () => {
+    answer.status = 0;
+    await model.refresh();
+    expect(model.broker.status).toBe('away');
+    expect(model.broker.message).toMatch(/does not answer/);
+    answer.status = 404;
+    answer.body = { message: 'Not Found' };
+    await model.refresh();
+    expect(model.broker.message).toMatch(/switched off/);
+    expect(model.broker.nextStep).toMatch(/server extension enable/);
+  });
+
+  test('after sleep, and on another network, the websocket is opened anew', async () => {
+    const first = await live();
+    await jest.advanceTimersByTimeAsync(60_000);
+    expect(FakeSocket.one).toBe(first);
+    jest.setSystemTime(Date.now() + 3_600_000);
+    await jest.advanceTimersByTimeAsync(15_000);
+    const second = FakeSocket.one;
+    expect(second).not.toBe(first);
+    window.dispatchEvent(new Event('online'));
+    expect(FakeSocket.one).not.toBe(second);
+  });
+});
+
+describe('hidden pages', () => {
+  test('a short look elsewhere changes nothing', async () => {
+    const socket = await live();
+    show('hidden');
+    await jest.advanceTimersByTimeAsync(HIDDEN_AFTER - 1);
+    show('visible');
+    await jest.advanceTimersByTimeAsync(10 * HIDDEN_INTERVAL);
+    expect(FakeSocket.one).toBe(socket);
+    expect(asked).toEqual([]);
+  });
+
+  test('asks slowly while hidden, and opens the websocket at once when seen', async () => {
+    await live();
+    show('hidden');
+    await jest.advanceTimersByTimeAsync(HIDDEN_AFTER);
+    expect(FakeSocket.open).toEqual([]);
+    answer.body = pool({ now: 5000 });
+    await jest.advanceTimersByTimeAsync(3 * HIDDEN_INTERVAL + 1000);
+    expect(asked.length).toBeGreaterThanOrEqual(3);
+    expect(asked.length).toBeLessThanOrEqual(4);
+    expect(model.view?.now).toBe(5000);
+    // A hidden page has no frames: the change was told all the same.
+    expect(changes.length).toBeGreaterThan(0);
+    const before = asked.length;
+    show('visible');
+    FakeSocket.one.snapshot(pool({ now: 6000 }));
+    await jest.advanceTimersByTimeAsync(3 * HIDDEN_INTERVAL);
+    expect(asked).toHaveLength(before);
+    expect(model.view?.now).toBe(6000);
+  });
+
+  test('a page that is loaded hidden asks slowly, too', async () => {
+    model.dispose();
+    show('hidden');
+    make();
+    services.start('a');
+    await jest.advanceTimersByTimeAsync(HIDDEN_AFTER + 1000);
+    expect(FakeSocket.open).toEqual([]);
+    expect(model.view).not.toBeNull();
+  });
+});
+
+describe('found', () => {
+  function told(found: object | null): IPoolModel['found'] {
+    PageConfig.setOption('gpupool', found ? JSON.stringify(found) : '');
+    model.dispose();
+    make();
+    return model.found;
+  }
+
+  test('is what the page was told, and nothing bad if it was told nothing', () => {
+    const none = { found: false, reason: 'No driver.' };
+    expect(told(none)).toEqual(none);
+    expect(told(null)).toEqual({ found: true, reason: '' });
+    PageConfig.setOption('gpupool', 'not JSON');
+    model.dispose();
+    make();
+    expect(model.found.found).toBe(true);
+  });
+
+  test('the newest view knows better', async () => {
+    told({ found: false, reason: 'No driver.' });
+    await live();
+    expect(model.found).toEqual({ found: true, reason: '' });
+    FakeSocket.one.snapshot(pool({ devices: [], problem: 'They fell off the bus.' }));
+    expect(model.found).toEqual({ found: false, reason: 'They fell off the bus.' });
+    told(null);
+  });
+});
+
+test('a request that was overtaken by the websocket changes nothing', async () => {
+  const socket = await live();
+  answer.body = pool({ now: 1 });
+  const asking = model.refresh();
+  socket.delta({ now: 1001, queue_length: 1 });
+  await asking;
+  expect(model.view?.now).toBe(1001);
+});
+
+test('disposed, it sends nothing and says nothing', async () => {
+  const socket = await live();
+  socket.delta({ now: 1001, queue_length: 1 });
+  model.dispose();
+  expect(socket.closed).toBe(true);
+  show('hidden');
+  show('visible');
+  services.start('b');
+  await jest.advanceTimersByTimeAsync(3_600_000);
+  expect(FakeSocket.open).toEqual([]);
+  expect(asked).toEqual([]);
+  expect(changes).toEqual([]);
+  expect(model.isDisposed).toBe(true);
+});

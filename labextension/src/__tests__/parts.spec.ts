@@ -1,0 +1,306 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import { Notification } from '@jupyterlab/apputils';
+import { nullTranslator } from '@jupyterlab/translation';
+import { Signal } from '@lumino/signaling';
+
+import type { IPool, ISession } from '../api';
+import { PoolClient } from '../api';
+import { History, INTERVAL } from '../history';
+import { explanation, pooledKernel } from '../launcher';
+import { PoolModel } from '../model';
+import { IdleWarnings, warning } from '../notify';
+import { RunningSlices } from '../running';
+import { PoolSettings } from '../settings';
+import {
+  answer,
+  asked,
+  FakeServices,
+  FakeSocket,
+  pool,
+  reset,
+  session,
+  show
+} from './fake';
+
+const GIB = 1024 ** 3;
+
+const trans = nullTranslator.load('jupyter_gpupool');
+
+let services: FakeServices;
+let model: PoolModel;
+
+beforeEach(() => {
+  jest.useFakeTimers();
+  reset();
+  Notification.dismiss();
+  services = new FakeServices();
+  model = new PoolModel(services.all, trans);
+});
+
+afterEach(() => {
+  model.dispose();
+  jest.useRealTimers();
+});
+
+/** A server with the kernels `a` and `b`, and these sessions. */
+async function live(...sessions: ISession[]): Promise<FakeSocket> {
+  services.start('a');
+  FakeSocket.one.snapshot(pool({ sessions }));
+  await frame();
+  return FakeSocket.one;
+}
+
+async function frame(): Promise<void> {
+  await jest.advanceTimersByTimeAsync(20);
+}
+
+const name = (kernelId: string) =>
+  services.sessions.models.find(s => s.kernel?.id === kernelId) ?? null;
+
+describe('the idle warning', () => {
+  const idle = session('a', { state: 'idle', leaves_at: 1020 });
+  const said = {
+    kernel_id: 'kernel-a',
+    seconds_left: 20,
+    bytes: 6 * GIB,
+    resume_seconds: 3.2
+  };
+  let settings: PoolSettings;
+  let warnings: IdleWarnings;
+
+  beforeEach(() => {
+    settings = new PoolSettings();
+    warnings = new IdleWarnings(model, settings, id => name(id)?.name ?? null, trans);
+  });
+
+  afterEach(() => warnings.dispose());
+
+  const shown = () => Notification.manager.notifications;
+
+  async function warn(data: object = said): Promise<FakeSocket> {
+    const socket = await live(idle);
+    socket.say({ type: 'idle', data });
+    return socket;
+  }
+
+  test('says which, when, and how long coming back takes', async () => {
+    await warn();
+    expect(shown().map(n => [n.type, n.message])).toEqual([
+      [
+        'warning',
+        'a.ipynb: its GPU slice goes back to the pool in 0:20. Bringing 6.0 GiB back takes ~3 s.'
+      ]
+    ]);
+    expect(shown()[0]!.options.autoClose).toBe(20_000);
+    expect(shown()[0]!.options.actions?.map(a => a.label)).toEqual([
+      'Keep 10 min',
+      'Release now'
+    ]);
+  });
+
+  test('says so if nobody knows, in fewer characters than are shown', () => {
+    const unknown = { ...said, seconds_left: 5000, bytes: null, resume_seconds: null };
+    const text = warning(trans, `${'long'.repeat(30)}.ipynb`, unknown);
+    expect(text).toMatch(/Nobody knows yet how long bringing its data back takes\.$/);
+    expect(text.length).toBeLessThanOrEqual(140);
+    const known = { ...unknown, bytes: 999 * GIB, resume_seconds: 5300 };
+    expect(warning(trans, 'long'.repeat(30), known).length).toBeLessThanOrEqual(140);
+  });
+
+  test.each([
+    ['Keep 10 min', 'POST sessions/kernel-a/keep {"seconds":600}'],
+    ['Release now', 'POST sessions/kernel-a/release {}']
+  ])('%s is asked of the server, and its answer told', async (label, request) => {
+    await warn();
+    answer.body = { note: 'As you wish.' };
+    const action = shown()[0]!.options.actions?.find(a => a.label === label);
+    action?.callback(new MouseEvent('click'));
+    await frame();
+    expect(asked).toEqual([request]);
+    expect(shown().find(n => n.type === 'success')?.message).toBe('As you wish.');
+  });
+
+  test('a refusal is told with what to do next', async () => {
+    await warn();
+    answer.status = 409;
+    answer.body = { code: 'quota', message: 'Too long.', next_step: 'Ask for less.' };
+    shown()[0]!.options.actions?.[0]?.callback(new MouseEvent('click'));
+    await frame();
+    expect(shown().find(n => n.type === 'error')?.message).toBe(
+      'Too long. Ask for less.'
+    );
+  });
+
+  test.each([
+    ['is active again', session('a')],
+    ['is kept', { ...idle, leaves_at: 1600 }],
+    ['is pinned', { ...idle, pinned_reason: 'shared memory', leaves_at: null }],
+    ['has left', session('a', { state: 'detaching' })]
+  ])('is taken back when the kernel %s', async (_, now) => {
+    const socket = await warn();
+    socket.delta({ now: 1001, sessions: [session('b')] });
+    await frame();
+    expect(shown()).toHaveLength(1);
+    socket.delta({ now: 1002, sessions: [now] });
+    await frame();
+    expect(shown()).toEqual([]);
+  });
+
+  test('is taken back when the kernel ends, or the page', async () => {
+    const socket = await warn();
+    socket.delta({ now: 1002, removed: ['a'] });
+    await frame();
+    expect(shown()).toEqual([]);
+    socket.delta({ now: 1003, sessions: [idle] });
+    socket.say({ type: 'idle', data: said });
+    expect(shown()).toHaveLength(1);
+    warnings.dispose();
+    expect(shown()).toEqual([]);
+  });
+
+  test('a second one takes the place of the first', async () => {
+    (await warn()).say({ type: 'idle', data: { ...said, seconds_left: 9 } });
+    expect(shown().map(n => n.message)).toEqual([expect.stringContaining('0:09')]);
+  });
+
+  test('is not shown if switched off', async () => {
+    settings.follow({
+      composite: { idleWarning: false },
+      changed: new Signal({})
+    } as never);
+    expect([settings.idleWarning, settings.keepMinutes]).toEqual([false, 10]);
+    await warn();
+    expect(shown()).toEqual([]);
+  });
+});
+
+describe('history', () => {
+  test('is asked for only while somebody holds it and a kernel is open', async () => {
+    const history = new History(model);
+    const told = jest.fn();
+    history.changed.connect(told);
+    const hold = history.hold();
+    await jest.advanceTimersByTimeAsync(10 * INTERVAL);
+    expect(asked).toEqual([]);
+    await live();
+    answer.body = { now: 1 };
+    await jest.advanceTimersByTimeAsync(2 * INTERVAL + 100);
+    expect(asked.slice(0, 3)).toEqual(['GET history', 'GET history', 'GET history']);
+    expect(history.latest).toEqual({ now: 1 });
+    expect(told).toHaveBeenCalledTimes(3);
+    const other = history.hold();
+    hold.dispose();
+    hold.dispose();
+    await jest.advanceTimersByTimeAsync(INTERVAL);
+    expect(asked.length).toBe(4);
+    show('hidden');
+    await jest.advanceTimersByTimeAsync(5000);
+    show('visible');
+    other.dispose();
+    const before = asked.length;
+    await jest.advanceTimersByTimeAsync(10 * INTERVAL);
+    expect(asked).toHaveLength(before);
+    const last = history.hold();
+    services.end();
+    await frame();
+    await jest.advanceTimersByTimeAsync(10 * INTERVAL);
+    expect(asked.length).toBeLessThanOrEqual(before + 1);
+    last.dispose();
+    history.dispose();
+  });
+});
+
+describe('among all that runs', () => {
+  const changed = new Signal<object, void>({});
+  const opened: string[] = [];
+  const documents = {
+    name,
+    active: null,
+    open: (id: string) => opened.push(id),
+    changed
+  };
+
+  test('are those with a GPU and those that wait, of this server', async () => {
+    const manager = new RunningSlices(model, documents, trans);
+    const changes = jest.fn();
+    manager.runningChanged.connect(changes);
+    expect(manager.running()).toEqual([]);
+    const socket = await live(
+      session('a'),
+      session('q', {
+        state: 'queued',
+        queue_position: 2,
+        eta_seconds: 40,
+        devices: []
+      }),
+      session('d', { state: 'detached', devices: [] }),
+      session('i', { state: 'idle', leaves_at: 1020 }),
+      session('elsewhere', { here: false }),
+      { ...session('other'), mine: false } as never
+    );
+    expect(manager.running().map(i => [i.label(), i.detail?.(), !!i.shutdown])).toEqual(
+      [
+        ['a.ipynb', '6.0 of 8.0 GiB on GPU 0', true],
+        ['q.ipynb', 'Waiting: 2nd, ~40 s', false],
+        ['i.ipynb', 'Idle on GPU 0', true]
+      ]
+    );
+    const before = changes.mock.calls.length;
+    socket.delta({ now: 1001, queue_length: 7 });
+    await frame();
+    expect(changes).toHaveBeenCalledTimes(before);
+    socket.delta({ now: 1002, removed: ['i'] });
+    await frame();
+    expect(changes).toHaveBeenCalledTimes(before + 1);
+    manager.running()[0]?.open?.();
+    expect(opened).toEqual(['kernel-a']);
+    answer.body = { note: 'Done.' };
+    manager.shutdownAll();
+    manager.running()[0]?.shutdown?.();
+    await frame();
+    const release = 'POST sessions/kernel-a/release {}';
+    expect(asked).toEqual([release, release]);
+    services.end();
+    expect(manager.running()).toEqual([]);
+  });
+
+  test('looking anew asks nobody while no pooled kernel runs', async () => {
+    new RunningSlices(model, documents, trans).refreshRunning();
+    await frame();
+    expect(asked).toEqual([]);
+  });
+});
+
+describe('the launcher', () => {
+  test('explains with the server’s reason, and says once what to run', () => {
+    const own = explanation(trans, 'No driver.');
+    expect(own[0]).toBe(
+      'No driver. Run `jupyter gpupool doctor` in a terminal: it says what is missing.'
+    );
+    const told = explanation(trans, 'No driver. `jupyter gpupool doctor` says more.');
+    expect(told.join(' ').match(/doctor/g)).toHaveLength(1);
+    expect(told.join(' ')).toContain('GPUPOOL_EMULATE');
+  });
+
+  test('starts our kernel, or any of the pool', () => {
+    const pooled = { isPooled: (kernel: string) => kernel.startsWith('gpupool') };
+    const of = (...names: string[]) =>
+      pooledKernel(pooled, {
+        default: 'python3',
+        kernelspecs: Object.fromEntries(names.map(n => [n, undefined]))
+      });
+    expect(of('python3', 'gpupool-ir', 'gpupool-python3')).toBe('gpupool-python3');
+    expect(of('python3', 'gpupool-ir')).toBe('gpupool-ir');
+    expect(of('python3')).toBeNull();
+    expect(pooledKernel(pooled, null)).toBeNull();
+  });
+});
+
+test('a client asks for what it is told to ask for', async () => {
+  const client = new PoolClient(services.serverSettings);
+  answer.body = pool() satisfies IPool;
+  await client.change('a/b', { memory: 1 });
+  expect(asked).toEqual(['PATCH sessions/a%2Fb {"memory":1}']);
+});

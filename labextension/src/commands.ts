@@ -1,0 +1,213 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** What can be done for the kernel of the document in front, as commands. */
+import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
+import { ICommandPalette, InputDialog } from '@jupyterlab/apputils';
+import type { ServiceManager } from '@jupyterlab/services';
+import { ITranslator, nullTranslator } from '@jupyterlab/translation';
+import type { TranslationBundle } from '@jupyterlab/translation';
+import type { CommandRegistry } from '@lumino/commands';
+import type { ReadonlyPartialJSONObject } from '@lumino/coreutils';
+
+import { Documents } from './panel/documents';
+import { explain, tell, tellRefusal } from './tell';
+import { IPoolModel, IPoolSettings } from './tokens';
+import { bytes, describeWait } from './words';
+
+export namespace CommandIDs {
+  export const ask = 'gpupool:ask';
+  export const release = 'gpupool:release';
+  export const keep = 'gpupool:keep';
+  export const why = 'gpupool:why';
+  export const refresh = 'gpupool:refresh';
+  /** The panel's. */
+  export const showPanel = 'gpupool:show-panel';
+  /** The popover's: it asks for memory in a nicer way. */
+  export const open = 'gpupool:open';
+}
+
+const GIB = 1024 ** 3;
+
+export interface IOptions {
+  readonly commands: CommandRegistry;
+  readonly model: IPoolModel;
+  readonly settings: Pick<IPoolSettings, 'keepMinutes'>;
+  readonly sessions: Pick<ServiceManager.IManager['sessions'], 'running'>;
+  /** The kernel of the document in front. */
+  readonly active: () => string | null;
+  readonly trans: TranslationBundle;
+}
+
+type Args = ReadonlyPartialJSONObject;
+
+/** Adds the commands; all take a `kernelId`, which is else that of the document in front. */
+export function addCommands(options: IOptions): void {
+  const { commands, model, settings, trans } = options;
+  const { client } = model;
+
+  /** The kernel that is meant, if it is one of the pool. */
+  const kernel = (args: Args): string | null => {
+    const id =
+      typeof args['kernelId'] === 'string' ? args['kernelId'] : options.active();
+    return id !== null && pooled(id) ? id : null;
+  };
+  const pooled = (id: string): boolean => {
+    for (const session of options.sessions.running()) {
+      if (session.kernel?.id === id) {
+        return model.isPooled(session.kernel.name);
+      }
+    }
+    return model.session(id) !== null;
+  };
+  const minutes = (args: Args): number =>
+    typeof args['minutes'] === 'number' ? args['minutes'] : settings.keepMinutes;
+
+  /** A command for one kernel, which can be chosen only if there is one. */
+  const add = (
+    id: string,
+    label: (args: Args) => string,
+    caption: string,
+    execute: (kernelId: string, args: Args) => Promise<boolean>,
+    more: Record<string, { type: string; description: string }> = {}
+  ) =>
+    commands.addCommand(id, {
+      label,
+      caption,
+      isEnabled: args => kernel(args) !== null,
+      execute: async args => {
+        const kernelId = kernel(args);
+        return kernelId === null ? false : execute(kernelId, args);
+      },
+      describedBy: {
+        args: {
+          type: 'object',
+          properties: {
+            kernelId: {
+              type: 'string',
+              description: trans.__(
+                'The kernel; if absent that of the document in front'
+              )
+            },
+            ...more
+          }
+        }
+      }
+    });
+
+  add(
+    CommandIDs.ask,
+    () => trans.__('Ask for GPU Memory…'),
+    trans.__('Ask the GPU pool for another size of this kernel’s slice'),
+    async (kernelId, args) => {
+      const { open } = CommandIDs;
+      if (
+        args['kernelId'] === undefined &&
+        commands.hasCommand(open) &&
+        commands.isEnabled(open)
+      ) {
+        await commands.execute(open);
+        return true;
+      }
+      const memory = await askMemory(model, kernelId, trans);
+      return memory === null
+        ? false
+        : tell(trans, client.change(kernelId, { memory, limit: memory }));
+    }
+  );
+  add(
+    CommandIDs.release,
+    () => trans.__('Release the GPU Now'),
+    trans.__(
+      'Give this kernel’s slice back to the pool; its data stays in host memory'
+    ),
+    kernelId => tell(trans, client.release(kernelId))
+  );
+  add(
+    CommandIDs.keep,
+    args => trans.__('Keep the GPU for %1 Minutes', minutes(args)),
+    trans.__('Keep this kernel’s slice although the kernel is idle'),
+    (kernelId, args) => tell(trans, client.keep(kernelId, minutes(args) * 60)),
+    { minutes: { type: 'number', description: trans.__('For how long') } }
+  );
+  add(
+    CommandIDs.why,
+    () => trans.__('Why Am I Waiting for a GPU?'),
+    trans.__('Show the reason, the place in the queue, and who is ahead by class'),
+    async kernelId => {
+      try {
+        const wait = await client.wait(kernelId);
+        await explain(trans, trans.__('Why am I waiting?'), describeWait(trans, wait));
+        return true;
+      } catch (error) {
+        tellRefusal(trans, error);
+        return false;
+      }
+    }
+  );
+  commands.addCommand(CommandIDs.refresh, {
+    label: trans.__('Refresh the GPU Pool'),
+    caption: trans.__('Ask once for the pool as it is now'),
+    execute: async () => {
+      await model.refresh();
+      const { status, message, nextStep } = model.broker;
+      if (status === 'away') {
+        tellRefusal(trans, new Error([message, nextStep].filter(Boolean).join(' ')));
+      }
+    },
+    describedBy: { args: { type: 'object', properties: {} } }
+  });
+}
+
+/** Bytes that the user types as GiB; null if they think better of it. */
+async function askMemory(
+  model: IPoolModel,
+  kernelId: string,
+  trans: TranslationBundle
+): Promise<number | null> {
+  const most = model.view?.limits.memory ?? null;
+  const now = model.session(kernelId)?.request.memory;
+  const result = await InputDialog.getNumber({
+    title: trans.__('Ask for GPU memory'),
+    label:
+      most === null
+        ? trans.__('GiB on each GPU')
+        : trans.__('GiB on each GPU, at most %1', bytes(most)),
+    ...(now !== undefined && { value: Math.round((now / GIB) * 10) / 10 }),
+    okLabel: trans.__('Ask')
+  });
+  const { value } = result;
+  return result.button.accept && value !== null && value > 0
+    ? Math.round(value * GIB)
+    : null;
+}
+
+export const commandsPlugin: JupyterFrontEndPlugin<void> = {
+  id: '@jupyter-gpupool/labextension:commands',
+  description: 'Commands for the GPU of the document in front.',
+  autoStart: true,
+  requires: [IPoolModel, IPoolSettings],
+  optional: [ITranslator, ICommandPalette],
+  activate: (
+    app: JupyterFrontEnd,
+    model: IPoolModel,
+    settings: IPoolSettings,
+    translator: ITranslator | null,
+    palette: ICommandPalette | null
+  ): void => {
+    const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
+    const documents = new Documents(app);
+    addCommands({
+      commands: app.commands,
+      model,
+      settings,
+      sessions: app.serviceManager.sessions,
+      active: () => documents.active,
+      trans
+    });
+    const { ask, release, keep, why, refresh, showPanel } = CommandIDs;
+    for (const command of [ask, release, keep, why, refresh, showPanel]) {
+      palette?.addItem({ command, category: trans.__('GPU Pool') });
+    }
+  }
+};

@@ -1,0 +1,145 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** Says that an idle kernel is about to leave its GPU, where coming back takes long. */
+import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
+import { Notification } from '@jupyterlab/apputils';
+import { ITranslator, nullTranslator } from '@jupyterlab/translation';
+import type { TranslationBundle } from '@jupyterlab/translation';
+import type { IDisposable } from '@lumino/disposable';
+import { Signal } from '@lumino/signaling';
+
+import type { IIdleWarning } from './api';
+import { Documents } from './panel/documents';
+import { tell } from './tell';
+import { IPoolModel, IPoolSettings } from './tokens';
+import { about, bytes, clock } from './words';
+
+/** Characters of a document's name that are said: JupyterLab shows 140 of a notification. */
+const NAME = 32;
+
+/** What a warning says; `name` is the document's. */
+export function warning(
+  trans: TranslationBundle,
+  name: string,
+  warned: IIdleWarning
+): string {
+  const short = name.length > NAME ? `${name.slice(0, NAME - 1)}…` : name;
+  const left = clock(warned.seconds_left);
+  const size = warned.bytes === null ? trans.__('its data') : bytes(warned.bytes);
+  return warned.resume_seconds === null
+    ? trans.__(
+        '%1: its GPU slice goes back to the pool in %2. Nobody knows yet how long bringing %3 back takes.',
+        short,
+        left,
+        size
+      )
+    : trans.__(
+        '%1: its GPU slice goes back to the pool in %2. Bringing %3 back takes %4.',
+        short,
+        left,
+        size,
+        about(trans, warned.resume_seconds)
+      );
+}
+
+/** One notification for each kernel, taken back when it is no longer true. */
+export class IdleWarnings implements IDisposable {
+  constructor(
+    private readonly _model: IPoolModel,
+    private readonly _settings: IPoolSettings,
+    private readonly _name: (kernelId: string) => string | null,
+    private readonly _trans: TranslationBundle
+  ) {
+    _model.warned.connect(this._onWarned, this);
+    _model.changed.connect(this._onChanged, this);
+  }
+
+  get isDisposed(): boolean {
+    return this._isDisposed;
+  }
+
+  dispose(): void {
+    this._isDisposed = true;
+    Signal.clearData(this);
+    for (const kernelId of [...this._shown.keys()]) {
+      this._take(kernelId);
+    }
+  }
+
+  private readonly _onWarned = (_: IPoolModel, warned: IIdleWarning): void => {
+    if (!this._settings.idleWarning) {
+      return;
+    }
+    const trans = this._trans;
+    const { kernel_id: kernelId } = warned;
+    const minutes = this._settings.keepMinutes;
+    const { client } = this._model;
+    this._take(kernelId);
+    const name = this._name(kernelId) ?? trans.__('A kernel without a document');
+    const id = Notification.warning(warning(trans, name, warned), {
+      autoClose: Math.max(1000, warned.seconds_left * 1000),
+      actions: [
+        {
+          label: trans.__('Keep %1 min', minutes),
+          caption: trans.__('Keep the slice for so long although the kernel is idle'),
+          displayType: 'accent',
+          callback: () => void tell(trans, client.keep(kernelId, minutes * 60))
+        },
+        {
+          label: trans.__('Release now'),
+          caption: trans.__('Give the slice back to the pool at once'),
+          callback: () => void tell(trans, client.release(kernelId))
+        }
+      ]
+    });
+    const leavesAt = this._model.session(kernelId)?.leaves_at ?? null;
+    this._shown.set(kernelId, { id, leavesAt });
+  };
+
+  /** It was used again, kept or pinned, or it has left. */
+  private readonly _onChanged = (): void => {
+    for (const [kernelId, { leavesAt }] of [...this._shown]) {
+      const session = this._model.session(kernelId);
+      if (session?.state !== 'idle' || session.leaves_at !== leavesAt) {
+        this._take(kernelId);
+      }
+    }
+  };
+
+  private _take(kernelId: string): void {
+    const shown = this._shown.get(kernelId);
+    if (shown) {
+      this._shown.delete(kernelId);
+      Notification.dismiss(shown.id);
+    }
+  }
+
+  private readonly _shown = new Map<
+    string,
+    { readonly id: string; readonly leavesAt: number | null }
+  >();
+  private _isDisposed = false;
+}
+
+export const notifyPlugin: JupyterFrontEndPlugin<void> = {
+  id: '@jupyter-gpupool/labextension:notify',
+  description: 'Warns before an idle kernel leaves its GPU, if coming back takes long.',
+  autoStart: true,
+  requires: [IPoolModel, IPoolSettings],
+  optional: [ITranslator],
+  activate: (
+    app: JupyterFrontEnd,
+    model: IPoolModel,
+    settings: IPoolSettings,
+    translator: ITranslator | null
+  ): void => {
+    const documents = new Documents(app);
+    new IdleWarnings(
+      model,
+      settings,
+      kernelId => documents.name(kernelId)?.name ?? null,
+      (translator ?? nullTranslator).load('jupyter_gpupool')
+    );
+  }
+};

@@ -1,0 +1,125 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** The kernels that have a GPU or wait for one, among all that runs. */
+import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
+import type { IRunningSessions } from '@jupyterlab/running';
+import { IRunningSessionManagers } from '@jupyterlab/running';
+import { ITranslator, nullTranslator } from '@jupyterlab/translation';
+import type { TranslationBundle } from '@jupyterlab/translation';
+import type { ISignal } from '@lumino/signaling';
+import { Signal } from '@lumino/signaling';
+
+import type { ISession, State } from './api';
+import { logoIcon } from './icons';
+import type { IDocuments } from './panel/documents';
+import { Documents } from './panel/documents';
+import { tell } from './tell';
+import type { Change } from './tokens';
+import { IPoolModel, isMine } from './tokens';
+import { say } from './words';
+
+const HOLDS: ReadonlySet<State> = new Set(['attaching', 'active', 'idle']);
+
+export class RunningSlices implements IRunningSessions.IManager {
+  constructor(
+    private readonly _model: IPoolModel,
+    private readonly _documents: IDocuments,
+    private readonly _trans: TranslationBundle
+  ) {
+    this.name = _trans.__('GPU Pool');
+    this.shutdownLabel = _trans.__('Release GPU');
+    this.shutdownAllLabel = _trans.__('Release All GPUs');
+    this.shutdownAllConfirmationText = _trans.__(
+      'Give the GPU slices of all your kernels on this server back to the pool? Their data stays in host memory.'
+    );
+    _model.changed.connect(this._onChanged, this);
+    _documents.changed.connect(this._emit, this);
+  }
+
+  readonly name: string;
+  readonly shutdownLabel: string;
+  readonly shutdownAllLabel: string;
+  readonly shutdownAllConfirmationText: string;
+
+  get runningChanged(): ISignal<RunningSlices, void> {
+    return this._runningChanged;
+  }
+
+  running(): IRunningSessions.IRunningItem[] {
+    return this._sessions().map(session => this._item(session));
+  }
+
+  shutdownAll(): void {
+    for (const session of this._sessions()) {
+      if (HOLDS.has(session.state)) {
+        this._release(session);
+      }
+    }
+  }
+
+  refreshRunning(): void {
+    // Only if there can be any: nothing is sent while no Pooled GPU kernel runs.
+    if (this._model.live) {
+      void this._model.refresh();
+    }
+  }
+
+  private _sessions(): ISession[] {
+    const { view, live } = this._model;
+    const all = live ? (view?.sessions ?? []) : [];
+    return all
+      .filter(isMine)
+      .filter(({ here, state }) => here && (HOLDS.has(state) || state === 'queued'));
+  }
+
+  private _item(session: ISession): IRunningSessions.IRunningItem {
+    const trans = this._trans;
+    const devices = this._model.view?.devices ?? [];
+    // Nobody writes this anew each second: without the count-down.
+    const words = () =>
+      say(trans, { ...session, leaves_at: null }, devices, this._model.now()).text;
+    const name = this._documents.name(session.kernel_id);
+    return {
+      context: session.kernel_id,
+      icon: () => logoIcon,
+      label: () => name?.name ?? session.label,
+      labelTitle: () => `${name?.path ?? session.label}\n${words()}`,
+      detail: words,
+      open: () => this._documents.open(session.kernel_id),
+      // Who waits has nothing to give back.
+      ...(HOLDS.has(session.state) && { shutdown: () => this._release(session) })
+    };
+  }
+
+  private _release(session: ISession): void {
+    void tell(this._trans, this._model.client.release(session.kernel_id));
+  }
+
+  private readonly _onChanged = (_: IPoolModel, change: Change): void => {
+    if (change.all || change.delta.sessions || change.delta.removed) {
+      this._emit();
+    }
+  };
+
+  private readonly _emit = (): void => this._runningChanged.emit();
+
+  private readonly _runningChanged = new Signal<RunningSlices, void>(this);
+}
+
+export const runningPlugin: JupyterFrontEndPlugin<void> = {
+  id: '@jupyter-gpupool/labextension:running',
+  description: 'Lists kernels with a GPU, or waiting for one, among all that runs.',
+  autoStart: true,
+  requires: [IPoolModel],
+  optional: [IRunningSessionManagers, ITranslator],
+  activate: (
+    app: JupyterFrontEnd,
+    model: IPoolModel,
+    managers: IRunningSessionManagers | null,
+    translator: ITranslator | null
+  ): void => {
+    const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
+    managers?.add(new RunningSlices(model, new Documents(app), trans));
+  }
+};
