@@ -15,3 +15,10 @@ globalThis.fetch ??= () => Promise.reject(new Error('a test reached the network'
 globalThis.Request ??= class {};
 globalThis.Response ??= class {};
 globalThis.Headers ??= class {};
+globalThis.matchMedia ??= () => ({
+  matches: false,
+  addListener() {},
+  removeListener() {},
+  addEventListener() {},
+  removeEventListener() {}
+});

@@ -11,8 +11,26 @@ import type { JupyterFrontEndPlugin } from '@jupyterlab/application';
 // The settings' schema names the logo: it is registered when it is made.
 import './icons';
 import { modelPlugin } from './model';
+import { panelPlugin } from './panel';
 import { settingsPlugin } from './settings';
+import { commandsPlugin } from './commands';
+import { launcherPlugin } from './launcher';
+import { notifyPlugin } from './notify';
+import { runningPlugin } from './running';
+import { statusbarPlugin } from './statusbar/plugin';
+import { popoverPlugin, toolbarPlugin } from './toolbar/plugin';
 
-const plugins: JupyterFrontEndPlugin<unknown>[] = [settingsPlugin, modelPlugin];
+const plugins: JupyterFrontEndPlugin<unknown>[] = [
+  settingsPlugin,
+  modelPlugin,
+  panelPlugin,
+  popoverPlugin,
+  toolbarPlugin,
+  statusbarPlugin,
+  commandsPlugin,
+  launcherPlugin,
+  notifyPlugin,
+  runningPlugin
+];
 
 export default plugins;

@@ -1,0 +1,268 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import { act, fireEvent, render, screen, waitFor } from '@testing-library/react';
+import * as React from 'react';
+
+import { PoolError } from '../../api';
+import { Card } from '../card';
+import { Ticker } from '../ticker';
+import { KernelWatch } from '../watch';
+import { detached, FakeContext, FakeModel, GIB, queued, session, trans } from './fakes';
+
+function card(model: FakeModel, onShowPool: (() => void) | null = null) {
+  const watch = new KernelWatch(
+    model.asModel(),
+    new FakeContext().asContext(),
+    trans,
+    new Ticker()
+  );
+  render(
+    <Card
+      watch={watch}
+      labelId="label"
+      keepMinutes={10}
+      onClose={jest.fn()}
+      onShowPool={onShowPool}
+    />
+  );
+  return watch;
+}
+
+const field = () =>
+  screen.getByRole<HTMLInputElement>('textbox', { name: 'GPU memory' });
+const slider = () => screen.getByRole<HTMLInputElement>('slider');
+const press = (name: string) => fireEvent.click(screen.getByRole('button', { name }));
+const type = (value: string) => fireEvent.change(field(), { target: { value } });
+const alerted = () =>
+  screen
+    .getAllByRole('alert')
+    .map(node => node.textContent)
+    .join('');
+const status = () =>
+  screen
+    .getAllByRole('status')
+    .map(node => node.textContent)
+    .join('');
+const burst = { ...session().request, limit: 12 * GIB };
+
+describe('what the popover says', () => {
+  it('of an active slice: how much of it is used, guaranteed, and the limit', () => {
+    card(new FakeModel(session({ request: burst })));
+    screen.getByRole('heading', {
+      name: 'This notebook has 6.0 of 8.0 GiB on GPU 1 (emulated).'
+    });
+    screen.getByText('6.0 GiB used · 8.0 GiB guaranteed · up to 12.0 GiB');
+    screen.getByText('EMULATED');
+  });
+
+  it.each([
+    [detached, 'It gets 8.0 GiB when a cell first uses CUDA.'],
+    [{ ...detached, attach: 'cell' as const }, 'It gets 8.0 GiB when a cell runs.'],
+    [
+      { ...detached, suspended_bytes: 6 * GIB },
+      'Your data is safe in host memory; the next CUDA call brings it back.'
+    ],
+    [{ state: 'idle' as const, leaves_at: 1042 }, 'Idle, back to the pool in 0:42.'],
+    [{ state: 'idle' as const, pinned_reason: 'It maps a file.' }, 'It maps a file.'],
+    [{ state: 'idle' as const }, 'It keeps the slice until somebody else needs it.']
+  ])('of %p', (changes, words) => {
+    card(new FakeModel(session(changes)));
+    screen.getByText(words);
+  });
+
+  it('of a pool that is away: why, what to do, and what was', () => {
+    const model = new FakeModel(session());
+    card(model);
+    act(() => model.away('No broker at its socket.', 'Start it.'));
+    screen.getByText('No broker at its socket. Start it.');
+    screen.getByText('Last heard: 8.0 GiB on GPU 1.');
+  });
+
+  it('of a machine without a GPU: why there is none', () => {
+    const model = new FakeModel(session(detached));
+    model.shows({ devices: [], problem: 'There is no NVIDIA driver.' });
+    card(model);
+    screen.getByText('There is no NVIDIA driver.');
+    expect(screen.queryByRole('slider')).toBeNull();
+  });
+
+  it('of the way to the side panel, only if there is one', () => {
+    const show = jest.fn();
+    card(new FakeModel(session()), show);
+    press('Show the pool');
+    expect(show).toHaveBeenCalledTimes(1);
+  });
+});
+
+describe('asking for memory', () => {
+  it('shows what may be asked for and what is', () => {
+    card(new FakeModel(session({ request: burst })));
+    expect(field().value).toBe('8');
+    screen.getByText(
+      'You may ask for up to 24.0 GiB per GPU. ' +
+        'Now 8.0 GiB are guaranteed; it may grow to 12.0 GiB while that much is free.'
+    );
+    expect(slider().getAttribute('aria-valuetext')).toBe('8.0 GiB');
+    expect(slider().max).toBe('48');
+  });
+
+  it('asks, by slider or field, and shows the answer', async () => {
+    const model = new FakeModel(session());
+    model.client.change.mockResolvedValue({
+      request: { ...session().request, memory: 12 * GIB },
+      note: 'The slice is 12 GiB now.'
+    });
+    card(model);
+    fireEvent.change(slider(), { target: { value: '24' } });
+    expect(field().value).toBe('12');
+    press('Ask for it');
+    await waitFor(() => expect(status()).toContain('The slice is 12 GiB now.'));
+    expect(model.client.change).toHaveBeenCalledWith('k1', { memory: 12 * GIB });
+    // The field follows the kernel's request again.
+    act(() => model.becomes({ request: { ...burst, memory: 12 * GIB } }));
+    act(() => model.becomes({ request: { ...burst, memory: 4 * GIB } }));
+    expect(field().value).toBe('4');
+  });
+
+  it('shows a refusal with the next step, and keeps what was typed', async () => {
+    const model = new FakeModel(session());
+    model.client.change.mockRejectedValue(
+      new PoolError('Your quota is 16 GiB.', 'over-quota', 'Ask for less.', 409)
+    );
+    card(model);
+    type('20 GiB');
+    press('Ask for it');
+    await waitFor(() => expect(alerted()).toBe('Your quota is 16 GiB. Ask for less.'));
+    expect(field().value).toBe('20 GiB');
+    expect(field().getAttribute('aria-invalid')).toBe('true');
+    type('16');
+    expect(alerted()).toBe('');
+  });
+
+  it('explains bad input and asks nobody', () => {
+    const model = new FakeModel(session());
+    card(model);
+    type('lots');
+    press('Ask for it');
+    expect(alerted()).toContain('“lots” is not a size');
+    type('25');
+    press('Ask for it');
+    expect(alerted()).toContain('at most 24.0 GiB');
+    expect(field().value).toBe('25');
+    expect(model.client.change).not.toHaveBeenCalled();
+  });
+
+  it('does not ask for what it has, however that is written', () => {
+    const model = new FakeModel(session());
+    card(model);
+    type('8.0 GiB');
+    press('Ask for it');
+    expect(status()).toContain('This notebook asks for 8.0 GiB already.');
+    expect(model.client.change).not.toHaveBeenCalled();
+  });
+
+  it('keeps input and focus whatever happens to the kernel meanwhile', () => {
+    const model = new FakeModel(session());
+    card(model);
+    const before = field();
+    before.focus();
+    type('10.');
+    for (const changes of [
+      queued,
+      { state: 'idle' as const, leaves_at: 1030 },
+      detached
+    ]) {
+      act(() => model.becomes({ ...changes, id: 's2' }));
+    }
+    act(() => model.away());
+    act(() => model.back());
+    expect(field()).toBe(before);
+    expect(document.activeElement).toBe(before);
+    expect(before.value).toBe('10.');
+  });
+});
+
+describe('giving back and keeping', () => {
+  it('releases, and shows what the server says', async () => {
+    const model = new FakeModel(session());
+    model.client.release.mockResolvedValue({
+      note: 'The slice goes back when the running cell is done.'
+    });
+    card(model);
+    press('Release now');
+    await waitFor(() => expect(status()).toContain('when the running cell is done'));
+    expect(model.client.release).toHaveBeenCalledWith('k1');
+    // That is about the state it was in.
+    act(() => model.becomes(detached));
+    expect(status()).not.toContain('running cell');
+  });
+
+  it('says why there is nothing to release', () => {
+    const model = new FakeModel(session(detached));
+    card(model);
+    const button = screen.getByRole('button', { name: 'Release now' });
+    expect(button.getAttribute('aria-disabled')).toBe('true');
+    fireEvent.click(button);
+    expect(status()).toContain('The kernel has no slice to give back.');
+    expect(model.client.release).not.toHaveBeenCalled();
+  });
+
+  it('keeps for as long as the settings say, and stops', async () => {
+    const model = new FakeModel(session());
+    model.client.keep.mockResolvedValue({ note: 'Kept.' });
+    card(model);
+    press('Keep for 10 minutes');
+    await waitFor(() => expect(status()).toContain('Kept.'));
+    expect(model.client.keep).toHaveBeenLastCalledWith('k1', 600);
+    act(() => model.becomes({ keep_until: model.time + 600 }));
+    screen.getByText(/^Kept until .*, even when idle\.$/);
+    press('Stop keeping');
+    await waitFor(() => expect(model.client.keep).toHaveBeenLastCalledWith('k1', 0));
+    await waitFor(() =>
+      expect(
+        screen
+          .getByRole('button', { name: 'Stop keeping' })
+          .getAttribute('aria-disabled')
+      ).toBe('false')
+    );
+  });
+});
+
+describe('why it waits', () => {
+  const answer = {
+    waiting: true,
+    position: 2,
+    length: 3,
+    eta_seconds: 40,
+    reason: 'all 39 GiB in use by running cells',
+    ahead: { total: 1, mine: 0, by_priority: { batch: 1 } }
+  };
+
+  it('says the reason, the estimate, and who is ahead by class', async () => {
+    const model = new FakeModel(session(queued));
+    model.client.wait.mockResolvedValue(answer);
+    card(model);
+    screen.getByText('Interrupt the kernel to stop waiting.');
+    await screen.findByText('Ahead of it is 1 kernel: 1 of class batch.');
+    screen.getByText('All 39 GiB in use by running cells.');
+    screen.getByText('It will probably take ~40 s.');
+  });
+
+  it('asks again when the queue moves, and only then', async () => {
+    const model = new FakeModel(session(queued));
+    model.client.wait.mockResolvedValue(answer);
+    card(model);
+    await screen.findByText(/class batch/);
+    act(() => model.becomes({ ...queued, eta_seconds: 30 }));
+    screen.getByText('It will probably take ~30 s.');
+    expect(model.client.wait).toHaveBeenCalledTimes(1);
+    model.client.wait.mockResolvedValue({
+      ...answer,
+      ahead: { total: 0, mine: 0, by_priority: {} }
+    });
+    act(() => model.becomes({ ...queued, queue_position: 1 }));
+    await screen.findByText('Nobody is ahead of it.');
+    expect(model.client.wait).toHaveBeenCalledTimes(2);
+  });
+});

@@ -1,0 +1,247 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import { CommandRegistry } from '@lumino/commands';
+import { Widget } from '@lumino/widgets';
+import { act, fireEvent, waitFor } from '@testing-library/react';
+
+import { StatusItem } from '../../statusbar/item';
+import { Chip } from '../chip';
+import { PoolPopovers } from '../popovers';
+import { KernelWatch } from '../watch';
+import { detached, FakeContext, FakeModel, GIB, queued, session, trans } from './fakes';
+
+// jsdom lays nothing out: whatever is in the page and not hidden is seen.
+beforeEach(() => {
+  jest.spyOn(Element.prototype, 'getClientRects').mockImplementation(function (
+    this: Element
+  ) {
+    const seen = this.isConnected && !this.closest('.lm-mod-hidden');
+    return (seen ? [{}] : []) as unknown as DOMRectList;
+  });
+  Object.assign(globalThis, { requestIdleCallback: (f: () => void) => setTimeout(f) });
+});
+
+const made: Widget[] = [];
+
+afterEach(() => {
+  act(() => {
+    for (const widget of made.splice(0)) {
+      widget.dispose();
+    }
+  });
+  expect(dialog()).toBeNull();
+  document.body.textContent = '';
+});
+
+async function show<T extends Widget>(widget: T): Promise<T> {
+  made.push(widget);
+  await act(async () => {
+    Widget.attach(widget, document.body);
+    await Promise.resolve();
+  });
+  return widget;
+}
+
+async function chip(model: FakeModel, context = new FakeContext()) {
+  const popovers = new PoolPopovers(new CommandRegistry(), null);
+  const watch = new KernelWatch(model.asModel(), context.asContext(), trans);
+  const widget = await show(new Chip(watch, popovers));
+  return { widget, popovers, context, button: () => button(widget)! };
+}
+
+const button = (widget: Widget) => widget.node.querySelector('button');
+const heard = (widget: Widget) =>
+  widget.node.querySelector('[role=status]')?.textContent;
+const dialog = () => document.querySelector<HTMLElement>('[role=dialog]');
+
+/** Do something whose rendering is Lumino's to schedule, and wait for it. */
+async function until(does: () => void, holds: () => void): Promise<void> {
+  act(does);
+  await waitFor(holds);
+}
+
+async function opened(from: HTMLElement): Promise<HTMLElement> {
+  await until(
+    () => from.click(),
+    () => expect(dialog()?.textContent).toContain('This notebook')
+  );
+  return dialog()!;
+}
+
+describe('the chip', () => {
+  it('is a button that says the state, in full in its name', async () => {
+    const { widget, button } = await chip(new FakeModel(session()));
+    expect(button().textContent).toBe('6.0 of 8.0 GiB on GPU 1');
+    const full = 'GPU of this notebook: 6.0 of 8.0 GiB on GPU 1 (emulated)';
+    expect(button().title).toBe(full);
+    expect(button().getAttribute('aria-label')).toBe(full);
+    expect(button().getAttribute('aria-haspopup')).toBe('dialog');
+    expect(widget.isHidden).toBe(false);
+  });
+
+  it('is not there for other kernels', async () => {
+    const { widget, context } = await chip(
+      new FakeModel(session()),
+      new FakeContext('python3')
+    );
+    expect(widget.isHidden).toBe(true);
+    expect(button(widget)).toBeNull();
+    await until(
+      () => context.choose('gpupool-python3', 'k1'),
+      () => expect(button(widget)?.textContent).toContain('GPU 1')
+    );
+    expect(widget.isHidden).toBe(false);
+    await until(
+      () => context.choose('python3'),
+      () => expect(button(widget)).toBeNull()
+    );
+    expect(widget.isHidden).toBe(true);
+  });
+
+  it('lets screen readers hear of states, not of figures and seconds', async () => {
+    const model = new FakeModel(session());
+    const { widget, button } = await chip(model);
+    expect(heard(widget)).toBe('8.0 GiB on GPU 1');
+    await until(
+      () => model.becomes({ used_bytes: 7 * GIB }),
+      () => expect(button().textContent).toContain('7.0 of')
+    );
+    expect(heard(widget)).toBe('8.0 GiB on GPU 1');
+    await until(
+      () => model.becomes({ state: 'idle', leaves_at: 1042 }),
+      () => expect(button().textContent).toContain('0:42')
+    );
+    const idle = heard(widget);
+    expect(idle).toBe('Idle on GPU 1, goes back to the pool by itself');
+    expect(button().getAttribute('aria-label')).not.toContain('0:42');
+    model.time += 12;
+    await until(
+      () => model.becomes({ state: 'idle', leaves_at: 1042 }),
+      () => expect(button().textContent).toContain('0:30')
+    );
+    expect(heard(widget)).toBe(idle);
+    await until(
+      () => model.becomes(queued),
+      () => expect(heard(widget)).toBe('Waiting for a GPU: 2nd')
+    );
+  });
+});
+
+describe('the popover', () => {
+  it('opens with a label and the focus, and closes with Escape', async () => {
+    const { button } = await chip(new FakeModel(session()));
+    const found = await opened(button());
+    expect(document.activeElement).toBe(found);
+    const label = document.getElementById(found.getAttribute('aria-labelledby')!);
+    expect(label?.textContent).toContain('This notebook has');
+    await waitFor(() => expect(button().getAttribute('aria-expanded')).toBe('true'));
+    act(() => void fireEvent.keyDown(found, { key: 'Escape' }));
+    expect(dialog()).toBeNull();
+    expect(document.activeElement).toBe(button());
+    await waitFor(() => expect(button().getAttribute('aria-expanded')).toBe('false'));
+  });
+
+  it('closes with a second click, and with one beside it', async () => {
+    const { button } = await chip(new FakeModel(session()));
+    await opened(button());
+    act(() => button().click());
+    expect(dialog()).toBeNull();
+    await opened(button());
+    await until(
+      () => void fireEvent.pointerDown(document.body),
+      () => expect(dialog()).toBeNull()
+    );
+    expect(document.activeElement).toBe(button());
+  });
+
+  it('leaves the focus where a click beside it took it', async () => {
+    const { button } = await chip(new FakeModel(session()));
+    const cell = document.body.appendChild(document.createElement('input'));
+    await opened(button());
+    await until(
+      () => {
+        fireEvent.pointerDown(cell);
+        cell.focus();
+      },
+      () => expect(dialog()).toBeNull()
+    );
+    expect(document.activeElement).toBe(cell);
+  });
+
+  it('keeps Tab in a circle', async () => {
+    const { button } = await chip(new FakeModel(session()));
+    const found = await opened(button());
+    const all = [...found.querySelectorAll<HTMLElement>('button, input')];
+    fireEvent.keyDown(found, { key: 'Tab' });
+    expect(document.activeElement).toBe(all[0]);
+    fireEvent.keyDown(all[0]!, { key: 'Tab', shiftKey: true });
+    expect(document.activeElement).toBe(all[all.length - 1]);
+    fireEvent.keyDown(document.activeElement!, { key: 'Tab' });
+    expect(document.activeElement).toBe(all[0]);
+  });
+
+  it('closes when its notebook is hidden or takes another kernel', async () => {
+    const { widget, button, context } = await chip(new FakeModel(session()));
+    await opened(button());
+    act(() => widget.hide());
+    expect(dialog()).toBeNull();
+    act(() => widget.show());
+    await opened(button());
+    act(() => context.choose('python3'));
+    expect(dialog()).toBeNull();
+  });
+
+  it('opens by command at the notebook that is asked for', async () => {
+    const { popovers, context } = await chip(new FakeModel(session()));
+    let done = popovers.openFor(new FakeContext().asContext());
+    expect(done).toBe(false);
+    act(() => {
+      done = popovers.openFor(context.asContext());
+      popovers.openFor(context.asContext());
+    });
+    expect(done).toBe(true);
+    expect(document.querySelectorAll('[role=dialog]')).toHaveLength(1);
+  });
+});
+
+describe('the status bar item', () => {
+  const follow = (item: StatusItem, context: FakeContext | null) =>
+    act(() => item.follow(context as unknown as Parameters<StatusItem['follow']>[0]));
+
+  it('says the same of the notebook that it follows, and is inactive for others', async () => {
+    const model = new FakeModel(session());
+    const popovers = new PoolPopovers(new CommandRegistry(), null);
+    const item = await show(new StatusItem(model.asModel(), popovers, trans));
+    const told: boolean[] = [];
+    item.activeChanged.connect(() => told.push(item.active));
+    expect(item.active).toBe(false);
+    follow(item, new FakeContext());
+    expect(item.active).toBe(true);
+    await waitFor(() =>
+      expect(button(item)?.textContent).toBe('6.0 of 8.0 GiB on GPU 1')
+    );
+    await until(
+      () => model.becomes({ ...detached, suspended_bytes: 6 * GIB }),
+      () => expect(button(item)?.textContent).toBe('In host memory 6.0 GiB')
+    );
+    follow(item, new FakeContext('python3'));
+    expect(item.active).toBe(false);
+    follow(item, null);
+    expect(told).toEqual([true, true, false, false]);
+  });
+
+  it('opens the same popover, and closes it when another notebook comes', async () => {
+    const popovers = new PoolPopovers(new CommandRegistry(), null);
+    const item = await show(
+      new StatusItem(new FakeModel(session()).asModel(), popovers, trans)
+    );
+    follow(item, new FakeContext());
+    await waitFor(() => expect(button(item)).not.toBeNull());
+    await opened(button(item)!);
+    expect(item.hasClass('jp-mod-clicked')).toBe(true);
+    follow(item, new FakeContext());
+    expect(dialog()).toBeNull();
+    expect(item.hasClass('jp-mod-clicked')).toBe(false);
+  });
+});

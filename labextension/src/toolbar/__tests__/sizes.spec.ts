@@ -1,0 +1,69 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import { editable, parseSize, positionOf, readSize, sizeAt, stepFor } from '../sizes';
+import { GIB, trans } from './fakes';
+
+const MIB = 1024 ** 2;
+
+describe('sizes', () => {
+  it.each([
+    ['12', 12 * GIB],
+    ['12GiB', 12 * GIB],
+    [' 512 MiB ', 512 * MIB],
+    ['1.5', 1.5 * GIB],
+    ['1,5', 1.5 * GIB],
+    ['.5g', GIB / 2],
+    ['2 GB', 2e9],
+    ['1TiB', 1024 * GIB]
+  ])('reads %p', (text, size) => {
+    expect(parseSize(text)).toBe(size);
+  });
+
+  it.each(['', 'much', '-1', '0', '1e9', '12 KiB', '1,024', '1.2.3', '12 GiB!'])(
+    'does not guess what %p is',
+    text => {
+      expect(parseSize(text)).toBeNull();
+    }
+  );
+
+  it('writes what it reads, and never more than there is', () => {
+    for (const size of [8 * GIB, 1.5 * GIB, 512 * MIB, 23.67891 * GIB, 100.5 * MIB]) {
+      const read = parseSize(editable(size)) ?? 0;
+      expect(read).toBeLessThanOrEqual(size);
+      expect(size - read).toBeLessThan(size / 1000);
+    }
+    expect(editable(8 * GIB)).toBe('8');
+    expect(editable(512 * MIB)).toBe('512 MiB');
+  });
+
+  it('steps by half a GiB, by less on a small device', () => {
+    expect(stepFor(24 * GIB)).toBe(GIB / 2);
+    expect(stepFor(2 * GIB)).toBe(GIB / 4);
+    expect(stepFor(64 * MIB)).toBe(16 * MIB);
+  });
+
+  it('reaches the bound itself with the slider, and a size above nothing', () => {
+    for (const most of [24 * GIB, 23.3 * GIB, 100 * MIB]) {
+      const last = positionOf(most, most);
+      expect(sizeAt(last, most)).toBe(most);
+      expect(sizeAt(last - 1, most)).toBeLessThan(most);
+      expect(positionOf(1, most)).toBe(1);
+      expect(sizeAt(1, most)).toBeGreaterThan(0);
+    }
+  });
+
+  it('says what is wrong', () => {
+    expect(readSize(trans, 'a lot', null).fault).toContain('“a lot” is not a size');
+    expect(readSize(trans, ' ', null).fault).toContain('Write a size');
+    expect(readSize(trans, '25', 24 * GIB).fault).toBe(
+      '25.0 GiB is more than you may ask for: at most 24.0 GiB.'
+    );
+    expect(readSize(trans, '25', null)).toEqual({ size: 25 * GIB, fault: '' });
+  });
+
+  it('takes the bound as it is shown for the bound', () => {
+    const most = 23.68 * GIB;
+    expect(readSize(trans, '23.7', most)).toEqual({ size: most, fault: '' });
+  });
+});

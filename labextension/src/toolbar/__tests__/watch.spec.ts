@@ -1,0 +1,170 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import { Ticker } from '../ticker';
+import { KernelWatch } from '../watch';
+import { detached, FakeContext, FakeModel, GIB, queued, session, trans } from './fakes';
+
+function watching(
+  model: FakeModel,
+  context = new FakeContext(),
+  ticker = new Ticker()
+) {
+  const watch = new KernelWatch(model.asModel(), context.asContext(), trans, ticker);
+  let changes = 0;
+  watch.changed.connect(() => {
+    changes += 1;
+  });
+  return { watch, context, ticker, changes: () => changes };
+}
+
+const idle = { state: 'idle', leaves_at: 1042 } as const;
+
+describe('KernelWatch', () => {
+  it('says nothing of kernels that are not of the pool', () => {
+    const { watch, context } = watching(
+      new FakeModel(session()),
+      new FakeContext('python3')
+    );
+    expect(watch.situation).toBeNull();
+    context.choose('gpupool-python3', 'k1');
+    expect(watch.situation?.said.text).toBe('6.0 of 8.0 GiB on GPU 1');
+    context.choose('python3', 'k3');
+    expect(watch.situation).toBeNull();
+    expect(watch.kernelId).toBeNull();
+  });
+
+  it.each([
+    [
+      {},
+      '6.0 of 8.0 GiB on GPU 1',
+      'This notebook has 6.0 of 8.0 GiB on GPU 1 (emulated).'
+    ],
+    [
+      { used_bytes: null },
+      '8.0 GiB on GPU 1',
+      'This notebook has 8.0 GiB on GPU 1 (emulated).'
+    ],
+    [detached, 'No GPU', 'This notebook has no GPU.'],
+    [
+      { ...detached, suspended_bytes: 6 * GIB },
+      'In host memory 6.0 GiB',
+      '6.0 GiB of this notebook are in host memory.'
+    ],
+    [queued, 'Waiting: 2nd, ~40 s', 'This notebook waits for a GPU.'],
+    [
+      { ...detached, state: 'attaching' as const },
+      'Attaching…',
+      'This notebook is getting a GPU.'
+    ],
+    [
+      { ...detached, state: 'attaching' as const, suspended_bytes: 6 * GIB },
+      'Restoring 6.0 GiB…',
+      '6.0 GiB of this notebook are on their way from host memory to the GPU.'
+    ],
+    [
+      { state: 'detaching' as const },
+      'Moving to host memory…',
+      'This notebook is moving to host memory.'
+    ],
+    [
+      idle,
+      'Idle, back to the pool in 0:42',
+      'This notebook is idle with 8.0 GiB on GPU 1 (emulated).'
+    ]
+  ])('says %p', (changes, text, headline) => {
+    const { watch } = watching(new FakeModel(session(changes)));
+    expect(watch.situation?.said.text).toBe(text);
+    expect(watch.situation?.headline).toBe(headline);
+  });
+
+  it('says that the pool is away, and keeps what it knew', () => {
+    const model = new FakeModel(session());
+    const { watch } = watching(model);
+    model.away();
+    expect(watch.situation?.said.text).toBe('GPU pool away');
+    expect(watch.situation?.session?.id).toBe('s1');
+    model.back();
+    expect(watch.situation?.said.text).toBe('6.0 of 8.0 GiB on GPU 1');
+  });
+
+  it('tells no GPU at all from none just now', () => {
+    const model = new FakeModel();
+    model.view = { ...model.view!, devices: [] };
+    expect(watching(model).watch.situation?.said.text).toBe('No GPU found');
+    model.view = null;
+    expect(watching(model).watch.situation?.kind).toBe('asking');
+    expect(watching(new FakeModel()).watch.situation?.said.text).toBe('No GPU');
+  });
+
+  it('is quiet about changes of others', () => {
+    const model = new FakeModel(session());
+    const { changes } = watching(model);
+    model.shows({ now: 1005 });
+    expect(changes()).toBe(0);
+    model.becomes({ used_bytes: 7 * GIB });
+    expect(changes()).toBe(1);
+  });
+
+  it('does not tell of seconds in its news', () => {
+    const model = new FakeModel(session(idle));
+    const { watch } = watching(model);
+    const before = watch.situation!;
+    model.time += 5;
+    watch.refresh();
+    expect(watch.situation!.said.text).not.toBe(before.said.text);
+    expect(watch.situation!.news).toBe(before.news);
+    model.becomes(detached);
+    expect(watch.situation!.news).not.toBe(before.news);
+  });
+});
+
+describe('counting', () => {
+  beforeEach(() => {
+    jest.useFakeTimers();
+  });
+
+  afterEach(() => {
+    jest.useRealTimers();
+  });
+
+  it('ticks only while a text counts down', () => {
+    const model = new FakeModel(session(idle));
+    const { watch, ticker, changes } = watching(model);
+    expect(ticker.running).toBe(true);
+    model.time += 1;
+    jest.advanceTimersByTime(1000);
+    expect(watch.situation?.said.text).toBe('Idle, back to the pool in 0:41');
+    expect(changes()).toBe(1);
+    model.becomes({});
+    expect(ticker.running).toBe(false);
+  });
+
+  it('has one timer for all, and none when all are gone', () => {
+    const ticker = new Ticker();
+    const timer = jest.spyOn(window, 'setInterval');
+    const model = new FakeModel(session(idle));
+    const one = watching(model, new FakeContext(), ticker).watch;
+    const other = watching(model, new FakeContext(), ticker).watch;
+    expect(timer).toHaveBeenCalledTimes(1);
+    one.dispose();
+    expect(ticker.running).toBe(true);
+    other.dispose();
+    expect(ticker.running).toBe(false);
+  });
+
+  it('rests while the page is not seen, and catches up', () => {
+    const model = new FakeModel(session(idle));
+    const { watch, ticker } = watching(model);
+    const visibility = jest.spyOn(document, 'visibilityState', 'get');
+    visibility.mockReturnValue('hidden');
+    document.dispatchEvent(new Event('visibilitychange'));
+    expect(ticker.running).toBe(false);
+    model.time += 10;
+    visibility.mockReturnValue('visible');
+    document.dispatchEvent(new Event('visibilitychange'));
+    expect(ticker.running).toBe(true);
+    expect(watch.situation?.said.text).toBe('Idle, back to the pool in 0:32');
+    watch.dispose();
+  });
+});

@@ -1,0 +1,53 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** What a slice holds, against what is guaranteed and what it may grow to. */
+import type { TranslationBundle } from '@jupyterlab/translation';
+import * as React from 'react';
+
+import type { ISession } from '../api';
+import { bytes } from '../words';
+import { usedBytes } from './situation';
+
+export function Bar(props: {
+  readonly trans: TranslationBundle;
+  readonly session: ISession;
+}): React.JSX.Element {
+  const { trans, session } = props;
+  const used = usedBytes(session);
+  const devices = Math.max(1, session.devices.length);
+  const guaranteed = session.request.memory * devices;
+  const limit = session.request.limit * devices;
+  const whole = Math.max(limit, session.granted_bytes, used ?? 0, 1);
+  const percent = (value: number) =>
+    `${(Math.min(1, value / whole) * 100).toFixed(1)}%`;
+  const words = [
+    used === null ? trans.__('use not measured') : trans.__('%1 used', bytes(used)),
+    trans.__('%1 guaranteed', bytes(guaranteed)),
+    ...(limit > guaranteed ? [trans.__('up to %1', bytes(limit))] : [])
+  ];
+  return (
+    <div className="jp-gpupool-Popover-bar">
+      <div
+        className={`jp-gpupool-Popover-track jp-mod-${session.state}`}
+        aria-hidden="true"
+      >
+        <div
+          className="jp-gpupool-Popover-granted"
+          style={{ width: percent(session.granted_bytes) }}
+        />
+        <div
+          className="jp-gpupool-Popover-used"
+          style={{ width: percent(used ?? 0) }}
+        />
+        {limit > guaranteed ? (
+          <div
+            className="jp-gpupool-Popover-mark"
+            style={{ left: percent(guaranteed) }}
+          />
+        ) : null}
+      </div>
+      <p className="jp-gpupool-Popover-note">{words.join(' · ')}</p>
+    </div>
+  );
+}

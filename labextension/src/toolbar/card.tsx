@@ -1,0 +1,190 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** What the popover says of a notebook's kernel, and what can be done. */
+import type { TranslationBundle } from '@jupyterlab/translation';
+import * as React from 'react';
+
+import { bytes } from '../words';
+import { Actions } from './actions';
+import { Ask } from './ask';
+import { Bar } from './bar';
+import { useSituation } from './hooks';
+import { hasSlice, lastHeard, type ISituation } from './situation';
+import type { KernelWatch } from './watch';
+import { Why } from './why';
+
+interface IProps {
+  readonly watch: KernelWatch;
+  /** The id that the headline gets, for the dialog's label. */
+  readonly labelId: string;
+  readonly keepMinutes: number;
+  readonly onClose: () => void;
+  /** Shows the side panel; null if there is none. */
+  readonly onShowPool: (() => void) | null;
+}
+
+export function Card(props: IProps): React.JSX.Element {
+  const { watch, labelId, keepMinutes, onClose, onShowPool } = props;
+  const { model, trans, kernelId } = watch;
+  const it = useSituation(watch);
+  if (it === null || kernelId === null) {
+    return (
+      <p id={labelId}>{trans.__('This notebook has no kernel of the GPU pool.')}</p>
+    );
+  }
+  const { session, view } = it;
+  const room = Math.max(0, ...(view?.devices ?? []).map(d => d.memory_capacity));
+  return (
+    <div className="jp-gpupool-Popover-card">
+      <header className="jp-gpupool-Popover-row">
+        <h2 id={labelId}>{it.headline}</h2>
+        <button
+          type="button"
+          className="jp-gpupool-Popover-close"
+          aria-label={trans.__('Close')}
+          title={trans.__('Close')}
+          onClick={onClose}
+        >
+          <svg viewBox="0 0 16 16" width="16" height="16" aria-hidden="true">
+            <path d="M4 4l8 8M12 4l-8 8" className="jp-gpupool-Glyph-line" />
+          </svg>
+        </button>
+      </header>
+      {notes(trans, it).map(note => (
+        <p key={note}>{note}</p>
+      ))}
+      {it.kind === 'ours' && session && hasSlice(session) ? (
+        <Bar trans={trans} session={session} />
+      ) : null}
+      {it.kind === 'ours' && session?.state === 'queued' ? (
+        <Why
+          trans={trans}
+          client={model.client}
+          kernelId={kernelId}
+          session={session}
+          queueLength={view?.queue_length ?? 0}
+        />
+      ) : null}
+      {/* Not taken away while the pool is: what was typed stays, and the server says why not. */}
+      {session && view && it.kind !== 'no-device' ? (
+        <React.Fragment key={kernelId}>
+          <Ask
+            trans={trans}
+            client={model.client}
+            kernelId={kernelId}
+            request={session.request}
+            limits={view.limits}
+            room={room}
+          />
+          <Actions
+            trans={trans}
+            model={model}
+            kernelId={kernelId}
+            session={session}
+            keepMinutes={keepMinutes}
+          />
+        </React.Fragment>
+      ) : null}
+      {onShowPool || it.emulated ? (
+        <footer className="jp-gpupool-Popover-row">
+          {onShowPool ? (
+            <button
+              type="button"
+              className="jp-gpupool-Popover-link"
+              onClick={onShowPool}
+            >
+              {trans.__('Show the pool')}
+            </button>
+          ) : null}
+          {it.emulated ? (
+            <span
+              className="jp-gpupool-Popover-emulated"
+              title={trans.__('No real GPU: figures and speed are made up.')}
+            >
+              {trans.__('EMULATED')}
+            </span>
+          ) : null}
+        </footer>
+      ) : null}
+    </div>
+  );
+}
+
+/** What else is to be said, each in a sentence or two. */
+function notes(trans: TranslationBundle, it: ISituation): string[] {
+  const { session, view, broker } = it;
+  switch (it.kind) {
+    case 'asking':
+      return [];
+    case 'away': {
+      const before = lastHeard(trans, it);
+      return [
+        [broker.message, broker.nextStep].filter(Boolean).join(' '),
+        before ? trans.__('Last heard: %1.', before) : ''
+      ].filter(Boolean);
+    }
+    case 'no-device':
+      return [
+        view?.problem ?? '',
+        trans.__('Cells run without a GPU until there is one.')
+      ].filter(Boolean);
+    default:
+      break;
+  }
+  if (session === null) {
+    return [
+      trans.__(
+        'The pool does not know this kernel yet. If that stays so, restart the kernel.'
+      )
+    ];
+  }
+  const size = bytes(session.request.memory);
+  switch (session.state) {
+    case 'idle':
+      if (session.pinned_reason) {
+        return [
+          trans.__('It is pinned: its state cannot be moved off the GPU.'),
+          session.pinned_reason
+        ];
+      }
+      return session.leaves_at === null
+        ? [trans.__('It keeps the slice until somebody else needs it.')]
+        : [`${it.said.text}.`];
+    case 'detached':
+      return session.suspended_bytes > 0
+        ? [
+            trans.__(
+              'Your data is safe in host memory; %1.',
+              back(trans, session.attach)
+            )
+          ]
+        : [getting(trans, session.attach, size)];
+    case 'detaching':
+      return [trans.__('Your data stays as it is; it comes back when it is needed.')];
+    default:
+      return session.pinned_reason ? [session.pinned_reason] : [];
+  }
+}
+
+function back(trans: TranslationBundle, attach: string): string {
+  switch (attach) {
+    case 'cell':
+      return trans.__('the next cell brings it back');
+    case 'manual':
+      return trans.__('%gpu attach brings it back');
+    default:
+      return trans.__('the next CUDA call brings it back');
+  }
+}
+
+function getting(trans: TranslationBundle, attach: string, size: string): string {
+  switch (attach) {
+    case 'cell':
+      return trans.__('It gets %1 when a cell runs.', size);
+    case 'manual':
+      return trans.__('It gets %1 when you run %gpu attach.', size);
+    default:
+      return trans.__('It gets %1 when a cell first uses CUDA.', size);
+  }
+}

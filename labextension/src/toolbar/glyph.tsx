@@ -1,0 +1,103 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** Small pictures: a state at a glance, told apart by shape and not by colour alone. */
+import * as React from 'react';
+
+import type { Tone } from '../words';
+
+interface IProps {
+  readonly tone: Tone;
+  /** Share of the slice in use, 0 to 1; null if nobody knows. */
+  readonly filled: number | null;
+}
+
+/** A 16 px picture of a state; words beside it say the same. */
+export function Glyph({ tone, filled }: IProps): React.JSX.Element {
+  return (
+    <svg
+      className={`jp-gpupool-Glyph jp-mod-${tone}`}
+      viewBox="0 0 16 16"
+      width="16"
+      height="16"
+      aria-hidden="true"
+      focusable="false"
+    >
+      {shape(tone, filled)}
+    </svg>
+  );
+}
+
+/** What a slice is drawn as: a battery lying down. */
+const CASE = (
+  <>
+    <rect
+      x="1"
+      y="4"
+      width="12"
+      height="8"
+      rx="1.5"
+      className="jp-gpupool-Glyph-line"
+    />
+    <path d="M14.5 6.5v3" className="jp-gpupool-Glyph-line" />
+  </>
+);
+
+function shape(tone: Tone, filled: number | null): React.JSX.Element {
+  switch (tone) {
+    case 'busy':
+      return (
+        <>
+          {CASE}
+          <rect
+            x="2.5"
+            y="5.5"
+            width={Math.max(1, 9 * (filled ?? 1))}
+            height="5"
+            rx="0.5"
+            className="jp-gpupool-Glyph-fill"
+          />
+        </>
+      );
+    case 'idle':
+      return (
+        <>
+          {CASE}
+          <path
+            d="M3 10.5l3-5M6 10.5l3-5M9 10.5l2.4-4"
+            className="jp-gpupool-Glyph-hatch"
+          />
+        </>
+      );
+    case 'wait':
+      return (
+        <path
+          d="M4 2h8M4 14h8M5 2v2.5L8 8l3-3.5V2M5 14v-2.5L8 8l3 3.5V14"
+          className="jp-gpupool-Glyph-line"
+        />
+      );
+    case 'move':
+      return (
+        <path
+          d="M2 6h10M9 3l3 3-3 3M14 11H4M7 8.5L4 11l3 3"
+          className="jp-gpupool-Glyph-line jp-gpupool-Glyph-moving"
+        />
+      );
+    case 'host':
+      return (
+        <>
+          <path d="M2 9.5v3.5h12V9.5" className="jp-gpupool-Glyph-line" />
+          <path d="M8 2v7M5 6.5L8 9.5l3-3" className="jp-gpupool-Glyph-line" />
+        </>
+      );
+    case 'away':
+      return (
+        <>
+          <circle cx="8" cy="8" r="6" className="jp-gpupool-Glyph-line" />
+          <path d="M8 4.5V9M8 11v.6" className="jp-gpupool-Glyph-line" />
+        </>
+      );
+    default:
+      return CASE;
+  }
+}

@@ -1,0 +1,169 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** A dialog beside what opened it: placed, focused, and closed as people expect. */
+import { ReactWidget } from '@jupyterlab/ui-components';
+import type { Message } from '@lumino/messaging';
+import { Widget } from '@lumino/widgets';
+import type * as React from 'react';
+
+/** Between the dialog, its anchor and the window's edges. */
+const GAP = 4;
+
+const FOCUSABLE = 'button, input, [href], [tabindex]:not([tabindex="-1"])';
+
+let ids = 0;
+
+export class Popover extends ReactWidget {
+  /**
+   * @param anchor Finds what it belongs to, which may be drawn anew at any time; null closes it.
+   * @param content Renders what is in it; is given the id for the element that labels it.
+   */
+  constructor(
+    private readonly _anchor: () => HTMLElement | null,
+    private readonly _content: (labelId: string) => React.JSX.Element
+  ) {
+    super();
+    this.addClass('jp-ThemedContainer');
+    this.addClass('jp-gpupool-Popover');
+    this._labelId = `jp-gpupool-popover-${++ids}`;
+    this.node.setAttribute('role', 'dialog');
+    this.node.setAttribute('aria-labelledby', this._labelId);
+    this.node.tabIndex = -1;
+    this._sizes = new ResizeObserver(() => this.place());
+  }
+
+  open(): void {
+    Widget.attach(this, document.body);
+    this.place();
+    this.node.focus({ preventScroll: true });
+  }
+
+  /** Close it; the focus goes to the anchor unless it went elsewhere. */
+  override dispose(): void {
+    if (this.isDisposed) {
+      return;
+    }
+    const focused = document.activeElement;
+    const lost =
+      focused === null || focused === document.body || this.node.contains(focused);
+    super.dispose();
+    if (lost) {
+      this._anchor()?.focus();
+    }
+  }
+
+  /** Put it below its anchor, or above if there is more room; within the window. */
+  place(): void {
+    if (!this.isAttached) {
+      return;
+    }
+    const anchor = this._anchor();
+    if (anchor === null) {
+      this.dispose();
+      return;
+    }
+    const { style } = this.node;
+    style.maxHeight = '';
+    const at = anchor.getBoundingClientRect();
+    const { width, height } = this.node.getBoundingClientRect();
+    const page = document.documentElement;
+    const below = page.clientHeight - at.bottom - 2 * GAP;
+    const above = at.top - 2 * GAP;
+    const under = height <= below || below >= above;
+    const room = Math.max(0, under ? below : above);
+    const shown = Math.min(height, room);
+    style.maxHeight = `${room}px`;
+    style.top = `${under ? at.bottom + GAP : at.top - GAP - shown}px`;
+    const left = Math.min(at.left, page.clientWidth - width - GAP);
+    style.left = `${Math.max(GAP, left)}px`;
+  }
+
+  handleEvent(event: Event): void {
+    switch (event.type) {
+      case 'keydown':
+        this._onKey(event as KeyboardEvent);
+        break;
+      case 'pointerdown':
+        this._onPointer(event);
+        break;
+      case 'resize':
+        this.place();
+        break;
+      case 'scroll':
+        if (!this._within(event.target)) {
+          this.place();
+        }
+        break;
+      default:
+        break;
+    }
+  }
+
+  render(): React.JSX.Element {
+    return this._content(this._labelId);
+  }
+
+  protected override onAfterAttach(msg: Message): void {
+    super.onAfterAttach(msg);
+    // Before JupyterLab's own keyboard shortcuts, and before what stops events from coming up.
+    document.addEventListener('keydown', this, true);
+    document.addEventListener('pointerdown', this, true);
+    document.addEventListener('scroll', this, true);
+    window.addEventListener('resize', this);
+    this._sizes.observe(this.node);
+  }
+
+  protected override onBeforeDetach(msg: Message): void {
+    this._sizes.disconnect();
+    document.removeEventListener('keydown', this, true);
+    document.removeEventListener('pointerdown', this, true);
+    document.removeEventListener('scroll', this, true);
+    window.removeEventListener('resize', this);
+    super.onBeforeDetach(msg);
+  }
+
+  private _onKey(event: KeyboardEvent): void {
+    const inside = this._within(event.target) || event.target === document.body;
+    if (
+      event.key === 'Escape' &&
+      (inside || this._anchor()?.contains(event.target as Node))
+    ) {
+      event.preventDefault();
+      event.stopPropagation();
+      this.dispose();
+    } else if (event.key === 'Tab' && inside) {
+      this._cycle(event);
+    }
+  }
+
+  /** It is the last thing in the document: beyond its ends the focus would leave the page. */
+  private _cycle(event: KeyboardEvent): void {
+    const all = [...this.node.querySelectorAll<HTMLElement>(FOCUSABLE)];
+    const [first, last] = [all[0], all[all.length - 1]];
+    const at = document.activeElement;
+    const inside = at !== this.node && this.node.contains(at);
+    if (event.shiftKey && (at === first || !inside)) {
+      event.preventDefault();
+      last?.focus();
+    } else if (!event.shiftKey && (at === last || !inside)) {
+      event.preventDefault();
+      first?.focus();
+    }
+  }
+
+  private _onPointer(event: Event): void {
+    if (this._within(event.target) || this._anchor()?.contains(event.target as Node)) {
+      return;
+    }
+    // Once the click has moved the focus, if to anything.
+    window.setTimeout(() => this.dispose());
+  }
+
+  private _within(target: EventTarget | null): boolean {
+    return target instanceof Node && this.node.contains(target);
+  }
+
+  private readonly _labelId: string;
+  private readonly _sizes: ResizeObserver;
+}

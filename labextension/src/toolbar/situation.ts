@@ -1,0 +1,185 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** What is to be said about one notebook's kernel; pure: from the model's view to words. */
+import type { TranslationBundle } from '@jupyterlab/translation';
+
+import type { IPool, ISession } from '../api';
+import type { IBroker, IPoolModel } from '../tokens';
+import { bytes, gpus, ordinal, part, say, type ISaid } from '../words';
+
+export interface ISituation {
+  /** `asking`: nothing is known yet. `ours`: the pool is there and has devices. */
+  readonly kind: 'asking' | 'away' | 'no-device' | 'ours';
+  readonly said: ISaid;
+  /** The state without figures that move by themselves: for a live region. */
+  readonly news: string;
+  /** The state as one sentence. */
+  readonly headline: string;
+  readonly session: ISession | null;
+  readonly view: IPool | null;
+  readonly broker: IBroker;
+  /** Whether what it is about is emulated. */
+  readonly emulated: boolean;
+  /** Share of the slice in use, 0 to 1; null if nobody knows or there is none. */
+  readonly filled: number | null;
+}
+
+/** Return what is to be said about the kernel `kernelId`. */
+export function situation(
+  trans: TranslationBundle,
+  model: IPoolModel,
+  kernelId: string
+): ISituation {
+  const { view, broker } = model;
+  const session = model.session(kernelId);
+  const devices = view?.devices ?? [];
+  const own = devices.filter(device => session?.devices.includes(device.uuid));
+  const emulated = own.length
+    ? own.some(device => device.emulated)
+    : (view?.emulated ?? false);
+  const common = { session, view, broker, emulated, filled: filled(session) };
+  const plain = (text: string, tone: ISaid['tone']): ISaid => ({
+    text,
+    tone,
+    counts: false
+  });
+  if (broker.status === 'away') {
+    return {
+      ...common,
+      kind: 'away',
+      said: plain(trans.__('GPU pool away'), 'away'),
+      news: trans.__('The GPU pool does not answer'),
+      headline: trans.__('The GPU pool does not answer.')
+    };
+  }
+  if (view === null) {
+    return {
+      ...common,
+      kind: 'asking',
+      said: plain(trans.__('GPU pool…'), 'none'),
+      news: '',
+      headline: trans.__('Asking the GPU pool…')
+    };
+  }
+  if (devices.length === 0) {
+    return {
+      ...common,
+      kind: 'no-device',
+      said: plain(trans.__('No GPU found'), 'away'),
+      news: trans.__('No GPU found'),
+      headline: trans.__('No GPU was found on this machine.')
+    };
+  }
+  return {
+    ...common,
+    kind: 'ours',
+    said: say(trans, session, devices, model.now()),
+    news: news(trans, session, view),
+    headline: headline(trans, session, view, emulated)
+  };
+}
+
+/** What was said of a session when it was last heard of, with no clock running. */
+export function lastHeard(trans: TranslationBundle, it: ISituation): string {
+  const { session, view } = it;
+  return view === null ? '' : news(trans, session, view);
+}
+
+/** Memory in use by a session, on all its devices; null if nobody knows. */
+export function usedBytes(session: ISession): number | null {
+  return session.used_bytes ?? session.footprint_bytes;
+}
+
+/** Whether a session has a slice, or is about to. */
+export function hasSlice(session: ISession | null): boolean {
+  return session !== null && session.granted_bytes > 0 && session.state !== 'queued';
+}
+
+function filled(session: ISession | null): number | null {
+  if (!session || session.granted_bytes <= 0) {
+    return null;
+  }
+  const used = usedBytes(session);
+  return used === null ? null : Math.min(1, used / session.granted_bytes);
+}
+
+function news(trans: TranslationBundle, session: ISession | null, view: IPool): string {
+  if (session === null) {
+    return trans.__('No GPU');
+  }
+  const where = gpus(trans, session.devices, view.devices);
+  switch (session.state) {
+    case 'queued':
+      return session.queue_position === null
+        ? trans.__('Waiting for a GPU')
+        : trans.__('Waiting for a GPU: %1', ordinal(trans, session.queue_position));
+    case 'attaching':
+      return session.suspended_bytes > 0
+        ? trans.__('Coming back from host memory')
+        : trans.__('Getting a GPU');
+    case 'detaching':
+      return trans.__('Moving to host memory');
+    case 'active':
+      return trans.__('%1 on %2', bytes(session.granted_bytes), where);
+    case 'idle':
+      if (session.pinned_reason) {
+        return trans.__('Idle on %1, pinned', where);
+      }
+      return session.leaves_at === null
+        ? trans.__('Idle on %1', where)
+        : trans.__('Idle on %1, goes back to the pool by itself', where);
+    default:
+      return session.suspended_bytes > 0
+        ? trans.__('In host memory %1', bytes(session.suspended_bytes))
+        : trans.__('No GPU');
+  }
+}
+
+function headline(
+  trans: TranslationBundle,
+  session: ISession | null,
+  view: IPool,
+  emulated: boolean
+): string {
+  if (session === null) {
+    return trans.__('This notebook has no GPU.');
+  }
+  const name = gpus(trans, session.devices, view.devices);
+  const where = emulated ? trans.__('%1 (emulated)', name) : name;
+  const used = usedBytes(session);
+  switch (session.state) {
+    case 'queued':
+      return trans.__('This notebook waits for a GPU.');
+    case 'attaching':
+      return session.suspended_bytes > 0
+        ? trans.__(
+            '%1 of this notebook are on their way from host memory to the GPU.',
+            bytes(session.suspended_bytes)
+          )
+        : trans.__('This notebook is getting a GPU.');
+    case 'detaching':
+      return trans.__('This notebook is moving to host memory.');
+    case 'active':
+      return used === null
+        ? trans.__('This notebook has %1 on %2.', bytes(session.granted_bytes), where)
+        : trans.__(
+            'This notebook has %1 on %2.',
+            part(trans, used, session.granted_bytes),
+            where
+          );
+    case 'idle':
+      return trans.__(
+        'This notebook is idle with %1 on %2.',
+        bytes(session.granted_bytes),
+        where
+      );
+    default:
+      return session.suspended_bytes > 0
+        ? trans.__(
+            '%1 of this notebook are in host memory.',
+            bytes(session.suspended_bytes)
+          )
+        : trans.__('This notebook has no GPU.');
+  }
+}

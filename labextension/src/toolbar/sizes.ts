@@ -1,0 +1,94 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** The sizes that people type and choose; pure. */
+import type { TranslationBundle } from '@jupyterlab/translation';
+
+import { bytes } from '../words';
+
+export const GIB = 1024 ** 3;
+export const MIB = 1024 ** 2;
+
+const UNITS: Readonly<Record<string, number>> = {
+  '': GIB,
+  g: GIB,
+  gib: GIB,
+  gb: 1000 ** 3,
+  m: MIB,
+  mib: MIB,
+  mb: 1000 ** 2,
+  t: 1024 * GIB,
+  tib: 1024 * GIB,
+  tb: 1000 ** 4
+};
+
+/**
+ * `12`, `12GiB`, `512 MiB`, `1,5`: a size in bytes, of GiB if no unit is given; or null.
+ *
+ * A comma before three digits is none: in some languages it stands between thousands.
+ */
+export function parseSize(text: string): number | null {
+  const match = /^\s*(\d+(?:\.\d*|,\d{0,2})?|\.\d+)\s*([a-z]*)\s*$/i.exec(text);
+  const unit = UNITS[(match?.[2] ?? '?').toLowerCase()];
+  if (!match || unit === undefined) {
+    return null;
+  }
+  const value = Math.floor(Number((match[1] ?? '').replace(',', '.')) * unit);
+  return value > 0 && Number.isSafeInteger(value) ? value : null;
+}
+
+/** A size as it stands in the field: at most three decimals, and never more than it is. */
+export function editable(value: number): string {
+  const amount = value >= GIB ? value / GIB : value / MIB;
+  const text = String(Math.floor(amount * 1000) / 1000);
+  return value >= GIB ? text : `${text} MiB`;
+}
+
+/** The step of the slider: half a GiB, less where there is little. */
+export function stepFor(most: number): number {
+  let step = GIB / 2;
+  while (step > 16 * MIB && most / step < 8) {
+    step /= 2;
+  }
+  return step;
+}
+
+/** The slider counts steps; its last position is `most` itself. */
+export function positionOf(value: number, most: number): number {
+  const step = stepFor(most);
+  const last = Math.ceil(most / step);
+  return value >= most ? last : Math.min(last, Math.max(1, Math.round(value / step)));
+}
+
+export function sizeAt(position: number, most: number): number {
+  return Math.min(most, position * stepFor(most));
+}
+
+/** The size that a typed text asks for, or what is wrong with it, as a sentence. */
+export function readSize(
+  trans: TranslationBundle,
+  text: string,
+  most: number | null
+): { readonly size: number; readonly fault: '' } | { readonly fault: string } {
+  const size = parseSize(text);
+  if (size === null) {
+    const typed = text.trim().slice(0, 24);
+    const fault = typed
+      ? trans.__('“%1” is not a size. Write one like 12, 12 GiB or 512 MiB.', typed)
+      : trans.__('Write a size like 12, 12 GiB or 512 MiB.');
+    return { fault };
+  }
+  if (most !== null && size > most) {
+    // Who types the bound as it is shown means the bound, which has more digits.
+    return bytes(size) === bytes(most)
+      ? { size: most, fault: '' }
+      : {
+          fault: trans.__(
+            '%1 is more than you may ask for: at most %2.',
+            bytes(size),
+            bytes(most)
+          )
+        };
+  }
+  return { size, fault: '' };
+}
