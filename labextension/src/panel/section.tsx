@@ -2,7 +2,6 @@
 // Distributed under the terms of the Modified BSD License.
 
 /** A part of the panel with a heading that folds it; what is folded is not drawn. */
-import { caretDownEmptyIcon } from '@jupyterlab/ui-components';
 import * as React from 'react';
 
 export interface ISectionProps {
@@ -24,7 +23,9 @@ export function Section(props: ISectionProps): React.ReactElement {
         onToggle={event => setOpen((event.target as HTMLDetailsElement).open)}
       >
         <summary>
-          <caretDownEmptyIcon.react tag="span" className="jp-gpupool-caret" />
+          <svg className="jp-gpupool-caret" viewBox="0 0 16 16" aria-hidden="true">
+            <path d="M4 6l4 4 4-4" />
+          </svg>
           <h3 id={id}>{props.title}</h3>
           {props.aside && <span className="jp-gpupool-aside">{props.aside}</span>}
         </summary>

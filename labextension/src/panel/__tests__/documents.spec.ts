@@ -1,0 +1,85 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import type { JupyterFrontEnd } from '@jupyterlab/application';
+import { Signal } from '@lumino/signaling';
+
+import { Documents } from '../documents';
+
+interface IFakeWidget {
+  readonly id: string;
+  readonly sessionContext?: object;
+  readonly context?: object;
+}
+
+const runs = (id: string) => ({ sessionContext: { session: { kernel: { id } } } });
+
+function made(widgets: IFakeWidget[], running: object[], commands: string[] = []) {
+  const activated: string[] = [];
+  const executed: unknown[] = [];
+  const source = {};
+  const runningChanged = new Signal<object, void>(source);
+  const app = {
+    serviceManager: { sessions: { runningChanged, running: () => running } },
+    shell: {
+      currentWidget: widgets[0] ?? null,
+      widgets: () => widgets,
+      activateById: (id: string) => activated.push(id)
+    },
+    commands: {
+      hasCommand: (name: string) => commands.includes(name),
+      execute: (name: string, args: unknown) => {
+        executed.push([name, args]);
+        return Promise.resolve();
+      }
+    }
+  } as unknown as JupyterFrontEnd;
+  return { documents: new Documents(app), activated, executed, runningChanged };
+}
+
+describe('Documents', () => {
+  const session = { name: 'a.ipynb', path: 'x/a.ipynb', kernel: { id: 'k' } };
+
+  it('name kernels by the document that uses them', () => {
+    const { documents } = made([], [session, { ...session, name: '', kernel: null }]);
+    expect(documents.name('k')).toEqual({ name: 'a.ipynb', path: 'x/a.ipynb' });
+    expect(documents.name('other')).toBeNull();
+  });
+
+  it('of no name are called by their file', () => {
+    const { documents } = made([], [{ ...session, name: '' }]);
+    expect(documents.name('k')?.name).toBe('a.ipynb');
+  });
+
+  it('know the kernel of the one in front', () => {
+    expect(made([{ id: 'w', ...runs('k') }], []).documents.active).toBe('k');
+    expect(made([{ id: 'w', context: runs('k') }], []).documents.active).toBe('k');
+    expect(made([{ id: 'w' }], []).documents.active).toBeNull();
+    expect(made([], []).documents.active).toBeNull();
+  });
+
+  it('come to the front where they are open', () => {
+    const { documents, activated, executed } = made(
+      [{ id: 'launcher' }, { id: 'w', ...runs('k') }],
+      [session],
+      ['docmanager:open']
+    );
+    documents.open('k');
+    expect([activated, executed]).toEqual([['w'], []]);
+  });
+
+  it('are opened where they are not', () => {
+    const { documents, executed } = made([], [session], ['docmanager:open']);
+    documents.open('k');
+    documents.open('unknown');
+    expect(executed).toEqual([['docmanager:open', { path: 'x/a.ipynb' }]]);
+  });
+
+  it('tell of changes', () => {
+    const { documents, runningChanged } = made([], []);
+    const told = jest.fn();
+    documents.changed.connect(told);
+    runningChanged.emit();
+    expect(told).toHaveBeenCalledTimes(1);
+  });
+});

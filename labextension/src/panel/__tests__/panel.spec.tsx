@@ -1,0 +1,506 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import { act, fireEvent, render, screen, within } from '@testing-library/react';
+import * as React from 'react';
+
+import type { IPool } from '../../api';
+import { PoolError } from '../../api';
+import * as words from '../../words';
+import { Arranger } from '../arrange';
+import * as describing from '../describe';
+import { Panel } from '../panel';
+import { Ticker } from '../ticker';
+import {
+  device,
+  FakeModel,
+  FakePast,
+  GIB,
+  history,
+  mine,
+  NOTHING,
+  NOW,
+  other,
+  pool,
+  trans
+} from './fakes';
+
+function show(view: IPool | null, changed: Partial<FakeModel> = {}) {
+  const model = Object.assign(new FakeModel(view), changed);
+  const past = new FakePast();
+  const opened: string[] = [];
+  const ticker = new Ticker();
+  ticker.running = true;
+  const open = (id: string) => void opened.push(id);
+  const tools = { trans, model, past, ticker, open };
+  const arranger = new Arranger();
+  const names = (id: string) => ({ name: `${id}.ipynb`, path: `a/${id}.ipynb` });
+  const element = () => (
+    <Panel
+      tools={tools}
+      view={model.view}
+      broker={model.broker}
+      live={model.live}
+      found={model.found}
+      arranged={model.view && arranger.arrange(model.view, names, 'kernel-a')}
+    />
+  );
+  const { rerender, container } = render(element());
+  return {
+    model,
+    past,
+    opened,
+    container,
+    again: (next: IPool | null) => {
+      model.view = next;
+      rerender(element());
+    }
+  };
+}
+
+const region = (name: string) => within(screen.getByRole('region', { name }));
+const queued = { ...NOTHING, state: 'queued' } as const;
+
+describe('the head', () => {
+  it('says the state of the pool in one sentence', () => {
+    const waits = mine('w', { ...queued, queue_position: 1 });
+    show(pool([device(0), device(1)], [mine('a'), other('b'), waits]));
+    screen.getByText('2 GPUs · 2 notebooks have one · 1 waits');
+    expect(screen.queryByText('EMULATED')).toBeNull();
+    expect(screen.queryByRole('button', { name: 'Refresh' })).toBeNull();
+  });
+
+  it('marks emulated devices', () => {
+    show(pool([device(0, { emulated: true })], [], { emulated: true }));
+    expect(screen.getAllByText('EMULATED')).toHaveLength(2);
+    screen.getByRole('listbox', { name: /^GPU 0, NVIDIA A100, EMULATED, / });
+  });
+
+  it('says why the broker is away, what to do, and that it tries again', () => {
+    const broker = {
+      status: 'away',
+      message: 'It was stopped.',
+      nextStep: 'Start it.'
+    } as const;
+    const { again } = show(pool([device(0)]), { broker });
+    const alert = within(screen.getByRole('alert'));
+    alert.getByText('GPU pool away');
+    alert.getByText('It was stopped.');
+    alert.getByText('Start it.');
+    alert.getByText('Trying again by itself.');
+    screen.getByText(`Shown as of ${describing.timeOfDay(NOW)}.`);
+    screen.getByRole('listbox');
+    again(null);
+    screen.getByRole('alert');
+    expect(screen.queryByRole('region')).toBeNull();
+  });
+
+  it('promises nothing by itself if nobody asks', () => {
+    const broker = { status: 'away', message: 'Off.', nextStep: '' } as const;
+    show(null, { broker, live: false });
+    expect(screen.queryByText('Trying again by itself.')).toBeNull();
+    screen.getByRole('button', { name: 'Refresh' });
+  });
+
+  it('explains that there is no GPU', () => {
+    show(pool([], [], { problem: 'No driver.' }));
+    screen.getByText('No GPU found');
+    screen.getByText('No driver.');
+    expect(screen.queryByRole('region', { name: 'Devices' })).toBeNull();
+    screen.getByRole('region', { name: 'Host memory' });
+  });
+
+  it('explains it before anybody asked, as the page knows it', () => {
+    show(null, { live: false, found: { found: false, reason: 'No /dev/nvidia0.' } });
+    screen.getByText('No /dev/nvidia0.');
+  });
+
+  it('says how old the view is, and asks on demand', async () => {
+    const { model } = show(pool([device(0)]), { live: false });
+    const as = `No Pooled GPU kernel is open. Shown as of ${describing.timeOfDay(NOW)}. Refresh`;
+    expect(screen.getByText(/No Pooled GPU kernel/).textContent).toBe(as);
+    expect(model.refreshed).toBe(0);
+    await act(async () => {
+      fireEvent.click(screen.getByRole('button', { name: 'Refresh' }));
+      await Promise.resolve();
+    });
+    expect(model.refreshed).toBe(1);
+  });
+
+  it('says that it asks', () => {
+    show(null);
+    screen.getByText('Asking the pool…');
+  });
+});
+
+describe('devices', () => {
+  it.each([1, 2, 8])('%d are full bars', count => {
+    show(pool(Array.from({ length: count }, (_, i) => device(i))));
+    expect(screen.getAllByRole('listbox')).toHaveLength(count);
+  });
+
+  it.each([9, 16, 64])('%d are a grid that unfolds', count => {
+    const devices = Array.from({ length: count }, (_, i) => device(i));
+    const { opened } = show(pool(devices, [mine('a', { devices: ['GPU-8'] })]));
+    expect(screen.queryByRole('listbox')).toBeNull();
+    const cells = region('Devices').getAllByRole('button', { name: /^GPU \d+,/ });
+    expect(cells).toHaveLength(count);
+    expect(cells.map(cell => cell.tabIndex).filter(index => index === 0)).toHaveLength(
+      1
+    );
+    expect(cells[8]!.getAttribute('aria-label')).toContain(
+      '1 kernel-a.ipynb: 6.0 of 8.0 GiB used, at work (the open notebook)'
+    );
+    fireEvent.click(cells[8]!);
+    expect(cells[8]!.getAttribute('aria-expanded')).toBe('true');
+    screen.getByRole('listbox', { name: /^GPU 8,/ });
+    fireEvent.click(cells[8]!);
+    expect(screen.queryByRole('listbox')).toBeNull();
+    fireEvent.click(screen.getByRole('button', { name: 'All in full' }));
+    expect(screen.getAllByRole('listbox')).toHaveLength(count);
+    expect(opened).toEqual([]);
+  });
+
+  it('of several kinds are groups', () => {
+    const devices = Array.from({ length: 12 }, (_, i) =>
+      device(i, i < 4 ? { name: 'NVIDIA H100' } : { memory_granted: GIB })
+    );
+    show(pool(devices));
+    expect(screen.getByRole('list', { name: 'NVIDIA H100' }).children).toHaveLength(4);
+    expect(screen.getByRole('list', { name: 'NVIDIA A100' }).children).toHaveLength(8);
+    screen.getByText('0 in use of 4 · 16.0 GiB');
+    screen.getByText('8 in use of 8 · 16.0 GiB');
+  });
+
+  it('go by arrow keys in the grid', () => {
+    show(pool(Array.from({ length: 9 }, (_, i) => device(i))));
+    const cells = region('Devices').getAllByRole('button', { name: /^GPU \d+,/ });
+    act(() => cells[0]!.focus());
+    fireEvent.keyDown(cells[0]!, { key: 'ArrowRight' });
+    expect(document.activeElement).toBe(cells[1]);
+    fireEvent.keyDown(cells[1]!, { key: 'End' });
+    expect(document.activeElement).toBe(cells[8]);
+    fireEvent.keyDown(cells[8]!, { key: 'ArrowRight' });
+    expect(document.activeElement).toBe(cells[8]);
+    expect([cells[0]!.tabIndex, cells[8]!.tabIndex]).toEqual([-1, 0]);
+  });
+
+  it('have a name for each part, reached by arrow keys', () => {
+    const on = device(0, { memory_granted: 12 * GIB, memory_foreign: GIB });
+    const idle = { state: 'idle', granted_bytes: 4 * GIB } as const;
+    const { opened } = show(pool([on], [mine('a'), other('b', idle)]));
+    const bar = screen.getByRole('listbox', {
+      name: 'GPU 0, NVIDIA A100, 12.0 of 15.0 GiB granted, 43 % busy'
+    });
+    const options = within(bar).getAllByRole('option');
+    expect(options.map(option => option.getAttribute('aria-label'))).toEqual([
+      '1 kernel-a.ipynb: 6.0 of 8.0 GiB used, at work (the open notebook)',
+      'Somebody (batch): 4.0 GiB, idle',
+      'Used outside of any slice: 1.0 GiB',
+      'Free: 2.0 GiB',
+      'Reserved, not granted to anybody: 1.0 GiB'
+    ]);
+    expect(options.map(option => option.tabIndex)).toEqual([0, -1, -1, -1, -1]);
+    expect(options.map(option => option.style.width)).toEqual([
+      '50%',
+      '25%',
+      '6.25%',
+      '12.5%',
+      '6.25%'
+    ]);
+    screen.getByText('12.0 of 15.0 GiB granted');
+    act(() => options[0]!.focus());
+    fireEvent.keyDown(options[0]!, { key: 'Enter' });
+    expect(opened).toEqual(['kernel-a']);
+    fireEvent.keyDown(options[0]!, { key: 'ArrowRight' });
+    expect(document.activeElement).toBe(options[1]);
+    expect(options.map(option => option.tabIndex)).toEqual([-1, 0, -1, -1, -1]);
+    // Other people's cannot be opened; what has the focus is said below the bar.
+    fireEvent.keyDown(options[1]!, { key: 'Enter' });
+    expect(opened).toEqual(['kernel-a']);
+    screen.getByText('Somebody (batch): 4.0 GiB, idle');
+    expect(screen.queryByText('12.0 of 15.0 GiB granted')).toBeNull();
+  });
+
+  it('tell what is special', () => {
+    show(
+      pool([
+        device(0, { drained_reason: 'The admin took it out.' }),
+        device(1, { tier: 'unguarded', can_suspend: false })
+      ])
+    );
+    screen.getByText('Not used: The admin took it out.');
+    screen.getByText('Unguarded: the size of a slice is not enforced');
+    screen.getByText('Slices cannot be moved off it');
+  });
+
+  it('show what nobody knows as ?, never as 0', () => {
+    const { container } = show(
+      pool([device(0, { utilisation: null })], [mine('a', { used_bytes: null })])
+    );
+    screen.getByText('? busy');
+    screen.getByRole('option', {
+      name: /^1 kernel-a.ipynb: 8.0 GiB, used: \?, at work/
+    });
+    expect(container.querySelector('[role="option"] .jp-gpupool-used')).toBeNull();
+    expect(screen.queryByText(/\b0 %/)).toBeNull();
+  });
+});
+
+describe('the queue', () => {
+  it('names mine, and of others the class', () => {
+    show(
+      pool(
+        [device(0)],
+        [
+          other('b', { ...queued, queue_position: 1 }),
+          mine('a', {
+            ...queued,
+            queue_position: 2,
+            eta_seconds: 40,
+            wait_reason: 'No device has 8 GiB free.'
+          })
+        ]
+      )
+    );
+    const items = region('Queue').getAllByRole('listitem');
+    expect(items[0]!.textContent).toBe('1stSomebody (batch)');
+    expect(items[1]!.textContent).toBe(
+      '2nd1kernel-a.ipynb8.0 GiB · ~40 s to goNo device has 8 GiB free.'
+    );
+  });
+
+  it('shows an end and a place that nobody knows as ?', () => {
+    show(pool([device(0)], [mine('a', queued)]));
+    expect(region('Queue').getByRole('listitem').textContent).toBe(
+      '?1kernel-a.ipynb8.0 GiB · ? to go'
+    );
+  });
+
+  it('is short, with mine in it', () => {
+    const many = Array.from({ length: 50 }, (_, i) =>
+      other(`${i}`, { ...queued, queue_position: i + 1 })
+    );
+    show(pool([device(0)], [...many, mine('a', { ...queued, queue_position: 51 })]));
+    expect(region('Queue').getAllByRole('listitem')).toHaveLength(21);
+    region('Queue').getByText('30 more wait.');
+  });
+
+  it('may be empty', () => {
+    show(pool([device(0)]));
+    region('Queue').getByText('Nobody waits for a GPU.');
+  });
+});
+
+describe('my kernels', () => {
+  const kernels = () => region('My kernels on this server');
+
+  it('say their state, and lead to their document', () => {
+    const { opened } = show(
+      pool(
+        [device(0)],
+        [
+          mine('a'),
+          mine('b', { state: 'idle', leaves_at: NOW + 42 }),
+          mine('c', { ...NOTHING, state: 'detached', suspended_bytes: 6 * GIB }),
+          mine('d', { state: 'idle', pinned_reason: 'it is shared memory' })
+        ]
+      )
+    );
+    kernels().getByText('6.0 of 8.0 GiB on GPU 0');
+    kernels().getByText('Idle, back to the pool in 0:42');
+    kernels().getByText('In host memory 6.0 GiB');
+    kernels().getByText('Pinned: it is shared memory');
+    const link = kernels().getByRole('button', { name: 'kernel-b.ipynb' });
+    expect(link.title).toBe('a/kernel-b.ipynb');
+    fireEvent.click(link);
+    expect(opened).toEqual(['kernel-b']);
+    const front = kernels().getByRole('button', { name: 'kernel-a.ipynb' });
+    expect(front.getAttribute('aria-current')).toBe('true');
+  });
+
+  it('count down each second, and nothing else does', () => {
+    jest.useFakeTimers();
+    try {
+      const { model } = show(
+        pool(
+          [device(0)],
+          [mine('a'), mine('b', { state: 'idle', leaves_at: NOW + 42 })]
+        )
+      );
+      const say = jest.spyOn(words, 'say');
+      const summary = jest.spyOn(describing, 'summary');
+      model.time += 1;
+      act(() => jest.advanceTimersByTime(1000));
+      kernels().getByText('Idle, back to the pool in 0:41');
+      expect(say.mock.calls.map(([, session]) => session?.id)).toEqual(['b']);
+      expect(summary).not.toHaveBeenCalled();
+    } finally {
+      jest.useRealTimers();
+    }
+  });
+
+  it('have no timer if nothing counts', () => {
+    jest.useFakeTimers();
+    try {
+      show(pool([device(0)], [mine('a')]));
+      expect(jest.getTimerCount()).toBe(0);
+    } finally {
+      jest.useRealTimers();
+    }
+  });
+
+  it('are released and kept, and what comes of it is said', async () => {
+    const { model } = show(pool([device(0)], [mine('a')]));
+    const click = async (name: RegExp) => {
+      await act(async () => {
+        fireEvent.click(kernels().getByRole('button', { name }));
+        await Promise.resolve();
+      });
+      await act(() => Promise.resolve());
+    };
+    await click(/^Release/);
+    expect(kernels().getByRole('status').textContent).toBe('Done.');
+    model.answer = () =>
+      Promise.reject(new PoolError('It is in use.', 'busy', 'Wait for the cell.', 409));
+    await click(/^Keep for 10 min/);
+    expect(kernels().getByRole('status').textContent).toBe(
+      'It is in use. Wait for the cell.'
+    );
+    expect(model.asked).toEqual(['release kernel-a', 'keep kernel-a 600']);
+  });
+
+  it('ask once at a time', () => {
+    const { model } = show(pool([device(0)], [mine('a')]), {
+      answer: () => new Promise(() => undefined)
+    });
+    const button = kernels().getByRole('button', { name: /^Release/ });
+    fireEvent.click(button);
+    expect(button.getAttribute('aria-disabled')).toBe('true');
+    fireEvent.click(button);
+    expect(model.asked).toHaveLength(1);
+  });
+
+  it('without a slice have nothing to release, but their buttons stay', () => {
+    const { model } = show(
+      pool([device(0)], [mine('a', { ...NOTHING, state: 'detached' })])
+    );
+    const button = kernels().getByRole('button', { name: /^Release/ });
+    expect(button.getAttribute('aria-disabled')).toBe('true');
+    fireEvent.click(button);
+    expect(model.asked).toEqual([]);
+  });
+
+  it('show their last minutes when there are some', () => {
+    const { past } = show(pool([device(0)], [mine('a')]));
+    expect(kernels().queryByRole('img')).toBeNull();
+    const columns = { time: [NOW - 1, NOW], used: [GIB, 2 * GIB], busy: [0.2, null] };
+    act(() => past.change(history({ kernels: { 'kernel-a': columns } })));
+    kernels().getByRole('img', {
+      name: 'Memory in the last 5 minutes: least 1.0 GiB, most 2.0 GiB, now 2.0 GiB'
+    });
+    kernels().getByRole('img', {
+      name: 'Busy in the last 5 minutes: least 20 %, most 20 %, now not known'
+    });
+  });
+});
+
+describe('the totals', () => {
+  it('show host memory, mine and in all', () => {
+    show(
+      pool(
+        [device(0)],
+        [mine('a', { ...NOTHING, state: 'detached', suspended_bytes: 4 * GIB })],
+        { host: { budget_bytes: 32 * GIB, used_bytes: 8 * GIB, available_bytes: null } }
+      )
+    );
+    const host = region('Host memory');
+    host.getByText('8.0 of 32.0 GiB hold suspended kernels · yours: 4.0 GiB');
+    host.getByText('Free on this machine: ?');
+    const meter = host.getByRole('meter');
+    expect(meter.getAttribute('aria-valuenow')).toBe('25');
+    expect([...meter.children].map(part => (part as HTMLElement).style.width)).toEqual([
+      '12.5%',
+      '12.5%'
+    ]);
+  });
+
+  it('never go beyond the budget', () => {
+    const host = { budget_bytes: GIB, used_bytes: 3 * GIB, available_bytes: GIB };
+    show(pool([device(0)], [], { host }));
+    expect(region('Host memory').getByRole('meter').getAttribute('aria-valuenow')).toBe(
+      '100'
+    );
+  });
+
+  it('show how long of their time kernels had a slice', () => {
+    const { past } = show(pool([device(0)]));
+    region('Use').getByText('? Known while a Pooled GPU kernel is open.');
+    act(() => past.change(history()));
+    region('Use').getByText(
+      'Attached 0.40 h of 2.1 open kernel-hours since the server started (19 %)'
+    );
+    const nothing = { since: NOW, attached_seconds: 0, kernel_seconds: 0 };
+    act(() => past.change(history({ usage: nothing })));
+    region('Use').getByText(/started \(\?\)$/);
+  });
+});
+
+describe('a delta', () => {
+  it('draws again only what changed', () => {
+    const devices = Array.from({ length: 8 }, (_, i) => device(i));
+    const sessions = Array.from({ length: 50 }, (_, i) =>
+      i % 2 === 0
+        ? mine(`${i}`, { devices: [`GPU-${i % 8}`], granted_bytes: GIB })
+        : other(`${i}`, { devices: [`GPU-${i % 8}`], granted_bytes: GIB })
+    );
+    const view = pool(devices, sessions);
+    const { again } = show(view);
+    const summary = jest.spyOn(describing, 'summary');
+    const say = jest.spyOn(words, 'say');
+
+    again({ ...view, now: NOW + 1 });
+    expect(summary).not.toHaveBeenCalled();
+    expect(say).not.toHaveBeenCalled();
+
+    const busier = devices.map((d, i) => (i === 3 ? device(3, { utilisation: 1 }) : d));
+    again({ ...view, devices: busier });
+    expect(summary.mock.calls.map(([, on]) => on.index)).toEqual([3]);
+    expect(say).not.toHaveBeenCalled();
+
+    summary.mockClear();
+    const idle = mine('4', { state: 'idle', devices: ['GPU-4'], granted_bytes: GIB });
+    const changed = sessions.map(s => (s.id === '4' ? idle : s));
+    again({ ...view, devices: busier, sessions: changed });
+    expect(summary.mock.calls.map(([, on]) => on.index)).toEqual([4]);
+    expect(say.mock.calls.map(([, session]) => session?.id)).toEqual(['4']);
+  });
+
+  it('draws no lines; a history draws no bars', () => {
+    const view = pool([device(0)], [mine('a')]);
+    const { again, past } = show(view);
+    const columns = { time: [NOW], used: [GIB], busy: [null] };
+    act(() => past.change(history({ kernels: { 'kernel-a': columns } })));
+    const line = screen.getByRole('img', { name: /^Memory/ });
+    const bytes = jest.spyOn(words, 'bytes');
+    const summary = jest.spyOn(describing, 'summary');
+    act(() => past.change(history({ kernels: { 'kernel-a': columns } })));
+    expect(bytes).toHaveBeenCalled();
+    expect(summary).not.toHaveBeenCalled();
+    bytes.mockClear();
+    again({ ...view, devices: [device(0, { utilisation: 1 })] });
+    expect(summary).toHaveBeenCalledTimes(1);
+    expect(line.isConnected).toBe(true);
+  });
+});
+
+describe('a section', () => {
+  it('that is folded is not drawn', () => {
+    show(pool([device(0)]));
+    const details = screen.getByRole('region', { name: 'Devices' }).firstElementChild!;
+    (details as HTMLDetailsElement).open = false;
+    fireEvent(details, new Event('toggle'));
+    expect(screen.queryByRole('listbox')).toBeNull();
+    screen.getByRole('heading', { name: 'Devices' });
+  });
+});
