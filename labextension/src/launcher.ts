@@ -15,9 +15,6 @@ import { IPoolModel } from './tokens';
 
 export const NO_GPU = 'gpupool:no-gpu';
 
-/** The kernel that we install; others are made by wrapping. */
-const KERNEL = 'gpupool-python3';
-
 /** What is said about a machine without a GPU. */
 export function explanation(trans: TranslationBundle, reason: string): string[] {
   const why = reason || trans.__('The GPU pool of this machine has no GPU.');
@@ -31,19 +28,27 @@ export function explanation(trans: TranslationBundle, reason: string): string[] 
     trans.__(
       'To try the pool without one, start the server with emulated GPUs: GPUPOOL_EMULATE=2x8GiB in its environment.'
     ),
-    trans.__('The kernel also starts without a GPU: everything runs that needs none.')
+    trans.__('Until then, kernels of the pool do not start here; others do.')
   ];
 }
 
-/** The kernel to start: ours, or any of the pool; null if there is none. */
-export function pooledKernel(
+/** The kernels that matter here: the pool's, and the best to do without a GPU. */
+export function choose(
   model: Pick<IPoolModel, 'isPooled'>,
   specs: KernelSpec.ISpecModels | null
-): string | null {
-  const names = Object.keys(specs?.kernelspecs ?? {}).filter(name =>
-    model.isPooled(name)
+): { pooled: KernelSpec.ISpecModel; other: KernelSpec.ISpecModel | null } | null {
+  const all = Object.values(specs?.kernelspecs ?? {}).filter(
+    spec => spec !== undefined
   );
-  return names.includes(KERNEL) ? KERNEL : (names[0] ?? null);
+  const pooled = all.find(({ name }) => model.isPooled(name));
+  if (pooled === undefined) {
+    return null;
+  }
+  const others = all.filter(
+    ({ name, language }) => !model.isPooled(name) && language === pooled.language
+  );
+  const usual = others.find(({ name }) => name === specs?.default);
+  return { pooled, other: usual ?? others[0] ?? null };
 }
 
 export const launcherPlugin: JupyterFrontEndPlugin<void> = {
@@ -67,17 +72,20 @@ export const launcherPlugin: JupyterFrontEndPlugin<void> = {
       icon: logoIcon,
       isVisible: () => !model.found.found,
       execute: async args => {
-        const kernelName = pooledKernel(model, kernelspecs.specs);
+        const other = choose(model, kernelspecs.specs)?.other;
         const create = 'notebook:create-new';
-        const can = kernelName !== null && commands.hasCommand(create);
+        const can = other && commands.hasCommand(create);
         const start = await explain(
           trans,
           trans.__('No GPU found'),
           explanation(trans, model.found.reason),
-          can ? trans.__('Start without a GPU') : undefined
+          can ? trans.__('Start %1 without a GPU', other.display_name) : undefined
         );
         if (start && can) {
-          await commands.execute(create, { cwd: args['cwd'] ?? '', kernelName });
+          await commands.execute(create, {
+            cwd: args['cwd'] ?? '',
+            kernelName: other.name
+          });
         }
       },
       describedBy: {
@@ -94,15 +102,21 @@ export const launcherPlugin: JupyterFrontEndPlugin<void> = {
     }
     let item: IDisposable | null = null;
     const update = () => {
-      const wanted =
-        !model.found.found && pooledKernel(model, kernelspecs.specs) !== null;
-      if (wanted && item === null) {
-        // Not this category's translation of ours: JupyterLab's, or it would be another one.
+      const pooled = model.found.found
+        ? undefined
+        : choose(model, kernelspecs.specs)?.pooled;
+      if (pooled && item === null) {
+        // JupyterLab's translation of its own category: ours would be another category.
         const category = (translator ?? nullTranslator)
           .load('jupyterlab')
           .__('Notebook');
-        item = launcher.add({ command: NO_GPU, category, rank: 1 });
-      } else if (!wanted && item !== null) {
+        item = launcher.add({
+          command: NO_GPU,
+          category,
+          rank: 1,
+          kernelIconUrl: pooled.resources['logo-svg'] ?? pooled.resources['logo-64x64']
+        });
+      } else if (!pooled && item !== null) {
         item.dispose();
         item = null;
       }

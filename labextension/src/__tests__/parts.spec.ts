@@ -8,7 +8,7 @@ import { Signal } from '@lumino/signaling';
 import type { IPool, ISession } from '../api';
 import { PoolClient } from '../api';
 import { History, INTERVAL } from '../history';
-import { explanation, pooledKernel } from '../launcher';
+import { choose, explanation } from '../launcher';
 import { PoolModel } from '../model';
 import { IdleWarnings, warning } from '../notify';
 import { RunningSlices } from '../running';
@@ -284,17 +284,26 @@ describe('the launcher', () => {
     expect(told.join(' ')).toContain('GPUPOOL_EMULATE');
   });
 
-  test('starts our kernel, or any of the pool', () => {
+  test('offers the usual kernel of the same language, which needs no GPU', () => {
     const pooled = { isPooled: (kernel: string) => kernel.startsWith('gpupool') };
-    const of = (...names: string[]) =>
-      pooledKernel(pooled, {
+    const of = (...kernels: [string, string?][]) => {
+      const found = choose(pooled, {
         default: 'python3',
-        kernelspecs: Object.fromEntries(names.map(n => [n, undefined]))
+        kernelspecs: Object.fromEntries(
+          kernels.map(([kernel, language = 'python']) => [
+            kernel,
+            { name: kernel, language } as never
+          ])
+        )
       });
-    expect(of('python3', 'gpupool-ir', 'gpupool-python3')).toBe('gpupool-python3');
-    expect(of('python3', 'gpupool-ir')).toBe('gpupool-ir');
-    expect(of('python3')).toBeNull();
-    expect(pooledKernel(pooled, null)).toBeNull();
+      return found && [found.pooled.name, found.other?.name ?? null];
+    };
+    const ours: [string] = ['gpupool-python3'];
+    expect(of(['conda'], ['python3'], ours)).toEqual(['gpupool-python3', 'python3']);
+    expect(of(['conda'], ['ir', 'R'], ours)).toEqual(['gpupool-python3', 'conda']);
+    expect(of(['ir', 'R'], ours)).toEqual(['gpupool-python3', null]);
+    expect(of(['python3'])).toBeNull();
+    expect(choose(pooled, null)).toBeNull();
   });
 });
 
