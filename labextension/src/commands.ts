@@ -110,9 +110,7 @@ export function addCommands(options: IOptions): void {
         return true;
       }
       const memory = await askMemory(model, kernelId, trans);
-      return memory === null
-        ? false
-        : tell(trans, client.change(kernelId, { memory, limit: memory }));
+      return memory === null ? false : tell(trans, client.change(kernelId, { memory }));
     }
   );
   add(
