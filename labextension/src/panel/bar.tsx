@@ -91,37 +91,36 @@ function Bar(props: IBarProps): React.ReactElement {
       aria-orientation="horizontal"
       aria-label={props.label}
     >
-      {props.parts.map((part, i) => (
-        <span
-          key={part.key}
-          className={classes(part)}
-          style={{ width: percent(part.share) }}
-          role="option"
-          aria-selected={part.key === stop}
-          aria-label={partText(trans, part)}
-          title={partText(trans, part)}
-          tabIndex={i === at ? 0 : -1}
-          onKeyDown={go}
-          onFocus={() => {
-            setStop(part.key);
-            props.onPointed(part.key);
-          }}
-          onBlur={() => props.onPointed(null)}
-          onDoubleClick={() => {
-            const kernel = kernelOf(part);
-            if (kernel) {
-              open(kernel);
-            }
-          }}
-        >
-          <Used part={part} />
-          {part.kind === 'mine' && part.slice && part.share >= ROOM && (
-            <span className="jp-gpupool-number" aria-hidden="true">
-              {part.slice.number}
-            </span>
-          )}
-        </span>
-      ))}
+      {props.parts.map((part, i) => {
+        const text = partText(trans, part);
+        const kernel = kernelOf(part);
+        return (
+          <span
+            key={part.key}
+            className={classes(part)}
+            style={{ width: percent(part.share) }}
+            role="option"
+            aria-selected={part.key === stop}
+            aria-label={text}
+            title={text}
+            tabIndex={i === at ? 0 : -1}
+            onKeyDown={go}
+            onFocus={() => {
+              setStop(part.key);
+              props.onPointed(part.key);
+            }}
+            onBlur={() => props.onPointed(null)}
+            onDoubleClick={kernel ? () => open(kernel) : undefined}
+          >
+            <Used part={part} />
+            {part.kind === 'mine' && part.slice && part.share >= ROOM && (
+              <span className="jp-gpupool-number" aria-hidden="true">
+                {part.slice.number}
+              </span>
+            )}
+          </span>
+        );
+      })}
     </div>
   );
 }

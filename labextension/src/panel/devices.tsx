@@ -7,7 +7,7 @@ import * as React from 'react';
 import { bytes } from '../words';
 import type { IDeviceRow } from './arrange';
 import { DeviceBar, ThinBar } from './bar';
-import { partText, summary } from './describe';
+import { partText, summary, unsaid } from './describe';
 import { parts } from './geometry';
 import { useTools } from './tools';
 
@@ -25,7 +25,7 @@ export const Devices = React.memo(function Devices(props: {
       {many && (
         <button
           type="button"
-          className="jp-gpupool-button"
+          className="jp-gpupool-button jp-gpupool-all"
           aria-pressed={full}
           onClick={() => setFull(!full)}
         >
@@ -54,8 +54,8 @@ export const Devices = React.memo(function Devices(props: {
 export function groups(rows: readonly IDeviceRow[]): IDeviceRow[][] {
   const found = new Map<string, IDeviceRow[]>();
   for (const row of rows) {
-    const { name, memory_total, tier } = row.device;
-    const key = JSON.stringify([name, memory_total, tier]);
+    const { name, memory_total, emulated } = row.device;
+    const key = JSON.stringify([name, memory_total, emulated]);
     found.set(key, [...(found.get(key) ?? []), row]);
   }
   return [...found.values()];
@@ -78,6 +78,9 @@ function Group(props: { readonly rows: readonly IDeviceRow[] }): React.ReactElem
         <span id={id} className="jp-gpupool-deviceName" title={first?.name}>
           {first?.name}
         </span>
+        {first && unsaid(first) && (
+          <span className="jp-gpupool-emulated">{trans.__('EMULATED')}</span>
+        )}
         <span className="jp-gpupool-figure">
           {trans.__('%1 in use of %2', taken, props.rows.length)}
           {first && ` · ${bytes(first.memory_total)}`}
