@@ -94,6 +94,8 @@ export class Arranger {
       );
     const kernels = mine
       .filter(session => session.here)
+      // A broker that comes back may tell them in another order.
+      .sort((a, b) => this._numberOf(a) - this._numberOf(b))
       .map((session, i) =>
         same(last?.kernels[i], {
           session,

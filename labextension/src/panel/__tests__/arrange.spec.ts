@@ -62,10 +62,10 @@ describe('Arranger', () => {
           names,
           null
         )
-        .kernels.map(row => row.number);
-    expect(numbers('a', 'b', 'c')).toEqual([1, 2, 3]);
-    expect(numbers('c', 'a')).toEqual([3, 1]);
-    expect(numbers('d', 'c', 'a')).toEqual([2, 3, 1]);
+        .kernels.map(row => `${row.number} ${row.session.id}`);
+    expect(numbers('a', 'b', 'c')).toEqual(['1 a', '2 b', '3 c']);
+    expect(numbers('c', 'a')).toEqual(['1 a', '3 c']);
+    expect(numbers('d', 'c', 'a')).toEqual(['1 a', '2 d', '3 c']);
     const restarted = mine('z', { kernel_id: 'kernel-c' });
     const { kernels } = arranger.arrange(pool([device(0)], [restarted]), names, null);
     expect(kernels[0]!.number).toBe(3);
