@@ -10,7 +10,7 @@ import { bytes, say } from '../words';
 import type { IKernelRow } from './arrange';
 import { Badge, hue } from './section';
 import { Sparkline } from './sparkline';
-import { useTick } from './ticker';
+import { useTick } from '../ticker';
 import { useHistory, useTools } from './tools';
 
 /** Seconds for which the button keeps a slice. */

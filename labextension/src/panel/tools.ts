@@ -9,7 +9,7 @@ import * as React from 'react';
 
 import type { IHistory } from '../api';
 import type { IPoolModel } from '../tokens';
-import type { Ticker } from './ticker';
+import type { Ticker } from '../ticker';
 
 /** The last minutes; asked for while somebody holds it. */
 export interface IPast {

@@ -13,7 +13,7 @@ import type { IPoolModel } from '../tokens';
 import { Arranger } from './arrange';
 import type { IDocuments } from './documents';
 import { Panel } from './panel';
-import { Ticker } from './ticker';
+import { Ticker } from '../ticker';
 import type { IPast, ITools } from './tools';
 
 export const PANEL_ID = 'jp-gpupool-panel';
@@ -108,7 +108,7 @@ export class PanelWidget extends ReactWidget {
   }
 
   private _seen(seen: boolean): void {
-    this._ticker.running = seen;
+    this._ticker.shown = seen;
     if (seen) {
       this._held ??= this._tools.past.hold();
       this._askOnce();

@@ -9,7 +9,7 @@ import { Signal, type ISignal } from '@lumino/signaling';
 
 import type { IPoolModel } from '../tokens';
 import { situation, type ISituation } from './situation';
-import { ticker, type Ticker } from './ticker';
+import { ticker, type Ticker } from '../ticker';
 
 /** The parts of a session context that are followed. */
 export type Followed = Pick<

@@ -10,7 +10,7 @@ import * as words from '../../words';
 import { Arranger } from '../arrange';
 import * as describing from '../describe';
 import { Panel } from '../panel';
-import { Ticker } from '../ticker';
+import { Ticker } from '../../ticker';
 import {
   device,
   FakeModel,
@@ -30,7 +30,7 @@ function show(view: IPool | null, changed: Partial<FakeModel> = {}) {
   const past = new FakePast();
   const opened: string[] = [];
   const ticker = new Ticker();
-  ticker.running = true;
+  ticker.shown = true;
   const open = (id: string) => void opened.push(id);
   const tools = { trans, model, past, ticker, open };
   const arranger = new Arranger();

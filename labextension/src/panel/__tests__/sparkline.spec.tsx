@@ -5,7 +5,7 @@ import { render, screen } from '@testing-library/react';
 import * as React from 'react';
 
 import { path, Sparkline, SPAN } from '../sparkline';
-import { Ticker } from '../ticker';
+import { Ticker } from '../../ticker';
 import { Tools } from '../tools';
 import { FakeModel, FakePast, trans } from './fakes';
 

@@ -6,7 +6,7 @@ import * as React from 'react';
 
 import { PoolError } from '../../api';
 import { Card } from '../card';
-import { Ticker } from '../ticker';
+import { Ticker } from '../../ticker';
 import { KernelWatch } from '../watch';
 import { detached, FakeContext, FakeModel, GIB, queued, session, trans } from './fakes';
 

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-import { Ticker } from '../ticker';
+import { Ticker } from '../../ticker';
 import { KernelWatch } from '../watch';
 import { detached, FakeContext, FakeModel, GIB, queued, session, trans } from './fakes';
 

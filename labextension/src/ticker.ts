@@ -1,8 +1,9 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** One timer for all that counts down: it runs only while somebody counts and the page is seen. */
+/** One timer for all that counts down: it runs only while somebody counts and it can be seen. */
 import { DisposableDelegate, type IDisposable } from '@lumino/disposable';
+import * as React from 'react';
 
 export class Ticker {
   /** Call `tick` each second until disposed. */
@@ -21,13 +22,25 @@ export class Ticker {
     });
   }
 
+  /** Whether what counts is shown, as far as its owner knows; the page is looked at besides. */
+  set shown(value: boolean) {
+    this._shown = value;
+    this._adjust();
+  }
+
   /** Whether the timer runs. */
   get running(): boolean {
     return this._timer !== null;
   }
 
+  /** How often it has ticked. */
+  get count(): number {
+    return this._count;
+  }
+
   private _adjust(): void {
-    const wanted = this._ticks.size > 0 && document.visibilityState !== 'hidden';
+    const seen = this._shown && document.visibilityState !== 'hidden';
+    const wanted = this._ticks.size > 0 && seen;
     if (wanted && this._timer === null) {
       this._timer = window.setInterval(this._tick, 1000);
     } else if (!wanted && this._timer !== null) {
@@ -45,14 +58,29 @@ export class Ticker {
   };
 
   private readonly _tick = (): void => {
+    this._count += 1;
     for (const tick of [...this._ticks]) {
       tick();
     }
   };
 
   private readonly _ticks = new Set<() => void>();
+  private _count = 0;
+  private _shown = true;
   private _timer: number | null = null;
 }
 
 /** The one of this page. */
 export const ticker = new Ticker();
+
+/** Render each second while `wanted`. */
+export function useTick(ticker: Ticker, wanted: boolean): void {
+  const subscribe = React.useCallback(
+    (told: () => void) => {
+      const added = wanted ? ticker.add(told) : null;
+      return () => added?.dispose();
+    },
+    [ticker, wanted]
+  );
+  React.useSyncExternalStore(subscribe, () => ticker.count);
+}
