@@ -43,15 +43,26 @@ export interface IRequest {
   readonly priority: string;
 }
 
+/** What a session has on one device. */
+export interface ISlice {
+  /** The device's UUID. */
+  readonly device: string;
+  readonly granted_bytes: number;
+  /** Of own sessions only; null if nobody knows. */
+  readonly used_bytes?: number | null;
+}
+
 /** What is shown of everybody's sessions. */
 export interface IAnySession {
   readonly id: string;
   readonly state: State;
   readonly priority?: string;
-  /** Over all its devices, in equal parts. */
+  /** Over all its devices. */
   readonly granted_bytes: number;
   readonly device: string | null;
   readonly devices: readonly string[];
+  /** What it has on each of them: slices grow one by one. */
+  readonly slices: readonly ISlice[];
   readonly queue_position: number | null;
   readonly mine: boolean;
   /** Whether it is a kernel of this server. */
@@ -63,6 +74,8 @@ export interface ISession extends IAnySession {
   readonly mine: true;
   readonly label: string;
   readonly kernel_id: string;
+  /** Of two sessions of one kernel, the one opened later is the one that counts. */
+  readonly opened_at: number;
   readonly attach: 'lazy' | 'cell' | 'manual';
   readonly priority: string;
   readonly footprint_bytes: number | null;
@@ -76,6 +89,13 @@ export interface ISession extends IAnySession {
   readonly idle_seconds: number;
   /** When an idle slice goes back to the pool by itself; null if it does not. */
   readonly leaves_at: number | null;
+  /** Why an idle slice does not go back although it might, a sentence; empty if it does. */
+  readonly stays_reason: string;
+  /**
+   * Bytes on each device that it may ask for at most, with as many devices as it has now; null if
+   * nobody knows.
+   */
+  readonly most_bytes: number | null;
   readonly keep_until: number | null;
   readonly attached_seconds_total: number;
   readonly wait_seconds_total: number;

@@ -11,9 +11,8 @@ const MIB = 1024 ** 2;
 
 /** `6.0 GiB`, `512 MiB`: two digits that count, as the rest of the project writes sizes. */
 export function bytes(value: number): string {
-  return value >= GIB || value === 0
-    ? `${gib(value)} GiB`
-    : `${Math.max(1, Math.round(value / MIB))} MiB`;
+  const mib = Math.round(value / MIB);
+  return mib >= 1024 || value === 0 ? `${gib(value)} GiB` : `${Math.max(1, mib)} MiB`;
 }
 
 function gib(value: number): string {
@@ -37,6 +36,25 @@ export function clock(seconds: number): string {
   return minutes < 60
     ? `${minutes}:${two(whole % 60)}`
     : `${Math.floor(minutes / 60)}:${two(minutes % 60)}:${two(whole % 60)}`;
+}
+
+/** The time on this computer's clock at a time of the broker's, whose clock may differ. */
+export function localTime(model: { now(): number }, at: number): Date {
+  return new Date(Date.now() + (at - model.now()) * 1000);
+}
+
+/** `14:02`, as it is written in the language of the user interface. */
+export function timeOfDay(trans: TranslationBundle, time: Date): string {
+  const form = { hour: '2-digit', minute: '2-digit' } as const;
+  const own = (trans as { readonly locale?: string }).locale?.replaceAll('_', '-');
+  // The browser knows the region besides, if it speaks that language.
+  const its = navigator.languages.find(tag => tag.split('-')[0] === own?.split('-')[0]);
+  try {
+    return time.toLocaleTimeString(its ?? own ?? [], form);
+  } catch {
+    // Not a language that this browser has ever heard of.
+    return time.toLocaleTimeString([], form);
+  }
 }
 
 /** `~40 s`, `~3 min`, `~2 h`: an estimate. */
@@ -89,6 +107,9 @@ export interface ISaid {
   readonly counts: boolean;
 }
 
+/** Seconds by which an idle slice may be late in leaving before the count-down is given up. */
+const LATE = 2;
+
 /** A session's state in the few words that fit beside a kernel's name. */
 export function say(
   trans: TranslationBundle,
@@ -122,7 +143,13 @@ export function say(
       if (session.pinned_reason) {
         return plain(trans.__('Idle on %1, pinned', where), 'idle');
       }
+      if (session.stays_reason) {
+        return plain(trans.__('Idle on %1, stays', where), 'idle');
+      }
       if (session.leaves_at !== null) {
+        if (now - session.leaves_at > LATE) {
+          return plain(trans.__('Idle on %1, about to leave', where), 'idle');
+        }
         const left = clock(session.leaves_at - now);
         return {
           text: trans.__('Idle, back to the pool in %1', left),

@@ -40,6 +40,7 @@ export function session(changes: Partial<ISession> = {}): ISession {
     here: true,
     label: 'a.ipynb',
     kernel_id: 'k1',
+    opened_at: 900,
     attach: 'lazy',
     priority: 'normal',
     granted_bytes: 8 * GIB,
@@ -48,6 +49,7 @@ export function session(changes: Partial<ISession> = {}): ISession {
     suspended_bytes: 0,
     device: 'GPU-1',
     devices: ['GPU-1'],
+    slices: [{ device: 'GPU-1', granted_bytes: 8 * GIB, used_bytes: 6 * GIB }],
     request: {
       memory: 8 * GIB,
       limit: 8 * GIB,
@@ -62,6 +64,8 @@ export function session(changes: Partial<ISession> = {}): ISession {
     pinned_reason: '',
     idle_seconds: 0,
     leaves_at: null,
+    stays_reason: '',
+    most_bytes: 24 * GIB,
     keep_until: null,
     attached_seconds_total: 0,
     wait_seconds_total: 0,
@@ -77,7 +81,8 @@ export const detached: Partial<ISession> = {
   granted_bytes: 0,
   used_bytes: null,
   device: null,
-  devices: []
+  devices: [],
+  slices: []
 };
 
 export const queued: Partial<ISession> = {
