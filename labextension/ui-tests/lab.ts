@@ -26,7 +26,10 @@ export class Lab {
   /** Requests and websockets of the page to the server extension. */
   readonly traffic: string[] = [];
 
-  private constructor(readonly page: IJupyterLabPageFixture) {
+  private constructor(
+    readonly page: IJupyterLabPageFixture,
+    private readonly _bare: Page
+  ) {
     page.on('console', message => {
       if (message.type() === 'error') {
         this.errors.push(message.text());
@@ -45,10 +48,10 @@ export class Lab {
     });
   }
 
-  /** A new page that shows `app` (`/lab`), ready. */
+  /** A new page that shows JupyterLab, or with `app` another page of the server, ready. */
   static async open(
     browser: Browser,
-    options: { url?: string; theme?: string; settings?: object; scale?: number } = {}
+    options: { url?: string; app?: string; settings?: object; scale?: number } = {}
   ): Promise<Lab> {
     const url = options.url ?? stage().url;
     const context = await browser.newContext({
@@ -57,10 +60,6 @@ export class Lab {
       ...(options.scale && { deviceScaleFactor: options.scale })
     });
     const bare = await context.newPage();
-    const ready = async (page: Page): Promise<void> => {
-      await page.locator('#jupyterlab-splash').waitFor({ state: 'detached' });
-      await page.locator('.jp-Launcher').first().waitFor();
-    };
     const page = await galata.initTestPage(
       '/lab',
       false,
@@ -73,11 +72,30 @@ export class Lab {
       null,
       null,
       '',
-      ready
+      () => Promise.resolve()
     );
-    const lab = new Lab(page);
-    await page.goto('tree/?reset');
+    const lab = new Lab(page, bare);
+    await lab.go(options.app ?? 'lab?reset');
+    if (options.app === undefined) {
+      await bare.locator('#jupyterlab-splash').waitFor({ state: 'detached' });
+      await bare.locator('.jp-Launcher').first().waitFor();
+    }
     return lab;
+  }
+
+  /** Load a page of the server; not Galata's way, which does not wait for a busy machine. */
+  async go(where: string): Promise<void> {
+    await this._bare.goto(where);
+    await this._bare.waitForFunction(async () => {
+      // It is there once the page's script has run.
+      const app = window.jupyterapp as typeof window.jupyterapp | undefined;
+      await app?.restored;
+      return app !== undefined;
+    });
+  }
+
+  async close(): Promise<void> {
+    await this._bare.context().close();
   }
 
   /** Run a command of JupyterLab; wait for its end unless told otherwise. */
@@ -95,43 +113,62 @@ export class Lab {
     );
   }
 
-  /** Open a new notebook with a running kernel. */
-  async notebook(name: string, kernel = KERNEL): Promise<Notebook> {
+  /** Wait until the page has a theme. */
+  async theme(name: string): Promise<void> {
+    await this.execute('apputils:change-theme', { theme: name });
+    const body = this.page.locator(`body[data-jp-theme-name="${name}"]`);
+    await body.waitFor({ state: 'attached' });
+  }
+
+  /** Write a notebook with one empty cell; return its path on the server. */
+  write(name: string, kernel: string): string {
     const file = `${name}.ipynb`;
+    const cell = {
+      cell_type: 'code',
+      id: 'one',
+      metadata: {},
+      source: '',
+      outputs: [],
+      execution_count: null
+    };
     writeFileSync(
       path.join(stage().folder, file),
       JSON.stringify({
-        cells: [
-          {
-            cell_type: 'code',
-            id: 'one',
-            metadata: {},
-            source: '',
-            outputs: [],
-            execution_count: null
-          }
-        ],
+        cells: [cell],
         metadata: { kernelspec: { name: kernel, display_name: kernel } },
         nbformat: 4,
         nbformat_minor: 5
       })
     );
+    return file;
+  }
+
+  /** Open a new notebook with a running kernel. */
+  async notebook(name: string, kernel = KERNEL): Promise<Notebook> {
+    const file = this.write(name, kernel);
     await this.execute('docmanager:open', { path: file, factory: 'Notebook' });
-    const kernelId = await this.page.evaluate(async () => {
+    await this.page.waitForFunction(
+      wanted =>
+        (window.jupyterapp.shell.currentWidget as NotebookPanel | null)?.context
+          .path === wanted,
+      file
+    );
+    const [id, kernelId] = await this.page.evaluate(async () => {
       const panel = window.jupyterapp.shell.currentWidget as NotebookPanel;
       const context = panel.sessionContext;
       await context.ready;
       const running = context.session!.kernel!;
       await running.info;
-      return running.id;
+      return [panel.id, running.id] as const;
     });
-    return new Notebook(this, file, kernelId);
+    return new Notebook(this, file, id, kernelId);
   }
 
   /** End all kernels and close what is open, so that the next test begins as the first. */
   async clear(): Promise<void> {
     await this.page.keyboard.press('Escape');
     await this.execute('notification:dismiss-all').catch(() => undefined);
+    await this.theme('JupyterLab Light');
     const request = this.page.request;
     const kernels = (await (
       await request.get(`${stage().url}/api/sessions`)
@@ -146,10 +183,17 @@ export class Lab {
     );
   }
 
-  readonly statusItem: () => Locator = () =>
-    this.page.locator('#jp-main-statusbar .jp-gpupool-status');
+  get statusItem(): Locator {
+    return this.page.locator('#jp-main-statusbar .jp-gpupool-chip');
+  }
 
-  readonly panel: () => Locator = () => this.page.locator('.jp-gpupool-panel');
+  get popover(): Locator {
+    return this.page.locator('.jp-gpupool-Popover');
+  }
+
+  get panel(): Locator {
+    return this.page.locator('.jp-gpupool-panel');
+  }
 }
 
 /** One notebook. */
@@ -157,21 +201,25 @@ export class Notebook {
   constructor(
     readonly lab: Lab,
     readonly file: string,
+    id: string,
     readonly kernelId: string
-  ) {}
-
-  /** The chip in the toolbar of the notebook in front. */
-  get chip(): Locator {
-    return this.lab.page.locator(
-      '.jp-NotebookPanel:not(.lm-mod-hidden) .jp-NotebookPanel-toolbar .jp-gpupool-chip'
-    );
+  ) {
+    this.panel = lab.page.locator(`[id="${id}"]`);
+    this.chip = this.panel.locator('.jp-NotebookPanel-toolbar .jp-gpupool-chip');
+    this.prompt = this.panel.locator('.jp-InputPrompt').first();
+    this.output = this.panel.locator('.jp-OutputArea').first();
   }
+
+  readonly panel: Locator;
+  readonly chip: Locator;
+  readonly prompt: Locator;
+  readonly output: Locator;
 
   async activate(): Promise<void> {
     await this.lab.execute('docmanager:open', { path: this.file });
   }
 
-  /** Run code in the first cell; returns when it has begun, or with `end` when it has ended. */
+  /** Run code in the first cell; returns when it has ended, or at once. */
   async run(code: string, end = true): Promise<void> {
     await this.activate();
     await this.lab.page.evaluate(source => {
@@ -180,14 +228,34 @@ export class Notebook {
     }, code);
     await this.lab.execute('notebook:run-cell', {}, end);
     if (end) {
-      await expect(this.prompt).not.toHaveText('[*]:');
+      await expect(this.prompt).toHaveText(/\[\d+\]:/);
     }
   }
 
-  get prompt(): Locator {
-    return this.lab.page
-      .locator('.jp-NotebookPanel:not(.lm-mod-hidden) .jp-InputPrompt')
-      .first();
+  /** Note what the chip says from now on; returns all of it so far. */
+  async listen(): Promise<() => Promise<string[]>> {
+    const name = `said-${this.kernelId}`;
+    await this.panel.evaluate((node, key) => {
+      const said: string[] = [];
+      (window as unknown as Record<string, string[]>)[key] = said;
+      const note = (): void => {
+        const text = node.querySelector('.jp-gpupool-chip')?.textContent ?? '';
+        if (text !== said[said.length - 1]) {
+          said.push(text);
+        }
+      };
+      note();
+      new MutationObserver(note).observe(node, {
+        subtree: true,
+        childList: true,
+        characterData: true
+      });
+    }, name);
+    return () =>
+      this.lab.page.evaluate(
+        key => (window as unknown as Record<string, string[]>)[key]!,
+        name
+      );
   }
 }
 
@@ -197,7 +265,7 @@ export const test = base.extend<object, { lab: Lab }>({
     async ({ browser }, use) => {
       const lab = await Lab.open(browser);
       await use(lab);
-      await lab.page.context().close();
+      await lab.close();
     },
     { scope: 'worker' }
   ]
@@ -206,6 +274,9 @@ export const test = base.extend<object, { lab: Lab }>({
 test.afterEach(async ({ lab }, info) => {
   if (info.status !== info.expectedStatus) {
     await info.attach('logs', { body: await ask<string>('log') });
+    await info.attach('console', { body: lab.errors.join('\n') });
+    const picture = await lab.page.screenshot();
+    await info.attach('page', { body: picture, contentType: 'image/png' });
   }
   await lab.clear();
 });

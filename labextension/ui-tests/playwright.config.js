@@ -11,9 +11,9 @@ module.exports = {
   workers: 1,
   fullyParallel: false,
   retries: 0,
-  timeout: 60_000,
-  globalTimeout: 600_000,
-  expect: { timeout: 15_000 },
+  timeout: 120_000,
+  globalTimeout: 900_000,
+  expect: { timeout: 30_000 },
   reporter: [['list']],
   use: {
     ...base.use,

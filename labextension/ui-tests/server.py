@@ -37,7 +37,7 @@ GiB = 1 << 30
 
 #: Two devices, each with room for one notebook, and for a small one beside it.
 POOL = {
-    "emulate": "2x8GiB,context=256MiB",
+    "emulate": "2x8GiB,context=256MiB,bandwidth=2GiB/s",
     "default_memory": 6 * GiB,
     "default_limit": 6 * GiB,
     "max_memory_per_kernel": 7 * GiB,
@@ -248,10 +248,14 @@ class Stage:
     def do_lab_without_gpu(self):
         """Start a server on a machine without a driver; return its address."""
         options = ("--GPUPoolProvisioner.memory=1GiB",)
-        return self._lab("bare", *options, socket=self.folder / "bare.sock").url()
+        return self._lab(f"bare{len(self.labs)}", *options, socket=self.folder / "bare.sock").url()
 
     def do_log(self):
-        return "".join(lab.log.read_text()[-6000:] for lab in self.labs) + self.broker.tail()
+        """Return what a failure is looked into with."""
+        texts = [lab.log.read_text()[-6000:] for lab in self.labs]
+        with suppress(Exception):  # it may be away
+            texts += [json.dumps(row) for row in self.broker.rows()[-60:]]
+        return "\n".join([*texts, self.broker.tail()])
 
     # ------------------------------------------------------------------ life
 

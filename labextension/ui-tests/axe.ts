@@ -1,0 +1,17 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** Accessibility faults of our own elements, as axe-core finds them. */
+import AxeBuilder from '@axe-core/playwright';
+import type { Page } from '@playwright/test';
+
+/** What is serious or worse below `selector`; fails if there is no such element. */
+export async function faults(page: Page, selector: string): Promise<string[]> {
+  const { violations } = await new AxeBuilder({ page }).include(selector).analyze();
+  return violations
+    .filter(found => found.impact === 'serious' || found.impact === 'critical')
+    .map(
+      found =>
+        `${found.id}: ${found.help}: ${found.nodes.map(node => node.html).join(' | ')}`
+    );
+}

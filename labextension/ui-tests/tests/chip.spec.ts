@@ -1,0 +1,125 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** The chip beside the kernel's name, through every state; see `src/words.ts`. */
+import { expect, test } from '../lab';
+import { ask, neighbour, session, uses, Work } from '../pool';
+
+test.beforeEach(async () => {
+  await ask('fresh');
+});
+
+test('nothing is shown and nothing asked for a kernel that is not of the pool', async ({
+  lab
+}) => {
+  const before = lab.traffic.length;
+  const plain = await lab.notebook('plain', 'python3');
+  await plain.run('print(6 * 7)');
+  await expect(plain.output).toHaveText('42');
+  // What runs is asked for again and again: that is when we might ask, too.
+  await lab.page.evaluate(async () => {
+    const { kernels, sessions } = window.jupyterapp.serviceManager;
+    await kernels.refreshRunning();
+    await sessions.refreshRunning();
+  });
+  await expect(plain.chip).toHaveCount(0);
+  await expect(lab.statusItem).toHaveCount(0);
+  expect(lab.traffic.slice(before)).toEqual([]);
+});
+
+test('no GPU, then a slice, then idle, then in host memory, then back', async ({
+  lab
+}) => {
+  const notebook = await lab.notebook('one');
+  await expect(notebook.chip).toHaveText('No GPU');
+  const name = notebook.panel.locator('.jp-NotebookPanel-toolbar .jp-KernelName');
+  const [kernel, chip] = [await name.boundingBox(), await notebook.chip.boundingBox()];
+  expect(chip!.x).toBeGreaterThanOrEqual(kernel!.x + kernel!.width - 1);
+  expect(chip!.x).toBeLessThan(kernel!.x + kernel!.width + 40);
+
+  const said = await notebook.listen();
+  const work = new Work('one');
+  await notebook.run(uses(1024) + work.code, false);
+  await expect(notebook.chip).toHaveText(/^1\.\d of 6\.0 GiB on GPU [01]$/);
+  await expect(lab.statusItem).toHaveText(/^1\.\d of 6\.0 GiB on GPU [01]$/);
+  await expect(notebook.chip).toHaveAttribute('title', /\(emulated\)/);
+  work.end();
+  await expect(notebook.chip).toHaveText(/^Idle, back to the pool in (59|1:00):\d\d/);
+
+  await ask('options', { idle_timeout: 4 });
+  await expect(notebook.chip).toHaveText(/^Idle, back to the pool in 0:0[123]$/);
+  await expect(notebook.chip).toHaveText(/^In host memory 1\.\d GiB$/);
+  expect(await said()).toContain('Moving to host memory…');
+
+  await ask('options', { idle_timeout: 3600 });
+  await notebook.run('buffer.fill(9, stream=stream); stream.sync(); print("back")');
+  await expect(notebook.output).toHaveText('back');
+  await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
+  expect(
+    (await said()).filter(text => /^Restoring 1\.\d GiB…$/.test(text))
+  ).toHaveLength(1);
+});
+
+test('two notebooks compete for one device', async ({ lab }) => {
+  await ask('fresh', { emulate: '1x8GiB,context=256MiB,bandwidth=2GiB/s' });
+  const first = await lab.notebook('first');
+  const work = new Work('first');
+  await first.run(work.code, false);
+  await expect(first.chip).toHaveText(/of 6\.0 GiB on GPU [01]$/);
+
+  const second = await lab.notebook('second');
+  const said = await second.listen();
+  await second.run(uses(64) + 'print("got it")', false);
+  await expect(second.chip).toHaveText(/^Waiting: 1st(, ~.*)?$/);
+  expect((await session(second.kernelId))?.queue_position).toBe(1);
+
+  const third = await lab.notebook('third');
+  await third.run(uses(64), false);
+  await expect(third.chip).toHaveText(/^Waiting: 2nd(, ~.*)?$/);
+
+  await lab.execute('notebook:interrupt-kernel');
+  await expect(third.chip).toHaveText('No GPU');
+
+  work.end();
+  await expect(second.output).toContainText('got it');
+  await expect(second.chip).toHaveText(/^Idle, back to the pool in/);
+  await expect(first.chip).toHaveText(/^In host memory/);
+  expect(await said()).toContainEqual(expect.stringMatching(/^Waiting: 1st/));
+});
+
+test('interrupting the wait ends it, and the chip says so', async ({ lab }) => {
+  await neighbour('one');
+  await neighbour('two');
+  const notebook = await lab.notebook('waits');
+  await notebook.run(uses(64) + 'print("ne" + "ver")', false);
+  await expect(notebook.chip).toHaveText(/^Waiting: 1st/);
+  await notebook.panel
+    .locator('.jp-NotebookPanel-toolbar [data-jp-item-name="interrupt"]')
+    .getByRole('button')
+    .or(
+      notebook.panel.locator(
+        '.jp-NotebookPanel-toolbar [data-jp-item-name="interrupt"] jp-button'
+      )
+    )
+    .first()
+    .click();
+  await expect(notebook.chip).toHaveText('No GPU');
+  await expect(notebook.prompt).toHaveText('[1]:');
+  await expect(notebook.output).toContainText(/Interrupt/);
+  await expect(notebook.output).not.toContainText('never');
+});
+
+test('the broker is killed, and comes back', async ({ lab }) => {
+  const notebook = await lab.notebook('survivor');
+  await notebook.run(uses(64));
+  await expect(notebook.chip).toHaveText(/^Idle, back/);
+  await ask('kill');
+  await expect(notebook.chip).toHaveText('GPU pool away');
+  await notebook.chip.click();
+  await expect(lab.popover).toContainText('The GPU pool does not answer.');
+  await lab.page.keyboard.press('Escape');
+  await ask('start');
+  await expect(notebook.chip).toHaveText(/^Idle/);
+  await notebook.run('buffer.fill(1, stream=stream); stream.sync(); print("lives")');
+  await expect(notebook.output).toHaveText('lives');
+});

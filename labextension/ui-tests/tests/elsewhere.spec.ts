@@ -1,0 +1,54 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** Notebook 7, and a machine without a GPU. */
+import { faults } from '../axe';
+import { expect, Lab, test } from '../lab';
+import { ask, KERNEL, stage, uses } from '../pool';
+
+test('Notebook 7 has the chip, the popover and the panel', async ({ browser }) => {
+  await ask('fresh');
+  const lab = await Lab.open(browser, { app: 'tree' });
+  const file = lab.write('seven', KERNEL);
+  const { page } = lab;
+  await lab.go(`notebooks/${file}`);
+  const chip = page.locator('.jp-NotebookPanel-toolbar .jp-gpupool-chip');
+  await expect(chip).toHaveText('No GPU');
+  await page.locator('.jp-Notebook .cm-content').first().click();
+  await page.keyboard.insertText(uses(64).trim());
+  await page.keyboard.press('Shift+Enter');
+  await expect(chip).toHaveText(/^Idle, back to the pool in/);
+  await chip.click();
+  await lab.popover.getByRole('button', { name: 'Release now' }).click();
+  await expect(chip).toHaveText(/^In host memory/);
+  expect(await faults(page, '.jp-gpupool-Popover')).toEqual([]);
+  await lab.popover.getByRole('button', { name: 'Show the pool' }).click();
+  await expect(lab.panel).toContainText('2 GPUs');
+  expect(lab.errors.filter(text => /gpupool/i.test(text))).toEqual([]);
+  await lab.close();
+});
+
+test('no GPU found: the launcher and the panel say so, and cells run elsewhere', async ({
+  browser
+}) => {
+  const url = await ask<string>('lab_without_gpu');
+  expect(url).not.toBe(stage().url);
+  const lab = await Lab.open(browser, { url });
+  const { page } = lab;
+  const tile = page.locator('.jp-LauncherCard', {
+    hasText: 'Pooled GPU (no GPU found)'
+  });
+  await tile.first().click();
+  const dialog = page.locator('.jp-Dialog');
+  await expect(dialog).toContainText('No NVIDIA driver was found on this machine.');
+  await expect(dialog).toContainText('jupyter gpupool doctor');
+  expect(await faults(page, '.jp-gpupool-Explanation')).toEqual([]);
+  await dialog.getByRole('button', { name: /^Start .* without a GPU$/ }).click();
+  await page.locator('.jp-Notebook .cm-content').first().click();
+  await page.keyboard.insertText('print(6 * 7)');
+  await page.keyboard.press('Shift+Enter');
+  await expect(page.locator('.jp-OutputArea').first()).toHaveText('42');
+  await lab.execute('gpupool:show-panel');
+  await expect(lab.panel).toContainText('No GPU found');
+  await lab.close();
+});

@@ -1,0 +1,127 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** What can be done from the chip: by mouse, by keyboard, by screen reader. */
+import { faults } from '../axe';
+import { expect, test } from '../lab';
+import { ask, GiB, neighbour, session, uses } from '../pool';
+
+test.beforeEach(async () => {
+  await ask('fresh');
+});
+
+test('ask for another size: granted, and refused in the server’s words', async ({
+  lab
+}) => {
+  const notebook = await lab.notebook('asks');
+  await expect(notebook.chip).toHaveText('No GPU');
+  await notebook.chip.click();
+  const { popover } = lab;
+  await expect(popover).toContainText('You may ask for up to 7.0 GiB per GPU.');
+  const field = popover.getByRole('textbox', { name: 'GPU memory' });
+  await field.fill('3');
+  await popover.getByRole('button', { name: 'Ask for it' }).click();
+  await expect(popover.getByRole('status').first()).not.toBeEmpty();
+  await expect(popover).toContainText('Now: 3.0 GiB.');
+  expect((await session(notebook.kernelId))?.request.memory).toBe(3 * GiB);
+
+  // More than the quota: the page knows it. More than is free: only the server does.
+  await field.fill('9');
+  await popover.getByRole('button', { name: 'Ask for it' }).click();
+  await expect(popover.getByRole('alert').first()).toContainText('7.0 GiB');
+  expect((await session(notebook.kernelId))?.request.memory).toBe(3 * GiB);
+
+  // More than any device has: within the quota, and refused by the server.
+  await ask('options', { max_memory_per_kernel: null });
+  await lab.execute('gpupool:refresh');
+  await expect(popover).toContainText('You may ask for up to 8.0 GiB per GPU.');
+});
+
+test('keep an idle slice, and give it back', async ({ lab }) => {
+  const notebook = await lab.notebook('keeps');
+  await notebook.run(uses(64));
+  await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
+  await notebook.chip.click();
+  const { popover } = lab;
+  await popover.getByRole('button', { name: 'Keep for 10 minutes' }).click();
+  await expect(popover).toContainText(/Kept until \d/);
+  await expect
+    .poll(async () => (await session(notebook.kernelId))?.keep_until)
+    .toBeGreaterThan(Date.now() / 1000 + 500);
+  await popover.getByRole('button', { name: 'Stop keeping' }).click();
+  await expect(popover.getByRole('button', { name: 'Keep for' })).toBeVisible();
+
+  await popover.getByRole('button', { name: 'Release now' }).click();
+  await expect(notebook.chip).toHaveText(/^In host memory/);
+  await expect(popover).toContainText('the next CUDA call brings it back');
+  expect((await session(notebook.kernelId))?.device).toBeNull();
+});
+
+test('why am I waiting', async ({ lab }) => {
+  await neighbour('one');
+  await neighbour('two');
+  await neighbour('ahead', { hold: false });
+  await ask('asks', { name: 'ahead' });
+  const notebook = await lab.notebook('why');
+  await notebook.run(uses(64), false);
+  await expect(notebook.chip).toHaveText(/^Waiting: 2nd/);
+  await notebook.chip.click();
+  const { popover } = lab;
+  const why = popover.getByRole('region', { name: 'Why am I waiting?' });
+  await expect(why).toContainText('Ahead of it is 1 kernel: 1 of class ');
+  await expect(why).toContainText('Interrupt the kernel to stop waiting.');
+  await expect(why).not.toContainText('21001');
+  expect(await faults(lab.page, '.jp-gpupool-Popover')).toEqual([]);
+  await ask('leave', { name: 'ahead' });
+  await expect(why).toContainText('Nobody is ahead of it.');
+  // It waits for the device that it sees, whichever that is.
+  await ask('leave', { name: 'one' });
+  await ask('leave', { name: 'two' });
+  await expect(notebook.chip).toHaveText(/^Idle/);
+  await expect(why).toHaveCount(0);
+});
+
+test('by keyboard alone', async ({ lab }) => {
+  const { page, popover } = lab;
+  const notebook = await lab.notebook('keys');
+  await notebook.run(uses(64));
+  await expect(notebook.chip).toHaveText(/^Idle/);
+  await notebook.chip.focus();
+  await page.keyboard.press('Enter');
+  await expect(popover).toBeVisible();
+  await expect(popover).toHaveAttribute('role', 'dialog');
+  await expect(notebook.chip).toHaveAttribute('aria-expanded', 'true');
+  const seen: string[] = [];
+  for (let i = 0; i < 12; i++) {
+    await page.keyboard.press('Tab');
+    const name = await page.evaluate(() => {
+      const at = document.activeElement as HTMLElement;
+      const inside = at.closest('.jp-gpupool-Popover') !== null;
+      return inside
+        ? `${at.tagName} ${at.textContent || at.getAttribute('type')}`
+        : 'out';
+    });
+    seen.push(name);
+  }
+  expect(seen).not.toContain('out');
+  expect(new Set(seen).size).toBeGreaterThanOrEqual(6);
+  await popover.getByRole('button', { name: 'Release now' }).focus();
+  await page.keyboard.press('Space');
+  await expect(notebook.chip).toHaveText(/^In host memory/);
+  await page.keyboard.press('Escape');
+  await expect(popover).toHaveCount(0);
+  await expect(notebook.chip).toBeFocused();
+});
+
+for (const theme of ['JupyterLab Light', 'JupyterLab Dark']) {
+  test(`no accessibility fault in chip and popover, ${theme}`, async ({ lab }) => {
+    await lab.theme(theme);
+    const notebook = await lab.notebook('axe');
+    await notebook.run(uses(64));
+    await expect(notebook.chip).toHaveText(/^Idle/);
+    expect(await faults(lab.page, '.jp-gpupool-chip')).toEqual([]);
+    await notebook.chip.click();
+    await expect(lab.popover).toBeVisible();
+    expect(await faults(lab.page, '.jp-gpupool-Popover')).toEqual([]);
+  });
+}

@@ -1,0 +1,76 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** Where JupyterLab lists things: notifications, commands, what runs, the launcher. */
+import { expect, test } from '../lab';
+import { ask, session, uses } from '../pool';
+
+test('a toast before an idle slice leaves, with Keep', async ({ lab }) => {
+  await ask('fresh', { idle_timeout: 12 });
+  const notebook = await lab.notebook('toast');
+  await notebook.run(uses(512));
+  const toast = lab.page
+    .locator('.Toastify__toast')
+    .filter({ hasText: 'its GPU slice goes back to the pool in' });
+  await expect(toast).toContainText('toast.ipynb');
+  await toast.getByRole('button', { name: 'Keep 10 min' }).click();
+  await expect
+    .poll(async () => (await session(notebook.kernelId))?.keep_until)
+    .toBeGreaterThan(Date.now() / 1000 + 500);
+  await expect(toast).toHaveCount(0);
+  expect((await session(notebook.kernelId))?.state).toBe('idle');
+});
+
+test('commands, what runs, and the tile of the launcher', async ({ lab }) => {
+  await ask('fresh');
+  const { page } = lab;
+  const tile = page.locator('.jp-LauncherCard[title^="Pooled GPU"]:visible').first();
+  await lab.execute('launcher:create');
+  const logo = tile.locator('img');
+  await expect(logo).toBeVisible();
+  await expect(logo).toHaveAttribute('src', /kernelspecs\/gpupool-python3\/logo/);
+  expect(
+    await logo.evaluate((node: HTMLImageElement) => node.naturalWidth)
+  ).toBeGreaterThan(31);
+  await expect(
+    page.locator('.jp-LauncherCard', { hasText: 'no GPU found' })
+  ).toHaveCount(0);
+
+  const notebook = await lab.notebook('lists');
+  await notebook.run(uses(64));
+  await expect(notebook.chip).toHaveText(/^Idle/);
+
+  await lab.execute('apputils:activate-command-palette');
+  await page.locator('.lm-CommandPalette-input').fill('gpu pool');
+  const items = page.locator('.lm-CommandPalette-itemLabel');
+  for (const name of [
+    'Ask for GPU Memory…',
+    'Release the GPU Now',
+    'Keep the GPU for 10 Minutes',
+    'Why Am I Waiting for a GPU?',
+    'Show GPU Pool Panel'
+  ]) {
+    await expect(items.filter({ hasText: name })).toHaveCount(1);
+  }
+  await page.keyboard.press('Escape');
+  await notebook.activate();
+  await lab.execute('gpupool:why');
+  const dialog = page.locator('.jp-Dialog');
+  await expect(dialog).toContainText('This kernel is not waiting for a GPU.');
+  await dialog.getByRole('button', { name: 'Close' }).click();
+
+  await lab.execute('running:show-panel');
+  const running = page.locator('.jp-RunningSessions');
+  const section = running.locator('.jp-AccordionPanel-title', { hasText: 'GPU Pool' });
+  await expect(section).toBeVisible();
+  const item = running
+    .locator('.jp-RunningSessions-section', {
+      has: page.locator('[data-icon="gpupool:logo"]')
+    })
+    .locator('.jp-RunningSessions-item')
+    .first();
+  await item.hover();
+  await item.getByTitle('Release GPU').click();
+  await expect(notebook.chip).toHaveText(/^In host memory/);
+  await lab.execute('filebrowser:activate');
+});
