@@ -54,7 +54,7 @@ test('commands, what runs, and the tile of the launcher', async ({ lab }) => {
   }
   await page.keyboard.press('Escape');
   await notebook.activate();
-  await lab.execute('gpupool:why');
+  await lab.execute('gpupool:why', {}, false);
   const dialog = page.locator('.jp-Dialog');
   await expect(dialog).toContainText('This kernel is not waiting for a GPU.');
   await dialog.getByRole('button', { name: 'Close' }).click();

@@ -1,0 +1,110 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** Pictures of the user interface for the documentation, from real servers and brokers. */
+import { mkdirSync } from 'fs';
+import * as path from 'path';
+
+import { expect, Lab, type Notebook, test } from '../lab';
+import { ask, neighbour, uses, Work } from '../pool';
+
+const FOLDER = path.resolve(__dirname, '../../../docs/images/ui');
+const LARGE = { emulate: '2x24GiB,context=256MiB,bandwidth=2GiB/s' };
+
+/** Take what is between the left and top edges of the first and the other edges of the others. */
+async function shoot(lab: Lab, name: string, selectors: string[]): Promise<void> {
+  const boxes = await Promise.all(
+    selectors.map(async found => (await lab.page.locator(found).first().boundingBox())!)
+  );
+  const left = Math.min(...boxes.map(box => box.x)) - 6;
+  const top = Math.min(...boxes.map(box => box.y)) - 6;
+  const right = Math.max(...boxes.map(box => box.x + box.width)) + 6;
+  const bottom = Math.max(...boxes.map(box => box.y + box.height)) + 6;
+  const clip = {
+    x: Math.max(0, left),
+    y: Math.max(0, top),
+    width: Math.min(1280, right) - Math.max(0, left),
+    height: Math.min(800, bottom) - Math.max(0, top)
+  };
+  mkdirSync(FOLDER, { recursive: true });
+  await lab.page.mouse.move(640, 700);
+  await lab.page.screenshot({ path: path.join(FOLDER, `${name}.png`), clip });
+}
+
+const BAR = '.jp-NotebookPanel:not(.lm-mod-hidden) .jp-NotebookPanel-toolbar';
+const CHIP = [`${BAR} .jp-KernelName`, `${BAR} .jp-gpupool-chip`];
+
+async function chip(notebook: Notebook, name: string, text: RegExp): Promise<void> {
+  await expect(notebook.chip).toHaveText(text);
+  await shoot(notebook.lab, `chip-${name}`, CHIP);
+}
+
+test('pictures', async ({ browser }) => {
+  test.setTimeout(300_000);
+  await ask('fresh', LARGE);
+  const lab = await Lab.open(browser, { scale: 2 });
+  const { page, popover } = lab;
+  const train = await lab.notebook('train');
+  await chip(train, 'none', /^No GPU$/);
+  const work = new Work('train');
+  await train.run(uses(4 * 1024) + work.code, false);
+  await chip(train, 'active', /of 6\.0 GiB on GPU/);
+  await train.chip.click();
+  await expect(popover).toContainText('You may ask for up to');
+  await shoot(lab, 'popover', [`${BAR} .jp-KernelName`, '.jp-gpupool-Popover']);
+  await page.keyboard.press('Escape');
+  work.end();
+  await ask('options', { ...LARGE, idle_timeout: 45 });
+  await chip(train, 'idle', /^Idle, back to the pool in 0:/);
+  await ask('options', { ...LARGE, idle_timeout: 9 });
+  const toast = page.locator('.Toastify__toast').first();
+  await expect(toast).toBeVisible();
+  await shoot(lab, 'toast', ['.Toastify__toast']);
+  await chip(train, 'host', /^In host memory/);
+  await ask('options', LARGE);
+
+  // Both devices in use, and a queue.
+  await neighbour('a', { gib: 7, alloc: 3 });
+  await neighbour('b', { gib: 7, alloc: 5 });
+  await neighbour('c', { gib: 7, alloc: 2 });
+  await neighbour('d', { gib: 7, alloc: 2 });
+  const explore = await lab.notebook('explore');
+  await explore.run(uses(3 * 1024));
+  await expect(explore.chip).toHaveText(/^Idle/);
+  await train.run(new Work('more').code, false);
+  await expect(train.chip).toHaveText(/on GPU|^Waiting/);
+  await neighbour('e', { gib: 7, hold: false });
+  await ask('asks', { name: 'e' });
+  await neighbour('f', { gib: 7, hold: false });
+  await ask('asks', { name: 'f' });
+  const late = await lab.notebook('late');
+  await late.run(uses(64), false);
+  await chip(late, 'waiting', /^Waiting: /);
+  await late.chip.click();
+  await expect(popover).toContainText('Why am I waiting?');
+  await expect(popover).toContainText('Ahead of it');
+  await shoot(lab, 'why', [`${BAR} .jp-KernelName`, '.jp-gpupool-Popover']);
+  await page.keyboard.press('Escape');
+  await lab.execute('gpupool:show-panel');
+  await expect(lab.panel.getByRole('img', { name: /^Memory/ }).first()).toBeVisible();
+  await page.sidebar.setWidth(340, 'right');
+  await shoot(lab, 'panel-light', ['.jp-gpupool-panel']);
+  await lab.theme('JupyterLab Dark');
+  await shoot(lab, 'panel-dark', ['.jp-gpupool-panel']);
+  await lab.theme('JupyterLab Light');
+  await ask('kill');
+  await chip(late, 'away', /^GPU pool away$/);
+  await ask('start', LARGE);
+  await lab.clear();
+  await ask('fresh');
+  await lab.close();
+
+  const bare = await Lab.open(browser, {
+    scale: 2,
+    url: await ask<string>('lab_without_gpu')
+  });
+  await bare.page.getByText('Pooled GPU (no GPU found)').first().click();
+  await expect(bare.page.locator('.jp-gpupool-Explanation')).toBeVisible();
+  await shoot(bare, 'no-gpu', ['.jp-Dialog-content']);
+  await bare.close();
+});
