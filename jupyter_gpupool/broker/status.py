@@ -16,6 +16,7 @@ from typing import Any, Mapping
 from .. import __version__
 from ..devices.model import DeviceSample
 from ..pool.model import DeviceView, Owner, PoolView, Request, SessionRecord, SessionView
+from ..pool.quota import most_memory
 from . import host
 from .activity import Activity
 from .auth import Access, Peer, owner_of
@@ -111,14 +112,9 @@ class Snapshots:
     def _limits(self, owner: Owner, view: PoolView) -> dict[str, Any]:
         settings = view.settings
         quota = settings.quotas.get(owner.name) or settings.quotas.get("*")
-        bounds = [
-            settings.max_memory_per_kernel,
-            max((v.capacity for v in view.devices), default=None),
-            quota.memory if quota else None,
-        ]
         devices = [len(view.devices), quota.devices if quota else None]
         return {
-            "memory": min((b for b in bounds if b is not None), default=None),
+            "memory": Most(view).of(owner, 1),
             "devices": min(d for d in devices if d is not None),
             "max_wait": settings.max_wait,
             "priorities": sorted(settings.priority_classes),
@@ -129,7 +125,7 @@ class Snapshots:
     def status(self, peer: Peer, counters: Mapping[str, int]) -> dict[str, Any]:
         """Return the snapshot as ``peer`` may see it."""
         view = self._view()
-        settings = view.settings
+        settings, most = view.settings, Most(view)
         return {
             "version": __version__,
             "socket": str(self.socket),
@@ -140,7 +136,7 @@ class Snapshots:
             "problem": self.problem,
             "limits": self._limits(owner_of(peer.uid, peer.gid), view),
             "devices": [self._device(v) for v in view.devices],
-            "sessions": [self._session(v, view.now, peer) for v in view.sessions],
+            "sessions": [self._session(v, view.now, peer, most) for v in view.sessions],
             "queue_length": sum(1 for s in view.sessions if s.record.state == "queued"),
             "host": {
                 "budget_bytes": view.host_budget,
@@ -206,7 +202,7 @@ class Snapshots:
             "drained_reason": view.drained_reason,
         }
 
-    def _session(self, view: SessionView, now: float, peer: Peer) -> dict[str, Any]:
+    def _session(self, view: SessionView, now: float, peer: Peer, most: Most) -> dict[str, Any]:
         record = view.record
         session = self._runner.sessions.find(record.id)
         devices = [piece.device for piece in record.slices]
@@ -220,8 +216,14 @@ class Snapshots:
                 "granted_bytes": record.granted_bytes,
                 "device": device,
                 "devices": devices,
+                "slices": [
+                    {"device": piece.device, "granted_bytes": piece.bytes}
+                    for piece in record.slices
+                ],
                 "queue_position": view.queue_position,
             }
+        used = self._used(session, record)
+        pinned = record.pinned_reason or session.use.pins
         return {
             "id": record.id,
             "pid": session.process.pid if session.process else None,
@@ -238,11 +240,13 @@ class Snapshots:
             "holds": [{"id": h.id, "kind": h.kind, "since": h.since} for h in record.holds],
             "device": device,
             "devices": devices,
+            "slices": self._slices(session, view),
             "queue_position": view.queue_position,
             "queue_length": view.queue_length,
             "eta_seconds": view.eta_seconds,
             "wait_reason": record.wait_reason,
-            "pinned_reason": record.pinned_reason or session.use.pins,
+            "pinned_reason": pinned,
+            "stays_reason": "" if pinned else view.stays_reason,
             "wait_seconds_total": view.wait_seconds_total,
             "attached_seconds_total": view.attached_seconds_total,
             "opened_at": record.opened_at,
@@ -253,8 +257,9 @@ class Snapshots:
             "migrations": record.migrations,
             "agent": session.agent is not None,
             "guard": session.page is not None,
-            "used_bytes": self._used(session, record),
+            "used_bytes": used,
             "limit": record.request.limit,
+            "most_bytes": most.of(record.owner, record.request.devices),
             "compute": record.request.compute,
             "waiting": session.use.waiting if record.slices else len(session.guards),
             "keep_until": record.keep_until or None,
@@ -272,6 +277,45 @@ class Snapshots:
         if self.activity is not None:
             self.activity.read(session)
         return sum(session.use.counted.values())
+
+    def _slices(self, session: Session, view: SessionView) -> list[dict[str, Any]]:
+        """Return what it has on each device, and uses there: as the guard counts, or as measured.
+
+        To be called after :meth:`_used`, which reads what the guard counts.
+        """
+        record = view.record
+        found: Mapping[str, int] = view.footprints
+        if session.page is not None:
+            found = session.use.counted
+        elif not found and measured(record, session.cuda) == 0:
+            found = dict.fromkeys((piece.device for piece in record.slices), 0)
+        return [
+            {
+                "device": piece.device,
+                "granted_bytes": piece.bytes,
+                "used_bytes": found.get(piece.device),
+            }
+            for piece in record.slices
+        ]
+
+
+class Most:
+    """What sessions may ask for on each device at most, by the rules of one view; kept by owner."""
+
+    def __init__(self, view: PoolView) -> None:
+        self._settings = view.settings
+        self._capacities = sorted((v.capacity for v in view.devices if v.capacity), reverse=True)
+        self._suspends = any(v.device.can_suspend for v in view.devices)
+        self._known: dict[tuple[str, int], int | None] = {}
+
+    def of(self, owner: Owner, devices: int) -> int | None:
+        """Return the bytes on each of so many devices; None if there is no size that is given."""
+        key = owner.name, devices
+        if key not in self._known:
+            self._known[key] = most_memory(
+                devices, owner, self._settings, self._capacities, suspends=self._suspends
+            )
+        return self._known[key]
 
 
 def _has_room(view: DeviceView, request: Request) -> bool:

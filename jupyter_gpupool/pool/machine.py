@@ -17,7 +17,7 @@ from .model import PoolSettings, PoolView, SessionRecord, SessionView
 from .placement import needs_of
 from .policy import Plan, plan_attach
 from .serve import Server
-from .wording import News, reason, seconds
+from .wording import News, reason, seconds, stays_reason
 
 
 class Pool:
@@ -133,6 +133,8 @@ class Pool:
                     eta_seconds=None if position is None else self._news.eta(s, position),
                     wait_seconds_total=waited,
                     attached_seconds_total=attached,
+                    stays_reason=stays_reason(books, s, now),
+                    footprints=dict(s.footprints),
                 )
             )
         return PoolView(

@@ -234,6 +234,10 @@ class SessionView:
     eta_seconds: float | None
     wait_seconds_total: float
     attached_seconds_total: float
+    #: Why the slice does not leave although the session is idle for long enough; else empty.
+    stays_reason: str = ""
+    #: Device bytes as last measured, by device; absent where nobody has measured.
+    footprints: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

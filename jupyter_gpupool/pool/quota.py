@@ -268,3 +268,32 @@ def never(
                     {**numbers, "most": size},
                 )
     return None
+
+
+def most_memory(
+    devices: int,
+    owner: Owner,
+    settings: PoolSettings,
+    capacities: Sequence[int],
+    *,
+    suspends: bool,
+) -> int | None:
+    """Return the most bytes on each of ``devices`` that :func:`never` lets pass; None if none do.
+
+    The arguments are those of :func:`never`; the limit is meant to be no more than the memory.
+    """
+    if not 1 <= devices <= len(capacities):
+        return None
+    limit = settings.quotas.get(owner.name) or settings.quotas.get("*") or NO_LIMIT
+    if (limit.devices is not None and devices > limit.devices) or (
+        limit.leases is not None and limit.leases < 1
+    ):
+        return None
+    totals = [limit.memory]
+    if suspends:
+        totals += [settings.host_memory, limit.suspended]
+    bounds = [total // devices for total in totals if total is not None]
+    if settings.max_memory_per_kernel is not None:
+        bounds.append(settings.max_memory_per_kernel)
+    most = min(capacities[devices - 1], *bounds) if bounds else capacities[devices - 1]
+    return most if most > 0 else None

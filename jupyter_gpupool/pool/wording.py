@@ -13,7 +13,7 @@ from ..units import format_bytes, format_seconds
 from .books import Books
 from .events import QueueMoved
 from .lease import ATTACHED, HAS_LEASE, Session
-from .yielding import stayer, stays_until
+from .yielding import stayer, stays, stays_until
 
 #: Queues up to this length are told of every change at once.
 AT_ONCE = 8
@@ -78,6 +78,41 @@ def explain(books: Books, why: tuple[Any, ...]) -> str:
         return str(figures[0])
     return _busy(books, *figures)
 
+
+def stays_reason(books: Books, s: Session, now: float) -> str:
+    """Return in one sentence why idle ``s`` keeps its slice although its time is over; or ""."""
+    why = stays(s, books, now) if s.state == "idle" else ()
+    if not why:
+        return ""
+    code, *figures = why
+    if code == "never":
+        size, budget = map(format_bytes, figures)
+        return (
+            f"Its state may take {size}, and this machine keeps at most {budget} in host memory; "
+            "the slice stays until the kernel frees memory or ends."
+        )
+    if code == "quota":
+        size = format_bytes(figures[0])
+        return f"Your quota of {size} of suspended state is full; the slice leaves {_ROOM}."
+    if code == "host":
+        used, budget = map(format_bytes, figures)
+        return f"Host memory is full: {used} of {budget} in use; the slice leaves {_ROOM}."
+    return _STAYS[code]
+
+
+_ROOM = "as soon as there is room"
+
+_STAYS = {
+    "fixed": (
+        "This GPU cannot be suspended; the slice stays until the kernel frees its memory or ends."
+    ),
+    "refused": "The last try to move it to host memory was refused; it is tried again by itself.",
+    "machine": f"This machine has too little free memory now; the slice leaves {_ROOM}.",
+    "kept": (
+        "The host memory that is left is kept for the kernel that is next in the queue; the slice "
+        f"leaves {_ROOM}."
+    ),
+}
 
 _NAMES = {"devices": "GPUs", "leases": "slices"}
 

@@ -102,6 +102,35 @@ def timeout_at(s: Session, books: Books) -> float:
     return max(_not_before(s, books), s.idle_since + books.settings.idle_timeout, s.keep_until)
 
 
+def stays(s: Session, books: Books, now: float) -> tuple[Any, ...]:
+    """Return why idle ``s`` does not leave although it should, as (code, figures...); () if not.
+
+    A pinned session is not meant: its ``pinned_reason`` says why. Codes: ``fixed`` (its device can
+    not suspend), ``refused`` (the last try; it is tried again), ``never`` (its state is more than
+    host memory takes), ``quota``, ``machine``, ``kept`` and ``host`` (no room for its state now).
+    """
+    if s.state != "idle" or s.pinned_reason:
+        return ()
+    if not suspendable(s, books):
+        # Where it was seen to hold nothing, the next measurement will most likely say so again.
+        nothing = len(s.footprints) >= len(s.slices) and not s.footprint
+        return () if nothing else ("fixed",)
+    due = 0.0 if s.release_asked else max(s.idle_since + books.settings.idle_timeout, s.keep_until)
+    if s.failures and now < s.retry_at and due < s.retry_at:
+        return ("refused",)
+    if s.id not in books.leaving:
+        return ()
+    host, bound = books.host, s.state_bound
+    own = books.quotas.suspend_room(s.owner.name)
+    if bound > host.budget:
+        return "never", bound, host.budget
+    if own is not None and bound > own:
+        return "quota", books.quotas.limit(s.owner.name).suspended
+    if bound > host.budget - host.used - host.going:
+        return "host", host.used + host.going, host.budget
+    return ("machine",) if bound > host.room else ("kept",)
+
+
 def host_bound(s: Session) -> int:
     """Return the host bytes that suspending ``s`` may take (kept in ``s.state_bound``).
 

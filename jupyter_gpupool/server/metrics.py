@@ -56,23 +56,19 @@ ALL = (UP, SESSIONS, GRANTED, USED, SUSPENDED, WAIT, SUSPEND, RESUME)
 
 
 def show(sessions: Iterable[Mapping[str, Any]]) -> None:
-    """Set the gauges; the memory of a session on several devices counts in equal parts on each."""
+    """Set the gauges from these sessions, and forget those before."""
     counts: dict[str, int] = defaultdict(int)
     suspended: dict[str, int] = defaultdict(int)
-    granted: dict[tuple[str, str], float] = defaultdict(float)
-    used: dict[tuple[str, str], float] = defaultdict(float)
+    granted: dict[tuple[str, str], int] = defaultdict(int)
+    used: dict[tuple[str, str], int] = defaultdict(int)
     for session in sessions:
         state = session["state"]
         counts[state] += 1
         suspended[state] += session.get("suspended_bytes") or 0
-        devices = session.get("devices") or ()
-        measured = session.get("used_bytes")
-        if measured is None:
-            measured = session.get("footprint_bytes")
-        for device in devices:
-            granted[device, state] += session["granted_bytes"] / len(devices)
-            if measured is not None:  # what nobody could read is not zero
-                used[device, state] += measured / len(devices)
+        for piece in session.get("slices") or ():
+            granted[piece["device"], state] += piece["granted_bytes"]
+            if piece["used_bytes"] is not None:  # what nobody could read is not zero
+                used[piece["device"], state] += piece["used_bytes"]
     for gauge, by_state in ((SESSIONS, counts), (SUSPENDED, suspended)):
         gauge.clear()
         for state, value in by_state.items():

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import AbstractSet, Any, Callable, Collection, Iterable, Mapping
+from typing import Any, Callable, Collection, Iterable, Mapping
 
 View = dict[str, Any]
 
@@ -49,21 +49,24 @@ def visible(
     """Return the broker's ``status`` as this server shows it.
 
     Each session gets ``mine``, and ``here``: whether it is a kernel of this server. Own ones also
-    ``leaves_at``.
+    ``leaves_at``; of the slices of others no use is shown.
     """
     view = {name: status.get(name) for name in _SHOWN}
     settings = status.get("settings") or {}
-    fixed = {d["uuid"] for d in status.get("devices", ()) if d.get("can_suspend") is False}
     view["sessions"] = [
         {
             **session,
-            "leaves_at": leaves_at(session, settings, fixed),
+            "leaves_at": leaves_at(session, settings),
             "mine": True,
             "here": session.get("kernel_id") in local,
         }
         if mine(session)
         else {
             **{name: session[name] for name in _OF_OTHERS if name in session},
+            "slices": [
+                {name: piece[name] for name in ("device", "granted_bytes")}
+                for piece in session.get("slices", ())
+            ],
             "owner": "other",
             "mine": False,
             "here": False,
@@ -170,21 +173,16 @@ def _queue(session: Mapping[str, Any]) -> View:
     }
 
 
-def leaves_at(
-    session: Mapping[str, Any], settings: Mapping[str, Any], fixed: AbstractSet[str] = frozenset()
-) -> float | None:
+def leaves_at(session: Mapping[str, Any], settings: Mapping[str, Any]) -> float | None:
     """Return when an idle session leaves its devices by itself; None if it does not.
 
-    On the broker's clock. Sooner if somebody waits; how much sooner nobody knows before. A time
-    that is over means that it was tried in vain: host memory is full, say. From ``fixed`` devices
-    nothing can be moved.
+    On the broker's clock. Sooner if somebody waits; how much sooner nobody knows before. One that
+    is pinned or has a ``stays_reason`` does not leave.
     """
     timeout, since = settings.get("idle_timeout"), session.get("idle_since")
     if session["state"] != "idle" or timeout is None or since is None:
         return None
-    if session.get("pinned_reason"):
-        return None
-    if not fixed.isdisjoint(session.get("devices", ())) and session.get("footprint_bytes") != 0:
+    if session.get("pinned_reason") or session.get("stays_reason"):
         return None
     return round(max(float(since) + float(timeout), float(session.get("keep_until") or 0.0)), 1)
 

@@ -130,8 +130,8 @@ def test_two_users(two_users):
     (anonymous,) = [s for s in everything[1]["sessions"] if not s["mine"]]
     assert anonymous["owner"] == "other"
     assert set(anonymous) <= {
-        *("id", "owner", "state", "granted_bytes", "device", "devices", "queue_position"),
-        *("priority", "mine", "here"),
+        *("id", "owner", "state", "granted_bytes", "device", "devices", "slices"),
+        *("queue_position", "priority", "mine", "here"),
     }
     # To root, as which this test runs, the broker shows who they really are.
     owners = {s["kernel_id"]: s["owner"] for s in broker.status()["sessions"]}

@@ -36,17 +36,22 @@ def clean():
     metrics.show([])
 
 
+def piece(device, granted, used):
+    return {"device": device, "granted_bytes": granted, "used_bytes": used}
+
+
 def test_gauges_by_device_and_state(clean):
     metrics.show(
         [
-            {"state": "idle", "granted_bytes": 100, "devices": ["A"], "used_bytes": 60},
-            {"state": "idle", "granted_bytes": 50, "devices": ["A"], "footprint_bytes": 5},
-            {"state": "active", "granted_bytes": 80, "devices": ["A", "B"], "used_bytes": None},
-            {"state": "detached", "granted_bytes": 0, "devices": [], "suspended_bytes": 7},
+            {"state": "idle", "slices": [piece("A", 100, 60)]},
+            {"state": "idle", "slices": [piece("A", 50, 5)]},
+            {"state": "active", "slices": [piece("A", 60, None), piece("B", 20, 3)]},
+            {"state": "detached", "slices": [], "suspended_bytes": 7},
         ]
     )
     assert value("granted_bytes", device="A", state="idle") == 150
-    assert value("granted_bytes", device="B", state="active") == 40
+    assert value("granted_bytes", device="B", state="active") == 20, "not equal parts"
+    assert value("used_bytes", device="B", state="active") == 3
     assert value("used_bytes", device="A", state="idle") == 65
     assert value("used_bytes", device="A", state="active") is None, "unknown is not zero"
     assert value("suspended_bytes", state="detached") == 7

@@ -81,6 +81,7 @@ def test_an_admins_server_shows_no_names_of_others():
         "granted_bytes": 10,
         "device": "GPU-0",
         "devices": ["GPU-0"],
+        "slices": [],
         "queue_position": None,
         "priority": "notebook",
         "mine": False,
@@ -210,18 +211,22 @@ def test_when_an_idle_slice_leaves():
     assert left({**idle, "keep_until": 70.0}) == (110.0, 10.0)
     assert left({**idle, "idle_since": 1.0}) == (61.0, 0.0), "it could not leave yet"
     assert left(idle, settings={"idle_timeout": 0.0})[0] == 50.0
-    for stays in (session("a"), {**idle, "pinned_reason": "it shares memory"}):
+    for stays in (
+        session("a"),
+        {**idle, "pinned_reason": "it shares memory"},
+        {**idle, "stays_reason": "Host memory is full."},
+    ):
         assert left(stays) == (None, None)
     assert left(idle, settings={}) == (None, None)
 
 
-def test_what_no_device_can_move_does_not_leave():
-    idle = session("a", state="idle", idle_since=50.0, footprint_bytes=5)
-    fixed = {"devices": [{"uuid": "GPU-0", "can_suspend": False}]}
-    (seen,) = snapshot(idle, **fixed)["sessions"]
-    assert seen["leaves_at"] is None
-    (seen,) = snapshot({**idle, "footprint_bytes": 0}, **fixed)["sessions"]
-    assert seen["leaves_at"] == 110.0, "there is nothing to move"
+def test_of_the_slices_of_others_no_use_is_told():
+    pieces = [{"device": "GPU-0", "granted_bytes": 7, "used_bytes": 5}]
+    mine, others = snapshot(
+        session("a", slices=pieces), session("b", owner="bob", kernel_id="far", slices=pieces)
+    )["sessions"]
+    assert mine["slices"] == pieces
+    assert others["slices"] == [{"device": "GPU-0", "granted_bytes": 7}]
 
 
 def test_of_others_no_time_is_told():

@@ -1,0 +1,139 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Why an idle slice does not leave, told in one sentence; and nothing where it does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.model import Quota
+
+from .builders import Lab, device, got
+
+
+def told(lab: Lab, name: str = "a") -> str:
+    (found,) = (v for v in lab.pool.view(lab.now).sessions if v.record.id == name)
+    assert found.stays_reason == "" or found.stays_reason.endswith(".")
+    return found.stays_reason
+
+
+def test_nothing_is_said_of_a_slice_that_is_in_use_or_leaves_in_time(make):
+    lab = make(idle_timeout=60.0)
+    lab.open("a")
+    assert told(lab) == ""
+    lab.hold("a")
+    lab.done("a")
+    assert told(lab) == ""
+    lab.drop("a")
+    assert told(lab) == ""
+    lab.after(59.0)
+    assert told(lab) == ""
+    lab.after(1.0)
+    assert lab.state("a") == "detaching"
+    assert told(lab) == ""
+
+
+def test_host_memory_that_is_full_until_there_is_room(make):
+    lab = make(host_memory=15, idle_timeout=60.0)
+    lab.parked("b", 10)
+    lab.idle("a")
+    lab.after(59.0)
+    assert told(lab) == "", "it has time"
+    lab.after(1.0)
+    assert lab.state("a") == "idle"
+    assert told(lab).startswith("Host memory is full: 10 B of 15 B in use;")
+    lab.end("b")
+    assert lab.state("a") == "detaching"
+    assert told(lab) == ""
+
+
+def test_release_that_finds_host_memory_full_and_keep_after_it(make):
+    lab = make(host_memory=15, idle_timeout=60.0)
+    lab.parked("b", 10)
+    lab.idle("a")
+    lab.release("a")
+    assert told(lab).startswith("Host memory is full")
+    lab.keep("a", 100.0)
+    assert told(lab) == "", "it is to stay"
+
+
+def test_a_quota_of_suspended_state_that_is_full(make):
+    lab = make(idle_timeout=60.0, quotas={"me": Quota(suspended=15)})
+    lab.parked("b", 10, owner="me")
+    lab.idle("a", owner="me")
+    lab.after(60.0)
+    assert told(lab) == (
+        "Your quota of 15 B of suspended state is full; the slice leaves as soon as there is room."
+    )
+
+
+def test_a_machine_that_has_little_free_memory(make):
+    lab = make(idle_timeout=60.0)
+    lab.idle("a")
+    lab.send(ev.HostMemorySeen, available=5)
+    lab.after(60.0)
+    assert told(lab).startswith("This machine has too little free memory now")
+
+
+def test_a_budget_that_was_made_smaller_than_its_state(make):
+    lab = make(idle_timeout=60.0)
+    lab.idle("a")
+    rules = dataclasses.replace(lab.pool.settings, host_memory=5)
+    lab.send(ev.SettingsChanged, settings=rules)
+    lab.after(60.0)
+    assert told(lab).startswith("Its state may take 10 B, and this machine keeps at most 5 B")
+
+
+def test_a_refused_suspend_until_it_is_tried_again(make):
+    lab = make(idle_timeout=60.0)
+    lab.idle("a")
+    lab.after(60.0)
+    lab.refused("a", "drain")
+    assert lab.state("a") == "idle"
+    assert told(lab).startswith("The last try to move it to host memory was refused")
+    lab.after(10.0)
+    assert lab.state("a") == "detaching"
+    assert told(lab) == ""
+
+
+def test_a_refused_suspend_long_before_the_idle_time_out_delays_nothing(make):
+    lab = Lab(device(0), idle_timeout=60.0)
+    lab.idle("a")
+    lab.open("b")
+    lab.hold("b")
+    lab.refused("a", "busy")
+    assert lab.state("a") in ("idle", "detaching")
+    lab.after(0.5)
+    assert lab.state("a") == "idle"
+    assert told(lab) == ""
+
+
+def test_a_pinned_session_says_why_itself(make):
+    lab = make(idle_timeout=60.0)
+    lab.idle("a")
+    lab.after(60.0)
+    lab.refused("a", "pinned", "it shares memory")
+    assert lab.record("a").pinned_reason
+    assert told(lab) == ""
+
+
+def test_a_device_that_cannot_suspend():
+    lab = Lab(device(0, can_suspend=False), idle_timeout=60.0)
+    lab.running("a")
+    lab.drop("a")
+    assert told(lab).startswith("This GPU cannot be suspended"), "nobody knows what it uses"
+    lab.seen("G0", a=4)
+    assert told(lab).startswith("This GPU cannot be suspended")
+    lab.seen("G0", a=0)
+    assert told(lab) == "", "there is nothing to move"
+    lab.after(60.0)
+    assert got(lab.past, ev.Suspend, session="a").reason == "idle"
+
+
+def test_what_is_measured_is_told_by_device(make):
+    lab = make()
+    lab.running("a", 4, devices=2)
+    lab.seen("G1", a=3)
+    (seen,) = lab.pool.view(lab.now).sessions
+    assert seen.footprints == {"G1": 3}
