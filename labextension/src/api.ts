@@ -169,7 +169,8 @@ export interface IHistory {
       }
     >
   >;
-  readonly devices: Readonly<
+  /** Only if asked for. */
+  readonly devices?: Readonly<
     Record<
       string,
       {
@@ -216,6 +217,9 @@ export class PoolError extends Error {
   }
 }
 
+/** Milliseconds until a question is given up: a lost network does not always say so. */
+export const PATIENCE = 20_000;
+
 /** Asks the server extension. All methods reject with a {@link PoolError}. */
 export class PoolClient {
   constructor(readonly settings: ServerConnection.ISettings) {}
@@ -249,7 +253,15 @@ export class PoolClient {
 
   private async _ask<T>(path: string, method = 'GET', body?: object): Promise<T> {
     const url = URLExt.join(this.settings.baseUrl, 'gpupool', 'api', path);
-    const init = { method, ...(body && { body: JSON.stringify(body) }) };
+    const given = new AbortController();
+    // What is asked to be done may be done late; what is only asked can be asked again.
+    const giveUp = () => given.abort(new Error(`No answer in ${PATIENCE / 1000} s.`));
+    const timer = method === 'GET' ? setTimeout(giveUp, PATIENCE) : undefined;
+    const init = {
+      method,
+      signal: given.signal,
+      ...(body && { body: JSON.stringify(body) })
+    };
     let response: Response;
     try {
       response = await ServerConnection.makeRequest(url, init, this.settings);
@@ -260,6 +272,8 @@ export class PoolClient {
         '',
         0
       );
+    } finally {
+      clearTimeout(timer);
     }
     const answer: unknown = await response.json().catch(() => null);
     if (response.ok) {

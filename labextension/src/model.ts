@@ -21,6 +21,9 @@ import { IPoolModel, isMine, PROVISIONER } from './tokens';
 /** Milliseconds by which the wall clock must have gone further to be believed: we slept. */
 const SLEPT = 2000;
 
+/** Milliseconds from the end of the last pooled kernel to the last look: the broker hears of it. */
+export const LAST_LOOK = 1000;
+
 export class PoolModel implements IPoolModel {
   constructor(
     private readonly _services: PoolModel.Services,
@@ -77,6 +80,7 @@ export class PoolModel implements IPoolModel {
     this._stream.dispose();
     cancelAnimationFrame(this._frame);
     clearTimeout(this._timer);
+    clearTimeout(this._lastLook);
     Signal.clearData(this);
   }
 
@@ -98,36 +102,49 @@ export class PoolModel implements IPoolModel {
   }
 
   session(kernelId: string): ISession | null {
-    // A restarted kernel has another session: the last one is the newest.
-    const all = this._view?.sessions ?? [];
-    for (let i = all.length - 1; i >= 0; i--) {
-      const session = all[i];
-      if (session && isMine(session) && session.kernel_id === kernelId) {
-        return session;
+    // A restarted kernel has another session, and for a moment both.
+    let newest: ISession | null = null;
+    for (const session of this._view?.sessions ?? []) {
+      if (
+        isMine(session) &&
+        session.kernel_id === kernelId &&
+        (newest === null || session.opened_at >= newest.opened_at)
+      ) {
+        newest = session;
       }
     }
-    return null;
+    return newest;
   }
 
   async refresh(): Promise<void> {
-    const before = this._view;
+    const [before, was] = [this._view, this._broker];
+    let view: IPool;
     try {
-      const view = await this.client.pool();
-      if (this.isDisposed || (this._stream.heard && this._view !== before)) {
-        return; // the websocket was faster, and knows better
-      }
-      this._take(view);
+      view = await this.client.pool();
     } catch (error) {
-      if (!this.isDisposed && !this._stream.heard) {
-        this._setAway(...this._why(error));
-      }
+      this._failed(error);
+      return;
     }
+    const other = this._view !== before || this._broker !== was;
+    if (this.isDisposed || (this._stream.heard && other)) {
+      return; // the websocket was faster, and knows better
+    }
+    const young = this._view === null || view.now >= this._view.now;
+    if (this._view !== before && !young && this._broker.status === 'up') {
+      return; // a question asked later was answered sooner
+    }
+    this._take(view);
   }
 
   private readonly _onRunning = (): void => {
     const wanted = this._anyPooled();
     if (!this.isDisposed && wanted !== this._stream.wanted) {
       this._stream.wanted = wanted;
+      clearTimeout(this._lastLook);
+      if (!wanted) {
+        // The websocket closes before the broker can tell of the end: the view would keep it.
+        this._lastLook = setTimeout(() => void this.refresh(), LAST_LOOK);
+      }
       this._emit({ all: true });
     }
   };
@@ -190,13 +207,33 @@ export class PoolModel implements IPoolModel {
     }
   }
 
-  private _setAway(message: string, nextStep: string): void {
-    this._broker = { status: 'away', message, nextStep };
+  private _failed(error: unknown): void {
+    if (this.isDisposed) {
+      return;
+    }
+    if (this._stream.heard && error instanceof PoolError && error.code === 'network') {
+      // Then the websocket is most likely dead, too, and nobody tells us.
+      this._stream.again();
+    }
+    if (!this._stream.heard) {
+      const denied = error instanceof PoolError && DENIED.has(error.status);
+      this._setAway(...this._why(error), denied);
+    }
+  }
+
+  private _setAway(message: string, nextStep: string, denied = false): void {
+    this._broker = { status: 'away', message, nextStep, ...(denied && { denied }) };
     this._emit({ all: true });
   }
 
   private _why(error: unknown): [string, string] {
     const trans = this._trans;
+    if (error instanceof PoolError && DENIED.has(error.status)) {
+      return [
+        trans.__('The Jupyter server does not let this page ask for the GPU pool.'),
+        error.nextStep || trans.__('Log in again, and reload the page.')
+      ];
+    }
     if (error instanceof PoolError && error.status === 404) {
       return [
         trans.__('The GPU pool’s part of the Jupyter server is switched off.'),
@@ -210,7 +247,9 @@ export class PoolModel implements IPoolModel {
     }
     return [
       trans.__('The Jupyter server does not answer.'),
-      trans.__('It is tried again by itself.')
+      this.live
+        ? trans.__('It is tried again by itself.')
+        : trans.__('Refresh to try again.')
     ];
   }
 
@@ -247,6 +286,7 @@ export class PoolModel implements IPoolModel {
   private _pending: Change | null = null;
   private _frame = 0;
   private _timer: ReturnType<typeof setTimeout> | undefined;
+  private _lastLook: ReturnType<typeof setTimeout> | undefined;
 }
 
 export namespace PoolModel {
@@ -255,6 +295,9 @@ export namespace PoolModel {
     'kernels' | 'kernelspecs' | 'serverSettings' | 'sessions'
   >;
 }
+
+/** What HTTP says to who is not logged in, or may not. */
+const DENIED: ReadonlySet<number> = new Set([401, 403]);
 
 const UP: IBroker = { status: 'up', message: '', nextStep: '' };
 

@@ -36,6 +36,9 @@ export const HIDDEN_AFTER = 10_000;
 /** Milliseconds between two questions of a hidden page. */
 export const HIDDEN_INTERVAL = 60_000;
 
+/** Milliseconds for which a websocket must have been heard until its loss is not one in a row. */
+export const LASTING = 30_000;
+
 /** Milliseconds between two looks at the clock, and how late a look is if the computer slept. */
 const LOOK_INTERVAL = 15_000;
 const SLEPT = 45_000;
@@ -88,6 +91,15 @@ export class EventStream implements IDisposable {
     return this._heard;
   }
 
+  /** Open it anew, at once, if it is wanted. */
+  again(): void {
+    clearTimeout(this._retry);
+    this._retry = undefined;
+    this._failures = 0;
+    this._close();
+    this._update();
+  }
+
   dispose(): void {
     if (this.isDisposed) {
       return;
@@ -122,13 +134,17 @@ export class EventStream implements IDisposable {
       url += `?token=${encodeURIComponent(token)}`;
     }
     const socket = (this._socket = new WebSocket(url));
+    let since = Infinity;
     socket.onmessage = (event: MessageEvent<string>) => {
+      since = Math.min(since, Date.now());
       this._heard = true;
-      this._failures = 0;
       this._listener.message(JSON.parse(event.data) as Message);
     };
     socket.onclose = () => {
       const failed = !this._heard;
+      if (Date.now() - since >= LASTING) {
+        this._failures = 0;
+      }
       this._close();
       this._retry = setTimeout(
         () => {
@@ -147,7 +163,7 @@ export class EventStream implements IDisposable {
       last = Date.now();
       if (slept) {
         // The other end is most likely gone, and nobody tells us.
-        this._again();
+        this.again();
       }
     }, LOOK_INTERVAL);
   }
@@ -163,18 +179,9 @@ export class EventStream implements IDisposable {
     }
   }
 
-  /** Open it anew, at once. */
-  private _again(): void {
-    clearTimeout(this._retry);
-    this._retry = undefined;
-    this._failures = 0;
-    this._close();
-    this._update();
-  }
-
   private readonly _onOnline = (): void => {
     if (this._wanted) {
-      this._again();
+      this.again();
     }
   };
 
@@ -189,7 +196,7 @@ export class EventStream implements IDisposable {
     }
     this._hidden = false;
     if (this._wanted && this._socket === null) {
-      this._again();
+      this.again();
     } else {
       this._update();
     }

@@ -24,6 +24,8 @@ export interface IBroker {
   /** Why it is away, and what to do, in the server's words. */
   readonly message: string;
   readonly nextStep: string;
+  /** Away for this page only: the server does not let it ask. */
+  readonly denied?: boolean;
 }
 
 /** What a change of the model was about: `all`, or the changed members of the newest view. */

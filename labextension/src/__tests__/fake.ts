@@ -140,7 +140,7 @@ export class FakeSocket {
 /** What the page asked for by fetch, as `METHOD path body`. */
 export const asked: string[] = [];
 
-/** What the server answers next; a string is a broken network. */
+/** What the server answers next; status 0 is a broken network, -1 one that swallows all. */
 export const answer: { status: number; body: unknown } = { status: 200, body: {} };
 
 class FakeHeaders extends Map<string, string> {
@@ -174,6 +174,12 @@ export function settings(): ServerConnection.ISettings {
         .replace(/^http:\/\/server\/gpupool\/api\//, '')
         .replace(/\?.*/, '');
       asked.push(`${method} ${path} ${(body ?? '') as string}`.trim());
+      if (answer.status === -1) {
+        return new Promise((_, reject) => {
+          const { signal } = init;
+          signal?.addEventListener('abort', () => reject(signal.reason as Error));
+        });
+      }
       if (answer.status === 0) {
         return Promise.reject(new TypeError('Failed to fetch'));
       }

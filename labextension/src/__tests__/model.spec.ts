@@ -4,8 +4,10 @@
 import { PageConfig } from '@jupyterlab/coreutils';
 import { nullTranslator } from '@jupyterlab/translation';
 
-import { PoolModel } from '../model';
-import { HIDDEN_AFTER, HIDDEN_INTERVAL, pause } from '../stream';
+import type { IPool } from '../api';
+import { PATIENCE } from '../api';
+import { LAST_LOOK, PoolModel } from '../model';
+import { HIDDEN_AFTER, HIDDEN_INTERVAL, LASTING, pause } from '../stream';
 import type { Change, IPoolModel } from '../tokens';
 import { answer, asked, device, FakeServices, FakeSocket, pool, reset } from './fake';
 import { session, show } from './fake';
@@ -64,16 +66,46 @@ describe('who needs it', () => {
     expect(model.broker.status).toBe('unknown');
   });
 
-  test('a kernel started in this page opens the websocket, its end closes it', async () => {
+  test('a kernel started in this page opens the websocket, its end closes it after a last look', async () => {
     services.start('a');
     expect(model.live).toBe(true);
     expect(FakeSocket.one.url).toBe('ws://server/gpupool/api/events?token=se%20cret');
+    FakeSocket.one.snapshot();
     services.end();
     expect(model.live).toBe(false);
+    answer.body = pool({ now: 1001, sessions: [] });
+    await jest.advanceTimersByTimeAsync(LAST_LOOK - 1);
+    expect(asked).toEqual([]);
+    expect(model.session('kernel-a')).not.toBeNull();
     await jest.advanceTimersByTimeAsync(3_600_000);
     expect(FakeSocket.all).toHaveLength(1);
     expect(FakeSocket.open).toEqual([]);
+    // The session that ended with the websocket is not shown for ever.
+    expect(asked).toEqual(['GET pool']);
+    expect(model.session('kernel-a')).toBeNull();
+  });
+
+  test('the next kernel calls off the last look', async () => {
+    services.start('a');
+    services.end();
+    services.start('b');
+    await jest.advanceTimersByTimeAsync(10 * LAST_LOOK);
     expect(asked).toEqual([]);
+  });
+
+  test('what was away with the last kernel is not said to be tried again', async () => {
+    services.start('a');
+    answer.status = 0;
+    FakeSocket.one.drop();
+    await frame();
+    expect(model.broker.nextStep).toBe('It is tried again by itself.');
+    services.end();
+    await jest.advanceTimersByTimeAsync(LAST_LOOK + 20);
+    expect(model.broker).toEqual({
+      status: 'away',
+      message: 'The Jupyter server does not answer.',
+      nextStep: 'Refresh to try again.'
+    });
   });
 
   test('a kernel without a document counts, and so does a wrapped one', () => {
@@ -169,11 +201,18 @@ describe('what is said', () => {
     expect(changes).toEqual([{ all: true }]);
   });
 
-  test('of two sessions of a restarted kernel the last one is meant', async () => {
-    const socket = await live();
-    socket.delta({ now: 1001, sessions: [session('z', { kernel_id: 'kernel-a' })] });
-    expect(model.session('kernel-a')?.id).toBe('z');
-  });
+  test.each([
+    ['first', 800, 'a'],
+    ['last', 950, 'z']
+  ])(
+    'of two sessions of a restarted kernel, the younger told %s',
+    async (_, at, id) => {
+      const socket = await live();
+      const other = session('z', { kernel_id: 'kernel-a', opened_at: at });
+      socket.delta({ now: 1001, sessions: [other] });
+      expect(model.session('kernel-a')?.id).toBe(id);
+    }
+  );
 
   test('sessions of others are not found by kernel', async () => {
     const socket = await live();
@@ -257,9 +296,16 @@ describe('away and back', () => {
       expect(FakeSocket.open).toEqual([]);
       await jest.advanceTimersByTimeAsync(1);
     }
+    // Who is cut off after each snapshot does not ask for one each second.
+    FakeSocket.one.snapshot();
+    FakeSocket.one.drop();
+    await jest.advanceTimersByTimeAsync(pause(12, 0.5) - 1);
+    expect(FakeSocket.open).toEqual([]);
+    await jest.advanceTimersByTimeAsync(1);
     const socket = FakeSocket.one;
-    // Having heard something, it begins anew.
+    // Having lasted, it begins anew.
     socket.snapshot();
+    await jest.advanceTimersByTimeAsync(LASTING);
     socket.drop();
     await jest.advanceTimersByTimeAsync(pause(0, 0.5));
     expect(FakeSocket.one).not.toBe(socket);
@@ -270,15 +316,15 @@ describe('away and back', () => {
     expect(asked).toEqual([]);
     expect(model.broker.status).toBe('up');
     await jest.advanceTimersByTimeAsync(pause(0, 0.5));
-    answer.status = 403;
-    answer.body = { code: 'forbidden', message: 'Forbidden.', next_step: 'Log in.' };
+    answer.status = 500;
+    answer.body = { code: 'bug', message: 'It broke.', next_step: 'Read the log.' };
     FakeSocket.one.drop();
     await frame();
     expect(asked).toEqual(['GET pool']);
     expect(model.broker).toEqual({
       status: 'away',
-      message: 'Forbidden.',
-      nextStep: 'Log in.'
+      message: 'It broke.',
+      nextStep: 'Read the log.'
     });
     await jest.advanceTimersByTimeAsync(pause(1, 0.5));
     FakeSocket.one.snapshot();
@@ -303,6 +349,40 @@ describe('away and back', () => {
     await model.refresh();
     expect(model.broker.message).toMatch(/switched off/);
     expect(model.broker.nextStep).toMatch(/server extension enable/);
+  });
+
+  test.each([401, 403])('%p says that this page may not ask', async status => {
+    Object.assign(answer, { status, body: { message: 'Forbidden' } });
+    await model.refresh();
+    expect(model.broker).toEqual({
+      status: 'away',
+      message: 'The Jupyter server does not let this page ask for the GPU pool.',
+      nextStep: 'Log in again, and reload the page.',
+      denied: true
+    });
+  });
+
+  test.each([
+    ['fails', 0],
+    ['is not answered', -1]
+  ])('a request that %s shows that the websocket is dead', async (_, status) => {
+    const dead = await live();
+    answer.status = status;
+    const asking = model.refresh();
+    await jest.advanceTimersByTimeAsync(PATIENCE);
+    await asking;
+    expect(model.broker.status).toBe('away');
+    expect(dead.closed).toBe(true);
+    FakeSocket.one.snapshot();
+    expect(model.broker.status).toBe('up');
+  });
+
+  test('a refusal says nothing against the websocket', async () => {
+    const socket = await live();
+    answer.status = 500;
+    await model.refresh();
+    expect(FakeSocket.one).toBe(socket);
+    expect(model.broker.status).toBe('up');
   });
 
   test('after sleep, and on another network, the websocket is opened anew', async () => {
@@ -395,6 +475,30 @@ test('a request that was overtaken by the websocket changes nothing', async () =
   socket.delta({ now: 1001, queue_length: 1 });
   await asking;
   expect(model.view?.now).toBe(1001);
+});
+
+test('of two requests that cross, the younger answer is kept', async () => {
+  let late: (view: IPool) => void = () => undefined;
+  const ask = jest.spyOn(model.client, 'pool');
+  ask.mockReturnValueOnce(new Promise(resolve => (late = resolve)));
+  ask.mockResolvedValueOnce(pool({ now: 2000 }));
+  const [first, second] = [model.refresh(), model.refresh()];
+  await second;
+  late(pool({ now: 1990 }));
+  await first;
+  expect(model.view?.now).toBe(2000);
+});
+
+test('after it was away, a broker whose clock was set back is believed', async () => {
+  await model.refresh();
+  answer.status = 503;
+  answer.body = { message: 'No broker.' };
+  await model.refresh();
+  expect(model.broker.status).toBe('away');
+  answer.status = 200;
+  answer.body = pool({ now: 5 });
+  await model.refresh();
+  expect(model.view?.now).toBe(5);
 });
 
 test('disposed, it sends nothing and says nothing', async () => {
