@@ -6,7 +6,7 @@
  *
  * What did not change is the same object as before, so that what is drawn from it is not drawn again.
  */
-import type { IAnySession, IDevice, IPool, ISession } from '../api';
+import type { IAnySession, IDevice, IPool, ISession, ISlice as IHas } from '../api';
 import { isMine } from '../tokens';
 
 /** The part of a session that lies on one device. */
@@ -18,8 +18,9 @@ export interface ISlice {
   readonly name: string;
   /** Whether it is of the document that is open in front. */
   readonly active: boolean;
-  /** Bytes on this device: equal parts on all that the session has. */
+  /** On this device. */
   readonly bytes: number;
+  /** Null if nobody knows. */
   readonly used: number | null;
 }
 
@@ -32,7 +33,7 @@ export interface IKernelRow {
   readonly session: ISession;
   readonly number: number;
   readonly name: string;
-  /** Where its document is; empty if not known. */
+  /** Where its document is; empty if it cannot be opened. */
   readonly path: string;
   readonly active: boolean;
 }
@@ -48,6 +49,8 @@ export interface IArranged {
   readonly queue: readonly IWaitRow[];
   /** My kernels on this server. */
   readonly kernels: readonly IKernelRow[];
+  /** My kernels on other servers, which show in the devices and the queue too. */
+  readonly elsewhere: readonly IKernelRow[];
   /** The devices to look up numbers in: as old as their numbers. */
   readonly devices: readonly IDevice[];
   /** Sessions that have a slice, and that wait for one. */
@@ -59,6 +62,7 @@ export interface IArranged {
 
 export interface IName {
   readonly name: string;
+  /** Empty if it cannot be opened. */
   readonly path: string;
 }
 
@@ -67,22 +71,31 @@ export type NameOf = (kernelId: string) => IName | null;
 
 /** Keeps what it arranged last, to give it again. */
 export class Arranger {
-  arrange(view: IPool, nameOf: NameOf, active: string | null): IArranged {
-    const mine = view.sessions.filter(isMine);
+  /** Without `live` no kernel of this server runs, whatever the view, grown old, says. */
+  arrange(
+    view: IPool,
+    nameOf: NameOf,
+    active: string | null,
+    live: boolean
+  ): IArranged {
+    const sessions = live
+      ? view.sessions
+      : view.sessions.filter(session => !session.here);
+    const mine = sessions.filter(isMine);
     this._number(mine);
     const called = new Map<string, IName>();
     for (const session of mine) {
       const name = nameOf(session.kernel_id) ?? { name: title(session), path: '' };
       called.set(session.id, name);
     }
-    const slices = this._slices(view, called, active);
+    const slices = this._slices(sessions, called, active);
     const last = this._last;
     const rows = view.devices.map((device, i) => {
       const old = last?.rows[i];
       const on = sameList(old?.slices, slices.get(device.uuid) ?? []);
       return same(old, { device, slices: on });
     });
-    const queue = view.sessions
+    const queue = sessions
       .filter(session => session.state === 'queued')
       .sort((a, b) => (a.queue_position ?? Infinity) - (b.queue_position ?? Infinity))
       .map((session, i) =>
@@ -92,25 +105,29 @@ export class Arranger {
           name: called.get(session.id)?.name ?? ''
         })
       );
-    const kernels = mine
-      .filter(session => session.here)
-      // A broker that comes back may tell them in another order.
-      .sort((a, b) => this._numberOf(a) - this._numberOf(b))
-      .map((session, i) =>
-        same(last?.kernels[i], {
-          session,
-          number: this._numberOf(session),
-          name: called.get(session.id)?.name ?? '',
-          path: called.get(session.id)?.path ?? '',
-          active: session.kernel_id === active
-        })
-      );
+    const list = (here: boolean, old: readonly IKernelRow[] | undefined) => {
+      const found = mine
+        .filter(session => session.here === here)
+        // A broker that comes back may tell them in another order.
+        .sort((a, b) => this._numberOf(a) - this._numberOf(b))
+        .map((session, i) =>
+          same(old?.[i], {
+            session,
+            number: this._numberOf(session),
+            name: called.get(session.id)?.name ?? '',
+            path: called.get(session.id)?.path ?? '',
+            active: session.kernel_id === active
+          })
+        );
+      return sameList(old, found);
+    };
     this._last = {
       rows: sameList(last?.rows, rows),
       queue: sameList(last?.queue, queue),
-      kernels: sameList(last?.kernels, kernels),
+      kernels: list(true, last?.kernels),
+      elsewhere: list(false, last?.elsewhere),
       devices: sameNumbers(last?.devices, view.devices),
-      having: view.sessions.filter(session => session.granted_bytes > 0).length,
+      having: sessions.filter(session => session.granted_bytes > 0).length,
       waiting: queue.length,
       suspended: mine.reduce((sum, session) => sum + session.suspended_bytes, 0)
     };
@@ -118,34 +135,30 @@ export class Arranger {
   }
 
   private _slices(
-    view: IPool,
+    sessions: IPool['sessions'],
     called: ReadonlyMap<string, IName>,
     active: string | null
   ): Map<string, ISlice[]> {
     const found = new Map<string, ISlice[]>();
     const kept = new Map<string, ISlice>();
-    for (const session of view.sessions) {
-      const count = session.devices.length;
-      if (count === 0 || session.granted_bytes <= 0) {
-        continue;
-      }
+    for (const session of sessions) {
       const own = isMine(session) ? session : null;
-      const used = own && (own.used_bytes ?? own.footprint_bytes);
-      const slice = same(this._kept.get(session.id), {
-        session,
-        number: own ? this._numberOf(own) : 0,
-        name: called.get(session.id)?.name ?? '',
-        active: own !== null && own.kernel_id === active,
-        bytes: session.granted_bytes / count,
-        used: used === null ? null : used / count
-      });
-      kept.set(session.id, slice);
-      for (const uuid of session.devices) {
-        const on = found.get(uuid);
+      for (const has of having(session)) {
+        const key = `${session.id} ${has.device}`;
+        const slice = same(this._kept.get(key), {
+          session,
+          number: own ? this._numberOf(own) : 0,
+          name: called.get(session.id)?.name ?? '',
+          active: own !== null && own.kernel_id === active,
+          bytes: has.granted_bytes,
+          used: has.used_bytes ?? null
+        });
+        kept.set(key, slice);
+        const on = found.get(has.device);
         if (on) {
           on.push(slice);
         } else {
-          found.set(uuid, [slice]);
+          found.set(has.device, [slice]);
         }
       }
     }
@@ -181,6 +194,21 @@ export class Arranger {
   private _last: IArranged | null = null;
   private _kept = new Map<string, ISlice>();
   private readonly _numbers = new Map<string, number>();
+}
+
+/** A server older than this page tells the sum alone. */
+type Told = Pick<IAnySession, 'devices' | 'granted_bytes'> &
+  Partial<Pick<IAnySession, 'slices'>>;
+
+/** What a session has on each device. */
+function having({ devices, granted_bytes: granted, slices }: Told): readonly IHas[] {
+  if (slices) {
+    return slices.filter(slice => slice.granted_bytes > 0);
+  }
+  // The parts are as equal as they were granted, and what is used of each nobody knows.
+  return granted > 0
+    ? devices.map(device => ({ device, granted_bytes: granted / devices.length }))
+    : [];
 }
 
 function identity(session: ISession): string {

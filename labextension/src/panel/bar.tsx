@@ -33,12 +33,7 @@ export const DeviceBar = React.memo(function DeviceBar(props: {
         )}
         <span className="jp-gpupool-figure">{busy(trans, device)}</span>
       </div>
-      <Bar
-        label={summary(trans, device)}
-        parts={shown}
-        drained={device.drained_reason !== ''}
-        onPointed={setFocused}
-      />
+      <Bar label={summary(trans, device)} parts={shown} onPointed={setFocused} />
       <div className="jp-gpupool-figure" aria-hidden="true">
         {pointed ? partText(trans, pointed) : granted(trans, device)}
       </div>
@@ -54,7 +49,6 @@ export const DeviceBar = React.memo(function DeviceBar(props: {
 interface IBarProps {
   readonly label: string;
   readonly parts: readonly IPart[];
-  readonly drained: boolean;
   /** The key of the part with the focus; null if none has. */
   readonly onPointed: (key: string | null) => void;
 }
@@ -67,6 +61,24 @@ function Bar(props: IBarProps): React.ReactElement {
     0,
     props.parts.findIndex(part => part.key === stop)
   );
+  const bar = React.useRef<HTMLDivElement>(null);
+  const last = React.useRef<{ key: string; at: number } | null>(null);
+  // A part that goes takes the focus with it, and tells nobody: its neighbour gets it.
+  React.useLayoutEffect(() => {
+    if (last.current === null) {
+      return;
+    }
+    const { key, at: old } = last.current;
+    const now = props.parts.findIndex(part => part.key === key);
+    if (now >= 0) {
+      last.current = { key, at: now };
+      return;
+    }
+    const all = bar.current?.children;
+    if (all && !document.activeElement?.closest('[role="option"]')) {
+      (all[Math.min(old, all.length - 1)] as HTMLElement | undefined)?.focus();
+    }
+  }, [props.parts]);
   const go = (event: React.KeyboardEvent<HTMLElement>): void => {
     const all = event.currentTarget.parentElement?.children;
     const next = {
@@ -86,7 +98,8 @@ function Bar(props: IBarProps): React.ReactElement {
   };
   return (
     <div
-      className={`jp-gpupool-bar${props.drained ? ' jp-mod-drained' : ''}`}
+      ref={bar}
+      className="jp-gpupool-bar"
       role="listbox"
       aria-orientation="horizontal"
       aria-label={props.label}
@@ -106,10 +119,14 @@ function Bar(props: IBarProps): React.ReactElement {
             tabIndex={i === at ? 0 : -1}
             onKeyDown={go}
             onFocus={() => {
+              last.current = { key: part.key, at: i };
               setStop(part.key);
               props.onPointed(part.key);
             }}
-            onBlur={() => props.onPointed(null)}
+            onBlur={() => {
+              last.current = null;
+              props.onPointed(null);
+            }}
             onDoubleClick={kernel ? () => open(kernel) : undefined}
           >
             <Used part={part} />
@@ -131,10 +148,7 @@ export const ThinBar = React.memo(function ThinBar(props: {
 }): React.ReactElement {
   const { device, slices } = props.row;
   return (
-    <span
-      className={`jp-gpupool-thin${device.drained_reason ? ' jp-mod-drained' : ''}`}
-      aria-hidden="true"
-    >
+    <span className="jp-gpupool-thin" aria-hidden="true">
       {parts(device, slices).map(part => (
         <span
           key={part.key}

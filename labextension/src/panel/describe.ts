@@ -55,7 +55,7 @@ export function summary(trans: TranslationBundle, device: IDevice): string {
       : busy(trans, device),
     ...notes(trans, device)
   ];
-  return said.join(', ');
+  return said.reduce((list, entry) => trans.__('%1, %2', list, entry));
 }
 
 /** One part of a bar, in full. */
@@ -64,6 +64,8 @@ export function partText(trans: TranslationBundle, shown: IPart): string {
   switch (shown.kind) {
     case 'free':
       return trans.__('Free: %1', size);
+    case 'shut':
+      return trans.__('Not granted to anybody now: %1', size);
     case 'reserved':
       return trans.__('Reserved, not granted to anybody: %1', size);
     case 'foreign':
@@ -88,7 +90,10 @@ export function partText(trans: TranslationBundle, shown: IPart): string {
       ? trans.__('%1, used: ?', bytes(slice.bytes))
       : trans.__('%1 used', part(trans, slice.used, slice.bytes));
   const said = trans.__('%1 %2: %3, %4', slice.number, slice.name, amount, doing);
-  return slice.active ? trans.__('%1 (the open notebook)', said) : said;
+  if (!slice.session.here) {
+    return trans.__('%1 (yours on another server)', said);
+  }
+  return slice.active ? trans.__('%1 (the open document)', said) : said;
 }
 
 /** `somebody (batch)`: what may be said of other people's sessions. */
@@ -109,12 +114,4 @@ function activity(trans: TranslationBundle, session: IAnySession): string {
     default:
       return trans.__('at work');
   }
-}
-
-/** `14:02`, as clocks of this place show it. */
-export function timeOfDay(seconds: number): string {
-  return new Date(seconds * 1000).toLocaleTimeString([], {
-    hour: '2-digit',
-    minute: '2-digit'
-  });
 }

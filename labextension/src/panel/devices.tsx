@@ -82,8 +82,12 @@ function Group(props: { readonly rows: readonly IDeviceRow[] }): React.ReactElem
           <span className="jp-gpupool-emulated">{trans.__('EMULATED')}</span>
         )}
         <span className="jp-gpupool-figure">
-          {trans.__('%1 in use of %2', taken, props.rows.length)}
-          {first && ` · ${bytes(first.memory_total)}`}
+          {trans.__(
+            '%1 in use of %2 · %3',
+            taken,
+            props.rows.length,
+            bytes(first?.memory_total ?? 0)
+          )}
         </span>
       </div>
       <ul className="jp-gpupool-grid" aria-labelledby={id}>
@@ -127,7 +131,7 @@ const Cell = React.memo(function Cell(props: ICellProps): React.ReactElement {
         type="button"
         className="jp-gpupool-cell"
         aria-expanded={props.unfolded}
-        aria-label={label.join('; ')}
+        aria-label={label.reduce((list, entry) => trans.__('%1; %2', list, entry))}
         title={label.join('\n')}
         tabIndex={props.stop ? 0 : -1}
         onClick={() => props.onFold(device.uuid)}

@@ -4,6 +4,7 @@
 /** Which document uses which kernel, and how to get to it. */
 import type { JupyterFrontEnd } from '@jupyterlab/application';
 import { PathExt } from '@jupyterlab/coreutils';
+import type { Session } from '@jupyterlab/services';
 import type { ISignal } from '@lumino/signaling';
 import { Signal } from '@lumino/signaling';
 import type { Widget } from '@lumino/widgets';
@@ -17,6 +18,13 @@ export interface IDocuments {
   open(kernelId: string): void;
   readonly changed: ISignal<unknown, unknown>;
 }
+
+/** What opens a session of a type again; consoles are no files. */
+const OPENERS: ReadonlyMap<string, string> = new Map([
+  ['notebook', 'docmanager:open'],
+  ['file', 'docmanager:open'],
+  ['console', 'console:open']
+]);
 
 /** What notebooks, consoles and other documents with a kernel have in common. */
 interface IHasKernel {
@@ -39,15 +47,13 @@ export class Documents implements IDocuments {
   }
 
   name(kernelId: string): IName | null {
-    for (const session of this._app.serviceManager.sessions.running()) {
-      if (session.kernel?.id === kernelId) {
-        return {
-          name: session.name || PathExt.basename(session.path),
-          path: session.path
-        };
+    const session = this._session(kernelId);
+    return (
+      session && {
+        name: session.name || PathExt.basename(session.path),
+        path: this._widget(kernelId) || this._opener(session) ? session.path : ''
       }
-    }
-    return null;
+    );
   }
 
   get active(): string | null {
@@ -56,16 +62,41 @@ export class Documents implements IDocuments {
 
   open(kernelId: string): void {
     const { shell, commands } = this._app;
-    for (const widget of shell.widgets('main')) {
-      if (kernelOf(widget) === kernelId) {
-        shell.activateById(widget.id);
-        return;
+    const widget = this._widget(kernelId);
+    if (widget) {
+      shell.activateById(widget.id);
+      return;
+    }
+    const session = this._session(kernelId);
+    const opener = session && this._opener(session);
+    if (opener) {
+      void commands.execute(opener, { path: session.path });
+    }
+  }
+
+  private _session(kernelId: string): Session.IModel | null {
+    for (const session of this._app.serviceManager.sessions.running()) {
+      if (session.kernel?.id === kernelId) {
+        return session;
       }
     }
-    const path = this.name(kernelId)?.path;
-    if (path && commands.hasCommand('docmanager:open')) {
-      void commands.execute('docmanager:open', { path });
+    return null;
+  }
+
+  /** Where it is open. */
+  private _widget(kernelId: string): Widget | null {
+    for (const widget of this._app.shell.widgets('main')) {
+      if (kernelOf(widget) === kernelId) {
+        return widget;
+      }
     }
+    return null;
+  }
+
+  /** The command that opens it where it is not; empty if there is none. */
+  private _opener(session: Session.IModel): string {
+    const command = OPENERS.get(session.type) ?? '';
+    return this._app.commands.hasCommand(command) ? command : '';
   }
 
   private readonly _changed = new Signal<Documents, void>(this);

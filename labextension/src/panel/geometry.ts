@@ -5,7 +5,8 @@
 import type { IDevice } from '../api';
 import type { ISlice } from './arrange';
 
-export type Kind = 'mine' | 'other' | 'foreign' | 'free' | 'reserved';
+/** `shut` is free memory of a device of which nobody gets any. */
+export type Kind = 'mine' | 'other' | 'foreign' | 'free' | 'shut' | 'reserved';
 
 export interface IPart {
   readonly key: string;
@@ -39,7 +40,8 @@ export function parts(device: IDevice, slices: readonly ISlice[]): IPart[] {
     whole - claimed
   );
   const free = Math.max(0, whole - claimed - reserve);
-  return [...claims, nobodys('free', free), nobodys('reserved', reserve)]
+  const rest = device.drained_reason ? 'shut' : 'free';
+  return [...claims, nobodys(rest, free), nobodys('reserved', reserve)]
     .filter(part => part.bytes > 0)
     .map(part => ({ ...part, share: part.bytes / whole }));
 }

@@ -6,7 +6,7 @@ import * as React from 'react';
 
 import type { IPool } from '../api';
 import type { IBroker, IPoolModel } from '../tokens';
-import { timeOfDay } from './describe';
+import { localTime, timeOfDay } from '../words';
 import { useTools } from './tools';
 
 export interface IHeaderProps {
@@ -19,7 +19,7 @@ export interface IHeaderProps {
 }
 
 export function Header(props: IHeaderProps): React.ReactElement {
-  const { trans } = useTools();
+  const { trans, model } = useTools();
   const { view, broker, live } = props;
   const away = broker.status === 'away';
   const empty = view ? view.devices.length === 0 : !props.found.found;
@@ -40,38 +40,37 @@ export function Header(props: IHeaderProps): React.ReactElement {
       {!empty && !view && !away && (
         <p className="jp-gpupool-sentence">{trans.__('Asking the pool…')}</p>
       )}
-      {away && view && (
+      {view && (away || !live) && (
         <p className="jp-gpupool-plain">
-          {trans.__('Shown as of %1.', timeOfDay(view.now))}
+          {trans.__('Shown as of %1.', timeOfDay(trans, localTime(model, view.now)))}
         </p>
       )}
       {!live && (
         <p className="jp-gpupool-plain">
-          {trans.__('No Pooled GPU kernel is open.')}{' '}
-          {view && !away && trans.__('Shown as of %1.', timeOfDay(view.now))}{' '}
-          <Refresh />
+          {trans.__('No Pooled GPU kernel is open.')} <Refresh />
         </p>
       )}
     </div>
   );
 
   function sentence(figures: IHeaderProps, shown: IPool): string {
-    const said = [
+    return trans.__(
+      '%1 · %2 · %3',
       trans._n('%1 GPU', '%1 GPUs', shown.devices.length),
-      trans._n('%1 notebook has one', '%1 notebooks have one', figures.having),
+      trans._n('%1 kernel has one', '%1 kernels have one', figures.having),
       trans._n('%1 waits', '%1 wait', figures.waiting)
-    ];
-    return said.join(' · ');
+    );
   }
 }
 
+/** Announced only after a look of its own: while live the toolbar announces it already. */
 function Away(props: {
   readonly broker: IBroker;
   readonly live: boolean;
 }): React.ReactElement {
   const { trans } = useTools();
   return (
-    <div role="alert" className="jp-gpupool-alert">
+    <div className="jp-gpupool-alert" role={props.live ? undefined : 'status'}>
       <strong>{trans.__('GPU pool away')}</strong>
       {props.broker.message && <p>{props.broker.message}</p>}
       {props.broker.nextStep && <p>{props.broker.nextStep}</p>}
@@ -90,7 +89,7 @@ function NoDevice(props: {
     <div className="jp-gpupool-empty">
       <strong>{trans.__('No GPU found')}</strong>
       {reason && <p>{reason}</p>}
-      <p>{trans.__('Kernels run as always, on the processor.')}</p>
+      <p>{trans.__('Kernels of the pool do not start here; others do.')}</p>
     </div>
   );
 }

@@ -7,7 +7,7 @@ import { ILayoutRestorer } from '@jupyterlab/application';
 import { ITranslator, nullTranslator } from '@jupyterlab/translation';
 
 import { History } from '../history';
-import { IPoolModel } from '../tokens';
+import { IPoolModel, IPoolSettings } from '../tokens';
 import { Documents } from './documents';
 import { PANEL_ID, PanelWidget } from './widget';
 
@@ -17,11 +17,12 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
   id: '@jupyter-gpupool/labextension:panel',
   description: 'The side panel: devices, queue, own kernels, host memory.',
   autoStart: true,
-  requires: [IPoolModel],
+  requires: [IPoolModel, IPoolSettings],
   optional: [ITranslator, ILayoutRestorer],
   activate: (
     app: JupyterFrontEnd,
     model: IPoolModel,
+    settings: IPoolSettings,
     translator: ITranslator | null,
     restorer: ILayoutRestorer | null
   ) => {
@@ -29,6 +30,7 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
     const panel = new PanelWidget({
       model,
       past: new History(model),
+      settings,
       documents: new Documents(app),
       trans
     });

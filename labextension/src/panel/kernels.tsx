@@ -2,40 +2,64 @@
 // Distributed under the terms of the Modified BSD License.
 
 /** My kernels on this server: what they have, what they used of it, and what can be done. */
+import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
-import type { IDevice, State } from '../api';
+import type { IDevice, ISession } from '../api';
 import { PoolError } from '../api';
-import { bytes, say } from '../words';
+import { bytes, localTime, say, timeOfDay } from '../words';
 import type { IKernelRow } from './arrange';
 import { Badge, hue } from './section';
 import { Sparkline } from './sparkline';
 import { useTick } from '../ticker';
-import { useHistory, useTools } from './tools';
+import { useHistory, useKeepMinutes, useTools } from './tools';
 
-/** Seconds for which the button keeps a slice. */
-export const KEEP = 600;
+/** Milliseconds for which the answer to a button is shown. */
+export const SHOWN = 5000;
 
-const HAS_SLICE: ReadonlySet<State> = new Set(['attaching', 'active', 'idle']);
+const HAS_SLICE: ReadonlySet<ISession['state']> = new Set([
+  'attaching',
+  'active',
+  'idle'
+]);
 
 export const Kernels = React.memo(function Kernels(props: {
   readonly rows: readonly IKernelRow[];
+  readonly elsewhere: readonly IKernelRow[];
   readonly devices: readonly IDevice[];
 }): React.ReactElement {
   const { trans } = useTools();
-  if (props.rows.length === 0) {
-    return (
-      <p className="jp-gpupool-plain">
-        {trans.__('No kernel of this server is in the pool.')}
-      </p>
-    );
-  }
+  const { rows, elsewhere, devices } = props;
   return (
-    <ul className="jp-gpupool-list">
-      {props.rows.map(row => (
-        <Kernel key={row.session.id} row={row} devices={props.devices} />
-      ))}
-    </ul>
+    <>
+      {rows.length === 0 ? (
+        <p className="jp-gpupool-plain">
+          {trans.__('No kernel of this server is in the pool.')}
+        </p>
+      ) : (
+        <ul className="jp-gpupool-list">
+          {rows.map(row => (
+            <Kernel key={row.session.id} row={row} devices={devices} />
+          ))}
+        </ul>
+      )}
+      {elsewhere.length > 0 && (
+        <>
+          <p className="jp-gpupool-plain">
+            {trans.__('Yours too, but of another server; release or keep them there:')}
+          </p>
+          <ul className="jp-gpupool-list">
+            {elsewhere.map(row => (
+              <li key={row.session.id} className="jp-gpupool-line">
+                <Badge number={row.number} />
+                <span className="jp-gpupool-grow">{row.name}</span>
+                <StateWords row={row} devices={devices} />
+              </li>
+            ))}
+          </ul>
+        </>
+      )}
+    </>
   );
 });
 
@@ -71,12 +95,17 @@ const Kernel = React.memo(function Kernel(props: IKernelProps): React.ReactEleme
           {trans.__('Pinned: %1', session.pinned_reason)}
         </div>
       )}
+      {session.state === 'idle' && session.stays_reason && (
+        <div className="jp-gpupool-why">
+          {trans.__('Stays: %1', session.stays_reason)}
+        </div>
+      )}
       <Lines
         kernel={session.kernel_id}
         granted={session.granted_bytes}
         number={number}
       />
-      <Actions kernel={session.kernel_id} name={name} state={session.state} />
+      <Actions session={session} name={name} />
     </li>
   );
 });
@@ -125,58 +154,89 @@ const Lines = React.memo(function Lines(props: ILinesProps): React.ReactElement 
 });
 
 interface IActionsProps {
-  readonly kernel: string;
+  readonly session: ISession;
   readonly name: string;
-  readonly state: State;
+}
+
+interface IResult {
+  readonly text: string;
+  readonly bad: boolean;
 }
 
 function Actions(props: IActionsProps): React.ReactElement {
-  const { trans, model } = useTools();
+  const { trans, model, ticker } = useTools();
+  const minutes = useKeepMinutes();
   const [asking, setAsking] = React.useState(false);
-  const [result, setResult] = React.useState<{ text: string; bad: boolean } | null>(
-    null
-  );
-  const has = HAS_SLICE.has(props.state);
-  const can = has && !asking;
-  // What was answered is about the state in which it was asked; a refusal waits to be read.
-  React.useEffect(() => setResult(old => (old?.bad ? old : null)), [props.state]);
+  const [result, setResult] = React.useState<IResult | null>(null);
+  const { kernel_id: kernel, keep_until: until, state } = props.session;
+  const kept = until !== null && until > model.now();
+  // So that the time when it is no longer kept is seen.
+  useTick(ticker, kept);
+  // An answer is shown for a while; a refusal until something else is asked.
+  React.useEffect(() => {
+    if (!result || result.bad) {
+      return undefined;
+    }
+    const timer = setTimeout(() => setResult(null), SHOWN);
+    return () => clearTimeout(timer);
+  }, [result]);
   const ask = (what: () => Promise<{ readonly note: string }>): void => {
-    if (!can) {
+    if (asking) {
       return;
     }
     setAsking(true);
     setResult(null);
     what()
       .then(answer => setResult({ text: answer.note, bad: false }))
-      .catch((error: unknown) => setResult({ text: reason(error), bad: true }))
+      .catch((error: unknown) => setResult({ text: reason(trans, error), bad: true }))
       .finally(() => setAsking(false));
   };
-  const why = has ? undefined : trans.__('This kernel has no slice of a GPU now.');
-  // Not `disabled`: a button that goes away under the finger takes the focus with it.
+  const nothing = HAS_SLICE.has(state)
+    ? ''
+    : trans.__('This kernel has no slice of a GPU now.');
+  // Not `disabled`: a button that goes away under the finger takes the focus with it, and one that
+  // cannot be reached does not say why.
   return (
     <>
       <div className="jp-gpupool-actions">
         <button
           type="button"
           className="jp-gpupool-button"
-          aria-disabled={!can}
+          aria-disabled={asking || nothing !== ''}
           aria-label={trans.__('Release the slice of %1', props.name)}
-          title={why}
-          onClick={() => ask(() => model.client.release(props.kernel))}
+          title={nothing || undefined}
+          onClick={() => {
+            if (nothing) {
+              setResult({ text: nothing, bad: false });
+            } else {
+              ask(() => model.client.release(kernel));
+            }
+          }}
         >
           {trans.__('Release')}
         </button>
         <button
           type="button"
           className="jp-gpupool-button"
-          aria-disabled={!can}
-          aria-label={trans.__('Keep for 10 min the slice of %1', props.name)}
-          title={why}
-          onClick={() => ask(() => model.client.keep(props.kernel, KEEP))}
+          aria-disabled={asking}
+          aria-label={
+            kept
+              ? trans.__('Stop keeping the slice of %1', props.name)
+              : trans.__('Keep for %1 min the slice of %2', minutes, props.name)
+          }
+          onClick={() => ask(() => model.client.keep(kernel, kept ? 0 : minutes * 60))}
         >
-          {trans.__('Keep for 10 min')}
+          {kept ? trans.__('Stop keeping') : trans.__('Keep for %1 min', minutes)}
         </button>
       </div>
+      {kept && (
+        <p className="jp-gpupool-plain">
+          {trans.__(
+            'Kept until %1, even when idle.',
+            timeOfDay(trans, localTime(model, until))
+          )}
+        </p>
+      )}
       <div
         role="status"
         className={`jp-gpupool-result${result?.bad ? ' jp-mod-bad' : ''}`}
@@ -187,9 +247,11 @@ function Actions(props: IActionsProps): React.ReactElement {
   );
 }
 
-function reason(error: unknown): string {
+function reason(trans: TranslationBundle, error: unknown): string {
   if (error instanceof PoolError) {
-    return [error.message, error.nextStep].filter(Boolean).join(' ');
+    return error.nextStep
+      ? trans.__('%1 %2', error.message, error.nextStep)
+      : error.message;
   }
   return error instanceof Error ? error.message : String(error);
 }

@@ -64,7 +64,11 @@ export function Panel(props: IPanelProps): React.ReactElement {
             title={trans.__('My kernels on this server')}
             aside={String(arranged.kernels.length)}
           >
-            <Kernels rows={arranged.kernels} devices={arranged.devices} />
+            <Kernels
+              rows={arranged.kernels}
+              elsewhere={arranged.elsewhere}
+              devices={arranged.devices}
+            />
           </Section>
           <Section name="host" title={trans.__('Host memory')}>
             <HostMemory host={view.host} suspended={arranged.suspended} />

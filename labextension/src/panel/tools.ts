@@ -8,7 +8,7 @@ import type { ISignal } from '@lumino/signaling';
 import * as React from 'react';
 
 import type { IHistory } from '../api';
-import type { IPoolModel } from '../tokens';
+import type { IPoolModel, IPoolSettings } from '../tokens';
 import type { Ticker } from '../ticker';
 
 /** The last minutes; asked for while somebody holds it. */
@@ -23,6 +23,7 @@ export interface ITools {
   readonly model: IPoolModel;
   readonly ticker: Ticker;
   readonly past: IPast;
+  readonly settings: Pick<IPoolSettings, 'keepMinutes' | 'changed'>;
   /** Bring the document of a kernel to the front. */
   readonly open: (kernelId: string) => void;
 }
@@ -40,15 +41,25 @@ export function useTools(): ITools {
 /** The newest history; renders when it is another one. */
 export function useHistory(): IHistory | null {
   const { past } = useTools();
+  return useTold(past.changed, () => past.latest);
+}
+
+/** For how long the user wants slices to be kept. */
+export function useKeepMinutes(): number {
+  const { settings } = useTools();
+  return useTold(settings.changed, () => settings.keepMinutes);
+}
+
+function useTold<T>(changed: ISignal<unknown, unknown>, get: () => T): T {
   const subscribe = React.useCallback(
     (told: () => void) => {
       const slot = () => told();
-      past.changed.connect(slot);
+      changed.connect(slot);
       return () => {
-        past.changed.disconnect(slot);
+        changed.disconnect(slot);
       };
     },
-    [past]
+    [changed]
   );
-  return React.useSyncExternalStore(subscribe, () => past.latest);
+  return React.useSyncExternalStore(subscribe, get);
 }

@@ -54,8 +54,7 @@ export const HostMemory = React.memo(function HostMemory(props: {
         others={budget > 0 ? (used - mine) / budget : 0}
       />
       <p className="jp-gpupool-plain">
-        {text}
-        {used > 0 && ` · ${trans.__('yours: %1', bytes(mine))}`}
+        {used > 0 ? trans.__('%1 · yours: %2', text, bytes(mine)) : text}
       </p>
       <p className="jp-gpupool-plain jp-gpupool-figure">
         {trans.__('Free on this machine: %1', left === null ? '?' : bytes(left))}
@@ -84,12 +83,15 @@ export const Usage = React.memo(function Usage(): React.ReactElement {
   );
   return (
     <>
-      <Meter
-        label={trans.__('Share of time with a slice of a GPU')}
-        text={text}
-        mine={share ?? 0}
-        others={0}
-      />
+      {/* A meter has a value: where nobody knows one there is none to draw. */}
+      {share !== null && (
+        <Meter
+          label={trans.__('Share of time with a slice of a GPU')}
+          text={text}
+          mine={share}
+          others={0}
+        />
+      )}
       <p className="jp-gpupool-plain">{text}</p>
     </>
   );

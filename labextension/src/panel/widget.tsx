@@ -9,7 +9,7 @@ import type { Message } from '@lumino/messaging';
 import * as React from 'react';
 
 import { logoIcon } from '../icons';
-import type { IPoolModel } from '../tokens';
+import type { IPoolModel, IPoolSettings } from '../tokens';
 import { Arranger } from './arrange';
 import type { IDocuments } from './documents';
 import { Panel } from './panel';
@@ -22,16 +22,18 @@ export class PanelWidget extends ReactWidget {
   constructor(options: {
     readonly model: IPoolModel;
     readonly past: IPast;
+    readonly settings: Pick<IPoolSettings, 'keepMinutes' | 'changed'>;
     readonly documents: IDocuments;
     readonly trans: TranslationBundle;
   }) {
     super();
-    const { model, past, documents, trans } = options;
+    const { model, past, settings, documents, trans } = options;
     this._documents = documents;
     this._tools = {
       trans,
       model,
       past,
+      settings,
       ticker: this._ticker,
       open: kernel => documents.open(kernel)
     };
@@ -64,7 +66,8 @@ export class PanelWidget extends ReactWidget {
       this._arranger.arrange(
         view,
         kernel => this._documents.name(kernel),
-        this._documents.active
+        this._documents.active,
+        live
       );
     return (
       <Panel
@@ -111,7 +114,7 @@ export class PanelWidget extends ReactWidget {
     this._ticker.shown = seen;
     if (seen) {
       this._held ??= this._tools.past.hold();
-      this._askOnce();
+      this._look();
     } else {
       this._held?.dispose();
       this._held = null;
@@ -119,12 +122,9 @@ export class PanelWidget extends ReactWidget {
   }
 
   /** Without a kernel nobody asks for the view: one look, so that there is something to be seen. */
-  private _askOnce(): void {
-    if (!this._asked) {
-      this._asked = true;
-      if (!this._tools.model.live) {
-        void this._tools.model.refresh();
-      }
+  private _look(): void {
+    if (!this._tools.model.live) {
+      void this._tools.model.refresh();
     }
   }
 
@@ -139,5 +139,4 @@ export class PanelWidget extends ReactWidget {
   private readonly _ticker = new Ticker();
   private readonly _arranger = new Arranger();
   private _held: IDisposable | null = null;
-  private _asked = false;
 }

@@ -38,10 +38,26 @@ function made(widgets: IFakeWidget[], running: object[], commands: string[] = []
 }
 
 describe('Documents', () => {
-  const session = { name: 'a.ipynb', path: 'x/a.ipynb', kernel: { id: 'k' } };
+  const session = {
+    name: 'a.ipynb',
+    path: 'x/a.ipynb',
+    type: 'notebook',
+    kernel: { id: 'k' }
+  };
+  const prompt = {
+    name: 'Console 1',
+    path: 'x/console-1',
+    type: 'console',
+    kernel: { id: 'c' }
+  };
+  const both = ['docmanager:open', 'console:open'];
 
   it('name kernels by the document that uses them', () => {
-    const { documents } = made([], [session, { ...session, name: '', kernel: null }]);
+    const { documents } = made(
+      [],
+      [session, { ...session, name: '', kernel: null }],
+      both
+    );
     expect(documents.name('k')).toEqual({ name: 'a.ipynb', path: 'x/a.ipynb' });
     expect(documents.name('other')).toBeNull();
   });
@@ -73,6 +89,31 @@ describe('Documents', () => {
     documents.open('k');
     documents.open('unknown');
     expect(executed).toEqual([['docmanager:open', { path: 'x/a.ipynb' }]]);
+  });
+
+  it('are opened by what opens their type: a console is no file', () => {
+    const { documents, executed } = made([], [prompt], both);
+    expect(documents.name('c')).toEqual({ name: 'Console 1', path: 'x/console-1' });
+    documents.open('c');
+    expect(executed).toEqual([['console:open', { path: 'x/console-1' }]]);
+  });
+
+  it('of which nobody knows how to open them have no path, unless they are open', () => {
+    const odd = { ...session, type: 'odd' };
+    const { documents, executed } = made(
+      [],
+      [prompt, odd, { ...odd, type: 'toString', kernel: { id: 's' } }],
+      ['docmanager:open']
+    );
+    for (const kernel of ['c', 'k', 's']) {
+      expect(documents.name(kernel)?.path).toBe('');
+      documents.open(kernel);
+    }
+    expect(executed).toEqual([]);
+    const shown = made([{ id: 'w', ...runs('k') }], [odd]);
+    expect(shown.documents.name('k')?.path).toBe('x/a.ipynb');
+    shown.documents.open('k');
+    expect(shown.activated).toEqual(['w']);
   });
 
   it('tell of changes', () => {

@@ -7,9 +7,16 @@ import { DisposableDelegate } from '@lumino/disposable';
 import type { IDisposable } from '@lumino/disposable';
 import { Signal } from '@lumino/signaling';
 
-import type { IAnySession, IDevice, IHistory, IPool, ISession } from '../../api';
+import type {
+  IAnySession,
+  IDevice,
+  IHistory,
+  IPool,
+  ISession,
+  ISlice
+} from '../../api';
 import type { PoolClient } from '../../api';
-import type { Change, IBroker, IPoolModel } from '../../tokens';
+import type { Change, IBroker, IPoolModel, IPoolSettings } from '../../tokens';
 import type { IIdleWarning } from '../../api';
 import { isMine } from '../../tokens';
 import type { IName } from '../arrange';
@@ -42,7 +49,7 @@ export function device(index: number, changed: Partial<IDevice> = {}): IDevice {
 }
 
 export function other(id: string, changed: Partial<IAnySession> = {}): IAnySession {
-  return {
+  const session = {
     id,
     state: 'active',
     priority: 'batch',
@@ -53,11 +60,12 @@ export function other(id: string, changed: Partial<IAnySession> = {}): IAnySessi
     mine: false,
     here: false,
     ...changed
-  };
+  } as const;
+  return { slices: even(session), ...session };
 }
 
 export function mine(id: string, changed: Partial<ISession> = {}): ISession {
-  return {
+  const session = {
     id,
     state: 'active',
     priority: 'interactive',
@@ -69,6 +77,7 @@ export function mine(id: string, changed: Partial<ISession> = {}): ISession {
     here: true,
     label: `label of ${id}`,
     kernel_id: `kernel-${id}`,
+    opened_at: NOW - 60,
     attach: 'lazy',
     footprint_bytes: null,
     used_bytes: 6 * GIB,
@@ -86,6 +95,8 @@ export function mine(id: string, changed: Partial<ISession> = {}): ISession {
     pinned_reason: '',
     idle_seconds: 0,
     leaves_at: null,
+    stays_reason: '',
+    most_bytes: 15 * GIB,
     keep_until: null,
     attached_seconds_total: 0,
     wait_seconds_total: 0,
@@ -93,7 +104,24 @@ export function mine(id: string, changed: Partial<ISession> = {}): ISession {
     resumes: 0,
     migrations: 0,
     ...changed
-  };
+  } as const;
+  const used = session.used_bytes;
+  const slices = even(session).map(slice => ({
+    ...slice,
+    used_bytes: used === null ? null : used / session.devices.length
+  }));
+  return { slices, ...session };
+}
+
+/** As a session has them that did not grow. */
+function even(session: {
+  readonly devices: readonly string[];
+  readonly granted_bytes: number;
+}): ISlice[] {
+  return session.devices.map(on => ({
+    device: on,
+    granted_bytes: session.granted_bytes / session.devices.length
+  }));
 }
 
 export const NOTHING = {
@@ -206,6 +234,11 @@ export class FakePast implements IPast {
     this.latest = latest;
     this.changed.emit();
   }
+}
+
+export class FakeSettings implements Pick<IPoolSettings, 'keepMinutes' | 'changed'> {
+  keepMinutes = 10;
+  readonly changed = new Signal<IPoolSettings, void>(this as unknown as IPoolSettings);
 }
 
 export class FakeDocuments implements IDocuments {

@@ -11,7 +11,8 @@ function slicesOf(
   on: IDevice,
   sessions: Parameters<typeof pool>[1]
 ): readonly ISlice[] {
-  return new Arranger().arrange(pool([on], sessions), () => null, null).rows[0]!.slices;
+  return new Arranger().arrange(pool([on], sessions), () => null, null, true).rows[0]!
+    .slices;
 }
 
 function sum(values: readonly number[]): number {
@@ -43,16 +44,28 @@ describe('parts', () => {
     expect(over.map(part => part.share)).toEqual([28 / 32, 4 / 32]);
   });
 
-  it('of a session on several devices are equal', () => {
+  it('of a session on several devices are as large as on each of them', () => {
     const two = [device(0), device(1)];
-    const on = { devices: ['GPU-0', 'GPU-1'], granted_bytes: 6 * GIB };
-    const view = pool(two, [mine('a', { ...on, used_bytes: 2 * GIB })]);
-    const { rows } = new Arranger().arrange(view, () => null, null);
-    for (const row of rows) {
-      const part = parts(row.device, row.slices)[0]!;
-      expect(part.bytes).toBe(3 * GIB);
-      expect(fill(part.slice!)).toBeCloseTo(1 / 3);
-    }
+    const slices = [
+      { device: 'GPU-0', granted_bytes: 8 * GIB, used_bytes: 6 * GIB },
+      { device: 'GPU-1', granted_bytes: 2 * GIB, used_bytes: 0 }
+    ];
+    const view = pool(two, [mine('a', { devices: ['GPU-0', 'GPU-1'], slices })]);
+    const { rows } = new Arranger().arrange(view, () => null, null, true);
+    const shown = rows.map(row => parts(row.device, row.slices)[0]!);
+    expect(shown.map(part => [part.bytes / GIB, fill(part.slice!)])).toEqual([
+      [8, 0.75],
+      [2, 0]
+    ]);
+  });
+
+  it('of a device that is not used show no free memory', () => {
+    const on = device(0, { drained_reason: 'The admin took it out.' });
+    expect(parts(on, slicesOf(on, [mine('a')])).map(part => part.kind)).toEqual([
+      'mine',
+      'shut',
+      'reserved'
+    ]);
   });
 
   it('sum to the whole and never beyond, whatever the figures', () => {
@@ -78,7 +91,8 @@ describe('parts', () => {
       const { rows } = new Arranger().arrange(
         pool(devices, sessions),
         () => null,
-        null
+        null,
+        true
       );
       for (const row of rows) {
         const shown = parts(row.device, row.slices);

@@ -9,12 +9,14 @@ import { PoolError } from '../../api';
 import * as words from '../../words';
 import { Arranger } from '../arrange';
 import * as describing from '../describe';
+import { SHOWN } from '../kernels';
 import { Panel } from '../panel';
 import { Ticker } from '../../ticker';
 import {
   device,
   FakeModel,
   FakePast,
+  FakeSettings,
   GIB,
   history,
   mine,
@@ -32,7 +34,8 @@ function show(view: IPool | null, changed: Partial<FakeModel> = {}) {
   const ticker = new Ticker();
   ticker.shown = true;
   const open = (id: string) => void opened.push(id);
-  const tools = { trans, model, past, ticker, open };
+  const settings = new FakeSettings();
+  const tools = { trans, model, past, settings, ticker, open };
   const arranger = new Arranger();
   const names = (id: string) => ({ name: `${id}.ipynb`, path: `a/${id}.ipynb` });
   const element = () => (
@@ -42,13 +45,16 @@ function show(view: IPool | null, changed: Partial<FakeModel> = {}) {
       broker={model.broker}
       live={model.live}
       found={model.found}
-      arranged={model.view && arranger.arrange(model.view, names, 'kernel-a')}
+      arranged={
+        model.view && arranger.arrange(model.view, names, 'kernel-a', model.live)
+      }
     />
   );
   const { rerender, container } = render(element());
   return {
     model,
     past,
+    settings,
     opened,
     container,
     again: (next: IPool | null) => {
@@ -59,13 +65,16 @@ function show(view: IPool | null, changed: Partial<FakeModel> = {}) {
 }
 
 const region = (name: string) => within(screen.getByRole('region', { name }));
+/** The time on this machine's clock in so many seconds. */
+const clockAt = (seconds: number) =>
+  words.timeOfDay(trans, new Date(Date.now() + seconds * 1000));
 const queued = { ...NOTHING, state: 'queued' } as const;
 
 describe('the head', () => {
   it('says the state of the pool in one sentence', () => {
     const waits = mine('w', { ...queued, queue_position: 1 });
     show(pool([device(0), device(1)], [mine('a'), other('b'), waits]));
-    screen.getByText('2 GPUs · 2 notebooks have one · 1 waits');
+    screen.getByText('2 GPUs · 2 kernels have one · 1 waits');
     expect(screen.queryByText('EMULATED')).toBeNull();
     expect(screen.queryByRole('button', { name: 'Refresh' })).toBeNull();
   });
@@ -83,21 +92,25 @@ describe('the head', () => {
       nextStep: 'Start it.'
     } as const;
     const { again } = show(pool([device(0)]), { broker });
-    const alert = within(screen.getByRole('alert'));
-    alert.getByText('GPU pool away');
-    alert.getByText('It was stopped.');
-    alert.getByText('Start it.');
-    alert.getByText('Trying again by itself.');
-    screen.getByText(`Shown as of ${describing.timeOfDay(NOW)}.`);
+    const banner = within(screen.getByText('GPU pool away').parentElement!);
+    banner.getByText('It was stopped.');
+    banner.getByText('Start it.');
+    banner.getByText('Trying again by itself.');
+    screen.getByText(`Shown as of ${clockAt(0)}.`);
     screen.getByRole('listbox');
+    // The toolbar announces it.
+    expect(banner.queryByRole('status')).toBeNull();
+    expect(screen.queryByRole('alert')).toBeNull();
     again(null);
-    screen.getByRole('alert');
+    screen.getByText('GPU pool away');
     expect(screen.queryByRole('region')).toBeNull();
   });
 
   it('promises nothing by itself if nobody asks', () => {
     const broker = { status: 'away', message: 'Off.', nextStep: '' } as const;
     show(null, { broker, live: false });
+    // Here nobody else announces it.
+    within(screen.getByRole('status')).getByText('GPU pool away');
     expect(screen.queryByText('Trying again by itself.')).toBeNull();
     screen.getByRole('button', { name: 'Refresh' });
   });
@@ -106,6 +119,7 @@ describe('the head', () => {
     show(pool([], [], { problem: 'No driver.' }));
     screen.getByText('No GPU found');
     screen.getByText('No driver.');
+    screen.getByText('Kernels of the pool do not start here; others do.');
     expect(screen.queryByRole('region', { name: 'Devices' })).toBeNull();
     screen.getByRole('region', { name: 'Host memory' });
   });
@@ -116,9 +130,10 @@ describe('the head', () => {
   });
 
   it('says how old the view is, and asks on demand', async () => {
-    const { model } = show(pool([device(0)]), { live: false });
-    const as = `No Pooled GPU kernel is open. Shown as of ${describing.timeOfDay(NOW)}. Refresh`;
-    expect(screen.getByText(/No Pooled GPU kernel/).textContent).toBe(as);
+    // Heard a quarter of an hour ago; the broker's clock goes by itself.
+    const { model } = show(pool([device(0)]), { live: false, time: NOW + 900 });
+    screen.getByText(`Shown as of ${clockAt(-900)}.`);
+    screen.getByText(/^No Pooled GPU kernel is open\./);
     expect(model.refreshed).toBe(0);
     await act(async () => {
       fireEvent.click(screen.getByRole('button', { name: 'Refresh' }));
@@ -149,7 +164,7 @@ describe('devices', () => {
       1
     );
     expect(cells[8]!.getAttribute('aria-label')).toContain(
-      '1 kernel-a.ipynb: 6.0 of 8.0 GiB used, at work (the open notebook)'
+      '1 kernel-a.ipynb: 6.0 of 8.0 GiB used, at work (the open document)'
     );
     fireEvent.click(cells[8]!);
     expect(cells[8]!.getAttribute('aria-expanded')).toBe('true');
@@ -194,7 +209,7 @@ describe('devices', () => {
     });
     const options = within(bar).getAllByRole('option');
     expect(options.map(option => option.getAttribute('aria-label'))).toEqual([
-      '1 kernel-a.ipynb: 6.0 of 8.0 GiB used, at work (the open notebook)',
+      '1 kernel-a.ipynb: 6.0 of 8.0 GiB used, at work (the open document)',
       'Somebody (batch): 4.0 GiB, idle',
       'Used outside of any slice: 1.0 GiB',
       'Free: 2.0 GiB',
@@ -232,6 +247,51 @@ describe('devices', () => {
     screen.getByText('Not used: The admin took it out.');
     screen.getByText('Unguarded: the size of a slice is not enforced');
     screen.getByText('Slices cannot be moved off it');
+    const options = (name: RegExp) =>
+      within(screen.getByRole('listbox', { name }))
+        .getAllByRole('option')
+        .map(option => option.getAttribute('aria-label'));
+    expect(options(/^GPU 0,/)[0]).toBe('Not granted to anybody now: 15.0 GiB');
+    expect(options(/^GPU 1,/)[0]).toBe('Free: 15.0 GiB');
+  });
+
+  it('say on each what a session has there', () => {
+    const slices = [
+      { device: 'GPU-0', granted_bytes: 8 * GIB, used_bytes: 6 * GIB },
+      { device: 'GPU-1', granted_bytes: 2 * GIB, used_bytes: null }
+    ];
+    show(
+      pool([device(0), device(1)], [mine('a', { devices: ['GPU-0', 'GPU-1'], slices })])
+    );
+    expect(
+      screen
+        .getAllByRole('option', { name: /^1 / })
+        .map(option => option.getAttribute('aria-label'))
+    ).toEqual([
+      '1 kernel-a.ipynb: 6.0 of 8.0 GiB used, at work (the open document)',
+      '1 kernel-a.ipynb: 2.0 GiB, used: ?, at work (the open document)'
+    ]);
+  });
+
+  it('keep the focus where a part goes, and take none that is elsewhere', () => {
+    const on = device(0, { memory_granted: 12 * GIB });
+    const { again } = show(pool([on], [mine('a'), other('b')]));
+    const option = (name: RegExp) => screen.getByRole('option', { name });
+    act(() => option(/^Somebody/).focus());
+    again(pool([device(0)], [mine('a')]));
+    expect(document.activeElement).toBe(option(/^Free/));
+    again(pool([on], [mine('a'), other('b')]));
+    expect(document.activeElement).toBe(option(/^Free/));
+    // The last one: there is none at its place.
+    act(() => option(/^Reserved/).focus());
+    again(pool([device(0, { memory_capacity: 16 * GIB })]));
+    expect(document.activeElement).toBe(option(/^Free/));
+
+    again(pool([on], [other('b')]));
+    act(() => option(/^Somebody/).focus());
+    act(() => option(/^Somebody/).blur());
+    again(pool([device(0)]));
+    expect(document.activeElement).toBe(document.body);
   });
 
   it('show what nobody knows as ?, never as 0', () => {
@@ -303,7 +363,9 @@ describe('my kernels', () => {
           mine('a'),
           mine('b', { state: 'idle', leaves_at: NOW + 42 }),
           mine('c', { ...NOTHING, state: 'detached', suspended_bytes: 6 * GIB }),
-          mine('d', { state: 'idle', pinned_reason: 'it is shared memory' })
+          mine('d', { state: 'idle', pinned_reason: 'it is shared memory' }),
+          mine('e', { state: 'idle', stays_reason: 'Host memory is full.' }),
+          mine('f', { state: 'idle', leaves_at: NOW - 10 })
         ]
       )
     );
@@ -311,6 +373,9 @@ describe('my kernels', () => {
     kernels().getByText('Idle, back to the pool in 0:42');
     kernels().getByText('In host memory 6.0 GiB');
     kernels().getByText('Pinned: it is shared memory');
+    kernels().getByText('Idle on GPU 0, stays');
+    kernels().getByText('Stays: Host memory is full.');
+    kernels().getByText('Idle on GPU 0, about to leave');
     const link = kernels().getByRole('button', { name: 'kernel-b.ipynb' });
     expect(link.title).toBe('a/kernel-b.ipynb');
     fireEvent.click(link);
@@ -338,6 +403,17 @@ describe('my kernels', () => {
     } finally {
       jest.useRealTimers();
     }
+  });
+
+  it('of another server are named, with nothing to be done for them here', () => {
+    show(pool([device(0)], [mine('a', { here: false })]));
+    kernels().getByText('No kernel of this server is in the pool.');
+    kernels().getByText(/^Yours too, but of another server/);
+    expect(kernels().getByRole('listitem').textContent).toBe(
+      '1kernel-a.ipynb6.0 of 8.0 GiB on GPU 0'
+    );
+    expect(kernels().queryByRole('button')).toBeNull();
+    screen.getByRole('option', { name: /at work \(yours on another server\)$/ });
   });
 
   it('have no timer if nothing counts', () => {
@@ -370,6 +446,70 @@ describe('my kernels', () => {
     expect(model.asked).toEqual(['release kernel-a', 'keep kernel-a 600']);
   });
 
+  it('are kept for as long as the settings say, until that time or until told', () => {
+    jest.useFakeTimers();
+    try {
+      const view = pool([device(0)], [mine('a')]);
+      const { again, model, settings } = show(view);
+      const button = () => kernels().getByRole('button', { name: /[Kk]eep/ });
+      expect(button().textContent).toBe('Keep for 10 min');
+      settings.keepMinutes = 25;
+      act(() => settings.changed.emit());
+      expect(button().textContent).toBe('Keep for 25 min');
+      expect(button().getAttribute('aria-label')).toContain('Keep for 25 min');
+      fireEvent.click(button());
+
+      again(pool([device(0)], [mine('a', { keep_until: NOW + 1500 })]));
+      kernels().getByText(`Kept until ${clockAt(1500)}, even when idle.`);
+      model.time = NOW + 1501;
+      act(() => jest.advanceTimersByTime(1000));
+      expect(button().textContent).toBe('Keep for 25 min');
+      expect(kernels().queryByText(/^Kept until/)).toBeNull();
+      expect(jest.getTimerCount()).toBe(0);
+    } finally {
+      jest.useRealTimers();
+    }
+  });
+
+  it('are no longer kept when told', () => {
+    const { model } = show(pool([device(0)], [mine('a', { keep_until: NOW + 60 })]));
+    const button = kernels().getByRole('button', { name: /^Stop keeping/ });
+    expect(button.textContent).toBe('Stop keeping');
+    fireEvent.click(button);
+    expect(model.asked).toEqual(['keep kernel-a 0']);
+  });
+
+  it('show an answer for a while, whatever their state; a refusal until the next', async () => {
+    jest.useFakeTimers();
+    try {
+      const { model, again } = show(pool([device(0)], [mine('a', { state: 'idle' })]));
+      const settle = () => act(() => Promise.resolve());
+      const said = () => kernels().getByRole('status').textContent;
+      const release = async () => {
+        fireEvent.click(kernels().getByRole('button', { name: /^Release/ }));
+        await settle();
+        await settle();
+      };
+      await release();
+      again(pool([device(0)], [mine('a', { state: 'detaching' })]));
+      expect(said()).toBe('Done.');
+      act(() => jest.advanceTimersByTime(SHOWN));
+      expect(said()).toBe('');
+
+      again(pool([device(0)], [mine('a')]));
+      model.answer = () => Promise.reject(new PoolError('No.', 'busy', 'Wait.', 409));
+      await release();
+      again(pool([device(0)], [mine('a', { state: 'idle' })]));
+      act(() => jest.advanceTimersByTime(10 * SHOWN));
+      expect(said()).toBe('No. Wait.');
+      model.answer = () => Promise.resolve({ note: 'Done.' });
+      await release();
+      expect(said()).toBe('Done.');
+    } finally {
+      jest.useRealTimers();
+    }
+  });
+
   it('ask once at a time', () => {
     const { model } = show(pool([device(0)], [mine('a')]), {
       answer: () => new Promise(() => undefined)
@@ -389,6 +529,12 @@ describe('my kernels', () => {
     expect(button.getAttribute('aria-disabled')).toBe('true');
     fireEvent.click(button);
     expect(model.asked).toEqual([]);
+    expect(kernels().getByRole('status').textContent).toBe(
+      'This kernel has no slice of a GPU now.'
+    );
+    // To keep what it will have is allowed.
+    fireEvent.click(kernels().getByRole('button', { name: /^Keep for 10 min/ }));
+    expect(model.asked).toEqual(['keep kernel-a 600']);
   });
 
   it('show their last minutes when there are some', () => {
@@ -437,12 +583,14 @@ describe('the totals', () => {
     const { past } = show(pool([device(0)]));
     region('Use').getByText('? Known while a Pooled GPU kernel is open.');
     act(() => past.change(history()));
+    expect(region('Use').getByRole('meter').getAttribute('aria-valuenow')).toBe('19');
     region('Use').getByText(
       'Attached 0.40 h of 2.1 open kernel-hours since the server started (19 %)'
     );
     const nothing = { since: NOW, attached_seconds: 0, kernel_seconds: 0 };
     act(() => past.change(history({ usage: nothing })));
     region('Use').getByText(/started \(\?\)$/);
+    expect(region('Use').queryByRole('meter')).toBeNull();
   });
 });
 

@@ -7,7 +7,7 @@ import * as React from 'react';
 import { path, Sparkline, SPAN } from '../sparkline';
 import { Ticker } from '../../ticker';
 import { Tools } from '../tools';
-import { FakeModel, FakePast, trans } from './fakes';
+import { FakeModel, FakePast, FakeSettings, trans } from './fakes';
 
 const now = 1000;
 const at = (...ago: number[]) => ago.map(seconds => now - seconds);
@@ -63,6 +63,7 @@ describe('Sparkline', () => {
           trans,
           model: new FakeModel(null),
           past: new FakePast(),
+          settings: new FakeSettings(),
           ticker: new Ticker(),
           open: () => undefined
         }}

@@ -12,6 +12,7 @@ import {
   FakeDocuments,
   FakeModel,
   FakePast,
+  FakeSettings,
   mine,
   NOW,
   pool,
@@ -28,7 +29,8 @@ function made(changed: Partial<FakeModel> = {}) {
   const model = Object.assign(new FakeModel(pool([device(0)], [mine('a')])), changed);
   const past = new FakePast();
   const documents = new FakeDocuments();
-  const panel = new PanelWidget({ model, past, documents, trans });
+  const settings = new FakeSettings();
+  const panel = new PanelWidget({ model, past, settings, documents, trans });
   const settle = () => act(() => MessageLoop.flush());
   return { model, past, documents, panel, settle };
 }
@@ -104,16 +106,32 @@ describe('PanelWidget', () => {
     }
   });
 
-  it('asks once when first shown, if nobody else does', () => {
+  it('asks each time it is shown, if nobody else does', () => {
     const { panel, model, past } = made({ live: false });
     panel.hide();
     attach(panel);
     expect(model.refreshed).toBe(0);
     act(() => panel.show());
+    expect(model.refreshed).toBe(1);
     act(() => panel.hide());
     act(() => panel.show());
-    expect(model.refreshed).toBe(1);
+    expect(model.refreshed).toBe(2);
     expect(past.holders).toBe(1);
+  });
+
+  it('does not show a kernel as there when the last one has ended', () => {
+    const { panel, model, settle } = made();
+    attach(panel);
+    screen.getByText('label of a');
+    screen.getByText('1 GPU · 1 kernel has one · 0 wait');
+    // Its end closes the connection, often before that tells of it.
+    model.live = false;
+    act(() => model.changed.emit({ all: true }));
+    settle();
+    expect(screen.queryByText('label of a')).toBeNull();
+    expect(screen.queryByRole('button', { name: /^Release/ })).toBeNull();
+    screen.getByText('1 GPU · 0 kernels have one · 0 wait');
+    screen.getByText(/^No Pooled GPU kernel is open/);
   });
 
   it('leaves the asking to the model while that is live', () => {
@@ -130,11 +148,20 @@ describe('PanelWidget', () => {
   });
 
   it('lets go of all when it is disposed', () => {
-    const { panel, past, model } = made();
+    const { panel, past, model, documents } = made();
     attach(panel);
+    const update = jest.spyOn(panel, 'update').mockImplementation(() => undefined);
+    // A disposed widget is never visible and would draw nothing anyhow: see that it is not asked.
+    const asked = jest.spyOn(panel, 'isVisible', 'get').mockReturnValue(true);
+    model.changed.emit({ all: true });
+    documents.changed.emit();
+    expect(update).toHaveBeenCalledTimes(2);
     act(() => panel.dispose());
+    update.mockClear();
+    asked.mockClear();
+    model.changed.emit({ all: true });
+    documents.changed.emit();
+    expect([update, asked].map(spy => spy.mock.calls.length)).toEqual([0, 0]);
     expect(past.holders).toBe(0);
-    model.change(null);
-    expect(panel.isDisposed).toBe(true);
   });
 });
