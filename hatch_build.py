@@ -11,6 +11,7 @@ it needs neither Node.js nor the npm registry.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -70,7 +71,12 @@ def _ui_is_built(root: Path) -> bool:
     """Tell whether the built JupyterLab part is as new as its sources."""
     out = root / _UI_OUT / "package.json"
     newest = max((p.stat().st_mtime for p in _ui_sources(root / "labextension")), default=0.0)
-    return out.exists() and out.stat().st_mtime >= newest
+    try:
+        # The builder copies the file first, and notes what to load when all is compiled.
+        load = json.loads(out.read_text())["jupyterlab"]["_build"]["load"]
+        return out.stat().st_mtime >= newest and (out.parent / load).is_file()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 class CustomBuildHook(BuildHookInterface[Any]):  # type: ignore[misc]

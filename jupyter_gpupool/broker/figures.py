@@ -308,7 +308,7 @@ class Gauges:
 
 
 _DEVICE = (
-    ("up", "1 if the pool can give slices of the device, 0 if it is lost or failed its self-test"),
+    ("up", "1 if the pool can give slices of the device, 0 if it is out of service"),
     ("memory_bytes", "Memory of the device"),
     ("capacity_bytes", "Memory that the pool can grant at most"),
     ("granted_bytes", "Memory granted to kernels"),

@@ -79,7 +79,8 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
             user = pwd.getpwuid(os.getuid()).pw_name
         except KeyError:
             user = f"uid-{os.getuid()}"  # as the broker calls a user without an account
-        self._show(page.first(self.serverapp.config.get("GPUPool", {}), os.environ))
+        config = self.serverapp.config.get("GPUPool", {})
+        self._show(page.first(config, os.environ, self._find()))
         link = Link(self._find, self._row, self._lost, self.log)
         self._watch = Watch(
             link,

@@ -139,7 +139,14 @@ class History(PoolHandler):
     @web.authenticated
     @authorized
     def get(self) -> None:
-        self.finish(json.dumps(self.watch.past()))
+        self.finish(json.dumps(self.watch.past(devices=self._flag("devices"))))
+
+    def _flag(self, name: str) -> bool:
+        """Return whether a parameter of the query is 1; without one, it is 0."""
+        values = self.get_query_arguments(name, strip=False) or ["0"]
+        if values not in (["0"], ["1"]):
+            raise BadRequest(f"{name} must be 0 or 1.", next_step=f"Ask with ?{name}=1.")
+        return values == ["1"]
 
 
 class Sessions(PoolHandler):

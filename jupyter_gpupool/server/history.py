@@ -118,12 +118,14 @@ class History:
             if ring.due(now):
                 ring.add(now, broken=broken, utilisation=devices[name])
 
-    def shown(self, now: float, kernels: Collection[str]) -> View:
-        """Return what is known of these kernels, and of the devices."""
+    def shown(self, now: float, kernels: Collection[str], *, devices: bool = False) -> View:
+        """Return what is known of these kernels, and, if asked for, of the devices."""
         known = {name: ring for name, ring in self._kernels.items() if name in kernels}
-        return {
+        found: View = {
             "now": now,
             "interval": LEAST,
             "kernels": {name: ring.shown(now) for name, ring in known.items()},
-            "devices": {name: ring.shown(now) for name, ring in self._devices.items()},
         }
+        if devices:
+            found["devices"] = {name: ring.shown(now) for name, ring in self._devices.items()}
+        return found

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, Mapping, MutableMapping
 
 from ..emulator import profiles
@@ -19,12 +21,15 @@ _NAME = "gpupool"
 _NEXT_STEP = "`jupyter gpupool doctor` says more."
 
 
-def first(config: Mapping[str, Any], environ: Mapping[str, str]) -> View:
+def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -> View:
     """Return what is known without asking a broker: the machine's driver, or what to emulate.
 
     ``config`` is the server's section ``GPUPool``, which wins over the environment as it does for
-    the broker.
+    the broker. Whoever listens at ``socket`` has a configuration of its own, and may have devices
+    that are not seen here: only it can say that there is none.
     """
+    if os.path.exists(socket):  # unlike Path's, no error in a folder that may not be read
+        return _some()
     machine = config["emulate"] if "emulate" in config else environ.get("GPUPOOL_EMULATE", "")
     if machine:
         try:

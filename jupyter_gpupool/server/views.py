@@ -26,6 +26,9 @@ _CLOCKS = frozenset(
     }
 )
 
+#: Bytes by which the machine's free memory must move to be told, or 5 % if that is less.
+_MOVED = 1 << 30
+
 
 def is_mine(local: Collection[str], user: str) -> Callable[[Mapping[str, Any]], bool]:
     """Return the test of a session's details being shown here.
@@ -104,18 +107,23 @@ def wait_of(view: Mapping[str, Any], session: Mapping[str, Any]) -> View:
     }
 
 
-def delta(old: Mapping[str, Any], new: Mapping[str, Any]) -> View | None:
+def delta(
+    old: Mapping[str, Any], new: Mapping[str, Any], available: int | None = None
+) -> View | None:
     """Return what of ``new`` is not as in ``old``; None if nothing that matters.
 
     ``devices`` and ``sessions`` hold the changed ones in full, ``removed`` the ids of those gone.
+    ``available`` is what was last told of the machine's free memory, if not what ``old`` says.
     """
     changes: View = {
         name: new[name]
         for name in _SHOWN
         if name not in ("now", "devices", "sessions", "host") and new[name] != old[name]
     }
-    # What the machine has free moves all the time, by little.
-    if _without(new["host"], {"available_bytes"}) != _without(old["host"], {"available_bytes"}):
+    name = "available_bytes"
+    before, now = old["host"] or {}, new["host"] or {}
+    told = before.get(name) if available is None else available
+    if _without(before, {name}) != _without(now, {name}) or _moved(told, now.get(name)):
         changes["host"] = new["host"]
     for part, key in (("devices", "uuid"), ("sessions", "id")):
         before = {entry[key]: entry for entry in old[part]}
@@ -191,6 +199,13 @@ def seconds_left(session: Mapping[str, Any], now: float) -> float | None:
     """Return in how many seconds an idle session leaves by itself; None if it does not."""
     at = session.get("leaves_at")
     return None if at is None else max(float(at) - now, 0.0)
+
+
+def _moved(before: int | None, now: int | None) -> bool:
+    """Return whether to tell what the machine has free: it moves all the time, by little."""
+    if before is None or now is None:
+        return before is not now
+    return abs(now - before) >= min(_MOVED, before // 20 or 1)
 
 
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any], names: Iterable[str]) -> bool:

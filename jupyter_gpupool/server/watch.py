@@ -101,8 +101,10 @@ class Watch:
         self._rows: list[Message] = []
         #: Bytes a second at which a kernel's state was last moved, by the kind of row.
         self._speeds: dict[str, float] = {}
-        #: Sessions that were warned, in the idle time that still lasts.
-        self._warned: set[str] = set()
+        #: Sessions that leave soon, and whether their users were told.
+        self._warned: dict[str, bool] = {}
+        #: What was last told of the machine's free memory.
+        self._available: int | None = None
         self._history = History()
         self._usage = Usage(time.time())
         #: A kernel of this server was another way in the last snapshot than before.
@@ -176,10 +178,13 @@ class Watch:
             self._wake()
         return view
 
-    def past(self) -> View:
-        """Return what was seen in the last minutes. Asks nobody, and starts nothing."""
+    def past(self, *, devices: bool = False) -> View:
+        """Return what was seen in the last minutes. Asks nobody, and starts nothing.
+
+        ``devices``: of the devices, too; there may be many.
+        """
         now = time.time() if self._offset is None else time.monotonic() + self._offset
-        shown = self._history.shown(round(now, 3), self._kernels())
+        shown = self._history.shown(round(now, 3), self._kernels(), devices=devices)
         return {**shown, "usage": self._usage.shown()}
 
     async def act(self, kind: str, session: str, **fields: Any) -> Message:
@@ -285,9 +290,12 @@ class Watch:
         if came_back:
             self._unserved |= self._subscribers
             self._publish({"type": "broker", "available": True})
-        for subscriber in self._subscribers & self._unserved:
+        newcomers = self._subscribers & self._unserved
+        for subscriber in newcomers:
             subscriber.publish({"type": "snapshot", "snapshot": view})
-        changed = views.delta(last, view) if last is not None else None
+        changed = views.delta(last, view, self._available) if last is not None else None
+        if last is None or (changed is not None and "host" in changed):
+            self._available = (view["host"] or {}).get("available_bytes")
         if changed is not None:
             for subscriber in self._subscribers - self._unserved:
                 subscriber.publish({"type": "delta", "delta": changed})
@@ -296,7 +304,7 @@ class Watch:
         self._stirred = bool(events)
         for kind, data in events:
             self._tell(kind, data)
-        self._warn(view)
+        self._warn(view, newcomers)
 
     def _observe(self, last: View | None, view: View) -> None:
         """Count, and take the rows about this server's kernels into the metrics."""
@@ -312,28 +320,32 @@ class Watch:
             if row.get("kind") in ("suspend", "resume") and seconds and row.get("bytes"):
                 self._speeds[str(row["kind"])] = row["bytes"] / seconds
 
-    def _warn(self, view: View) -> None:
-        """Tell of idle slices that leave soon, if bringing them back takes long or nobody knows."""
-        soon = set()
+    def _warn(self, view: View, newcomers: Collection[Subscriber]) -> None:
+        """Tell of idle slices that leave soon, if bringing them back takes long or nobody knows.
+
+        Once; and ``newcomers``, whose page may have been away when it was told.
+        """
+        soon: dict[str, bool] = {}
         for session in view["sessions"]:
             left = views.seconds_left(session, view["now"]) if session["here"] else None
             if left is None or left > self._idle_warning:
                 continue
-            soon.add(session["id"])
             size = session.get("footprint_bytes")
             speed = self._speeds.get("resume") or self._speeds.get("suspend")
             takes = size / speed if size is not None and speed else None
             slow = size != 0 and (takes is None or takes >= self._slow_resume)
-            if slow and session["id"] not in self._warned:
-                self._tell(
-                    "idle",
-                    {
-                        "kernel_id": session.get("kernel_id", ""),
-                        "seconds_left": round(left, 3),
-                        "bytes": size,
-                        "resume_seconds": None if takes is None else round(takes, 3),
-                    },
-                )
+            told = soon[session["id"]] = self._warned.get(session["id"], slow)
+            data = {
+                "kernel_id": session.get("kernel_id", ""),
+                "seconds_left": round(left, 3),
+                "bytes": size,
+                "resume_seconds": None if takes is None else round(takes, 3),
+            }
+            if told and session["id"] not in self._warned:
+                self._tell("idle", data)
+            elif told:
+                for subscriber in newcomers:
+                    subscriber.publish({"type": "idle", "data": data})
         self._warned = soon
 
     def _tell(self, kind: str, data: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 """Compiling the emulated driver, by hand and with the package."""
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -58,11 +59,18 @@ class App:
 
 
 @pytest.fixture
-def hook():
+def module():
     pytest.importorskip("hatchling")
     spec = importlib.util.spec_from_file_location("hatch_build_under_test", ROOT / "hatch_build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def hook(module, monkeypatch):
+    """The hook without the JupyterLab part, which has tests of its own."""
+    monkeypatch.setenv("GPUPOOL_NO_LABEXTENSION", "1")
 
     def make(target="wheel"):
         class Hook(module.CustomBuildHook):
@@ -100,3 +108,28 @@ def test_source_distributions_compile_nothing(hook, monkeypatch):
     data, one = {}, hook("sdist")
     one.initialize("standard", data)
     assert (data, one.app.warnings) == ({}, [])
+
+
+LOCKED = ("package.json", "tsconfig.json", "yarn.lock")
+
+
+def test_a_jupyterlab_part_whose_build_failed_is_built_again(module, tmp_path):
+    (tmp_path / "labextension" / "src").mkdir(parents=True)
+    source = tmp_path / "labextension" / "src" / "index.ts"
+    for path in (source, *(source.parents[1] / name for name in LOCKED)):
+        path.touch()
+    out = tmp_path / "jupyter_gpupool" / "labextension"
+    assert not module._ui_is_built(tmp_path)
+    (out / "static").mkdir(parents=True)
+    # As the builder copies it before it compiles.
+    (out / "package.json").write_text(json.dumps({"jupyterlab": {"extension": "lib/index.js"}}))
+    assert not module._ui_is_built(tmp_path)
+    load = "static/remoteEntry.0.js"
+    (out / "package.json").write_text(json.dumps({"jupyterlab": {"_build": {"load": load}}}))
+    assert not module._ui_is_built(tmp_path)
+    (out / load).touch()
+    os.utime(source, (1, 1))
+    assert module._ui_is_built(tmp_path)
+    future = (out / "package.json").stat().st_mtime + 10
+    os.utime(source, (future, future))
+    assert not module._ui_is_built(tmp_path)

@@ -41,7 +41,7 @@ def shown(*views, now=None, kernels=("k",)):
     found = History()
     for one in views:
         found.take(one)
-    return found.shown(views[-1]["now"] if now is None else now, kernels)
+    return found.shown(views[-1]["now"] if now is None else now, kernels, devices=True)
 
 
 def test_points_are_what_the_snapshots_said():
@@ -94,7 +94,7 @@ def test_where_nobody_looked_the_line_breaks():
     found.take(view(160.0, kernel(busy_seconds=30.0)))
     found.pause()
     found.take(view(161.0, kernel(busy_seconds=30.0)))
-    seen = found.shown(161.0, ("k",))
+    seen = found.shown(161.0, ("k",), devices=True)
     assert seen["kernels"]["k"] == {
         "time": [100.0, 101.0, 160.0, 161.0],
         "used": [10, None, 10, 10],
@@ -119,6 +119,7 @@ def test_kernels_of_others_and_those_that_ended_are_not_shown():
     found.take(view(100.0, kernel("mine"), kernel("foreign", session="f", here=False)))
     assert set(found.shown(100.0, ("mine", "foreign"))["kernels"]) == {"mine"}
     assert found.shown(100.0, ())["kernels"] == {}
+    assert "devices" not in found.shown(100.0, ()), "there may be many"
 
 
 def test_a_clock_that_was_set_back_begins_anew():

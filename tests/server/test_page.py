@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from jupyter_gpupool.emulator import profiles
 from jupyter_gpupool.server import page
 
 SOME = {"found": True, "reason": ""}
+NOBODY = Path("/nowhere/broker.sock")
 
 
 @pytest.fixture
@@ -23,25 +25,25 @@ def bare(monkeypatch):
 
 def test_a_driver_is_a_gpu_until_somebody_knows_better(monkeypatch):
     monkeypatch.setattr(profiles, "real_driver_present", lambda: True)
-    assert page.first({}, {}) == SOME
+    assert page.first({}, {}, NOBODY) == SOME
 
 
 def test_without_one_it_says_what_to_do(bare):
-    assert page.first({}, {}) == {
+    assert page.first({}, {}, NOBODY) == {
         "found": False,
         "reason": "No NVIDIA driver was found on this machine. `jupyter gpupool doctor` says more.",
     }
 
 
 def test_an_emulated_machine(bare):
-    assert page.first({"emulate": "2x16GiB"}, {}) == SOME
-    assert page.first({}, {"GPUPOOL_EMULATE": "1x1GiB"}) == SOME
+    assert page.first({"emulate": "2x16GiB"}, {}, NOBODY) == SOME
+    assert page.first({}, {"GPUPOOL_EMULATE": "1x1GiB"}, NOBODY) == SOME
     # As for the broker: what is configured wins, also if it is nothing.
-    assert not page.first({"emulate": ""}, {"GPUPOOL_EMULATE": "1x1GiB"})["found"]
+    assert not page.first({"emulate": ""}, {"GPUPOOL_EMULATE": "1x1GiB"}, NOBODY)["found"]
 
 
 def test_an_emulated_machine_that_cannot_be(bare, monkeypatch):
-    wrong = page.first({"emulate": "two GPUs"}, {})
+    wrong = page.first({"emulate": "two GPUs"}, {}, NOBODY)
     assert not wrong["found"]
     assert "'two GPUs' is not an emulated machine" in wrong["reason"]
 
@@ -49,7 +51,14 @@ def test_an_emulated_machine_that_cannot_be(bare, monkeypatch):
         raise profiles.EmulatorNotBuilt("Not compiled.")
 
     monkeypatch.setattr(profiles, "library_dir", not_built)
-    assert page.first({"emulate": "2x16GiB"}, {})["reason"].startswith("Not compiled. ")
+    assert page.first({"emulate": "2x16GiB"}, {}, NOBODY)["reason"].startswith("Not compiled. ")
+
+
+def test_where_a_broker_may_listen_it_alone_knows(bare, tmp_path):
+    socket = tmp_path / "broker.sock"
+    assert not page.first({"emulate": ""}, {}, socket)["found"]
+    socket.touch()
+    assert page.first({"emulate": ""}, {}, socket) == SOME
 
 
 def test_a_broker_knows_better():
@@ -75,8 +84,10 @@ def test_jupyterlabs_page(start):
         )
         return json.loads(found)["gpupool"]
 
+    server = start(f"--GPUPool.socket={NOBODY}")
+    assert lab() == page.first({}, {}, NOBODY)
     server = start()
-    assert lab() == page.first({}, {})
+    assert lab() == SOME, "a broker may listen there"
     assert server.api("/pool")["devices"]
     assert lab() == SOME, "emulated, as the broker has told"
     configured = start("--GPUPool.emulate=2x16GiB")

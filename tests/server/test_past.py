@@ -25,7 +25,8 @@ def test_the_last_minutes_and_the_hours_in_all(start, broker):
     before = messages()
     empty = server.api("/history")
     assert messages() == before + 1, "our own"
-    assert (empty["kernels"], empty["devices"]) == ({}, {})
+    assert (empty["kernels"], "devices" in empty) == ({}, False)
+    assert server.api("/history?devices=1")["devices"] == {}
     assert usage(server) == (0, 0)
 
     events = server.events()  # somebody looks
@@ -46,7 +47,9 @@ def test_the_last_minutes_and_the_hours_in_all(start, broker):
     assert all(b - a >= 0.9 for a, b in zip(ring["time"], ring["time"][1:], strict=False))
     assert ring["busy"][0] is None
     assert all(share is not None for share in ring["busy"][1:]), "kernels run under the guard here"
-    assert set(found["devices"]) == {d["uuid"] for d in server.api("/pool")["devices"]}
+    assert set(server.api("/history?devices=1")["devices"]) == {
+        d["uuid"] for d in server.api("/pool")["devices"]
+    }
     attached, opened = wait_until(lambda: (u := usage(server))[0] > 0 and u, "seconds with a slice")
     assert attached <= opened
 
@@ -54,6 +57,8 @@ def test_the_last_minutes_and_the_hours_in_all(start, broker):
     server.api(f"/sessions/{one}/release", "POST")
     wait_until(lambda: used() == 0, "the slice has gone")
     cells.run("stream.sync()")
+
+    assert server.api("/history?devices=yes", status=400)["code"] == "bad-request"
 
     broker.kill()
     wait_until(lambda: server.request("GET", "/gpupool/api/pool").status_code == 503, "503")

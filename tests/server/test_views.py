@@ -138,7 +138,7 @@ def test_who_is_ahead_is_counted_by_class():
 def test_clocks_alone_are_no_change():
     old = snapshot(session("a"))
     new = snapshot(
-        session("a", idle_seconds=5.0), now=105.0, host={"used_bytes": 0, "available_bytes": 6}
+        session("a", idle_seconds=5.0), now=105.0, host={"used_bytes": 0, "available_bytes": 5}
     )
     assert views.delta(old, new) is None
 
@@ -218,6 +218,27 @@ def test_when_an_idle_slice_leaves():
     ):
         assert left(stays) == (None, None)
     assert left(idle, settings={}) == (None, None)
+
+
+def test_the_free_memory_of_the_machine_is_told_when_it_has_moved():
+    gib = 1 << 30
+
+    def told(before, now):
+        old, new = (snapshot(host={"used_bytes": 0, "available_bytes": n}) for n in (before, now))
+        # Little by little: what was told counts, not what was last seen.
+        changed = views.delta({**old, "host": new["host"]}, new, before)
+        assert changed == views.delta(old, new)
+        return changed is not None and changed["host"]["available_bytes"] == now
+
+    assert [told(100 * gib, n * gib) for n in (100, 99, 101)] == [False, True, True]
+    assert not told(100 * gib, 99 * gib + 1)
+    assert [told(1000, n) for n in (1000, 951, 950, 1049, 1050)] == [
+        *(False, False, True, False, True),
+    ]
+    assert [told(*pair) for pair in ((0, 0), (0, 1), (5, None))] == [False, True, True]
+    assert views.delta(
+        snapshot(host={"available_bytes": None}), snapshot(host={"available_bytes": 5})
+    )
 
 
 def test_of_the_slices_of_others_no_use_is_told():

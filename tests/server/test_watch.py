@@ -1,0 +1,168 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the watch tells whom, over a link that answers as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from jupyter_gpupool.server.watch import Watch
+
+GIB = 1 << 30
+
+
+class Link:
+    """A broker with one idle session on a device, which leaves at ``now`` = 160."""
+
+    def __init__(self):
+        self.now, self.available, self.more = 100.0, 50 * GIB, {}
+
+    async def watch(self):
+        pass
+
+    async def call(self, kind, **_):
+        assert kind == "status"
+        session = {
+            "id": "s",
+            "owner": "me",
+            "label": "",
+            "kernel_id": "k",
+            "state": "idle",
+            "granted_bytes": 8,
+            "footprint_bytes": 8,
+            "devices": ["G"],
+            "idle_since": 100.0,
+            **self.more,
+        }
+        return {
+            "now": self.now,
+            "devices": [],
+            "sessions": [session],
+            "queue_length": 0,
+            "host": {"available_bytes": self.available},
+            "settings": {"idle_timeout": 60.0},
+        }
+
+    async def close(self):
+        pass
+
+
+class Page:
+    """A subscriber that keeps what it gets."""
+
+    def __init__(self):
+        self.got = []
+
+    def publish(self, message):
+        self.got.append(message)
+
+    def kinds(self):
+        return [message["type"] for message in self.got]
+
+    async def until(self, count):
+        async def there():
+            while len(self.got) < count:
+                await asyncio.sleep(0.005)
+
+        await asyncio.wait_for(there(), 20)
+
+
+@pytest.fixture
+def link():
+    return Link()
+
+
+@pytest.fixture
+def run(link):
+    """Run a scenario with a watch; return the events that went to the server's bus."""
+
+    def go(scenario, slow_resume=0.0):
+        emitted = []
+
+        async def main():
+            watch = Watch(
+                link, lambda: ["k"], "me", lambda kind, data: emitted.append((kind, data)),
+                lambda _view: None, interval=3600.0, idle_warning=20.0, slow_resume=slow_resume,
+                log=logging.getLogger("test"),
+            )  # fmt: skip
+            try:
+                await scenario(watch)
+            finally:
+                await watch.close()
+
+        asyncio.run(main())
+        return [data for kind, data in emitted if kind == "idle"]
+
+    return go
+
+
+def test_who_comes_late_gets_the_warning_that_still_holds(link, run):
+    first, late = Page(), Page()
+
+    async def scenario(watch):
+        watch.subscribe(first)
+        await first.until(1)
+        link.now = 145.0
+        await watch.look()
+        assert first.got[-1]["data"]["seconds_left"] == 15.0
+        link.now = 152.0
+        watch.subscribe(late)
+        await late.until(2)
+
+    (told,) = run(scenario)
+    assert told["seconds_left"] == 15.0, "on the bus once"
+    assert late.kinds() == ["snapshot", "idle"]
+    assert late.got[1]["data"] == {**told, "seconds_left": 8.0}
+    assert first.kinds().count("idle") == 1
+
+
+@pytest.mark.parametrize("more", [{"keep_until": 900.0}, {"stays_reason": "It is full."}])
+def test_a_warning_that_holds_no_more_is_not_sent(link, run, more):
+    late = Page()
+
+    async def scenario(watch):
+        link.now = 145.0
+        watch.subscribe(first := Page())
+        await first.until(1)
+        link.more = more
+        watch.subscribe(late)
+        await late.until(1)
+        await watch.look()
+
+    assert len(run(scenario)) == 1
+    assert "idle" not in late.kinds()
+
+
+def test_who_was_not_to_be_warned_is_not_warned_late(link, run):
+    late = Page()
+    link.more = {"footprint_bytes": 0}
+
+    async def scenario(watch):
+        link.now = 145.0
+        watch.subscribe(first := Page())
+        await first.until(1)
+        watch.subscribe(late)
+        await late.until(1)
+        await watch.look()
+
+    assert run(scenario) == []
+    assert "idle" not in late.kinds()
+
+
+def test_free_memory_that_drifts_is_told_in_the_end(link, run):
+    page = Page()
+
+    async def scenario(watch):
+        watch.subscribe(page)
+        await page.until(1)
+        page.got.clear()
+        for step in range(1, 11):
+            link.now, link.available = 100.0 + step, (500 - step) * GIB // 10
+            await watch.look()
+
+    run(scenario)
+    told = [m["delta"]["host"]["available_bytes"] for m in page.got if "host" in m["delta"]]
+    assert told == [49 * GIB]
