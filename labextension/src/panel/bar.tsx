@@ -74,8 +74,9 @@ function Bar(props: IBarProps): React.ReactElement {
       last.current = { key, at: now };
       return;
     }
+    last.current = null;
     const all = bar.current?.children;
-    if (all && !document.activeElement?.closest('[role="option"]')) {
+    if (all && document.activeElement === document.body) {
       (all[Math.min(old, all.length - 1)] as HTMLElement | undefined)?.focus();
     }
   }, [props.parts]);
