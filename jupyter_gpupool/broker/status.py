@@ -300,7 +300,7 @@ class Snapshots:
 
 
 class Most:
-    """What sessions may ask for on each device at most, by the rules of one view; kept by owner."""
+    """What sessions may ask for on each device at most, by the rules of one view; found once."""
 
     def __init__(self, view: PoolView) -> None:
         self._settings = view.settings
@@ -310,7 +310,8 @@ class Most:
 
     def of(self, owner: Owner, devices: int) -> int | None:
         """Return the bytes on each of so many devices; None if there is no size that is given."""
-        key = owner.name, devices
+        # All who are not named have the same quota.
+        key = (owner.name if owner.name in self._settings.quotas else ""), devices
         if key not in self._known:
             self._known[key] = most_memory(
                 devices, owner, self._settings, self._capacities, suspends=self._suspends

@@ -46,7 +46,10 @@ def suspendable(s: Session, books: Books) -> bool:
     back: there is nothing to move. Anything else stays until its kernel frees it or ends.
     """
     devices = books.inventory.devices
-    return all(devices[x.device].device.can_suspend for x in s.slices) or empty(s)
+    for x in s.slices:
+        if not devices[x.device].device.can_suspend:
+            return empty(s)
+    return True
 
 
 def _not_before(s: Session, books: Books) -> float:

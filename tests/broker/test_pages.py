@@ -324,7 +324,10 @@ def test_bytes_that_the_guard_counts_are_the_use(broker, kernel):
     k = kernel(memory=BIG)
     k.lease()
     k.use(123 * MiB)
-    assert k.status()["used_bytes"] == 123 * MiB
+    seen = k.status()
+    assert seen["used_bytes"] == 123 * MiB
+    (piece,) = seen["slices"]
+    assert piece == {"device": seen["device"], "granted_bytes": BIG, "used_bytes": 123 * MiB}
     wait_until(lambda: k.status()["footprint_bytes"] == 123 * MiB, "the pool knows")
     k.do("alloc", bytes=200 * MiB, byte=2)
     wait_until(lambda: (k.status()["footprint_bytes"] or 0) >= 200 * MiB, "NVML sees more")

@@ -71,6 +71,28 @@ def test_most_bytes_is_what_the_broker_gives(make):
         kernel.close()
 
 
+def test_use_is_told_by_device_as_it_was_measured(make):
+    """Without a guard: all that it uses is on one of its two devices."""
+    broker = make(emulate=MACHINE)
+    kernel = Kernel(broker, "a", memory=200 * MiB, devices=2)
+    try:
+        kernel.attach()
+        kernel.do("alloc", bytes=64 * MiB, byte=1)
+
+        def used():
+            seen = broker.session(kernel.session)
+            assert [s["device"] for s in seen["slices"]] == seen["devices"]
+            return [s["used_bytes"] for s in seen["slices"]], seen["footprint_bytes"]
+
+        (first, second), whole = wait_until(
+            lambda: (u := used())[1] and u[1] >= 64 * MiB and None not in u[0] and u, "a sample"
+        )
+        assert (first >= 64 * MiB, second) == (True, 0)
+        assert first + second == whole
+    finally:
+        kernel.close()
+
+
 def test_without_limits_the_largest_device_is_the_limit(make):
     assert make(emulate=MACHINE).status()["limits"]["memory"] == CAPACITY
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 
 from jupyter_gpupool.pool import events as ev
-from jupyter_gpupool.pool.model import Quota
+from jupyter_gpupool.pool.model import Quota, Slice
 
 from .builders import Lab, device, got
 
@@ -137,3 +137,4 @@ def test_what_is_measured_is_told_by_device(make):
     lab.seen("G1", a=3)
     (seen,) = lab.pool.view(lab.now).sessions
     assert seen.footprints == {"G1": 3}
+    assert seen.record.slices == (Slice("G0", 4), Slice("G1", 4))
