@@ -276,8 +276,17 @@ export class PoolClient {
       clearTimeout(timer);
     }
     const answer: unknown = await response.json().catch(() => null);
-    if (response.ok) {
+    if (response.ok && answer !== null) {
       return answer as T;
+    }
+    if (response.ok) {
+      // A page to log in at, say, to which the question was led.
+      throw new PoolError(
+        'The Jupyter server answered with something else than was asked for.',
+        'unknown',
+        'Reload the page, and log in if you are asked to.',
+        response.status
+      );
     }
     const said = (answer ?? {}) as {
       message?: string;

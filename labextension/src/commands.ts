@@ -13,6 +13,7 @@ import type { ReadonlyPartialJSONObject } from '@lumino/coreutils';
 import { Documents } from './panel/documents';
 import { explain, tell, tellRefusal } from './tell';
 import { IPoolModel, IPoolSettings } from './tokens';
+import { editable, readSize } from './toolbar/sizes';
 import { bytes, describeWait } from './words';
 
 export namespace CommandIDs {
@@ -26,8 +27,6 @@ export namespace CommandIDs {
   /** The popover's: it asks for memory in a nicer way. */
   export const open = 'gpupool:open';
 }
-
-const GIB = 1024 ** 3;
 
 export interface IOptions {
   readonly commands: CommandRegistry;
@@ -99,14 +98,14 @@ export function addCommands(options: IOptions): void {
     CommandIDs.ask,
     () => trans.__('Ask for GPU Memory…'),
     trans.__('Ask the GPU pool for another size of this kernel’s slice'),
-    async (kernelId, args) => {
+    async kernelId => {
       const { open } = CommandIDs;
+      // It opens only beside something of this kernel that is seen.
       if (
-        args['kernelId'] === undefined &&
         commands.hasCommand(open) &&
-        commands.isEnabled(open)
+        commands.isEnabled(open, { kernelId }) &&
+        (await commands.execute(open, { kernelId })) === true
       ) {
-        await commands.execute(open);
         return true;
       }
       const memory = await askMemory(model, kernelId, trans);
@@ -123,7 +122,12 @@ export function addCommands(options: IOptions): void {
   );
   add(
     CommandIDs.keep,
-    args => trans.__('Keep the GPU for %1 Minutes', minutes(args)),
+    args =>
+      trans._n(
+        'Keep the GPU for %1 Minute',
+        'Keep the GPU for %1 Minutes',
+        minutes(args)
+      ),
     trans.__('Keep this kernel’s slice although the kernel is idle'),
     (kernelId, args) => tell(trans, client.keep(kernelId, minutes(args) * 60)),
     { minutes: { type: 'number', description: trans.__('For how long') } }
@@ -157,27 +161,42 @@ export function addCommands(options: IOptions): void {
   });
 }
 
-/** Bytes that the user types as GiB; null if they think better of it. */
+/** Bytes that the user types as GiB or otherwise; null if they think better of it. */
 async function askMemory(
   model: IPoolModel,
   kernelId: string,
   trans: TranslationBundle
 ): Promise<number | null> {
-  const most = model.view?.limits.memory ?? null;
-  const now = model.session(kernelId)?.request.memory;
-  const result = await InputDialog.getNumber({
-    title: trans.__('Ask for GPU memory'),
-    label:
+  const session = model.session(kernelId);
+  const most = session ? session.most_bytes : (model.view?.limits.memory ?? null);
+  const now = session?.request.memory ?? null;
+  const written = now === null ? '' : editable(now);
+  let text = written;
+  let fault = '';
+  for (;;) {
+    const bound =
       most === null
         ? trans.__('GiB on each GPU')
-        : trans.__('GiB on each GPU, at most %1', bytes(most)),
-    ...(now !== undefined && { value: Math.round((now / GIB) * 10) / 10 }),
-    okLabel: trans.__('Ask')
-  });
-  const { value } = result;
-  return result.button.accept && value !== null && value > 0
-    ? Math.round(value * GIB)
-    : null;
+        : trans.__('GiB on each GPU, at most %1', bytes(most));
+    const { button, value } = await InputDialog.getText({
+      title: trans.__('Ask for GPU memory'),
+      label: [fault, bound].filter(Boolean).join(' '),
+      text,
+      okLabel: trans.__('Ask')
+    });
+    if (!button.accept || value === null) {
+      return null;
+    }
+    if (now !== null && value === written) {
+      return now; // as it is written it may have fewer digits
+    }
+    const read = readSize(trans, value, most);
+    if ('size' in read) {
+      return read.size;
+    }
+    // What was typed is not thrown away.
+    [text, fault] = [value, read.fault];
+  }
 }
 
 export const commandsPlugin: JupyterFrontEndPlugin<void> = {

@@ -72,8 +72,16 @@ export const launcherPlugin: JupyterFrontEndPlugin<void> = {
       icon: logoIcon,
       isVisible: () => !model.found.found,
       execute: async args => {
-        const other = choose(model, kernelspecs.specs)?.other;
         const create = 'notebook:create-new';
+        const cwd = args['cwd'] ?? '';
+        // The page was told before anybody had asked the broker, and that may be long ago.
+        await model.refresh();
+        const chosen = choose(model, kernelspecs.specs);
+        if (model.found.found && chosen && commands.hasCommand(create)) {
+          await commands.execute(create, { cwd, kernelName: chosen.pooled.name });
+          return;
+        }
+        const other = chosen?.other;
         const can = other && commands.hasCommand(create);
         const start = await explain(
           trans,
@@ -82,10 +90,7 @@ export const launcherPlugin: JupyterFrontEndPlugin<void> = {
           can ? trans.__('Start %1 without a GPU', other.display_name) : undefined
         );
         if (start && can) {
-          await commands.execute(create, {
-            cwd: args['cwd'] ?? '',
-            kernelName: other.name
-          });
+          await commands.execute(create, { cwd, kernelName: other.name });
         }
       },
       describedBy: {

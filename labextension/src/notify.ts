@@ -13,31 +13,35 @@ import type { IIdleWarning } from './api';
 import { Documents } from './panel/documents';
 import { tell } from './tell';
 import { IPoolModel, IPoolSettings } from './tokens';
-import { about, bytes, clock } from './words';
+import { about, bytes, localTime, timeOfDay } from './words';
 
 /** Characters of a document's name that are said: JupyterLab shows 140 of a notification. */
-const NAME = 32;
+const NAME = 28;
 
-/** What a warning says; `name` is the document's. */
+/** Seconds between two times that mean the same: one was sent again. */
+const SAME = 1;
+
+/** What a warning says; `name` is the document's. It is not written anew while it stands there. */
 export function warning(
   trans: TranslationBundle,
   name: string,
-  warned: IIdleWarning
+  warned: IIdleWarning,
+  leaves: Date
 ): string {
   const short = name.length > NAME ? `${name.slice(0, NAME - 1)}…` : name;
-  const left = clock(warned.seconds_left);
+  const at = timeOfDay(trans, leaves, true);
   const size = warned.bytes === null ? trans.__('its data') : bytes(warned.bytes);
   return warned.resume_seconds === null
     ? trans.__(
-        '%1: its GPU slice goes back to the pool in %2. Nobody knows yet how long bringing %3 back takes.',
+        '%1: its GPU slice goes back to the pool at %2. Nobody knows yet how long bringing %3 back takes.',
         short,
-        left,
+        at,
         size
       )
     : trans.__(
-        '%1: its GPU slice goes back to the pool in %2. Bringing %3 back takes %4.',
+        '%1: its GPU slice goes back to the pool at %2. Bringing %3 back takes %4.',
         short,
-        left,
+        at,
         size,
         about(trans, warned.resume_seconds)
       );
@@ -75,26 +79,34 @@ export class IdleWarnings implements IDisposable {
     const { kernel_id: kernelId } = warned;
     const minutes = this._settings.keepMinutes;
     const { client } = this._model;
+    const session = this._model.session(kernelId);
+    const at = session?.leaves_at ?? this._model.now() + warned.seconds_left;
+    const shown = this._shown.get(kernelId);
+    if (shown && Math.abs(shown.at - at) < SAME) {
+      return; // it is sent again to who comes back, who may have closed it
+    }
     this._take(kernelId);
     const name = this._name(kernelId) ?? trans.__('A kernel without a document');
-    const id = Notification.warning(warning(trans, name, warned), {
-      autoClose: Math.max(1000, warned.seconds_left * 1000),
-      actions: [
-        {
-          label: trans.__('Keep %1 min', minutes),
-          caption: trans.__('Keep the slice for so long although the kernel is idle'),
-          displayType: 'accent',
-          callback: () => void tell(trans, client.keep(kernelId, minutes * 60))
-        },
-        {
-          label: trans.__('Release now'),
-          caption: trans.__('Give the slice back to the pool at once'),
-          callback: () => void tell(trans, client.release(kernelId))
-        }
-      ]
-    });
-    const leavesAt = this._model.session(kernelId)?.leaves_at ?? null;
-    this._shown.set(kernelId, { id, leavesAt });
+    const id = Notification.warning(
+      warning(trans, name, warned, localTime(this._model, at)),
+      {
+        autoClose: Math.max(1000, warned.seconds_left * 1000),
+        actions: [
+          {
+            label: trans.__('Keep %1 min', minutes),
+            caption: trans.__('Keep the slice for so long although the kernel is idle'),
+            displayType: 'accent',
+            callback: () => void tell(trans, client.keep(kernelId, minutes * 60))
+          },
+          {
+            label: trans.__('Release now'),
+            caption: trans.__('Give the slice back to the pool at once'),
+            callback: () => void tell(trans, client.release(kernelId))
+          }
+        ]
+      }
+    );
+    this._shown.set(kernelId, { id, at, leavesAt: session?.leaves_at ?? null });
   };
 
   /** It was used again, kept or pinned, or it has left. */
@@ -117,7 +129,7 @@ export class IdleWarnings implements IDisposable {
 
   private readonly _shown = new Map<
     string,
-    { readonly id: string; readonly leavesAt: number | null }
+    { readonly id: string; readonly at: number; readonly leavesAt: number | null }
   >();
   private _isDisposed = false;
 }

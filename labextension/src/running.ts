@@ -15,7 +15,6 @@ import { logoIcon } from './icons';
 import type { IDocuments } from './panel/documents';
 import { Documents } from './panel/documents';
 import { tell } from './tell';
-import type { Change } from './tokens';
 import { IPoolModel, isMine } from './tokens';
 import { say } from './words';
 
@@ -74,11 +73,7 @@ export class RunningSlices implements IRunningSessions.IManager {
   }
 
   private _item(session: ISession): IRunningSessions.IRunningItem {
-    const trans = this._trans;
-    const devices = this._model.view?.devices ?? [];
-    // Nobody writes this anew each second: without the count-down.
-    const words = () =>
-      say(trans, { ...session, leaves_at: null }, devices, this._model.now()).text;
+    const words = () => this._words(session);
     const name = this._documents.name(session.kernel_id);
     return {
       context: session.kernel_id,
@@ -92,18 +87,31 @@ export class RunningSlices implements IRunningSessions.IManager {
     };
   }
 
+  /** Nobody writes this anew each second: without the count-down. */
+  private _words(session: ISession): string {
+    const { view } = this._model;
+    const still = { ...session, leaves_at: null };
+    return say(this._trans, still, view?.devices ?? [], this._model.now()).text;
+  }
+
   private _release(session: ISession): void {
     void tell(this._trans, this._model.client.release(session.kernel_id));
   }
 
-  private readonly _onChanged = (_: IPoolModel, change: Change): void => {
-    if (change.all || change.delta.sessions || change.delta.removed) {
+  /** Only of what is shown here: of all that happens in a pool, most is other people's. */
+  private readonly _onChanged = (): void => {
+    const shown = this._sessions()
+      .map(session => `${session.id} ${session.state} ${this._words(session)}`)
+      .join('\n');
+    if (shown !== this._shown) {
+      this._shown = shown;
       this._emit();
     }
   };
 
   private readonly _emit = (): void => this._runningChanged.emit();
 
+  private _shown = '';
   private readonly _runningChanged = new Signal<RunningSlices, void>(this);
 }
 

@@ -43,9 +43,17 @@ export function localTime(model: { now(): number }, at: number): Date {
   return new Date(Date.now() + (at - model.now()) * 1000);
 }
 
-/** `14:02`, as it is written in the language of the user interface. */
-export function timeOfDay(trans: TranslationBundle, time: Date): string {
-  const form = { hour: '2-digit', minute: '2-digit' } as const;
+/** `14:02` or `14:02:35`, as it is written in the language of the user interface. */
+export function timeOfDay(
+  trans: TranslationBundle,
+  time: Date,
+  seconds = false
+): string {
+  const form: Intl.DateTimeFormatOptions = {
+    hour: '2-digit',
+    minute: '2-digit',
+    ...(seconds && { second: '2-digit' })
+  };
   const own = (trans as { readonly locale?: string }).locale?.replaceAll('_', '-');
   // The browser knows the region besides, if it speaks that language.
   const its = navigator.languages.find(tag => tag.split('-')[0] === own?.split('-')[0]);
@@ -103,12 +111,19 @@ export type Tone = 'none' | 'wait' | 'move' | 'busy' | 'idle' | 'host' | 'away';
 export interface ISaid {
   readonly text: string;
   readonly tone: Tone;
+  /** The text without what counts: for a name, which must not change each second. */
+  readonly still: string;
   /** Whether the text counts down and must be said again each second. */
   readonly counts: boolean;
 }
 
 /** Seconds by which an idle slice may be late in leaving before the count-down is given up. */
 const LATE = 2;
+
+/** What does not count down. */
+export function plain(text: string, tone: Tone): ISaid {
+  return { text, still: text, tone, counts: false };
+}
 
 /** A session's state in the few words that fit beside a kernel's name. */
 export function say(
@@ -117,7 +132,6 @@ export function say(
   devices: readonly IDevice[],
   now: number
 ): ISaid {
-  const plain = (text: string, tone: Tone): ISaid => ({ text, tone, counts: false });
   if (session === null) {
     return plain(trans.__('No GPU'), 'none');
   }
@@ -153,6 +167,7 @@ export function say(
         const left = clock(session.leaves_at - now);
         return {
           text: trans.__('Idle, back to the pool in %1', left),
+          still: trans.__('Idle, back to the pool'),
           tone: 'idle',
           counts: true
         };

@@ -8,7 +8,7 @@ import { CommandRegistry } from '@lumino/commands';
 import { addCommands, CommandIDs } from '../commands';
 import { PoolModel } from '../model';
 import { describeWait } from '../words';
-import { answer, asked, FakeServices, FakeSocket, pool, reset } from './fake';
+import { answer, asked, FakeServices, FakeSocket, pool, reset, session } from './fake';
 
 // Dialogs are drawn in it; jsdom lacks it.
 globalThis.requestIdleCallback = draw =>
@@ -136,6 +136,9 @@ describe('the commands', () => {
   test('release and keep, and tell what the server says', async () => {
     services.start('a');
     expect(commands.label(CommandIDs.keep)).toBe('Keep the GPU for 7 Minutes');
+    expect(commands.label(CommandIDs.keep, { minutes: 1 })).toBe(
+      'Keep the GPU for 1 Minute'
+    );
     expect(await commands.execute(CommandIDs.release)).toBe(true);
     await commands.execute(CommandIDs.keep);
     await commands.execute(CommandIDs.keep, { minutes: 2 });
@@ -161,21 +164,56 @@ describe('the commands', () => {
     press(open, 'button');
   });
 
-  test('asking opens the popover where there is one', async () => {
+  /** The popover's command: it opens for the kernels that are seen. */
+  function popover(seen: string[], enabled = seen): jest.Mock {
+    const execute = jest.fn((args: { kernelId?: string }) =>
+      seen.includes(args.kernelId ?? '')
+    );
+    commands.addCommand(CommandIDs.open, {
+      isEnabled: args => enabled.includes(args['kernelId'] as string),
+      execute: args => execute(args)
+    });
+    return execute;
+  }
+
+  test('asking opens the popover of the kernel that is meant', async () => {
     services.start('a');
-    const opened = jest.fn();
-    commands.addCommand(CommandIDs.open, { execute: opened });
-    await commands.execute(CommandIDs.ask);
-    expect(opened).toHaveBeenCalledTimes(1);
+    services.start('b');
+    const opened = popover(['kernel-a', 'kernel-b']);
+    expect(await commands.execute(CommandIDs.ask)).toBe(true);
+    expect(opened.mock.calls).toEqual([[{ kernelId: 'kernel-a' }]]);
+    expect(await commands.execute(CommandIDs.ask, { kernelId: 'kernel-b' })).toBe(true);
+    expect(opened).toHaveBeenLastCalledWith({ kernelId: 'kernel-b' });
+    expect(document.querySelector('.jp-Dialog')).toBeNull();
     expect(asked).toEqual([]);
+  });
+
+  test.each([
+    ['is of another notebook', ['kernel-b'], ['kernel-b']],
+    ['has nothing to open beside', [], ['kernel-a']]
+  ])('asking is a dialog if the popover %s', async (_, seen, enabled) => {
+    services.start('a');
+    services.start('b');
+    popover(seen, enabled);
+    const done = commands.execute(CommandIDs.ask);
+    const open = await dialog();
+    open.querySelector('input')!.value = '3';
+    press(open, '.jp-mod-accept');
+    expect(await done).toBe(true);
+    expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${3 * 1024 ** 3}}`]);
   });
 
   test('asking shows what is allowed, and asks for bytes', async () => {
     services.start('a');
-    FakeSocket.one.snapshot(pool());
+    // Of two GPUs a session may have less of each than one that has one.
+    const two = { ...session('a').request, devices: 2 };
+    const most_bytes = 6 * 1024 ** 3;
+    FakeSocket.one.snapshot(
+      pool({ sessions: [session('a', { request: two, most_bytes })] })
+    );
     const done = commands.execute(CommandIDs.ask);
     const open = await dialog();
-    expect(open.textContent).toContain('at most 8.0 GiB');
+    expect(open.textContent).toContain('at most 6.0 GiB');
     const input = open.querySelector('input')!;
     expect(input.value).toBe('8');
     input.value = '4.5';
@@ -184,6 +222,39 @@ describe('the commands', () => {
     const memory = 4.5 * 1024 ** 3;
     // The limit follows by the broker's rule.
     expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${memory}}`]);
+  });
+
+  test('asking for what it has asks for exactly that', async () => {
+    services.start('a');
+    const memory = 1500 * 1024 ** 2;
+    const request = { ...session('a').request, memory };
+    FakeSocket.one.snapshot(pool({ sessions: [session('a', { request })] }));
+    const done = commands.execute(CommandIDs.ask);
+    press(await dialog(), '.jp-mod-accept');
+    expect(await done).toBe(true);
+    expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${memory}}`]);
+  });
+
+  test('asking takes the bound as shown, and asks again with what was wrong', async () => {
+    services.start('a');
+    const most_bytes = Math.round(23.68 * 1024 ** 3);
+    FakeSocket.one.snapshot(pool({ sessions: [session('a', { most_bytes })] }));
+    const done = commands.execute(CommandIDs.ask);
+    const first = await dialog();
+    first.querySelector('input')!.value = '25';
+    press(first, '.jp-mod-accept');
+    let second = await dialog();
+    while (second === first) {
+      await new Promise(resolve => setTimeout(resolve, 5));
+      second = await dialog();
+    }
+    expect(second.textContent).toContain('25.0 GiB is more than you may ask for');
+    const input = second.querySelector('input')!;
+    expect(input.value).toBe('25');
+    input.value = '23.7';
+    press(second, '.jp-mod-accept');
+    expect(await done).toBe(true);
+    expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${most_bytes}}`]);
   });
 
   test('asking for nothing after all sends nothing', async () => {

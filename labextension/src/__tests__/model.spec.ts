@@ -377,6 +377,13 @@ describe('away and back', () => {
     expect(model.broker.status).toBe('up');
   });
 
+  test('a page to log in at is no pool', async () => {
+    answer.body = null;
+    await model.refresh();
+    expect(model.broker.status).toBe('away');
+    expect(model.broker.nextStep).toMatch(/log in/);
+  });
+
   test('a refusal says nothing against the websocket', async () => {
     const socket = await live();
     answer.status = 500;

@@ -13,6 +13,7 @@ import { PoolModel } from '../model';
 import { IdleWarnings, warning } from '../notify';
 import { RunningSlices } from '../running';
 import { PoolSettings } from '../settings';
+import { localTime, timeOfDay } from '../words';
 import {
   answer,
   asked,
@@ -87,10 +88,12 @@ describe('the idle warning', () => {
 
   test('says which, when, and how long coming back takes', async () => {
     await warn();
+    // A time of day: nobody counts in a text that stands there for a while.
+    const at = timeOfDay(trans, localTime(model, 1020), true);
     expect(shown().map(n => [n.type, n.message])).toEqual([
       [
         'warning',
-        'a.ipynb: its GPU slice goes back to the pool in 0:20. Bringing 6.0 GiB back takes ~3 s.'
+        `a.ipynb: its GPU slice goes back to the pool at ${at}. Bringing 6.0 GiB back takes ~3 s.`
       ]
     ]);
     expect(shown()[0]!.options.autoClose).toBe(20_000);
@@ -102,11 +105,14 @@ describe('the idle warning', () => {
 
   test('says so if nobody knows, in fewer characters than are shown', () => {
     const unknown = { ...said, seconds_left: 5000, bytes: null, resume_seconds: null };
-    const text = warning(trans, `${'long'.repeat(30)}.ipynb`, unknown);
+    const late = new Date(2026, 10, 21, 23, 59, 59);
+    const text = warning(trans, `${'long'.repeat(30)}.ipynb`, unknown, late);
+    expect(text).toMatch(/11:59:59\sPM/);
     expect(text).toMatch(/Nobody knows yet how long bringing its data back takes\.$/);
     expect(text.length).toBeLessThanOrEqual(140);
     const known = { ...unknown, bytes: 999 * GIB, resume_seconds: 5300 };
-    expect(warning(trans, 'long'.repeat(30), known).length).toBeLessThanOrEqual(140);
+    const longest = warning(trans, 'long'.repeat(30), known, late);
+    expect(longest.length).toBeLessThanOrEqual(140);
   });
 
   test.each([
@@ -136,6 +142,7 @@ describe('the idle warning', () => {
   test.each([
     ['is active again', session('a')],
     ['is kept', { ...idle, leaves_at: 1600 }],
+    ['cannot leave', { ...idle, stays_reason: 'Full.', leaves_at: null }],
     ['is pinned', { ...idle, pinned_reason: 'shared memory', leaves_at: null }],
     ['has left', session('a', { state: 'detaching' })]
   ])('is taken back when the kernel %s', async (_, now) => {
@@ -160,9 +167,26 @@ describe('the idle warning', () => {
     expect(shown()).toEqual([]);
   });
 
-  test('a second one takes the place of the first', async () => {
-    (await warn()).say({ type: 'idle', data: { ...said, seconds_left: 9 } });
-    expect(shown().map(n => n.message)).toEqual([expect.stringContaining('0:09')]);
+  test('sent again it is not shown again, also to who has closed it', async () => {
+    const socket = await warn();
+    const [first] = shown();
+    socket.snapshot(pool({ now: 1011, sessions: [idle] }));
+    socket.say({ type: 'idle', data: { ...said, seconds_left: 9 } });
+    await frame();
+    expect(shown().map(n => n.id)).toEqual([first!.id]);
+    Notification.dismiss(first!.id);
+    socket.say({ type: 'idle', data: { ...said, seconds_left: 8 } });
+    expect(shown()).toEqual([]);
+  });
+
+  test('of another time takes the place of the first', async () => {
+    const socket = await warn();
+    const [first] = shown();
+    socket.delta({ now: 1002, sessions: [{ ...idle, leaves_at: 1090 }] });
+    socket.say({ type: 'idle', data: { ...said, seconds_left: 88 } });
+    await frame();
+    expect(shown()).toHaveLength(1);
+    expect(shown()[0]!.id).not.toBe(first!.id);
   });
 
   test('is not shown if switched off', async () => {
@@ -203,10 +227,13 @@ describe('history', () => {
     await jest.advanceTimersByTimeAsync(10 * INTERVAL);
     expect(asked).toHaveLength(before);
     const last = history.hold();
-    services.end();
     await frame();
+    const histories = () => asked.filter(one => one === 'GET history').length;
+    const then = histories();
+    answer.body = pool();
+    services.end();
     await jest.advanceTimersByTimeAsync(10 * INTERVAL);
-    expect(asked.length).toBeLessThanOrEqual(before + 1);
+    expect(histories()).toBe(then);
     last.dispose();
     history.dispose();
   });
@@ -251,9 +278,23 @@ describe('among all that runs', () => {
     socket.delta({ now: 1001, queue_length: 7 });
     await frame();
     expect(changes).toHaveBeenCalledTimes(before);
+    // Nor of what others do, nor of what is not shown of one's own.
+    socket.delta({
+      now: 1001.5,
+      sessions: [
+        { ...session('other', { state: 'idle' }), mine: false as never },
+        session('elsewhere', { here: false, state: 'idle' }),
+        session('a', { busy: 3 } as never)
+      ]
+    });
+    await frame();
+    expect(changes).toHaveBeenCalledTimes(before);
     socket.delta({ now: 1002, removed: ['i'] });
     await frame();
     expect(changes).toHaveBeenCalledTimes(before + 1);
+    socket.delta({ now: 1003, sessions: [session('a', { used_bytes: 7 * GIB })] });
+    await frame();
+    expect(changes).toHaveBeenCalledTimes(before + 2);
     manager.running()[0]?.open?.();
     expect(opened).toEqual(['kernel-a']);
     answer.body = { note: 'Done.' };

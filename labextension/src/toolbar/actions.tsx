@@ -7,9 +7,16 @@ import * as React from 'react';
 
 import type { ISession } from '../api';
 import type { IPoolModel } from '../tokens';
+import { localTime, timeOfDay } from '../words';
 import { Answer } from './answer';
 import { useAnswer } from './hooks';
 import { hasSlice } from './situation';
+
+/** Milliseconds in which a sentence is read. */
+const READ = 5000;
+
+/** Milliseconds that timers can count. */
+const LONG = 2 ** 31 - 1;
 
 interface IProps {
   readonly trans: TranslationBundle;
@@ -22,14 +29,24 @@ interface IProps {
 export function Actions(props: IProps): React.JSX.Element {
   const { trans, model, kernelId, session, keepMinutes } = props;
   const { answer, busy, say, run } = useAnswer();
-  // What was answered about another state is no longer true.
-  React.useEffect(() => say(null), [session.state, say]);
+  // What was answered about another state is soon no longer true; a refusal waits to be read.
+  const latest = React.useRef(answer);
+  latest.current = answer;
+  React.useEffect(() => {
+    const before = latest.current;
+    if (before === null || before.refused) {
+      return undefined;
+    }
+    const timer = setTimeout(() => say(now => (now === before ? null : now)), READ);
+    return () => clearTimeout(timer);
+  }, [session.state, say]);
   const nothing = hasSlice(session)
     ? ''
     : session.state === 'queued'
       ? trans.__('The kernel waits for a slice and has none to give back.')
       : trans.__('The kernel has no slice to give back.');
-  const kept = session.keep_until !== null && session.keep_until > model.now();
+  const until = session.keep_until;
+  const kept = useUntil(until, model);
   const keep = (seconds: number) => run(() => model.client.keep(kernelId, seconds));
   return (
     <div className="jp-gpupool-Popover-actions">
@@ -61,11 +78,11 @@ export function Actions(props: IProps): React.JSX.Element {
             : trans._n('Keep for %1 minute', 'Keep for %1 minutes', keepMinutes)}
         </button>
       </div>
-      {kept ? (
+      {kept && until !== null ? (
         <p className="jp-gpupool-Popover-note">
           {trans.__(
             'Kept until %1, even when idle.',
-            timeOfDay(session.keep_until - model.now())
+            timeOfDay(trans, localTime(model, until))
           )}
         </p>
       ) : null}
@@ -74,10 +91,16 @@ export function Actions(props: IProps): React.JSX.Element {
   );
 }
 
-/** The time on this machine's clock in so many seconds: the broker's may differ. */
-function timeOfDay(seconds: number): string {
-  return new Date(Date.now() + seconds * 1000).toLocaleTimeString([], {
-    hour: '2-digit',
-    minute: '2-digit'
-  });
+/** Whether a time of the broker's is to come; renders again when it has. */
+function useUntil(time: number | null, model: Pick<IPoolModel, 'now'>): boolean {
+  const [, again] = React.useReducer((count: number) => count + 1, 0);
+  const left = time === null ? 0 : time - model.now();
+  React.useEffect(() => {
+    if (time === null || time <= model.now()) {
+      return undefined;
+    }
+    const timer = setTimeout(again, Math.min((time - model.now()) * 1000 + 50, LONG));
+    return () => clearTimeout(timer);
+  }, [time, model]);
+  return left > 0;
 }

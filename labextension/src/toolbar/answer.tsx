@@ -1,9 +1,6 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-// Copyright (c) jupyter_gpupool developers.
-// Distributed under the terms of the Modified BSD License.
-
 import * as React from 'react';
 
 import type { IAnswer } from './hooks';

@@ -5,7 +5,7 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
-import type { ILimits, IRequest, PoolClient } from '../api';
+import type { IRequest, PoolClient } from '../api';
 import { bytes } from '../words';
 import { Answer } from './answer';
 import { useAnswer } from './hooks';
@@ -16,14 +16,15 @@ interface IProps {
   readonly client: PoolClient;
   readonly kernelId: string;
   readonly request: IRequest;
-  readonly limits: ILimits;
+  /** Bytes on each device that it may ask for at most; null if nobody knows. */
+  readonly most: number | null;
   /** What the largest device can give: the slider's end if no limit is known. */
   readonly room: number;
 }
 
 /** The form; what is typed stays until it is granted, whatever happens to the kernel meanwhile. */
 export function Ask(props: IProps): React.JSX.Element {
-  const { trans, client, kernelId, request, limits, room } = props;
+  const { trans, client, kernelId, request, most, room } = props;
   const id = React.useId();
   const { answer, busy, say, run } = useAnswer();
   // Null: nothing was typed, and the field follows the kernel's request.
@@ -37,7 +38,6 @@ export function Ask(props: IProps): React.JSX.Element {
   }, [granted, request.memory]);
 
   const text = typed ?? editable(request.memory);
-  const most = limits.memory;
   const end = Math.max(most ?? room, 1);
   const size = parseSize(text) ?? request.memory;
   const faulty = answer?.refused ?? false;

@@ -5,13 +5,14 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
-import type { ISession } from '../api';
-import { bytes } from '../words';
+import type { IDevice, ISession } from '../api';
+import { bytes, gpus, part } from '../words';
 import { usedBytes } from './situation';
 
 export function Bar(props: {
   readonly trans: TranslationBundle;
   readonly session: ISession;
+  readonly devices: readonly IDevice[];
 }): React.JSX.Element {
   const { trans, session } = props;
   const used = usedBytes(session);
@@ -26,6 +27,14 @@ export function Bar(props: {
     trans.__('%1 guaranteed', bytes(guaranteed)),
     ...(limit > guaranteed ? [trans.__('up to %1', bytes(limit))] : [])
   ];
+  // The slices on several devices grow one by one.
+  const each = session.slices.map(({ device, granted_bytes: size, used_bytes: use }) =>
+    trans.__(
+      '%1: %2',
+      gpus(trans, [device], props.devices),
+      typeof use === 'number' ? part(trans, use, size) : bytes(size)
+    )
+  );
   return (
     <div className="jp-gpupool-Popover-bar">
       <div
@@ -48,6 +57,9 @@ export function Bar(props: {
         ) : null}
       </div>
       <p className="jp-gpupool-Popover-note">{words.join(' · ')}</p>
+      {each.length > 1 ? (
+        <p className="jp-gpupool-Popover-note">{each.join(' · ')}</p>
+      ) : null}
     </div>
   );
 }

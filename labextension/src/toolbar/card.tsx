@@ -5,6 +5,7 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
+import type { ISession } from '../api';
 import { bytes } from '../words';
 import { Actions } from './actions';
 import { Ask } from './ask';
@@ -28,6 +29,7 @@ export function Card(props: IProps): React.JSX.Element {
   const { watch, labelId, keepMinutes, onClose, onShowPool } = props;
   const { model, trans, kernelId } = watch;
   const it = useSituation(watch);
+  const asks = useLast(it?.session ?? null, kernelId);
   if (it === null || kernelId === null) {
     return (
       <p id={labelId}>{trans.__('This notebook has no kernel of the GPU pool.')}</p>
@@ -55,7 +57,7 @@ export function Card(props: IProps): React.JSX.Element {
         <p key={note}>{note}</p>
       ))}
       {it.kind === 'ours' && session && hasSlice(session) ? (
-        <Bar trans={trans} session={session} />
+        <Bar trans={trans} session={session} devices={view?.devices ?? []} />
       ) : null}
       {it.kind === 'ours' && session?.state === 'queued' ? (
         <Why
@@ -67,24 +69,26 @@ export function Card(props: IProps): React.JSX.Element {
         />
       ) : null}
       {/* Not taken away while the pool is: what was typed stays, and the server says why not. */}
+      {asks && view && it.kind !== 'no-device' ? (
+        <Ask
+          key={kernelId}
+          trans={trans}
+          client={model.client}
+          kernelId={kernelId}
+          request={asks.request}
+          most={asks.most_bytes}
+          room={room}
+        />
+      ) : null}
       {session && view && it.kind !== 'no-device' ? (
-        <React.Fragment key={kernelId}>
-          <Ask
-            trans={trans}
-            client={model.client}
-            kernelId={kernelId}
-            request={session.request}
-            limits={view.limits}
-            room={room}
-          />
-          <Actions
-            trans={trans}
-            model={model}
-            kernelId={kernelId}
-            session={session}
-            keepMinutes={keepMinutes}
-          />
-        </React.Fragment>
+        <Actions
+          key={`${kernelId} actions`}
+          trans={trans}
+          model={model}
+          kernelId={kernelId}
+          session={session}
+          keepMinutes={keepMinutes}
+        />
       ) : null}
       {onShowPool || it.emulated ? (
         <footer className="jp-gpupool-Popover-row">
@@ -111,6 +115,15 @@ export function Card(props: IProps): React.JSX.Element {
   );
 }
 
+/** The session of a kernel, or its last one: a restarted kernel has none for a moment. */
+function useLast(session: ISession | null, kernelId: string | null): ISession | null {
+  const [last, setLast] = React.useState(session);
+  if (session !== null && session !== last) {
+    setLast(session);
+  }
+  return session ?? (last?.kernel_id === kernelId ? last : null);
+}
+
 /** What else is to be said, each in a sentence or two. */
 function notes(trans: TranslationBundle, it: ISituation): string[] {
   const { session, view, broker } = it;
@@ -127,7 +140,7 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
     case 'no-device':
       return [
         view?.problem ?? '',
-        trans.__('Cells run without a GPU until there is one.')
+        trans.__('Kernels of the pool do not start here; others do.')
       ].filter(Boolean);
     default:
       break;
@@ -147,6 +160,9 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
           trans.__('It is pinned: its state cannot be moved off the GPU.'),
           session.pinned_reason
         ];
+      }
+      if (session.stays_reason) {
+        return [session.stays_reason];
       }
       return session.leaves_at === null
         ? [trans.__('It keeps the slice until somebody else needs it.')]

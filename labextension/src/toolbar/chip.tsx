@@ -9,7 +9,7 @@ import * as React from 'react';
 
 import { Glyph } from './glyph';
 import type { IPlace, IPoolPopovers } from './popovers';
-import type { ISituation } from './situation';
+import { staysReason, type ISituation } from './situation';
 import type { KernelWatch } from './watch';
 
 export class Chip extends ReactWidget {
@@ -91,18 +91,19 @@ interface IButtonProps {
 /** The button of the chip and of the status bar's item. */
 export function ChipButton(props: IButtonProps): React.JSX.Element {
   const { trans, situation, expanded, onClick, className } = props;
-  const { said, news, emulated } = situation;
+  const { said, emulated } = situation;
+  const why = situation.kind === 'ours' ? staysReason(situation.session) : '';
   const mark = (text: string) => (emulated ? trans.__('%1 (emulated)', text) : text);
   return (
     <button
       type="button"
       className={`jp-gpupool-chip jp-mod-${said.tone} ${className ?? ''}`}
-      title={trans.__('GPU of this notebook: %1', mark(said.text))}
-      // No seconds in the name: a screen reader would say each.
-      aria-label={trans.__(
-        'GPU of this notebook: %1',
-        mark(said.counts ? news : said.text)
-      )}
+      title={[trans.__('GPU of this notebook: %1', mark(said.text)), why]
+        .filter(Boolean)
+        .join('\n')}
+      // What is seen comes first: so it is called by who speaks to the computer. But no seconds:
+      // a screen reader would say each.
+      aria-label={trans.__('%1, GPU of this notebook', mark(said.still))}
       aria-haspopup="dialog"
       aria-expanded={expanded}
       onClick={onClick}

@@ -2,7 +2,13 @@
 // Distributed under the terms of the Modified BSD License.
 
 /** React's view of a watch, and of what the server answers. */
-import { useCallback, useState, useSyncExternalStore } from 'react';
+import {
+  useCallback,
+  useState,
+  useSyncExternalStore,
+  type Dispatch,
+  type SetStateAction
+} from 'react';
 
 import { refusal } from '../tell';
 import type { ISituation } from './situation';
@@ -30,7 +36,7 @@ export interface IAnswer {
 export function useAnswer(): {
   readonly answer: IAnswer | null;
   readonly busy: boolean;
-  readonly say: (answer: IAnswer | null) => void;
+  readonly say: Dispatch<SetStateAction<IAnswer | null>>;
   readonly run: (ask: () => Promise<{ readonly note: string }>) => Promise<boolean>;
 } {
   const [answer, say] = useState<IAnswer | null>(null);

@@ -9,6 +9,7 @@ import { ITranslator, nullTranslator } from '@jupyterlab/translation';
 
 import { IPoolModel, IPoolSettings } from '../tokens';
 import { Chip } from './chip';
+import { pooledNotebook } from './notebooks';
 import { IPoolPopovers, PoolPopovers } from './popovers';
 import { KernelWatch } from './watch';
 
@@ -36,15 +37,24 @@ export const popoverPlugin: JupyterFrontEndPlugin<IPoolPopovers> = {
       app.commands.addCommand(OPEN, {
         label: trans.__('Show the GPU of This Notebook'),
         caption: trans.__('What it has, why it waits, and what can be done'),
-        isEnabled: () => {
-          const kernel = notebooks.currentWidget?.sessionContext.session?.kernel;
-          return kernel ? model.isPooled(kernel.name) : false;
+        isEnabled: args => pooledNotebook(model, notebooks, args['kernelId']) !== null,
+        execute: args => {
+          const panel = pooledNotebook(model, notebooks, args['kernelId']);
+          return panel !== null && popovers.openFor(panel.sessionContext);
         },
-        execute: () => {
-          const panel = notebooks.currentWidget;
-          return panel ? popovers.openFor(panel.sessionContext) : false;
-        },
-        describedBy: { args: { type: 'object', properties: {} } }
+        describedBy: {
+          args: {
+            type: 'object',
+            properties: {
+              kernelId: {
+                type: 'string',
+                description: trans.__(
+                  'The kernel; if absent that of the notebook in front'
+                )
+              }
+            }
+          }
+        }
       });
       palette?.addItem({ command: OPEN, category: trans.__('GPU Pool') });
     }

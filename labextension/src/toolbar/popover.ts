@@ -36,7 +36,13 @@ export class Popover extends ReactWidget {
   open(): void {
     Widget.attach(this, document.body);
     this.place();
-    this.node.focus({ preventScroll: true });
+    // Who hears the page hears the label, which must be there by then.
+    void this.renderPromise?.then(() => {
+      if (!this.isDisposed) {
+        this.place();
+        this.node.focus({ preventScroll: true });
+      }
+    });
   }
 
   /** Close it; the focus goes to the anchor unless it went elsewhere. */

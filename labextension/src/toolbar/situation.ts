@@ -6,7 +6,7 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IPool, ISession } from '../api';
 import type { IBroker, IPoolModel } from '../tokens';
-import { bytes, gpus, ordinal, part, say, type ISaid } from '../words';
+import { bytes, gpus, ordinal, part, plain, say, type ISaid } from '../words';
 
 export interface ISituation {
   /** `asking`: nothing is known yet. `ours`: the pool is there and has devices. */
@@ -39,18 +39,21 @@ export function situation(
     ? own.some(device => device.emulated)
     : (view?.emulated ?? false);
   const common = { session, view, broker, emulated, filled: filled(session) };
-  const plain = (text: string, tone: ISaid['tone']): ISaid => ({
-    text,
-    tone,
-    counts: false
-  });
   if (broker.status === 'away') {
     return {
       ...common,
       kind: 'away',
-      said: plain(trans.__('GPU pool away'), 'away'),
-      news: trans.__('The GPU pool does not answer'),
-      headline: trans.__('The GPU pool does not answer.')
+      ...(broker.denied
+        ? {
+            said: plain(trans.__('No access to the GPU pool'), 'away'),
+            news: trans.__('No access to the GPU pool'),
+            headline: trans.__('This page has no access to the GPU pool.')
+          }
+        : {
+            said: plain(trans.__('GPU pool away'), 'away'),
+            news: trans.__('The GPU pool does not answer'),
+            headline: trans.__('The GPU pool does not answer.')
+          })
     };
   }
   if (view === null) {
@@ -83,7 +86,19 @@ export function situation(
 /** What was said of a session when it was last heard of, with no clock running. */
 export function lastHeard(trans: TranslationBundle, it: ISituation): string {
   const { session, view } = it;
-  return view === null ? '' : news(trans, session, view);
+  if (view === null) {
+    return '';
+  }
+  if (session?.state !== 'active') {
+    return news(trans, session, view);
+  }
+  const where = gpus(trans, session.devices, view.devices);
+  return trans.__('%1 on %2', bytes(session.granted_bytes), where);
+}
+
+/** Why an idle slice stays where it is; empty if it does not. */
+export function staysReason(session: ISession | null): string {
+  return session?.state === 'idle' ? session.pinned_reason || session.stays_reason : '';
 }
 
 /** Memory in use by a session, on all its devices; null if nobody knows. */
@@ -121,10 +136,14 @@ function news(trans: TranslationBundle, session: ISession | null, view: IPool): 
     case 'detaching':
       return trans.__('Moving to host memory');
     case 'active':
-      return trans.__('%1 on %2', bytes(session.granted_bytes), where);
+      // Without sizes: a slice grows in steps, each of which would be heard.
+      return trans.__('At work on %1', where);
     case 'idle':
       if (session.pinned_reason) {
         return trans.__('Idle on %1, pinned', where);
+      }
+      if (session.stays_reason) {
+        return trans.__('Idle on %1, stays', where);
       }
       return session.leaves_at === null
         ? trans.__('Idle on %1', where)

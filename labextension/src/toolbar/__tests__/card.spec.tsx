@@ -8,7 +8,16 @@ import { PoolError } from '../../api';
 import { Card } from '../card';
 import { Ticker } from '../../ticker';
 import { KernelWatch } from '../watch';
-import { detached, FakeContext, FakeModel, GIB, queued, session, trans } from './fakes';
+import {
+  detached,
+  device,
+  FakeContext,
+  FakeModel,
+  GIB,
+  queued,
+  session,
+  trans
+} from './fakes';
 
 function card(model: FakeModel, onShowPool: (() => void) | null = null) {
   const watch = new KernelWatch(
@@ -28,6 +37,8 @@ function card(model: FakeModel, onShowPool: (() => void) | null = null) {
   );
   return watch;
 }
+
+afterEach(() => jest.useRealTimers());
 
 const field = () =>
   screen.getByRole<HTMLInputElement>('textbox', { name: 'GPU memory' });
@@ -65,10 +76,49 @@ describe('what the popover says', () => {
     ],
     [{ state: 'idle' as const, leaves_at: 1042 }, 'Idle, back to the pool in 0:42.'],
     [{ state: 'idle' as const, pinned_reason: 'It maps a file.' }, 'It maps a file.'],
-    [{ state: 'idle' as const }, 'It keeps the slice until somebody else needs it.']
+    [{ state: 'idle' as const }, 'It keeps the slice until somebody else needs it.'],
+    [{ state: 'idle' as const, leaves_at: 990 }, 'Idle on GPU 1, about to leave.'],
+    [
+      { state: 'idle' as const, stays_reason: 'This GPU cannot be suspended.' },
+      'This GPU cannot be suspended.'
+    ]
   ])('of %p', (changes, words) => {
     card(new FakeModel(session(changes)));
     screen.getByText(words);
+  });
+
+  it('of a slice that stays nothing that is not so', () => {
+    card(
+      new FakeModel(session({ state: 'idle', stays_reason: 'Host memory is full.' }))
+    );
+    screen.getByText('Host memory is full.');
+    expect(screen.queryByText(/until somebody else needs it/)).toBeNull();
+  });
+
+  it('of two devices: what it has on each, which grow one by one', () => {
+    const model = new FakeModel(
+      session({
+        granted_bytes: 20 * GIB,
+        devices: ['GPU-1', 'GPU-2'],
+        slices: [
+          { device: 'GPU-1', granted_bytes: 12 * GIB, used_bytes: 5 * GIB },
+          { device: 'GPU-2', granted_bytes: 8 * GIB, used_bytes: null }
+        ]
+      })
+    );
+    model.shows({ devices: [device(), device({ uuid: 'GPU-2', index: 2 })] });
+    card(model);
+    screen.getByText('GPU 1: 5.0 of 12.0 GiB · GPU 2: 8.0 GiB');
+  });
+
+  it('of a server that does not let it ask', () => {
+    const model = new FakeModel(session());
+    card(model);
+    act(() => {
+      model.broker = { status: 'away', message: 'No.', nextStep: '', denied: true };
+      model.changed.emit({ all: true });
+    });
+    screen.getByRole('heading', { name: 'This page has no access to the GPU pool.' });
   });
 
   it('of a pool that is away: why, what to do, and what was', () => {
@@ -84,6 +134,7 @@ describe('what the popover says', () => {
     model.shows({ devices: [], problem: 'There is no NVIDIA driver.' });
     card(model);
     screen.getByText('There is no NVIDIA driver.');
+    screen.getByText('Kernels of the pool do not start here; others do.');
     expect(screen.queryByRole('slider')).toBeNull();
   });
 
@@ -105,6 +156,18 @@ describe('asking for memory', () => {
     );
     expect(slider().getAttribute('aria-valuetext')).toBe('8.0 GiB');
     expect(slider().max).toBe('48');
+  });
+
+  it('goes as far as two devices allow, not as one does', () => {
+    const request = { ...session().request, devices: 2 };
+    const model = new FakeModel(session({ request, most_bytes: 12 * GIB }));
+    card(model);
+    screen.getByText('You may ask for up to 12.0 GiB per GPU. Now: 8.0 GiB.');
+    expect(slider().max).toBe('24');
+    fireEvent.change(screen.getByRole('textbox'), { target: { value: '13' } });
+    press('Ask for it');
+    expect(alerted()).toContain('at most 12.0 GiB');
+    expect(model.client.change).not.toHaveBeenCalled();
   });
 
   it('asks, by slider or field, and shows the answer', async () => {
@@ -175,6 +238,10 @@ describe('asking for memory', () => {
     ]) {
       act(() => model.becomes({ ...changes, id: 's2' }));
     }
+    // While a kernel restarts, it has no session.
+    act(() => model.shows({ sessions: [] }));
+    expect(screen.queryByRole('button', { name: 'Release now' })).toBeNull();
+    act(() => model.becomes({ ...detached, id: 's3' }));
     act(() => model.away());
     act(() => model.back());
     expect(field()).toBe(before);
@@ -193,9 +260,36 @@ describe('giving back and keeping', () => {
     press('Release now');
     await waitFor(() => expect(status()).toContain('when the running cell is done'));
     expect(model.client.release).toHaveBeenCalledWith('k1');
-    // That is about the state it was in.
+    // That is about the state it was in: it can be read and goes.
+    jest.useFakeTimers();
     act(() => model.becomes(detached));
+    act(() => jest.advanceTimersByTime(4999));
+    expect(status()).toContain('running cell');
+    act(() => jest.advanceTimersByTime(1));
     expect(status()).not.toContain('running cell');
+  });
+
+  it('lets a refusal be read, whatever becomes of the kernel', async () => {
+    const model = new FakeModel(session());
+    model.client.release.mockRejectedValue(new PoolError('Not now.', 'busy', '', 409));
+    card(model);
+    press('Release now');
+    await waitFor(() => expect(alerted()).toBe('Not now.'));
+    jest.useFakeTimers();
+    act(() => model.becomes({ state: 'detaching' }));
+    act(() => jest.advanceTimersByTime(60_000));
+    expect(alerted()).toBe('Not now.');
+  });
+
+  it('is kept no longer than it is', () => {
+    jest.useFakeTimers();
+    const model = new FakeModel(session({ keep_until: 1600 }));
+    card(model);
+    screen.getByText(/^Kept until/);
+    model.time = 1600;
+    act(() => jest.advanceTimersByTime(600_050));
+    expect(screen.queryByText(/^Kept until/)).toBeNull();
+    screen.getByRole('button', { name: 'Keep for 10 minutes' });
   });
 
   it('says why there is nothing to release', () => {

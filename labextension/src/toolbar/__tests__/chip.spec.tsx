@@ -61,10 +61,17 @@ async function until(does: () => void, holds: () => void): Promise<void> {
   await waitFor(holds);
 }
 
+/** Opens, and checks that the focus comes only when the label is there. */
 async function opened(from: HTMLElement): Promise<HTMLElement> {
+  const focus = jest.spyOn(HTMLElement.prototype, 'focus');
+  focus.mockImplementationOnce(function (this: HTMLElement) {
+    expect(this.textContent).toContain('This notebook');
+    focus.mockRestore();
+    this.focus();
+  });
   await until(
     () => from.click(),
-    () => expect(dialog()?.textContent).toContain('This notebook')
+    () => expect(document.activeElement).toBe(dialog())
   );
   return dialog()!;
 }
@@ -75,9 +82,21 @@ describe('the chip', () => {
     expect(button().textContent).toBe('6.0 of 8.0 GiB on GPU 1');
     const full = 'GPU of this notebook: 6.0 of 8.0 GiB on GPU 1 (emulated)';
     expect(button().title).toBe(full);
-    expect(button().getAttribute('aria-label')).toBe(full);
+    // What is seen comes first in what it is called.
+    expect(button().getAttribute('aria-label')).toBe(
+      '6.0 of 8.0 GiB on GPU 1 (emulated), GPU of this notebook'
+    );
     expect(button().getAttribute('aria-haspopup')).toBe('dialog');
     expect(widget.isHidden).toBe(false);
+  });
+
+  it('says in its tooltip why an idle slice stays', async () => {
+    const idle = { state: 'idle', stays_reason: 'Host memory is full.' } as const;
+    const { button } = await chip(new FakeModel(session(idle)));
+    expect(button().textContent).toBe('Idle on GPU 1, stays');
+    expect(button().title).toBe(
+      'GPU of this notebook: Idle on GPU 1, stays (emulated)\nHost memory is full.'
+    );
   });
 
   it('is not there for other kernels', async () => {
@@ -102,19 +121,21 @@ describe('the chip', () => {
   it('lets screen readers hear of states, not of figures and seconds', async () => {
     const model = new FakeModel(session());
     const { widget, button } = await chip(model);
-    expect(heard(widget)).toBe('8.0 GiB on GPU 1');
+    expect(heard(widget)).toBe('At work on GPU 1');
     await until(
-      () => model.becomes({ used_bytes: 7 * GIB }),
-      () => expect(button().textContent).toContain('7.0 of')
+      () => model.becomes({ used_bytes: 7 * GIB, granted_bytes: 9 * GIB }),
+      () => expect(button().textContent).toContain('7.0 of 9.0')
     );
-    expect(heard(widget)).toBe('8.0 GiB on GPU 1');
+    expect(heard(widget)).toBe('At work on GPU 1');
     await until(
       () => model.becomes({ state: 'idle', leaves_at: 1042 }),
       () => expect(button().textContent).toContain('0:42')
     );
     const idle = heard(widget);
     expect(idle).toBe('Idle on GPU 1, goes back to the pool by itself');
-    expect(button().getAttribute('aria-label')).not.toContain('0:42');
+    expect(button().getAttribute('aria-label')).toBe(
+      'Idle, back to the pool (emulated), GPU of this notebook'
+    );
     model.time += 12;
     await until(
       () => model.becomes({ state: 'idle', leaves_at: 1042 }),
@@ -132,7 +153,7 @@ describe('the popover', () => {
   it('opens with a label and the focus, and closes with Escape', async () => {
     const { button } = await chip(new FakeModel(session()));
     const found = await opened(button());
-    expect(document.activeElement).toBe(found);
+    await waitFor(() => expect(document.activeElement).toBe(found));
     const label = document.getElementById(found.getAttribute('aria-labelledby')!);
     expect(label?.textContent).toContain('This notebook has');
     await waitFor(() => expect(button().getAttribute('aria-expanded')).toBe('true'));

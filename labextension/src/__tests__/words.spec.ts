@@ -1,0 +1,155 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import { nullTranslator } from '@jupyterlab/translation';
+
+import type { ISession } from '../api';
+import {
+  about,
+  bytes,
+  clock,
+  gpus,
+  localTime,
+  ordinal,
+  part,
+  say,
+  timeOfDay
+} from '../words';
+import { device, session } from './fake';
+
+const MIB = 1024 ** 2;
+const GIB = 1024 ** 3;
+const trans = nullTranslator.load('jupyter_gpupool');
+
+describe('sizes', () => {
+  test.each([
+    [0, '0.0 GiB'],
+    [1, '1 MiB'],
+    [512 * MIB, '512 MiB'],
+    [1023 * MIB, '1023 MiB'],
+    [GIB - 1, '1.0 GiB'],
+    [GIB, '1.0 GiB'],
+    [1500 * MIB, '1.5 GiB'],
+    [100 * GIB, '100 GiB']
+  ])('%p bytes', (value, text) => {
+    expect(bytes(value)).toBe(text);
+  });
+
+  test('have one unit if both have the same', () => {
+    expect(part(trans, 6 * GIB, 8 * GIB)).toBe('6.0 of 8.0 GiB');
+    expect(part(trans, 512 * MIB, 8 * GIB)).toBe('512 MiB of 8.0 GiB');
+    expect(part(trans, 0, 512 * MIB)).toBe('0.0 of 512 MiB');
+  });
+});
+
+describe('times', () => {
+  test.each([
+    [-3, '0:00'],
+    [0.2, '0:01'],
+    [59.5, '1:00'],
+    [725, '12:05'],
+    [3725, '1:02:05']
+  ])('%p s count down from', (seconds, text) => {
+    expect(clock(seconds)).toBe(text);
+  });
+
+  test.each([
+    [0.2, '~1 s'],
+    [89, '~89 s'],
+    [90, '~2 min'],
+    [7200, '~2 h']
+  ])('%p s are about', (seconds, text) => {
+    expect(about(trans, seconds)).toBe(text);
+  });
+
+  test('of the broker are told by the clock of this computer', () => {
+    jest.spyOn(Date, 'now').mockReturnValue(50_000_000);
+    // The broker's clock is far off; what is 40 s away there is so here.
+    expect(localTime({ now: () => 1000 }, 1040).getTime()).toBe(50_040_000);
+  });
+
+  test('of day are written in the language of the user interface', () => {
+    const time = new Date(2026, 10, 21, 14, 2, 35);
+    const of = (locale: string, seconds = false) =>
+      timeOfDay({ ...trans, locale } as never, time, seconds).replace(/\s/g, ' ');
+    jest.spyOn(navigator, 'languages', 'get').mockReturnValue(['fr', 'en-US']);
+    expect(of('de_DE')).toBe('14:02');
+    expect(of('de-DE', true)).toBe('14:02:35');
+    expect(of('en')).toBe('02:02 PM');
+    jest.spyOn(navigator, 'languages', 'get').mockReturnValue(['en-GB']);
+    expect(of('en')).toBe('14:02');
+    expect(of('no language')).toMatch(/02/);
+  });
+});
+
+test('ordinals', () => {
+  const all = [1, 2, 3, 4, 11, 12, 13, 21, 112, 122].map(n => ordinal(trans, n));
+  expect(all.join(' ')).toBe('1st 2nd 3rd 4th 11th 12th 13th 21st 112th 122nd');
+});
+
+test('devices by their numbers', () => {
+  const devices = [device(0), device(1)];
+  expect(gpus(trans, ['GPU-1'], devices)).toBe('GPU 1');
+  expect(gpus(trans, ['GPU-1', 'GPU-0'], devices)).toBe('GPUs 0, 1');
+  expect(gpus(trans, ['GPU-9'], devices)).toBe('GPU ?');
+});
+
+describe('a session', () => {
+  const NOW = 1000;
+  const of = (changes: Partial<ISession> | null) =>
+    say(
+      trans,
+      changes && session('a', changes),
+      [device(0), device(1), device(2, { can_suspend: false })],
+      NOW
+    );
+  const idle = { state: 'idle' } as const;
+
+  test.each([
+    [{ leaves_at: NOW + 42 }, 'Idle, back to the pool in 0:42', true],
+    [{ leaves_at: NOW }, 'Idle, back to the pool in 0:00', true],
+    // Late by as much as two clocks and a message may differ.
+    [{ leaves_at: NOW - 2 }, 'Idle, back to the pool in 0:00', true],
+    [{ leaves_at: NOW - 2.1 }, 'Idle on GPU 0, about to leave', false],
+    [{ leaves_at: null }, 'Idle on GPU 0', false],
+    [{ stays_reason: 'Host memory is full.' }, 'Idle on GPU 0, stays', false],
+    [
+      { devices: ['GPU-2'], stays_reason: 'This GPU cannot be suspended.' },
+      'Idle on GPU 2, stays',
+      false
+    ],
+    [{ pinned_reason: 'It maps a file.' }, 'Idle on GPU 0, pinned', false]
+  ])('that is idle with %p', (changes, text, counts) => {
+    const said = of({ ...idle, ...changes });
+    expect([said.text, said.counts, said.tone]).toEqual([text, counts, 'idle']);
+  });
+
+  test('has a name without seconds, with which what is seen begins', () => {
+    const said = of({ ...idle, leaves_at: NOW + 42 });
+    expect(said.still).toBe('Idle, back to the pool');
+    expect(said.text.startsWith(said.still)).toBe(true);
+    const still = of({});
+    expect(still.still).toBe(still.text);
+  });
+
+  test.each([
+    [null, 'No GPU', 'none'],
+    [{}, '6.0 of 8.0 GiB on GPU 0', 'busy'],
+    [{ used_bytes: null, footprint_bytes: null }, '8.0 GiB on GPU 0', 'busy'],
+    [
+      { devices: ['GPU-0', 'GPU-1'], granted_bytes: 20 * GIB },
+      '6.0 of 20.0 GiB on GPUs 0, 1',
+      'busy'
+    ],
+    [{ state: 'detached' }, 'No GPU', 'none'],
+    [{ state: 'detached', suspended_bytes: GIB }, 'In host memory 1.0 GiB', 'host'],
+    [{ state: 'queued' }, 'Waiting', 'wait'],
+    [{ state: 'queued', queue_position: 2 }, 'Waiting: 2nd', 'wait'],
+    [{ state: 'attaching' }, 'Attaching…', 'move'],
+    [{ state: 'attaching', suspended_bytes: GIB }, 'Restoring 1.0 GiB…', 'move'],
+    [{ state: 'detaching' }, 'Moving to host memory…', 'move']
+  ] as const)('with %p', (changes, text, tone) => {
+    const said = of(changes);
+    expect([said.text, said.tone, said.counts]).toEqual([text, tone, false]);
+  });
+});

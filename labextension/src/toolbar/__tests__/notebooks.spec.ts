@@ -1,0 +1,38 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import { pooledNotebook } from '../notebooks';
+
+describe('the notebook that is meant', () => {
+  const model = { isPooled: (name: string) => name === 'gpupool-python3' };
+
+  const notebook = (id: string, name = 'gpupool-python3') => ({
+    sessionContext: { session: { kernel: { id, name } } }
+  });
+  const [a, b, plain] = [notebook('a'), notebook('b'), notebook('c', 'python3')];
+
+  const meant = (front: object | null, kernelId?: string) => {
+    const all = [a, b, plain];
+    const notebooks = {
+      currentWidget: front,
+      find: (which: (panel: never) => boolean) =>
+        all.find(panel => which(panel as never))
+    };
+    return pooledNotebook(model, notebooks as never, kernelId);
+  };
+
+  it('is the one in front, if its kernel is of the pool', () => {
+    expect(meant(a)).toBe(a);
+    expect(meant(plain)).toBeNull();
+    expect(meant(null)).toBeNull();
+  });
+
+  it('is the one of a kernel, and no other', () => {
+    expect(meant(a, 'a')).toBe(a);
+    expect(meant(a, 'b')).toBe(b);
+    expect(meant(null, 'b')).toBe(b);
+    // A console's, say.
+    expect(meant(a, 'elsewhere')).toBeNull();
+    expect(meant(a, 'c')).toBeNull();
+  });
+});
