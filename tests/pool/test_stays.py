@@ -116,6 +116,11 @@ def test_a_pinned_session_says_why_itself(make):
     lab.refused("a", "pinned", "it shares memory")
     assert lab.record("a").pinned_reason
     assert told(lab) == ""
+    # Due again, and now there is no room either: the first reason is the one to know.
+    lab.send(ev.SettingsChanged, settings=dataclasses.replace(lab.pool.settings, host_memory=5))
+    lab.after(60.0)
+    assert lab.state("a") == "idle"
+    assert told(lab) == ""
 
 
 def test_a_device_that_cannot_suspend():
