@@ -1,14 +1,17 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
+import type { JupyterFrontEnd } from '@jupyterlab/application';
 import { Notification } from '@jupyterlab/apputils';
+import { PageConfig } from '@jupyterlab/coreutils';
 import { nullTranslator } from '@jupyterlab/translation';
+import { CommandRegistry } from '@lumino/commands';
 import { Signal } from '@lumino/signaling';
 
 import type { IPool, ISession } from '../api';
 import { PoolClient } from '../api';
 import { History, INTERVAL } from '../history';
-import { choose, explanation } from '../launcher';
+import { choose, explanation, launcherPlugin, NO_GPU } from '../launcher';
 import { PoolModel } from '../model';
 import { IdleWarnings, warning } from '../notify';
 import { RunningSlices } from '../running';
@@ -24,6 +27,10 @@ import {
   session,
   show
 } from './fake';
+
+// Dialogs are drawn in it; jsdom lacks it.
+globalThis.requestIdleCallback = draw =>
+  Number(setTimeout(() => draw({ didTimeout: false, timeRemaining: () => 0 })));
 
 const GIB = 1024 ** 3;
 
@@ -345,6 +352,53 @@ describe('the launcher', () => {
     expect(of(['ir', 'R'], ours)).toEqual(['gpupool-python3', null]);
     expect(of(['python3'])).toBeNull();
     expect(choose(pooled, null)).toBeNull();
+  });
+
+  describe('with a page that was told of no GPU', () => {
+    const created: unknown[] = [];
+    let commands: CommandRegistry;
+
+    beforeEach(() => {
+      jest.useRealTimers();
+      document.body.textContent = '';
+      created.length = 0;
+      model.dispose();
+      PageConfig.setOption('gpupool', JSON.stringify({ found: false, reason: 'No.' }));
+      const { specs } = services.kernelspecs;
+      const ours = { ...specs.kernelspecs['gpupool-python3'], name: 'gpupool-python3' };
+      specs.kernelspecs = { ...specs.kernelspecs, 'gpupool-python3': ours };
+      model = new PoolModel(services.all, trans);
+      commands = new CommandRegistry();
+      commands.addCommand('notebook:create-new', {
+        execute: args => created.push(args)
+      });
+      const app = { commands, serviceManager: services } as unknown as JupyterFrontEnd;
+      void launcherPlugin.activate(app, model, null, null);
+    });
+
+    afterEach(() => PageConfig.setOption('gpupool', ''));
+
+    test('the pool is asked, and if it has one a kernel starts on it', async () => {
+      expect(commands.isVisible(NO_GPU)).toBe(true);
+      await commands.execute(NO_GPU, { cwd: 'work' });
+      expect(asked).toEqual(['GET pool']);
+      expect(created).toEqual([{ cwd: 'work', kernelName: 'gpupool-python3' }]);
+      expect(commands.isVisible(NO_GPU)).toBe(false);
+    });
+
+    test('if it has none, in its words', async () => {
+      answer.body = pool({ devices: [], problem: 'They fell off the bus.' });
+      const done = commands.execute(NO_GPU);
+      let dialog: HTMLElement | null = null;
+      while (dialog === null) {
+        await new Promise(resolve => setTimeout(resolve, 5));
+        dialog = document.querySelector<HTMLElement>('.jp-Dialog');
+      }
+      expect(dialog.textContent).toContain('They fell off the bus.');
+      dialog.querySelector('button')!.click();
+      await done;
+      expect(created).toEqual([]);
+    });
   });
 });
 
