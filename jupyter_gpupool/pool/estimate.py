@@ -6,6 +6,10 @@ Leases come free at the rate *holders / mean time a holder stays busy*, so that 
 position p waits about p * mean / holders seconds. The mean is over the sessions that have a lease
 now, each with its own exponentially weighted mean of past busy spells (first hold to last drop).
 Nothing is said before a spell was observed. Schedules and time slices will bound the mean.
+
+Who has waited longer than that is living proof that it was too short: from then on the estimate is
+that it takes as long again (for how long something lasts whose scale nobody knows, the time it has
+lasted is the median guess: Gott 1993, "Implications of the Copernican principle").
 """
 
 from __future__ import annotations
@@ -59,13 +63,14 @@ class Estimates:
         """Return the seconds that suspending ``session`` (or resuming it) will probably take."""
         return session.moving / 2 or self._swap or 0.0
 
-    def wait(self, position: int, *, planned: bool) -> float | None:
+    def wait(self, position: int, *, planned: bool, waited: float) -> float | None:
         """Return the seconds that the session at ``position`` will probably wait, None if unknown.
 
         ``planned``: it only waits for suspends that are under way, and then for its own resume.
+        ``waited``: the seconds that it has waited so far.
         """
         if planned:
             return None if self._swap is None else 2 * self._swap
         if not self._known or not self._holders:
             return None
-        return max(0.0, position * (self._sum / self._known) / self._holders)
+        return max(0.0, position * (self._sum / self._known) / self._holders, waited)

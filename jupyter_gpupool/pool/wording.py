@@ -217,7 +217,9 @@ class News:
     def eta(self, s: Session, position: int) -> float | None:
         """Return the seconds that ``s`` will probably wait, None if nothing is known."""
         books = self._books
-        eta = books.estimates.wait(position, planned=s.lane == "planned")
+        eta = books.estimates.wait(
+            position, planned=s.lane == "planned", waited=books.now - s.queued_at
+        )
         v = _stayer(books, s)
         if v is None:
             return eta

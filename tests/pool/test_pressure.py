@@ -442,6 +442,26 @@ def test_the_eta_comes_from_observed_busy_times(make):
     assert got(lab.hold("w"), ev.QueueMoved).eta == 15.0
 
 
+def test_who_has_waited_longer_than_was_said_is_told_that_it_takes_as_long_again(make):
+    lab = make(device(0))
+    lab.running("a", 16)
+    lab.after(10)
+    lab.drop("a")
+    lab.hold("a", "c2")
+    lab.open("w", 16)
+    assert got(lab.hold("w"), ev.QueueMoved).eta == 10.0
+    lab.after(9)
+    lab.open("other", 16)
+    none(lab.hold("other"), ev.QueueMoved, session="w", eta=9.0)
+    lab.after(51)
+    lab.open("third", 16)
+    moved = {m.session: m.eta for m in all_of(lab.hold("third"), ev.QueueMoved)}
+    assert moved["w"] == 60.0
+    # Both others came later, and have still waited for longer than three turns of 10 s.
+    assert moved["other"] == 51.0
+    assert moved["third"] == 30.0
+
+
 def test_in_a_long_queue_the_news_come_at_most_once_a_second(make):
     lab = make(device(0), host_memory=10_000)
     lab.running("a", 16)
