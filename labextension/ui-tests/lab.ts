@@ -118,6 +118,8 @@ export class Lab {
     await this.execute('apputils:change-theme', { theme: name });
     const body = this.page.locator(`body[data-jp-theme-name="${name}"]`);
     await body.waitFor({ state: 'attached' });
+    // It lies over the page while themes change, and fades.
+    await this.page.locator('#jupyterlab-splash').waitFor({ state: 'detached' });
   }
 
   /** Write a notebook with one empty cell; return its path on the server. */

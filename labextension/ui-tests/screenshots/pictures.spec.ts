@@ -6,9 +6,10 @@ import { mkdirSync } from 'fs';
 import * as path from 'path';
 
 import { expect, Lab, type Notebook, test } from '../lab';
-import { ask, neighbour, uses, Work } from '../pool';
+import { ask, KERNEL, neighbour, uses, Work } from '../pool';
 
 const FOLDER = path.resolve(__dirname, '../../../docs/images/ui');
+const HEIGHT = 1120;
 const LARGE = { emulate: '2x24GiB,context=256MiB,bandwidth=2GiB/s' };
 
 /** Take what is between the left and top edges of the first and the other edges of the others. */
@@ -18,13 +19,13 @@ async function shoot(lab: Lab, name: string, selectors: string[]): Promise<void>
   );
   const left = Math.min(...boxes.map(box => box.x)) - 6;
   const top = Math.min(...boxes.map(box => box.y)) - 6;
-  const right = Math.max(...boxes.map(box => box.x + box.width)) + 6;
+  const right = Math.max(...boxes.map(box => box.x + box.width)) + 2;
   const bottom = Math.max(...boxes.map(box => box.y + box.height)) + 6;
   const clip = {
     x: Math.max(0, left),
     y: Math.max(0, top),
     width: Math.min(1280, right) - Math.max(0, left),
-    height: Math.min(800, bottom) - Math.max(0, top)
+    height: Math.min(HEIGHT, bottom) - Math.max(0, top)
   };
   mkdirSync(FOLDER, { recursive: true });
   await lab.page.mouse.move(640, 700);
@@ -48,18 +49,19 @@ test('pictures', async ({ browser }) => {
   await chip(train, 'none', /^No GPU$/);
   const work = new Work('train');
   await train.run(uses(4 * 1024) + work.code, false);
-  await chip(train, 'active', /of 6\.0 GiB on GPU/);
+  await chip(train, 'active', /^4\.\d of 6\.0 GiB on GPU/);
   await train.chip.click();
   await expect(popover).toContainText('You may ask for up to');
   await shoot(lab, 'popover', [`${BAR} .jp-KernelName`, '.jp-gpupool-Popover']);
   await page.keyboard.press('Escape');
   work.end();
+  await train.prompt.click(); // away with the focus
   await ask('options', { ...LARGE, idle_timeout: 45 });
   await chip(train, 'idle', /^Idle, back to the pool in 0:/);
   await ask('options', { ...LARGE, idle_timeout: 9 });
   const toast = page.locator('.Toastify__toast').first();
   await expect(toast).toBeVisible();
-  await shoot(lab, 'toast', ['.Toastify__toast']);
+  await toast.screenshot({ path: path.join(FOLDER, 'toast.png') }); // once it stands still
   await chip(train, 'host', /^In host memory/);
   await ask('options', LARGE);
 
@@ -87,7 +89,12 @@ test('pictures', async ({ browser }) => {
   await page.keyboard.press('Escape');
   await lab.execute('gpupool:show-panel');
   await expect(lab.panel.getByRole('img', { name: /^Memory/ }).first()).toBeVisible();
-  await page.sidebar.setWidth(340, 'right');
+  await page.setViewportSize({ width: 1280, height: HEIGHT });
+  await page.sidebar.setWidth(300, 'right');
+  await train.activate();
+  await expect(
+    lab.panel.getByText('4.3 of 6.0 GiB').or(lab.panel.getByText('Waiting')).first()
+  ).toBeVisible();
   await shoot(lab, 'panel-light', ['.jp-gpupool-panel']);
   await lab.theme('JupyterLab Dark');
   await shoot(lab, 'panel-dark', ['.jp-gpupool-panel']);
@@ -96,8 +103,8 @@ test('pictures', async ({ browser }) => {
   await chip(late, 'away', /^GPU pool away$/);
   await ask('start', LARGE);
   await lab.clear();
-  await ask('fresh');
   await lab.close();
+  await ask('fresh');
 
   const bare = await Lab.open(browser, {
     scale: 2,
@@ -107,4 +114,17 @@ test('pictures', async ({ browser }) => {
   await expect(bare.page.locator('.jp-gpupool-Explanation')).toBeVisible();
   await shoot(bare, 'no-gpu', ['.jp-Dialog-content']);
   await bare.close();
+
+  const seven = await Lab.open(browser, { scale: 2, app: 'tree' });
+  const file = seven.write('seven', KERNEL);
+  await seven.go(`notebooks/${file}`);
+  await expect(seven.page.locator('.jp-gpupool-chip')).toHaveText('No GPU');
+  await seven.page.locator('.jp-Notebook .cm-content').first().click();
+  await seven.page.keyboard.insertText(uses(512).trim());
+  await seven.page.keyboard.press('Shift+Enter');
+  await expect(seven.page.locator('.jp-gpupool-chip')).toHaveText(/^Idle, back/);
+  await seven.page.locator('.jp-gpupool-chip').click();
+  await expect(seven.popover).toBeVisible();
+  await shoot(seven, 'notebook7', ['#top-panel-wrapper', BAR, '.jp-gpupool-Popover']);
+  await seven.close();
 });

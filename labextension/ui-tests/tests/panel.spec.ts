@@ -31,7 +31,7 @@ test('devices, queue, kernels, host memory and use; no names; no accessibility f
   await expect(
     panel.getByRole('option', { name: /^Somebody \(.*\): 7\.0 GiB, at work$/ })
   ).toHaveCount(1);
-  await expect(panel).toContainText('2 GPUs · 2 notebooks have one · 0 wait');
+  await expect(panel).toContainText('2 GPUs · 2 kernels have one · 0 wait');
   await expect(panel.getByRole('meter', { name: /^Host memory/ })).toHaveAttribute(
     'aria-valuetext',
     /^1\.\d of 16\.0 GiB/
@@ -82,7 +82,7 @@ test('without a kernel of the pool it asks once, and when told to', async ({ lab
   await expect(lab.panel).toContainText('No Pooled GPU kernel is open.');
   const before = lab.traffic.length;
   await lab.panel.getByRole('button', { name: 'Refresh' }).click();
-  await expect(lab.panel).toContainText('2 GPUs · 0 notebooks have one · 0 wait');
+  await expect(lab.panel).toContainText('2 GPUs · 0 kernels have one · 0 wait');
   expect(lab.traffic.slice(before).map(line => line.split(' ')[0])).toEqual(['GET']);
 });
 
@@ -95,7 +95,7 @@ test('64 devices in 300 pixels', async ({ lab }) => {
   await page.sidebar.setWidth(300, 'right');
   const cells = panel.locator('.jp-gpupool-cell');
   await expect(cells).toHaveCount(64);
-  await expect(panel).toContainText('64 GPUs · 1 notebook has one · 0 wait');
+  await expect(panel).toContainText('64 GPUs · 1 kernel has one · 0 wait');
   await expect(panel).toContainText('1 in use of 64');
   await expectNoScroll();
   // One stop for the tab key, arrow keys from there.
