@@ -71,7 +71,11 @@ function Away(props: {
   const { trans } = useTools();
   return (
     <div className="jp-gpupool-alert" role={props.live ? undefined : 'status'}>
-      <strong>{trans.__('GPU pool away')}</strong>
+      <strong>
+        {props.broker.denied
+          ? trans.__('No access to the GPU pool')
+          : trans.__('GPU pool away')}
+      </strong>
       {props.broker.message && <p>{props.broker.message}</p>}
       {props.broker.nextStep && <p>{props.broker.nextStep}</p>}
       {props.live && <p>{trans.__('Trying again by itself.')}</p>}
