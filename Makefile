@@ -16,7 +16,7 @@ SOURCES := $(foreach part,emulator guard,$(wildcard jupyter_gpupool/$(part)/src/
 UI_SOURCES := $(shell find labextension/src labextension/style labextension/schema -type f \
   -not -path '*/__tests__/*') labextension/package.json labextension/tsconfig.json
 UI_HOME := $(VENV)/share/jupyter/labextensions/@jupyter-gpupool/labextension
-JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" jlpm
+JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" PYTHON="$(abspath $(BIN))/python" jlpm
 
 .PHONY: run test test-python test-ui test-failed test-long lint lint-ui lab docs bench lock clean
 .PHONY: ui screenshots chromium
