@@ -29,6 +29,8 @@ def reason(books: Books, s: Session) -> str:
         return ""
     v = _stayer(books, s)
     if v is None:
+        if s.why[0] == "busy" and s.bound and not s.suspended:
+            return _settled(books, s)
         return explain(books, s.why)
     ago = format_seconds(books.now - v.resumed_at)
     left = format_seconds(stays_until(v, books) - books.now)
@@ -143,6 +145,18 @@ def _busy(books: Books, memory: int, devices: int) -> str:
     return (
         f"{format_bytes(memory)}{where} is needed and at most {format_bytes(best)} is free on a "
         f"GPU; the rest is in use by {users}"
+    )
+
+
+def _settled(books: Books, s: Session) -> str:
+    """Say why a session waits for devices of its own while others may be free: CUDA's rule."""
+    ledgers = [books.inventory[uuid] for uuid in s.bound]
+    free = format_bytes(max(0, min(ledger.avail for ledger in ledgers)))
+    names = ", ".join(str(ledger.device.index) for ledger in ledgers)
+    where = f"GPU {names}" if len(ledgers) == 1 else f"each of GPUs {names}"
+    return (
+        f"{format_bytes(s.request.memory)} is needed on {where} and {free} is free there; it has "
+        "initialised CUDA there, and can move only once it has had its slice"
     )
 
 

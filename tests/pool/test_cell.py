@@ -354,6 +354,22 @@ def test_a_call_on_devices_that_its_process_has_settled_on_waits_for_these(make)
     got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
 
 
+def test_who_settled_on_a_busy_device_is_told_why_a_free_one_is_no_help(make):
+    lab = make(device(0), device(1))
+    lab.running("a", 16)
+    lab.running("b", 16)
+    lab.open("w", 12)
+    lab.send(ev.HoldTaken, session="w", hold="device", kind="device", bound=("G1",))
+    told = (
+        "12 B is needed on GPU 1 and 0 B is free there; it has initialised CUDA there, and can "
+        "move only once it has had its slice"
+    )
+    assert lab.reason("w") == told
+    lab.end("a")
+    assert lab.state("w") == "queued"
+    assert lab.reason("w") == told
+
+
 def test_what_its_process_has_settled_on_counts_for_a_cell_that_waits_already(make):
     lab = make(device(0), device(1))
     lab.running("b", 16)
