@@ -1,0 +1,267 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""One page of JupyterLab in a Chromium of its own, spoken to in the DevTools protocol.
+
+Not a benchmark itself. Chromium's times are seconds of the clock of ``time.monotonic``.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import requests
+import websocket
+
+#: As the browser tests start it.
+OPTIONS = (
+    "--headless=new",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1280,800",
+)
+
+#: Of a trace: in these a page's JavaScript runs, or what runs for it. What a script makes the
+#: browser do at once (style, layout) counts, too.
+SCRIPT = frozenset(
+    {
+        *("EvaluateScript", "EventDispatch", "FireAnimationFrame", "FireIdleCallback"),
+        *("FunctionCall", "RunMicrotasks", "TimerFire", "XHRLoad", "XHRReadyStateChange"),
+        *("v8.callFunction", "v8.compile", "v8.newInstance", "v8.run"),
+        *("MajorGC", "MinorGC", "V8.GCScavenger", "V8.GCFinalizeMC", "V8.GCIncrementalMarking"),
+    }
+)
+
+
+class Span(NamedTuple):
+    """When a script ran, and the seconds of a processor that it took meanwhile."""
+
+    begin: float
+    end: float
+    cpu: float
+
+
+class Page:
+    """See the module. Ends, with all its processes, by :meth:`close`."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="gpb-", dir="/tmp"))
+        #: Called with the parameters of an event, by the event's name.
+        self.on: dict[str, Callable[[dict[str, Any]], object]] = {}
+        self._ids = itertools.count(1)
+        self._process = subprocess.Popen(
+            [
+                os.environ.get("CHROMIUM", "/usr/bin/chromium"), *OPTIONS,
+                *([] if os.geteuid() else ["--no-sandbox"]),
+                "--remote-debugging-port=0", f"--user-data-dir={self.folder}", "about:blank",
+            ],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            self._socket = websocket.create_connection(
+                self._address(), timeout=60, suppress_origin=True
+            )
+        except BaseException:
+            self._end()
+            raise
+
+    def _address(self) -> str:
+        """Return where the first page is spoken to, once there is one."""
+        told = self.folder / "DevToolsActivePort"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"Chromium ended with {self._process.returncode}")
+            with suppress(FileNotFoundError, IndexError, requests.ConnectionError):
+                port = told.read_text().split()[0]
+                listed = requests.get(f"http://127.0.0.1:{port}/json/list", timeout=30).json()
+                for target in listed:
+                    if target["type"] == "page":
+                        return str(target["webSocketDebuggerUrl"])
+            time.sleep(0.05)
+        raise TimeoutError("Chromium shows no page")
+
+    def close(self) -> None:
+        """End the browser."""
+        with suppress(OSError, websocket.WebSocketException):
+            self._socket.close()
+        self._end()
+
+    def _end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(20)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------ the protocol
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Return the answer; what happens before it is handed to ``on``."""
+        number = next(self._ids)
+        self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            message = self._receive(deadline)
+            if message is not None and message.get("id") == number:
+                if "error" in message:
+                    raise RuntimeError(f"{method}: {message['error']}")
+                result: dict[str, Any] = message["result"]
+                return result
+        raise TimeoutError(f"{method} was not answered")
+
+    def wait(self, condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
+        """Return the first true result of ``condition``, asked after each event and often."""
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not within {seconds:g} s: {what}")
+            # What is waited for may come another way.
+            self._receive(min(deadline, time.monotonic() + 0.02))
+        return found
+
+    def listen(self, seconds: float) -> None:
+        """Hand on what happens meanwhile."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self._receive(deadline)
+
+    def _receive(self, deadline: float) -> dict[str, Any] | None:
+        """Return the next message, None if there is none in time; events are handed on."""
+        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            message: dict[str, Any] = json.loads(self._socket.recv())
+        except websocket.WebSocketTimeoutException:
+            return None
+        handler = self.on.get(message.get("method", ""))
+        if handler is not None:
+            handler(message["params"])
+        return message
+
+    def run(self, script: str) -> Any:
+        """Return what the body of an asynchronous function returns in the page."""
+        answer = self.call(
+            "Runtime.evaluate", expression=f"(async () => {{ {script} }})()",
+            awaitPromise=True, returnByValue=True,
+        )  # fmt: skip
+        if "exceptionDetails" in answer:
+            raise RuntimeError(json.dumps(answer["exceptionDetails"])[:2000])
+        return answer["result"].get("value")
+
+    def browser(self) -> str:
+        """Return the browser's name and version."""
+        return str(self.call("Browser.getVersion")["product"])
+
+    # ------------------------------------------------------------------ JupyterLab
+
+    def open_lab(self, url: str) -> None:
+        """Show JupyterLab, ready."""
+        self.call("Page.enable")
+        self.call("Page.navigate", url=f"{url}/lab?reset")
+        deadline = time.monotonic() + 90
+        while not self.run("return globalThis.jupyterapp !== undefined"):
+            if time.monotonic() > deadline:
+                raise TimeoutError("JupyterLab does not show")
+            self.listen(0.2)
+        self.run("await jupyterapp.restored")
+
+    def open_notebook(self, folder: Path, source: str) -> str:
+        """Open a notebook with one cell on the Pooled GPU kernel; return the kernel's id, ready."""
+        cell = {
+            "cell_type": "code",
+            "id": "one",
+            "source": source,
+            "metadata": {},
+            "outputs": [],
+            "execution_count": None,
+        }
+        spec = {"name": "gpupool-python3", "display_name": "Pooled GPU"}
+        whole = {
+            "cells": [cell],
+            "metadata": {"kernelspec": spec},
+            "nbformat": 4,
+            "nbformat_minor": 5,
+        }
+        (folder / "measured.ipynb").write_text(json.dumps(whole))
+        return str(
+            self.run("""
+                const panel = await jupyterapp.commands.execute('docmanager:open', {
+                  path: 'measured.ipynb', factory: 'Notebook'
+                });
+                await panel.sessionContext.ready;
+                const kernel = panel.sessionContext.session.kernel;
+                await kernel.info;
+                return kernel.id;
+            """)
+        )
+
+
+class Trace:
+    """What a page's main thread does, from now until :meth:`end`."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._spans: dict[tuple[int, int], list[Span]] = {}
+        self._main: set[tuple[int, int]] = set()
+        page.on["Tracing.dataCollected"] = lambda told: self._take(told["value"])
+        page.call(
+            "Tracing.start", transferMode="ReportEvents",
+            traceConfig={"includedCategories": ["devtools.timeline", "v8"]},
+        )  # fmt: skip
+
+    def _take(self, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            thread = event["pid"], event["tid"]
+            if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain":
+                self._main.add(thread)
+            elif event["name"] in SCRIPT and event.get("dur"):
+                begin, wall, cpu = (event[key] / 1e6 for key in ("ts", "dur", "tdur"))
+                self._spans.setdefault(thread, []).append(Span(begin, begin + wall, cpu))
+
+    def end(self) -> list[Span]:
+        """Return when scripts ran, in order, none within another."""
+        ended: list[bool] = []
+        self._page.on["Tracing.tracingComplete"] = lambda _: ended.append(True)
+        self._page.call("Tracing.end")
+        self._page.wait(lambda: ended, "the trace")
+        # A browser keeps a spare renderer, which does nothing.
+        busiest = max(self._main, key=lambda thread: len(self._spans.get(thread, ())))
+        return merged(self._spans.get(busiest, []))
+
+
+def merged(spans: list[Span]) -> list[Span]:
+    """Return those that are not within another one, in order."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda one: (one.begin, -one.end)):
+        if not found or span.begin >= found[-1].end:
+            found.append(span)
+    return found
+
+
+def costs(spans: list[Span], times: list[float]) -> list[tuple[float, float]]:
+    """Return milliseconds and processor milliseconds of the spans that begin between two ``times``.
+
+    ``spans`` as :func:`merged` returns them; one pair for each two successive ``times``.
+    """
+    begins = [span.begin for span in spans]
+    found = []
+    for begin, end in itertools.pairwise(times):
+        there = spans[bisect.bisect_left(begins, begin) : bisect.bisect_left(begins, end)]
+        wall = sum(span.end - span.begin for span in there)
+        found.append((wall * 1e3, sum(span.cpu for span in there) * 1e3))
+    return found

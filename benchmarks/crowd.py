@@ -1,0 +1,105 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Sessions of a broker, each a small process that holds what it is told to. Not a benchmark."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jupyter_gpupool.client import Client
+from jupyter_gpupool.protocol import Message
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Member:
+    """One process. Make all of them before anything that starts threads: it is a fork."""
+
+    def __init__(self) -> None:
+        parent = os.getpid()
+        reading, self._tell = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                # Also when we are killed.
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+                os.close(self._tell)
+                if os.getppid() == parent:
+                    _serve(reading)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        os.close(reading)
+        self.session = ""
+        #: Whether it holds a slice, or waits for one.
+        self.wants = False
+
+    def join(self, client: Client, socket: Path, label: str) -> None:
+        """Be a session from now on."""
+        opened = client.call("open", kernel_id=f"bench-{label}", label=f"{label}.ipynb", request={})
+        self.session = opened["session"]
+        client.call("launched", session=self.session, pid=self.pid)
+        self._say(f"{socket} {self.session} {opened['token']}")
+
+    def take(self) -> None:
+        """Ask for a slice, wait for it, and keep it."""
+        self.wants = True
+        self._say("take")
+
+    def leave(self) -> None:
+        """Give it back at once, or wait no more."""
+        self.wants = False
+        self._say("leave")
+
+    def _say(self, line: str) -> None:
+        os.write(self._tell, line.encode() + b"\n")
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+        os.close(self._tell)
+
+
+def _serve(commands: int) -> None:
+    made: list[Client] = []
+
+    def pushed(message: Message) -> None:
+        if message["type"] == "yield":
+            made[0].send("yielded", epoch=message["epoch"], yielded=True, cuda=False)
+
+    with os.fdopen(commands) as lines:
+        socket, session, token = lines.readline().split()
+        made.append(Client(socket, on_push=pushed))
+        client = made[0]
+        client.call("hello", session=session, token=token, cuda=False)
+        for line in lines:
+            if line == "take\n":
+                client.start("hold", hold="cell", kind="cell", wait=True)
+            else:
+                client.start("cancel", hold="cell")  # of a slice that it has: the same as a drop
+                client.start("release")
+
+
+def settle(client: Client, wanted: dict[str, set[str]], seconds: float = 60) -> dict[str, Any]:
+    """Return the broker's status once each of these sessions is in one of its states."""
+    deadline = time.monotonic() + seconds
+    while True:
+        status = client.call("status")
+        states = {session["id"]: session["state"] for session in status["sessions"]}
+        if all(states.get(name) in allowed for name, allowed in wanted.items()):
+            return status
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the sessions did not come to rest: {states}")
+        time.sleep(0.05)

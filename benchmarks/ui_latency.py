@@ -1,0 +1,246 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""From the broker's decision to the chip in the page: a real notebook among 50 sessions.
+
+The cell in a real JupyterLab in Chromium is run again and again, and the slice given back each
+time. A decision is a row of the broker's journal, ``state`` with ``active`` or ``detached``; the
+chip's change is when the page's DOM first says so (what is painted comes with the next frame).
+Baseline: when a Python client of the same websocket has the message that says so.
+
+``idle`` is apart: the broker does not push that a cell has ended, the server looks each second.
+
+Clocks: the broker's is monotonic with an offset, found by asking it; the page's and ours are those
+of one machine, the page's in whole milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import threading
+import time
+from typing import Any
+
+import requests
+import websocket
+
+from jupyter_gpupool.client import Client
+
+from .chromium import Page
+from .common import budget, summary
+from .crowd import Member, settle
+from .ui_rest import DEVICES, SESSIONS, stage
+
+GiB = 1 << 30
+
+#: Of the other sessions this many have a slice; there is room for the notebook at once.
+HOLDING = 20
+POOL = {
+    "emulate": f"{DEVICES}x8GiB,context=64MiB",
+    "default_memory": 3 * GiB,
+    "default_limit": 3 * GiB,
+    "attach": "cell",
+}
+
+#: Active long enough to be seen, and ended at any time between two looks of the server.
+CELL = "import random, time; time.sleep(random.uniform(0.2, 1.2))"
+
+#: What the chip says in a state; see ``labextension/src/words.ts``.
+SAYS = {
+    "active": re.compile(r"^[\d.]+ .*on GPU \d+$"),
+    "idle": re.compile(r"^Idle"),
+    "detached": re.compile(r"^(No GPU|In host memory)"),
+}
+
+#: Milliseconds.
+BUDGET_MS = 250.0
+
+WATCH_CHIP = """
+  const bar = document.querySelector('.jp-NotebookPanel-toolbar');
+  let last = '';
+  const note = () => {
+    const words = bar.querySelector('.jp-gpupool-chip')?.textContent ?? '';
+    if (words !== last) {
+      last = words;
+      gpupoolSaid(JSON.stringify({ words, time: Date.now() / 1000 }));
+    }
+  };
+  note();
+  new MutationObserver(note).observe(bar, {
+    subtree: true, childList: true, characterData: true
+  });
+"""
+
+#: As who presses Shift-Enter; nobody waits for its end here.
+RUN_CELL = "jupyterapp.commands.execute('notebook:run-cell').catch(() => undefined);"
+
+
+class Listener(threading.Thread):
+    """A client of the server extension's websocket: what it heard of one kernel, and when."""
+
+    def __init__(self, url: str, kernel: str) -> None:
+        super().__init__(daemon=True)
+        self.heard: list[tuple[float, str]] = []
+        self._kernel = kernel
+        self._socket = websocket.create_connection(
+            f"{url.replace('http', 'ws', 1)}/gpupool/api/events", timeout=60
+        )
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                text = self._socket.recv()
+            except (OSError, websocket.WebSocketException):
+                return
+            now, message = time.time(), json.loads(text or "{}")
+            for session in message.get("delta", {}).get("sessions", ()):
+                if session.get("kernel_id") == self._kernel:
+                    self.heard.append((now, session["state"]))
+
+    def close(self) -> None:
+        self._socket.abort()  # type: ignore[no-untyped-call]  # wakes its thread
+        self.join(20)
+
+
+class Decisions:
+    """What the broker decided about one session, in this machine's time."""
+
+    def __init__(self, client: Client, session: str) -> None:
+        self._client, self._session = client, session
+        self._seq = client.call("journal", limit=1, session=session)["rows"][-1]["seq"]
+
+    def offset(self) -> float:
+        """Return what to add to the broker's time; of some answers the quickest one is right."""
+        found: list[tuple[float, float]] = []
+        for _ in range(5):
+            begun = time.time()
+            now = float(self._client.call("status")["now"])
+            ended = time.time()
+            found.append((ended - begun, (begun + ended) / 2 - now))
+        return min(found)[1]
+
+    def last(self, state: str) -> float:
+        """Return when it last went into a state, since it was last asked."""
+        rows = self._client.call("journal", after=self._seq, session=self._session)["rows"]
+        self._seq = rows[-1]["seq"]
+        times = [r["time"] for r in rows if r["kind"] == "state" and r["detail"]["new"] == state]
+        return float(times[-1])
+
+    def idle_since(self) -> float:
+        """Return since when it is idle."""
+        for session in self._client.call("status")["sessions"]:
+            if session["id"] == self._session and session["idle_since"] is not None:
+                return float(session["idle_since"])
+        raise RuntimeError("the session is not idle")
+
+
+def first(heard: list[tuple[float, str]], state: str, after: float) -> float | None:
+    """Return when a state was first heard of after a time."""
+    # The page's clock has whole milliseconds.
+    return next((at for at, what in heard if what == state and at > after - 0.001), None)
+
+
+def state_of(words: str) -> str:
+    """Return the state that the chip's words mean; empty if it is none of those measured."""
+    return next((state for state, said in SAYS.items() if said.search(words)), "")
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Measure; return the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    rounds = 10 if parser.parse_args(argv).quick else 100
+    members = [Member() for _ in range(SESSIONS - 1)]
+    place, page = stage(), None
+    try:
+        url = place.open()["url"]
+        place.do_fresh(**POOL)
+        page = Page()
+        browser = page.browser()
+        page.open_lab(url)
+        kernel = page.open_notebook(place.labs[0].folder / "files", CELL)
+        with place.broker.client() as client:
+            for number, member in enumerate(members):
+                member.join(client, place.broker.socket, str(number))
+            for member in members[:HOLDING]:
+                member.take()
+            status = settle(client, {member.session: {"active"} for member in members[:HOLDING]})
+            mine = next(s["id"] for s in status["sessions"] if s["kernel_id"] == kernel)
+            if len(status["sessions"]) != SESSIONS:
+                raise RuntimeError(f"the pool has {len(status['sessions'])} sessions")
+            listener = Listener(url, kernel)
+            try:
+                chip, python = measure(page, url, kernel, Decisions(client, mine), listener, rounds)
+            finally:
+                listener.close()
+    finally:
+        if page is not None:
+            page.close()
+        for member in members:
+            member.close()
+        place.end()
+    pushed = [*chip["active"], *chip["detached"]]
+    heard = [*python["active"], *python["detached"]]
+    all_chip, all_python = summary(pushed), summary(heard)
+    return {
+        "emulated": True,
+        "sessions": SESSIONS,
+        "devices": DEVICES,
+        "browser": browser,
+        "unit": "ms",
+        "chip": all_chip,
+        "baseline_python_client": all_python,
+        "added_p50": round(all_chip["p50"] - all_python["p50"], 1),
+        "by_state": {
+            state: {"chip": summary(chip[state]), "python_client": summary(python[state])}
+            for state in SAYS
+        },
+        "budgets": [
+            budget(
+                f"from the broker's decision to the chip's change, {SESSIONS} sessions, p99",
+                all_chip["p99"], BUDGET_MS, "ms",
+            )
+        ],
+    }  # fmt: skip
+
+
+def measure(
+    page: Page, url: str, kernel: str, decisions: Decisions, listener: Listener, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return the milliseconds until the chip and until the Python client knew, by state."""
+    said: list[tuple[float, str]] = []
+
+    def take(told: dict[str, Any]) -> None:
+        note = json.loads(told["payload"])
+        said.append((note["time"], state_of(note["words"])))
+
+    page.on["Runtime.bindingCalled"] = take
+    page.call("Runtime.enable")
+    page.call("Runtime.addBinding", name="gpupoolSaid")
+    page.run(WATCH_CHIP)
+    chip: dict[str, list[float]] = {state: [] for state in SAYS}
+    python: dict[str, list[float]] = {state: [] for state in SAYS}
+
+    def wait(heard: list[tuple[float, str]], state: str, after: float) -> float:
+        return float(page.wait(lambda: first(heard, state, after), f"{state} is heard"))
+
+    def note(state: str, decided: float) -> None:
+        """Take the first that either said after the decision."""
+        decided += decisions.offset()
+        for heard, found in ((said, chip), (listener.heard, python)):
+            found[state].append(1e3 * (wait(heard, state, decided) - decided))
+
+    with requests.Session() as http:
+        for _ in range(rounds):
+            begun = time.time()
+            page.run(RUN_CELL)
+            wait(said, "idle", wait(said, "active", begun))
+            note("active", decisions.last("active"))
+            note("idle", decisions.idle_since())
+            begun = time.time()
+            http.post(f"{url}/gpupool/api/sessions/{kernel}/release", timeout=30).raise_for_status()
+            wait(said, "detached", begun)
+            note("detached", decisions.last("detached"))
+    return chip, python
