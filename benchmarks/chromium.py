@@ -230,7 +230,9 @@ class Trace:
             if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain":
                 self._main.add(thread)
             elif event["name"] in SCRIPT and event.get("dur"):
-                begin, wall, cpu = (event[key] / 1e6 for key in ("ts", "dur", "tdur"))
+                begin, wall = event["ts"] / 1e6, event["dur"] / 1e6
+                # Not always said; it is not more.
+                cpu = event.get("tdur", event["dur"]) / 1e6
                 self._spans.setdefault(thread, []).append(Span(begin, begin + wall, cpu))
 
     def end(self) -> list[Span]:
