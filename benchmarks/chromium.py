@@ -255,15 +255,17 @@ def merged(spans: list[Span]) -> list[Span]:
     return found
 
 
-def costs(spans: list[Span], times: list[float]) -> list[tuple[float, float]]:
-    """Return milliseconds and processor milliseconds of the spans that begin between two ``times``.
+def costs(spans: list[Span], times: list[float]) -> list[dict[str, float]]:
+    """Return milliseconds of the spans that begin between two successive ``times``.
 
-    ``spans`` as :func:`merged` returns them; one pair for each two successive ``times``.
+    ``all`` of them together, the processor's time in them (``cpu``), and the ``longest`` one.
+    ``spans`` as :func:`merged` returns them.
     """
     begins = [span.begin for span in spans]
     found = []
     for begin, end in itertools.pairwise(times):
         there = spans[bisect.bisect_left(begins, begin) : bisect.bisect_left(begins, end)]
-        wall = sum(span.end - span.begin for span in there)
-        found.append((wall * 1e3, sum(span.cpu for span in there) * 1e3))
+        lengths = [1e3 * (span.end - span.begin) for span in there]
+        cpu = 1e3 * sum(span.cpu for span in there)
+        found.append({"all": sum(lengths), "cpu": cpu, "longest": max(lengths, default=0.0)})
     return found
