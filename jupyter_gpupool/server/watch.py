@@ -107,8 +107,9 @@ class Watch:
         self._available: int | None = None
         self._history = History()
         self._usage = Usage(time.time())
-        #: A kernel of this server was another way in the last snapshot than before.
-        self._stirred = False
+        #: When a kernel of this server was last seen to be another way than before, on the broker's
+        #: clock.
+        self._stirred = -LIVELY_INTERVAL
         #: The broker's clock less our monotonic one; None before the first snapshot.
         self._offset: float | None = None
 
@@ -249,9 +250,10 @@ class Watch:
         """Return the seconds until the next snapshot if nothing happens."""
         assert self._last is not None
         pause = self._interval
-        if self._stirred:
+        settles = self._stirred + LIVELY_INTERVAL - self._last["now"]
+        if settles > 0:
             # Where it settled is what the history shows until the next look.
-            pause = min(pause, LIVELY_INTERVAL)
+            pause = min(pause, settles + LEAST_INTERVAL)
         for session in self._last["sessions"]:
             if not session["here"]:
                 continue
@@ -301,7 +303,8 @@ class Watch:
                 subscriber.publish({"type": "delta", "delta": changed})
         self._unserved.clear()
         events = list(views.changes(last, view))
-        self._stirred = bool(events)
+        if events:
+            self._stirred = view["now"]
         for kind, data in events:
             self._tell(kind, data)
         self._warn(view, newcomers)

@@ -207,6 +207,10 @@ class Broker:
         """Return a session of the status, None if there is none."""
         return next((s for s in self.status()["sessions"] if s["id"] == name), None)
 
+    def lost_its_journal(self):
+        """Its rows are numbered from 1 again."""
+        self._after = 0
+
     def rows(self, *kinds):
         with self.client() as client:
             rows = client.call("journal", limit=10000, after=self._after)["rows"]

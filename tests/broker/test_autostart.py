@@ -251,11 +251,11 @@ def small_disk(folder):
     subprocess.run(["umount", "-l", str(state)], check=True)
 
 
-def test_a_full_disk_does_not_stop_the_pool(small_disk, broker, kernel):
-    with small_disk:
+def test_a_full_disk_does_not_stop_the_pool(small_disk, make_broker):
+    broker = make_broker().started
+    with small_disk, kernel_on(broker) as one:
         with pytest.raises(OSError, match="No space"):
             fill(small_disk)
-        one = kernel("one")
         one.attach()
         one.do("drop", hold="cell")
         wait_until(lambda: broker.status()["broker"]["journal_problem"], "the complaint")

@@ -210,7 +210,7 @@ def test_other_users_see_only_what_explains_the_devices(machine_wide):
         (seen,) = status["sessions"]
         assert seen["owner"] == "other"
         assert set(seen) == {
-            "id", "owner", "state", "priority", "granted_bytes", "device", "devices",
+            "id", "owner", "state", "priority", "granted_bytes", "device", "devices", "slices",
             "queue_position",
         }  # fmt: skip
         assert "secret" not in str(status)

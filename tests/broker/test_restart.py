@@ -221,6 +221,7 @@ def test_a_damaged_journal_is_said_and_the_pool_goes_on(broker, kernels):
     for wal in (broker.folder / "state").glob("*.sqlite-*"):
         wal.unlink()
     path.write_bytes(b"rubbish" * 1000)
+    broker.lost_its_journal()
     broker.started  # noqa: B018
     assert "was damaged" in broker.tail()
     assert broker.rows("journal-lost")
