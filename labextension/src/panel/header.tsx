@@ -21,8 +21,9 @@ export interface IHeaderProps {
 export function Header(props: IHeaderProps): React.ReactElement {
   const { trans, model } = useTools();
   const { view, broker, live } = props;
-  const away = broker.status === 'away';
   const empty = view ? view.devices.length === 0 : !props.found.found;
+  // Where there is no GPU nobody starts a broker, and that it is away explains nothing.
+  const away = broker.status === 'away' && !(empty && view === null && !broker.denied);
   return (
     <div className="jp-gpupool-header">
       <h2>{trans.__('GPU Pool')}</h2>

@@ -11,7 +11,7 @@ test('a toast before an idle slice leaves, with Keep', async ({ lab }) => {
   await notebook.run(uses(512));
   const toast = lab.page
     .locator('.Toastify__toast')
-    .filter({ hasText: 'its GPU slice goes back to the pool in' });
+    .filter({ hasText: 'its GPU slice goes back to the pool at' });
   await expect(toast).toContainText('toast.ipynb');
   await toast.getByRole('button', { name: 'Keep 10 min' }).click();
   await expect

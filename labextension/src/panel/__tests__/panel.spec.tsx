@@ -129,6 +129,26 @@ describe('the head', () => {
     screen.getByText('No /dev/nvidia0.');
   });
 
+  it('explains it rather than that nobody has started a broker for it', () => {
+    const found = { found: false, reason: 'No /dev/nvidia0.' };
+    const broker = { status: 'away', message: 'No socket.', nextStep: '' } as const;
+    show(null, { live: false, found, broker });
+    screen.getByText('No GPU found');
+    expect(screen.queryByText('GPU pool away')).toBeNull();
+  });
+
+  it('says that nobody may look, with or without a GPU', () => {
+    const found = { found: false, reason: 'No /dev/nvidia0.' };
+    const broker = {
+      status: 'away',
+      message: 'No.',
+      nextStep: '',
+      denied: true
+    } as const;
+    show(null, { live: false, found, broker });
+    screen.getByText('No access to the GPU pool');
+  });
+
   it('says how old the view is, and asks on demand', async () => {
     // Heard a quarter of an hour ago; the broker's clock goes by itself.
     const { model } = show(pool([device(0)]), { live: false, time: NOW + 900 });
