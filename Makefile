@@ -58,7 +58,7 @@ run: $(VENV)/.ready
 test: lint lint-ui test-python test-ui
 
 test-python: $(VENV)/.lab
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not gpu and not long"
+	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not gpu and not long"
 
 # The JupyterLab part: its units, then a real JupyterLab in Chromium.
 test-ui: $(VENV)/.ui chromium

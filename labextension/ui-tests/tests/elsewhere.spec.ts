@@ -44,6 +44,11 @@ test('no GPU found: the launcher and the panel say so, and cells run elsewhere',
   await expect(dialog).toContainText('jupyter gpupool doctor');
   expect(await faults(page, '.jp-gpupool-Explanation')).toEqual([]);
   await dialog.getByRole('button', { name: /^Start .* without a GPU$/ }).click();
+  // What is run before the kernel is there is not run at all.
+  await expect(page.locator('.jp-Notebook-ExecutionIndicator')).toHaveAttribute(
+    'data-status',
+    'idle'
+  );
   await page.locator('.jp-Notebook .cm-content').first().click();
   await page.keyboard.insertText('print(6 * 7)');
   await page.keyboard.press('Shift+Enter');
