@@ -14,10 +14,15 @@ lasted is the median guess: Gott 1993, "Implications of the Copernican principle
 
 from __future__ import annotations
 
+import math
+
 from .lease import Session
 
 #: Weight of the newest observation.
 WEIGHT = 0.3
+
+#: Between two estimates that only follow the time that has passed.
+STEP = 1.25
 
 
 def weighted(mean: float | None, seconds: float) -> float:
@@ -73,4 +78,10 @@ class Estimates:
             return None if self._swap is None else 2 * self._swap
         if not self._known or not self._holders:
             return None
-        return max(0.0, position * (self._sum / self._known) / self._holders, waited)
+        expected = position * (self._sum / self._known) / self._holders
+        return max(0.0, expected if waited <= expected else _stepped(waited))
+
+
+def _stepped(seconds: float) -> float:
+    """Return ``seconds`` or up to a fifth less, in steps: not every second is news."""
+    return STEP ** math.floor(math.log(seconds, STEP)) if seconds > 1 else 1.0
