@@ -43,17 +43,22 @@ SCRIPT = frozenset(
         *("EvaluateScript", "EventDispatch", "FireAnimationFrame", "FireIdleCallback"),
         *("FunctionCall", "RunMicrotasks", "TimerFire", "XHRLoad", "XHRReadyStateChange"),
         *("v8.callFunction", "v8.compile", "v8.newInstance", "v8.run"),
-        *("MajorGC", "MinorGC", "V8.GCScavenger", "V8.GCFinalizeMC", "V8.GCIncrementalMarking"),
     }
+)
+
+#: In these the whole page's garbage is collected, if they are not within one of the above.
+COLLECTION = frozenset(
+    {"MajorGC", "MinorGC", "V8.GCScavenger", "V8.GCFinalizeMC", "V8.GCIncrementalMarking"}
 )
 
 
 class Span(NamedTuple):
-    """When a script ran, and the seconds of a processor that it took meanwhile."""
+    """When a script or a collection ran, and the seconds of a processor that it took meanwhile."""
 
     begin: float
     end: float
     cpu: float
+    collects: bool
 
 
 class Page:
@@ -229,14 +234,15 @@ class Trace:
             thread = event["pid"], event["tid"]
             if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain":
                 self._main.add(thread)
-            elif event["name"] in SCRIPT and event.get("dur"):
+            elif event["name"] in SCRIPT | COLLECTION and event.get("dur"):
                 begin, wall = event["ts"] / 1e6, event["dur"] / 1e6
                 # Not always said; it is not more.
                 cpu = event.get("tdur", event["dur"]) / 1e6
-                self._spans.setdefault(thread, []).append(Span(begin, begin + wall, cpu))
+                span = Span(begin, begin + wall, cpu, event["name"] in COLLECTION)
+                self._spans.setdefault(thread, []).append(span)
 
     def end(self) -> list[Span]:
-        """Return when scripts ran, in order, none within another."""
+        """Return when scripts and collections ran, in order, none within another."""
         ended: list[bool] = []
         self._page.on["Tracing.tracingComplete"] = lambda _: ended.append(True)
         self._page.call("Tracing.end")
@@ -256,16 +262,21 @@ def merged(spans: list[Span]) -> list[Span]:
 
 
 def costs(spans: list[Span], times: list[float]) -> list[dict[str, float]]:
-    """Return milliseconds of the spans that begin between two successive ``times``.
+    """Return milliseconds of what began between two successive ``times``.
 
-    ``all`` of them together, the processor's time in them (``cpu``), and the ``longest`` one.
-    ``spans`` as :func:`merged` returns them.
+    ``script``, the processor's time in it (``cpu``), the ``longest`` one, and what collections
+    took besides. ``spans`` as :func:`merged` returns them.
     """
     begins = [span.begin for span in spans]
     found = []
     for begin, end in itertools.pairwise(times):
         there = spans[bisect.bisect_left(begins, begin) : bisect.bisect_left(begins, end)]
-        lengths = [1e3 * (span.end - span.begin) for span in there]
-        cpu = 1e3 * sum(span.cpu for span in there)
-        found.append({"all": sum(lengths), "cpu": cpu, "longest": max(lengths, default=0.0)})
+        scripts = [1e3 * (span.end - span.begin) for span in there if not span.collects]
+        cost = {
+            "script": sum(scripts),
+            "cpu": 1e3 * sum(span.cpu for span in there if not span.collects),
+            "longest": max(scripts, default=0.0),
+            "collections": 1e3 * sum(span.end - span.begin for span in there if span.collects),
+        }
+        found.append({**cost, "both": cost["script"] + cost["collections"]})
     return found

@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Measure; return the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    rounds = 10 if parser.parse_args(argv).quick else 100
+    rounds = 10 if parser.parse_args(argv).quick else 60
     members = [Member() for _ in range(SESSIONS - 1)]
     place, page = stage(), None
     try:

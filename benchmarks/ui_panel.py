@@ -6,7 +6,8 @@ A real JupyterLab in Chromium with one real notebook, and 49 small processes tha
 wait for them and give them back, all of the page's own user: that shows the most of each. An event
 is one ``delta`` on the websocket; its cost is all that the page's scripts do from its arrival until
 the next, by Chromium's own trace: also the clock of the page, the history asked for every 5 s, and
-what the trace itself costs. Baseline: the same with the panel closed, in turn with it.
+what the trace itself costs. Collections of the page's garbage between scripts are counted apart.
+Baseline: the same with the panel closed, in turn with it.
 """
 
 from __future__ import annotations
@@ -131,18 +132,21 @@ def put_together(parts: list[dict[str, Any]]) -> dict[str, Any]:
         values = [cost[key] for one in parts for cost in one["costs"]]
         return {**summary(values), "mean": sum(values) / len(values)}
 
-    scripts = [cost["all"] for one in parts for cost in one["costs"]]
+    scripts = [cost["script"] for one in parts for cost in one["costs"]]
     sizes = [size for one in parts for size in one["bytes"]]
     per_event = {
         f"{name}_mean_ms": 1e3 * sum(one["seconds"][name] for one in parts) / len(scripts)
         for name in METRICS
     }
     return {
-        "script_ms": figures("all"),
+        "script_ms": figures("script"),
         # Without the time in which other processes had the core.
         "script_cpu_ms": figures("cpu"),
         # For which the page answers nobody.
         "longest_script_ms": figures("longest"),
+        # All of JupyterLab's garbage, every some hundred events, in pieces between scripts.
+        "collections_ms": figures("collections"),
+        "script_and_collections_ms": figures("both"),
         "events_over_budget": sum(ms > BUDGET_MS for ms in scripts),
         "events_per_second": len(scripts) / sum(one["wall"] for one in parts),
         "delta_bytes_p50": summary(sizes)["p50"],
@@ -192,12 +196,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "baseline_panel_closed": closed,
         "added_mean_ms": panel["script_ms"]["mean"] - closed["script_ms"]["mean"],
         "budgets": [
-            budget(
-                f"scripting per event with the panel shown, {SESSIONS} sessions, "
-                f"{DEVICES} devices, {name}",
-                panel["script_ms"][key], BUDGET_MS, "ms",
+            budget(f"{what}, {SESSIONS} sessions, {DEVICES} devices, {name}",
+                   panel[figure][key], BUDGET_MS, "ms")
+            for what, figure, name, key in (
+                ("scripting per event, panel shown", "script_ms", "mean", "mean"),
+                ("scripting per event, panel shown", "script_ms", "p99", "p99"),
+                ("scripting per event, panel shown", "script_ms", "worst", "max"),
+                ("the processor's time in it", "script_cpu_ms", "worst", "max"),
+                ("with garbage collections", "script_and_collections_ms", "p99", "p99"),
+                ("with garbage collections", "script_and_collections_ms", "worst", "max"),
             )
-            for name, key in (("mean", "mean"), ("p99", "p99"), ("worst", "max"))
         ],
     }  # fmt: skip
 
