@@ -59,6 +59,10 @@ def visible(
     view["sessions"] = [
         {
             **session,
+            # It changes for everybody at once, and is news to those in the queue alone.
+            "queue_length": (
+                session.get("queue_length") if session.get("queue_position") is not None else None
+            ),
             "leaves_at": leaves_at(session, settings),
             "mine": True,
             "here": session.get("kernel_id") in local,

@@ -143,6 +143,17 @@ def test_clocks_alone_are_no_change():
     assert views.delta(old, new) is None
 
 
+def test_that_the_queue_grew_is_news_of_those_who_wait():
+    old = snapshot(session("a"), session("b", queue_position=1, queue_length=1), queue_length=1)
+    new = snapshot(
+        session("a", queue_length=2),
+        session("b", queue_position=1, queue_length=2),
+        queue_length=2,
+    )
+    found = views.delta(old, new)
+    assert [(s["id"], s["queue_length"]) for s in found["sessions"]] == [("b", 2)]
+
+
 def test_a_delta_holds_what_changed_and_nothing_else():
     old = snapshot(session("a"), session("b"), other("x"))
     new = snapshot(session("a", state="idle"), other("x"), now=101.0, queue_length=1)
