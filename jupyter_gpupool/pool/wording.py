@@ -29,7 +29,8 @@ def reason(books: Books, s: Session) -> str:
         return ""
     v = _stayer(books, s)
     if v is None:
-        if s.why[0] == "busy" and s.bound and not s.suspended:
+        settled = s.why[0] == "busy" and s.bound and not s.suspended
+        if settled and books.inventory.best() >= s.request.memory:
             return _settled(books, s)
         return explain(books, s.why)
     ago = format_seconds(books.now - v.resumed_at)

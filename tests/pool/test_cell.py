@@ -360,14 +360,13 @@ def test_who_settled_on_a_busy_device_is_told_why_a_free_one_is_no_help(make):
     lab.running("b", 16)
     lab.open("w", 12)
     lab.send(ev.HoldTaken, session="w", hold="device", kind="device", bound=("G1",))
-    told = (
+    assert lab.reason("w") == "all 32 B in use by running cells"
+    lab.end("a")
+    assert lab.state("w") == "queued"
+    assert lab.reason("w") == (
         "12 B is needed on GPU 1 and 0 B is free there; it has initialised CUDA there, and can "
         "move only once it has had its slice"
     )
-    assert lab.reason("w") == told
-    lab.end("a")
-    assert lab.state("w") == "queued"
-    assert lab.reason("w") == told
 
 
 def test_what_its_process_has_settled_on_counts_for_a_cell_that_waits_already(make):
