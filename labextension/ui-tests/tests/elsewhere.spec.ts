@@ -2,6 +2,8 @@
 // Distributed under the terms of the Modified BSD License.
 
 /** Notebook 7, and a machine without a GPU. */
+import type { NotebookPanel } from '@jupyterlab/notebook';
+
 import { faults } from '../axe';
 import { expect, Lab, test } from '../lab';
 import { ask, KERNEL, stage, uses } from '../pool';
@@ -49,9 +51,11 @@ test('no GPU found: the launcher and the panel say so, and cells run elsewhere',
     'data-status',
     'idle'
   );
-  await page.locator('.jp-Notebook .cm-content').first().click();
-  await page.keyboard.insertText('print(6 * 7)');
-  await page.keyboard.press('Shift+Enter');
+  await page.evaluate(() => {
+    const panel = window.jupyterapp.shell.currentWidget as NotebookPanel;
+    panel.content.activeCell!.model.sharedModel.setSource('print(6 * 7)');
+  });
+  await lab.execute('notebook:run-cell');
   await expect(page.locator('.jp-OutputArea').first()).toHaveText('42');
   await lab.execute('gpupool:show-panel');
   await expect(lab.panel).toContainText('No GPU found');
