@@ -200,7 +200,8 @@ def test_a_session_waits_attaches_and_is_suspended(broker, port, kernel):
     two.close()
     sees(device_granted_bytes=0)
     ended = figures(port)["device_attached_seconds_total", device]
-    time.sleep(0.6)  # longer than a page is kept
+    kernel("later")  # what shows it is another page
+    wait_until(lambda: figures(port)["pool_sessions", "notebook", "detached"] == 1, "a later page")
     assert figures(port)["device_attached_seconds_total", device] == ended > total
 
 
