@@ -155,11 +155,19 @@ export class Lab {
           .path === wanted,
       file
     );
+    return this.current(file);
+  }
+
+  /** The notebook in front, once its kernel answers: what is run before that is not run at all. */
+  async current(file: string): Promise<Notebook> {
     const [id, kernelId] = await this.page.evaluate(async () => {
       const panel = window.jupyterapp.shell.currentWidget as NotebookPanel;
       const context = panel.sessionContext;
       await context.ready;
-      const running = context.session!.kernel!;
+      const running = context.session?.kernel;
+      if (!running) {
+        throw new Error('No kernel was started: see the log of the server');
+      }
       await running.info;
       return [panel.id, running.id] as const;
     });
@@ -172,7 +180,7 @@ export class Lab {
     await this.execute('notification:dismiss-all').catch(() => undefined);
     await this.theme('JupyterLab Light');
     const request = this.page.request;
-    const kernels = (await (
+    const sessions = (await (
       await request.get(`${stage().url}/api/sessions`)
     ).json()) as { id: string }[];
     await this.page.evaluate(() => {
@@ -180,9 +188,10 @@ export class Lab {
         widget.dispose();
       }
     });
-    await Promise.all(
-      kernels.map(found => request.delete(`${stage().url}/api/sessions/${found.id}`))
+    const answers = await Promise.all(
+      sessions.map(({ id }) => request.delete(`${stage().url}/api/sessions/${id}`))
     );
+    expect(answers.map(answer => answer.status())).toEqual(sessions.map(() => 204));
   }
 
   get statusItem(): Locator {
@@ -261,8 +270,12 @@ export class Notebook {
   }
 }
 
-/** `lab`: one page for all tests of a worker; `pool`: a fresh broker for the test's file. */
-export const test = base.extend<object, { lab: Lab }>({
+/**
+ * `lab`: one page for all tests of a worker. `tidy`: what is left of a test is cleared away after it.
+ *
+ * A fixture and no hook: a hook is of the first file that loads this module, and of no other.
+ */
+export const test = base.extend<{ tidy: void }, { lab: Lab }>({
   lab: [
     async ({ browser }, use) => {
       const lab = await Lab.open(browser);
@@ -270,17 +283,20 @@ export const test = base.extend<object, { lab: Lab }>({
       await lab.close();
     },
     { scope: 'worker' }
+  ],
+  tidy: [
+    async ({ lab }, use, info) => {
+      await use();
+      if (info.status !== info.expectedStatus) {
+        await info.attach('logs', { body: await ask<string>('log') });
+        await info.attach('console', { body: lab.errors.join('\n') });
+        const picture = await lab.page.screenshot();
+        await info.attach('page', { body: picture, contentType: 'image/png' });
+      }
+      await lab.clear();
+    },
+    { auto: true }
   ]
-});
-
-test.afterEach(async ({ lab }, info) => {
-  if (info.status !== info.expectedStatus) {
-    await info.attach('logs', { body: await ask<string>('log') });
-    await info.attach('console', { body: lab.errors.join('\n') });
-    const picture = await lab.page.screenshot();
-    await info.attach('page', { body: picture, contentType: 'image/png' });
-  }
-  await lab.clear();
 });
 
 export { expect };

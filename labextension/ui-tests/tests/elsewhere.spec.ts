@@ -2,8 +2,6 @@
 // Distributed under the terms of the Modified BSD License.
 
 /** Notebook 7, and a machine without a GPU. */
-import type { NotebookPanel } from '@jupyterlab/notebook';
-
 import { faults } from '../axe';
 import { expect, Lab, test } from '../lab';
 import { ask, KERNEL, stage, uses } from '../pool';
@@ -46,17 +44,12 @@ test('no GPU found: the launcher and the panel say so, and cells run elsewhere',
   await expect(dialog).toContainText('jupyter gpupool doctor');
   expect(await faults(page, '.jp-gpupool-Explanation')).toEqual([]);
   await dialog.getByRole('button', { name: /^Start .* without a GPU$/ }).click();
-  // What is run before the kernel is there is not run at all.
-  await expect(page.locator('.jp-Notebook-ExecutionIndicator')).toHaveAttribute(
-    'data-status',
-    'idle'
+  await page.waitForFunction(
+    () => window.jupyterapp.shell.currentWidget?.title.label === 'Untitled.ipynb'
   );
-  await page.evaluate(() => {
-    const panel = window.jupyterapp.shell.currentWidget as NotebookPanel;
-    panel.content.activeCell!.model.sharedModel.setSource('print(6 * 7)');
-  });
-  await lab.execute('notebook:run-cell');
-  await expect(page.locator('.jp-OutputArea').first()).toHaveText('42');
+  const notebook = await lab.current('Untitled.ipynb');
+  await notebook.run('print(6 * 7)');
+  await expect(notebook.output).toHaveText('42');
   await lab.execute('gpupool:show-panel');
   await expect(lab.panel).toContainText('No GPU found');
   await lab.close();
