@@ -40,7 +40,7 @@ from .journal import Journal
 from .listener import Claim, is_machine_wide
 from .lives import GRACE
 from .metrics import Metrics
-from .monitor import Monitor
+from .monitor import QUIET, Monitor
 from .records import devices_from_text, devices_to_text
 from .recovery import RECOVERED_HOLD, Recovered, recover
 from .runner import Clock, Runner
@@ -316,6 +316,8 @@ class BrokerApp:
 
     def _measure(self) -> None:
         """Serve metrics as configured; for these the devices are read without a session, too."""
+        # The monitor's slowest pace, twice missed.
+        self.effects.sample_lasts = 3 * QUIET * self.settings.sample_interval
         self.metrics.configure(self.settings)
         self.monitor.want(len(self.runner.sessions) or self.metrics.port)
 

@@ -53,6 +53,8 @@ class DeviceEffects:
         #: The last sample by device, and when it was taken (loop time).
         self.samples: Mapping[str, DeviceSample] = {}
         self.sampled_at = float("-inf")
+        #: Seconds after which a sample is not shown to anybody any more.
+        self.sample_lasts = 0.0
         #: What the guard tells and is told; None where nobody runs under it.
         self.pages: Pages | None = None
         self.activity: Activity | None = None
@@ -91,6 +93,15 @@ class DeviceEffects:
         self.samples = {sample.uuid: sample for sample in found}
         self.sampled_at = began
         return found
+
+    def recent(self, device: str) -> DeviceSample | None:
+        """Return what a device was when last looked at; None if that is long ago or has failed.
+
+        Devices are not looked at while nobody has a session: what was seen then is no figure.
+        """
+        age = asyncio.get_running_loop().time() - self.sampled_at
+        sample = self.samples.get(device) if age <= self.sample_lasts else None
+        return None if sample is None or sample.lost else sample
 
     async def finish(self, timeout: float) -> None:
         """Begin nothing more, and wait for what is under way at most ``timeout`` seconds."""

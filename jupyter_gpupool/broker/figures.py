@@ -265,8 +265,6 @@ class Gauges:
     def __init__(self, runner: Runner, effects: DeviceEffects) -> None:
         self._runner = runner
         self._effects = effects
-        #: Seconds after which a sample of the devices says nothing any more.
-        self.stale = 0.0
 
     def families(self) -> Iterator[Metric]:
         """Yield every gauge that has a value."""
@@ -287,7 +285,6 @@ class Gauges:
     def _devices(self, view: PoolView) -> Iterator[Metric]:
         families = {name: _gauge(f"device_{name}", what, None, "device") for name, what in _DEVICE}
         infos = InfoMetricFamily(f"{PREFIX}device", "A GPU of the pool", labels=["device"])
-        recent = asyncio.get_running_loop().time() - self._effects.sampled_at <= self.stale
         for one in view.devices:
             device = one.device
             infos.add_metric(
@@ -299,8 +296,7 @@ class Gauges:
                     "emulated": str(device.emulated).lower(),
                 },
             )
-            sample = self._effects.samples.get(device.uuid) if recent else None
-            for name, value in _figures(one, sample).items():
+            for name, value in _figures(one, self._effects.recent(device.uuid)).items():
                 if value is not None:
                     families[name].add_metric([device.uuid], value)
         yield infos
@@ -321,16 +317,15 @@ _DEVICE = (
 
 def _figures(view: DeviceView, sample: DeviceSample | None) -> dict[str, float | None]:
     """Return the figures of a device, None for what nobody could read of late."""
-    seen = sample is not None and not sample.lost
-    percent = sample.utilisation if seen and sample else None
+    percent = sample.utilisation if sample else None
     return {
         "up": 0 if view.drained_reason else 1,
         "memory_bytes": view.device.memory_total,
         "capacity_bytes": view.capacity,
         "granted_bytes": view.granted,
         "free_bytes": 0 if view.drained_reason else view.free,
-        "used_bytes": sample.used if seen and sample else None,
-        "foreign_bytes": view.foreign if seen else None,
+        "used_bytes": sample.used if sample else None,
+        "foreign_bytes": view.foreign if sample else None,
         "utilisation_ratio": None if percent is None else percent / 100,
     }
 

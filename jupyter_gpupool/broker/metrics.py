@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from ..config import BrokerSettings
 from .effects import DeviceEffects
 from .journal import Row
-from .monitor import QUIET
 from .runner import Runner
 
 if TYPE_CHECKING:
@@ -48,9 +47,6 @@ class Metrics:
             else:
                 self.close()
                 self._log.info("Metrics are not served any more")
-        if self._figures is not None:
-            # The monitor's slowest pace, twice missed.
-            self._figures.gauges.stale = 3 * QUIET * settings.sample_interval
 
     def _open(self, port: int) -> None:
         from .figures import Figures

@@ -50,7 +50,7 @@ class _Use:
 
 
 class Monitor:
-    """Samples devices and host while there are sessions."""
+    """Samples devices and host while there are sessions, and until these are seen to be gone."""
 
     def __init__(
         self, runner: Runner, effects: DeviceEffects, settings: BrokerSettings, log: logging.Logger
@@ -68,6 +68,10 @@ class Monitor:
         #: Whose session each process on a device is; None: nobody's.
         self._known: dict[ProcessId, str | None] = {}
         self._reported: set[ProcessId] = set()
+        #: Processes that were a session's when they were first seen, and are on a device still.
+        self._ours: set[ProcessId] = set()
+        #: Those of them whose session has ended since the last look: they are about to end, too.
+        self._leaving: set[ProcessId] = set()
         self._failing = ""
         #: This process: what it starts (workers, self-tests) is the pool's.
         self.own = identify(os.getpid())
@@ -101,8 +105,11 @@ class Monitor:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
+        last = False  # no look has begun since the last session went
         while True:
-            await self._wanted.wait()
+            if last and not self._ours:
+                await self._wanted.wait()
+            last = not self._wanted.is_set()
             try:
                 await self.look()
             except GPUPoolError as error:
@@ -175,8 +182,13 @@ class Monitor:
                 if owner is None or owner not in self._runner.sessions:
                     owner = await self._owner(process)
                 present[process] = owner
+        owned = {process for process, owner in present.items() if owner is not None}
+        self._leaving = {
+            process for process in present.keys() - owned if self._known.get(process) is not None
+        }
         self._known = present
         self._reported &= present.keys()
+        self._ours = owned | (self._ours & present.keys())
 
     async def _owner(self, process: ProcessId) -> str | None:
         for session in self._runner.sessions:
@@ -266,7 +278,9 @@ class Monitor:
         for sample in samples:
             for entry in sample.processes:
                 process = identify(entry.pid)
-                if process is None or self._known.get(process) or process in self._reported:
+                if process is None or self._known.get(process):
+                    continue
+                if process in self._reported or process in self._leaving:
                     continue
                 if self.own is not None and processes.descends(process.pid, self.own):
                     continue

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from .. import __version__
-from ..devices.model import DeviceSample
 from ..pool.model import DeviceView, Owner, PoolView, Request, SessionRecord, SessionView
 from ..pool.quota import most_memory
 from . import host
@@ -181,8 +180,7 @@ class Snapshots:
 
     def _device(self, view: DeviceView) -> dict[str, Any]:
         device = view.device
-        sample: DeviceSample | None = self._effects.samples.get(device.uuid)
-        seen = sample is not None and not sample.lost
+        sample = self._effects.recent(device.uuid)
         return {
             "uuid": device.uuid,
             "index": device.index,
@@ -197,8 +195,8 @@ class Snapshots:
             "memory_granted": view.granted,
             "memory_foreign": view.foreign,
             "memory_free": view.free,
-            "memory_used": sample.used if seen and sample else None,
-            "utilisation": sample.utilisation if seen and sample else None,
+            "memory_used": sample.used if sample else None,
+            "utilisation": sample.utilisation if sample else None,
             "drained_reason": view.drained_reason,
         }
 

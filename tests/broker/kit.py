@@ -316,7 +316,8 @@ def as_new(status):
         and all(
             d["can_suspend"]
             and not d["drained_reason"]
-            and d["memory_used"] == d["memory_granted"] == d["memory_foreign"] == 0
+            and not d["memory_used"]  # None: nobody looks any more, all that was ours is gone
+            and d["memory_granted"] == d["memory_foreign"] == 0
             for d in status["devices"]
         )
     )

@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY, enable_created_metrics
 
 from jupyter_gpupool.broker import figures as f
 from jupyter_gpupool.broker import scrape
+from jupyter_gpupool.broker.effects import DeviceEffects
 from jupyter_gpupool.broker.journal import Row
 from jupyter_gpupool.devices.model import DeviceSample
 from jupyter_gpupool.pool import events as e
@@ -39,12 +40,12 @@ class Machine:
         self.runner = SimpleNamespace(
             pool=self.pool, now=lambda: self.time, record=self.record, busy={}
         )
-        self.effects = SimpleNamespace(samples={}, sampled_at=float("-inf"))
+        self.effects = DeviceEffects(self.runner, None)
+        self.effects.sample_lasts = 30
         for index, uuid in enumerate("AB"):
             device = Device(uuid, index, f"GPU {index}", "model", 4 * GiB)
             self.pool.handle(e.DeviceAppeared(now=self.time, device=device))
         self.figures = f.Figures(self.runner, self.effects)
-        self.figures.gauges.stale = 30
 
     def record(self, session):
         return self.pool.record(session) if session in self.pool else None

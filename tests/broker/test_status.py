@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from jupyter_gpupool.errors import RefusedError
@@ -91,6 +93,28 @@ def test_use_is_told_by_device_as_it_was_measured(make):
         assert first + second == whole
     finally:
         kernel.close()
+
+
+def test_a_device_is_read_until_what_was_the_sessions_is_gone_and_then_no_figure_is_told(make):
+    """The last look must not be one at a process that was about to end."""
+    broker = make(emulate=MACHINE, sample_interval=0.1)
+
+    def used():
+        return [device["memory_used"] for device in broker.status()["devices"]]
+
+    kernel = Kernel(broker, "a")
+    kernel.attach()
+    kernel.do("alloc", bytes=100 * MiB, byte=1)
+    wait_until(lambda: max(size or 0 for size in used()) >= 100 * MiB, "the use")
+    with broker.client() as client:
+        client.call("close", session=kernel.session)  # its process lives on
+    wait_until(lambda: broker.status()["devices"][0]["memory_foreign"] >= 100 * MiB, "the rest")
+    kernel.close()
+    wait_until(lambda: used() == [0, 0], "the freed memory")
+    assert [device["memory_foreign"] for device in broker.status()["devices"]] == [0, 0]
+    wait_until(lambda: used() == [None, None], "that nobody looks any more")
+    with closing(Kernel(broker, "b")):
+        wait_until(lambda: used() == [0, 0], "a new look")
 
 
 def test_without_limits_the_largest_device_is_the_limit(make):
