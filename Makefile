@@ -65,7 +65,7 @@ test-ui: $(VENV)/.ui chromium
 	$(JLPM) test
 	$(JLPM) test:ui
 
-# pytest exits with 5 where nothing had failed.
+# pytest exits with 5 where nothing had failed. Where the browser tests were not reached, all run.
 test-failed: lint lint-ui $(VENV)/.ui chromium
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "not gpu and not long" || [ $$? = 5 ]
 	$(JLPM) test

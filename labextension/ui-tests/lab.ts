@@ -275,7 +275,7 @@ export class Notebook {
  *
  * A fixture and no hook: a hook is of the first file that loads this module, and of no other.
  */
-export const test = base.extend<{ tidy: void }, { lab: Lab }>({
+export const test = base.extend<{ tidy: undefined }, { lab: Lab }>({
   lab: [
     async ({ browser }, use) => {
       const lab = await Lab.open(browser);
@@ -286,7 +286,7 @@ export const test = base.extend<{ tidy: void }, { lab: Lab }>({
   ],
   tidy: [
     async ({ lab }, use, info) => {
-      await use();
+      await use(undefined);
       if (info.status !== info.expectedStatus) {
         await info.attach('logs', { body: await ask<string>('log') });
         await info.attach('console', { body: lab.errors.join('\n') });
