@@ -1,0 +1,12 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What only a real GPU can answer: the suite under ``tests/gpu``, and benchmarks of its own.
+
+=============  =================================================================================
+``__main__``   the command line: ``make gpu``
+``plan``       what is run, in which order, within which bound
+``runner``     one item in a process group of its own, with a sure end
+``record``     the file of outcomes: what is in it is not run again
+(others)       a benchmark each
+=============  =================================================================================
+"""

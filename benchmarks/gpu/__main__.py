@@ -1,0 +1,106 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``make gpu``: the suite and the benchmarks that need a real GPU, in as many runs as it takes.
+
+Each item's outcome is written as it ends; the next run goes on with the first that has none. Exit
+code: 0 if all have passed, 1 if one has not, 2 if there was not the time for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS
+from jupyter_gpupool.emulator.profiles import real_driver_present
+
+from . import plan, record, runner
+
+#: Where a rehearsal on emulated devices writes: its outcomes are about the tests, not about a GPU.
+REHEARSAL = record.ROOT / "run-output"
+
+#: What a rehearsal says it ran on.
+EMULATED = {"name": "EMULATED", "driver": "none", "memory_bytes": 0, "devices": 0}
+
+
+def main() -> int:
+    """Run the command line; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="ITEM", help="these only")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="begin nothing that may end later"
+    )
+    parser.add_argument("--again", action="store_true", help="begin a new record")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, smaller sizes")
+    parser.add_argument("--out", type=Path, help="folder of the record")
+    parser.add_argument("--rehearse", action="store_true", help="on emulated devices")
+    parser.add_argument("--list", action="store_true", help="say what would be run, and end")
+    options = parser.parse_args()
+    try:
+        items = plan.named(options.names)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.list:
+        print("\n".join(f"{item.bound:4d} s at most  {item.name}" for item in items))
+        return 0
+    if options.rehearse == real_driver_present():
+        print(
+            "A rehearsal is for a machine without an NVIDIA driver, and this one has one."
+            if options.rehearse
+            else "There is no NVIDIA driver on this machine. To see that the tests themselves "
+            "hold: python -m benchmarks.gpu --rehearse (its figures say nothing about a GPU).",
+            file=sys.stderr,
+        )
+        return 1
+    device = EMULATED if options.rehearse else record.gpu()
+    folder = options.out or (REHEARSAL if options.rehearse else RESULTS)
+    return go_through(items, record.Record.at(folder, device, again=options.again), options)
+
+
+def go_through(items: tuple[plan.Item, ...], book: record.Record, options: Any) -> int:
+    """Run what has no outcome yet and may end in time; say what happened."""
+    runner.adopt_orphans()
+    end = time.monotonic() + options.minutes * 60
+    ended = book.ended()
+    source = record.source()
+    for item in items:
+        if item.name in ended:
+            continue
+        left = end - time.monotonic()
+        if item.bound > left:
+            print(f"-- {item.name}: later, it may take {item.bound} s and {left:.0f} s are left")
+            continue
+        print(f"-- {item.name}: at most {item.bound} s", flush=True)
+        line = runner.run(item, quick=options.quick, real=not options.rehearse)
+        book.add({**line, "source": source, "quick": options.quick})
+        ended[item.name] = line
+        print(f"   {told(line)}", flush=True)
+        if line["outcome"] != "passed":
+            print("   | " + line["output"][-1500:].replace("\n", "\n   | "), flush=True)
+    later = [item.name for item in items if item.name not in ended]
+    done = [item.name for item in items if item.name in ended]
+    bad = [name for name in done if ended[name]["outcome"] != "passed"]
+    print(f"\n{len(done)} of {len(items)} have ended, {len(bad)} not well: {book.path}")
+    for name in bad:
+        print(f"   {ended[name]['outcome']}: {name}")
+    if later:
+        print("Run it again for " + ", ".join(later))
+    return 1 if bad else 2 if later else 0
+
+
+def told(line: dict[str, Any]) -> str:
+    """Return an outcome in a line of text."""
+    text = f"{line['outcome']} in {line['seconds']:g} s"
+    if "tests" in line:
+        counts: dict[str, int] = {}
+        for test in line["tests"]:
+            counts[test["outcome"]] = counts.get(test["outcome"], 0) + 1
+        text += ": " + ", ".join(f"{number} {what}" for what, number in sorted(counts.items()))
+    return text + (f"; left behind: {line['left']}" if "left" in line else "")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

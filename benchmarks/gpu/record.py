@@ -1,0 +1,117 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The file of outcomes: one JSON line for the machine, one for each item that has ended.
+
+It is written as items end, so that a run that is stopped in the middle loses nothing, and one file
+so that it is easily carried away from a machine that is lent for minutes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import machine_facts
+
+ROOT = Path(__file__).parents[2]
+
+#: Packages that were under test, beside those of every benchmark.
+PACKAGES = ("torch", "triton", "cupy-cuda13x", "jax", "numba-cuda", "numpy", "pytest")
+
+
+def gpu() -> dict[str, Any]:
+    """Return name, driver and memory (bytes) of the first device, as NVML tells them.
+
+    Raises
+    ------
+    pynvml.NVMLError
+        If there is no driver, or no device.
+    """
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        return {
+            "name": pynvml.nvmlDeviceGetName(handle),
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+            "cuda": pynvml.nvmlSystemGetCudaDriverVersion_v2(),
+            "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+            "devices": pynvml.nvmlDeviceGetCount(),
+        }
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def source() -> str:
+    """Return a short hash of the code under test, so that outcomes of two states are told apart."""
+    found = hashlib.sha256()
+    for folder in ("jupyter_gpupool", "tests/gpu", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".c", ".h", ".S", ".txt"):
+                found.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+class Record:
+    """The outcomes of one machine; see the module."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def at(cls, folder: Path, device: dict[str, Any], *, again: bool = False) -> Record:
+        """Return the newest record of such a machine in ``folder``, or begin one.
+
+        ``again``: begin one in any case.
+        """
+        short = re.sub(r"[^a-z0-9]+", "", device["name"].lower().replace("nvidia", ""))
+        stem = f"gpu-{short}-driver{device['driver']}"
+        old = sorted(folder.glob(f"{stem}-*.jsonl"))
+        if old and not again:
+            return cls(old[-1])
+        now = datetime.datetime.now(datetime.timezone.utc)
+        path = folder / f"{stem}-{now.date().isoformat()}.jsonl"
+        if path.exists():
+            path = path.with_stem(f"{path.stem}-{now:%H%M%S}")
+        folder.mkdir(parents=True, exist_ok=True)
+        made = cls(path)
+        made.add({"machine": facts(device), "date": now.isoformat(timespec="seconds")})
+        return made
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Append a line; what is in the file before a crash stays readable."""
+        with self.path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(line, sort_keys=True) + "\n")
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield what was written, without a last line that was cut off."""
+        if not self.path.exists():
+            return
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+    def ended(self) -> dict[str, dict[str, Any]]:
+        """Return the last outcome of each item that has one."""
+        return {line["item"]: line for line in self.lines() if "item" in line}
+
+
+def facts(device: dict[str, Any]) -> dict[str, Any]:
+    """Return what a reader must know of the machine; no name of it, of users or of paths."""
+    found = machine_facts([device["name"]])
+    for name in PACKAGES:
+        try:
+            found["versions"][name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found["versions"][name] = "not installed"
+    return {**found, "gpu": device, "kernel": platform.release()}

@@ -1,0 +1,132 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Runs one item of the plan: in a process group of its own, within its bound, to a sure end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+
+from .plan import Item
+from .record import ROOT
+
+#: Seconds that what is left of an item has to go after SIGKILL. A process in a driver call that
+#: never returns stays for longer, and is reported.
+GONE = 20.0
+
+#: Runs in the child: hands a benchmark's dict over in a file.
+BENCHMARK = """
+import importlib, json, sys
+name, out, *argv = sys.argv[1:]
+result = importlib.import_module("benchmarks.gpu." + name).main(argv)
+with open(out, "w") as file:
+    json.dump(result, file)
+"""
+
+_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Have what an item leaves behind become a child of this process, so that it can be ended."""
+    ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]:
+    """Run an item; return its line for the record. Never raises for what the item does.
+
+    ``outcome`` is "passed", "failed" or "hung"; ``tests`` or ``result`` has what it found,
+    ``output`` the end of what it printed if it did not pass, ``left`` the processes that SIGKILL
+    did not end. Not ``real``: tests that only a real GPU can run are left out.
+    """
+    begun = time.monotonic()
+    with TemporaryDirectory(prefix="gpb") as folder:
+        report, log = Path(folder) / "report", Path(folder) / "log"
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "PYTHONUNBUFFERED": "1",
+            "GPUPOOL_GPU_REPORT": str(report),
+        }
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                _command(item, report, quick=quick, real=real), cwd=ROOT, env=environment, stdout=out,
+                stderr=out, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            try:
+                code: int | None = process.wait(item.bound)
+            except subprocess.TimeoutExpired:
+                code = None
+        left = end_descendants()
+        line: dict[str, Any] = {
+            "item": item.name,
+            "outcome": "hung" if code is None else "failed" if code else "passed",
+            "seconds": round(time.monotonic() - begun, 1),
+            "exit_code": code,
+        }
+        found = _found(item, report)
+        if found is None and line["outcome"] == "passed":
+            line["outcome"] = "failed"  # it said nothing
+        elif found is not None:
+            line["tests" if item.tests else "result"] = found
+        if line["outcome"] != "passed":
+            line["output"] = log.read_text(errors="replace")[-6000:]
+        if left:
+            line["left"] = left
+        return line
+
+
+def _command(item: Item, report: Path, *, quick: bool, real: bool) -> list[str]:
+    if item.tests:
+        # A test that hangs is ended by itself before the whole file is.
+        options = ["-q", "-p", "no:cacheprovider", f"--timeout={item.bound // 2}"]
+        which = ["-m", "" if real else "not gpu"]
+        return [sys.executable, "-m", "pytest", *options, *which, item.name]
+    argv = ["--quick"] if quick else []
+    return [sys.executable, "-c", BENCHMARK, item.name, str(report), *argv]
+
+
+def _found(item: Item, report: Path) -> Any:
+    """Return what an item wrote, None if nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        text = report.read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()] if item.tests else json.loads(text)
+    return None
+
+
+def end_descendants() -> list[str]:
+    """Kill whatever an item has left; return what did not end, for a reader."""
+    me = psutil.Process()
+    deadline = time.monotonic() + GONE
+    while found := [p for p in me.children(recursive=True) if _alive(p)]:
+        if time.monotonic() > deadline:
+            return [_named(process) for process in found]
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(found, timeout=0.5)
+    return []
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _named(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {process.status()} {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return str(process.pid)

@@ -1,0 +1,108 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A process that uses a GPU: takes one JSON request per line, answers with one JSON line.
+
+``python -m tests.gpu.child WORKLOAD``. A request is ``[name, arguments...]``: a function below, or
+else a method of the workload. Nothing of CUDA is touched before the first ``start``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+from . import workloads
+
+_workload: Any = None
+
+
+def start() -> str:
+    """Import the framework and have it make its context; return its version."""
+    global _workload
+    name = sys.argv[1]
+    _workload = workloads.WORKLOADS[name][0]()
+    return workloads.version(name)
+
+
+def digest(name: str) -> str:
+    """Return the SHA-256 of what the device holds now."""
+    return hashlib.sha256(_workload.get(name)).hexdigest()
+
+
+def steps(name: str, number: int, step: int) -> None:
+    """Do ``number`` steps of work, and wait for them."""
+    for _ in range(number):
+        _workload.work(name, step)
+    _workload.sync()
+
+
+_ends = threading.Event()
+_thread: threading.Thread | None = None
+_done = 0
+
+
+def work_on(name: str, step: int) -> None:
+    """Work in a thread until :func:`rest`."""
+    global _thread
+
+    def run() -> None:
+        global _done
+        while not _ends.is_set():
+            _workload.work(name, step)
+            _workload.sync()
+            _done += 1
+
+    _ends.clear()
+    _thread = threading.Thread(target=run)
+    _thread.start()
+
+
+def done() -> int:
+    """Return the steps that the thread has done."""
+    return _done
+
+
+def rest() -> int:
+    """End the thread's work; return the steps it has done in all."""
+    assert _thread is not None
+    _ends.set()
+    _thread.join()
+    return _done
+
+
+def info() -> tuple[int, int]:
+    """Return free and total bytes of the device as the driver tells this process."""
+    from cuda.bindings import driver
+
+    result, free, total = driver.cuMemGetInfo()
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuMemGetInfo: {result.name}")
+    return int(free), int(total)
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def main() -> None:
+    # Frameworks print; answers go where nobody else writes.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        answer: dict[str, Any]
+        try:
+            call = globals().get(name) or getattr(_workload, name)
+            answer = {"ok": call(*arguments)}
+        except BaseException as error:
+            answer = {"error": type(error).__name__, "message": str(error)[:2000]}
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The machine under test, the frameworks that can run on it, and what the tests find out."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.devices.conftest import pytest_pyfunc_call  # noqa: F401 - tests may be coroutines
+
+from .machine import machine as _machine
+
+#: Where the outcome of each test and what it noted is written to, a JSON line each.
+REPORT = "GPUPOOL_GPU_REPORT"
+
+#: What runs on an emulated device; everything else needs CUDA's runtime.
+EMULATED = ("cuda-core",)
+
+
+@pytest.fixture(scope="session")
+def machine():
+    """The machine with a GPU, or an emulated one."""
+    with _machine() as found:
+        yield found
+
+
+@pytest.fixture
+def note(request):
+    """``note(name=value, ...)``: facts that are not asserted but belong to what was seen."""
+    facts: dict[str, Any] = request.node.stash.setdefault(_FACTS, {})
+    return facts.update
+
+
+_FACTS = pytest.StashKey[dict]()
+_BEGUN = pytest.StashKey[float]()
+
+
+def workloads(*names: str) -> Any:
+    """Parametrise a test by ``workload``; what cannot run without a real GPU is marked so."""
+    return pytest.mark.parametrize(
+        "workload",
+        [n if n in EMULATED else pytest.param(n, marks=pytest.mark.gpu) for n in names],
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    item.stash[_BEGUN] = time.monotonic()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    path = os.environ.get(REPORT)
+    decides = report.when == "call" or report.outcome != "passed"
+    if path and decides:
+        line = {
+            "test": item.nodeid,
+            "when": report.when,
+            "outcome": report.outcome,
+            "seconds": round(time.monotonic() - item.stash.get(_BEGUN, time.monotonic()), 2),
+            "facts": item.stash.get(_FACTS, {}),
+        }
+        if report.outcome == "failed":
+            line["failure"] = str(report.longrepr)[-3000:]
+        elif report.outcome == "skipped":
+            line["reason"] = str(report.longrepr)[-500:]
+        with Path(path).open("a", encoding="utf-8") as out:
+            out.write(json.dumps(line) + "\n")
+    return report

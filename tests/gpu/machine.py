@@ -1,0 +1,59 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The machine under test: the one with an NVIDIA GPU if this is one, else an emulated one.
+
+The same tests run on both. On an emulated device they show that the tests themselves hold, and
+nothing about a driver; what they find is marked with the device's name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from jupyter_gpupool.emulator.profiles import environment, real_driver_present
+
+GiB = 1 << 30
+MiB = 1 << 20
+
+#: What is emulated where there is no GPU: small, so that states move in no time.
+EMULATED = "1x4GiB,context=64MiB"
+
+#: Bytes of the emulated device for a byte of a real one, in :meth:`Machine.bytes`.
+SCALE = 16
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the tests run."""
+
+    #: The environment that leads to its driver.
+    env: dict[str, str]
+    #: ``c.GPUPool.emulate`` for a broker on it.
+    emulate: str
+
+    @property
+    def real(self) -> bool:
+        """Whether its devices are NVIDIA's."""
+        return not self.emulate
+
+    def bytes(self, size: int) -> int:
+        """Return a size (bytes) meant for a real device as this one is to have it."""
+        return size if self.real else size // SCALE
+
+
+@contextmanager
+def machine(emulate: str = EMULATED) -> Iterator[Machine]:
+    """Yield this machine if it has an NVIDIA driver, else the emulated one."""
+    if real_driver_present():
+        yield Machine(dict(os.environ), "")
+        return
+    from jupyter_gpupool.emulator import build
+
+    build.compile()
+    with TemporaryDirectory(prefix="gpb") as folder:
+        yield Machine({**os.environ, **environment(emulate, Path(folder) / "machine")}, emulate)

@@ -1,0 +1,108 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The tests' end of a process that uses a GPU: every answer with a time-out, and a sure end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from jupyter_gpupool.devices import processes
+from jupyter_gpupool.devices.model import ProcessId
+
+ROOT = Path(__file__).parents[2]
+
+#: Seconds for an answer of a process; torch.compile takes longest. A hang is a failure.
+ANSWER = 120.0
+
+
+class Failed(Exception):
+    """What was asked raised in the process; ``kind`` is the exception's name."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
+class Target:
+    """A child process in a process group of its own; see ``child.py`` for what it can do."""
+
+    def __init__(self, workload: str, env: dict[str, str]) -> None:
+        self.workload = workload
+        self._env = env
+
+    async def start(self) -> Target:
+        """Start the process; it touches no GPU before ``do("start")``."""
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.gpu.child", self.workload),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            cwd=ROOT,
+            env=self._env,
+            start_new_session=True,
+        )
+        self.pid: int = self.process.pid
+        await self.do("pid")
+        root = processes.identify(self.pid)
+        assert root is not None
+        self.root: ProcessId = root
+        return self
+
+    def ask(self, name: str, *arguments: Any) -> None:
+        """Send a request and do not wait: for what blocks while the process is suspended."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
+
+    async def answer(self, timeout: float = ANSWER) -> Any:
+        """Return the answer to the oldest open request.
+
+        Raises
+        ------
+        Failed
+            If it raised there.
+        EOFError
+            If the process has ended.
+        asyncio.TimeoutError
+            If there is none within ``timeout`` seconds.
+        """
+        assert self.process.stdout is not None
+        line = await asyncio.wait_for(self.process.stdout.readline(), timeout)
+        if not line:
+            code = await asyncio.wait_for(self.process.wait(), timeout)
+            raise EOFError(f"The process has ended with {code}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise Failed(answer["error"], answer["message"])
+        return answer["ok"]
+
+    async def do(self, name: str, *arguments: Any, timeout: float = ANSWER) -> Any:
+        """Return what function ``name`` of the process returns."""
+        self.ask(name, *arguments)
+        return await self.answer(timeout)
+
+    async def kill(self) -> None:
+        """SIGKILL the process and all that it has started; return when it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        await asyncio.wait_for(self.process.wait(), ANSWER)
+
+
+@contextlib.asynccontextmanager
+async def target(
+    workload: str, env: dict[str, str], *, start: bool = True
+) -> AsyncIterator[Target]:
+    """Yield a process, with its framework started unless told otherwise; kill it at the end."""
+    found = await Target(workload, env).start()
+    try:
+        if start:
+            await found.do("start")
+        yield found
+    finally:
+        await found.kill()

@@ -1,0 +1,13 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A kernel for Triton, which reads its source from a file."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add(pointer, number, step, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < number
+    tl.store(pointer + place, tl.load(pointer + place, mask=inside) + step, mask=inside)

@@ -1,0 +1,331 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""How each framework keeps the same bytes on a device and computes on them.
+
+A workload's state is arrays of uint32 by name: ``p[i] = first + i`` at first, and
+``p[i] += step`` with each step of work, modulo 2**32, so that :func:`expected` knows their hash
+without a GPU. Frameworks are imported only where a workload is made, in the child process
+(``child.py``). ``cuda-core`` runs on the emulated driver, too; the others need
+CUDA's runtime, and that a real one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+from typing import Any, Protocol
+
+import numpy as np
+
+#: Of the last array, in the order of the host.
+U32 = np.dtype("<u4")
+
+
+def expected(size: int, first: int, steps: int = 0) -> str:
+    """Return the SHA-256 of an array of ``size`` bytes after work of ``steps`` in all."""
+    start = np.uint64((first + steps) % (1 << 32))
+    return hashlib.sha256((np.arange(size // 4, dtype=np.uint64) + start).astype(U32)).hexdigest()
+
+
+class Workload(Protocol):
+    """What a framework does for the tests; sizes are in bytes, multiples of 4."""
+
+    def put(self, name: str, size: int, first: int) -> None:
+        """Put an array on the device."""
+
+    def work(self, name: str, step: int) -> None:
+        """Add ``step`` to each element, in the way this workload is about."""
+
+    def get(self, name: str) -> Any:
+        """Return the array's elements as a NumPy array of the host."""
+
+    def free(self, name: str) -> None:
+        """Give the array's memory back to the driver."""
+
+    def sync(self) -> None:
+        """Wait until the device has done all work."""
+
+
+class CudaCore:
+    """NVIDIA's cuda-core and a kernel from PTX."""
+
+    def __init__(self) -> None:
+        from cuda.core import Device, LaunchConfig, ObjectCode, launch
+
+        from jupyter_gpupool.emulator.kernels import PTX
+
+        self._device = Device()
+        self._device.set_current()
+        self._stream = self._device.create_stream()
+        module = ObjectCode.from_ptx(PTX.encode())
+        self._iota = module.get_kernel("gpupool_iota_u32")
+        self._add = module.get_kernel("gpupool_add_u32")
+        self._launch, self._grid = launch, LaunchConfig(grid=1024, block=256)
+        self._buffers: dict[str, Any] = {}
+
+    def _run(self, kernel: Any, name: str, value: int) -> None:
+        buffer = self._buffers[name]
+        number = np.uint64(buffer.size // 4)
+        self._launch(self._stream, self._grid, kernel, buffer, number, np.uint32(value))
+
+    def put(self, name: str, size: int, first: int) -> None:
+        self._buffers[name] = self._device.allocate(size, stream=self._stream)
+        self._run(self._iota, name, first)
+        self.sync()
+
+    def work(self, name: str, step: int) -> None:
+        self._run(self._add, name, step)
+
+    def get(self, name: str) -> Any:
+        from cuda.bindings import driver
+
+        self.sync()
+        buffer = self._buffers[name]
+        host = np.empty(buffer.size // 4, U32)
+        (result,) = driver.cuMemcpyDtoH(host.ctypes.data, int(buffer.handle), buffer.size)
+        if result != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"cuMemcpyDtoH: {result.name}")
+        return host
+
+    def free(self, name: str) -> None:
+        self._buffers.pop(name).close(self._stream)
+        self.sync()
+
+    def sync(self) -> None:
+        self._stream.sync()
+
+
+#: Where PyTorch's workloads keep their arrays: another place only to try their code without a GPU.
+TORCH_DEVICE = os.environ.get("GPUPOOL_TEST_TORCH_DEVICE", "cuda")
+
+
+class Torch:
+    """PyTorch, eager."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+        self._arrays: dict[str, Any] = {}
+        torch.zeros(1, device=TORCH_DEVICE)
+
+    def put(self, name: str, size: int, first: int) -> None:
+        # In one allocation: a temporary of the same size would be kept by the caching allocator.
+        array = self.torch.empty(size // 4, dtype=self.torch.int32, device=TORCH_DEVICE)
+        self.torch.arange(size // 4, dtype=self.torch.int32, out=array)
+        array.add_(_signed(first))
+        self._arrays[name] = array
+        self.sync()
+
+    def work(self, name: str, step: int) -> None:
+        self._arrays[name].add_(_signed(step))
+
+    def get(self, name: str) -> Any:
+        return self._arrays[name].cpu().numpy().view(U32)
+
+    def free(self, name: str) -> None:
+        del self._arrays[name]
+        self.torch.cuda.empty_cache()
+
+    def sync(self) -> None:
+        if TORCH_DEVICE == "cuda":
+            self.torch.cuda.synchronize()
+
+
+def _signed(value: int) -> int:
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+class TorchExpandable(Torch):
+    """PyTorch whose allocator reserves addresses and maps memory (the VMM calls of the driver)."""
+
+    def __init__(self) -> None:
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            os.environ[name] = "expandable_segments:True"
+        super().__init__()
+
+
+class TorchAsync(Torch):
+    """PyTorch on cudaMallocAsync: the driver's own pools."""
+
+    def __init__(self) -> None:
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            os.environ[name] = "backend:cudaMallocAsync"
+        super().__init__()
+
+
+class TorchGraph(Torch):
+    """PyTorch's CUDA graphs: captured once for each array, then replayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._graphs: dict[str, Any] = {}
+        self._steps: dict[str, Any] = {}
+
+    def put(self, name: str, size: int, first: int) -> None:
+        super().put(name, size, first)
+        step = self.torch.zeros(1, dtype=self.torch.int32, device=TORCH_DEVICE)
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph):
+            self._arrays[name].add_(step)
+        self._steps[name], self._graphs[name] = step, graph
+
+    def work(self, name: str, step: int) -> None:
+        self._steps[name].fill_(_signed(step))
+        self._graphs[name].replay()
+
+    def free(self, name: str) -> None:
+        del self._graphs[name], self._steps[name]
+        super().free(name)
+
+
+class TorchCompile(Torch):
+    """torch.compile: kernels that Triton makes at the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def add(array: Any, step: Any) -> Any:
+            return array.add_(step)
+
+        self._add = self.torch.compile(add, dynamic=True)
+
+    def work(self, name: str, step: int) -> None:
+        number = self.torch.tensor(_signed(step), dtype=self.torch.int32, device=TORCH_DEVICE)
+        self._add(self._arrays[name], number)
+
+
+class Triton(Torch):
+    """A Triton kernel on PyTorch's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from . import triton_add
+
+        self._kernel = triton_add.add
+
+    def work(self, name: str, step: int) -> None:
+        array = self._arrays[name]
+        grid = ((array.numel() + 1023) // 1024,)
+        self._kernel[grid](array, array.numel(), _signed(step), BLOCK=1024)
+
+
+class CuPy:
+    """CuPy and its memory pool."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self._arrays: dict[str, Any] = {}
+
+    def put(self, name: str, size: int, first: int) -> None:
+        array = self._cupy.arange(size // 4, dtype=self._cupy.uint32)
+        array += self._cupy.uint32(first)
+        self._arrays[name] = array
+        self.sync()
+
+    def work(self, name: str, step: int) -> None:
+        self._arrays[name] += self._cupy.uint32(step)
+
+    def get(self, name: str) -> Any:
+        return self._arrays[name].get()
+
+    def free(self, name: str) -> None:
+        del self._arrays[name]
+        self._cupy.get_default_memory_pool().free_all_blocks()
+
+    def sync(self) -> None:
+        self._cupy.cuda.Device().synchronize()
+
+
+class Jax:
+    """JAX: compiled by XLA, each step a new array."""
+
+    def __init__(self) -> None:
+        import jax
+
+        self._jax = jax
+        self._arrays: dict[str, Any] = {}
+        self._make = jax.jit(
+            lambda first, number: jax.lax.iota(jax.numpy.uint32, number) + first, static_argnums=1
+        )
+        # The old array's memory becomes the new one's: at most one copy is there.
+        self._step = jax.jit(lambda array, step: array + step, donate_argnums=0)
+
+    def put(self, name: str, size: int, first: int) -> None:
+        self._arrays[name] = self._make(np.uint32(first), size // 4)
+        self.sync()
+
+    def work(self, name: str, step: int) -> None:
+        self._arrays[name] = self._step(self._arrays[name], np.uint32(step))
+
+    def get(self, name: str) -> Any:
+        return np.asarray(self._arrays[name])
+
+    def free(self, name: str) -> None:
+        self._arrays.pop(name).delete()
+
+    def sync(self) -> None:
+        for array in self._arrays.values():
+            array.block_until_ready()
+
+
+class Numba:
+    """numba-cuda: a kernel compiled from Python."""
+
+    def __init__(self) -> None:
+        from numba import cuda
+
+        @cuda.jit
+        def add(array: Any, step: Any) -> None:
+            place = cuda.grid(1)
+            while place < array.size:
+                array[place] += step
+                place += cuda.gridsize(1)
+
+        self._cuda, self._add = cuda, add
+        self._arrays: dict[str, Any] = {}
+
+    def put(self, name: str, size: int, first: int) -> None:
+        start = np.uint64(first)
+        host = (np.arange(size // 4, dtype=np.uint64) + start).astype(U32)
+        self._arrays[name] = self._cuda.to_device(host)
+        self.sync()
+
+    def work(self, name: str, step: int) -> None:
+        self._add[1024, 256](self._arrays[name], np.uint32(step))
+
+    def get(self, name: str) -> Any:
+        return self._arrays[name].copy_to_host()
+
+    def free(self, name: str) -> None:
+        del self._arrays[name]
+        self._cuda.current_context().deallocations.clear()
+
+    def sync(self) -> None:
+        self._cuda.synchronize()
+
+
+#: By the name that tests use: the class, and the package whose version is what was tested.
+WORKLOADS: dict[str, tuple[type[Any], str]] = {
+    "cuda-core": (CudaCore, "cuda-core"),
+    "torch": (Torch, "torch"),
+    "torch-expandable": (TorchExpandable, "torch"),
+    "torch-async": (TorchAsync, "torch"),
+    "torch-graph": (TorchGraph, "torch"),
+    "torch-compile": (TorchCompile, "torch"),
+    "triton": (Triton, "triton"),
+    "cupy": (CuPy, "cupy-cuda13x"),
+    "jax": (Jax, "jax"),
+    "numba": (Numba, "numba-cuda"),
+}
+
+
+def version(name: str) -> str:
+    """Return the version of what a workload is of, "not installed" without it."""
+    try:
+        return importlib.metadata.version(WORKLOADS[name][1])
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
