@@ -31,9 +31,10 @@ module.exports = {
   roots: ['<rootDir>/src'],
   testRegex: '/__tests__/.*\\.spec\\.tsx?$',
   setupFiles: ['<rootDir>/jest.setup.js'],
+  setupFilesAfterEnv: ['<rootDir>/jest.console.js'],
   moduleNameMapper: {
     '\\.(css|less)$': '<rootDir>/jest.empty.js',
-    '\\.svg$': '<rootDir>/jest.empty.js'
+    '\\.svg$': '<rootDir>/jest.svg.js'
   },
   transform: {
     '^.+\\.(t|j)sx?$': [
@@ -47,9 +48,9 @@ module.exports = {
           moduleResolution: 'node',
           target: 'ES2022',
           lib: ['DOM', 'DOM.Iterable', 'ES2022'],
-          skipLibCheck: true
+          skipLibCheck: true,
+          isolatedModules: true
         },
-        isolatedModules: true,
         diagnostics: false
       }
     ]

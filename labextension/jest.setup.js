@@ -15,6 +15,8 @@ globalThis.fetch ??= () => Promise.reject(new Error('a test reached the network'
 globalThis.Request ??= class {};
 globalThis.Response ??= class {};
 globalThis.Headers ??= class {};
+globalThis.requestIdleCallback ??= told => setTimeout(told);
+navigator.clipboard ??= {};
 globalThis.matchMedia ??= () => ({
   matches: false,
   addListener() {},

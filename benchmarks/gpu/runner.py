@@ -60,8 +60,8 @@ def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]
         }
         with log.open("wb") as out:
             process = subprocess.Popen(
-                _command(item, report, quick=quick, real=real), cwd=ROOT, env=environment, stdout=out,
-                stderr=out, stdin=subprocess.DEVNULL, start_new_session=True,
+                _command(item, report, quick=quick, real=real), cwd=ROOT, env=environment,
+                stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
             try:
                 code: int | None = process.wait(item.bound)

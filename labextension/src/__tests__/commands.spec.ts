@@ -2,19 +2,13 @@
 // Distributed under the terms of the Modified BSD License.
 
 import { Notification } from '@jupyterlab/apputils';
-import { nullTranslator } from '@jupyterlab/translation';
 import { CommandRegistry } from '@lumino/commands';
 
 import { addCommands, CommandIDs } from '../commands';
 import { PoolModel } from '../model';
 import { describeWait } from '../words';
-import { answer, asked, FakeServices, FakeSocket, pool, reset, session } from './fake';
-
-// Dialogs are drawn in it; jsdom lacks it.
-globalThis.requestIdleCallback = draw =>
-  Number(setTimeout(() => draw({ didTimeout: false, timeRemaining: () => 0 })));
-
-const trans = nullTranslator.load('jupyter_gpupool');
+import { aPool, aSession, trans } from './defaults';
+import { answer, asked, FakeServices, FakeSocket, reset } from './fake';
 
 const WAIT = {
   waiting: true,
@@ -206,10 +200,10 @@ describe('the commands', () => {
   test('asking shows what is allowed, and asks for bytes', async () => {
     services.start('a');
     // Of two GPUs a session may have less of each than one that has one.
-    const two = { ...session('a').request, devices: 2 };
+    const two = { ...aSession().request, devices: 2 };
     const most_bytes = 6 * 1024 ** 3;
     FakeSocket.one.snapshot(
-      pool({ sessions: [session('a', { request: two, most_bytes })] })
+      aPool({ sessions: [aSession({ id: 'a', request: two, most_bytes })] })
     );
     const done = commands.execute(CommandIDs.ask);
     const open = await dialog();
@@ -227,8 +221,8 @@ describe('the commands', () => {
   test('asking for what it has asks for exactly that', async () => {
     services.start('a');
     const memory = 1500 * 1024 ** 2;
-    const request = { ...session('a').request, memory };
-    FakeSocket.one.snapshot(pool({ sessions: [session('a', { request })] }));
+    const request = { ...aSession().request, memory };
+    FakeSocket.one.snapshot(aPool({ sessions: [aSession({ id: 'a', request })] }));
     const done = commands.execute(CommandIDs.ask);
     press(await dialog(), '.jp-mod-accept');
     expect(await done).toBe(true);
@@ -238,7 +232,7 @@ describe('the commands', () => {
   test('asking takes the bound as shown, and asks again with what was wrong', async () => {
     services.start('a');
     const most_bytes = Math.round(23.68 * 1024 ** 3);
-    FakeSocket.one.snapshot(pool({ sessions: [session('a', { most_bytes })] }));
+    FakeSocket.one.snapshot(aPool({ sessions: [aSession({ id: 'a', most_bytes })] }));
     const done = commands.execute(CommandIDs.ask);
     const first = await dialog();
     first.querySelector('input')!.value = '25';

@@ -5,92 +5,10 @@
 import { ServerConnection } from '@jupyterlab/services';
 import { Signal } from '@lumino/signaling';
 
-import type { Delta, IDevice, IPool, ISession } from '../api';
+import type { Delta, IPool } from '../api';
 import type { PoolModel } from '../model';
 import { PROVISIONER } from '../tokens';
-
-const GIB = 1024 ** 3;
-
-export function device(index: number, more: Partial<IDevice> = {}): IDevice {
-  return {
-    uuid: `GPU-${index}`,
-    index,
-    name: 'Emulated GPU',
-    emulated: true,
-    tier: 'suspend',
-    can_suspend: true,
-    memory_total: 8 * GIB,
-    memory_capacity: 8 * GIB,
-    memory_granted: 0,
-    memory_foreign: 0,
-    memory_free: 8 * GIB,
-    memory_used: null,
-    utilisation: null,
-    drained_reason: '',
-    ...more
-  };
-}
-
-export function session(id: string, more: Partial<ISession> = {}): ISession {
-  return {
-    id,
-    state: 'active',
-    priority: 'interactive',
-    granted_bytes: 8 * GIB,
-    device: 'GPU-0',
-    devices: ['GPU-0'],
-    slices: [{ device: 'GPU-0', granted_bytes: 8 * GIB, used_bytes: 6 * GIB }],
-    queue_position: null,
-    mine: true,
-    here: true,
-    label: `${id}.ipynb`,
-    kernel_id: `kernel-${id}`,
-    opened_at: 900,
-    attach: 'lazy',
-    footprint_bytes: 6 * GIB,
-    used_bytes: 6 * GIB,
-    suspended_bytes: 0,
-    request: {
-      memory: 8 * GIB,
-      limit: 8 * GIB,
-      devices: 1,
-      compute: null,
-      priority: 'interactive'
-    },
-    queue_length: null,
-    eta_seconds: null,
-    wait_reason: '',
-    pinned_reason: '',
-    idle_seconds: 0,
-    leaves_at: null,
-    stays_reason: '',
-    most_bytes: 8 * GIB,
-    keep_until: null,
-    attached_seconds_total: 0,
-    wait_seconds_total: 0,
-    suspends: 0,
-    resumes: 0,
-    migrations: 0,
-    ...more
-  };
-}
-
-export function pool(more: Partial<IPool> = {}): IPool {
-  return {
-    version: '0.1.0',
-    now: 1000,
-    emulated: true,
-    machine: '2x8GiB',
-    devices: [device(0), device(1)],
-    sessions: [session('a'), session('b')],
-    queue_length: 0,
-    host: { budget_bytes: 16 * GIB, used_bytes: 0, available_bytes: null },
-    settings: { idle_timeout: 60 },
-    limits: { memory: 8 * GIB, devices: 2, max_wait: null, priorities: [] },
-    problem: '',
-    ...more
-  };
-}
+import { aPool } from './defaults';
 
 /** One websocket: what the page opened, and the server's end of it. */
 export class FakeSocket {
@@ -110,7 +28,7 @@ export class FakeSocket {
     this.onmessage?.({ data: JSON.stringify(message) });
   }
 
-  snapshot(view: IPool = pool()): void {
+  snapshot(view: IPool = aPool()): void {
     this.say({ type: 'snapshot', snapshot: view });
   }
 
@@ -261,7 +179,7 @@ export function reset(): void {
   FakeSocket.all = [];
   asked.length = 0;
   answer.status = 200;
-  answer.body = pool();
+  answer.body = aPool();
   visibility = 'visible';
   Object.defineProperty(document, 'visibilityState', {
     configurable: true,

@@ -2,17 +2,14 @@
 // Distributed under the terms of the Modified BSD License.
 
 import { PageConfig } from '@jupyterlab/coreutils';
-import { nullTranslator } from '@jupyterlab/translation';
 
 import type { IPool } from '../api';
 import { PATIENCE } from '../api';
 import { LAST_LOOK, PoolModel } from '../model';
 import { HIDDEN_AFTER, HIDDEN_INTERVAL, LASTING, pause } from '../stream';
 import type { Change, IPoolModel } from '../tokens';
-import { answer, asked, device, FakeServices, FakeSocket, pool, reset } from './fake';
-import { session, show } from './fake';
-
-const trans = nullTranslator.load('jupyter_gpupool');
+import { aDevice, aPool, aSession, trans } from './defaults';
+import { answer, asked, FakeServices, FakeSocket, reset, show } from './fake';
 
 let services: FakeServices;
 let model: PoolModel;
@@ -73,7 +70,7 @@ describe('who needs it', () => {
     FakeSocket.one.snapshot();
     services.end();
     expect(model.live).toBe(false);
-    answer.body = pool({ now: 1001, sessions: [] });
+    answer.body = aPool({ now: 1001, sessions: [] });
     await jest.advanceTimersByTimeAsync(LAST_LOOK - 1);
     expect(asked).toEqual([]);
     expect(model.session('kernel-a')).not.toBeNull();
@@ -139,7 +136,7 @@ describe('what is said', () => {
     expect(changes).toEqual([]);
     await frame();
     expect(changes).toEqual([{ all: true }]);
-    expect(model.view).toEqual(pool());
+    expect(model.view).toEqual(aPool());
     expect(model.broker.status).toBe('up');
     expect(model.session('kernel-b')?.id).toBe('b');
     expect(model.session('kernel-c')).toBeNull();
@@ -148,8 +145,12 @@ describe('what is said', () => {
   test('a delta replaces what changed and nothing else', async () => {
     const socket = await live();
     const before = model.view!;
-    const young = session('b', { state: 'idle' });
-    socket.delta({ now: 1001, queue_length: 3, sessions: [young, session('c')] });
+    const young = aSession({ id: 'b', state: 'idle' });
+    socket.delta({
+      now: 1001,
+      queue_length: 3,
+      sessions: [young, aSession({ id: 'c' })]
+    });
     const after = model.view!;
     expect(after).not.toBe(before);
     expect(before.sessions).toHaveLength(2);
@@ -168,11 +169,11 @@ describe('what is said', () => {
 
   test('the deltas of one frame are one change', async () => {
     const socket = await live();
-    socket.delta({ now: 1001, sessions: [session('c')], queue_length: 1 });
-    socket.delta({ now: 1002, sessions: [session('b', { state: 'idle' })] });
-    socket.delta({ now: 1003, devices: [device(0, { utilisation: 7 })] });
+    socket.delta({ now: 1001, sessions: [aSession({ id: 'c' })], queue_length: 1 });
+    socket.delta({ now: 1002, sessions: [aSession({ id: 'b', state: 'idle' })] });
+    socket.delta({ now: 1003, devices: [aDevice({ utilisation: 7 })] });
     socket.delta({ now: 1004, removed: ['c', 'a'] });
-    socket.delta({ now: 1005, sessions: [session('a', { state: 'queued' })] });
+    socket.delta({ now: 1005, sessions: [aSession({ id: 'a', state: 'queued' })] });
     expect(changes).toEqual([]);
     await frame();
     expect(changes).toHaveLength(1);
@@ -196,7 +197,7 @@ describe('what is said', () => {
   test('a snapshot among deltas makes a change of everything', async () => {
     const socket = await live();
     socket.delta({ now: 1001, queue_length: 1 });
-    socket.snapshot(pool({ now: 1002 }));
+    socket.snapshot(aPool({ now: 1002 }));
     await frame();
     expect(changes).toEqual([{ all: true }]);
   });
@@ -208,7 +209,7 @@ describe('what is said', () => {
     'of two sessions of a restarted kernel, the younger told %s',
     async (_, at, id) => {
       const socket = await live();
-      const other = session('z', { kernel_id: 'kernel-a', opened_at: at });
+      const other = aSession({ id: 'z', kernel_id: 'kernel-a', opened_at: at });
       socket.delta({ now: 1001, sessions: [other] });
       expect(model.session('kernel-a')?.id).toBe(id);
     }
@@ -216,7 +217,7 @@ describe('what is said', () => {
 
   test('sessions of others are not found by kernel', async () => {
     const socket = await live();
-    const other = { ...session('a'), mine: false } as never;
+    const other = { ...aSession(), mine: false } as never;
     socket.delta({ now: 1001, sessions: [other] });
     expect(model.session('kernel-a')).toBeNull();
   });
@@ -275,7 +276,7 @@ describe('away and back', () => {
     expect(changes).toEqual([{ all: true }]);
     socket.say({ type: 'broker', available: true });
     expect(model.broker.status).toBe('away');
-    socket.snapshot(pool({ now: 2000 }));
+    socket.snapshot(aPool({ now: 2000 }));
     await frame();
     expect(model.broker).toEqual({ status: 'up', message: '', nextStep: '' });
     expect(model.view?.now).toBe(2000);
@@ -335,7 +336,7 @@ describe('away and back', () => {
     services.start('a');
     FakeSocket.one.drop();
     await frame();
-    expect(model.view).toEqual(pool());
+    expect(model.view).toEqual(aPool());
     expect(model.broker.status).toBe('up');
   });
 
@@ -421,7 +422,7 @@ describe('hidden pages', () => {
     show('hidden');
     await jest.advanceTimersByTimeAsync(HIDDEN_AFTER);
     expect(FakeSocket.open).toEqual([]);
-    answer.body = pool({ now: 5000 });
+    answer.body = aPool({ now: 5000 });
     await jest.advanceTimersByTimeAsync(3 * HIDDEN_INTERVAL + 1000);
     expect(asked.length).toBeGreaterThanOrEqual(3);
     expect(asked.length).toBeLessThanOrEqual(4);
@@ -430,7 +431,7 @@ describe('hidden pages', () => {
     expect(changes.length).toBeGreaterThan(0);
     const before = asked.length;
     show('visible');
-    FakeSocket.one.snapshot(pool({ now: 6000 }));
+    FakeSocket.one.snapshot(aPool({ now: 6000 }));
     await jest.advanceTimersByTimeAsync(3 * HIDDEN_INTERVAL);
     expect(asked).toHaveLength(before);
     expect(model.view?.now).toBe(6000);
@@ -469,7 +470,7 @@ describe('found', () => {
     told({ found: false, reason: 'No driver.' });
     await live();
     expect(model.found).toEqual({ found: true, reason: '' });
-    FakeSocket.one.snapshot(pool({ devices: [], problem: 'They fell off the bus.' }));
+    FakeSocket.one.snapshot(aPool({ devices: [], problem: 'They fell off the bus.' }));
     expect(model.found).toEqual({ found: false, reason: 'They fell off the bus.' });
     told(null);
   });
@@ -477,7 +478,7 @@ describe('found', () => {
 
 test('a request that was overtaken by the websocket changes nothing', async () => {
   const socket = await live();
-  answer.body = pool({ now: 1 });
+  answer.body = aPool({ now: 1 });
   const asking = model.refresh();
   socket.delta({ now: 1001, queue_length: 1 });
   await asking;
@@ -488,10 +489,10 @@ test('of two requests that cross, the younger answer is kept', async () => {
   let late: (view: IPool) => void = () => undefined;
   const ask = jest.spyOn(model.client, 'pool');
   ask.mockReturnValueOnce(new Promise(resolve => (late = resolve)));
-  ask.mockResolvedValueOnce(pool({ now: 2000 }));
+  ask.mockResolvedValueOnce(aPool({ now: 2000 }));
   const [first, second] = [model.refresh(), model.refresh()];
   await second;
-  late(pool({ now: 1990 }));
+  late(aPool({ now: 1990 }));
   await first;
   expect(model.view?.now).toBe(2000);
 });
@@ -503,7 +504,7 @@ test('after it was away, a broker whose clock was set back is believed', async (
   await model.refresh();
   expect(model.broker.status).toBe('away');
   answer.status = 200;
-  answer.body = pool({ now: 5 });
+  answer.body = aPool({ now: 5 });
   await model.refresh();
   expect(model.view?.now).toBe(5);
 });

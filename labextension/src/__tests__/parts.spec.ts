@@ -4,7 +4,6 @@
 import type { JupyterFrontEnd } from '@jupyterlab/application';
 import { Notification } from '@jupyterlab/apputils';
 import { PageConfig } from '@jupyterlab/coreutils';
-import { nullTranslator } from '@jupyterlab/translation';
 import { CommandRegistry } from '@lumino/commands';
 import { Signal } from '@lumino/signaling';
 
@@ -17,24 +16,8 @@ import { IdleWarnings, warning } from '../notify';
 import { RunningSlices } from '../running';
 import { PoolSettings } from '../settings';
 import { localTime, timeOfDay } from '../words';
-import {
-  answer,
-  asked,
-  FakeServices,
-  FakeSocket,
-  pool,
-  reset,
-  session,
-  show
-} from './fake';
-
-// Dialogs are drawn in it; jsdom lacks it.
-globalThis.requestIdleCallback = draw =>
-  Number(setTimeout(() => draw({ didTimeout: false, timeRemaining: () => 0 })));
-
-const GIB = 1024 ** 3;
-
-const trans = nullTranslator.load('jupyter_gpupool');
+import { aPool, aSession, GIB, trans } from './defaults';
+import { answer, asked, FakeServices, FakeSocket, reset, show } from './fake';
 
 let services: FakeServices;
 let model: PoolModel;
@@ -55,7 +38,7 @@ afterEach(() => {
 /** A server with the kernels `a` and `b`, and these sessions. */
 async function live(...sessions: ISession[]): Promise<FakeSocket> {
   services.start('a');
-  FakeSocket.one.snapshot(pool({ sessions }));
+  FakeSocket.one.snapshot(aPool({ sessions }));
   await frame();
   return FakeSocket.one;
 }
@@ -68,7 +51,7 @@ const name = (kernelId: string) =>
   services.sessions.models.find(s => s.kernel?.id === kernelId) ?? null;
 
 describe('the idle warning', () => {
-  const idle = session('a', { state: 'idle', leaves_at: 1020 });
+  const idle = aSession({ id: 'a', state: 'idle', leaves_at: 1020 });
   const said = {
     kernel_id: 'kernel-a',
     seconds_left: 20,
@@ -147,14 +130,14 @@ describe('the idle warning', () => {
   });
 
   test.each([
-    ['is active again', session('a')],
+    ['is active again', aSession()],
     ['is kept', { ...idle, leaves_at: 1600 }],
     ['cannot leave', { ...idle, stays_reason: 'Full.', leaves_at: null }],
     ['is pinned', { ...idle, pinned_reason: 'shared memory', leaves_at: null }],
-    ['has left', session('a', { state: 'detaching' })]
+    ['has left', aSession({ id: 'a', state: 'detaching' })]
   ])('is taken back when the kernel %s', async (_, now) => {
     const socket = await warn();
-    socket.delta({ now: 1001, sessions: [session('b')] });
+    socket.delta({ now: 1001, sessions: [aSession({ id: 'b' })] });
     await frame();
     expect(shown()).toHaveLength(1);
     socket.delta({ now: 1002, sessions: [now] });
@@ -177,7 +160,7 @@ describe('the idle warning', () => {
   test('sent again it is not shown again, also to who has closed it', async () => {
     const socket = await warn();
     const [first] = shown();
-    socket.snapshot(pool({ now: 1011, sessions: [idle] }));
+    socket.snapshot(aPool({ now: 1011, sessions: [idle] }));
     socket.say({ type: 'idle', data: { ...said, seconds_left: 9 } });
     await frame();
     expect(shown().map(n => n.id)).toEqual([first!.id]);
@@ -237,7 +220,7 @@ describe('history', () => {
     await frame();
     const histories = () => asked.filter(one => one === 'GET history').length;
     const then = histories();
-    answer.body = pool();
+    answer.body = aPool();
     services.end();
     await jest.advanceTimersByTimeAsync(10 * INTERVAL);
     expect(histories()).toBe(then);
@@ -262,23 +245,24 @@ describe('among all that runs', () => {
     manager.runningChanged.connect(changes);
     expect(manager.running()).toEqual([]);
     const socket = await live(
-      session('a'),
-      session('q', {
+      aSession(),
+      aSession({
+        id: 'q',
         state: 'queued',
         queue_position: 2,
         eta_seconds: 40,
         devices: []
       }),
-      session('d', { state: 'detached', devices: [] }),
-      session('i', { state: 'idle', leaves_at: 1020 }),
-      session('elsewhere', { here: false }),
-      { ...session('other'), mine: false } as never
+      aSession({ id: 'd', state: 'detached', devices: [] }),
+      aSession({ id: 'i', state: 'idle', leaves_at: 1020 }),
+      aSession({ id: 'elsewhere', here: false }),
+      { ...aSession({ id: 'other' }), mine: false } as never
     );
     expect(manager.running().map(i => [i.label(), i.detail?.(), !!i.shutdown])).toEqual(
       [
         ['a.ipynb', '6.0 of 8.0 GiB on GPU 0', true],
-        ['q.ipynb', 'Waiting: 2nd, ~40 s', false],
-        ['i.ipynb', 'Idle on GPU 0', true]
+        ['label of q', 'Waiting: 2nd, ~40 s', false],
+        ['label of i', 'Idle on GPU 0', true]
       ]
     );
     const before = changes.mock.calls.length;
@@ -289,9 +273,9 @@ describe('among all that runs', () => {
     socket.delta({
       now: 1001.5,
       sessions: [
-        { ...session('other', { state: 'idle' }), mine: false as never },
-        session('elsewhere', { here: false, state: 'idle' }),
-        session('a', { busy: 3 } as never)
+        { ...aSession({ id: 'other', state: 'idle' }), mine: false as never },
+        aSession({ id: 'elsewhere', here: false, state: 'idle' }),
+        aSession({ id: 'a', busy: 3 } as never)
       ]
     });
     await frame();
@@ -299,7 +283,7 @@ describe('among all that runs', () => {
     socket.delta({ now: 1002, removed: ['i'] });
     await frame();
     expect(changes).toHaveBeenCalledTimes(before + 1);
-    socket.delta({ now: 1003, sessions: [session('a', { used_bytes: 7 * GIB })] });
+    socket.delta({ now: 1003, sessions: [aSession({ id: 'a', used_bytes: 7 * GIB })] });
     await frame();
     expect(changes).toHaveBeenCalledTimes(before + 2);
     manager.running()[0]?.open?.();
@@ -387,7 +371,7 @@ describe('the launcher', () => {
     });
 
     test('if it has none, in its words', async () => {
-      answer.body = pool({ devices: [], problem: 'They fell off the bus.' });
+      answer.body = aPool({ devices: [], problem: 'They fell off the bus.' });
       const done = commands.execute(NO_GPU);
       let dialog: HTMLElement | null = null;
       while (dialog === null) {
@@ -404,7 +388,7 @@ describe('the launcher', () => {
 
 test('a client asks for what it is told to ask for', async () => {
   const client = new PoolClient(services.serverSettings);
-  answer.body = pool() satisfies IPool;
+  answer.body = aPool() satisfies IPool;
   await client.change('a/b', { memory: 1 });
   expect(asked).toEqual(['PATCH sessions/a%2Fb {"memory":1}']);
 });

@@ -1,8 +1,6 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-import { nullTranslator } from '@jupyterlab/translation';
-
 import type { ISession } from '../api';
 import {
   about,
@@ -15,12 +13,9 @@ import {
   say,
   timeOfDay
 } from '../words';
-import { device, session } from './fake';
+import { aDevice, aSession, GIB, trans } from './defaults';
 
 const MIB = 1024 ** 2;
-const GIB = 1024 ** 3;
-const trans = nullTranslator.load('jupyter_gpupool');
-
 describe('sizes', () => {
   test.each([
     [0, '0.0 GiB'],
@@ -88,7 +83,7 @@ test('ordinals', () => {
 });
 
 test('devices by their numbers', () => {
-  const devices = [device(0), device(1)];
+  const devices = [aDevice(), aDevice({ index: 1 })];
   expect(gpus(trans, ['GPU-1'], devices)).toBe('GPU 1');
   expect(gpus(trans, ['GPU-1', 'GPU-0'], devices)).toBe('GPUs 0, 1');
   expect(gpus(trans, ['GPU-9'], devices)).toBe('GPU ?');
@@ -99,8 +94,8 @@ describe('a session', () => {
   const of = (changes: Partial<ISession> | null) =>
     say(
       trans,
-      changes && session('a', changes),
-      [device(0), device(1), device(2, { can_suspend: false })],
+      changes && aSession(changes),
+      [aDevice(), aDevice({ index: 1 }), aDevice({ index: 2, can_suspend: false })],
       NOW
     );
   const idle = { state: 'idle' } as const;

@@ -2,155 +2,51 @@
 // Distributed under the terms of the Modified BSD License.
 
 /** A pool without a server: the interfaces that the panel is drawn from. */
-import { nullTranslator } from '@jupyterlab/translation';
 import { DisposableDelegate } from '@lumino/disposable';
 import type { IDisposable } from '@lumino/disposable';
 import { Signal } from '@lumino/signaling';
 
+import {
+  aDevice,
+  anotherSession,
+  aPool,
+  aSession,
+  GIB,
+  NOTHING,
+  NOW,
+  trans
+} from '../../__tests__/defaults';
 import type {
   IAnySession,
   IDevice,
   IHistory,
+  IIdleWarning,
   IPool,
   ISession,
-  ISlice
+  PoolClient
 } from '../../api';
-import type { PoolClient } from '../../api';
 import type { Change, IBroker, IPoolModel, IPoolSettings } from '../../tokens';
-import type { IIdleWarning } from '../../api';
 import { isMine } from '../../tokens';
 import type { IName } from '../arrange';
 import type { IDocuments } from '../documents';
 import type { IPast } from '../tools';
 
-export const GIB = 1024 ** 3;
-export const NOW = 1_790_000_000;
+export { GIB, NOTHING, NOW, trans };
 
-export const trans = nullTranslator.load('jupyter_gpupool');
+export const device = (index: number, more: Partial<IDevice> = {}) =>
+  aDevice({ index, ...more });
 
-export function device(index: number, changed: Partial<IDevice> = {}): IDevice {
-  return {
-    uuid: `GPU-${index}`,
-    index,
-    name: 'NVIDIA A100',
-    emulated: false,
-    tier: 'guarded',
-    can_suspend: true,
-    memory_total: 16 * GIB,
-    memory_capacity: 15 * GIB,
-    memory_granted: 0,
-    memory_foreign: 0,
-    memory_free: 15 * GIB,
-    memory_used: null,
-    utilisation: 43,
-    drained_reason: '',
-    ...changed
-  };
-}
+export const mine = (id: string, more: Partial<ISession> = {}) =>
+  aSession({ id, ...more });
 
-export function other(id: string, changed: Partial<IAnySession> = {}): IAnySession {
-  const session = {
-    id,
-    state: 'active',
-    priority: 'batch',
-    granted_bytes: 4 * GIB,
-    device: 'GPU-0',
-    devices: ['GPU-0'],
-    queue_position: null,
-    mine: false,
-    here: false,
-    ...changed
-  } as const;
-  return { slices: even(session), ...session };
-}
+export const other = (id: string, more: Partial<IAnySession> = {}) =>
+  anotherSession({ id, ...more });
 
-export function mine(id: string, changed: Partial<ISession> = {}): ISession {
-  const session = {
-    id,
-    state: 'active',
-    priority: 'interactive',
-    granted_bytes: 8 * GIB,
-    device: 'GPU-0',
-    devices: ['GPU-0'],
-    queue_position: null,
-    mine: true,
-    here: true,
-    label: `label of ${id}`,
-    kernel_id: `kernel-${id}`,
-    opened_at: NOW - 60,
-    attach: 'lazy',
-    footprint_bytes: null,
-    used_bytes: 6 * GIB,
-    suspended_bytes: 0,
-    request: {
-      memory: 8 * GIB,
-      limit: 8 * GIB,
-      devices: 1,
-      compute: null,
-      priority: 'interactive'
-    },
-    queue_length: null,
-    eta_seconds: null,
-    wait_reason: '',
-    pinned_reason: '',
-    idle_seconds: 0,
-    leaves_at: null,
-    stays_reason: '',
-    most_bytes: 15 * GIB,
-    keep_until: null,
-    attached_seconds_total: 0,
-    wait_seconds_total: 0,
-    suspends: 0,
-    resumes: 0,
-    migrations: 0,
-    ...changed
-  } as const;
-  const used = session.used_bytes;
-  const slices = even(session).map(slice => ({
-    ...slice,
-    used_bytes: used === null ? null : used / session.devices.length
-  }));
-  return { slices, ...session };
-}
-
-/** As a session has them that did not grow. */
-function even(session: {
-  readonly devices: readonly string[];
-  readonly granted_bytes: number;
-}): ISlice[] {
-  return session.devices.map(on => ({
-    device: on,
-    granted_bytes: session.granted_bytes / session.devices.length
-  }));
-}
-
-export const NOTHING = {
-  granted_bytes: 0,
-  device: null,
-  devices: [],
-  used_bytes: null
-} as const;
-
-export function pool(
+export const pool = (
   devices: readonly IDevice[],
   sessions: IPool['sessions'] = [],
-  changed: Partial<IPool> = {}
-): IPool {
-  return {
-    version: '1',
-    now: NOW,
-    emulated: false,
-    machine: 'm',
-    devices,
-    sessions,
-    queue_length: sessions.filter(session => session.state === 'queued').length,
-    host: { budget_bytes: 32 * GIB, used_bytes: 0, available_bytes: 64 * GIB },
-    settings: {},
-    limits: { memory: 15 * GIB, devices: 1, max_wait: null, priorities: [] },
-    problem: '',
-    ...changed
-  };
-}
+  more: Partial<IPool> = {}
+) => aPool({ devices, sessions, ...more });
 
 export function history(changed: Partial<IHistory> = {}): IHistory {
   return {
@@ -158,7 +54,7 @@ export function history(changed: Partial<IHistory> = {}): IHistory {
     interval: 1,
     kernels: {},
     devices: {},
-    usage: { since: NOW - 7560, attached_seconds: 1440, kernel_seconds: 7560 },
+    usage: { since: 0, attached_seconds: 1440, kernel_seconds: 7560 },
     ...changed
   };
 }

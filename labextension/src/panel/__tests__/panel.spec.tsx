@@ -374,6 +374,12 @@ describe('the queue', () => {
 
 describe('my kernels', () => {
   const kernels = () => region('My kernels on this server');
+  /** Press a button, and let the answer come. */
+  const press = (name: RegExp) =>
+    act(() => {
+      fireEvent.click(kernels().getByRole('button', { name }));
+      return Promise.resolve();
+    });
 
   it('say their state, and lead to their document', () => {
     const { opened } = show(
@@ -448,25 +454,18 @@ describe('my kernels', () => {
 
   it('are released and kept, and what comes of it is said', async () => {
     const { model } = show(pool([device(0)], [mine('a')]));
-    const click = async (name: RegExp) => {
-      await act(async () => {
-        fireEvent.click(kernels().getByRole('button', { name }));
-        await Promise.resolve();
-      });
-      await act(() => Promise.resolve());
-    };
-    await click(/^Release/);
+    await press(/^Release/);
     expect(kernels().getByRole('status').textContent).toBe('Done.');
     model.answer = () =>
       Promise.reject(new PoolError('It is in use.', 'busy', 'Wait for the cell.', 409));
-    await click(/^Keep for 10 min/);
+    await press(/^Keep for 10 min/);
     expect(kernels().getByRole('status').textContent).toBe(
       'It is in use. Wait for the cell.'
     );
     expect(model.asked).toEqual(['release kernel-a', 'keep kernel-a 600']);
   });
 
-  it('are kept for as long as the settings say, until that time or until told', () => {
+  it('are kept for as long as the settings say, until that time or until told', async () => {
     jest.useFakeTimers();
     try {
       const view = pool([device(0)], [mine('a')]);
@@ -477,7 +476,9 @@ describe('my kernels', () => {
       act(() => settings.changed.emit());
       expect(button().textContent).toBe('Keep for 25 min');
       expect(button().getAttribute('aria-label')).toContain('Keep for 25 min');
-      fireEvent.click(button());
+      await press(/^Keep for 25 min/);
+      // The answer goes by itself, with its timer.
+      act(() => jest.advanceTimersByTime(SHOWN));
 
       again(pool([device(0)], [mine('a', { keep_until: NOW + 1500 })]));
       kernels().getByText(`Kept until ${clockAt(1500)}, even when idle.`);
@@ -491,11 +492,11 @@ describe('my kernels', () => {
     }
   });
 
-  it('are no longer kept when told', () => {
+  it('are no longer kept when told', async () => {
     const { model } = show(pool([device(0)], [mine('a', { keep_until: NOW + 60 })]));
     const button = kernels().getByRole('button', { name: /^Stop keeping/ });
     expect(button.textContent).toBe('Stop keeping');
-    fireEvent.click(button);
+    await press(/^Stop keeping/);
     expect(model.asked).toEqual(['keep kernel-a 0']);
   });
 
@@ -503,14 +504,8 @@ describe('my kernels', () => {
     jest.useFakeTimers();
     try {
       const { model, again } = show(pool([device(0)], [mine('a', { state: 'idle' })]));
-      const settle = () => act(() => Promise.resolve());
       const said = () => kernels().getByRole('status').textContent;
-      const release = async () => {
-        fireEvent.click(kernels().getByRole('button', { name: /^Release/ }));
-        await settle();
-        await settle();
-      };
-      await release();
+      await press(/^Release/);
       again(pool([device(0)], [mine('a', { state: 'detaching' })]));
       expect(said()).toBe('Done.');
       act(() => jest.advanceTimersByTime(SHOWN));
@@ -518,12 +513,12 @@ describe('my kernels', () => {
 
       again(pool([device(0)], [mine('a')]));
       model.answer = () => Promise.reject(new PoolError('No.', 'busy', 'Wait.', 409));
-      await release();
+      await press(/^Release/);
       again(pool([device(0)], [mine('a', { state: 'idle' })]));
       act(() => jest.advanceTimersByTime(10 * SHOWN));
       expect(said()).toBe('No. Wait.');
       model.answer = () => Promise.resolve({ note: 'Done.' });
-      await release();
+      await press(/^Release/);
       expect(said()).toBe('Done.');
     } finally {
       jest.useRealTimers();
@@ -541,7 +536,7 @@ describe('my kernels', () => {
     expect(model.asked).toHaveLength(1);
   });
 
-  it('without a slice have nothing to release, but their buttons stay', () => {
+  it('without a slice have nothing to release, but their buttons stay', async () => {
     const { model } = show(
       pool([device(0)], [mine('a', { ...NOTHING, state: 'detached' })])
     );
@@ -553,7 +548,7 @@ describe('my kernels', () => {
       'This kernel has no slice of a GPU now.'
     );
     // To keep what it will have is allowed.
-    fireEvent.click(kernels().getByRole('button', { name: /^Keep for 10 min/ }));
+    await press(/^Keep for 10 min/);
     expect(model.asked).toEqual(['keep kernel-a 600']);
   });
 

@@ -1,10 +1,11 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-import { act, screen } from '@testing-library/react';
 import { MessageLoop } from '@lumino/messaging';
 import { Widget } from '@lumino/widgets';
+import { act, screen } from '@testing-library/react';
 
+import { drawn } from '../../__tests__/drawn';
 import * as describing from '../describe';
 import { PanelWidget } from '../widget';
 import {
@@ -19,20 +20,13 @@ import {
   trans
 } from './fakes';
 
-// What browsers have and jsdom lacks.
-Object.assign(globalThis, {
-  requestIdleCallback: (told: () => void) => setTimeout(told),
-  IS_REACT_ACT_ENVIRONMENT: true
-});
-
 function made(changed: Partial<FakeModel> = {}) {
   const model = Object.assign(new FakeModel(pool([device(0)], [mine('a')])), changed);
   const past = new FakePast();
   const documents = new FakeDocuments();
   const settings = new FakeSettings();
   const panel = new PanelWidget({ model, past, settings, documents, trans });
-  const settle = () => act(() => MessageLoop.flush());
-  return { model, past, documents, panel, settle };
+  return { model, past, documents, panel };
 }
 
 describe('PanelWidget', () => {
@@ -40,11 +34,11 @@ describe('PanelWidget', () => {
 
   function attach(panel: PanelWidget): void {
     open = panel;
-    act(() => Widget.attach(panel, document.body));
+    drawn(() => Widget.attach(panel, document.body));
   }
 
   afterEach(() => {
-    act(() => open?.dispose());
+    drawn(() => open?.dispose());
     open = null;
   });
 
@@ -58,48 +52,42 @@ describe('PanelWidget', () => {
   });
 
   it('draws what the model and the documents tell', () => {
-    const { panel, model, documents, settle } = made();
+    const { panel, model, documents } = made();
     attach(panel);
     screen.getByText('label of a');
     documents.names.set('kernel-a', { name: 'a.ipynb', path: 'a.ipynb' });
-    act(() => documents.changed.emit());
-    settle();
+    drawn(() => documents.changed.emit());
     screen.getByText('a.ipynb');
-    act(() => model.change(pool([device(0), device(1)])));
-    settle();
+    drawn(() => model.change(pool([device(0), device(1)])));
     expect(screen.getAllByRole('listbox')).toHaveLength(2);
   });
 
   it('draws nothing, asks nothing and counts nothing while hidden', () => {
     jest.useFakeTimers();
     try {
-      const { panel, model, past, settle } = made();
+      const { panel, model, past } = made();
       panel.hide();
       attach(panel);
       const summary = jest.spyOn(describing, 'summary');
-      act(() => model.change(pool([device(0)])));
-      settle();
+      drawn(() => model.change(pool([device(0)])));
       expect(panel.node.childElementCount).toBe(0);
       expect([past.holders, model.refreshed]).toEqual([0, 0]);
 
       const idle = mine('a', { state: 'idle', leaves_at: NOW + 9 });
-      act(() => model.change(pool([device(0)], [idle])));
-      act(() => panel.show());
-      settle();
+      drawn(() => model.change(pool([device(0)], [idle])));
+      drawn(() => panel.show());
       expect(summary).toHaveBeenCalledTimes(1);
       expect(past.holders).toBe(1);
       act(() => jest.advanceTimersByTime(1));
       expect(jest.getTimerCount()).toBe(1);
 
-      act(() => panel.hide());
+      drawn(() => panel.hide());
       expect(past.holders).toBe(0);
       expect(jest.getTimerCount()).toBe(0);
-      act(() => model.change(pool([device(0), device(1)], [idle])));
-      settle();
+      drawn(() => model.change(pool([device(0), device(1)], [idle])));
       expect(summary).toHaveBeenCalledTimes(1);
 
-      act(() => panel.show());
-      settle();
+      drawn(() => panel.show());
       expect(screen.getAllByRole('listbox')).toHaveLength(2);
     } finally {
       jest.useRealTimers();
@@ -111,23 +99,22 @@ describe('PanelWidget', () => {
     panel.hide();
     attach(panel);
     expect(model.refreshed).toBe(0);
-    act(() => panel.show());
+    drawn(() => panel.show());
     expect(model.refreshed).toBe(1);
-    act(() => panel.hide());
-    act(() => panel.show());
+    drawn(() => panel.hide());
+    drawn(() => panel.show());
     expect(model.refreshed).toBe(2);
     expect(past.holders).toBe(1);
   });
 
   it('does not show a kernel as there when the last one has ended', () => {
-    const { panel, model, settle } = made();
+    const { panel, model } = made();
     attach(panel);
     screen.getByText('label of a');
     screen.getByText('1 GPU · 1 kernel has one · 0 wait');
     // Its end closes the connection, often before that tells of it.
     model.live = false;
-    act(() => model.changed.emit({ all: true }));
-    settle();
+    drawn(() => model.changed.emit({ all: true }));
     expect(screen.queryByText('label of a')).toBeNull();
     expect(screen.queryByRole('button', { name: /^Release/ })).toBeNull();
     screen.getByText('1 GPU · 0 kernels have one · 0 wait');
@@ -143,7 +130,7 @@ describe('PanelWidget', () => {
   it('takes the focus when it is shown by a command', () => {
     const { panel } = made();
     attach(panel);
-    act(() => MessageLoop.sendMessage(panel, Widget.Msg.ActivateRequest));
+    drawn(() => MessageLoop.sendMessage(panel, Widget.Msg.ActivateRequest));
     expect(document.activeElement).toBe(panel.node);
   });
 
@@ -156,7 +143,7 @@ describe('PanelWidget', () => {
     model.changed.emit({ all: true });
     documents.changed.emit();
     expect(update).toHaveBeenCalledTimes(2);
-    act(() => panel.dispose());
+    drawn(() => panel.dispose());
     update.mockClear();
     asked.mockClear();
     model.changed.emit({ all: true });

@@ -106,7 +106,7 @@ describe('what the popover says', () => {
         ]
       })
     );
-    model.shows({ devices: [device(), device({ uuid: 'GPU-2', index: 2 })] });
+    model.shows({ devices: [device(1), device(2)] });
     card(model);
     screen.getByText('GPU 1: 5.0 of 12.0 GiB · GPU 2: 8.0 GiB');
   });

@@ -5,6 +5,7 @@ import { CommandRegistry } from '@lumino/commands';
 import { Widget } from '@lumino/widgets';
 import { act, fireEvent, waitFor } from '@testing-library/react';
 
+import { drawn } from '../../__tests__/drawn';
 import { StatusItem } from '../../statusbar/item';
 import { Chip } from '../chip';
 import { PoolPopovers } from '../popovers';
@@ -19,13 +20,12 @@ beforeEach(() => {
     const seen = this.isConnected && !this.closest('.lm-mod-hidden');
     return (seen ? [{}] : []) as unknown as DOMRectList;
   });
-  Object.assign(globalThis, { requestIdleCallback: (f: () => void) => setTimeout(f) });
 });
 
 const made: Widget[] = [];
 
 afterEach(() => {
-  act(() => {
+  drawn(() => {
     for (const widget of made.splice(0)) {
       widget.dispose();
     }
@@ -157,7 +157,7 @@ describe('the popover', () => {
     const label = document.getElementById(found.getAttribute('aria-labelledby')!);
     expect(label?.textContent).toContain('This notebook has');
     await waitFor(() => expect(button().getAttribute('aria-expanded')).toBe('true'));
-    act(() => void fireEvent.keyDown(found, { key: 'Escape' }));
+    drawn(() => fireEvent.keyDown(found, { key: 'Escape' }));
     expect(dialog()).toBeNull();
     expect(document.activeElement).toBe(button());
     await waitFor(() => expect(button().getAttribute('aria-expanded')).toBe('false'));
@@ -166,7 +166,7 @@ describe('the popover', () => {
   it('closes with a second click, and with one beside it', async () => {
     const { button } = await chip(new FakeModel(session()));
     await opened(button());
-    act(() => button().click());
+    drawn(() => button().click());
     expect(dialog()).toBeNull();
     await opened(button());
     await until(
@@ -205,11 +205,11 @@ describe('the popover', () => {
   it('closes when its notebook is hidden or takes another kernel', async () => {
     const { widget, button, context } = await chip(new FakeModel(session()));
     await opened(button());
-    act(() => widget.hide());
+    drawn(() => widget.hide());
     expect(dialog()).toBeNull();
-    act(() => widget.show());
+    drawn(() => widget.show());
     await opened(button());
-    act(() => context.choose('python3'));
+    drawn(() => context.choose('python3'));
     expect(dialog()).toBeNull();
   });
 
@@ -217,7 +217,7 @@ describe('the popover', () => {
     const { popovers, context } = await chip(new FakeModel(session()));
     let done = popovers.openFor(new FakeContext().asContext());
     expect(done).toBe(false);
-    act(() => {
+    drawn(() => {
       done = popovers.openFor(context.asContext());
       popovers.openFor(context.asContext());
     });
@@ -228,7 +228,7 @@ describe('the popover', () => {
 
 describe('the status bar item', () => {
   const follow = (item: StatusItem, context: FakeContext | null) =>
-    act(() => item.follow(context as unknown as Parameters<StatusItem['follow']>[0]));
+    drawn(() => item.follow(context as unknown as Parameters<StatusItem['follow']>[0]));
 
   it('says the same of the notebook that it follows, and is inactive for others', async () => {
     const model = new FakeModel(session());

@@ -2,88 +2,35 @@
 // Distributed under the terms of the Modified BSD License.
 
 /** A pool and a notebook in memory: their views are set, their signals emitted by hand. */
-import { nullTranslator } from '@jupyterlab/translation';
 import { Signal } from '@lumino/signaling';
 
-import type { IDevice, IIdleWarning, IPool, ISession, PoolClient } from '../../api';
+import {
+  aDevice,
+  aPool,
+  aSession,
+  GIB,
+  NOTHING,
+  trans
+} from '../../__tests__/defaults';
+import type { IIdleWarning, IPool, ISession, PoolClient } from '../../api';
 import type { Change, IBroker, IPoolModel } from '../../tokens';
 import type { Followed } from '../watch';
 
-export const GIB = 1024 ** 3;
-export const trans = nullTranslator.load('jupyter_gpupool');
+export { GIB, trans };
 
-export function device(changes: Partial<IDevice> = {}): IDevice {
-  return {
-    uuid: 'GPU-1',
-    index: 1,
-    name: 'Emulated A100',
-    emulated: true,
-    tier: 'slice',
-    can_suspend: true,
-    memory_total: 40 * GIB,
-    memory_capacity: 39 * GIB,
-    memory_granted: 8 * GIB,
-    memory_foreign: 0,
-    memory_free: 31 * GIB,
-    memory_used: null,
-    utilisation: null,
-    drained_reason: '',
-    ...changes
-  };
-}
-
-export function session(changes: Partial<ISession> = {}): ISession {
-  return {
+/** Of the notebook's kernel. */
+export const session = (changes: Partial<ISession> = {}) =>
+  aSession({
     id: 's1',
-    state: 'active',
-    mine: true,
-    here: true,
-    label: 'a.ipynb',
     kernel_id: 'k1',
-    opened_at: 900,
-    attach: 'lazy',
-    priority: 'normal',
-    granted_bytes: 8 * GIB,
-    footprint_bytes: null,
-    used_bytes: 6 * GIB,
-    suspended_bytes: 0,
-    device: 'GPU-1',
     devices: ['GPU-1'],
-    slices: [{ device: 'GPU-1', granted_bytes: 8 * GIB, used_bytes: 6 * GIB }],
-    request: {
-      memory: 8 * GIB,
-      limit: 8 * GIB,
-      devices: 1,
-      compute: null,
-      priority: 'normal'
-    },
-    queue_position: null,
-    queue_length: null,
-    eta_seconds: null,
-    wait_reason: '',
-    pinned_reason: '',
-    idle_seconds: 0,
-    leaves_at: null,
-    stays_reason: '',
     most_bytes: 24 * GIB,
-    keep_until: null,
-    attached_seconds_total: 0,
-    wait_seconds_total: 0,
-    suspends: 0,
-    resumes: 0,
-    migrations: 0,
     ...changes
-  };
-}
+  });
 
-export const detached: Partial<ISession> = {
-  state: 'detached',
-  granted_bytes: 0,
-  used_bytes: null,
-  device: null,
-  devices: [],
-  slices: []
-};
+export const device = (index: number) => aDevice({ index, emulated: true });
+
+export const detached: Partial<ISession> = { ...NOTHING, state: 'detached' };
 
 export const queued: Partial<ISession> = {
   ...detached,
@@ -96,19 +43,7 @@ export const queued: Partial<ISession> = {
 
 export class FakeModel {
   constructor(...sessions: ISession[]) {
-    this.view = {
-      version: '0.1.0',
-      now: 1000,
-      emulated: true,
-      machine: 'a100',
-      devices: [device()],
-      sessions,
-      queue_length: 0,
-      host: { budget_bytes: 64 * GIB, used_bytes: 0, available_bytes: null },
-      settings: { idle_timeout: 60 },
-      limits: { memory: 24 * GIB, devices: 1, max_wait: null, priorities: ['normal'] },
-      problem: ''
-    };
+    this.view = aPool({ devices: [device(1)], sessions });
   }
 
   view: IPool | null;
