@@ -1,0 +1,4 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+module.exports = '<svg/>';

@@ -1,0 +1,13 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import { act } from '@testing-library/react';
+import { MessageLoop } from '@lumino/messaging';
+
+/** Do something, and draw what widgets have put off to the next turn of Lumino's loop. */
+export function drawn(does: () => unknown): void {
+  act(() => {
+    does();
+    MessageLoop.flush();
+  });
+}
