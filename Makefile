@@ -4,11 +4,13 @@
 # make run    set everything up, run the example notebook on the Pooled GPU kernel
 # make test   set everything up, lint, type-check, run all tests
 # make lab    open JupyterLab with the Pooled GPU kernel
+# make gpu    on a machine with an NVIDIA GPU and PyTorch: the suite and benchmarks that need them
 # make docs   build the documentation; make bench: the benchmarks; make test-long: the soaks
 # make ui     build the JupyterLab part after a change; make screenshots: its pictures in docs/
 
 PYTHON ?= python3
 VENV ?= .venv
+GPU_VENV ?= .venv-gpu
 BIN := $(VENV)/bin
 SOURCES := $(foreach part,emulator guard,$(wildcard jupyter_gpupool/$(part)/src/* \
   jupyter_gpupool/$(part)/src/*/* \
@@ -19,7 +21,7 @@ UI_HOME := $(VENV)/share/jupyter/labextensions/@jupyter-gpupool/labextension
 JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" PYTHON="$(abspath $(BIN))/python" jlpm
 
 .PHONY: run test test-python test-ui test-failed test-long lint lint-ui lab docs bench lock clean
-.PHONY: ui screenshots chromium
+.PHONY: ui screenshots chromium gpu
 
 $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -102,6 +104,22 @@ docs: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks
 
+# Sees the packages of $(PYTHON), PyTorch above all: these are gigabytes, and are those of the machine.
+$(GPU_VENV)/.ready: pyproject.toml hatch_build.py $(SOURCES)
+	@$(PYTHON) -c 'import torch' 2>/dev/null || \
+	  { echo "PyTorch is missing: name a Python that has it, make gpu PYTHON=/path/to/python3"; exit 1; }
+	@command -v cc >/dev/null || \
+	  { echo "A C compiler is missing (it builds the guard): apt-get install gcc libc6-dev"; exit 1; }
+	test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv --without-pip $(GPU_VENV)
+	$(PYTHON) -c 'import sys; print(*(f"import site; site.addsitedir({p!r})" for p in sys.path \
+	  if p.endswith("-packages")), sep="\n")' > $$(echo $(GPU_VENV)/lib/python3*/site-packages)/machine.pth
+	GPUPOOL_NO_LABEXTENSION=1 $(PYTHON) -m pip --python $(GPU_VENV)/bin/python install -q \
+	  --disable-pip-version-check -e ".[gpu]"
+	touch $@
+
+gpu: $(GPU_VENV)/.ready
+	$(GPU_VENV)/bin/python -m benchmarks.gpu $(GPU_ARGS)
+
 lock:
 	$(BIN)/python -m pip install -q uv
 	$(BIN)/uv pip compile -q --universal --python-version 3.10 --no-header --no-annotate \
@@ -109,5 +127,5 @@ lock:
 	  --extra test --extra docs --extra lab -o requirements/lock.txt
 
 clean:
-	rm -rf $(VENV) build dist docs/_build jupyter_gpupool/emulator/lib jupyter_gpupool/guard/lib \
+	rm -rf $(VENV) $(GPU_VENV) build dist docs/_build jupyter_gpupool/emulator/lib jupyter_gpupool/guard/lib \
 	  jupyter_gpupool/labextension labextension/lib labextension/node_modules
