@@ -268,13 +268,24 @@ class Link:
             self._ended.clear()
             try:
                 self._connect()
-            except GPUPoolError as error:
+            except Exception as error:
+                if not isinstance(error, GPUPoolError):
+                    # A fault of ours must not leave this kernel without a broker for ever.
+                    log.exception("The connection to the GPU pool broker failed; trying again")
+                    error = BrokerUnavailable(f"The connection to the broker failed: {error!r}.")
+                    self._hang_up()
                 self._went_down(error)
                 self._poke.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
             else:
                 pause = FIRST_PAUSE
                 self._ended.wait()
+
+    def _hang_up(self) -> None:
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
     def _connect(self) -> None:
         def closed(error: BrokerUnavailable) -> None:
@@ -332,11 +343,12 @@ class Link:
                 owed, self._owed = self._owed, None
                 self._client.start("request", **owed).add_done_callback(self._owed_answered)
             self._take_state(answer)
-            for wait in self._waits.values():
+            # Copies: an answer that is there at once is taken within the call, and ends its wait.
+            for wait in list(self._waits.values()):
                 self._ask(wait)
             if not self.attached:
                 # The new broker has taken the slice meanwhile: what runs needs it back.
-                for hold, kind in self._holds.items():
+                for hold, kind in list(self._holds.items()):
                     self._ask(Wait(hold, kind, lambda: None))
         self._changed()
 

@@ -162,10 +162,13 @@ def test_an_old_yield_is_refused(broker: ScriptedBroker, kernel: Kernel) -> None
     kernel.run("pass")
     broker.push("lease", state="detached", epoch=1, slices=[], reason="", pinned_reason="")
     broker.state = "detached"
+    broker.push("yield", epoch=1)
+    broker.wait_for("yielded")  # pushes are taken in order: it knows that it is detached
     kernel.run("pass")
+    assert broker.wait_for("hold", count=2)["wait"] is True
     broker.wait_for("drop", count=2)
     broker.push("yield", epoch=1)
-    assert broker.wait_for("yielded")["yielded"] is False
+    assert broker.wait_for("yielded", count=2)["yielded"] is False
 
 
 def test_a_new_device_is_made_visible(broker: ScriptedBroker, kernel: Kernel) -> None:

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 from scripted_broker import ScriptedBroker
 
+from jupyter_gpupool.client import Client
 from jupyter_gpupool.kernel.link import Link
 
 
@@ -28,4 +30,62 @@ def test_closing_while_there_is_no_broker_ends_its_threads(broker: ScriptedBroke
     link = Link(broker.path, "s1", "token")
     link.start()
     link.close()
+    assert link_threads() == []
+
+
+def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each hold's answer there before the request returns."""
+    start = Client.start
+
+    def started(self, kind, /, **fields):
+        future = start(self, kind, **fields)
+        if kind == "hold":
+            future.exception(20)
+        return future
+
+    monkeypatch.setattr(Client, "start", started)
+
+
+def test_waits_whose_answers_are_there_at_once_are_all_asked_for_again(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick_answers(monkeypatch)
+    broker.die()
+    link = Link(broker.path, "s1", "token")
+    link.start()
+    try:
+        changed = threading.Event()
+        waits = [link.wait(f"h{n}", "cell", changed.set) for n in range(3)]
+        broker.start()
+        while any(wait.answer is None for wait in waits):
+            assert changed.wait(20)
+            changed.clear()
+        assert link.attached
+    finally:
+        link.close()
+
+
+def test_a_fault_of_ours_does_not_end_the_connection_for_ever(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    greeted = threading.Event()
+    welcome = Link._welcome
+    faults = iter([RuntimeError("a fault of ours")])
+
+    def failing(self, answer):
+        for fault in faults:
+            raise fault
+        welcome(self, answer)
+        greeted.set()
+
+    monkeypatch.setattr(Link, "_welcome", failing)
+    link = Link(broker.path, "s1", "token")
+    link.start()
+    try:
+        assert greeted.wait(20)
+        assert len(broker.seen("hello")) == 2
+        assert link.down is None
+        assert "a fault of ours" in caplog.text
+    finally:
+        link.close()
     assert link_threads() == []
