@@ -18,7 +18,7 @@ class Item:
     @property
     def tests(self) -> bool:
         """Whether it is a file of tests."""
-        return self.name.startswith("tests/")
+        return self.name.endswith(".py")
 
 
 #: In order of worth: a machine may be lent for minutes.
@@ -37,6 +37,7 @@ PLAN = (
     Item("swap_prototype", 180),
     Item("tests/gpu/test_room.py", 180),
     Item("tests/gpu/test_kills.py", 240),
+    Item("tests/gpu/test_mps.py", 120),
 )
 
 

@@ -12,6 +12,7 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import re
 from collections.abc import Iterator
@@ -87,9 +88,12 @@ class Record:
         return made
 
     def add(self, line: dict[str, Any]) -> None:
-        """Append a line; what is in the file before a crash stays readable."""
-        with self.path.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(line, sort_keys=True) + "\n")
+        """Append a line; a last one that was cut off stays by itself."""
+        with self.path.open("ab+") as out:
+            out.seek(-min(1, out.tell()), os.SEEK_END)
+            cut = out.read() not in (b"", b"\n")
+            text = json.dumps(line, sort_keys=True) + "\n"
+            out.write(("\n" if cut else "").encode() + text.encode())
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield what was written, without a last line that was cut off."""

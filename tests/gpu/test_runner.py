@@ -1,0 +1,128 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The runner of ``make gpu``: what hangs is ended with all it started, what ended stays so."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import plan, record, runner
+from benchmarks.gpu.plan import Item
+
+ROOT = Path(__file__).parents[2]
+
+DEVICE = {"name": "NVIDIA Test 9", "driver": "999.1", "memory_bytes": 1, "devices": 1}
+
+PASSES = """
+def test_passes(record_property):
+    pass
+"""
+
+FAILS = """
+def test_fails():
+    assert 1 == 2, "as it should"
+
+def test_passes():
+    pass
+"""
+
+#: While it is imported, where no time-out of a test applies; and its child is in another session.
+HANGS = """
+import pathlib, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+child = subprocess.Popen(sleep, start_new_session=True)
+pathlib.Path(__file__).with_suffix(".pid").write_text(str(child.pid))
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def items(tmp_path):
+    """Files of tests as the suite has them: with the suite's conftest."""
+
+    def make(name, text, bound=60):
+        path = tmp_path / f"test_{name}.py"
+        path.write_text(text)
+        (tmp_path / "conftest.py").write_text("from tests.gpu.conftest import *\n")
+        return Item(str(path), bound)
+
+    return make
+
+
+def test_what_a_file_of_tests_found_is_in_its_line(items):
+    line = runner.run(items("a", FAILS))
+    assert (line["outcome"], line["exit_code"]) == ("failed", 1)
+    assert [(t["test"].split("::")[1], t["outcome"]) for t in line["tests"]] == [
+        ("test_fails", "failed"),
+        ("test_passes", "passed"),
+    ]
+    assert "as it should" in line["tests"][0]["failure"]
+    assert "as it should" in line["output"]
+    assert command.told(line).startswith("failed in ")
+    assert command.told(line).endswith(": 1 failed, 1 passed")
+
+
+def test_what_hangs_is_ended_with_all_it_started(items):
+    """In a process of its own, which adopts orphans: this one has children that are not its."""
+    item = items("h", HANGS)
+    program = (
+        "import json, sys; from benchmarks.gpu import plan, runner; runner.adopt_orphans(); "
+        "print(json.dumps(runner.run(plan.Item(sys.argv[1], 4))))"
+    )
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program, item.name],
+        capture_output=True, text=True, timeout=60, cwd=ROOT, check=True,
+    )  # fmt: skip
+    assert '"outcome": "hung"' in done.stdout
+    assert time.monotonic() - begun < 50
+    child = int(Path(item.name).with_suffix(".pid").read_text())
+    assert not psutil.pid_exists(child)
+
+
+def options(**fields):
+    return argparse.Namespace(**{"minutes": 9.0, "quick": False, "rehearse": True, **fields})
+
+
+def test_what_has_ended_is_not_run_again_and_what_has_no_time_is_run_later(
+    items, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(runner, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(runner, "end_descendants", list)
+    one, two = items("one", PASSES, bound=30), items("two", FAILS, bound=90)
+    book = record.Record.at(tmp_path / "out", DEVICE)
+    assert book.path.name.startswith("gpu-test9-driver999.1-")
+    assert command.go_through((one, two), book, options(minutes=1)) == 2
+    assert "Run it again for" in capsys.readouterr().out
+    with book.path.open("a") as out:
+        out.write('{"item": "cut o')  # as a machine that was taken away leaves it
+    again = record.Record.at(tmp_path / "out", DEVICE)
+    assert again.path == book.path
+    assert [*again.ended()] == [one.name]
+    assert command.go_through((one, two), again, options()) == 1
+    said = capsys.readouterr().out
+    assert f"-- {one.name}" not in said
+    assert "2 of 2 have ended, 1 not well" in said
+    assert again.ended()[two.name]["outcome"] == "failed"
+    assert record.Record.at(tmp_path / "out", DEVICE, again=True).path != book.path
+
+
+def test_every_item_of_the_plan_is_there():
+    for item in plan.PLAN:
+        place = item.name if item.tests else f"benchmarks/gpu/{item.name}.py"
+        assert (ROOT / place).is_file(), place
+    files = {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert files - {item.name for item in plan.PLAN} == {"tests/gpu/test_runner.py"}
+
+
+def test_a_wrong_name_is_answered_with_the_right_ones():
+    with pytest.raises(ValueError, match=r"There is no 'swap_sped'; there are .*swap_speed"):
+        plan.named(["swap_sped"])
