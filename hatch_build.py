@@ -10,7 +10,7 @@ it needs neither Node.js nor the npm registry.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import shutil
@@ -40,15 +40,13 @@ _UI_HOME = "share/jupyter/labextensions/@jupyter-gpupool/labextension"
 _LEAST_NODE = 20
 
 
-def _load_build(root: str, part: str) -> Any:
-    """Import the ``build.py`` of a part by its path: what the package requires is not here."""
-    path = Path(root) / "jupyter_gpupool" / part / "build.py"
-    spec = importlib.util.spec_from_file_location(f"_gpupool_{part}_build", path)
-    if spec is None or spec.loader is None:
-        raise RuntimeError(f"{path} cannot be loaded; the source tree is incomplete.")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _build_of(root: str, part: str) -> Any:
+    """Import the ``build`` of a part from the sources; it needs nothing that is not here."""
+    sys.path.insert(0, root)
+    try:
+        return importlib.import_module(f"jupyter_gpupool.{part}.build")
+    finally:
+        sys.path.remove(root)
 
 
 def _has_node() -> bool:
@@ -106,7 +104,7 @@ class CustomBuildHook(BuildHookInterface[Any]):  # type: ignore[misc]
         build_data["tag"] = f"py3-none-{platform}"
 
     def _compile(self, part: str, what: str) -> bool:
-        build = _load_build(self.root, part)
+        build = _build_of(self.root, part)
         try:
             build.compile(build.DEFAULT_OUT, strict=False)
         except (build.CompilerMissing, subprocess.CalledProcessError) as error:

@@ -18,10 +18,11 @@ ALLOWED: dict[str, str] = {
     "errors": "",
     "units": "",
     "endpoint": "errors",
+    "compiling": "",
     "protocol": "errors",
     "client": "endpoint errors protocol",
     "pool": "errors units",
-    "guard": "errors",
+    "guard": "compiling errors",
     "config": "emulator endpoint errors guard pool.model units",
     "devices": "errors guard pool.model units",
     "broker": "__init__ config devices emulator endpoint errors guard pool protocol units",
@@ -33,7 +34,7 @@ ALLOWED: dict[str, str] = {
     # emulator: whether a machine is emulated, and has a driver, is known without a broker.
     "server": "__init__ client emulator endpoint errors protocol units",
     "kernelspecs": "errors",
-    "emulator": "units",
+    "emulator": "compiling units",
     "demo": "__init__ autostart client emulator endpoint errors timeline units",
     "timeline": "units",
     "cli": "__init__ autostart broker client config demo devices emulator endpoint errors guard "

@@ -572,7 +572,7 @@ def test_a_signal_to_the_child_is_no_leak(session, process):
 
 def test_another_allocator_fits_in(tmp_path, compiled):
     """The wrappers know nothing of how the allocator makes memory."""
-    generator = build._generator()
+    generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
     sources = [str(build.SOURCES / name) for name in ("memory.c", "table.c")]
     program = compiled("allocator_alone", f"-I{tmp_path}", f"-I{build.SOURCES}", *sources)

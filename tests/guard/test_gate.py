@@ -582,7 +582,7 @@ def test_bytes_are_counted_on_the_devices_of_the_session(session):
 
 def test_a_gate_that_closes_at_the_worst_moment_is_noticed(tmp_path, compiled):
     """Between the test of the gate and the count of the call, with the broker finding nobody."""
-    generator = build._generator()
+    generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
     gate = str(build.SOURCES / "gate.c")
     program = compiled("gate_alone", f"-I{tmp_path}", f"-I{build.SOURCES}", gate)
