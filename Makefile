@@ -14,7 +14,8 @@ GPU_VENV ?= .venv-gpu
 BIN := $(VENV)/bin
 SOURCES := $(foreach part,emulator guard,$(wildcard jupyter_gpupool/$(part)/src/* \
   jupyter_gpupool/$(part)/src/*/* \
-  jupyter_gpupool/$(part)/*.txt jupyter_gpupool/$(part)/build.py jupyter_gpupool/$(part)/_generate.py))
+  jupyter_gpupool/$(part)/*.txt jupyter_gpupool/$(part)/build.py jupyter_gpupool/$(part)/_generate.py)) \
+  jupyter_gpupool/compiling.py
 UI_SOURCES := $(shell find labextension/src labextension/style labextension/schema -type f \
   -not -path '*/__tests__/*') labextension/package.json labextension/tsconfig.json
 UI_HOME := $(VENV)/share/jupyter/labextensions/@jupyter-gpupool/labextension

@@ -19,15 +19,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-__all__ = [
-    "DEFAULT_OUT",
-    "ENTRIES",
-    "SOURCES",
-    "CompilerMissing",
-    "compile",
-    "compiler",
-    "libraries",
-]
+__all__ = ["DEFAULT_OUT", "SOURCES", "CompilerMissing", "compile", "compiler", "libraries"]
 
 _HERE = Path(__file__).resolve().parent
 SOURCES = _HERE / "src"
