@@ -2,6 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Compiling the guard, what is in the library, and what it costs who never calls CUDA."""
 
+import importlib.util
 import os
 import re
 import subprocess
