@@ -83,7 +83,8 @@ def check_socket(path: Path) -> None:
         raise BrokerUnavailable(
             f"No GPU pool broker listens at {path}.",
             code="no-broker",
-            next_step="Start one with `jupyter gpupool broker`, or open a Pooled GPU kernel.",
+            next_step="Open a Pooled GPU kernel, which starts one, or run "
+            "`jupyter gpupool broker`.",
         ) from None
     if stat.S_ISLNK(found.st_mode):
         problem = "is a symbolic link"

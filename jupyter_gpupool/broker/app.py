@@ -42,7 +42,7 @@ from .lives import GRACE
 from .metrics import Metrics
 from .monitor import QUIET, Monitor
 from .records import devices_from_text, devices_to_text
-from .recovery import RECOVERED_HOLD, Recovered, recover
+from .recovery import RECOVERED_HOLD, Recovered, check_reach, recover
 from .runner import Clock, Runner
 from .sessions import Sessions
 from .status import Snapshots
@@ -122,8 +122,13 @@ class BrokerApp:
                 on_device_lost=self._device_lost,
             )
             stack.push_async_callback(service.close)
-            devices = self._choose(await service.start(self._known(journal)))
+            found = await service.start(self._known(journal))
+            if journal.meta("boot") in ("", boot_id()):
+                uuids = [device.uuid for device in found]
+                check_reach(journal.records(), uuids, service.problem, journal.meta("emulate"))
+            devices = self._choose(found)
             journal.remember("devices", devices_to_text(devices))
+            journal.remember("emulate", self.settings.emulate or "")
             self._build(claim, journal, service, kernel_env, devices)
             stack.callback(self.guarding.close)
             self.monitor.start()

@@ -318,7 +318,14 @@ class DeviceEffects:
                 ours[uuid] = max(ours.get(uuid, 0), size)
         if not ours and session.cuda is False:
             return {}
-        return {piece.device: ours.get(piece.device) or piece.bytes for piece in slices}
+        # What nobody sees: under the guard, which counts every allocation, a context at most.
+        return {
+            piece.device: ours.get(piece.device)
+            or min(piece.bytes, self._devices.context_bytes(piece.device))
+            if session.page is not None
+            else ours.get(piece.device) or piece.bytes
+            for piece in slices
+        }
 
     def _done(
         self, action: e.Suspend, outcome: SuspendOutcome, before: Mapping[str, int] | None = None

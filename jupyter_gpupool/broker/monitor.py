@@ -47,6 +47,9 @@ class _Use:
     footprints: dict[str, int]
     #: The sessions' bytes by NVML alone.
     shown: dict[str, int]
+    #: Who was idle before the look began, and since when: what the pool knows of an idle session
+    #: must have been seen since, or its whole slice counts as its state.
+    idle: frozenset[tuple[str, float]] = frozenset()
 
 
 class Monitor:
@@ -137,10 +140,11 @@ class Monitor:
             self._told_host = available
             self._told_changes = dict(self._runner.changes)
             self._runner.handle(e.HostMemorySeen(now=self._runner.now(), available=available))
-        before = dict(self._runner.changes)
+        before, began = dict(self._runner.changes), self._runner.now()
         samples = await self._effects.sample()
         await self._identify(samples)
         granted = self._granted()
+        idle = self._idle(began)
         counted = self._counted()
         shown: dict[str, dict[str, int]] = {}
         old = {sample.uuid for sample in samples}
@@ -152,6 +156,7 @@ class Monitor:
                 continue  # something was attached or suspended there meanwhile: old news
             old.discard(sample.uuid)
             use = self._attribute(sample, granted.get(sample.uuid, {}), counted)
+            use.idle = frozenset(idle.get(sample.uuid, ()))
             for name, size in use.shown.items():
                 shown.setdefault(name, {})[sample.uuid] = size
             if waited_for or self._told.get(sample.uuid) != use:
@@ -261,6 +266,16 @@ class Monitor:
             return {}
         attached = [*self.activity.attached.values()]
         return {session.id: self.activity.counted(session) for session in attached}
+
+    def _idle(self, before: float) -> dict[str, list[tuple[str, float]]]:
+        """Return by device who has been idle since ``before`` or longer, and since when."""
+        found: dict[str, list[tuple[str, float]]] = {}
+        for name, state in self._runner.busy.items():
+            record = self._runner.record(name) if state == "idle" else None
+            if record is not None and record.idle_since <= before:
+                for piece in record.slices:
+                    found.setdefault(piece.device, []).append((name, record.idle_since))
+        return found
 
     def _granted(self) -> dict[str, dict[str, int]]:
         """Return the granted bytes by device and session."""

@@ -19,7 +19,12 @@ detaching    checkpointed    detached and suspended: it had succeeded
 any          locked          unlocked, then as running
 any          failed          lost: told to its user and ended
 any          hung            as the journal has it (stopped by SIGSTOP, most likely)
+any          no answer       as the journal has it: not to know is no reason to end a kernel
 ===========  ==============  ======================================================================
+
+A broker that finds none of the devices that living kernels have state on does not start at all
+(:func:`check_reach`): it was started with other options, or the driver is broken, and neither is
+repaired by taking these kernels for lost.
 """
 
 from __future__ import annotations
@@ -27,10 +32,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Mapping
+from typing import Any, Collection, Literal, Mapping
 
 from ..devices.model import ProcessId
 from ..devices.service import DeviceService
+from ..errors import DriverError, GPUPoolError
 from ..pool.model import Hold, SessionRecord, Slice
 from .processes import alive
 from .records import from_json
@@ -49,6 +55,58 @@ class Recovered:
     session: Session
     record: SessionRecord
     lost: str = ""
+
+
+class OutOfReach(GPUPoolError):
+    """Living kernels have state on devices of which this broker has none."""
+
+    code = "out-of-reach"
+
+
+def check_reach(
+    stored: Mapping[str, Mapping[str, Any]], found: Collection[str], problem: str, was: str
+) -> None:
+    """Let nobody go on with sessions whose devices are all missing.
+
+    Parameters
+    ----------
+    stored:
+        The journal's records of this boot.
+    found:
+        UUIDs of the machine's devices, as this broker sees it.
+    problem:
+        Why there is none, if there is none.
+    was:
+        ``c.GPUPool.emulate`` of the broker before.
+
+    Raises
+    ------
+    OutOfReach
+        If there are such sessions. Nothing has been changed.
+    """
+    pids: list[int] = []
+    places: set[str] = set()
+    for entry in stored.values():
+        try:
+            record = from_json(entry["record"])
+            session = _session(record, entry)
+        except (KeyError, TypeError, ValueError):
+            continue  # nothing can be done with it anyway
+        there = {*record.bound, *(piece.device for piece in (*record.slices, *record.suspended))}
+        if there and session.process is not None and alive(session.process):
+            pids.append(session.process.pid)
+            places |= there
+    if not pids or not places.isdisjoint(found):
+        return
+    why = problem or "The machine has other devices now."
+    driver = f"on c.GPUPool.emulate = {was!r}" if was else "on the machine's NVIDIA driver"
+    raise OutOfReach(
+        f"{len(pids)} kernels of the broker before this one have GPU state that this one cannot "
+        f"reach. {why} They are left as they are.",
+        next_step=f"That broker ran {driver}: start this one with the same options (a new Pooled "
+        "GPU kernel of the same server does), or mend the driver, or end the kernels: processes "
+        f"{', '.join(map(str, sorted(pids)))}.",
+    )
 
 
 async def recover(
@@ -101,12 +159,15 @@ async def _recover_one(
     assert session.process is not None
     try:
         state = await devices.driver_state(session.process, session=session.id)
-        if state == "locked":
+    except Exception:
+        log.exception("The driver's state of session %s is unknown", session.id)
+        state = "hung"
+    if state == "locked":
+        try:
             await devices.unlock(session.process, session=session.id)
             state = await devices.driver_state(session.process, session=session.id)
-    except Exception as error:
-        log.exception("The driver's state of session %s is unknown", session.id)
-        return Recovered(session, _detached(record, now), f"The driver does not answer: {error}.")
+        except DriverError as error:
+            log.error("Session %s cannot be unlocked: %s", session.id, error)
     log.info("Session %s was %s, the driver says %s", session.id, record.state, state)
     moving, session.moving = session.moving, {}
     if state == "hung":

@@ -245,6 +245,7 @@ class Snapshots:
             "wait_reason": record.wait_reason,
             "pinned_reason": pinned,
             "stays_reason": "" if pinned else view.stays_reason,
+            "release_asked": record.release_asked,
             "wait_seconds_total": view.wait_seconds_total,
             "attached_seconds_total": view.attached_seconds_total,
             "opened_at": record.opened_at,

@@ -189,7 +189,7 @@ def socket(path: Path, answers: bool) -> Finding:
             return Finding("fail", "socket", error.message, error.next_step)
         todo = "The first Pooled GPU kernel starts one for you."
         return Finding("ok", "socket", f"no broker runs at {path}", todo)
-    todo = "Start it with `jupyter gpupool broker`, or open a Pooled GPU kernel."
+    todo = "Open a Pooled GPU kernel, which starts it, or run `jupyter gpupool broker`."
     return Finding("fail", "socket", f"nothing answers at {path}", todo)
 
 

@@ -117,7 +117,8 @@ def no_broker(link: Link, error: GPUPoolError) -> GPUPoolError:
         start = (
             "It is the one of the whole machine: ask its admin to start it."
             if link.path == MACHINE_SOCKET
-            else "Start it with `jupyter gpupool broker`, or open another Pooled GPU kernel."
+            else "Open another Pooled GPU kernel, which starts it with your server's options, "
+            "or run `jupyter gpupool broker`."
         )
     else:
         start = error.next_step  # a broker is not what is missing

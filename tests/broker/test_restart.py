@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -102,6 +103,55 @@ def test_suspended(broker, kernels):
     two.do("drop", hold="cell")
     one.attach("again")
     assert one.do("check") == 16 * MiB
+
+
+def with_state(kernels):
+    """Return a kernel with data on a device, one that is suspended, and one that never had any."""
+    one, two, three = kernels("one", "two", "three", memory=300 * MiB)
+    one.attach()
+    one.do("alloc", bytes=16 * MiB, byte=5)
+    two.attach()
+    two.do("alloc", bytes=8 * MiB, byte=6)
+    two.do("drop", hold="cell")
+    two.wait_state("idle")
+    with two.broker.client() as client:
+        client.call("release", session=two.session)
+    two.wait_state("detached")
+    return one, two, three
+
+
+@pytest.mark.parametrize("emulate", ["", "1x1GiB"], ids=["no driver", "another machine"])
+def test_a_broker_that_has_none_of_their_devices_ends_nobody_and_says_so(broker, kernels, emulate):
+    """As `jupyter gpupool broker` is started by hand where a server emulates devices."""
+    one, two, three = with_state(kernels)
+    broker.kill()
+    right = json.loads(broker.config_file.read_text())["GPUPool"]["emulate"]
+    broker.configure(emulate=emulate)
+    answer = broker.start()
+    assert (answer["ok"], answer["code"]) == (False, "out-of-reach")
+    assert "2 kernels" in answer["message"]
+    assert repr(right) in answer["next_step"]
+    for kernel in (one, two):
+        assert str(kernel.process.pid) in answer["next_step"]
+    broker.configure(emulate=right)
+    broker.started  # noqa: B018
+    for kernel in (one, two, three):
+        assert kernel.process.poll() is None
+        wait_until(lambda kernel=kernel: kernel.link()["greeted"], "the kernel is back")
+    assert broker.rows("lost") == []
+    assert one.do("check") == 16 * MiB
+    two.attach("again")
+    assert two.do("check") == 8 * MiB
+
+
+def test_a_kernel_without_state_goes_on_under_a_broker_without_devices(broker, kernels):
+    (one,) = kernels("one")
+    broker.kill()
+    broker.configure(emulate="")
+    broker.started  # noqa: B018
+    wait_until(lambda: one.link()["greeted"], "the kernel is back")
+    assert broker.session(one.session)["state"] == "detached"
+    assert one.process.poll() is None
 
 
 def test_queued(broker, kernels):

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -93,6 +93,36 @@ def test_use_is_told_by_device_as_it_was_measured(make):
         assert first + second == whole
     finally:
         kernel.close()
+
+
+def test_a_release_that_waits_for_the_work_to_end_is_told_and_taken_back_by_a_keep(make):
+    broker = make(emulate=MACHINE)
+    with closing(Kernel(broker, "a")) as kernel, broker.client() as client:
+        kernel.attach()
+        assert broker.session(kernel.session)["release_asked"] is False
+        client.call("release", session=kernel.session)
+        assert broker.session(kernel.session)["release_asked"] is True
+        client.call("keep", session=kernel.session, seconds=60)
+        assert broker.session(kernel.session)["release_asked"] is False
+
+
+def test_an_idle_kernel_needs_room_for_what_it_uses_and_not_for_its_slice(make):
+    """Although its use has not changed since it was seen at work, and nobody waits."""
+    broker = make(emulate=MACHINE, host_memory="340MiB", sample_interval=0.1)
+    use = (16 + 32) * MiB
+    with ExitStack() as stack:
+        client = stack.enter_context(broker.client())
+        for name in ("a", "b"):  # the first is in host memory when the second goes there
+            kernel = stack.enter_context(closing(Kernel(broker, name, memory=300 * MiB)))
+            kernel.attach()
+            kernel.do("alloc", bytes=16 * MiB, byte=1)
+            seen = lambda k=kernel: broker.session(k.session)["footprint_bytes"] == use  # noqa: E731
+            wait_until(seen, "a sample")
+            kernel.do("drop", hold="cell")
+            kernel.wait_state("idle")
+            client.call("release", session=kernel.session)
+            kernel.wait_state("detached")
+            assert broker.session(kernel.session)["suspended_bytes"] == use
 
 
 def test_a_device_is_read_until_what_was_the_sessions_is_gone_and_then_no_figure_is_told(make):

@@ -189,7 +189,7 @@ def test_a_socket_with_nobody_behind_it(broker):
         "fail",
         "socket",
         f"nothing answers at {path}",
-        "Start it with `jupyter gpupool broker`, or open a Pooled GPU kernel.",
+        "Open a Pooled GPU kernel, which starts it, or run `jupyter gpupool broker`.",
     )
 
 

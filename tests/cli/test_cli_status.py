@@ -44,7 +44,7 @@ def test_status_without_a_broker(tmp_path, capsys):
     assert captured.out == ""
     assert captured.err == (
         f"jupyter gpupool: No GPU pool broker listens at {tmp_path / 's'}. "
-        "Start one with `jupyter gpupool broker`, or open a Pooled GPU kernel.\n"
+        "Open a Pooled GPU kernel, which starts one, or run `jupyter gpupool broker`.\n"
     )
 
 

@@ -524,7 +524,7 @@ def test_a_call_that_found_no_broker_is_explained(
     line = raising(kernel, broker, flag, NOT_READY, broker.die)
     assert line.startswith("GPU pool: a CUDA call waited for a GPU slice. ")
     assert str(broker.path) in line
-    assert "Start it with `jupyter gpupool broker`" in line
+    assert "or run `jupyter gpupool broker`" in line
     assert "jupyter gpupool doctor" in line
     broker.start()
     broker.wait_for("hello", count=2)
