@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,17 @@ from traitlets.config import Config
 
 from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.emulator.profiles import real_driver_present
+from jupyter_gpupool.emulator.profiles import library_dir, real_driver_present
 
 
 @contextmanager
-def private_pool() -> Iterator[list[str]]:
-    """Run a broker for this benchmark alone; yield the names of its devices."""
-    with tempfile.TemporaryDirectory(prefix="gpb") as folder:
+def private_pool(**options: Any) -> Iterator[list[str]]:
+    """Run a broker for this benchmark alone; yield the names of its devices.
+
+    ``options`` are of ``c.GPUPool``, and replace what is chosen here.
+    """
+    # The broker may still write there when it is told to end.
+    with tempfile.TemporaryDirectory(prefix="gpb", ignore_cleanup_errors=True) as folder:
         socket = Path(folder) / "broker.sock"
         config: dict[str, Any] = {
             "state_dir": str(Path(folder) / "state"),
@@ -33,6 +39,7 @@ def private_pool() -> Iterator[list[str]]:
         }
         if not real_driver_present():
             config["emulate"] = "1x16GiB"
+        config |= options
         saved = os.environ.get("GPUPOOL_SOCKET")
         os.environ["GPUPOOL_SOCKET"] = str(socket)
         try:
@@ -49,13 +56,29 @@ def private_pool() -> Iterator[list[str]]:
                 os.environ["GPUPOOL_SOCKET"] = saved
 
 
-class Kernel:
-    """A kernel that is ready when the ``with`` block begins, and gone when it ends."""
+def driver_environment() -> dict[str, str]:
+    """Return what leads a process outside of the pool to the driver of :func:`private_pool`."""
+    names = ("GPUPOOL_EMULATE", "GPUPOOL_EMULATE_STATE")
+    with Client(os.environ["GPUPOOL_SOCKET"]) as client:
+        # What a kernel is started with is the only place where that is told.
+        opened = client.call("open", kernel_id="benchmark", label="benchmark", request={})
+        client.call("close", session=opened["session"], reason="not needed")
+    found = {name: opened["env"][name] for name in names if name in opened["env"]}
+    if found:
+        found["LD_LIBRARY_PATH"] = str(library_dir())
+    return found
 
-    def __init__(self, name: str, **provisioner: Any) -> None:
+
+class Kernel:
+    """A kernel that is ready when the ``with`` block begins, and gone when it ends.
+
+    ``env`` is added to our own environment.
+    """
+
+    def __init__(self, name: str, env: Mapping[str, str] | None = None, **provisioner: Any) -> None:
         config = Config({"GPUPoolProvisioner": provisioner})
         self._manager = KernelManager(kernel_name=name, config=config)
-        self._manager.start_kernel(stdout=-3, stderr=-3)
+        self._manager.start_kernel(env={**os.environ, **(env or {})}, stdout=-3, stderr=-3)
         self._client = self._manager.client()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=120)
@@ -67,19 +90,37 @@ class Kernel:
         self._client.stop_channels()
         self._manager.shutdown_kernel(now=True)
 
-    def run(self, code: str) -> str:
+    @property
+    def pid(self) -> int:
+        return int(self._manager.provisioner.pid)
+
+    def session(self) -> str:
+        """Return its session in the pool; asks the kernel."""
+        return self.run("import os; print(os.environ['GPUPOOL_SESSION'])").strip()
+
+    def run(self, code: str, timeout: float = 120) -> str:
         """Run a cell to its end and return what it has printed.
 
         Raises
         ------
         RuntimeError
-            If it fails.
+            If it fails, or the kernel ends.
+        queue.Empty
+            If it does not end within ``timeout`` seconds.
         """
-        client = self._client
-        msg_id = client.execute(code, allow_stdin=False)
+        return self.finish(self.begin(code), timeout)
+
+    def begin(self, code: str) -> str:
+        """Send a cell; return what :meth:`finish` takes. One at a time."""
+        return str(self._client.execute(code, allow_stdin=False))
+
+    def finish(self, msg_id: str, timeout: float = 120) -> str:
+        """Wait for the end of a cell that was sent; as :meth:`run`."""
         text = ""
+        # Not for each message: a cell that waits for its slice says so again and again.
+        deadline = time.monotonic() + timeout
         while True:
-            message = client.get_iopub_msg(timeout=120)
+            message = self._next(self._client.get_iopub_msg, deadline)
             if message["parent_header"].get("msg_id") != msg_id:
                 continue
             if message["msg_type"] == "stream":
@@ -88,7 +129,22 @@ class Kernel:
                 message["msg_type"] == "status" and message["content"]["execution_state"] == "idle"
             ):
                 break
-        reply = client.get_shell_msg(timeout=120)
+        while True:
+            reply = self._next(self._client.get_shell_msg, max(deadline, time.monotonic() + 10))
+            if reply["parent_header"].get("msg_id") == msg_id:
+                break
         if reply["content"]["status"] != "ok":
             raise RuntimeError(f"{reply['content'].get('ename')}: {reply['content'].get('evalue')}")
         return text
+
+    def _next(self, get: Callable[..., dict[str, Any]], deadline: float) -> dict[str, Any]:
+        """Return the next message; nobody waits for one from a kernel that has ended."""
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return get(timeout=min(2.0, max(0.0, left)))
+            except queue.Empty:
+                if not self._manager.is_alive():
+                    raise RuntimeError("The kernel has ended.") from None
+                if left <= 0:
+                    raise

@@ -14,6 +14,8 @@ class Item:
     name: str
     #: Seconds after which it is killed and counts as hung.
     bound: int
+    #: Seconds after which it begins no further repetition; 0: it decides.
+    enough: int = 0
 
     @property
     def tests(self) -> bool:
@@ -21,23 +23,29 @@ class Item:
         return self.name.endswith(".py")
 
 
-#: In order of worth: a machine may be lent for minutes.
+#: In order of worth: a machine may be lent for minutes. Bounds are what must not be reached;
+#: together they are a multiple of what all of it takes.
 PLAN = (
-    Item("tests/gpu/test_kit.py", 240),
-    Item("tests/gpu/test_driver.py", 240),
-    Item("tests/gpu/test_guard.py", 400),
-    Item("tests/gpu/test_notebook.py", 240),
-    Item("swap_speed", 300),
-    Item("tests/gpu/test_cycles.py", 240),
-    Item("guard_overhead", 180),
-    Item("cell_to_kernel", 180),
-    Item("idle_notebooks", 180),
-    Item("two_jobs", 240),
-    Item("tests/gpu/test_limits.py", 240),
-    Item("swap_prototype", 180),
-    Item("tests/gpu/test_room.py", 180),
-    Item("tests/gpu/test_kills.py", 240),
-    Item("tests/gpu/test_mps.py", 120),
+    Item("tests/gpu/test_kit.py", 120),
+    Item("tests/gpu/test_driver.py", 150),
+    Item("tests/gpu/test_guard.py", 220),
+    Item("tests/gpu/test_notebook.py", 180),
+    Item("swap_speed", 200, 110),
+    Item("guard_overhead", 150, 70),
+    Item("tests/gpu/test_limits.py", 180),
+    Item("tests/gpu/test_swaps.py", 120, 25),
+    Item("tests/gpu/test_frameworks.py", 180),
+    Item("idle_notebooks", 150),
+    Item("two_jobs", 220, 140),
+    Item("cell_to_kernel", 130, 60),
+    Item("tests/gpu/test_conformance.py", 180),
+    Item("tests/gpu/test_guard_edges.py", 180),
+    Item("tests/gpu/test_guard_torch.py", 150),
+    Item("tests/gpu/test_room.py", 120),
+    Item("tests/gpu/test_kills.py", 150),
+    Item("swap_prototype", 150, 70),
+    Item("tests/gpu/test_cycles.py", 260, 90),
+    Item("tests/gpu/test_mps.py", 60),
 )
 
 

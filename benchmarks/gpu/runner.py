@@ -57,6 +57,7 @@ def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",
             "GPUPOOL_GPU_REPORT": str(report),
+            **({"GPUPOOL_GPU_SECONDS": str(item.enough)} if item.enough else {}),
         }
         with log.open("wb") as out:
             process = subprocess.Popen(
@@ -75,8 +76,9 @@ def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]
             "exit_code": code,
         }
         found = _found(item, report)
-        if found is None and line["outcome"] == "passed":
-            line["outcome"] = "failed"  # it said nothing
+        problems = found["problems"] if isinstance(found, dict) and "problems" in found else ()
+        if line["outcome"] == "passed" and (found is None or problems):
+            line["outcome"] = "failed"  # it said nothing, or that a part of it went wrong
         elif found is not None:
             line["tests" if item.tests else "result"] = found
         if line["outcome"] != "passed":
@@ -93,6 +95,7 @@ def _command(item: Item, report: Path, *, quick: bool, real: bool) -> list[str]:
         which = ["-m", "" if real else "not gpu"]
         return [sys.executable, "-m", "pytest", *options, *which, item.name]
     argv = ["--quick"] if quick else []
+    argv += ["--seconds", str(item.enough)] if item.enough else []
     return [sys.executable, "-c", BENCHMARK, item.name, str(report), *argv]
 
 

@@ -14,7 +14,7 @@ from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
 from jupyter_gpupool.emulator.profiles import real_driver_present
 
-from .kit import KERNEL_NAME, MARK, Pool
+from .kit import KERNEL_NAME, Pool
 
 REPORTS = pytest.StashKey[dict]()
 
@@ -27,7 +27,7 @@ def pytest_runtest_makereport(item, call):
 
 
 @pytest.fixture(scope="session")
-def installed():
+def kernelspec():
     """The kernelspec and its provisioner, as Jupyter finds them; without them nothing can run."""
     try:
         spec = KernelSpecManager().get_kernel_spec(KERNEL_NAME)
@@ -35,6 +35,11 @@ def installed():
         pytest.fail(f"Jupyter does not find the kernelspec {KERNEL_NAME}: pip install -e .")
     stanza = spec.metadata["kernel_provisioner"]
     assert stanza["provisioner_name"] == "gpupool-provisioner"
+
+
+@pytest.fixture(scope="session")
+def installed(kernelspec):
+    """The kernelspec, on a machine where these tests may run."""
     if real_driver_present():
         pytest.fail("The end-to-end tests emulate devices, and this machine has an NVIDIA driver.")
 
@@ -51,16 +56,7 @@ def pool(installed, monkeypatch, request):
         folder = Path(tempfile.mkdtemp(prefix="gp"))  # sockets need a short path
         pool = Pool(folder, machine, config)
         made.append(pool)
-        for name in ("GPUPOOL_EMULATE", "GPUPOOL_EMULATE_STATE", "GPUPOOL_SESSION"):
-            monkeypatch.delenv(name, raising=False)
-        for name in ("config", "runtime", "ipython", "data"):
-            (folder / name).mkdir()
-        monkeypatch.setenv("GPUPOOL_SOCKET", str(pool.socket))
-        monkeypatch.setenv(MARK, pool.mark)
-        monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(folder / "config"))
-        monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder / "runtime"))
-        monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
-        monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+        pool.take_environment(monkeypatch)
         pool.begin()
         return pool
 

@@ -78,10 +78,66 @@ def info() -> tuple[int, int]:
     """Return free and total bytes of the device as the driver tells this process."""
     from cuda.bindings import driver
 
+    # JAX keeps its context to its own threads; all use the device's primary one.
+    if not int(driver.cuCtxGetCurrent()[1]):
+        driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(driver.cuDeviceGet(0)[1])[1])
     result, free, total = driver.cuMemGetInfo()
     if result != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"cuMemGetInfo: {result.name}")
     return int(free), int(total)
+
+
+_taken: list[Any] = []
+
+
+def take(size: int) -> None:
+    """Take device memory and touch nothing of it."""
+    from cuda.bindings import driver
+
+    result, pointer = driver.cuMemAlloc(size)
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuMemAlloc: {result.name}")
+    _taken.append(pointer)
+
+
+def give() -> None:
+    """Give back what :func:`take` took."""
+    from cuda.bindings import driver
+
+    while _taken:
+        (result,) = driver.cuMemFree(_taken.pop())
+        if result != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"cuMemFree: {result.name}")
+
+
+def init() -> str:
+    """Call cuInit and nothing else of the driver; return its result."""
+    from cuda.bindings import driver
+
+    return str(driver.cuInit(0)[0].name)
+
+
+def nvml() -> int:
+    """Use NVML and nothing else of the driver; return how many devices it sees."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return int(pynvml.nvmlDeviceGetCount())
+
+
+def asks(pid: int) -> dict[str, list[Any]]:
+    """Return what the driver says of another process: its result and value, by question."""
+    from cuda.bindings import driver
+
+    answers = {
+        "init": driver.cuInit(0),
+        "state": driver.cuCheckpointProcessGetState(pid),
+        "thread": driver.cuCheckpointProcessGetRestoreThreadId(pid),
+    }
+    return {
+        question: [result.name, *(None if value is None else int(value) for value in values)]
+        for question, (result, *values) in answers.items()
+    }
 
 
 def pid() -> int:

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from tests.devices.conftest import pytest_pyfunc_call  # noqa: F401 - tests may be coroutines
+from tests.e2e.conftest import kernelspec  # noqa: F401 - of those that start notebooks
 
+from .machine import driver_up
 from .machine import machine as _machine
 
 #: Where the outcome of each test and what it noted is written to, a JSON line each.
@@ -26,7 +28,7 @@ EMULATED = ("cuda-core",)
 @pytest.fixture(scope="session")
 def machine():
     """The machine with a GPU, or an emulated one."""
-    with _machine() as found:
+    with _machine() as found, driver_up(found):
         yield found
 
 

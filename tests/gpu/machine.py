@@ -9,6 +9,8 @@ nothing about a driver; what they find is marked with the device's name.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,3 +59,37 @@ def machine(emulate: str = EMULATED) -> Iterator[Machine]:
     build.compile()
     with TemporaryDirectory(prefix="gpb") as folder:
         yield Machine({**os.environ, **environment(emulate, Path(folder) / "machine")}, emulate)
+
+
+#: Calls cuInit and makes no context, so that it takes no device memory.
+_HOLDER = """
+import ctypes, sys
+try:
+    print(ctypes.CDLL("libcuda.so.1").cuInit(0), flush=True)
+except OSError as error:
+    print(error, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def driver_up(found: Machine) -> Iterator[str]:
+    """Keep a process that has called cuInit; yield what came of it, "0" if it worked.
+
+    Without persistence mode the driver starts anew for the first process that comes, and that
+    takes seconds: here once, and not for each test.
+    """
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLDER],
+        env=found.env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert holder.stdout is not None
+        yield holder.stdout.readline().strip()
+    finally:
+        holder.kill()
+        holder.communicate(timeout=30)

@@ -22,6 +22,9 @@ ROOT = Path(__file__).parents[2]
 #: Seconds for an answer of a process; torch.compile takes longest. A hang is a failure.
 ANSWER = 120.0
 
+#: Seconds for the end of a process that was sent SIGKILL: the kernel driver frees its memory first.
+END = 30.0
+
 
 class Failed(Exception):
     """What was asked raised in the process; ``kind`` is the exception's name."""
@@ -91,7 +94,9 @@ class Target:
         """SIGKILL the process and all that it has started; return when it is gone."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        await asyncio.wait_for(self.process.wait(), ANSWER)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        await asyncio.wait_for(self.process.wait(), END)
 
 
 @contextlib.asynccontextmanager

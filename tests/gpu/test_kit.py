@@ -9,13 +9,10 @@ import pytest
 from .conftest import workloads
 from .machine import MiB
 from .target import Failed, target
-from .workloads import expected
+from .workloads import expected, expected_fingerprint
 
 
-@workloads(
-    "cuda-core", "torch", "torch-expandable", "torch-async", "torch-graph", "torch-compile",
-    "triton", "cupy", "jax", "numba",
-)  # fmt: skip
+@workloads("cuda-core", "torch")  # the others where they are suspended, too: test_frameworks.py
 async def test_each_framework_computes_what_is_expected(machine, workload, note):
     async with target(workload, machine.env, start=False) as process:
         note(version=await process.do("start"))
@@ -36,3 +33,20 @@ async def test_the_end_of_a_process_is_seen(machine):
         await process.kill()
         with pytest.raises(EOFError, match="-9"):
             await process.do("pid")
+
+
+async def test_a_fingerprint_is_known_without_a_gpu(machine):
+    """Of what is too large to be hashed whole; here the elements pass the end of their range."""
+    first, size = (1 << 32) - 1000, 4 * MiB
+    async with target("cuda-core", machine.env) as process:
+        await process.do("put", "a", size, first)
+        assert await process.do("fingerprint", "a") == expected_fingerprint(size, first)
+        await process.do("steps", "a", 1, 5)
+        assert await process.do("fingerprint", "a") == expected_fingerprint(size, first, 5)
+        assert expected_fingerprint(size, first, 5) != expected_fingerprint(size, first)
+        free, _ = await process.do("info")
+        await process.do("take", 64 * MiB)
+        await process.do("spin", 1_000_000)
+        assert (await process.do("info"))[0] <= free - 64 * MiB
+        await process.do("give")
+        assert (await process.do("info"))[0] > free - 64 * MiB  # the driver may keep some

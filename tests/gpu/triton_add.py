@@ -8,6 +8,6 @@ import triton.language as tl
 
 @triton.jit
 def add(pointer, number, step, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < number
     tl.store(pointer + place, tl.load(pointer + place, mask=inside) + step, mask=inside)

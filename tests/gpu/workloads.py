@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .machine import MiB
+
 #: Of the last array, in the order of the host.
 U32 = np.dtype("<u4")
 
@@ -26,6 +28,31 @@ def expected(size: int, first: int, steps: int = 0) -> str:
     """Return the SHA-256 of an array of ``size`` bytes after work of ``steps`` in all."""
     start = np.uint64((first + steps) % (1 << 32))
     return hashlib.sha256((np.arange(size // 4, dtype=np.uint64) + start).astype(U32)).hexdigest()
+
+
+#: How many pieces of an array, and at most how many bytes each, are in its fingerprint.
+PIECES, PIECE = 64, MiB
+
+
+def pieces(size: int) -> tuple[list[int], int]:
+    """Return where the pieces of an array of ``size`` bytes begin, and how long each is."""
+    long = min(PIECE, size // PIECES // 4 * 4)
+    return [(size - long) * i // (PIECES - 1) // 4 * 4 for i in range(PIECES)], long
+
+
+def expected_fingerprint(size: int, first: int, steps: int = 0) -> list[Any]:
+    """Return what :meth:`CudaCore.fingerprint` must be: for arrays too large to hash whole."""
+    start, number, turn = (first + steps) % (1 << 32), size // 4, 1 << 32
+    whole, rest = divmod(number, turn)
+    wrapped = max(0, start + rest - turn)
+    total = whole * (turn * (turn - 1) // 2) + rest * start + rest * (rest - 1) // 2
+    total -= wrapped * turn
+    places, long = pieces(size)
+    sha = hashlib.sha256()
+    for place in places:
+        at = np.arange(place // 4, (place + long) // 4, dtype=np.uint64) + np.uint64(start)
+        sha.update(at.astype(U32))
+    return [total % (1 << 64), sha.hexdigest()]
 
 
 class Workload(Protocol):
@@ -61,7 +88,10 @@ class CudaCore:
         module = ObjectCode.from_ptx(PTX.encode())
         self._iota = module.get_kernel("gpupool_iota_u32")
         self._add = module.get_kernel("gpupool_add_u32")
+        self._sum = module.get_kernel("gpupool_sum_u32")
+        self._spin = module.get_kernel("gpupool_spin_ns")
         self._launch, self._grid = launch, LaunchConfig(grid=1024, block=256)
+        self._one = LaunchConfig(grid=1, block=1)
         self._buffers: dict[str, Any] = {}
 
     def _run(self, kernel: Any, name: str, value: int) -> None:
@@ -88,9 +118,45 @@ class CudaCore:
             raise RuntimeError(f"cuMemcpyDtoH: {result.name}")
         return host
 
+    def fingerprint(self, name: str) -> list[Any]:
+        """Return the sum of all elements, and the SHA-256 of pieces of the array.
+
+        The sum is the device's; hashing 24 GiB would take the host a minute.
+        """
+        from cuda.bindings import driver
+
+        buffer = self._buffers[name]
+        total = self._device.allocate(8, stream=self._stream)
+        (result,) = driver.cuMemsetD8Async(int(total.handle), 0, 8, self._stream.handle)
+        assert result == driver.CUresult.CUDA_SUCCESS, result
+        number = np.uint64(buffer.size // 4)
+        self._launch(self._stream, self._grid, self._sum, total, buffer, number)
+        self.sync()
+        places, long = pieces(buffer.size)
+        sha, piece, out = hashlib.sha256(), bytearray(long), bytearray(8)
+        for place in places:
+            (result,) = driver.cuMemcpyDtoH(piece, int(buffer.handle) + place, long)
+            assert result == driver.CUresult.CUDA_SUCCESS, result
+            sha.update(piece)
+        (result,) = driver.cuMemcpyDtoH(out, int(total.handle), 8)
+        assert result == driver.CUresult.CUDA_SUCCESS, result
+        total.close(self._stream)
+        return [int.from_bytes(out, "little"), sha.hexdigest()]
+
+    def spin(self, ns: int) -> None:
+        """Occupy the device for so many nanoseconds, and do not wait for it."""
+        self._launch(self._stream, self._one, self._spin, np.uint64(ns))
+
     def free(self, name: str) -> None:
+        from cuda.bindings import driver
+
         self._buffers.pop(name).close(self._stream)
         self.sync()
+        # cuda-core has the driver's pool keep what is freed.
+        result, pool = driver.cuDeviceGetMemPool(self._device.device_id)
+        assert result == driver.CUresult.CUDA_SUCCESS, result
+        (result,) = driver.cuMemPoolTrimTo(pool, 0)
+        assert result == driver.CUresult.CUDA_SUCCESS, result
 
     def sync(self) -> None:
         self._stream.sync()
@@ -153,6 +219,7 @@ class TorchAsync(Torch):
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
             os.environ[name] = "backend:cudaMallocAsync"
         super().__init__()
+        assert self.torch.cuda.get_allocator_backend() == "cudaMallocAsync"
 
 
 class TorchGraph(Torch):
@@ -166,6 +233,9 @@ class TorchGraph(Torch):
     def put(self, name: str, size: int, first: int) -> None:
         super().put(name, size, first)
         step = self.torch.zeros(1, dtype=self.torch.int32, device=TORCH_DEVICE)
+        # What is loaded at a kernel's first use must not be loaded in a capture.
+        self._arrays[name].add_(step)
+        self.sync()
         graph = self.torch.cuda.CUDAGraph()
         with self.torch.cuda.graph(graph):
             self._arrays[name].add_(step)
@@ -219,6 +289,7 @@ class CuPy:
 
         self._cupy = cupy
         self._arrays: dict[str, Any] = {}
+        cupy.zeros(1)
 
     def put(self, name: str, size: int, first: int) -> None:
         array = self._cupy.arange(size // 4, dtype=self._cupy.uint32)
@@ -244,10 +315,16 @@ class Jax:
     """JAX: compiled by XLA, each step a new array."""
 
     def __init__(self) -> None:
+        # It would take three quarters of the device, and a suspend as much of the host's memory.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         import jax
 
         self._jax = jax
         self._arrays: dict[str, Any] = {}
+        # It would compute without a GPU, too, and say so in a line that nobody reads.
+        if TORCH_DEVICE == "cuda":
+            assert jax.default_backend() == "gpu", jax.devices()
+        jax.numpy.zeros(1).block_until_ready()
         self._make = jax.jit(
             lambda first, number: jax.lax.iota(jax.numpy.uint32, number) + first, static_argnums=1
         )
@@ -262,6 +339,8 @@ class Jax:
         self._arrays[name] = self._step(self._arrays[name], np.uint32(step))
 
     def get(self, name: str) -> Any:
+        # An array remembers what was read from it once: a new one, in the same memory, does not.
+        self.work(name, 0)
         return np.asarray(self._arrays[name])
 
     def free(self, name: str) -> None:
@@ -285,6 +364,7 @@ class Numba:
                 array[place] += step
                 place += cuda.gridsize(1)
 
+        cuda.current_context()
         self._cuda, self._add = cuda, add
         self._arrays: dict[str, Any] = {}
 
@@ -302,7 +382,8 @@ class Numba:
 
     def free(self, name: str) -> None:
         del self._arrays[name]
-        self._cuda.current_context().deallocations.clear()
+        # Freed memory is in a queue until there is enough of it, or this.
+        self._cuda.current_context().memory_manager.deallocations.clear()
 
     def sync(self) -> None:
         self._cuda.synchronize()

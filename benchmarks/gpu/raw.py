@@ -1,0 +1,194 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A process's use of device 0 through ``cuda.bindings.driver`` alone: nothing of a framework.
+
+Device memory holds uint32, ``p[i] = first + i`` modulo 2**32 at first. It is checked on the device
+(their sum) and by samples, so that 48 GiB need not be hashed on the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from statistics import median
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+
+from jupyter_gpupool.emulator.kernels import PTX
+
+#: Blocks and threads of every kernel.
+GRID, BLOCK = 1024, 256
+
+#: Elements that are looked at one by one.
+SAMPLES = 256
+
+_WORDS = 1 << 32
+
+
+class DriverProblem(RuntimeError):
+    """A call of the driver has failed; the text says which and how."""
+
+
+def call(function: Any, *arguments: Any) -> Any:
+    """Return what a call of the driver returns beside its result.
+
+    Raises
+    ------
+    DriverProblem
+        If the result is not CUDA_SUCCESS.
+    """
+    result, *values = function(*arguments)
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise DriverProblem(f"{function.__name__}: {result.name}")
+    return values[0] if len(values) == 1 else (tuple(values) or None)
+
+
+def expected_sum(size: int, first: int) -> int:
+    """Return the sum, modulo 2**64, of ``size`` bytes of uint32 that count up from ``first``."""
+    whole, rest = divmod(size // 4, _WORDS)
+    start = first % _WORDS
+    before_zero = min(rest, _WORDS - start)
+    total = whole * (_WORDS * (_WORDS - 1) // 2)
+    total += before_zero * start + before_zero * (before_zero - 1) // 2
+    after = rest - before_zero
+    return (total + after * (after - 1) // 2) % (1 << 64)
+
+
+class Raw:
+    """The primary context of device 0, and arrays on it by name."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, tuple[int, int]] = {}
+        call(driver.cuInit, 0)
+        self.device = call(driver.cuDeviceGet, 0)
+        self.open()
+
+    def open(self) -> None:
+        """Make the context and load the kernels."""
+        call(driver.cuCtxSetCurrent, call(driver.cuDevicePrimaryCtxRetain, self.device))
+        module = call(driver.cuModuleLoadData, PTX.encode() + b"\0")
+        self._functions = {
+            name: call(driver.cuModuleGetFunction, module, name.encode())
+            for name in ("gpupool_iota_u32", "gpupool_add_u32", "gpupool_sum_u32")
+        }
+
+    def close(self) -> None:
+        """Give everything on the device back, the context included."""
+        for name in list(self.arrays):
+            self.free(name)
+        call(driver.cuDevicePrimaryCtxRelease, self.device)
+
+    def launch(self, name: str, values: tuple[Any, ...], types: tuple[Any, ...]) -> None:
+        call(
+            driver.cuLaunchKernel, self._functions[name], GRID, 1, 1, BLOCK, 1, 1, 0, 0,
+            (values, types), 0,
+        )  # fmt: skip
+
+    def fill(self, address: int, size: int, first: int) -> None:
+        """Let what is at ``address`` count up from ``first``."""
+        types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
+        self.launch("gpupool_iota_u32", (address, size // 4, first % _WORDS), types)
+        self.sync()
+
+    def increase(self, address: int, size: int, step: int) -> None:
+        """Add ``step`` to each element; returns before that is done."""
+        types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
+        self.launch("gpupool_add_u32", (address, size // 4, step % _WORDS), types)
+
+    def right(self, address: int, size: int, first: int) -> bool:
+        """Return whether what is at ``address`` counts up from ``first``."""
+        out = int(call(driver.cuMemAlloc, 8))
+        host = np.zeros(1, np.uint64)
+        call(driver.cuMemcpyHtoD, out, host.ctypes.data, 8)
+        types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
+        self.launch("gpupool_sum_u32", (out, address, size // 4), types)
+        call(driver.cuMemcpyDtoH, host.ctypes.data, out, 8)
+        call(driver.cuMemFree, out)
+        if int(host[0]) != expected_sum(size, first):
+            return False
+        # A sum is the same wherever pages went.
+        number, word = size // 4, np.zeros(1, np.uint32)
+        for sample in range(SAMPLES):
+            place = sample * (number - 1) // (SAMPLES - 1)
+            call(driver.cuMemcpyDtoH, word.ctypes.data, address + 4 * place, 4)
+            if int(word[0]) != (first + place) % _WORDS:
+                return False
+        return True
+
+    # ------------------------------------------------------------------ by name, from elsewhere
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def put(self, name: str, size: int, first: int) -> float:
+        """Allocate and fill; return the seconds."""
+        begun = time.perf_counter()
+        self.arrays[name] = int(call(driver.cuMemAlloc, size)), size
+        self.fill(*self.arrays[name], first)
+        return time.perf_counter() - begun
+
+    def add(self, name: str, step: int) -> None:
+        self.increase(*self.arrays[name], step)
+        self.sync()
+
+    def check(self, name: str, first: int) -> bool:
+        return self.right(*self.arrays[name], first)
+
+    def free(self, name: str) -> None:
+        call(driver.cuMemFree, self.arrays.pop(name)[0])
+
+    def sync(self) -> None:
+        call(driver.cuCtxSynchronize)
+
+    # ------------------------------------------------------------------ the limit of copying
+
+    def copies(self, size: int, repetitions: int) -> dict[str, Any]:
+        """Return GB/s of copies of ``size`` bytes: best and median, each way, by kind of memory.
+
+        "pinned" is ``cuMemHostAlloc``, "pageable" what NumPy allocates, touched before.
+        """
+        device = int(call(driver.cuMemAlloc, size))
+        pinned = int(call(driver.cuMemHostAlloc, size, 0))
+        pageable = np.ones(size, np.uint8)
+        found: dict[str, Any] = {"bytes": size, "repetitions": repetitions}
+        for kind, host in (("pinned", pinned), ("pageable", pageable.ctypes.data)):
+            ways = {
+                "to_host": (driver.cuMemcpyDtoH, host, device),
+                "to_device": (driver.cuMemcpyHtoD, device, host),
+            }
+            for way, (function, to, source) in ways.items():
+                speeds = []
+                for _ in range(repetitions + 1):
+                    self.sync()
+                    begun = time.perf_counter()
+                    call(function, to, source, size)
+                    self.sync()
+                    speeds.append(size / (time.perf_counter() - begun) / 1e9)
+                del speeds[0]  # whose first touch may be slow
+                found[f"{kind}_{way}_GB_per_s"] = {"best": max(speeds), "p50": median(speeds)}
+        call(driver.cuMemFreeHost, pinned)
+        call(driver.cuMemFree, device)
+        return found
+
+
+class Eyes:
+    """What NVML shows of device 0."""
+
+    def __init__(self) -> None:
+        import pynvml
+
+        self._nvml = pynvml
+        pynvml.nvmlInit()
+        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+
+    def used(self) -> int:
+        """Return the bytes in use, by whomever."""
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+    def shown(self) -> dict[str, int | None]:
+        """Return the bytes by process (a text: it travels as JSON)."""
+        rows = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        return {str(row.pid): row.usedGpuMemory for row in rows}

@@ -1,0 +1,254 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The device service on the machine under test, and what can be seen of a device from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jupyter_gpupool.devices.children import ChildLost
+from jupyter_gpupool.devices.model import DeviceSample, ProcessId, ResumeOutcome, SuspendOutcome
+from jupyter_gpupool.devices.service import DeviceService
+from jupyter_gpupool.pool.model import Device
+
+from .machine import Machine, MiB
+from .target import Failed, Target
+
+#: Seconds for a whole start of the service, and for the device to show that a process has gone.
+START = 120.0
+SETTLED = 30.0
+
+#: Seconds to wait for processes that are none of a test's, before they are taken for foreign.
+LEFT = 3.0
+
+#: Seconds that one driver call may take besides copying: hung means failed, so not the default.
+CALL = 20.0
+
+#: Seconds that a test of many rounds goes on; one with fewer rounds than it wants says so.
+SECONDS = float(os.environ.get("GPUPOOL_GPU_SECONDS", "40"))
+
+#: Device memory is handed out in pages of so many bytes.
+PAGE = 2 * MiB
+
+#: How a service knows the devices that an earlier one of this test run has tested.
+_known: dict[str, Device] = {}
+
+
+@dataclass
+class Bench:
+    """A started service, and the device that the tests of it use."""
+
+    machine: Machine
+    service: DeviceService
+    device: Device
+    #: What the device had in use before any process of a test.
+    base: int = 0
+
+    @property
+    def uuid(self) -> str:
+        return self.device.uuid
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of a process that is to use this device."""
+        return {**self.machine.env, "CUDA_VISIBLE_DEVICES": self.uuid}
+
+    @property
+    def slack(self) -> int:
+        """Bytes by which what is in use may differ where nothing of ours is there."""
+        return self.machine.bytes(64 * MiB)
+
+    async def suspend(self, process: Target) -> SuspendOutcome:
+        return await self.service.suspend(process.root, [self.uuid], session=session(process))
+
+    async def resume(
+        self, process: Target, freed: SuspendOutcome | None = None, *, need: int | None = None
+    ) -> ResumeOutcome:
+        """Resume; the device must have ``need`` bytes free, or as many as were ``freed``."""
+        bytes_ = need if freed is None else freed.freed.get(self.uuid, 0)
+        return await self.service.resume(
+            process.root,
+            [self.uuid],
+            [self.uuid],
+            session=session(process),
+            need={} if bytes_ is None else {self.uuid: bytes_},
+        )
+
+    async def state(self, process: Target) -> str:
+        return await self.service.driver_state(process.root, session=session(process))
+
+    async def there_and_back(self, process: Target) -> tuple[SuspendOutcome, ResumeOutcome]:
+        """Suspend and resume a process; both must work."""
+        there = await self.suspend(process)
+        assert there.status == "suspended", there
+        back = await self.resume(process, there)
+        assert back.status == "resumed", back
+        return there, back
+
+    async def ask(self, op: str, process: ProcessId) -> dict[str, Any]:
+        """Return the driver's own answer to a question about a process, as the worker has it."""
+        fields = {"pid": process.pid, "start_time": process.start_time}
+        try:
+            answer = await self.worker.call(op, CALL, process=fields)
+        except ChildLost as lost:
+            return {
+                "outcome": "hung" if lost.hung else "died",
+                "code": "",
+                "value": "",
+                "seconds": 0,
+            }
+        return {name: answer[name] for name in ("outcome", "code", "value", "seconds")}
+
+    @property
+    def worker(self) -> Any:
+        """The suspend worker of the device."""
+        return self.service._workers[self.uuid]
+
+    async def sample(self) -> DeviceSample:
+        (sample,) = [s for s in await self.service.sample() if s.uuid == self.uuid]
+        return sample
+
+    async def used(self) -> int:
+        return (await self.sample()).used
+
+    async def held(self, process: Target) -> int | None:
+        """Return the bytes that NVML lists for a process, None if it does not list it."""
+        return held(await self.sample(), process.pid)
+
+    async def empty(self, *gone: Target, timeout: float = SETTLED) -> float:
+        """Wait until nothing of ours is on the device; return the seconds that took."""
+        pids = {process.pid for process in gone}
+        begin = time.monotonic()
+        while True:
+            sample = await self.sample()
+            listed = [p for p in sample.processes if p.pid in pids and p.bytes != 0]
+            over = sample.used - self.base - self.slack
+            if over <= 0 and not listed:
+                return time.monotonic() - begin
+            assert time.monotonic() - begin < timeout, (
+                f"{over >> 20} MiB too many are in use after {timeout:g} s; NVML lists {listed}"
+            )
+            await asyncio.sleep(0.02)
+
+    async def leave(self, other: Target, left: int) -> int:
+        """Have another process take all of the device but ``left``; return what is then free.
+
+        In pieces, as there may be no room for one: a little more than ``left`` may stay.
+        """
+        near, piece = self.machine.bytes(256 * MiB), self.machine.bytes(16 << 30)
+        while (more := (await self._free(other) - left) // PAGE * PAGE) > 0:
+            try:
+                await other.do("take", min(more, piece))
+            except Failed:
+                if piece <= near:
+                    break
+                piece //= 2
+        free = (await self.sample()).free
+        assert free <= left + near, f"{free >> 20} MiB are free, and not {left >> 20} MiB"
+        return free
+
+    async def _free(self, process: Target) -> int:
+        """Return the free bytes of the device, the less of what NVML and the driver say."""
+        free, _ = await process.do("info")
+        return min(free, (await self.sample()).free)
+
+
+def session(process: Target) -> str:
+    """Return a session's name that no other process of the tests has."""
+    return f"gpu-tests-{process.pid}"
+
+
+def held(sample: DeviceSample, pid: int) -> int | None:
+    found = [p.bytes for p in sample.processes if p.pid == pid]
+    return found[0] if found else None
+
+
+@contextlib.asynccontextmanager
+async def bench(machine: Machine, **options: Any) -> AsyncIterator[Bench]:
+    """Yield a service that has found the machine's first device able to suspend."""
+    service = DeviceService(env=machine.env, **{"call_timeout": CALL, **options})
+    try:
+        devices = await asyncio.wait_for(service.start(known=_known), START)
+        assert devices, service.problem
+        device = devices[0]
+        assert device.can_suspend, device.tier_reason
+        _known[device.uuid] = device
+        found = Bench(machine, service, device)
+        # It is there before anything is measured: one that has called cuInit may take something.
+        await found.worker.start()
+        # What was there before, such as the self-test's program, may show a little longer.
+        deadline = time.monotonic() + LEFT
+        while (before := await found.sample()).processes and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        found.base = before.used
+        yield found
+    finally:
+        await asyncio.wait_for(service.close(), SETTLED)
+
+
+def bytes_of(pid: int, name: str = "VmRSS") -> int:
+    """Return a figure of ``/proc/<pid>/status`` in bytes, 0 if the process has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    found = [line for line in lines if line.startswith(f"{name}:")]
+    return int(found[0].split()[1]) << 10 if found else 0
+
+
+def threads(pid: int) -> list[str]:
+    """Return the state of each thread of a process, as ``proc_pid_stat(5)`` has it."""
+    found = []
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found.append(stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0])
+    return found
+
+
+def host_memory() -> int:
+    """Return the bytes that processes of this machine can still have."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("The kernel does not tell MemAvailable")
+
+
+async def until(condition: Callable[[], bool], timeout: float = SETTLED) -> bool:
+    """Wait for a condition; return whether it came true in time."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(0.002)
+    return True
+
+
+def share(device: Device, part: float, *, processes: int = 1, cap: int = 24 << 30) -> int:
+    """Return that part of a device's memory in bytes: at most ``cap``, and what the host can keep.
+
+    A suspended process is in the host's memory, and a little of it twice for a moment.
+    """
+    room = min(int(device.memory_total * part), cap, int(host_memory() * 0.7) // processes)
+    return room // PAGE * PAGE
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Return the middle, the 99th of a hundred and the largest."""
+    ordered = sorted(seconds)
+    return {
+        "p50": round(ordered[len(ordered) // 2], 4),
+        "p99": round(ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)], 4),
+        "max": round(ordered[-1], 4),
+    }
+
+
+def speeds(outcome: SuspendOutcome | ResumeOutcome) -> dict[str, float]:
+    """Return the seconds of a suspend or a resume: all of it, and the driver's part."""
+    return {"s": round(outcome.seconds, 4), "driver_s": round(outcome.driver_seconds, 4)}

@@ -1,0 +1,87 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Notebooks whose cells print every number that they come to, exactly.
+
+The same cells print the same text each time on one device, so that a run that was interrupted can
+be compared with one that was not. Each cell prints something.
+"""
+
+from __future__ import annotations
+
+_TORCH_SETUP = """
+import os
+# cuBLAS is deterministic with a workspace of a fixed size; it is read at the first use.
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+import torch
+from tests.gpu.workloads import TORCH_DEVICE as device
+
+torch.use_deterministic_algorithms(True)
+torch.manual_seed(11)
+print("deterministic:", torch.are_deterministic_algorithms_enabled())
+"""
+
+_TORCH_MODEL = """
+from torch import nn
+
+data = torch.randn(4096, 64, device=device)
+target = torch.sin(data @ torch.randn(64, 8, device=device))
+model = nn.Sequential(
+    nn.Linear(64, 512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 512), nn.ReLU(),
+    nn.Linear(512, 8),
+).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+losses = []
+
+def train(steps):
+    for _ in range(steps):
+        rows = torch.randint(0, len(data), (512,), device=device)
+        loss = nn.functional.mse_loss(model(data[rows]), target[rows])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+
+print(sum(p.numel() for p in model.parameters()))
+"""
+
+#: The losses as the bits they are.
+_TORCH_TRAIN = """
+train(40)
+print(*(loss.hex() for loss in losses[-40:]))
+"""
+
+_TORCH_END = """
+assert sum(losses[-10:]) < 0.8 * sum(losses[:10]), losses
+print(len(losses), sum(p.detach().double().sum().item() for p in model.parameters()).hex())
+"""
+
+_PLAIN_SETUP = """
+import hashlib
+from tests.gpu import workloads
+
+work = workloads.CudaCore()
+work.put("state", 8 << 20, 3)
+seen = []
+print("ready")
+"""
+
+_PLAIN_STEPS = """
+for step in range(10):
+    work.work("state", 2 * len(seen) + 1)
+    seen.append(hashlib.sha256(work.get("state")).hexdigest())
+print(*seen[-10:])
+"""
+
+_PLAIN_END = """
+assert len({*seen}) == len(seen)
+print(len(seen))
+"""
+
+#: By workload: the cells. The second half begins with a cell that works on what the first has left.
+NOTEBOOKS = {
+    "cuda-core": [_PLAIN_SETUP, _PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_END],
+    "torch": [
+        *(_TORCH_SETUP, _TORCH_MODEL, _TORCH_TRAIN),
+        *(_TORCH_TRAIN, _TORCH_TRAIN, _TORCH_END),
+    ],
+}

@@ -1,0 +1,77 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Runs the emulated driver's conformance program against the machine's driver.
+
+A case that is not ok on a real driver is a fault of the emulation, and what was built on it may be
+wrong, too. Each case is a process of its own: one that crashes or hangs hides no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool.emulator import build
+
+SOURCE = Path(__file__).parents[1] / "emulator" / "conformance.c"
+
+#: In the order of the program: what may strand a process or fill the device is last.
+CASES = [name for name in re.findall(r"CASE\((\w+)\)", SOURCE.read_text()) if name != "name"]
+
+#: Emulated they all run in ``tests/emulator``; here a few show that this way of running them works.
+EMULATED = {"version", "kernel", "state_machine"}
+
+#: Seconds for a case. The program waits 60 s for an answer, but a driver gives one in a second.
+BOUND = 30
+
+#: This one suspends ten processes.
+BOUNDS = {"calls_block": 75}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    out = tmp_path_factory.mktemp("conformance") / "conformance"
+    command = [*build.compiler(), "-std=gnu11", "-O1", "-o", str(out), str(SOURCE), "-ldl"]
+    subprocess.run(command, check=True, timeout=60)
+    return out
+
+
+@pytest.mark.parametrize(
+    "case", [n if n in EMULATED else pytest.param(n, marks=pytest.mark.gpu) for n in CASES]
+)
+def test_the_driver_is_as_the_emulated_one(program, machine, case, note):
+    others = [name for name in CASES if name != case]
+    process = subprocess.Popen(
+        [program, *others],
+        env=machine.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    bound, late = BOUNDS.get(case, BOUND), False
+    try:
+        out, _ = process.communicate(timeout=bound)
+    except subprocess.TimeoutExpired:
+        late = True
+    finally:
+        # Its targets and helpers are of its group; they may outlive it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if late:
+        # One that is stuck inside the kernel driver does not even end: that is a failure, too.
+        out, _ = process.communicate(timeout=bound)
+    diagnostics = re.findall(r"^# (?!\d+ of)(.*)$", out, re.M)
+    skipped = re.search(rf"^ok \d+ - {case} # SKIP (.*)$", out, re.M)
+    ok = process.returncode == 0 and re.search(rf"^ok \d+ - {case}\b", out, re.M)
+    note(outcome="late" if late else "ok" if ok else "not ok", diagnostics=diagnostics)
+    assert not late, f"{case} did not end in {bound} s: {diagnostics}"
+    assert ok, f"{case} ended with {process.returncode}: {diagnostics or out[-1000:]}"
+    if skipped:
+        pytest.skip(skipped[1])

@@ -1,0 +1,249 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The device service on the machine's driver: what it finds, and processes of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+
+from jupyter_gpupool.devices import contexts, processes
+from jupyter_gpupool.devices.calls import LOCK_GRACE
+from jupyter_gpupool.devices.service import DeviceService
+
+from .device import CALL, SETTLED, START, bench, bytes_of, speeds, threads, until
+from .machine import GiB, MiB
+from .target import target
+from .workloads import expected
+
+#: Seconds of a lock's time-out here, and of the kernel that is in its way.
+LOCK = 0.5
+SPIN = 3 * LOCK
+
+
+# ------------------------------------------------------------------ the device
+
+
+async def test_the_service_finds_the_device_and_tests_it(machine, note):
+    service = DeviceService(env=machine.env)
+    try:
+        begin = time.monotonic()
+        devices = await asyncio.wait_for(service.start(), START)
+        started = time.monotonic() - begin
+        assert devices, service.problem
+        device = devices[0]
+        begin = time.monotonic()
+        tested = await asyncio.wait_for(service.self_test(device.uuid), START)
+        note(
+            devices=len(devices),
+            name=device.name,
+            tier=device.tier,
+            tier_reason=device.tier_reason,
+            can_migrate=device.can_migrate,
+            driver=service.driver_version,
+            cuda=service.cuda_version,
+            start_s=round(started, 2),
+            self_test_s=round(time.monotonic() - begin, 2),
+            memory_mib=device.memory_total >> 20,
+            reserved_mib=device.memory_reserved >> 20,
+            context_mib=tested.context_bytes >> 20,
+            assumed_context_mib=contexts.assumed(device.memory_total) >> 20,
+        )
+        assert service.problem == ""
+        assert service.driver_version
+        assert service.cuda_version
+        assert (device.can_suspend, device.tier) == (True, "unguarded"), device.tier_reason
+        assert (tested.can_suspend, service.untested) == (True, set()), tested.tier_reason
+        # It was measured, and not only assumed.
+        assert 0 < tested.context_bytes < 2 * GiB
+        assert device.emulated is not machine.real
+    finally:
+        await asyncio.wait_for(service.close(), SETTLED)
+
+
+async def test_the_figures_of_a_device_add_up(machine, note):
+    async with bench(machine) as found:
+        before = await found.sample()
+        async with target("cuda-core", found.env) as process:
+            idle = await found.sample()
+            size = machine.bytes(512 * MiB)
+            await process.do("take", size)
+            begin = time.monotonic()
+            while (full := await found.sample()).used < idle.used + size - found.slack:
+                assert time.monotonic() - begin < SETTLED, "NVML does not see what was taken"
+            free, total = await process.do("info")
+            note(
+                before_mib=before.used >> 20,
+                context_mib=(idle.used - before.used) >> 20,
+                listed_mib=None if (listed := await found.held(process)) is None else listed >> 20,
+                nvml_late_s=round(time.monotonic() - begin, 3),
+                driver_total_mib=total >> 20,
+                driver_less_than_nvml_mib=(full.free - free) >> 20,
+            )
+        for sample in (before, idle, full):
+            assert not sample.lost
+            assert sample.total == found.device.memory_total
+            whole = sample.used + sample.free + sample.reserved
+            assert abs(whole - sample.total) <= 2 * MiB, sample
+        assert total <= full.total
+        note(back_s=round(await found.empty(process), 3))
+
+
+# ------------------------------------------------------------------ kinds of processes
+
+
+async def test_a_process_without_cuda_has_nothing_to_suspend(machine, note):
+    async with bench(machine) as found, target("cuda-core", machine.env, start=False) as process:
+        outcome = await found.suspend(process)
+        assert (outcome.status, outcome.cuda, outcome.freed) == ("nothing", False, {}), outcome
+        assert await found.state(process) == "none"
+        note(suspend=speeds(outcome))
+
+
+async def test_a_process_that_only_uses_nvml_has_nothing_to_suspend(machine, note):
+    async with bench(machine) as found, target("cuda-core", machine.env, start=False) as process:
+        assert await process.do("nvml") >= 1
+        outcome = await found.suspend(process)
+        note(cuda=outcome.cuda, thread=await found.ask("thread", process.root))
+        assert (outcome.status, outcome.cuda) == ("nothing", False), outcome
+        assert await process.do("pid") == process.pid
+
+
+async def test_a_process_that_only_called_cuinit_has_nothing_to_suspend(machine, note):
+    async with bench(machine) as found, target("cuda-core", found.env, start=False) as process:
+        assert await process.do("init") == "CUDA_SUCCESS"
+        note(
+            state=await found.ask("state", process.root),
+            thread=await found.ask("thread", process.root),
+        )
+        outcome = await found.suspend(process)
+        note(status=outcome.status, cuda=outcome.cuda, message=outcome.message)
+        assert outcome.status == "nothing", outcome
+        assert await found.state(process) == "none"
+        # It goes on to make its context, untouched.
+        await process.do("start")
+        await process.do("put", "a", 4 * MiB, 1)
+        assert await process.do("digest", "a") == expected(4 * MiB, 1)
+        assert outcome.cuda is not False, (
+            "The driver does not tell a process that has called cuInit from one that has not: "
+            "the pool would move a session to another device to which it is not bound any more"
+        )
+
+
+async def test_what_the_driver_says_of_each_kind_of_process_is_known(machine, note):
+    """The answers that ``calls.probe`` is built on, from the driver itself and as it has them."""
+    async with bench(machine) as found, target("cuda-core", found.env, start=False) as asker:
+        for kind, begin in (("none", "pid"), ("nvml", "nvml"), ("cuinit", "init")):
+            async with target("cuda-core", found.env, start=False) as process:
+                await process.do(begin)
+                note(**{kind: await asker.do("asks", process.pid, timeout=CALL)})
+        async with target("cuda-core", found.env) as process:
+            told = await asker.do("asks", process.pid, timeout=CALL)
+            note(context=told)
+            assert told["state"] == ["CUDA_SUCCESS", 0]
+            result, thread = told["thread"]
+            assert result == "CUDA_SUCCESS"
+            assert os.path.isdir(f"/proc/{process.pid}/task/{thread}"), told  # noqa: PTH112
+            for op, value in (("state", "running"), ("thread", str(thread))):
+                answer = await found.ask(op, process.root)
+                assert (answer["outcome"], answer["value"]) == ("ok", value)
+        note(ended=await asker.do("asks", process.pid, timeout=CALL))
+        for op in ("state", "thread"):
+            assert (await found.ask(op, process.root))["outcome"] == "gone"
+
+
+async def test_a_stopped_process_is_not_touched(machine, note):
+    async with bench(machine) as found, target("cuda-core", found.env) as process:
+        await process.do("put", "a", 4 * MiB, 1)
+        os.kill(process.pid, signal.SIGSTOP)
+        assert await until(lambda: processes.presence(process.root) == "stopped")
+        worker = found.worker.pid
+        outcome = await asyncio.wait_for(found.suspend(process), CALL)
+        assert outcome.status == "drain", outcome
+        assert "is stopped (SIGSTOP)" in outcome.message
+        assert await found.state(process) == "hung"
+        note(suspend=speeds(outcome))
+        assert found.worker.pid == worker  # nobody waited for a time-out
+        os.kill(process.pid, signal.SIGCONT)
+        assert await process.do("digest", "a") == expected(4 * MiB, 1)
+        await found.there_and_back(process)
+        assert await process.do("digest", "a") == expected(4 * MiB, 1)
+
+
+async def test_a_long_kernel_is_given_up_on_and_goes_on(machine, note):
+    async with (
+        bench(machine, lock_timeout=LOCK) as found,
+        target("cuda-core", found.env) as process,
+    ):
+        await process.do("put", "a", 4 * MiB, 1)
+        await process.do("spin", int(SPIN * 1e9))
+        outcome = await asyncio.wait_for(found.suspend(process), CALL)
+        note(refused=speeds(outcome), message=outcome.message)
+        assert outcome.status == "drain", outcome
+        assert f"{LOCK:g} s" in outcome.message
+        assert outcome.driver_seconds < LOCK + LOCK_GRACE
+        assert await found.state(process) == "running"
+        await process.do("steps", "a", 1, 5)
+        assert await process.do("digest", "a") == expected(4 * MiB, 1, 5)
+        there, back = await found.there_and_back(process)
+        note(suspend=speeds(there), resume=speeds(back))
+        assert await process.do("digest", "a") == expected(4 * MiB, 1, 5)
+
+
+# ------------------------------------------------------------------ while a process is suspended
+
+
+async def test_work_begun_while_suspended_waits_and_is_done_once(machine, note):
+    """A launch waits in the driver.
+
+    To synchronise would be a segmentation fault there: what is asked for begins with a launch.
+    """
+    size = machine.bytes(64 * MiB)
+    async with bench(machine) as found, target("cuda-core", found.env) as process:
+        await process.do("put", "a", size, 1)
+        there = await found.suspend(process)
+        assert there.status == "suspended", there
+        process.ask("steps", "a", 1, 5)
+        answer = asyncio.create_task(process.answer())
+        try:
+            for _ in range(50):
+                assert await found.state(process) == "checkpointed"
+                assert not answer.done(), f"a launch did not wait for the resume: {answer}"
+            note(threads=sorted(threads(process.pid)))
+            back = await found.resume(process, there)
+            assert back.status == "resumed", back
+            await answer
+        finally:
+            answer.cancel()
+            await asyncio.wait({answer})
+        assert await process.do("digest", "a") == expected(size, 1, 5)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+async def test_a_signal_to_a_suspended_process_leaves_nothing_behind(machine, name, note):
+    """Whether it ends at once is the driver's affair and noted; that SIGKILL ends it is not."""
+    async with bench(machine) as found, target("cuda-core", found.env) as process:
+        await process.do("put", "a", machine.bytes(256 * MiB), 1)
+        there = await found.suspend(process)
+        assert there.status == "suspended", there
+        begin = time.monotonic()
+        os.kill(process.pid, getattr(signal, name))
+        ends = asyncio.create_task(process.process.wait())
+        await asyncio.wait({ends}, timeout=1.0)
+        note(
+            ended_with=ends.result() if ends.done() else None,
+            ended_s=round(time.monotonic() - begin, 2) if ends.done() else None,
+            threads=sorted(threads(process.pid)),
+            state=None if ends.done() else await found.state(process),
+        )
+        begin = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.wait_for(ends, SETTLED)
+        note(killed_s=round(time.monotonic() - begin, 3), left_mib=bytes_of(process.pid) >> 20)
+        await found.empty(process)

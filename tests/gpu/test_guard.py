@@ -1,0 +1,122 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Frameworks in notebooks under the guard: without a GPU, with one, without, and with one again.
+
+Each notebook asks for most of the device, and so does a neighbour that takes it in between: none of
+them has it unless all others have none of it.
+"""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from .conftest import workloads
+from .session import LEFT, items, measured, stage
+from .workloads import expected
+
+#: Bytes of the two arrays, on a real device.
+LARGE, SMALL = 192 << 20, 16 << 20
+
+
+@pytest.fixture(scope="module")
+def pooled(machine, kernelspec, request):
+    """The pool, with a kernel for each test."""
+    with stage(machine, request) as made:
+        made.prepare(items(request), made.most)
+        yield made
+
+
+@pytest.fixture
+def notebook(pooled, workload, request):
+    """This test's notebook."""
+    found = pooled.take(request.node.name)
+    yield found
+    pooled.stop(found)
+
+
+@pytest.fixture
+def neighbour(pooled, request):
+    """A notebook that wants the device, too, again and again."""
+    return pooled.play(pooled.neighbour(request.session.testsfailed))
+
+
+def test_the_device_is_guarded(pooled, note):
+    status = pooled.pool.status()
+    device = pooled.device
+    keys = ("name", "tier", "tier_reason", "context_bytes", "memory_total", "memory_capacity")
+    note(**{key: device[key] for key in keys}, **status["settings"], base=pooled.base)
+    assert device["tier"] == "guarded", device["tier_reason"]
+    assert device["can_suspend"]
+    assert (status["settings"]["attach"], status["settings"]["attach_reason"]) == ("lazy", "")
+
+
+def test_frameworks_are_imported_and_nobody_has_a_gpu(pooled, note):
+    seen, sessions = pooled.look(), pooled.pool.sessions()
+    note(left=seen["used"] - pooled.base, kernels=len(sessions))
+    assert sessions
+    assert all(s["guard"] and s["state"] == "detached" for s in sessions), sessions
+    assert not any(s["granted_bytes"] for s in sessions), sessions
+    assert not seen["processes"], seen
+    assert seen["used"] <= pooled.base + LEFT, (seen, pooled.base)
+
+
+@workloads(
+    "cuda-core", "torch", "torch-expandable", "torch-async", "torch-graph", "triton", "cupy",
+    "jax", "numba", "torch-compile",
+)  # fmt: skip
+def test_a_notebook_has_its_bytes_back_after_another_had_the_gpu(pooled, notebook, neighbour, note):
+    large, small = pooled.machine.bytes(LARGE), pooled.machine.bytes(SMALL)
+    pid = str(notebook.kernel.pid)
+
+    async def scenario():
+        session = notebook.session
+        assert (session["state"], session["granted_bytes"]) == ("detached", 0), session
+
+        with measured(note, "begin_seconds"):
+            note(version=await notebook.begin())
+        await notebook.put("large", large, 7)
+        await notebook.put("small", small, 8)
+        await notebook.steps("large", 3, 1 << 31)
+        await notebook.steps("small", 2, 5)
+        assert await notebook.digest("large") == expected(large, 7, 3 << 31)
+        session = notebook.session
+        assert session["granted_bytes"] == pooled.most, session
+        assert session["used_bytes"] >= large + small, session
+        seen = pooled.look()["processes"].get(pid)
+        note(counted=session["used_bytes"], nvml=seen)
+        assert seen is None or seen >= large + small
+
+        # To host memory, on demand; of the device nothing is left.
+        process = psutil.Process(int(pid))
+        resident = process.memory_info().rss
+        with measured(note, "suspend_seconds"):
+            session = await notebook.release()
+        note(suspended=session["suspended_bytes"], rss=process.memory_info().rss - resident)
+        assert session["suspended_bytes"] >= large + small, session
+        note(left=await pooled.empty(notebook, neighbour))
+
+        # Somebody else has the device, most of it, and computes.
+        with measured(note, "neighbour_seconds"):
+            await pooled.taken(neighbour)
+        assert notebook.session["state"] == "detached"
+
+        # The next call waits for the slice and gets it, and every byte is there.
+        with measured(note, "resume_seconds"):
+            await notebook.steps("small", 1, 5)
+        session = notebook.session
+        assert session["resumes"] == 1, session
+        assert session["granted_bytes"] == pooled.most, session
+        assert await notebook.digest("small") == expected(small, 8, 15)
+        assert await notebook.digest("large") == expected(large, 7, 3 << 31)
+        assert neighbour.session["state"] == "detached"
+
+        # And the framework goes on: it computes, allocates, frees.
+        await notebook.steps("large", 2, 3)
+        assert await notebook.digest("large") == expected(large, 7, (3 << 31) + 6)
+        await notebook.free("large")
+        await notebook.put("next", large, 9)
+        await notebook.steps("next", 1, 1)
+        assert await notebook.digest("next") == expected(large, 9, 1)
+
+    pooled.play(scenario())

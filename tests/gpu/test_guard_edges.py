@@ -1,0 +1,181 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Notebooks under the guard that wait, are interrupted, take turns, or have processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from .conftest import workloads
+from .session import MiB, Notebook, items, measured, stage
+from .workloads import expected
+
+
+@pytest.fixture(scope="module")
+def pooled(machine, kernelspec, request):
+    """The pool, with a kernel for each test."""
+    with stage(machine, request) as made:
+        made.prepare(items(request), made.most)
+        yield made
+
+
+@pytest.fixture
+def notebook(pooled, workload, request):
+    """This test's notebook."""
+    found = pooled.take(request.node.name)
+    yield found
+    pooled.stop(found)
+
+
+@pytest.fixture
+def neighbour(pooled, request):
+    """A notebook that wants the device, too, again and again."""
+    return pooled.play(pooled.neighbour(request.session.testsfailed))
+
+
+#: Computes until the file is there, and for a minute at most.
+BUSY = """
+import time
+from pathlib import Path
+end = time.monotonic() + 60
+while not Path({flag!r}).exists() and time.monotonic() < end:
+    work.work("mine", 0)
+    work.sync()
+    time.sleep(0.01)
+"""
+
+
+@contextlib.asynccontextmanager
+async def busy(neighbour, flag):
+    """While the neighbour has the device and cannot lose it."""
+    flag.unlink(missing_ok=True)
+    cell = asyncio.create_task(neighbour.cell(BUSY.format(flag=str(flag))))
+    try:
+        await neighbour.wait("to compute", lambda s: s["state"] == "active" and s["granted_bytes"])
+        yield
+    finally:
+        flag.touch()
+        await cell
+
+
+async def interrupted(notebook, code):
+    """Return how a cell ends whose CUDA call waits, and is interrupted."""
+    cell = asyncio.create_task(notebook.run(code))
+    await notebook.wait("to wait", lambda s: s["state"] == "queued")
+    await notebook.kernel.interrupt()
+    return await cell
+
+
+@workloads("cuda-core", "torch", "cupy", "numba", "jax")
+def test_a_wait_can_be_interrupted_and_the_same_call_works_later(
+    pooled, notebook, neighbour, workload, tmp_path, note
+):
+    size, flag = pooled.machine.bytes(64 * MiB), tmp_path / "go"
+    begin = f"work = workloads.WORKLOADS[{workload!r}][0]()\nwork.put('mine', {size}, 1)"
+
+    async def scenario():
+        # Before there is a context.
+        async with busy(neighbour, flag):
+            with measured(note, "first_seconds"):
+                done = await interrupted(notebook, begin)
+            note(first=f"{done.ename}: {done.evalue[:300]}")
+            assert done.ename == "KeyboardInterrupt", done
+        await notebook.cell(begin)
+        assert await notebook.digest("mine") == expected(size, 1)
+
+        # And when the state is in host memory.
+        await notebook.release()
+        async with busy(neighbour, flag):
+            with measured(note, "second_seconds"):
+                done = await interrupted(notebook, "work.work('mine', 3); work.sync()")
+            note(second=f"{done.ename}: {done.evalue[:300]}")
+            assert done.ename == "KeyboardInterrupt", done
+            assert notebook.session["suspended_bytes"] >= size
+        assert await notebook.digest("mine") == expected(size, 1)
+        await notebook.steps("mine", 2, 3)
+        assert await notebook.digest("mine") == expected(size, 1, 6)
+
+    pooled.play(scenario())
+
+
+CHILD = """
+import json, subprocess, sys
+child = subprocess.Popen(
+    [sys.executable, "-m", "tests.gpu.child", {workload!r}],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+)
+
+def ask(*request):
+    print(json.dumps(request), file=child.stdin, flush=True)
+    answer = json.loads(child.stdout.readline())
+    assert "error" not in answer, answer
+    return answer["ok"]
+
+ask("start")
+ask("put", "theirs", {size}, 5)
+"""
+
+
+@workloads("cuda-core", "torch")
+def test_processes_of_a_notebook_share_its_slice_and_move_with_it(
+    pooled, notebook, neighbour, workload, note
+):
+    size = pooled.machine.bytes(128 * MiB)
+
+    async def scenario():
+        await notebook.begin()
+        await notebook.put("mine", size, 1)
+        one = notebook.session["used_bytes"]
+        await notebook.cell(CHILD.format(workload=workload, size=size))
+        both = notebook.session["used_bytes"]
+        note(one=one, both=both)
+        assert both >= one + size
+        session = await notebook.release()
+        note(suspended=session["suspended_bytes"])
+        assert session["suspended_bytes"] >= 2 * size
+        assert all(not device["memory_foreign"] for device in pooled.pool.devices())
+        note(left=await pooled.empty(notebook, neighbour))
+        await pooled.taken(neighbour)
+        assert await notebook.cell("print(ask('digest', 'theirs'))") == expected(size, 5)
+        await notebook.steps("mine", 1, 1)
+        assert await notebook.digest("mine") == expected(size, 1, 1)
+        await notebook.cell("ask('steps', 'theirs', 2, 3)")
+        assert await notebook.cell("print(ask('digest', 'theirs'))") == expected(size, 5, 6)
+        await notebook.cell("child.stdin.close(); assert child.wait(30) == 0")
+        await notebook.wait("to count one process", lambda s: s["used_bytes"] <= one)
+
+    pooled.play(scenario())
+
+
+TURNS = """
+for turn in range({turns}):
+    for _ in range(20):
+        work.work("mine", 3)
+    work.sync()
+    time.sleep({pause})
+"""
+
+
+@workloads("cuda-core", "torch")
+def test_two_notebooks_take_turns_in_the_middle_of_their_cells(pooled, notebook, workload, note):
+    size, turns = pooled.machine.bytes(192 * MiB), 2
+
+    async def scenario():
+        other = await Notebook(pooled, "other", workload).start(memory=pooled.most)
+        for number, each in enumerate((notebook, other)):
+            await each.begin()
+            await each.put("mine", size, number)
+        code = TURNS.format(turns=turns, pause=0.5)
+        with measured(note, "seconds"):
+            await asyncio.gather(notebook.cell(code), other.cell(code))
+        for number, each in enumerate((notebook, other)):
+            assert await each.digest("mine") == expected(size, number, turns * 20 * 3)
+            note(**{f"resumes_{number}": each.session["resumes"]})
+            assert each.session["resumes"] >= 1, each.session
+        pooled.pool.check_ledger()
+        await other.stop()
+
+    pooled.play(scenario())

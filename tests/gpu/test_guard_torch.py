@@ -1,0 +1,97 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What PyTorch notebooks do besides arithmetic, with the device lent to a neighbour half-way."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import workloads
+from .session import items, measured, stage
+from .torch_cells import CELLS
+
+
+@pytest.fixture(scope="module")
+def pooled(machine, kernelspec, request):
+    """The pool, with a kernel for each test."""
+    with stage(machine, request) as made:
+        made.prepare(items(request), made.most)
+        yield made
+
+
+@pytest.fixture
+def notebook(pooled, workload, request):
+    """This test's notebook."""
+    found = pooled.take(request.node.name)
+    yield found
+    pooled.stop(found)
+
+
+@pytest.fixture
+def neighbour(pooled, request):
+    """A notebook that wants the device, too, again and again."""
+    return pooled.play(pooled.neighbour(request.session.testsfailed))
+
+
+@workloads("torch")
+@pytest.mark.parametrize("about", CELLS)
+def test_torch_goes_on_where_it_was(pooled, notebook, neighbour, about, note):
+    before, after = CELLS[about]
+
+    async def scenario():
+        with measured(note, "before_seconds"):
+            note(before=await notebook.cell(before))
+        with measured(note, "suspend_seconds"):
+            await notebook.release()
+        note(left=await pooled.empty(notebook, neighbour))
+        await pooled.taken(neighbour)
+        with measured(note, "after_seconds"):
+            note(after=await notebook.cell(after))
+        assert notebook.session["resumes"] >= 1
+
+    pooled.play(scenario())
+
+
+FREE = """
+assert torch.cuda.is_available()
+assert torch.cuda.device_count() == 1
+"""
+
+SEEN = """
+free, total = torch.cuda.mem_get_info()
+properties = torch.cuda.get_device_properties(0)
+print(free, total, properties.total_memory)
+"""
+
+
+@workloads("torch")
+def test_torch_sees_a_device_at_any_time_and_it_is_as_large_as_the_slice(
+    pooled, notebook, neighbour, note
+):
+    async def scenario():
+        # To look whether there is a device needs none, and asks nobody.
+        await notebook.cell(FREE)
+        session = notebook.session
+        assert (session["state"], session["granted_bytes"]) == ("detached", 0), session
+        note(name=await notebook.cell("print(torch.cuda.get_device_name(0))"))
+        await notebook.cell("x = torch.ones(1 << 20, device='cuda'); torch.cuda.synchronize()")
+        free, total, properties = map(int, (await notebook.cell(SEEN)).split())
+        note(free=free, total=total, properties=properties, granted=pooled.most)
+        assert total == pooled.most
+        used = notebook.session["used_bytes"]
+        assert abs(total - free - used) <= pooled.machine.bytes(64 << 20), (free, used)
+        summary = await notebook.cell("print(torch.cuda.memory_summary())")
+        assert "CUDA OOMs: 0" in summary, summary
+        # The same without the slice, and it does not come back for it.
+        session = await notebook.release()
+        await pooled.taken(neighbour)
+        await notebook.cell(FREE + "torch.cuda.get_device_name(0)")
+        assert notebook.session["state"] == "detached"
+        assert notebook.session["resumes"] == session["resumes"]
+        # The guard could answer this one without it, too, if CUDA's runtime asks nothing else.
+        assert int(await notebook.cell("print(torch.cuda.mem_get_info()[1])")) == total
+        note(size_asked_for_the_slice=notebook.session["resumes"] > session["resumes"])
+        await notebook.cell("assert int(x.sum()) == 1 << 20")
+        assert properties == pooled.most
+
+    pooled.play(scenario())

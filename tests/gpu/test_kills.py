@@ -1,0 +1,193 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""SIGKILL at the worst moments: what was on the device is right or said to be lost, and is freed.
+
+The middle of a suspend or resume is seen from outside: bytes that move between the process's host
+memory and the device, or else half of the seconds that it usually takes. Each test notes which it
+was, or that the driver had been too fast; what must hold then holds as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from jupyter_gpupool.devices import processes
+
+from .device import CALL, SETTLED, Bench, bench, bytes_of, speeds, until
+from .machine import GiB, MiB
+from .target import Target, target
+from .workloads import expected, expected_fingerprint
+
+FIRST = 9
+
+#: Seconds for an operation whose process or worker was killed: its call may have to be late first.
+SETTLING = 75.0
+
+#: Seconds in the driver that an undisturbed suspend and resume took here.
+_usual: dict[str, float] = {}
+
+
+def size_of(found: Bench) -> int:
+    return found.machine.bytes(4 * GiB)
+
+
+async def prepare(found: Bench, process: Target) -> None:
+    """Give a process its bytes, and find out how long suspending and resuming them takes."""
+    await process.do("put", "x", size_of(found), FIRST)
+    if not _usual:
+        there, back = await found.there_and_back(process)
+        _usual.update(checkpoint=there.driver_seconds, restore=back.driver_seconds)
+
+
+async def right(found: Bench, process: Target) -> None:
+    """Look whether a process has its bytes and goes on with them."""
+    await process.do("steps", "x", 1, 3)
+    found_now = await process.do("fingerprint", "x")
+    assert found_now == expected_fingerprint(size_of(found), FIRST, 3)
+
+
+async def middle(found: Bench, process: Target, op: str, task: asyncio.Task[Any]) -> str:
+    """Wait until the driver is in the middle of ``op``; return by what that was seen."""
+    host, used = bytes_of(process.pid), await found.used()
+    part = size_of(found) // 4
+    while found.worker.current != op:
+        if task.done():
+            return "over"
+        await asyncio.sleep(0.001)
+    begin = time.monotonic()
+    look = asyncio.create_task(found.used())  # the driver may let it wait until the copy is done
+    try:
+        while found.worker.current == op:
+            if abs(bytes_of(process.pid) - host) >= part:
+                return "host memory"
+            if time.monotonic() - begin >= _usual[op] / 2:
+                return "seconds"
+            if look.done():
+                if abs(look.result() - used) >= part:
+                    return "device memory"
+                look = asyncio.create_task(found.used())
+            await asyncio.sleep(0.001)
+        return "over"
+    finally:
+        look.cancel()
+        await asyncio.wait({look})
+
+
+async def as_new(found: Bench, *gone: Target) -> float:
+    """Look whether the device is as it was, for a new process, too; return the seconds it took."""
+    seconds = await found.empty(*gone)
+    async with target("cuda-core", found.env) as new:
+        await new.do("put", "y", 16 * MiB, 1)
+        await found.there_and_back(new)
+        await new.do("steps", "y", 1, 2)
+        assert await new.do("digest", "y") == expected(16 * MiB, 1, 2)
+    await found.empty(new)
+    return round(seconds, 3)
+
+
+# ------------------------------------------------------------------ the service's own processes
+
+
+async def test_the_monitor_killed_while_a_process_is_suspended_is_not_missed(machine, note):
+    async with bench(machine) as found:
+        async with target("cuda-core", found.env) as process:
+            await prepare(found, process)
+            child = found.service._sampler.child
+            first = child.pid
+            task = asyncio.create_task(found.suspend(process))
+            note(seen_by=await middle(found, process, "checkpoint", task))
+            os.kill(first, signal.SIGKILL)
+            there = await asyncio.wait_for(task, SETTLING)
+            note(status=there.status, message=there.message, suspend=speeds(there))
+            assert there.status == "suspended", there
+            assert await until(lambda: processes.identify(first) is None)
+            assert await found.used() <= found.base + found.slack
+            assert child.pid not in (None, first)
+            back = await found.resume(process, there)
+            assert back.status == "resumed", back
+            await right(found, process)
+        note(freed_s=await as_new(found, process))
+
+
+@pytest.mark.parametrize("op", ["checkpoint", "restore"])
+async def test_a_worker_killed_in_the_middle_loses_nothing_unsaid(machine, op, note):
+    """Reported: the driver completes a suspend whose caller died, and leaves a resume locked."""
+    async with bench(machine) as found:
+        async with target("cuda-core", found.env) as process:
+            await prepare(found, process)
+            there = None
+            if op == "restore":
+                there = await found.suspend(process)
+                assert there.status == "suspended", there
+            first = found.worker.pid
+            work = found.suspend(process) if there is None else found.resume(process, there)
+            task: asyncio.Task[Any] = asyncio.create_task(work)
+            note(seen_by=await middle(found, process, op, task))
+            os.kill(first, signal.SIGKILL)
+            outcome = await asyncio.wait_for(task, SETTLING)
+            state = await asyncio.wait_for(found.state(process), SETTLED)
+            lost = outcome.status in ("failed", "hung")
+            note(
+                status=outcome.status,
+                message=outcome.message,
+                seconds=speeds(outcome),
+                state=state,
+                lost=lost,
+                worker_new=found.worker.pid != first,
+            )
+            assert await until(lambda: processes.identify(first) is None)
+            if not lost:
+                expected_state = {
+                    "suspended": "checkpointed",
+                    "resumed": "running",
+                    "no-room": "checkpointed",
+                    "drain": "running",
+                    "pinned": "running",
+                }
+                assert state == expected_state[outcome.status], outcome
+                if state == "checkpointed":
+                    back = await found.resume(process, there or outcome)
+                    assert back.status == "resumed", back
+                await right(found, process)
+        note(freed_s=await as_new(found, process))
+
+
+# ------------------------------------------------------------------ the process
+
+
+@pytest.mark.parametrize("moment", ["checkpointed", "locked", "checkpoint", "restore"])
+async def test_a_process_killed_at_any_moment_gives_everything_back(machine, moment, note):
+    async with bench(machine) as found:
+        async with target("cuda-core", found.env) as process:
+            await prepare(found, process)
+            if moment == "locked":
+                fields = {"pid": process.root.pid, "start_time": process.root.start_time}
+                answer = await found.worker.call("lock", CALL, process=fields, drain=5.0)
+                assert answer["outcome"] == "ok", answer
+                assert await found.state(process) == "locked"
+            elif moment != "checkpoint":
+                there = await found.suspend(process)
+                assert there.status == "suspended", there
+            if moment in ("checkpoint", "restore"):
+                work = found.suspend(process) if moment == "checkpoint" else found.resume(
+                    process, there
+                )  # fmt: skip
+                task: asyncio.Task[Any] = asyncio.create_task(work)
+                note(seen_by=await middle(found, process, moment, task))
+            begin = time.monotonic()
+            os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait_for(process.process.wait(), SETTLED)
+            note(killed_s=round(time.monotonic() - begin, 3))
+            if moment in ("checkpoint", "restore"):
+                outcome = await asyncio.wait_for(task, SETTLING)
+                note(status=outcome.status, message=outcome.message, seconds=speeds(outcome))
+                done = "suspended" if moment == "checkpoint" else "resumed"
+                assert outcome.status in ("gone", done), outcome
+            assert await asyncio.wait_for(found.state(process), SETTLED) == "gone"
+        note(freed_s=await as_new(found, process), worker_new=found.worker.generation - 1)

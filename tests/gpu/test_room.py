@@ -1,0 +1,150 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Resuming where somebody else has taken the memory meanwhile.
+
+Reported of the driver: a restore without room loses the process for good. The service therefore
+looks for room first. The last test lets the driver try it without room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from jupyter_gpupool.devices.model import SuspendOutcome
+from jupyter_gpupool.pool.model import PoolSettings
+
+from .device import SETTLED, Bench, bench, bytes_of, share, speeds
+from .machine import GiB, MiB
+from .target import Target, target
+from .workloads import expected_fingerprint
+
+FIRST = 5
+
+
+async def fill(found: Bench, process: Target, part: float, cap: int) -> tuple[int, int]:
+    """Give a process so much of the device; return how much that is, and how much is known of it.
+
+    Emulated, most of it is never touched: it costs nothing.
+    """
+    size = share(found.device, part, cap=cap)
+    known = size if found.machine.real else min(size, 64 * MiB)
+    await process.do("put", "x", known, FIRST)
+    if size > known:
+        await process.do("take", size - known)
+    return size, known
+
+
+@asynccontextmanager
+async def suspended(
+    found: Bench, part: float = 0.4, cap: int = 24 * GiB
+) -> AsyncIterator[tuple[Target, SuspendOutcome, int]]:
+    """Yield a suspended process, how that went, and how many bytes of it are known."""
+    async with target("cuda-core", found.env) as process:
+        _, known = await fill(found, process, part, cap)
+        there = await found.suspend(process)
+        assert there.status == "suspended", there
+        await found.empty(process)
+        yield process, there, known
+
+
+async def still_right(process: Target, known: int, steps: int = 0) -> None:
+    assert await process.do("fingerprint", "x") == expected_fingerprint(known, FIRST, steps)
+
+
+async def test_without_room_nothing_is_touched(machine, note):
+    async with bench(machine) as found:
+        async with suspended(found) as (process, there, known):
+            need = there.freed[found.uuid]
+            note(freed_mib=need >> 20, suspend=speeds(there))
+            async with target("cuda-core", found.env) as other:
+                await found.leave(other, need // 2)
+                for _ in range(3):
+                    back = await asyncio.wait_for(found.resume(process, there), SETTLED)
+                    assert back.status == "no-room", back
+                    assert "MiB free" in back.message
+                    assert await found.state(process) == "checkpointed"
+                note(no_room=speeds(back))
+            await found.empty(other)
+            back = await found.resume(process, there)
+            note(resume=speeds(back))
+            assert back.status == "resumed", back
+            await process.do("steps", "x", 1, 9)
+            await still_right(process, known, 9)
+        await found.empty(process)
+
+
+@pytest.mark.parametrize("headroom", [PoolSettings().resume_headroom, 0])
+async def test_beside_a_foreign_process_there_is_room_for_what_was_freed(machine, headroom, note):
+    """A foreign process may have the rest: what a suspend freed is all that its resume needs.
+
+    The pool reserves some headroom beside, except where a session fills all that it was granted.
+    Too little would be fatal: if this test fails, the pool reserves too little.
+    """
+    async with bench(machine) as found:
+        async with suspended(found, 0.25, machine.bytes(4 * GiB)) as (process, there, known):
+            need = there.freed[found.uuid]
+            async with target("cuda-core", found.env) as other:
+                free = await found.leave(other, need + headroom)
+                back = await asyncio.wait_for(found.resume(process), 60.0)
+                note(
+                    freed_mib=need >> 20,
+                    free_mib=free >> 20,
+                    status=back.status,
+                    message=back.message,
+                    resume=speeds(back),
+                    left_mib=(await found.sample()).free >> 20,
+                    driver=await found.ask("state", process.root),
+                )
+                assert back.status == "resumed", (
+                    f"Of {free / MiB:.1f} MiB free, where {need / MiB:.1f} MiB had been freed, "
+                    f"a resume was {back.status}: {back.message}"
+                )
+            # Only now: to load a kernel, too, takes memory.
+            await process.do("steps", "x", 1, 9)
+            await still_right(process, known, 9)
+        await found.empty(process, other)
+
+
+async def test_a_restore_without_room_is_told_and_holds_nothing_in_the_end(machine, note):
+    """What the driver makes of it: the design believes that the process is lost for good.
+
+    If it can be resumed after all the service may be kinder; what it must never do is to call a
+    process resumed that is not, or to keep memory of one that has been ended.
+    """
+    async with bench(machine) as found:
+        async with suspended(found, 0.4, machine.bytes(8 * GiB)) as (process, there, known):
+            async with target("cuda-core", found.env) as other:
+                await found.leave(other, there.freed[found.uuid] // 2)
+                # No need is named, so that it is tried.
+                back = await asyncio.wait_for(found.resume(process), 60.0)
+                note(
+                    status=back.status,
+                    message=back.message,
+                    resume=speeds(back),
+                    driver=await found.ask("state", process.root),
+                    other=await other.do("info"),
+                    host_mib=bytes_of(process.pid) >> 20,
+                )
+                assert back.status != "resumed", back
+            held = await found.held(process)
+            note(keeps_mib=None if held is None else held >> 20)
+            # There is room now.
+            again = await asyncio.wait_for(found.resume(process), 60.0)
+            state = await asyncio.wait_for(found.state(process), SETTLED)
+            note(again=again.status, again_message=again.message, state=state)
+            note(permanent=again.status != "resumed")
+            if again.status == "resumed":
+                await still_right(process, known)
+            else:
+                assert back.status != "no-room", "it was said to be safe, and is not"
+                assert again.status != "no-room", "it is said to be safe for ever, and is not"
+                assert state != "running", "it is said to run, and has not got its memory"
+        await found.empty(process, other)
+        async with target("cuda-core", found.env) as new:
+            await new.do("put", "x", 64 * MiB, FIRST)
+            await found.there_and_back(new)
+            await still_right(new, 64 * MiB)
