@@ -78,11 +78,11 @@ def go_through(items: tuple[plan.Item, ...], book: record.Record, options: Any) 
         book.add({**line, "source": source, "quick": options.quick})
         ended[item.name] = line
         print(f"   {told(line)}", flush=True)
-        if line["outcome"] != "passed":
+        if line["outcome"] in ("failed", "hung"):
             print("   | " + line["output"][-1500:].replace("\n", "\n   | "), flush=True)
     later = [item.name for item in items if item.name not in ended]
     done = [item.name for item in items if item.name in ended]
-    bad = [name for name in done if ended[name]["outcome"] != "passed"]
+    bad = [name for name in done if ended[name]["outcome"] not in ("passed", "left out")]
     print(f"\n{len(done)} of {len(items)} have ended, {len(bad)} not well: {book.path}")
     for name in bad:
         print(f"   {ended[name]['outcome']}: {name}")

@@ -36,6 +36,9 @@ with open(out, "w") as file:
 
 _SET_CHILD_SUBREAPER = 36
 
+#: By exit code; None: it did not end. pytest says 5 where all tests were left out.
+_OUTCOMES = {None: "hung", 0: "passed", 5: "left out"}
+
 
 def adopt_orphans() -> None:
     """Have what an item leaves behind become a child of this process, so that it can be ended."""
@@ -45,9 +48,9 @@ def adopt_orphans() -> None:
 def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]:
     """Run an item; return its line for the record. Never raises for what the item does.
 
-    ``outcome`` is "passed", "failed" or "hung"; ``tests`` or ``result`` has what it found,
-    ``output`` the end of what it printed if it did not pass, ``left`` the processes that SIGKILL
-    did not end. Not ``real``: tests that only a real GPU can run are left out.
+    ``outcome`` is "passed", "failed", "hung" or "left out"; ``tests`` or ``result`` has what it
+    found, ``output`` the end of what it printed if it did not pass, ``left`` the processes that
+    SIGKILL did not end. Not ``real``: tests that only a real GPU can run are left out.
     """
     begun = time.monotonic()
     with TemporaryDirectory(prefix="gpb") as folder:
@@ -71,7 +74,7 @@ def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]
         left = end_descendants()
         line: dict[str, Any] = {
             "item": item.name,
-            "outcome": "hung" if code is None else "failed" if code else "passed",
+            "outcome": _OUTCOMES.get(code, "failed"),
             "seconds": round(time.monotonic() - begun, 1),
             "exit_code": code,
         }

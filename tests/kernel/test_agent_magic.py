@@ -264,7 +264,10 @@ def test_with_the_broker_gone(broker: ScriptedBroker, kernel: Kernel) -> None:
     broker.die()
     message = error_of(kernel.run("%gpu 12GiB"))
     assert str(broker.path) in message
-    assert "Open another Pooled GPU kernel, which starts it with your server's options, or run " in message
+    assert (
+        "Open another Pooled GPU kernel, which starts it with your server's options, or run "
+        in message
+    )
     assert str(broker.path.with_suffix(".log")) in message
     cell = kernel.run("%gpu")
     assert cell.status == "ok"

@@ -70,7 +70,10 @@ def test_without_a_broker_cpu_work_goes_on_and_it_is_said_once(
     assert output["text"] == "ran\n"
     assert str(broker.path) in notice["text"]
     assert "do not use the GPU before that" in notice["text"]
-    assert "Open another Pooled GPU kernel, which starts it with your server's options" in notice["text"]
+    assert (
+        "Open another Pooled GPU kernel, which starts it with your server's options"
+        in notice["text"]
+    )
     assert str(broker.path.with_suffix(".log")) in notice["text"]
     assert kernel.run("print('again')").outputs == [{"name": "stdout", "text": "again\n"}]
     # When it is back, cells wait for their slice again, and the next outage is said again.
