@@ -89,7 +89,7 @@ def test_what_hangs_is_ended_with_all_it_started(items):
 
 
 def options(**fields):
-    return argparse.Namespace(**{"minutes": 9.0, "quick": False, "rehearse": True, **fields})
+    return argparse.Namespace(**{"minutes": 9.0, "quick": False, "rehearse": True, "names": [], **fields})
 
 
 def test_what_has_ended_is_not_run_again_and_what_has_no_time_is_run_later(
@@ -112,6 +112,8 @@ def test_what_has_ended_is_not_run_again_and_what_has_no_time_is_run_later(
     assert f"-- {one.name}" not in said
     assert "2 of 2 have ended, 1 not well" in said
     assert again.ended()[two.name]["outcome"] == "failed"
+    assert command.go_through((one, two), again, options(names=[one.name])) == 1
+    assert f"-- {one.name}" in capsys.readouterr().out  # named, so once more
     assert record.Record.at(tmp_path / "out", DEVICE, again=True).path != book.path
 
 
