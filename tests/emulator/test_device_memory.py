@@ -291,3 +291,26 @@ def test_threads_share_the_driver(emulated):
     bad, free = child.do(dedent(code))
     assert bad == []
     assert free >= GIB - 32 * MIB - 64 * MIB  # at most the pool's idle reserve is gone
+
+
+def test_mapped_memory_without_access_is_refused(emulated):
+    """A real driver may take the context down for it: no question for the conformance program."""
+    child = emulated("1x1GiB").target()
+    code = """
+    context()
+    prop = D.CUmemAllocationProp()
+    prop.type = D.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = D.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    unit = 2 << 20
+    address = ok(D.cuMemAddressReserve(unit, 0, 0, 0))
+    handle = ok(D.cuMemCreate(unit, prop, 0))
+    ok(D.cuMemMap(address, unit, 0, handle, 0))
+    refused = int(D.cuMemsetD32(address, 1, 1)[0])
+    access = D.CUmemAccessDesc()
+    access.location = prop.location
+    access.flags = D.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    ok(D.cuMemSetAccess(address, unit, [access], 1))
+    ok(D.cuMemsetD32(address, 1, 1))
+    _ = refused
+    """
+    assert child.do(dedent(code)) != 0
