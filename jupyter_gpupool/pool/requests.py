@@ -14,7 +14,7 @@ from .model import MiB, Refusal, Request
 from .policy import Blocked, plan_growth
 from .quota import check_form, never
 from .serve import Server
-from .wording import explain
+from .wording import explain, stays_reason
 from .yielding import empty, suspendable, timeout_at
 
 
@@ -269,12 +269,10 @@ class Requests:
             self._answer(s, event.rid, "The slice goes back to the pool.")
         else:
             books.offer(s)
-            self._answer(
-                s,
-                event.rid,
-                "Host memory for suspended state is full; the slice goes back as soon as there is "
-                "room.",
+            full = (
+                "There is no room for its state in host memory; the slice goes back once there is."
             )
+            self._answer(s, event.rid, stays_reason(books, s, books.now) or full)
 
     def keep(self, event: ev.KeepAsked) -> None:
         s = self._session(event.session, event.rid)
@@ -293,7 +291,7 @@ class Requests:
         elif s.state in HAS_LEASE:
             note = f"The slice stays for {format_seconds(left)}, even when idle."
         else:
-            note = f"The next slice stays until {format_seconds(left)} from now, even when idle."
+            note = f"Its next slice stays for {format_seconds(left)} from now, even when idle."
         self._answer(s, event.rid, note)
 
 

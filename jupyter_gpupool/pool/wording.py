@@ -98,8 +98,11 @@ def stays_reason(books: Books, s: Session, now: float) -> str:
         size = format_bytes(figures[0])
         return f"Your quota of {size} of suspended state is full; the slice leaves {_ROOM}."
     if code == "host":
-        used, budget = map(format_bytes, figures)
-        return f"Host memory is full: {used} of {budget} in use; the slice leaves {_ROOM}."
+        size, free, budget = map(format_bytes, figures)
+        return (
+            f"Its state may take {size}, and of {budget} of host memory for suspended kernels "
+            f"{free} is free; the slice leaves {_ROOM}."
+        )
     return _STAYS[code]
 
 

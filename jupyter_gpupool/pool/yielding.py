@@ -130,7 +130,7 @@ def stays(s: Session, books: Books, now: float) -> tuple[Any, ...]:
     if own is not None and bound > own:
         return "quota", books.quotas.limit(s.owner.name).suspended
     if bound > host.budget - host.used - host.going:
-        return "host", host.used + host.going, host.budget
+        return "host", bound, host.budget - host.used - host.going, host.budget
     return ("machine",) if bound > host.room else ("kept",)
 
 

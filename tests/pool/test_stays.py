@@ -42,7 +42,9 @@ def test_host_memory_that_is_full_until_there_is_room(make):
     assert told(lab) == "", "it has time"
     lab.after(1.0)
     assert lab.state("a") == "idle"
-    assert told(lab).startswith("Host memory is full: 10 B of 15 B in use;")
+    assert told(lab).startswith(
+        "Its state may take 10 B, and of 15 B of host memory for suspended kernels 5 B is free;"
+    )
     lab.end("b")
     assert lab.state("a") == "detaching"
     assert told(lab) == ""
@@ -53,7 +55,7 @@ def test_release_that_finds_host_memory_full_and_keep_after_it(make):
     lab.parked("b", 10)
     lab.idle("a")
     lab.release("a")
-    assert told(lab).startswith("Host memory is full")
+    assert told(lab).startswith("Its state may take 10 B, and of 15 B of host memory")
     lab.keep("a", 100.0)
     assert told(lab) == "", "it is to stay"
 
