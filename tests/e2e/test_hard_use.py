@@ -18,19 +18,14 @@ from jupyter_gpupool.emulator.profiles import Faults
 
 from . import cells
 from .kit import MiB, until
-from .test_lifecycle import DATA, MACHINE, SLICE, play, state, suspended
+from .scenes import DATA, play, release, state, suspended
+from .test_lifecycle import MACHINE, SLICE
 
 
 @pytest.fixture
 def pool(pool):
     """Cells here hold the slice while they run, CUDA or not; for the others see ``test_lazy``."""
     return partial(pool, attach="cell")
-
-
-async def release(pool, kernel):
-    """Have the kernel suspended, and wait for it."""
-    pool.call("release", session=kernel.session()["id"])
-    return await suspended(kernel)
 
 
 # ---------------------------------------------------------------------- shapes of work

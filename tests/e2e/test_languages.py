@@ -20,8 +20,8 @@ import pytest
 
 from . import cells
 from .kit import MiB, Sampler, until
-from .test_lazy import DATA, ONE, QUIET, SLICE, release
-from .test_lifecycle import play, state, suspended
+from .scenes import DATA, play, release, state, suspended
+from .test_lazy import ONE, QUIET, SLICE
 
 SOURCE = Path(__file__).with_name("program.c")
 

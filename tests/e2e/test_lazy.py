@@ -15,10 +15,9 @@ from jupyter_gpupool.guard.page import Page
 
 from . import cells
 from .kit import MiB, Sampler, until
-from .test_lifecycle import play, state, suspended
+from .scenes import DATA, occupied, play, release, state, suspended, with_blocks
 
 ONE = "1x640MiB,context=32MiB"
-DATA = 128
 SLICE = 400 * MiB  # two do not fit
 
 #: Seconds after which a kernel that makes no CUDA call counts as idle, in these tests.
@@ -27,24 +26,6 @@ QUIET = 0.3
 
 def messages(kernel):
     return kernel.session()["messages"]
-
-
-def said(cell):
-    return cell.text + cell.evalue + " ".join(cell.displays)
-
-
-async def release(pool, kernel):
-    """Have the kernel suspended, and wait for it."""
-    pool.call("release", session=kernel.session()["id"])
-    return await suspended(kernel)
-
-
-async def occupied(pool, flag):
-    """Return (kernel, its cell) that computes on the only device until the flag is there."""
-    busy = await pool.kernel("busy")
-    cell = asyncio.create_task(busy.run(cells.setup(1, DATA) + cells.computing(flag)))
-    await state(busy, "active")
-    return busy, cell
 
 
 # ---------------------------------------------------------------------- what sends nothing
@@ -279,8 +260,7 @@ def test_the_wait_of_a_call_is_shown_in_its_cell_and_can_be_interrupted(pool):
 
     async def scenario():
         busy, work = await occupied(pool, flag)
-        waiting = await pool.kernel("waiting")
-        (await waiting.run(f"SEED = 2\n{cells.DEFINE}")).check()
+        waiting = await with_blocks(pool, "waiting")
         seconds = []
         for _ in range(5):
             cell = asyncio.create_task(waiting.run("block = Block(64).allocate()"))
@@ -320,8 +300,7 @@ def test_a_wait_that_ends_leaves_no_trace_in_the_cell(pool):
 
     async def scenario():
         _, work = await occupied(pool, flag)
-        waiting = await pool.kernel("waiting")
-        (await waiting.run(f"SEED = 2\n{cells.DEFINE}")).check()
+        waiting = await with_blocks(pool, "waiting")
         cell = asyncio.create_task(
             waiting.run("block = Block(64).allocate().write(1)\nprint('ran')")
         )
@@ -359,8 +338,7 @@ def test_an_interrupt_ends_the_wait_of_a_worker_thread_too(pool):
 
     async def scenario():
         _, work = await occupied(pool, flag)
-        waiting = await pool.kernel("waiting")
-        (await waiting.run(f"SEED = 2\n{cells.DEFINE}")).check()
+        waiting = await with_blocks(pool, "waiting")
         code = WORKER.format(context=False) + "while worker.is_alive(): time.sleep(0.01)"
         cell = asyncio.create_task(waiting.run(code))
         await state(waiting, "queued")
@@ -383,8 +361,7 @@ def test_a_cell_can_be_interrupted_though_a_thread_has_waited_since_an_earlier_o
 
     async def scenario():
         _, work = await occupied(pool, flag)
-        waiting = await pool.kernel("waiting")
-        (await waiting.run(f"SEED = 2\n{cells.DEFINE}")).check()
+        waiting = await with_blocks(pool, "waiting")
         (await waiting.run(WORKER.format(context=False))).check()
         await state(waiting, "queued")
         cell = asyncio.create_task(waiting.run("block = Block(64).allocate()"))

@@ -12,8 +12,8 @@ import psutil
 
 from . import cells
 from .kit import MiB, until
-from .test_lazy import DATA, ONE, SLICE, occupied, release, said
-from .test_lifecycle import play, state
+from .scenes import DATA, occupied, play, release, said, state, with_blocks
+from .test_lazy import ONE, SLICE
 
 # ---------------------------------------------------------------------- when somebody dies
 
@@ -24,8 +24,7 @@ def test_without_a_broker_a_waiting_call_ends_in_five_seconds_and_says_why(pool)
 
     async def scenario():
         busy, work = await occupied(pool, flag)
-        waiting = await pool.kernel("waiting")
-        (await waiting.run(f"SEED = 2\n{cells.DEFINE}")).check()
+        waiting = await with_blocks(pool, "waiting")
         cell = asyncio.create_task(waiting.run("block = Block(64).allocate()"))
         await state(waiting, "queued")
         pool.kill_broker()
@@ -56,8 +55,7 @@ def test_a_waiting_call_is_served_by_the_next_broker(pool):
 
     async def scenario():
         busy, work = await occupied(pool, flag)
-        waiting = await pool.kernel("waiting")
-        (await waiting.run(f"SEED = 2\n{cells.DEFINE}")).check()
+        waiting = await with_blocks(pool, "waiting")
         cell = asyncio.create_task(waiting.run("block = Block(64).allocate().write(1)"))
         await state(waiting, "queued")
         pool.kill_broker()

@@ -13,10 +13,10 @@ import pytest
 
 from . import cells
 from .kit import MiB, Sampler, until
+from .scenes import DATA, play, state, suspended
 
 MACHINE = "2x640MiB,context=32MiB"
 SLICE = 256 * MiB
-DATA = 128
 
 
 @pytest.fixture
@@ -43,28 +43,6 @@ class Watch:
         await asyncio.gather(self._task, return_exceptions=True)
         assert self.seen
         return self.seen
-
-
-async def state(kernel, wanted, timeout=60):
-    """Return the session once it is in the state."""
-    return await until(
-        lambda: (s := kernel.session()) and s["state"] == wanted and s,
-        f"{kernel.label} to be {wanted}",
-        timeout,
-        show=kernel.session,
-    )
-
-
-async def suspended(kernel):
-    return await until(
-        lambda: (s := kernel.session()) and s["state"] == "detached" and s["suspended_bytes"] and s,
-        f"{kernel.label} to be suspended",
-        show=kernel.session,
-    )
-
-
-def play(scenario):
-    asyncio.run(asyncio.wait_for(scenario, 110))
 
 
 # ---------------------------------------------------------------------- no CUDA, no GPU

@@ -17,8 +17,8 @@ import pytest
 
 from . import cells
 from .kit import MiB, until
-from .test_hard_use import release
-from .test_lifecycle import DATA, MACHINE, SLICE, play, state, suspended
+from .scenes import DATA, play, release, state, suspended
+from .test_lifecycle import MACHINE, SLICE
 
 ONE = "1x640MiB,context=32MiB"
 

@@ -1,0 +1,63 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What several files of end-to-end tests begin with, and the states that they wait for."""
+
+from __future__ import annotations
+
+import asyncio
+
+from . import cells
+from .kit import until
+
+#: MiB of a test's array.
+DATA = 128
+
+
+async def state(kernel, wanted, timeout=60):
+    """Return the session once it is in the state."""
+    return await until(
+        lambda: (s := kernel.session()) and s["state"] == wanted and s,
+        f"{kernel.label} to be {wanted}",
+        timeout,
+        show=kernel.session,
+    )
+
+
+async def suspended(kernel):
+    """Return the session once its state is in host memory."""
+    return await until(
+        lambda: (s := kernel.session()) and s["state"] == "detached" and s["suspended_bytes"] and s,
+        f"{kernel.label} to be suspended",
+        show=kernel.session,
+    )
+
+
+async def release(pool, kernel):
+    """Have the kernel suspended, and wait for it."""
+    pool.call("release", session=kernel.session()["id"])
+    return await suspended(kernel)
+
+
+async def occupied(pool, flag):
+    """Return (kernel, its cell) that computes on the only device until the flag is there."""
+    busy = await pool.kernel("busy")
+    cell = asyncio.create_task(busy.run(cells.setup(1, DATA) + cells.computing(flag)))
+    await state(busy, "active")
+    return busy, cell
+
+
+async def with_blocks(pool, label):
+    """Return a kernel that has the class of arrays, and nothing of the device."""
+    kernel = await pool.kernel(label)
+    (await kernel.run(f"SEED = 2\n{cells.DEFINE}")).check()
+    return kernel
+
+
+def said(cell):
+    """Return everything that a cell showed."""
+    return cell.text + cell.evalue + " ".join(cell.displays)
+
+
+def play(scenario):
+    """Run a coroutine to its end, within a bound."""
+    asyncio.run(asyncio.wait_for(scenario, 110))
