@@ -97,6 +97,11 @@ export interface ISession extends IAnySession {
    */
   readonly most_bytes: number | null;
   readonly keep_until: number | null;
+  /**
+   * Whether it was asked to give its slice back and has not yet: its work on the GPU goes on. Of a
+   * server that does not tell, missing.
+   */
+  readonly release_asked?: boolean;
   readonly attached_seconds_total: number;
   readonly wait_seconds_total: number;
   readonly suspends: number;

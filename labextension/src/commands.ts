@@ -11,7 +11,7 @@ import type { CommandRegistry } from '@lumino/commands';
 import type { ReadonlyPartialJSONObject } from '@lumino/coreutils';
 
 import { Documents } from './panel/documents';
-import { explain, tell, tellRefusal } from './tell';
+import { explain, noBroker, tell, tellCalmly, tellRefusal } from './tell';
 import { IPoolModel, IPoolSettings } from './tokens';
 import { editable, readSize } from './toolbar/sizes';
 import { bytes, describeWait } from './words';
@@ -109,7 +109,9 @@ export function addCommands(options: IOptions): void {
         return true;
       }
       const memory = await askMemory(model, kernelId, trans);
-      return memory === null ? false : tell(trans, client.change(kernelId, { memory }));
+      return memory === null
+        ? false
+        : tell(trans, kernelId, client.change(kernelId, { memory }));
     }
   );
   add(
@@ -118,7 +120,7 @@ export function addCommands(options: IOptions): void {
     trans.__(
       'Give this kernel’s slice back to the pool; its data stays in host memory'
     ),
-    kernelId => tell(trans, client.release(kernelId))
+    kernelId => tell(trans, kernelId, client.release(kernelId))
   );
   add(
     CommandIDs.keep,
@@ -129,7 +131,8 @@ export function addCommands(options: IOptions): void {
         minutes(args)
       ),
     trans.__('Keep this kernel’s slice although the kernel is idle'),
-    (kernelId, args) => tell(trans, client.keep(kernelId, minutes(args) * 60)),
+    (kernelId, args) =>
+      tell(trans, kernelId, client.keep(kernelId, minutes(args) * 60)),
     { minutes: { type: 'number', description: trans.__('For how long') } }
   );
   add(
@@ -139,7 +142,11 @@ export function addCommands(options: IOptions): void {
     async kernelId => {
       try {
         const wait = await client.wait(kernelId);
-        await explain(trans, trans.__('Why am I waiting?'), describeWait(trans, wait));
+        const lines = describeWait(trans, wait);
+        if (wait.waiting) {
+          lines.push(trans.__('Interrupt the kernel to stop waiting.'));
+        }
+        await explain(trans, trans.__('Why am I waiting?'), lines);
         return true;
       } catch (error) {
         tellRefusal(trans, error);
@@ -152,8 +159,11 @@ export function addCommands(options: IOptions): void {
     caption: trans.__('Ask once for the pool as it is now'),
     execute: async () => {
       await model.refresh();
-      const { status, message, nextStep } = model.broker;
-      if (status === 'away') {
+      const { status, code, message, nextStep } = model.broker;
+      if (status === 'away' && !model.live && noBroker(code)) {
+        // As it ought to be: it ends when nobody needs it.
+        tellCalmly(trans.__('The pool starts with the first Pooled GPU kernel.'));
+      } else if (status === 'away') {
         tellRefusal(trans, new Error([message, nextStep].filter(Boolean).join(' ')));
       }
     },

@@ -15,6 +15,7 @@ import { PoolClient, PoolError } from './api';
 import { applyDelta, mergeChanges } from './delta';
 import type { Message } from './stream';
 import { EventStream } from './stream';
+import { nextStep } from './tell';
 import type { Change, IBroker } from './tokens';
 import { IPoolModel, isMine, PROVISIONER } from './tokens';
 
@@ -179,7 +180,8 @@ export class PoolModel implements IPoolModel {
       case 'broker':
         // If it is back, the snapshot that follows says so and more.
         if (!message.available) {
-          this._setAway(message.message ?? '', message.next_step ?? '');
+          const { code = '', message: why = '', next_step: next = '' } = message;
+          this._setAway(why, nextStep(this._trans, code, next), code);
         }
         break;
     }
@@ -217,12 +219,19 @@ export class PoolModel implements IPoolModel {
     }
     if (!this._stream.heard) {
       const denied = error instanceof PoolError && DENIED.has(error.status);
-      this._setAway(...this._why(error), denied);
+      const code = error instanceof PoolError ? error.code : '';
+      this._setAway(...this._why(error), code, denied);
     }
   }
 
-  private _setAway(message: string, nextStep: string, denied = false): void {
-    this._broker = { status: 'away', message, nextStep, ...(denied && { denied }) };
+  private _setAway(message: string, next: string, code: string, denied = false): void {
+    this._broker = {
+      status: 'away',
+      message,
+      nextStep: next,
+      ...(code && { code }),
+      ...(denied && { denied })
+    };
     this._emit({ all: true });
   }
 
@@ -243,7 +252,7 @@ export class PoolModel implements IPoolModel {
       ];
     }
     if (error instanceof PoolError && error.code !== 'network') {
-      return [error.message, error.nextStep];
+      return [error.message, nextStep(trans, error.code, error.nextStep)];
     }
     return [
       trans.__('The Jupyter server does not answer.'),

@@ -11,7 +11,7 @@ import { Signal } from '@lumino/signaling';
 
 import type { IIdleWarning } from './api';
 import { Documents } from './panel/documents';
-import { tell } from './tell';
+import { followPool, tell } from './tell';
 import { IPoolModel, IPoolSettings } from './tokens';
 import { about, bytes, localTime, timeOfDay } from './words';
 
@@ -96,12 +96,13 @@ export class IdleWarnings implements IDisposable {
             label: trans.__('Keep %1 min', minutes),
             caption: trans.__('Keep the slice for so long although the kernel is idle'),
             displayType: 'accent',
-            callback: () => void tell(trans, client.keep(kernelId, minutes * 60))
+            callback: () =>
+              void tell(trans, kernelId, client.keep(kernelId, minutes * 60))
           },
           {
             label: trans.__('Release now'),
             caption: trans.__('Give the slice back to the pool at once'),
-            callback: () => void tell(trans, client.release(kernelId))
+            callback: () => void tell(trans, kernelId, client.release(kernelId))
           }
         ]
       }
@@ -147,6 +148,7 @@ export const notifyPlugin: JupyterFrontEndPlugin<void> = {
     translator: ITranslator | null
   ): void => {
     const documents = new Documents(app);
+    followPool(model);
     new IdleWarnings(
       model,
       settings,

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The kernels that have a GPU or wait for one, among all that runs. */
+/** The pool's kernels among all that runs: what each has, and giving it back. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import type { IRunningSessions } from '@jupyterlab/running';
 import { IRunningSessionManagers } from '@jupyterlab/running';
@@ -67,9 +67,7 @@ export class RunningSlices implements IRunningSessions.IManager {
   private _sessions(): ISession[] {
     const { view, live } = this._model;
     const all = live ? (view?.sessions ?? []) : [];
-    return all
-      .filter(isMine)
-      .filter(({ here, state }) => here && (HOLDS.has(state) || state === 'queued'));
+    return all.filter(isMine).filter(({ here, state }) => here && state !== 'ended');
   }
 
   private _item(session: ISession): IRunningSessions.IRunningItem {
@@ -82,7 +80,7 @@ export class RunningSlices implements IRunningSessions.IManager {
       labelTitle: () => `${name?.path ?? session.label}\n${words()}`,
       detail: words,
       open: () => this._documents.open(session.kernel_id),
-      // Who waits has nothing to give back.
+      // Who waits, or is in host memory, has nothing to give back.
       ...(HOLDS.has(session.state) && { shutdown: () => this._release(session) })
     };
   }
@@ -95,7 +93,8 @@ export class RunningSlices implements IRunningSessions.IManager {
   }
 
   private _release(session: ISession): void {
-    void tell(this._trans, this._model.client.release(session.kernel_id));
+    const { kernel_id: kernel } = session;
+    void tell(this._trans, kernel, this._model.client.release(kernel));
   }
 
   /** Only of what is shown here: of all that happens in a pool, most is other people's. */
@@ -117,7 +116,7 @@ export class RunningSlices implements IRunningSessions.IManager {
 
 export const runningPlugin: JupyterFrontEndPlugin<void> = {
   id: '@jupyter-gpupool/labextension:running',
-  description: 'Lists kernels with a GPU, or waiting for one, among all that runs.',
+  description: 'Lists what the kernels of the pool have among all that runs.',
   autoStart: true,
   requires: [IPoolModel],
   optional: [IRunningSessionManagers, ITranslator],

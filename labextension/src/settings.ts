@@ -38,7 +38,8 @@ export class PoolSettings implements IPoolSettings {
   }
 
   get keepMinutes(): number {
-    return this._values.keepMinutes;
+    // What is said is what is asked for: the server counts whole minutes.
+    return Math.max(1, Math.round(this._values.keepMinutes));
   }
 
   get changed(): ISignal<IPoolSettings, void> {

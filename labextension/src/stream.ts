@@ -17,6 +17,7 @@ export type Message =
   | {
       readonly type: 'broker';
       readonly available: boolean;
+      readonly code?: string;
       readonly message?: string;
       readonly next_step?: string;
     }

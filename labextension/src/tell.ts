@@ -4,9 +4,11 @@
 /** How the results of actions are told, and how something longer is. */
 import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
 import type { TranslationBundle } from '@jupyterlab/translation';
+import type { ISignal } from '@lumino/signaling';
 import { Widget } from '@lumino/widgets';
 
 import { PoolError } from './api';
+import type { IBroker } from './tokens';
 
 /** Characters of a notification that JupyterLab shows. */
 const SHOWN = 140;
@@ -14,24 +16,97 @@ const SHOWN = 140;
 /** Milliseconds for which a result is shown. */
 const RESULT = 5000;
 
+/** Milliseconds for which a refusal is, and that nobody answers: longer, but not for ever. */
+export const REFUSAL = 10_000;
+export const OUTAGE = 60_000;
+
+/** The broker's absence: nothing listens, or who listened has gone. */
+const NO_BROKER: ReadonlySet<string> = new Set(['no-broker', 'broker-unavailable']);
+
+/** Whether a code means that there is simply no broker. */
+export function noBroker(code: string | undefined): boolean {
+  return code !== undefined && NO_BROKER.has(code);
+}
+
+/** Whether something failed as nobody answered, and not as it was refused. */
+export function unanswered(error: unknown): boolean {
+  return (
+    error instanceof PoolError && (error.code === 'network' || error.status >= 500)
+  );
+}
+
+/** What to do about an error: what the server says, and what works besides. */
+export function nextStep(trans: TranslationBundle, code: string, next: string): string {
+  // Without a socket the server says it itself.
+  return code === 'broker-unavailable'
+    ? [
+        trans.__(
+          'If it has ended, opening another Pooled GPU notebook starts it again, unless your admin runs it. Kernels keep their GPU state meanwhile.'
+        ),
+        next
+      ]
+        .filter(Boolean)
+        .join(' ')
+    : next;
+}
+
 /** A refusal in the server's words, with what to do next. */
-export function refusal(error: unknown): string {
+export function refusal(trans: TranslationBundle, error: unknown): string {
   if (error instanceof PoolError) {
-    return [error.message, error.nextStep].filter(Boolean).join(' ');
+    const next = nextStep(trans, error.code, error.nextStep);
+    return [error.message, next].filter(Boolean).join(' ');
   }
   return error instanceof Error ? error.message : String(error);
 }
 
-/** Tell what came of an action; returns whether it was done. Never rejects. */
+/** What stands there, by its cause: the same is not told beside itself. */
+const standing = new Map<string, string>();
+
+/** Of those, what is untrue once the pool answers. */
+const outages = new Set<string>();
+
+type Options = Parameters<typeof Notification.error>[1];
+
+/** Tell something; what was told of the same cause gives way. */
+function toast(
+  cause: string,
+  type: 'success' | 'error' | 'info',
+  text: string,
+  options: Options
+): void {
+  const shown = standing.get(cause);
+  if (
+    shown !== undefined &&
+    Notification.update({ id: shown, message: text, type, ...options })
+  ) {
+    return;
+  }
+  standing.set(cause, Notification.emit(text, type, options));
+}
+
+function takeBack(cause: string): void {
+  const shown = standing.get(cause);
+  if (shown !== undefined) {
+    standing.delete(cause);
+    Notification.dismiss(shown);
+  }
+}
+
+/** Tell what came of an action for a kernel; returns whether it was done. Never rejects. */
 export async function tell(
   trans: TranslationBundle,
+  kernelId: string,
   action: Promise<{ readonly note: string }>
 ): Promise<boolean> {
   try {
     const { note } = await action;
-    Notification.success(note || trans.__('Done.'), { autoClose: RESULT });
+    // Of one kernel the last word counts: it does not stay and go back.
+    toast(`done ${kernelId}`, 'success', note || trans.__('Done.'), {
+      autoClose: RESULT
+    });
     return true;
   } catch (error) {
+    takeBack(`done ${kernelId}`);
     tellRefusal(trans, error);
     return false;
   }
@@ -39,14 +114,41 @@ export async function tell(
 
 /** Tell why something was not done; the whole of it, however long. */
 export function tellRefusal(trans: TranslationBundle, error: unknown): void {
-  const text = refusal(error);
+  const text = refusal(trans, error);
   const rest = {
     label: trans.__('Show all'),
     callback: () => void explain(trans, trans.__('GPU Pool'), [text])
   };
-  Notification.error(text, {
-    autoClose: false,
-    ...(text.length > SHOWN && { actions: [rest] })
+  const cause = `refused ${text}`;
+  const outage = unanswered(error);
+  if (outage) {
+    outages.add(cause);
+  }
+  toast(cause, 'error', text, {
+    autoClose: outage ? OUTAGE : REFUSAL,
+    actions: text.length > SHOWN ? [rest] : []
+  });
+}
+
+/** Tell something that is no fault. */
+export function tellCalmly(text: string): void {
+  toast(`calm ${text}`, 'info', text, { autoClose: RESULT });
+}
+
+/** Take back what was told of the pool's absence as soon as it is there again. */
+export function followPool(model: {
+  readonly broker: IBroker;
+  readonly changed: ISignal<unknown, unknown>;
+}): void {
+  let up = model.broker.status === 'up';
+  model.changed.connect(() => {
+    const was = up;
+    up = model.broker.status === 'up';
+    // Not at any change: a question may fail and the websocket know nothing of it.
+    if (up && !was) {
+      outages.forEach(takeBack);
+      outages.clear();
+    }
   });
 }
 

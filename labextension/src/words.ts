@@ -54,14 +54,40 @@ export function timeOfDay(
     minute: '2-digit',
     ...(seconds && { second: '2-digit' })
   };
+  return written(trans, time, form);
+}
+
+/** The time of day, with the day if that is not `today`. */
+export function dayAndTime(
+  trans: TranslationBundle,
+  time: Date,
+  today = new Date()
+): string {
+  if (time.toDateString() === today.toDateString()) {
+    return timeOfDay(trans, time);
+  }
+  return written(trans, time, {
+    weekday: 'short',
+    day: 'numeric',
+    month: 'short',
+    hour: '2-digit',
+    minute: '2-digit'
+  });
+}
+
+function written(
+  trans: TranslationBundle,
+  time: Date,
+  form: Intl.DateTimeFormatOptions
+): string {
   const own = (trans as { readonly locale?: string }).locale?.replaceAll('_', '-');
   // The browser knows the region besides, if it speaks that language.
   const its = navigator.languages.find(tag => tag.split('-')[0] === own?.split('-')[0]);
   try {
-    return time.toLocaleTimeString(its ?? own ?? [], form);
+    return time.toLocaleString(its ?? own ?? [], form);
   } catch {
     // Not a language that this browser has ever heard of.
-    return time.toLocaleTimeString([], form);
+    return time.toLocaleString([], form);
   }
 }
 
@@ -113,6 +139,8 @@ export interface ISaid {
   readonly tone: Tone;
   /** The text without what counts: for a name, which must not change each second. */
   readonly still: string;
+  /** The figure alone, for where there is no room for the text. */
+  readonly short: string;
   /** Whether the text counts down and must be said again each second. */
   readonly counts: boolean;
 }
@@ -121,8 +149,8 @@ export interface ISaid {
 const LATE = 2;
 
 /** What does not count down. */
-export function plain(text: string, tone: Tone): ISaid {
-  return { text, still: text, tone, counts: false };
+export function plain(text: string, tone: Tone, short = text): ISaid {
+  return { text, still: text, short, tone, counts: false };
 }
 
 /** A session's state in the few words that fit beside a kernel's name. */
@@ -138,46 +166,95 @@ export function say(
   const where = gpus(trans, session.devices, devices);
   switch (session.state) {
     case 'queued':
-      return plain(waiting(trans, session), 'wait');
+      return plain(waiting(trans, session), 'wait', place(trans, session));
     case 'attaching':
       return session.suspended_bytes > 0
-        ? plain(trans.__('Restoring %1…', bytes(session.suspended_bytes)), 'move')
+        ? plain(
+            trans.__('Restoring %1…', bytes(session.suspended_bytes)),
+            'move',
+            trans.__('%1…', bytes(session.suspended_bytes))
+          )
         : plain(trans.__('Attaching…'), 'move');
     case 'detaching':
-      return plain(trans.__('Moving to host memory…'), 'move');
+      return plain(trans.__('Moving to host memory…'), 'move', trans.__('Moving…'));
     case 'active': {
       const used = session.used_bytes ?? session.footprint_bytes;
       const size =
         used === null
           ? bytes(session.granted_bytes)
           : part(trans, used, session.granted_bytes);
-      return plain(trans.__('%1 on %2', size, where), 'busy');
+      const short =
+        used === null
+          ? size
+          : trans.__(
+              '%1/%2 GiB',
+              Number(gib(used)),
+              Number(gib(session.granted_bytes))
+            );
+      return plain(trans.__('%1 on %2', size, where), 'busy', short);
     }
     case 'idle':
       if (session.pinned_reason) {
-        return plain(trans.__('Idle on %1, pinned', where), 'idle');
+        return plain(trans.__('Idle on %1, pinned', where), 'idle', trans.__('Pinned'));
       }
       if (session.stays_reason) {
-        return plain(trans.__('Idle on %1, stays', where), 'idle');
+        return plain(trans.__('Idle on %1, stays', where), 'idle', trans.__('Stays'));
       }
       if (session.leaves_at !== null) {
         if (now - session.leaves_at > LATE) {
-          return plain(trans.__('Idle on %1, about to leave', where), 'idle');
+          return plain(
+            trans.__('Idle on %1, about to leave', where),
+            'idle',
+            trans.__('About to leave')
+          );
         }
         const left = clock(session.leaves_at - now);
         return {
           text: trans.__('Idle, back to the pool in %1', left),
           still: trans.__('Idle, back to the pool'),
+          short: left,
           tone: 'idle',
           counts: true
         };
       }
-      return plain(trans.__('Idle on %1', where), 'idle');
+      return plain(trans.__('Idle on %1', where), 'idle', trans.__('Idle'));
     default:
       return session.suspended_bytes > 0
-        ? plain(trans.__('In host memory %1', bytes(session.suspended_bytes)), 'host')
+        ? plain(
+            trans.__('In host memory %1', bytes(session.suspended_bytes)),
+            'host',
+            bytes(session.suspended_bytes)
+          )
         : plain(trans.__('No GPU'), 'none');
   }
+}
+
+/** Whether a slice is to go back that is still there: it was asked for, and waits for its work. */
+export function goesBack(session: ISession | null): session is ISession {
+  return (
+    session !== null &&
+    (session.release_asked ?? false) &&
+    session.granted_bytes > 0 &&
+    session.state !== 'detaching'
+  );
+}
+
+/** What is said of such a slice, as a sentence. */
+export function goingBack(trans: TranslationBundle, session: ISession): string {
+  return session.state === 'idle'
+    ? trans.__('Goes back to the pool as soon as it can be moved.')
+    : trans.__('Goes back to the pool when its work on the GPU is done.');
+}
+
+/** `2nd · ~40 s`. */
+function place(trans: TranslationBundle, session: ISession): string | undefined {
+  if (session.queue_position === null) {
+    return undefined;
+  }
+  const at = ordinal(trans, session.queue_position);
+  return session.eta_seconds === null
+    ? at
+    : trans.__('%1 · %2', at, about(trans, session.eta_seconds));
 }
 
 function waiting(trans: TranslationBundle, session: ISession): string {

@@ -6,6 +6,7 @@ import { CommandRegistry } from '@lumino/commands';
 
 import { addCommands, CommandIDs } from '../commands';
 import { PoolModel } from '../model';
+import { followPool, REFUSAL } from '../tell';
 import { describeWait } from '../words';
 import { aPool, aSession, trans } from './defaults';
 import { answer, asked, FakeServices, FakeSocket, reset } from './fake';
@@ -91,6 +92,8 @@ describe('the commands', () => {
 
   afterEach(() => model.dispose());
 
+  const frame = () => new Promise(resolve => setTimeout(resolve, 50));
+
   const shown = () => Notification.manager.notifications.map(n => [n.type, n.message]);
 
   /** What the open dialog says; waits until there is one. */
@@ -141,7 +144,37 @@ describe('the commands', () => {
       'POST sessions/kernel-a/keep {"seconds":420}',
       'POST sessions/kernel-a/keep {"seconds":120}'
     ]);
-    expect(shown()[0]).toEqual(['success', 'As you wish.']);
+    // The later word about a kernel takes the place of the earlier.
+    expect(shown()).toEqual([['success', 'As you wish.']]);
+    services.start('b');
+    await commands.execute(CommandIDs.release, { kernelId: 'kernel-b' });
+    expect(shown()).toHaveLength(2);
+  });
+
+  test('the same refusal is told once, and not for ever', async () => {
+    services.start('a');
+    answer.status = 409;
+    answer.body = { code: 'busy', message: 'Not now.', next_step: '' };
+    await commands.execute(CommandIDs.release);
+    await commands.execute(CommandIDs.release);
+    expect(shown()).toEqual([['error', 'Not now.']]);
+    expect(Notification.manager.notifications[0]!.options.autoClose).toBe(REFUSAL);
+  });
+
+  test('that nobody answers is taken back when somebody does', async () => {
+    services.start('a');
+    followPool(model);
+    FakeSocket.one.snapshot();
+    answer.status = 503;
+    answer.body = { code: 'broker-unavailable', message: 'It is gone.', next_step: '' };
+    await commands.execute(CommandIDs.release);
+    expect(shown()[0]![1]).toMatch(/^It is gone\. If it has ended, opening another/);
+    FakeSocket.one.say({ type: 'broker', available: false });
+    await frame();
+    expect(shown()).toHaveLength(1);
+    FakeSocket.one.snapshot();
+    await frame();
+    expect(shown()).toEqual([]);
   });
 
   test('a refusal is told with its next step, the whole of it if it is long', async () => {
@@ -266,6 +299,7 @@ describe('the commands', () => {
     const open = await dialog();
     expect(asked).toEqual(['GET sessions/kernel-a/wait']);
     expect(open.textContent).toContain('It is 2nd of 5 in the queue.');
+    expect(open.textContent).toContain('Interrupt the kernel to stop waiting.');
     press(open, 'button');
     expect(await done).toBe(true);
   });
@@ -276,5 +310,14 @@ describe('the commands', () => {
     await commands.execute(CommandIDs.refresh);
     expect(asked).toEqual(['GET pool']);
     expect(shown()).toEqual([['error', 'No broker. Start one.']]);
+  });
+
+  test('refreshing a pool that nobody needs is no fault', async () => {
+    answer.status = 503;
+    answer.body = { code: 'no-broker', message: 'No broker.', next_step: 'Start one.' };
+    await commands.execute(CommandIDs.refresh);
+    expect(shown()).toEqual([
+      ['info', 'The pool starts with the first Pooled GPU kernel.']
+    ]);
   });
 });

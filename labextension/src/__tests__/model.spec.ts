@@ -101,7 +101,8 @@ describe('who needs it', () => {
     expect(model.broker).toEqual({
       status: 'away',
       message: 'The Jupyter server does not answer.',
-      nextStep: 'Refresh to try again.'
+      nextStep: 'Refresh to try again.',
+      code: 'network'
     });
   });
 
@@ -270,7 +271,8 @@ describe('away and back', () => {
     expect(model.broker).toEqual({
       status: 'away',
       message: 'The broker has ended.',
-      nextStep: 'Start it.'
+      nextStep: 'Start it.',
+      code: 'no-broker'
     });
     expect(model.view).toBe(before);
     expect(changes).toEqual([{ all: true }]);
@@ -280,6 +282,20 @@ describe('away and back', () => {
     await frame();
     expect(model.broker).toEqual({ status: 'up', message: '', nextStep: '' });
     expect(model.view?.now).toBe(2000);
+  });
+
+  test('of a broker that went it is said what starts it again', async () => {
+    const socket = await live();
+    const why = { message: 'It ended the connection.', next_step: 'See the doctor.' };
+    socket.say({
+      type: 'broker',
+      available: false,
+      code: 'broker-unavailable',
+      ...why
+    });
+    expect(model.broker.nextStep).toMatch(
+      /opening another Pooled GPU notebook starts it again.* See the doctor\.$/
+    );
   });
 
   test('the websocket is opened again, ever more slowly, without end', async () => {
@@ -325,7 +341,8 @@ describe('away and back', () => {
     expect(model.broker).toEqual({
       status: 'away',
       message: 'It broke.',
-      nextStep: 'Read the log.'
+      nextStep: 'Read the log.',
+      code: 'bug'
     });
     await jest.advanceTimersByTimeAsync(pause(1, 0.5));
     FakeSocket.one.snapshot();
@@ -359,6 +376,7 @@ describe('away and back', () => {
       status: 'away',
       message: 'The Jupyter server does not let this page ask for the GPU pool.',
       nextStep: 'Log in again, and reload the page.',
+      code: 'unknown',
       denied: true
     });
   });

@@ -179,6 +179,14 @@ describe('the idle warning', () => {
     expect(shown()[0]!.id).not.toBe(first!.id);
   });
 
+  test('minutes are whole ones, as the server counts them', () => {
+    settings.follow({
+      composite: { keepMinutes: 2.5 },
+      changed: new Signal({})
+    } as never);
+    expect(settings.keepMinutes).toBe(3);
+  });
+
   test('is not shown if switched off', async () => {
     settings.follow({
       composite: { idleWarning: false },
@@ -239,7 +247,7 @@ describe('among all that runs', () => {
     changed
   };
 
-  test('are those with a GPU and those that wait, of this server', async () => {
+  test('are all of the pool on this server, also those in host memory', async () => {
     const manager = new RunningSlices(model, documents, trans);
     const changes = jest.fn();
     manager.runningChanged.connect(changes);
@@ -253,7 +261,7 @@ describe('among all that runs', () => {
         eta_seconds: 40,
         devices: []
       }),
-      aSession({ id: 'd', state: 'detached', devices: [] }),
+      aSession({ id: 'd', state: 'detached', devices: [], suspended_bytes: GIB }),
       aSession({ id: 'i', state: 'idle', leaves_at: 1020 }),
       aSession({ id: 'elsewhere', here: false }),
       { ...aSession({ id: 'other' }), mine: false } as never
@@ -262,6 +270,7 @@ describe('among all that runs', () => {
       [
         ['a.ipynb', '6.0 of 8.0 GiB on GPU 0', true],
         ['label of q', 'Waiting: 2nd, ~40 s', false],
+        ['label of d', 'In host memory 1.0 GiB', false],
         ['label of i', 'Idle on GPU 0', true]
       ]
     );

@@ -6,6 +6,9 @@ import {
   about,
   bytes,
   clock,
+  dayAndTime,
+  goesBack,
+  goingBack,
   gpus,
   localTime,
   ordinal,
@@ -77,6 +80,18 @@ describe('times', () => {
   });
 });
 
+test('a time of another day is told with that day', () => {
+  const today = new Date(2026, 10, 21, 23, 0);
+  const at = (day: number, hour: number) =>
+    dayAndTime(
+      { ...trans, locale: 'en' } as never,
+      new Date(2026, 10, day, hour),
+      today
+    );
+  expect(at(21, 23)).toMatch(/^11:00/);
+  expect(at(22, 1)).toMatch(/^Sun, Nov 22/);
+});
+
 test('ordinals', () => {
   const all = [1, 2, 3, 4, 11, 12, 13, 21, 112, 122].map(n => ordinal(trans, n));
   expect(all.join(' ')).toBe('1st 2nd 3rd 4th 11th 12th 13th 21st 112th 122nd');
@@ -125,6 +140,38 @@ describe('a session', () => {
     expect(said.text.startsWith(said.still)).toBe(true);
     const still = of({});
     expect(still.still).toBe(still.text);
+  });
+
+  test.each([
+    [{}, '6/8 GiB'],
+    [{ used_bytes: 320 * MIB }, '0.3/8 GiB'],
+    [{ used_bytes: null, footprint_bytes: null }, '8.0 GiB'],
+    [{ ...idle, leaves_at: NOW + 42 }, '0:42'],
+    [{ ...idle, stays_reason: 'Host memory is full.' }, 'Stays'],
+    [{ state: 'queued', queue_position: 2, eta_seconds: 40 }, '2nd · ~40 s'],
+    [{ state: 'queued', queue_position: 2 }, '2nd'],
+    [{ state: 'queued' }, 'Waiting'],
+    [{ state: 'detached', suspended_bytes: GIB }, '1.0 GiB'],
+    [{ state: 'detached' }, 'No GPU']
+  ] as const)('with %p has a short form', (changes, short) => {
+    expect(of(changes).short).toBe(short);
+  });
+
+  test('goes back when its work is done, if that was asked for and told', () => {
+    const asked = { release_asked: true };
+    expect(goesBack(aSession(asked))).toBe(true);
+    expect(goingBack(trans, aSession(asked))).toBe(
+      'Goes back to the pool when its work on the GPU is done.'
+    );
+    expect(goingBack(trans, aSession({ ...asked, ...idle }))).toBe(
+      'Goes back to the pool as soon as it can be moved.'
+    );
+    expect(goesBack(aSession())).toBe(false);
+    expect(goesBack(aSession({ ...asked, state: 'detached', granted_bytes: 0 }))).toBe(
+      false
+    );
+    expect(goesBack(aSession({ ...asked, state: 'detaching' }))).toBe(false);
+    expect(goesBack(null)).toBe(false);
   });
 
   test.each([

@@ -5,7 +5,7 @@
 import * as React from 'react';
 
 import type { IDeviceRow } from './arrange';
-import { busy, granted, notes, partText, summary, unsaid } from './describe';
+import { granted, notes, partText, summary, unsaid, utilisation } from './describe';
 import type { IPart } from './geometry';
 import { fill, parts, percent } from './geometry';
 import { hue } from './section';
@@ -31,7 +31,12 @@ export const DeviceBar = React.memo(function DeviceBar(props: {
         {unsaid(device) && (
           <span className="jp-gpupool-emulated">{trans.__('EMULATED')}</span>
         )}
-        <span className="jp-gpupool-figure">{busy(trans, device)}</span>
+        <span
+          className="jp-gpupool-figure"
+          title={trans.__('Of the whole device, by whomever, as NVML says')}
+        >
+          {utilisation(trans, device)}
+        </span>
       </div>
       <Bar label={summary(trans, device)} parts={shown} onPointed={setFocused} />
       <div className="jp-gpupool-figure" aria-hidden="true">

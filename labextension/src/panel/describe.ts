@@ -16,11 +16,11 @@ export function granted(trans: TranslationBundle, device: IDevice): string {
   );
 }
 
-/** `43 % busy`; `? busy` if nobody knows. */
-export function busy(trans: TranslationBundle, device: IDevice): string {
+/** `utilisation 43 %`, as NVML says; `utilisation ?` if nobody knows. */
+export function utilisation(trans: TranslationBundle, device: IDevice): string {
   return device.utilisation === null
-    ? trans.__('? busy')
-    : trans.__('%1 % busy', device.utilisation);
+    ? trans.__('utilisation ?')
+    : trans.__('utilisation %1 %', device.utilisation);
 }
 
 /** Whether a device must be marked as emulated besides its name. */
@@ -51,8 +51,8 @@ export function summary(trans: TranslationBundle, device: IDevice): string {
     ...(unsaid(device) ? [trans.__('EMULATED')] : []),
     granted(trans, device),
     device.utilisation === null
-      ? trans.__('busy share not known')
-      : busy(trans, device),
+      ? trans.__('utilisation not known')
+      : utilisation(trans, device),
     ...notes(trans, device)
   ];
   return said.reduce((list, entry) => trans.__('%1, %2', list, entry));

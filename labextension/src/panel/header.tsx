@@ -6,7 +6,8 @@ import * as React from 'react';
 
 import type { IPool } from '../api';
 import type { IBroker, IPoolModel } from '../tokens';
-import { localTime, timeOfDay } from '../words';
+import { noBroker } from '../tell';
+import { dayAndTime, localTime } from '../words';
 import { useTools } from './tools';
 
 export interface IHeaderProps {
@@ -23,7 +24,10 @@ export function Header(props: IHeaderProps): React.ReactElement {
   const { view, broker, live } = props;
   const empty = view ? view.devices.length === 0 : !props.found.found;
   // Where there is no GPU nobody starts a broker, and that it is away explains nothing.
-  const away = broker.status === 'away' && !(empty && view === null && !broker.denied);
+  const gone = broker.status === 'away' && !(empty && view === null && !broker.denied);
+  // It ends by itself when nobody needs it: that is how it ought to be.
+  const asleep = gone && !live && noBroker(broker.code);
+  const away = gone && !asleep;
   return (
     <div className="jp-gpupool-header">
       <h2>{trans.__('GPU Pool')}</h2>
@@ -36,14 +40,21 @@ export function Header(props: IHeaderProps): React.ReactElement {
         </span>
       )}
       {away && <Away broker={broker} live={live} />}
+      {asleep && (
+        <p className="jp-gpupool-plain" role="status">
+          {trans.__('The pool starts with the first Pooled GPU kernel.')}
+        </p>
+      )}
       {empty && !away && <NoDevice view={view} found={props.found} />}
-      {!empty && view && <p className="jp-gpupool-sentence">{sentence(props, view)}</p>}
-      {!empty && !view && !away && (
+      {!empty && view && !asleep && (
+        <p className="jp-gpupool-sentence">{sentence(props, view)}</p>
+      )}
+      {!empty && !view && !gone && (
         <p className="jp-gpupool-sentence">{trans.__('Asking the pool…')}</p>
       )}
-      {view && (away || !live) && (
+      {view && (gone || !live) && (
         <p className="jp-gpupool-plain">
-          {trans.__('Shown as of %1.', timeOfDay(trans, localTime(model, view.now)))}
+          {trans.__('Shown as of %1.', dayAndTime(trans, localTime(model, view.now)))}
         </p>
       )}
       {!live && (

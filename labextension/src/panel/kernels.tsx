@@ -2,20 +2,17 @@
 // Distributed under the terms of the Modified BSD License.
 
 /** My kernels on this server: what they have, what they used of it, and what can be done. */
-import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
 import type { IDevice, ISession } from '../api';
-import { PoolError } from '../api';
-import { bytes, localTime, say, timeOfDay } from '../words';
+import { useAnswer } from '../toolbar/hooks';
+import { truth } from '../toolbar/situation';
+import { bytes, dayAndTime, goesBack, goingBack, localTime, say } from '../words';
 import type { IKernelRow } from './arrange';
 import { Badge, hue } from './section';
 import { Sparkline } from './sparkline';
 import { useTick } from '../ticker';
-import { useHistory, useKeepMinutes, useTools } from './tools';
-
-/** Milliseconds for which the answer to a button is shown. */
-export const SHOWN = 5000;
+import { useHistory, useKeepMinutes, useTools, useUp } from './tools';
 
 const HAS_SLICE: ReadonlySet<ISession['state']> = new Set([
   'attaching',
@@ -90,6 +87,11 @@ const Kernel = React.memo(function Kernel(props: IKernelProps): React.ReactEleme
         )}
       </div>
       <StateWords {...props} />
+      {goesBack(session) && (
+        <div className="jp-gpupool-why">
+          {goingBack(trans, session)} {trans.__('To keep it takes that back.')}
+        </div>
+      )}
       {session.pinned_reason && (
         <div className="jp-gpupool-why">
           {trans.__('Pinned: %1', session.pinned_reason)}
@@ -142,7 +144,8 @@ const Lines = React.memo(function Lines(props: ILinesProps): React.ReactElement 
         say={bytes}
       />
       <Sparkline
-        name={trans.__('Busy')}
+        name={trans.__('CUDA use')}
+        full={trans.__('Share of time in which it used CUDA')}
         time={of.time}
         values={of.busy}
         now={history.now}
@@ -158,42 +161,26 @@ interface IActionsProps {
   readonly name: string;
 }
 
-interface IResult {
-  readonly text: string;
-  readonly bad: boolean;
-}
-
 function Actions(props: IActionsProps): React.ReactElement {
   const { trans, model, ticker } = useTools();
   const minutes = useKeepMinutes();
-  const [asking, setAsking] = React.useState(false);
-  const [result, setResult] = React.useState<IResult | null>(null);
   const { kernel_id: kernel, keep_until: until, state } = props.session;
   const kept = until !== null && until > model.now();
   // So that the time when it is no longer kept is seen.
   useTick(ticker, kept);
-  // An answer is shown for a while; a refusal until something else is asked.
-  React.useEffect(() => {
-    if (!result || result.bad) {
-      return undefined;
-    }
-    const timer = setTimeout(() => setResult(null), SHOWN);
-    return () => clearTimeout(timer);
-  }, [result]);
-  const ask = (what: () => Promise<{ readonly note: string }>): void => {
-    if (asking) {
-      return;
-    }
-    setAsking(true);
-    setResult(null);
-    what()
-      .then(answer => setResult({ text: answer.note, bad: false }))
-      .catch((error: unknown) => setResult({ text: reason(trans, error), bad: true }))
-      .finally(() => setAsking(false));
-  };
-  const nothing = HAS_SLICE.has(state)
-    ? ''
-    : trans.__('This kernel has no slice of a GPU now.');
+  const up = useUp();
+  const {
+    answer,
+    busy,
+    say: tell,
+    run
+  } = useAnswer(trans, truth(props.session, up), up);
+  const leaving = goesBack(props.session);
+  const nothing = !HAS_SLICE.has(state)
+    ? trans.__('This kernel has no slice of a GPU now.')
+    : leaving
+      ? goingBack(trans, props.session)
+      : '';
   // Not `disabled`: a button that goes away under the finger takes the focus with it, and one that
   // cannot be reached does not say why.
   return (
@@ -202,14 +189,14 @@ function Actions(props: IActionsProps): React.ReactElement {
         <button
           type="button"
           className="jp-gpupool-button"
-          aria-disabled={asking || nothing !== ''}
+          aria-disabled={busy || nothing !== ''}
           aria-label={trans.__('Release the slice of %1', props.name)}
           title={nothing || undefined}
           onClick={() => {
             if (nothing) {
-              setResult({ text: nothing, bad: false });
+              tell({ text: nothing, refused: false });
             } else {
-              ask(() => model.client.release(kernel));
+              void run(() => model.client.release(kernel));
             }
           }}
         >
@@ -218,13 +205,15 @@ function Actions(props: IActionsProps): React.ReactElement {
         <button
           type="button"
           className="jp-gpupool-button"
-          aria-disabled={asking}
+          aria-disabled={busy}
           aria-label={
             kept
               ? trans.__('Stop keeping the slice of %1', props.name)
               : trans.__('Keep for %1 min the slice of %2', minutes, props.name)
           }
-          onClick={() => ask(() => model.client.keep(kernel, kept ? 0 : minutes * 60))}
+          onClick={() =>
+            void run(() => model.client.keep(kernel, kept ? 0 : minutes * 60))
+          }
         >
           {kept ? trans.__('Stop keeping') : trans.__('Keep for %1 min', minutes)}
         </button>
@@ -233,25 +222,16 @@ function Actions(props: IActionsProps): React.ReactElement {
         <p className="jp-gpupool-plain">
           {trans.__(
             'Kept until %1, even when idle.',
-            timeOfDay(trans, localTime(model, until))
+            dayAndTime(trans, localTime(model, until))
           )}
         </p>
       )}
       <div
         role="status"
-        className={`jp-gpupool-result${result?.bad ? ' jp-mod-bad' : ''}`}
+        className={`jp-gpupool-result${answer?.refused ? ' jp-mod-bad' : ''}`}
       >
-        {result?.text}
+        {answer?.text}
       </div>
     </>
   );
-}
-
-function reason(trans: TranslationBundle, error: unknown): string {
-  if (error instanceof PoolError) {
-    return error.nextStep
-      ? trans.__('%1 %2', error.message, error.nextStep)
-      : error.message;
-  }
-  return error instanceof Error ? error.message : String(error);
 }

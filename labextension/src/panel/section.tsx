@@ -4,6 +4,8 @@
 /** A part of the panel with a heading that folds it; what is folded is not drawn. */
 import * as React from 'react';
 
+import { useTools } from './tools';
+
 export interface ISectionProps {
   /** Part of the ids in the page. */
   readonly name: string;
@@ -14,13 +16,18 @@ export interface ISectionProps {
 }
 
 export function Section(props: ISectionProps): React.ReactElement {
-  const [open, setOpen] = React.useState(true);
+  const { folded } = useTools();
+  const [open, setOpen] = React.useState(!folded.has(props.name));
   const id = `jp-gpupool-panel-${props.name}`;
   return (
     <section className="jp-gpupool-section" aria-labelledby={id}>
       <details
         open={open}
-        onToggle={event => setOpen((event.target as HTMLDetailsElement).open)}
+        onToggle={event => {
+          const { open: now } = event.currentTarget;
+          folded[now ? 'delete' : 'add'](props.name);
+          setOpen(now);
+        }}
       >
         <summary>
           <svg className="jp-gpupool-caret" viewBox="0 0 16 16" aria-hidden="true">

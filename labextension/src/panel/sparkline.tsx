@@ -49,6 +49,8 @@ export function path(
 export interface ISparklineProps {
   /** What it shows, as in `Memory`. */
   readonly name: string;
+  /** The same in as many words as it takes, for who hears or points at it. */
+  readonly full?: string;
   readonly time: readonly number[];
   readonly values: Values;
   readonly now: number;
@@ -59,17 +61,17 @@ export interface ISparklineProps {
 
 export function Sparkline(props: ISparklineProps): React.ReactElement {
   const { trans } = useTools();
-  const { name, time, values, now, say } = props;
+  const { name, full = name, time, values, now, say } = props;
   const known = values.filter(value => value !== null);
   const least = known.reduce((a, b) => Math.min(a, b), Infinity);
   const most = known.reduce((a, b) => Math.max(a, b), -Infinity);
   const current = values[values.length - 1] ?? null;
   const label =
     known.length === 0
-      ? trans.__('%1 in the last 5 minutes: not known', name)
+      ? trans.__('%1 in the last 5 minutes: not known', full)
       : trans.__(
           '%1 in the last 5 minutes: least %2, most %3, now %4',
-          name,
+          full,
           say(least),
           say(most),
           current === null ? trans.__('not known') : say(current)

@@ -24,6 +24,8 @@ export interface ITools {
   readonly ticker: Ticker;
   readonly past: IPast;
   readonly settings: Pick<IPoolSettings, 'keepMinutes' | 'changed'>;
+  /** Names of the sections that are folded: known for as long as the panel is, drawn or not. */
+  readonly folded: Set<string>;
   /** Bring the document of a kernel to the front. */
   readonly open: (kernelId: string) => void;
 }
@@ -48,6 +50,12 @@ export function useHistory(): IHistory | null {
 export function useKeepMinutes(): number {
   const { settings } = useTools();
   return useTold(settings.changed, () => settings.keepMinutes);
+}
+
+/** Whether somebody is there to be asked. */
+export function useUp(): boolean {
+  const { model } = useTools();
+  return useTold(model.changed, () => model.broker.status === 'up');
 }
 
 function useTold<T>(changed: ISignal<unknown, unknown>, get: () => T): T {

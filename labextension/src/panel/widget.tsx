@@ -35,6 +35,7 @@ export class PanelWidget extends ReactWidget {
       past,
       settings,
       ticker: this._ticker,
+      folded: new Set(),
       open: kernel => documents.open(kernel)
     };
     this.id = PANEL_ID;

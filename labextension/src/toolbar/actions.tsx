@@ -7,13 +7,10 @@ import * as React from 'react';
 
 import type { ISession } from '../api';
 import type { IPoolModel } from '../tokens';
-import { localTime, timeOfDay } from '../words';
+import { dayAndTime, goesBack, goingBack, localTime } from '../words';
 import { Answer } from './answer';
 import { useAnswer } from './hooks';
-import { hasSlice } from './situation';
-
-/** Milliseconds in which a sentence is read. */
-const READ = 5000;
+import { hasSlice, truth } from './situation';
 
 /** Milliseconds that timers can count. */
 const LONG = 2 ** 31 - 1;
@@ -28,20 +25,13 @@ interface IProps {
 
 export function Actions(props: IProps): React.JSX.Element {
   const { trans, model, kernelId, session, keepMinutes } = props;
-  const { answer, busy, say, run } = useAnswer();
-  // What was answered about another state is soon no longer true; a refusal waits to be read.
-  const latest = React.useRef(answer);
-  latest.current = answer;
-  React.useEffect(() => {
-    const before = latest.current;
-    if (before === null || before.refused) {
-      return undefined;
-    }
-    const timer = setTimeout(() => say(now => (now === before ? null : now)), READ);
-    return () => clearTimeout(timer);
-  }, [session.state, say]);
+  const up = model.broker.status === 'up';
+  const { answer, busy, say, run } = useAnswer(trans, truth(session, up), up);
+  const leaving = goesBack(session);
   const nothing = hasSlice(session)
-    ? ''
+    ? leaving
+      ? goingBack(trans, session)
+      : ''
     : session.state === 'queued'
       ? trans.__('The kernel waits for a slice and has none to give back.')
       : trans.__('The kernel has no slice to give back.');
@@ -82,8 +72,13 @@ export function Actions(props: IProps): React.JSX.Element {
         <p className="jp-gpupool-Popover-note">
           {trans.__(
             'Kept until %1, even when idle.',
-            timeOfDay(trans, localTime(model, until))
+            dayAndTime(trans, localTime(model, until))
           )}
+        </p>
+      ) : null}
+      {leaving ? (
+        <p className="jp-gpupool-Popover-note">
+          {goingBack(trans, session)} {trans.__('To keep it takes that back.')}
         </p>
       ) : null}
       <Answer answer={answer} />

@@ -9,7 +9,7 @@ import type { IRequest, PoolClient } from '../api';
 import { bytes } from '../words';
 import { Answer } from './answer';
 import { useAnswer } from './hooks';
-import { editable, parseSize, positionOf, readSize, sizeAt } from './sizes';
+import { editable, exact, parseSize, positionOf, readSize, sizeAt } from './sizes';
 
 interface IProps {
   readonly trans: TranslationBundle;
@@ -20,13 +20,17 @@ interface IProps {
   readonly most: number | null;
   /** What the largest device can give: the slider's end if no limit is known. */
   readonly room: number;
+  /** What answers are about. */
+  readonly state: string;
+  /** Whether somebody is there to be asked. */
+  readonly up: boolean;
 }
 
 /** The form; what is typed stays until it is granted, whatever happens to the kernel meanwhile. */
 export function Ask(props: IProps): React.JSX.Element {
-  const { trans, client, kernelId, request, most, room } = props;
+  const { trans, client, kernelId, request, most, room, state, up } = props;
   const id = React.useId();
-  const { answer, busy, say, run } = useAnswer();
+  const { answer, busy, say, run } = useAnswer(trans, state, up);
   // Null: nothing was typed, and the field follows the kernel's request.
   const [typed, setTyped] = React.useState<string | null>(null);
   const [granted, setGranted] = React.useState<number | null>(null);
@@ -39,8 +43,11 @@ export function Ask(props: IProps): React.JSX.Element {
 
   const text = typed ?? editable(request.memory);
   const end = Math.max(most ?? room, 1);
-  const size = parseSize(text) ?? request.memory;
-  const faulty = answer?.refused ?? false;
+  const typedSize = typed === null ? null : parseSize(typed);
+  const size = typedSize ?? request.memory;
+  const wanted =
+    typedSize !== null && typedSize <= (most ?? Infinity) ? typedSize : null;
+  const faulty = answer?.fault ?? false;
 
   const change = (value: string) => {
     setTyped(value);
@@ -53,14 +60,14 @@ export function Ask(props: IProps): React.JSX.Element {
         ? { size: request.memory, fault: '' }
         : readSize(trans, typed, most);
     if (!('size' in read)) {
-      say({ refused: true, text: read.fault });
+      say({ refused: true, fault: true, text: read.fault });
       return;
     }
     if (read.size === request.memory) {
       setTyped(null);
       say({
         refused: false,
-        text: trans.__('This notebook asks for %1 already.', bytes(request.memory))
+        text: trans.__('This notebook asks for %1 already.', exact(request.memory))
       });
       return;
     }
@@ -85,7 +92,7 @@ export function Ask(props: IProps): React.JSX.Element {
       <input
         type="range"
         aria-label={trans.__('GPU memory')}
-        aria-valuetext={bytes(size)}
+        aria-valuetext={exact(size)}
         aria-describedby={`${id}-bound`}
         min={1}
         max={positionOf(end, end)}
@@ -119,13 +126,16 @@ export function Ask(props: IProps): React.JSX.Element {
         {most === null
           ? null
           : trans.__('You may ask for up to %1 per GPU.', bytes(most)) + ' '}
+        {wanted !== null && wanted !== request.memory
+          ? trans.__('To ask for: %1.', exact(wanted)) + ' '
+          : null}
         {request.limit > request.memory
           ? trans.__(
-              'Now %1 are guaranteed; it may grow to %2 while that much is free.',
-              bytes(request.memory),
-              bytes(request.limit)
+              'Asked for now: %1; it may grow to %2 while that much is free.',
+              exact(request.memory),
+              exact(request.limit)
             )
-          : trans.__('Now: %1.', bytes(request.memory))}
+          : trans.__('Asked for now: %1.', exact(request.memory))}
       </p>
       <Answer id={`${id}-answer`} answer={answer} />
     </form>

@@ -17,15 +17,22 @@ export function Bar(props: {
   const { trans, session } = props;
   const used = usedBytes(session);
   const devices = Math.max(1, session.devices.length);
-  const guaranteed = session.request.memory * devices;
+  const asked = session.request.memory * devices;
+  // Nobody is guaranteed what was not granted.
+  const guaranteed = Math.min(asked, session.granted_bytes);
   const limit = session.request.limit * devices;
   const whole = Math.max(limit, session.granted_bytes, used ?? 0, 1);
   const percent = (value: number) =>
     `${(Math.min(1, value / whole) * 100).toFixed(1)}%`;
   const words = [
     used === null ? trans.__('use not measured') : trans.__('%1 used', bytes(used)),
-    trans.__('%1 guaranteed', bytes(guaranteed)),
-    ...(limit > guaranteed ? [trans.__('up to %1', bytes(limit))] : [])
+    ...(asked > guaranteed
+      ? [
+          trans.__('%1 granted', bytes(guaranteed)),
+          trans.__('%1 asked for', bytes(asked))
+        ]
+      : [trans.__('%1 guaranteed', bytes(guaranteed))]),
+    ...(limit > asked ? [trans.__('up to %1', bytes(limit))] : [])
   ];
   // The slices on several devices grow one by one.
   const each = session.slices.map(({ device, granted_bytes: size, used_bytes: use }) =>

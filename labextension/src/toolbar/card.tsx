@@ -11,7 +11,7 @@ import { Actions } from './actions';
 import { Ask } from './ask';
 import { Bar } from './bar';
 import { useSituation } from './hooks';
-import { hasSlice, lastHeard, type ISituation } from './situation';
+import { hasSlice, lastHeard, truth, type ISituation } from './situation';
 import type { KernelWatch } from './watch';
 import { Why } from './why';
 
@@ -77,6 +77,8 @@ export function Card(props: IProps): React.JSX.Element {
           kernelId={kernelId}
           request={asks.request}
           most={asks.most_bytes}
+          state={truth(session, it.broker.status === 'up')}
+          up={it.broker.status === 'up'}
           room={room}
         />
       ) : null}

@@ -7,6 +7,7 @@ import type { Message } from '@lumino/messaging';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
+import { goesBack, goingBack } from '../words';
 import { Glyph } from './glyph';
 import type { IPlace, IPoolPopovers } from './popovers';
 import { staysReason, type ISituation } from './situation';
@@ -62,6 +63,25 @@ export class Chip extends ReactWidget {
     super.onBeforeHide(msg);
   }
 
+  protected override onAfterShow(msg: Message): void {
+    super.onAfterShow(msg);
+    this._reach();
+  }
+
+  /**
+   * A toolbar that is hidden takes what it does not see off the keyboard's way, and looks again only
+   * when something is added to it. So when we are seen again, it is told to.
+   */
+  private _reach(): void {
+    const toolbar = this.node.closest<ICounts>('jp-toolbar');
+    const button = this.node.querySelector('button');
+    if (toolbar?.reduceFocusableElements) {
+      toolbar.reduceFocusableElements();
+    } else if (toolbar && button) {
+      button.tabIndex = 0; // better twice on the way than not at all
+    }
+  }
+
   private readonly _onChanged = (): void => {
     this.setHidden(this._watch.situation === null);
     this.update();
@@ -80,6 +100,11 @@ export class Chip extends ReactWidget {
   private _open = false;
 }
 
+/** The part of `jp-toolbar` that counts what the keyboard reaches. */
+interface ICounts extends HTMLElement {
+  reduceFocusableElements?(): void;
+}
+
 interface IButtonProps {
   readonly trans: TranslationBundle;
   readonly situation: ISituation;
@@ -92,24 +117,39 @@ interface IButtonProps {
 export function ChipButton(props: IButtonProps): React.JSX.Element {
   const { trans, situation, expanded, onClick, className } = props;
   const { said, emulated } = situation;
-  const why = situation.kind === 'ours' ? staysReason(situation.session) : '';
+  const session = situation.kind === 'ours' ? situation.session : null;
+  const back = goesBack(session) ? goingBack(trans, session) : '';
   const mark = (text: string) => (emulated ? trans.__('%1 (emulated)', text) : text);
   return (
     <button
       type="button"
       className={`jp-gpupool-chip jp-mod-${said.tone} ${className ?? ''}`}
-      title={[trans.__('GPU of this notebook: %1', mark(said.text)), why]
+      title={[
+        trans.__('GPU of this notebook: %1', mark(said.text)),
+        staysReason(session),
+        back
+      ]
         .filter(Boolean)
         .join('\n')}
       // What is seen comes first: so it is called by who speaks to the computer. But no seconds:
       // a screen reader would say each.
-      aria-label={trans.__('%1, GPU of this notebook', mark(said.still))}
+      aria-label={[trans.__('%1, GPU of this notebook', mark(said.still)), back]
+        .filter(Boolean)
+        .join('. ')}
       aria-haspopup="dialog"
       aria-expanded={expanded}
       onClick={onClick}
     >
       <Glyph tone={said.tone} filled={situation.filled} />
-      <span className="jp-gpupool-Chip-words">{said.text}</span>
+      {/* The style shows the short form where the long one has no room; it is not in the text. */}
+      <span className="jp-gpupool-Chip-words">
+        <span
+          className="jp-gpupool-Chip-short"
+          data-short={said.short}
+          aria-hidden="true"
+        />
+        <span className="jp-gpupool-Chip-long">{said.text}</span>
+      </span>
     </button>
   );
 }

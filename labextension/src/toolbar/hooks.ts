@@ -2,15 +2,19 @@
 // Distributed under the terms of the Modified BSD License.
 
 /** React's view of a watch, and of what the server answers. */
+import type { TranslationBundle } from '@jupyterlab/translation';
 import {
   useCallback,
+  useEffect,
+  useRef,
   useState,
   useSyncExternalStore,
   type Dispatch,
   type SetStateAction
 } from 'react';
 
-import { refusal } from '../tell';
+import { PoolError } from '../api';
+import { refusal, unanswered } from '../tell';
 import type { ISituation } from './situation';
 import type { KernelWatch } from './watch';
 
@@ -30,10 +34,27 @@ export function useSituation(watch: KernelWatch): ISituation | null {
 export interface IAnswer {
   readonly refused: boolean;
   readonly text: string;
+  /** Whether what was asked for was itself refused, and not that nobody was there to be asked. */
+  readonly fault?: boolean;
+  /** Whether nobody was there. */
+  readonly outage?: boolean;
 }
 
-/** Does one thing at a time, and keeps the last answer. */
-export function useAnswer(): {
+/** Milliseconds in which a sentence is read. */
+export const READ = 5000;
+
+/** Milliseconds after which an answer is old: a note, and a refusal. */
+export const OLD = 15_000;
+export const OLD_REFUSAL = 60_000;
+
+/** Does one thing at a time, and keeps the last answer while it may be true. */
+export function useAnswer(
+  trans: TranslationBundle,
+  /** What answers are about: of another state they are no longer true, once they can be read. */
+  state: string,
+  /** Whether somebody is there to be asked. */
+  up: boolean
+): {
   readonly answer: IAnswer | null;
   readonly busy: boolean;
   readonly say: Dispatch<SetStateAction<IAnswer | null>>;
@@ -41,6 +62,13 @@ export function useAnswer(): {
 } {
   const [answer, say] = useState<IAnswer | null>(null);
   const [busy, setBusy] = useState(false);
+  useForget(answer, say, state);
+  useEffect(() => {
+    if (up) {
+      // Somebody is there again: that nobody was is no news.
+      say(now => (now?.outage ? null : now));
+    }
+  }, [up]);
   const run = async (ask: () => Promise<{ readonly note: string }>) => {
     if (busy) {
       return false;
@@ -51,11 +79,39 @@ export function useAnswer(): {
       say({ refused: false, text: (await ask()).note });
       return true;
     } catch (error) {
-      say({ refused: true, text: refusal(error) });
+      const outage = unanswered(error);
+      const fault = error instanceof PoolError && FAULTS.has(error.status);
+      say({ refused: true, text: refusal(trans, error), fault, outage });
       return false;
     } finally {
       setBusy(false);
     }
   };
   return { answer, busy, say, run };
+}
+
+/** What HTTP says of a request that is itself to blame. */
+const FAULTS: ReadonlySet<number> = new Set([400, 409, 422]);
+
+/** Takes an answer back when it is old, or about something that has changed since. */
+function useForget(
+  answer: IAnswer | null,
+  say: Dispatch<SetStateAction<IAnswer | null>>,
+  state: string
+): void {
+  // What the answer is about, and when it came.
+  const about = useRef({ answer, state, at: 0 });
+  if (about.current.answer !== answer) {
+    about.current = { answer, state, at: Date.now() };
+  }
+  const changed = about.current.state !== state;
+  useEffect(() => {
+    if (answer === null) {
+      return undefined;
+    }
+    const life = changed ? READ : answer.refused ? OLD_REFUSAL : OLD;
+    const left = Math.max(0, about.current.at + life - Date.now());
+    const timer = setTimeout(() => say(now => (now === answer ? null : now)), left);
+    return () => clearTimeout(timer);
+  }, [answer, changed, say]);
 }

@@ -45,12 +45,16 @@ export function situation(
       kind: 'away',
       ...(broker.denied
         ? {
-            said: plain(trans.__('No access to the GPU pool'), 'away'),
+            said: plain(
+              trans.__('No access to the GPU pool'),
+              'away',
+              trans.__('No access')
+            ),
             news: trans.__('No access to the GPU pool'),
             headline: trans.__('This page has no access to the GPU pool.')
           }
         : {
-            said: plain(trans.__('GPU pool away'), 'away'),
+            said: plain(trans.__('GPU pool away'), 'away', trans.__('Away')),
             news: trans.__('The GPU pool does not answer'),
             headline: trans.__('The GPU pool does not answer.')
           })
@@ -69,7 +73,7 @@ export function situation(
     return {
       ...common,
       kind: 'no-device',
-      said: plain(trans.__('No GPU found'), 'away'),
+      said: plain(trans.__('No GPU found'), 'away', trans.__('No GPU')),
       news: trans.__('No GPU found'),
       headline: trans.__('No GPU was found on this machine.')
     };
@@ -109,6 +113,21 @@ export function usedBytes(session: ISession): number | null {
 /** Whether a session has a slice, or is about to. */
 export function hasSlice(session: ISession | null): boolean {
   return session !== null && session.granted_bytes > 0 && session.state !== 'queued';
+}
+
+/** What answers about a session are true of, with no figure that moves by itself. */
+export function truth(session: ISession | null, up: boolean): string {
+  return session === null
+    ? String(up)
+    : JSON.stringify([
+        up,
+        session.id,
+        session.state,
+        session.request,
+        session.granted_bytes,
+        session.keep_until,
+        session.release_asked ?? false
+      ]);
 }
 
 function filled(session: ISession | null): number | null {

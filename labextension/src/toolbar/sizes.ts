@@ -34,14 +34,25 @@ export function parseSize(text: string): number | null {
     return null;
   }
   const value = Math.floor(Number((match[1] ?? '').replace(',', '.')) * unit);
-  return value > 0 && Number.isSafeInteger(value) ? value : null;
+  return value >= LEAST ? Math.min(value, MOST) : null;
 }
+
+/** The least that can be written with three decimals; and what stands for all that is beyond it. */
+const LEAST = Math.ceil(MIB / 1000);
+export const MOST = Number.MAX_SAFE_INTEGER;
 
 /** A size as it stands in the field: at most three decimals, and never more than it is. */
 export function editable(value: number): string {
   const amount = value >= GIB ? value / GIB : value / MIB;
   const text = String(Math.floor(amount * 1000) / 1000);
   return value >= GIB ? text : `${text} MiB`;
+}
+
+/** The same in a sentence: `7.45 GiB`, `8.0 GiB`, `0.102 MiB`. */
+export function exact(value: number): string {
+  const [amount = '', unit = 'GiB'] = editable(value).split(' ');
+  const whole = unit === 'GiB' && !amount.includes('.');
+  return `${amount}${whole ? '.0' : ''} ${unit}`;
 }
 
 /** The step of the slider: half a GiB, less where there is little. */
@@ -78,6 +89,18 @@ export function readSize(
       : trans.__('Write a size like 12, 12 GiB or 512 MiB.');
     return { fault };
   }
+  if (size >= MOST) {
+    const typed = text.trim().slice(0, 24);
+    const fault =
+      most === null
+        ? trans.__('“%1” is more than any GPU has.', typed)
+        : trans.__(
+            '“%1” is more than you may ask for: at most %2.',
+            typed,
+            bytes(most)
+          );
+    return { fault };
+  }
   if (most !== null && size > most) {
     // Who types the bound as it is shown means the bound, which has more digits.
     return bytes(size) === bytes(most)
@@ -85,7 +108,7 @@ export function readSize(
       : {
           fault: trans.__(
             '%1 is more than you may ask for: at most %2.',
-            bytes(size),
+            exact(size),
             bytes(most)
           )
         };

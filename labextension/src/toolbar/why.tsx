@@ -34,14 +34,14 @@ export function Why(props: IProps): React.JSX.Element {
       },
       (error: unknown) => {
         if (wanted) {
-          setFault(refusal(error));
+          setFault(refusal(trans, error));
         }
       }
     );
     return () => {
       wanted = false;
     };
-  }, [client, kernelId, session.id, position, reason, queueLength]);
+  }, [client, trans, kernelId, session.id, position, reason, queueLength]);
   const id = React.useId();
   // Of the answer only who is ahead: the rest is newer in the session.
   const lines =

@@ -87,6 +87,54 @@ test('two notebooks compete for one device', async ({ lab }) => {
   expect(await said()).toContainEqual(expect.stringMatching(/^Waiting: 1st/));
 });
 
+test('a short form where there is no room, and the keyboard’s way after a change of tabs', async ({
+  lab
+}) => {
+  const { page } = lab;
+  const notebook = await lab.notebook('narrow');
+  await notebook.run(uses(64));
+  await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
+  const long = notebook.chip.locator('.jp-gpupool-Chip-long');
+  const short = notebook.chip.locator('.jp-gpupool-Chip-short');
+  // How far the lower edges are above that of the button's line, in which one of the two is seen.
+  const line = async () => {
+    const words = (await notebook.chip
+      .locator('.jp-gpupool-Chip-words')
+      .boundingBox())!;
+    const [a, b] = [(await long.boundingBox())!, (await short.boundingBox())!];
+    const seen = (box: typeof a) =>
+      Math.abs(box.y + box.height - words.y - words.height) < 2;
+    return { long: seen(a), short: seen(b), words };
+  };
+  const wide = await line();
+  expect([wide.long, wide.short]).toEqual([true, false]);
+  const content = await long.evaluate(node => node.scrollWidth);
+  expect(Math.abs(wide.words.width - content)).toBeLessThan(8);
+
+  await page.sidebar.open('left');
+  await lab.execute('gpupool:show-panel');
+  await expect.poll(async () => (await line()).short).toBe(true);
+  expect((await line()).long).toBe(false);
+  await expect(notebook.chip).toHaveAttribute('title', /Idle, back to the pool in/);
+  await page.sidebar.close('right');
+  await expect.poll(async () => (await line()).long).toBe(true);
+
+  // While it is hidden the toolbar looks for what can be reached, and sees nothing.
+  await lab.notebook('other', 'python3');
+  await notebook.panel.locator('jp-toolbar.jp-NotebookPanel-toolbar').evaluate(bar => {
+    bar.append(document.createComment('something'));
+  });
+  await notebook.activate();
+  await notebook.panel.locator('.jp-NotebookPanel-toolbar jp-button').first().focus();
+  for (let i = 0; i < 20; i++) {
+    if (await notebook.chip.evaluate(node => node === document.activeElement)) {
+      break;
+    }
+    await page.keyboard.press('ArrowRight');
+  }
+  await expect(notebook.chip).toBeFocused();
+});
+
 test('interrupting the wait ends it, and the chip says so', async ({ lab }) => {
   await neighbour('one');
   await neighbour('two');

@@ -57,7 +57,9 @@ test('devices, queue, kernels, host memory and use; no names; no accessibility f
     kernels.locator('svg[role=img], [role=img] svg, svg').first()
   ).toBeVisible();
   await expect(kernels.getByRole('img', { name: /^Memory/ })).toBeVisible();
-  await expect(kernels.getByRole('img', { name: /^Busy/ })).toBeVisible();
+  await expect(
+    kernels.getByRole('img', { name: /^Share of time in which it used CUDA/ })
+  ).toBeVisible();
   await expect(panel.getByRole('region', { name: 'Use' })).toContainText(
     /Attached \d.* h of \d.* open kernel-hours/
   );
@@ -69,6 +71,26 @@ test('devices, queue, kernels, host memory and use; no names; no accessibility f
     await lab.theme(theme);
     expect(await faults(page, '.jp-gpupool-panel'), theme).toEqual([]);
   }
+
+  // Forced colours, dark: the number must be seen on its badge.
+  await page.emulateMedia({ forcedColors: 'active', colorScheme: 'dark' });
+  const [text, back] = await kernels
+    .locator('.jp-gpupool-badge')
+    .first()
+    .evaluate(node => {
+      const { color, backgroundColor } = getComputedStyle(node);
+      return [color, backgroundColor];
+    });
+  const probe = await page.evaluate(() => {
+    const node = document.body.appendChild(document.createElement('p'));
+    node.style.cssText = 'color: CanvasText; background: Canvas';
+    const { color, backgroundColor } = getComputedStyle(node);
+    node.remove();
+    return [color, backgroundColor];
+  });
+  expect([text, back]).toEqual(probe);
+  expect(text).not.toBe(back);
+  await page.emulateMedia({ forcedColors: 'none', colorScheme: 'light' });
 
   await lab.theme('JupyterLab Light');
   await kernels.getByRole('button', { name: /^Release the slice of/ }).click();

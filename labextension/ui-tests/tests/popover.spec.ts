@@ -4,7 +4,7 @@
 /** What can be done from the chip: by mouse, by keyboard, by screen reader. */
 import { faults } from '../axe';
 import { expect, test } from '../lab';
-import { ask, GiB, neighbour, session, uses } from '../pool';
+import { ask, GiB, neighbour, session, uses, Work } from '../pool';
 
 test.beforeEach(async () => {
   await ask('fresh');
@@ -22,7 +22,7 @@ test('ask for another size: granted, and refused in the server’s words', async
   await field.fill('3');
   await popover.getByRole('button', { name: 'Ask for it' }).click();
   await expect(popover.getByRole('status').first()).not.toBeEmpty();
-  await expect(popover).toContainText('Now: 3.0 GiB.');
+  await expect(popover).toContainText('Asked for now: 3.0 GiB.');
   expect((await session(notebook.kernelId))?.request.memory).toBe(3 * GiB);
 
   // More than the quota: the page knows it. More than is free: only the server does.
@@ -44,17 +44,49 @@ test('keep an idle slice, and give it back', async ({ lab }) => {
   await notebook.chip.click();
   const { popover } = lab;
   await popover.getByRole('button', { name: 'Keep for 10 minutes' }).click();
-  await expect(popover).toContainText(/Kept until \d/);
+  await expect(popover).toContainText(/Kept until .*\d.*, even when idle/);
   await expect
     .poll(async () => (await session(notebook.kernelId))?.keep_until)
     .toBeGreaterThan(Date.now() / 1000 + 500);
   await popover.getByRole('button', { name: 'Stop keeping' }).click();
   await expect(popover.getByRole('button', { name: 'Keep for' })).toBeVisible();
 
+  // Forced colours: what is a link must look like one.
+  const { page } = lab;
+  await page.emulateMedia({ forcedColors: 'active', colorScheme: 'dark' });
+  const link = popover.getByRole('button', { name: 'Show the pool' });
+  await expect(link).toHaveCSS('text-decoration-line', 'underline');
+  await page.emulateMedia({ forcedColors: 'none', colorScheme: 'light' });
+
   await popover.getByRole('button', { name: 'Release now' }).click();
   await expect(notebook.chip).toHaveText(/^In host memory/);
   await expect(popover).toContainText('the next CUDA call brings it back');
   expect((await session(notebook.kernelId))?.device).toBeNull();
+});
+
+test('a release while work runs is seen until it comes, and keeping takes it back', async ({
+  lab
+}) => {
+  const notebook = await lab.notebook('later');
+  const work = new Work('later');
+  await notebook.run(work.code, false);
+  await expect(notebook.chip).toHaveText(/of 6\.0 GiB on GPU [01]$/);
+  await notebook.chip.click();
+  const { popover } = lab;
+  const release = popover.getByRole('button', { name: 'Release now' });
+  await release.click();
+  const pending = 'Goes back to the pool when its work on the GPU is done.';
+  await expect(popover).toContainText(`${pending} To keep it takes that back.`);
+  await expect(release).toHaveAttribute('aria-disabled', 'true');
+  await expect(notebook.chip).toHaveAttribute('title', new RegExp(pending));
+  await popover.getByRole('button', { name: 'Keep for 10 minutes' }).click();
+  await expect(popover).not.toContainText(pending);
+  await expect(popover).toContainText('Kept until');
+  await release.click();
+  await expect(popover).toContainText(pending);
+  work.end();
+  await expect(notebook.chip).toHaveText(/^In host memory/);
+  await expect(popover).not.toContainText(pending);
 });
 
 test('why am I waiting', async ({ lab }) => {

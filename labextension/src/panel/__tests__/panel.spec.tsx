@@ -1,7 +1,14 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-import { act, fireEvent, render, screen, within } from '@testing-library/react';
+import {
+  act,
+  cleanup,
+  fireEvent,
+  render,
+  screen,
+  within
+} from '@testing-library/react';
 import * as React from 'react';
 
 import type { IPool } from '../../api';
@@ -9,7 +16,7 @@ import { PoolError } from '../../api';
 import * as words from '../../words';
 import { Arranger } from '../arrange';
 import * as describing from '../describe';
-import { SHOWN } from '../kernels';
+import { OLD, OLD_REFUSAL, READ } from '../../toolbar/hooks';
 import { Panel } from '../panel';
 import { Ticker } from '../../ticker';
 import {
@@ -27,7 +34,11 @@ import {
   trans
 } from './fakes';
 
-function show(view: IPool | null, changed: Partial<FakeModel> = {}) {
+function show(
+  view: IPool | null,
+  changed: Partial<FakeModel> = {},
+  folded = new Set<string>()
+) {
   const model = Object.assign(new FakeModel(view), changed);
   const past = new FakePast();
   const opened: string[] = [];
@@ -35,7 +46,7 @@ function show(view: IPool | null, changed: Partial<FakeModel> = {}) {
   ticker.shown = true;
   const open = (id: string) => void opened.push(id);
   const settings = new FakeSettings();
-  const tools = { trans, model, past, settings, ticker, open };
+  const tools = { trans, model, past, settings, ticker, open, folded };
   const arranger = new Arranger();
   const names = (id: string) => ({ name: `${id}.ipynb`, path: `a/${id}.ipynb` });
   const element = () => (
@@ -113,6 +124,29 @@ describe('the head', () => {
     within(screen.getByRole('status')).getByText('GPU pool away');
     expect(screen.queryByText('Trying again by itself.')).toBeNull();
     screen.getByRole('button', { name: 'Refresh' });
+  });
+
+  it('raises no alarm where nobody needs a broker', () => {
+    const broker = {
+      status: 'away',
+      message: 'No GPU pool broker listens.',
+      nextStep: 'Start one.',
+      code: 'no-broker'
+    } as const;
+    const { container } = show(null, { broker, live: false });
+    screen.getByText('The pool starts with the first Pooled GPU kernel.');
+    expect(screen.queryByText('GPU pool away')).toBeNull();
+    expect(container.querySelector('.jp-gpupool-alert')).toBeNull();
+    screen.getByRole('button', { name: 'Refresh' });
+  });
+
+  it('raises one where it is missing, or something else is wrong', () => {
+    const away = { status: 'away', message: '', nextStep: '' } as const;
+    show(null, { broker: { ...away, code: 'no-broker' } });
+    screen.getByText('GPU pool away');
+    cleanup();
+    show(null, { broker: { ...away, code: 'bad-socket' }, live: false });
+    screen.getByText('GPU pool away');
   });
 
   it('explains that there is no GPU', () => {
@@ -225,7 +259,7 @@ describe('devices', () => {
     const idle = { state: 'idle', granted_bytes: 4 * GIB } as const;
     const { opened } = show(pool([on], [mine('a'), other('b', idle)]));
     const bar = screen.getByRole('listbox', {
-      name: 'GPU 0, NVIDIA A100, 12.0 of 15.0 GiB granted, 43 % busy'
+      name: 'GPU 0, NVIDIA A100, 12.0 of 15.0 GiB granted, utilisation 43 %'
     });
     const options = within(bar).getAllByRole('option');
     expect(options.map(option => option.getAttribute('aria-label'))).toEqual([
@@ -318,7 +352,7 @@ describe('devices', () => {
     const { container } = show(
       pool([device(0, { utilisation: null })], [mine('a', { used_bytes: null })])
     );
-    screen.getByText('? busy');
+    screen.getByText('utilisation ?');
     screen.getByRole('option', {
       name: /^1 kernel-a.ipynb: 8.0 GiB, used: \?, at work/
     });
@@ -478,7 +512,7 @@ describe('my kernels', () => {
       expect(button().getAttribute('aria-label')).toContain('Keep for 25 min');
       await press(/^Keep for 25 min/);
       // The answer goes by itself, with its timer.
-      act(() => jest.advanceTimersByTime(SHOWN));
+      act(() => jest.advanceTimersByTime(OLD));
 
       again(pool([device(0)], [mine('a', { keep_until: NOW + 1500 })]));
       kernels().getByText(`Kept until ${clockAt(1500)}, even when idle.`);
@@ -500,7 +534,7 @@ describe('my kernels', () => {
     expect(model.asked).toEqual(['keep kernel-a 0']);
   });
 
-  it('show an answer for a while, whatever their state; a refusal until the next', async () => {
+  it('show an answer while it may be true, and until it can be read', async () => {
     jest.useFakeTimers();
     try {
       const { model, again } = show(pool([device(0)], [mine('a', { state: 'idle' })]));
@@ -508,14 +542,13 @@ describe('my kernels', () => {
       await press(/^Release/);
       again(pool([device(0)], [mine('a', { state: 'detaching' })]));
       expect(said()).toBe('Done.');
-      act(() => jest.advanceTimersByTime(SHOWN));
+      act(() => jest.advanceTimersByTime(READ));
       expect(said()).toBe('');
 
       again(pool([device(0)], [mine('a')]));
       model.answer = () => Promise.reject(new PoolError('No.', 'busy', 'Wait.', 409));
       await press(/^Release/);
-      again(pool([device(0)], [mine('a', { state: 'idle' })]));
-      act(() => jest.advanceTimersByTime(10 * SHOWN));
+      act(() => jest.advanceTimersByTime(OLD_REFUSAL - 1));
       expect(said()).toBe('No. Wait.');
       model.answer = () => Promise.resolve({ note: 'Done.' });
       await press(/^Release/);
@@ -523,6 +556,17 @@ describe('my kernels', () => {
     } finally {
       jest.useRealTimers();
     }
+  });
+
+  it('say that a release is still to come', () => {
+    const { model } = show(pool([device(0)], [mine('a', { release_asked: true })]));
+    kernels().getByText(
+      'Goes back to the pool when its work on the GPU is done. To keep it takes that back.'
+    );
+    const button = kernels().getByRole('button', { name: /^Release/ });
+    expect(button.getAttribute('aria-disabled')).toBe('true');
+    fireEvent.click(button);
+    expect(model.asked).toEqual([]);
   });
 
   it('ask once at a time', () => {
@@ -561,7 +605,7 @@ describe('my kernels', () => {
       name: 'Memory in the last 5 minutes: least 1.0 GiB, most 2.0 GiB, now 2.0 GiB'
     });
     kernels().getByRole('img', {
-      name: 'Busy in the last 5 minutes: least 20 %, most 20 %, now not known'
+      name: 'Share of time in which it used CUDA in the last 5 minutes: least 20 %, most 20 %, now not known'
     });
   });
 });
@@ -665,5 +709,17 @@ describe('a section', () => {
     fireEvent(details, new Event('toggle'));
     expect(screen.queryByRole('listbox')).toBeNull();
     screen.getByRole('heading', { name: 'Devices' });
+  });
+
+  it('stays folded when the panel is drawn anew', () => {
+    const folded = new Set<string>();
+    show(pool([device(0)]), {}, folded);
+    const details = screen.getByRole('region', { name: 'Devices' }).firstElementChild!;
+    (details as HTMLDetailsElement).open = false;
+    fireEvent(details, new Event('toggle'));
+    cleanup();
+    show(pool([device(0)]), {}, folded);
+    expect(screen.queryByRole('listbox')).toBeNull();
+    expect([...folded]).toEqual(['devices']);
   });
 });

@@ -65,6 +65,7 @@ describe('Sparkline', () => {
           past: new FakePast(),
           settings: new FakeSettings(),
           ticker: new Ticker(),
+          folded: new Set(),
           open: () => undefined
         }}
       >

@@ -6,6 +6,7 @@ import * as React from 'react';
 
 import { PoolError } from '../../api';
 import { Card } from '../card';
+import { OLD, READ } from '../hooks';
 import { Ticker } from '../../ticker';
 import { KernelWatch } from '../watch';
 import {
@@ -65,6 +66,13 @@ describe('what the popover says', () => {
     });
     screen.getByText('6.0 GiB used · 8.0 GiB guaranteed · up to 12.0 GiB');
     screen.getByText('EMULATED');
+  });
+
+  it('of a slice that is smaller than was asked for: what was granted', () => {
+    const request = { ...session().request, memory: 11 * GIB, limit: 11 * GIB };
+    const granted_bytes = 5 * GIB;
+    card(new FakeModel(session({ request, granted_bytes, used_bytes: GIB })));
+    screen.getByText('1.0 GiB used · 5.0 GiB granted · 11.0 GiB asked for');
   });
 
   it.each([
@@ -147,12 +155,58 @@ describe('what the popover says', () => {
 });
 
 describe('asking for memory', () => {
+  it('says an answer no longer when what it waited for has come', async () => {
+    jest.useFakeTimers();
+    const model = new FakeModel(session());
+    const request = { ...session().request, memory: 12 * GIB };
+    model.client.change.mockResolvedValue({ request, note: 'It waits for it.' });
+    card(model);
+    type('12');
+    press('Ask for it');
+    await act(() => Promise.resolve());
+    expect(status()).toContain('It waits for it.');
+    act(() => model.becomes({ request, granted_bytes: 12 * GIB }));
+    act(() => jest.advanceTimersByTime(READ));
+    expect(status()).not.toContain('It waits for it.');
+  });
+
+  it('finds no fault with the size if nobody was there, and says so only until then', async () => {
+    const model = new FakeModel(session());
+    model.client.change.mockRejectedValue(
+      new PoolError('No broker.', 'broker-unavailable', 'See the doctor.', 503)
+    );
+    card(model);
+    act(() => model.away());
+    type('12');
+    press('Ask for it');
+    await waitFor(() => expect(alerted()).toContain('No broker.'));
+    expect(alerted()).toContain('opening another Pooled GPU notebook starts it again');
+    expect(field().getAttribute('aria-invalid')).toBe('false');
+    act(() => model.back());
+    expect(alerted()).toBe('');
+    expect(field().value).toBe('12');
+  });
+
+  it('says in one form what is, and what will be asked for', () => {
+    const request = { ...session().request, memory: 8e9, limit: 8e9 };
+    card(new FakeModel(session({ request })));
+    expect(field().value).toBe('7.45');
+    expect(slider().getAttribute('aria-valuetext')).toBe('7.45 GiB');
+    screen.getByText(/Asked for now: 7\.45 GiB\.$/);
+    type('0.0001');
+    screen.getByText(/ To ask for: 0\.102 MiB\. Asked for now: 7\.45 GiB\.$/);
+    expect(slider().getAttribute('aria-valuetext')).toBe('0.102 MiB');
+    type('999999999999');
+    press('Ask for it');
+    expect(alerted()).toContain('is more than you may ask for: at most 24.0 GiB.');
+  });
+
   it('shows what may be asked for and what is', () => {
     card(new FakeModel(session({ request: burst })));
     expect(field().value).toBe('8');
     screen.getByText(
       'You may ask for up to 24.0 GiB per GPU. ' +
-        'Now 8.0 GiB are guaranteed; it may grow to 12.0 GiB while that much is free.'
+        'Asked for now: 8.0 GiB; it may grow to 12.0 GiB while that much is free.'
     );
     expect(slider().getAttribute('aria-valuetext')).toBe('8.0 GiB');
     expect(slider().max).toBe('48');
@@ -162,7 +216,7 @@ describe('asking for memory', () => {
     const request = { ...session().request, devices: 2 };
     const model = new FakeModel(session({ request, most_bytes: 12 * GIB }));
     card(model);
-    screen.getByText('You may ask for up to 12.0 GiB per GPU. Now: 8.0 GiB.');
+    screen.getByText('You may ask for up to 12.0 GiB per GPU. Asked for now: 8.0 GiB.');
     expect(slider().max).toBe('24');
     fireEvent.change(screen.getByRole('textbox'), { target: { value: '13' } });
     press('Ask for it');
@@ -263,22 +317,51 @@ describe('giving back and keeping', () => {
     // That is about the state it was in: it can be read and goes.
     jest.useFakeTimers();
     act(() => model.becomes(detached));
-    act(() => jest.advanceTimersByTime(4999));
-    expect(status()).toContain('running cell');
-    act(() => jest.advanceTimersByTime(1));
+    act(() => jest.advanceTimersByTime(READ));
     expect(status()).not.toContain('running cell');
   });
 
-  it('lets a refusal be read, whatever becomes of the kernel', async () => {
+  it('forgets an answer that is old', async () => {
+    jest.useFakeTimers();
+    const model = new FakeModel(session());
+    model.client.keep.mockResolvedValue({ note: 'It stays.' });
+    card(model);
+    press('Keep for 10 minutes');
+    await act(() => Promise.resolve());
+    act(() => jest.advanceTimersByTime(OLD - 1));
+    expect(status()).toContain('It stays.');
+    act(() => jest.advanceTimersByTime(1));
+    expect(status()).not.toContain('It stays.');
+  });
+
+  it('lets a refusal be read, but not when it is no longer so', async () => {
+    jest.useFakeTimers();
     const model = new FakeModel(session());
     model.client.release.mockRejectedValue(new PoolError('Not now.', 'busy', '', 409));
     card(model);
     press('Release now');
-    await waitFor(() => expect(alerted()).toBe('Not now.'));
-    jest.useFakeTimers();
-    act(() => model.becomes({ state: 'detaching' }));
-    act(() => jest.advanceTimersByTime(60_000));
+    await act(() => Promise.resolve());
+    act(() => model.becomes({ state: 'idle' }));
+    act(() => jest.advanceTimersByTime(READ - 1));
     expect(alerted()).toBe('Not now.');
+    act(() => jest.advanceTimersByTime(1));
+    expect(alerted()).toBe('');
+  });
+
+  it('says that a release is still to come, and what takes it back', () => {
+    const model = new FakeModel(session());
+    card(model);
+    expect(screen.queryByText(/^Goes back/)).toBeNull();
+    act(() => model.becomes({ release_asked: true }));
+    screen.getByText(
+      'Goes back to the pool when its work on the GPU is done. To keep it takes that back.'
+    );
+    const button = screen.getByRole('button', { name: 'Release now' });
+    expect(button.getAttribute('aria-disabled')).toBe('true');
+    fireEvent.click(button);
+    expect(model.client.release).not.toHaveBeenCalled();
+    act(() => model.becomes({ ...detached, release_asked: false }));
+    expect(screen.queryByText(/takes that back/)).toBeNull();
   });
 
   it('is kept no longer than it is', () => {

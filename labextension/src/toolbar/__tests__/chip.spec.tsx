@@ -99,6 +99,43 @@ describe('the chip', () => {
     );
   });
 
+  it('has a short form that is no part of what it says', async () => {
+    const { button } = await chip(new FakeModel(session(queued)));
+    expect(button().textContent).toBe('Waiting: 2nd, ~40 s');
+    const short = button().querySelector<HTMLElement>('.jp-gpupool-Chip-short')!;
+    expect(short.dataset['short']).toBe('2nd · ~40 s');
+    expect(short.getAttribute('aria-hidden')).toBe('true');
+  });
+
+  it('says in its name and tooltip that a release is still to come', async () => {
+    const { button } = await chip(new FakeModel(session({ release_asked: true })));
+    const back = 'Goes back to the pool when its work on the GPU is done.';
+    expect(button().title.split('\n')[1]).toBe(back);
+    expect(button().getAttribute('aria-label')).toBe(
+      `6.0 of 8.0 GiB on GPU 1 (emulated), GPU of this notebook. ${back}`
+    );
+  });
+
+  it('is on the keyboard’s way again when its toolbar is shown', async () => {
+    const { widget, button } = await chip(new FakeModel(session()));
+    const toolbar = document.createElement('jp-toolbar');
+    document.body.append(toolbar);
+    toolbar.append(widget.node);
+    // One that cannot look again.
+    Object.assign(toolbar, { reduceFocusableElements: undefined });
+    drawn(() => widget.hide());
+    button().tabIndex = -1;
+    drawn(() => widget.show());
+    expect(button().tabIndex).toBe(0);
+    // A toolbar that can is told to look again, and does as it likes.
+    const looks = jest.fn();
+    Object.assign(toolbar, { reduceFocusableElements: looks });
+    drawn(() => widget.hide());
+    expect(looks).not.toHaveBeenCalled();
+    drawn(() => widget.show());
+    expect(looks).toHaveBeenCalledTimes(1);
+  });
+
   it('is not there for other kernels', async () => {
     const { widget, context } = await chip(
       new FakeModel(session()),

@@ -1,7 +1,16 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-import { editable, parseSize, positionOf, readSize, sizeAt, stepFor } from '../sizes';
+import {
+  editable,
+  exact,
+  MOST,
+  parseSize,
+  positionOf,
+  readSize,
+  sizeAt,
+  stepFor
+} from '../sizes';
 import { GIB, trans } from './fakes';
 
 const MIB = 1024 ** 2;
@@ -15,17 +24,27 @@ describe('sizes', () => {
     ['1,5', 1.5 * GIB],
     ['.5g', GIB / 2],
     ['2 GB', 2e9],
-    ['1TiB', 1024 * GIB]
+    ['1TiB', 1024 * GIB],
+    ['0.0001', 107374],
+    ['999999999999', MOST]
   ])('reads %p', (text, size) => {
     expect(parseSize(text)).toBe(size);
   });
 
-  it.each(['', 'much', '-1', '0', '1e9', '12 KiB', '1,024', '1.2.3', '12 GiB!'])(
-    'does not guess what %p is',
-    text => {
-      expect(parseSize(text)).toBeNull();
-    }
-  );
+  it.each([
+    '',
+    'much',
+    '0.0000001',
+    '-1',
+    '0',
+    '1e9',
+    '12 KiB',
+    '1,024',
+    '1.2.3',
+    '12 GiB!'
+  ])('does not guess what %p is', text => {
+    expect(parseSize(text)).toBeNull();
+  });
 
   it('writes what it reads, and never more than there is', () => {
     for (const size of [8 * GIB, 1.5 * GIB, 512 * MIB, 23.67891 * GIB, 100.5 * MIB]) {
@@ -35,6 +54,20 @@ describe('sizes', () => {
     }
     expect(editable(8 * GIB)).toBe('8');
     expect(editable(512 * MIB)).toBe('512 MiB');
+  });
+
+  it('writes it alike in the field and in sentences', () => {
+    expect([editable(8e9), exact(8e9)]).toEqual(['7.45', '7.45 GiB']);
+    expect([editable(8 * GIB), exact(8 * GIB)]).toEqual(['8', '8.0 GiB']);
+    expect([editable(107374), exact(107374)]).toEqual(['0.102 MiB', '0.102 MiB']);
+  });
+
+  it('says of what is beyond all bounds that it is', () => {
+    const far = '999999999999';
+    expect(readSize(trans, far, 24 * GIB).fault).toBe(
+      `“${far}” is more than you may ask for: at most 24.0 GiB.`
+    );
+    expect(readSize(trans, far, null).fault).toBe(`“${far}” is more than any GPU has.`);
   });
 
   it('steps by half a GiB, by less on a small device', () => {
