@@ -106,6 +106,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks
 
 # Sees the packages of $(PYTHON), PyTorch above all: these are gigabytes, and are those of the machine.
+# CUDA libraries from PyPI are looked for below site.PREFIXES.
 $(GPU_VENV)/.ready: pyproject.toml hatch_build.py $(SOURCES)
 	@$(PYTHON) -c 'import torch' 2>/dev/null || \
 	  { echo "PyTorch is missing: name a Python that has it, make gpu PYTHON=/path/to/python3"; exit 1; }
@@ -113,7 +114,8 @@ $(GPU_VENV)/.ready: pyproject.toml hatch_build.py $(SOURCES)
 	  { echo "A C compiler is missing (it builds the guard): apt-get install gcc libc6-dev"; exit 1; }
 	test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv --without-pip $(GPU_VENV)
 	$(PYTHON) -c 'import sys; print(*(f"import site; site.addsitedir({p!r})" for p in sys.path \
-	  if p.endswith("-packages")), sep="\n")' > $$(echo $(GPU_VENV)/lib/python3*/site-packages)/machine.pth
+	  if p.endswith("-packages")), f"import site; site.PREFIXES.append({sys.prefix!r})", sep="\n")' \
+	  > $$(echo $(GPU_VENV)/lib/python3*/site-packages)/machine.pth
 	GPUPOOL_NO_LABEXTENSION=1 $(PYTHON) -m pip --python $(GPU_VENV)/bin/python install -q \
 	  --disable-pip-version-check -e ".[gpu]"
 	touch $@

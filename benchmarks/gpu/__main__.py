@@ -55,6 +55,8 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
+    if not options.rehearse:
+        runner.keep_driver_up()
     device = EMULATED if options.rehearse else record.gpu()
     folder = options.out or (REHEARSAL if options.rehearse else RESULTS)
     return go_through(items, record.Record.at(folder, device, again=options.again), options)

@@ -61,6 +61,7 @@ word = device.allocate(4096, stream=stream)
 arguments = (word, np.uint64(1), np.uint32(1))
 handle = driver.CUstream(int(stream.handle))
 mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+launch(stream, one, kernel, *arguments)  # loads the kernel, which must not be in a capture
 stream.sync()
 call(driver.cuStreamBeginCapture(handle, mode))
 for _ in range(20):

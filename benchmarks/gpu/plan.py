@@ -28,6 +28,7 @@ class Item:
 PLAN = (
     Item("tests/gpu/test_kit.py", 120),
     Item("tests/gpu/test_driver.py", 150),
+    Item("tests/gpu/test_conformance.py", 180),
     Item("tests/gpu/test_guard.py", 220),
     Item("tests/gpu/test_notebook.py", 180),
     Item("swap_speed", 200, 110),
@@ -38,7 +39,6 @@ PLAN = (
     Item("idle_notebooks", 150),
     Item("two_jobs", 220, 140),
     Item("cell_to_kernel", 130, 60),
-    Item("tests/gpu/test_conformance.py", 180),
     Item("tests/gpu/test_guard_edges.py", 180),
     Item("tests/gpu/test_guard_torch.py", 150),
     Item("tests/gpu/test_room.py", 120),

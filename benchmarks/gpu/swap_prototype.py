@@ -91,10 +91,13 @@ class Prototype(Raw):
         ``huge``: ask the kernel for huge pages first. ``touched``: the pages are there before.
         """
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if huge:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        view = np.frombuffer(memory, np.uint8)
         took = {}
+        if huge:
+            try:
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:  # a kernel that was built without them
+                took["no_huge_pages"] = 1.0
+        view = np.frombuffer(memory, np.uint8)
         begun = time.perf_counter()
         if touched:
             view[:: mmap.PAGESIZE] = 1

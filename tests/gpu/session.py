@@ -319,9 +319,15 @@ def stage(machine: Machine, request: pytest.FixtureRequest, **config: Any) -> It
                     yield made
                 finally:
                     made.close(check=request.session.testsfailed == failed)
+            except BaseException:
+                failed = -1
+                raise
             finally:
                 if request.session.testsfailed != failed:
-                    print(pool.logs())
+                    # What is captured here is shown for a failure of this very fixture only.
+                    capture = request.config.pluginmanager.getplugin("capturemanager")
+                    with capture.global_and_fixture_disabled():
+                        print(pool.logs(tail=4000), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

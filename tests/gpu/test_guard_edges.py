@@ -136,7 +136,10 @@ def test_processes_of_a_notebook_share_its_slice_and_move_with_it(
         session = await notebook.release()
         note(suspended=session["suspended_bytes"])
         assert session["suspended_bytes"] >= 2 * size
-        assert all(not device["memory_foreign"] for device in pooled.pool.devices())
+        # A driver takes a little that it shows as nobody's.
+        foreign = [device["memory_foreign"] for device in pooled.pool.devices()]
+        note(foreign=foreign)
+        assert max(foreign) < size // 2, "the other process's memory counted as nobody's"
         note(left=await pooled.empty(notebook, neighbour))
         await pooled.taken(neighbour)
         assert await notebook.cell("print(ask('digest', 'theirs'))") == expected(size, 5)

@@ -89,7 +89,9 @@ def test_what_hangs_is_ended_with_all_it_started(items):
 
 
 def options(**fields):
-    return argparse.Namespace(**{"minutes": 9.0, "quick": False, "rehearse": True, "names": [], **fields})
+    return argparse.Namespace(
+        **{"minutes": 9.0, "quick": False, "rehearse": True, "names": [], **fields}
+    )
 
 
 def test_what_has_ended_is_not_run_again_and_what_has_no_time_is_run_later(

@@ -165,6 +165,9 @@ class CudaCore:
 #: Where PyTorch's workloads keep their arrays: another place only to try their code without a GPU.
 TORCH_DEVICE = os.environ.get("GPUPOOL_TEST_TORCH_DEVICE", "cuda")
 
+#: Elements that PyTorch counts in one go.
+_PART = 1 << 30
+
 
 class Torch:
     """PyTorch, eager."""
@@ -178,9 +181,12 @@ class Torch:
 
     def put(self, name: str, size: int, first: int) -> None:
         # In one allocation: a temporary of the same size would be kept by the caching allocator.
+        # In parts: an array of 8 GiB or more has more elements than its type has numbers.
         array = self.torch.empty(size // 4, dtype=self.torch.int32, device=TORCH_DEVICE)
-        self.torch.arange(size // 4, dtype=self.torch.int32, out=array)
-        array.add_(_signed(first))
+        for start in range(0, size // 4, _PART):
+            part = array[start : start + _PART]
+            self.torch.arange(part.numel(), dtype=self.torch.int32, out=part)
+            part.add_(_signed(first + start))
         self._arrays[name] = array
         self.sync()
 

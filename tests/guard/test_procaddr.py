@@ -45,13 +45,23 @@ def emulated(session):
 
 
 @pytest.fixture
-def odd(session, compiled):
-    """Return a child on the odd driver."""
-    driver = compiled("odd_driver", "-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-Bsymbolic",
-                      output="odd.so")  # fmt: skip
-    child = session.child(GPUPOOL_REAL_LIBCUDA=str(driver))
-    child.do(HELP)
-    return child
+def odd_as(session, compiled):
+    """Return a child on the odd driver, linked as told."""
+
+    def make(*link):
+        driver = compiled("odd_driver", "-shared", "-fPIC", "-fvisibility=hidden", *link,
+                          output="odd.so")  # fmt: skip
+        child = session.child(GPUPOOL_REAL_LIBCUDA=str(driver))
+        child.do(HELP)
+        return child
+
+    return make
+
+
+@pytest.fixture
+def odd(odd_as):
+    """Return a child on the odd driver, whose names are its own."""
+    return odd_as("-Wl,-Bsymbolic")
 
 
 # ---------------------------------------------------------------------- cuGetProcAddress
@@ -132,6 +142,18 @@ def test_memory_that_other_devices_are_given_pins_the_session(odd, session, call
     assert session.slots()[0].pins == 0
     assert odd.do("_ = " + call.format("ctypes.c_void_p(8)" if "Handle" in call else 1)) == 0
     assert session.slots()[0].pins == pin
+
+
+def test_a_driver_that_finds_the_guard_s_functions_by_its_own_names_is_not_taken_for_it(odd_as):
+    """Its names are looked up in the process, where the guard's come first."""
+    odd = odd_as()
+    found = odd.do("C.cuInit(0); _ = get('cuStreamCreate')[1]")
+    assert found == odd.do("_ = at('cuStreamCreate')")
+    assert odd.do(f"_ = value({found}, 3)") == 0x1000 + 3
+    assert odd.do("_ = value(at('cuStreamCreate'), 4)") == 0x1000 + 4
+    renamed = odd.do("_ = get('cuRenamed')[1]")
+    assert renamed == odd.do("_ = at('cuStreamSynchronize')")
+    assert odd.do(f"_ = call({renamed}, None)") == 0x1000 + 1
 
 
 def test_version_and_flags_reach_the_driver_unchanged(odd):

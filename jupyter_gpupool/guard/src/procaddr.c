@@ -80,6 +80,17 @@ static bool adopt(int entry, void *address)
     return good;
 }
 
+/* Whether the driver has answered with the guard's own function: it looked its names up among those
+ * of the process (it is not linked -Bsymbolic), where ours come first. Taken for the driver's, it
+ * would call itself for ever. */
+static bool is_ours(const void *address)
+{
+    for (int i = 0; i < E_COUNT + E_SPARES; i++)
+        if (guard_exported(i) == address)
+            return true;
+    return false;
+}
+
 typedef CUresult (*query)(const char *name, void **out, int version, uint64_t flags);
 typedef CUresult (*query_v2)(const char *name, void **out, int version, uint64_t flags, int *status);
 
@@ -104,6 +115,8 @@ static CUresult get(int asked, bool five, bool per_thread, const char *name, voi
     if (error || !name || !out || !*out)
         return error;
     void *address = *out;
+    if (is_ours(address))
+        return CUDA_SUCCESS;
     if (flags)
         per_thread = flags & PROC_PER_THREAD_STREAM;
     int entry = guard_find(name, version, per_thread);
