@@ -86,6 +86,7 @@ class Listener(threading.Thread):
         self._socket = websocket.create_connection(
             f"{url.replace('http', 'ws', 1)}/gpupool/api/events", timeout=60
         )
+        self._socket.recv()  # the pool as it is: from here on each change is told
         self.start()
 
     def run(self) -> None:
