@@ -540,9 +540,10 @@ def test_nothing_is_explained_after_an_interrupt_or_a_success(
     kernel = start()
 
     def push() -> None:
+        before = len(broker.seen("yielded"))
         broker.push("refused", what="grow", code="x", message="no")
         broker.push("yield", epoch=0)
-        broker.wait_for("yielded", count=len(broker.seen("yielded")) + 1)
+        broker.wait_for("yielded", count=before + 1)
 
     cell = kernel.start(INSIDE.format(flag=str(flag)) + "raise KeyboardInterrupt")
     inside(flag)
