@@ -13,6 +13,9 @@ from .conftest import workloads
 from .session import MiB, Notebook, items, measured, stage
 from .workloads import expected
 
+#: What it asks of the product, other tests ask of emulated devices, too.
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def pooled(machine, kernelspec, request):

@@ -24,6 +24,9 @@ from .machine import GiB, MiB
 from .target import Target, target
 from .workloads import expected, expected_fingerprint
 
+#: What it asks of the product, other tests ask of emulated devices, too.
+pytestmark = pytest.mark.long
+
 FIRST = 9
 
 #: Seconds for an operation whose process or worker was killed: its call may have to be late first.

@@ -12,6 +12,9 @@ from .conftest import workloads
 from .session import GiB, MiB, Notebook, items, stage
 from .workloads import expected
 
+#: What it asks of the product, other tests ask of emulated devices, too.
+pytestmark = pytest.mark.long
+
 #: How each framework says that there is no memory: the error's name, and what its text has.
 TOLD = {
     "cuda-core": ("CUDAError", "CUDA_ERROR_OUT_OF_MEMORY"),
