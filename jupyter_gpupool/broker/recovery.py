@@ -98,11 +98,13 @@ def check_reach(
             places |= there
     if not pids or not places.isdisjoint(found):
         return
-    why = problem or "The machine has other devices now."
+    # What is wrong, without what else one might do about a missing driver.
+    why = problem.partition(". ")[0].rstrip(".") or "The machine has other devices now"
+    many = f"{len(pids)} kernels" if len(pids) > 1 else "A kernel"
     driver = f"on c.GPUPool.emulate = {was!r}" if was else "on the machine's NVIDIA driver"
     raise OutOfReach(
-        f"{len(pids)} kernels of the broker before this one have GPU state that this one cannot "
-        f"reach. {why} They are left as they are.",
+        f"{many} of the broker before this one would be lost, with state on a GPU that this one "
+        f"cannot reach. {why}. Nothing was changed.",
         next_step=f"That broker ran {driver}: start this one with the same options (a new Pooled "
         "GPU kernel of the same server does), or mend the driver, or end the kernels: processes "
         f"{', '.join(map(str, sorted(pids)))}.",
