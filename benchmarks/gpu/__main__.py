@@ -9,6 +9,7 @@ code: 0 if all have passed, 1 if one has not, 2 if there was not the time for al
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -59,7 +60,12 @@ def main() -> int:
         runner.keep_driver_up()
     device = EMULATED if options.rehearse else record.gpu()
     folder = options.out or (REHEARSAL if options.rehearse else RESULTS)
-    return go_through(items, record.Record.at(folder, device, again=options.again), options)
+    book = record.Record.at(folder, device, again=options.again)
+    with book.claimed() as alone:
+        if alone:
+            return go_through(items, book, options)
+    print(f"Another run is at it: {book.path} is in use. Wait for its end.", file=sys.stderr)
+    return 1
 
 
 def go_through(items: tuple[plan.Item, ...], book: record.Record, options: Any) -> int:
@@ -77,7 +83,11 @@ def go_through(items: tuple[plan.Item, ...], book: record.Record, options: Any) 
             continue
         print(f"-- {item.name}: at most {item.bound} s", flush=True)
         line = runner.run(item, quick=options.quick, real=not options.rehearse)
-        book.add({**line, "source": source, "quick": options.quick})
+        line |= {"source": source, "quick": options.quick}
+        try:
+            book.add(line)
+        except OSError as error:  # a full disk: what was found is still worth having
+            print(f"   {book.path} cannot be written ({error}): {json.dumps(line)}", flush=True)
         ended[item.name] = line
         print(f"   {told(line)}", flush=True)
         if line["outcome"] in ("failed", "hung"):

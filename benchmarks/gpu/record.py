@@ -9,6 +9,7 @@ so that it is easily carried away from a machine that is lent for minutes.
 from __future__ import annotations
 
 import datetime
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -16,6 +17,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,20 @@ class Record:
         made = cls(path)
         made.add({"machine": facts(device), "date": now.isoformat(timespec="seconds")})
         return made
+
+    @contextmanager
+    def claimed(self) -> Iterator[bool]:
+        """Keep others from going through the plan meanwhile; yield False if somebody does.
+
+        Two at once would measure each other.
+        """
+        with self.path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line; a last one that was cut off stays by itself."""

@@ -116,8 +116,9 @@ def test_an_idle_kernel_needs_room_for_what_it_uses_and_not_for_its_slice(make):
             kernel = stack.enter_context(closing(Kernel(broker, name, memory=300 * MiB)))
             kernel.attach()
             kernel.do("alloc", bytes=16 * MiB, byte=1)
-            seen = lambda k=kernel: broker.session(k.session)["footprint_bytes"] == use  # noqa: E731
-            wait_until(seen, "a sample")
+            wait_until(
+                lambda k=kernel: broker.session(k.session)["footprint_bytes"] == use, "a sample"
+            )
             kernel.do("drop", hold="cell")
             kernel.wait_state("idle")
             client.call("release", session=kernel.session)

@@ -17,6 +17,7 @@ from tests.e2e.conftest import kernelspec  # noqa: F401 - of those that start no
 
 from .machine import driver_up
 from .machine import machine as _machine
+from .session import items, stage
 
 #: Where the outcome of each test and what it noted is written to, a JSON line each.
 REPORT = "GPUPOOL_GPU_REPORT"
@@ -30,6 +31,29 @@ def machine():
     """The machine with a GPU, or an emulated one."""
     with _machine() as found, driver_up(found):
         yield found
+
+
+@pytest.fixture(scope="module")
+def pooled(machine, request):
+    """A broker, with a notebook for each test of the file; each asks for most of the device."""
+    request.getfixturevalue("kernelspec")
+    with stage(machine, request) as made:
+        made.prepare(items(request), made.most)
+        yield made
+
+
+@pytest.fixture
+def notebook(pooled, workload, request):
+    """This test's notebook."""
+    found = pooled.take(request.node.name)
+    yield found
+    pooled.stop(found)
+
+
+@pytest.fixture
+def neighbour(pooled, request):
+    """A notebook that wants the device, too, again and again."""
+    return pooled.play(pooled.neighbour(request.session.testsfailed))
 
 
 @pytest.fixture

@@ -223,7 +223,10 @@ def host_memory() -> int:
 
 
 async def until(condition: Callable[[], bool], timeout: float = SETTLED) -> bool:
-    """Wait for a condition; return whether it came true in time."""
+    """Wait for a condition; return whether it came true in time.
+
+    Looks again and again, as the driver and the kernel tell nobody when it does.
+    """
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() >= deadline:

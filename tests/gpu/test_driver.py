@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -148,7 +149,7 @@ async def test_what_the_driver_says_of_each_kind_of_process_is_known(machine, no
             assert told["state"] == ["CUDA_SUCCESS", 0]
             result, thread = told["thread"]
             assert result == "CUDA_SUCCESS"
-            assert os.path.isdir(f"/proc/{process.pid}/task/{thread}"), told  # noqa: PTH112
+            assert Path(f"/proc/{process.pid}/task/{thread}").is_dir(), told
             for op, value in (("state", "running"), ("thread", str(thread))):
                 answer = await found.ask(op, process.root)
                 assert (answer["outcome"], answer["value"]) == ("ok", value)

@@ -9,36 +9,13 @@ them has it unless all others have none of it.
 from __future__ import annotations
 
 import psutil
-import pytest
 
 from .conftest import workloads
-from .session import LEFT, items, measured, stage
+from .session import LEFT, measured
 from .workloads import expected
 
 #: Bytes of the two arrays, on a real device.
 LARGE, SMALL = 192 << 20, 16 << 20
-
-
-@pytest.fixture(scope="module")
-def pooled(machine, kernelspec, request):
-    """The pool, with a kernel for each test."""
-    with stage(machine, request) as made:
-        made.prepare(items(request), made.most)
-        yield made
-
-
-@pytest.fixture
-def notebook(pooled, workload, request):
-    """This test's notebook."""
-    found = pooled.take(request.node.name)
-    yield found
-    pooled.stop(found)
-
-
-@pytest.fixture
-def neighbour(pooled, request):
-    """A notebook that wants the device, too, again and again."""
-    return pooled.play(pooled.neighbour(request.session.testsfailed))
 
 
 def test_the_device_is_guarded(pooled, note):

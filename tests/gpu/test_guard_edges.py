@@ -10,33 +10,11 @@ import contextlib
 import pytest
 
 from .conftest import workloads
-from .session import MiB, Notebook, items, measured, stage
+from .session import MiB, Notebook, measured
 from .workloads import expected
 
 #: What it asks of the product, other tests ask of emulated devices, too.
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def pooled(machine, kernelspec, request):
-    """The pool, with a kernel for each test."""
-    with stage(machine, request) as made:
-        made.prepare(items(request), made.most)
-        yield made
-
-
-@pytest.fixture
-def notebook(pooled, workload, request):
-    """This test's notebook."""
-    found = pooled.take(request.node.name)
-    yield found
-    pooled.stop(found)
-
-
-@pytest.fixture
-def neighbour(pooled, request):
-    """A notebook that wants the device, too, again and again."""
-    return pooled.play(pooled.neighbour(request.session.testsfailed))
 
 
 #: Computes until the file is there, and for a minute at most.

@@ -7,30 +7,8 @@ from __future__ import annotations
 import pytest
 
 from .conftest import workloads
-from .session import items, measured, stage
+from .session import measured
 from .torch_cells import CELLS
-
-
-@pytest.fixture(scope="module")
-def pooled(machine, kernelspec, request):
-    """The pool, with a kernel for each test."""
-    with stage(machine, request) as made:
-        made.prepare(items(request), made.most)
-        yield made
-
-
-@pytest.fixture
-def notebook(pooled, workload, request):
-    """This test's notebook."""
-    found = pooled.take(request.node.name)
-    yield found
-    pooled.stop(found)
-
-
-@pytest.fixture
-def neighbour(pooled, request):
-    """A notebook that wants the device, too, again and again."""
-    return pooled.play(pooled.neighbour(request.session.testsfailed))
 
 
 @workloads("torch")

@@ -46,14 +46,6 @@ def pooled(machine, kernelspec, request, slice_):
         yield made
 
 
-@pytest.fixture
-def notebook(pooled, workload, request):
-    """This test's notebook."""
-    found = pooled.take(request.node.name)
-    yield found
-    pooled.stop(found)
-
-
 def text(size):
     """Return a size as people type it."""
     return f"{size >> 20}MiB"

@@ -119,6 +119,30 @@ def test_what_has_ended_is_not_run_again_and_what_has_no_time_is_run_later(
     assert record.Record.at(tmp_path / "out", DEVICE, again=True).path != book.path
 
 
+def test_two_runs_at_once_would_measure_each_other(tmp_path):
+    first, second = (record.Record.at(tmp_path, DEVICE) for _ in range(2))
+    with first.claimed() as alone, second.claimed() as too:
+        assert (alone, too) == (True, False)
+    with second.claimed() as alone:
+        assert alone
+
+
+def test_what_cannot_be_written_is_said(items, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runner, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(runner, "end_descendants", list)
+    book = record.Record.at(tmp_path / "out", DEVICE)
+
+    def full(_line):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(book, "add", full)
+    one = items("one", PASSES, bound=30)
+    assert command.go_through((one,), book, options()) == 0
+    said = capsys.readouterr().out
+    assert "No space left on device" in said
+    assert '"outcome": "passed"' in said
+
+
 def test_every_item_of_the_plan_is_there():
     for item in plan.PLAN:
         place = item.name if item.tests else f"benchmarks/gpu/{item.name}.py"
