@@ -218,11 +218,21 @@ def environment(
 
 
 def real_driver_present() -> bool:
-    """Whether this machine has an NVIDIA kernel driver (or WSL's GPU device)."""
-    return any(
-        os.path.exists(path)
-        for path in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
-    )
+    """Whether this machine has an NVIDIA kernel driver (or WSL's GPU device).
+
+    A device file alone shows nothing: NVIDIA's library makes ``/dev/nvidiactl`` when root calls
+    cuInit, also where the kernel has no such driver (seen of 535, 550 and 555). It cannot be opened
+    then.
+    """
+    if any(os.path.exists(path) for path in ("/proc/driver/nvidia/version", "/dev/dxg")):
+        return True
+    try:
+        os.close(os.open("/dev/nvidiactl", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+    except PermissionError:
+        return True  # there, and not for this user: that is another message
+    except OSError:
+        return False
+    return True
 
 
 def remove_state(state_dir: str | os.PathLike[str]) -> None:

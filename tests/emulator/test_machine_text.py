@@ -3,7 +3,9 @@
 """The text that describes a machine, and the environment that selects it."""
 
 import dataclasses
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -151,14 +153,39 @@ def test_without_libraries_the_way_to_build_them_is_told(monkeypatch, tmp_path):
         library_dir()
 
 
-@pytest.mark.parametrize("node", ["/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg"])
-def test_a_real_driver_is_known_by_its_files(monkeypatch, node):
-    monkeypatch.setattr(profiles.os.path, "exists", lambda path: path == node)
+@pytest.fixture
+def machine_with(monkeypatch):
+    """Return a function that lets the machine have these files, and say so when one is opened."""
+
+    def have(files, opened=errno.ENOENT):
+        def open_it(path, flags):
+            assert path == "/dev/nvidiactl"
+            if opened:
+                raise OSError(opened, os.strerror(opened))
+            return os.dup(2)
+
+        monkeypatch.setattr(profiles.os.path, "exists", lambda path: path in files)
+        monkeypatch.setattr(profiles.os, "open", open_it)
+
+    return have
+
+
+@pytest.mark.parametrize("file", ["/proc/driver/nvidia/version", "/dev/dxg"])
+def test_a_real_driver_is_known_by_its_files(machine_with, file):
+    machine_with([file])
     assert profiles.real_driver_present()
 
 
-def test_no_files_no_real_driver(monkeypatch):
-    monkeypatch.setattr(profiles.os.path, "exists", lambda path: False)
+@pytest.mark.parametrize("opened", [0, errno.EACCES, errno.EPERM])
+def test_a_real_driver_is_known_by_its_device(machine_with, opened):
+    machine_with([], opened)
+    assert profiles.real_driver_present()
+
+
+@pytest.mark.parametrize("opened", [errno.ENOENT, errno.ENXIO, errno.ENODEV])
+def test_a_device_file_that_cannot_be_opened_is_no_driver(machine_with, opened):
+    """NVIDIA's library makes the file for root, whether or not the kernel has the driver."""
+    machine_with(["/dev/nvidiactl"], opened)
     assert not profiles.real_driver_present()
 
 

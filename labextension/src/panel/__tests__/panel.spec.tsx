@@ -81,6 +81,32 @@ const clockAt = (seconds: number) =>
   words.timeOfDay(trans, new Date(Date.now() + seconds * 1000));
 const queued = { ...NOTHING, state: 'queued' } as const;
 
+/** What is written of a time depends on the day, and on the minute. */
+const NOON = new Date(2026, 10, 21, 12, 0, 30);
+
+beforeEach(() => {
+  jest.useFakeTimers({
+    now: NOON,
+    doNotFake: [
+      'cancelAnimationFrame',
+      'clearImmediate',
+      'clearInterval',
+      'clearTimeout',
+      'nextTick',
+      'performance',
+      'queueMicrotask',
+      'requestAnimationFrame',
+      'setImmediate',
+      'setInterval',
+      'setTimeout'
+    ]
+  });
+});
+
+afterEach(() => {
+  jest.useRealTimers();
+});
+
 describe('the head', () => {
   it('says the state of the pool in one sentence', () => {
     const waits = mine('w', { ...queued, queue_position: 1 });
@@ -445,7 +471,7 @@ describe('my kernels', () => {
   });
 
   it('count down each second, and nothing else does', () => {
-    jest.useFakeTimers();
+    jest.useFakeTimers({ now: NOON });
     try {
       const { model } = show(
         pool(
@@ -477,7 +503,7 @@ describe('my kernels', () => {
   });
 
   it('have no timer if nothing counts', () => {
-    jest.useFakeTimers();
+    jest.useFakeTimers({ now: NOON });
     try {
       show(pool([device(0)], [mine('a')]));
       expect(jest.getTimerCount()).toBe(0);
@@ -500,7 +526,7 @@ describe('my kernels', () => {
   });
 
   it('are kept for as long as the settings say, until that time or until told', async () => {
-    jest.useFakeTimers();
+    jest.useFakeTimers({ now: NOON });
     try {
       const view = pool([device(0)], [mine('a')]);
       const { again, model, settings } = show(view);
@@ -535,7 +561,7 @@ describe('my kernels', () => {
   });
 
   it('show an answer while it may be true, and until it can be read', async () => {
-    jest.useFakeTimers();
+    jest.useFakeTimers({ now: NOON });
     try {
       const { model, again } = show(pool([device(0)], [mine('a', { state: 'idle' })]));
       const said = () => kernels().getByRole('status').textContent;
