@@ -23,6 +23,8 @@ are errors. Sizes are bytes, times seconds.
 Why ``yield``/``yielded``: a cell on an attached session must not pay for a round trip. The agent
 owns its lease until it agrees to give it up, so it may start a cell with one ``hold`` that nobody
 answers (``wait`` false). A ``hold`` sent before the ``yield`` was read makes the answer ``false``.
+It may be sent up to 50 ms late, and of cells that are over by then one ``hold`` and ``drop`` stand
+for all; they are sent before a ``yielded`` and before any other request.
 
 ``attach`` and ``grow`` come from the guard, without a ``hello``, each on a connection of its own
 and only when the session's shared page says that a call must wait; what was granted is in the page

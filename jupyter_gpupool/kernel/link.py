@@ -25,6 +25,7 @@ from typing import Any, Callable, Mapping, Sequence
 from ..client import CALL_TIMEOUT, Client
 from ..errors import BrokerUnavailable, GPUPoolError
 from ..protocol import Message
+from .untold import Untold
 from .values import Queue, Refused, Slice, Wait, slices_of
 
 #: Seconds between attempts to reach the broker: the first pause and the longest.
@@ -87,6 +88,7 @@ class Link:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._holds: dict[str, str] = {}
+        self._untold = Untold(self._lock, self._tell_hold, self._tell_over)
         self._waits: dict[str, Wait] = {}
         self._owed: dict[str, Any] | None = None
         self._down_since: float | None = time.monotonic()
@@ -128,6 +130,7 @@ class Link:
         """End the connection for good. The broker frees the slice when the process ends."""
         with self._lock:
             self._stopped = True
+            self._untold.close()
             client, self._client = self._client, None
         self._poke.set()
         self._ended.set()  # a client that we close does not tell that it has ended
@@ -170,13 +173,13 @@ class Link:
     def take(self, hold: str, kind: str) -> bool:
         """Take a hold if the session is attached; False if it has to wait for its slice.
 
-        No round trip: the broker is told and does not answer.
+        No round trip: the broker is told, a moment later and if it lasts, and does not answer.
         """
         with self._lock:
             if not self.attached:
                 return False
             self._holds[hold] = kind
-            self._tell("hold", hold=hold, kind=kind, epoch=self.epoch, wait=False)
+            self._untold.begin(hold, kind)
             return True
 
     def wait(self, hold: str, kind: str, on_change: Callable[[], None]) -> Wait:
@@ -195,7 +198,8 @@ class Link:
         with self._lock:
             wait = self._waits.pop(hold, None)
             if self._holds.pop(hold, None) is not None:
-                self._tell("drop", hold=hold, cuda=self._probe())
+                if not self._untold.end(hold):
+                    self._tell_drop(hold)
             elif wait is not None:
                 self._tell("cancel", hold=hold)
             if not self._waits:
@@ -213,6 +217,7 @@ class Link:
         """
         with self._lock:
             client = self._client if self._greeted else None
+            self._untold.tell()  # a cell that came before the request is told before it
         if client is None:
             self._poke.set()
             raise self.unavailable()
@@ -306,6 +311,7 @@ class Link:
                 )
                 # From here on holds and drops go out behind the hello, in their order.
                 self._client = client
+                self._untold.forget()
                 self._greeting_since = time.monotonic()
         if hello is None:
             client.close()
@@ -380,6 +386,17 @@ class Link:
             except BrokerUnavailable:
                 pass  # the reader thread sees it too; the next hello tells the holds
 
+    def _tell_hold(self, hold: str, kind: str) -> None:
+        self._tell("hold", hold=hold, kind=kind, epoch=self.epoch, wait=False)
+
+    def _tell_over(self, hold: str, kind: str) -> None:
+        if self.attached:  # else it would ask for a slice
+            self._tell_hold(hold, kind)
+            self._tell_drop(hold)
+
+    def _tell_drop(self, hold: str) -> None:
+        self._tell("drop", hold=hold, cuda=self._probe())
+
     def _ask(self, wait: Wait) -> None:
         if self._client is None or not self._greeted or wait.asked:
             return
@@ -406,7 +423,7 @@ class Link:
             if wanted and not isinstance(answer, GPUPoolError):
                 self._holds[wait.hold] = wait.kind
             elif wait.hold not in self._holds and not isinstance(answer, GPUPoolError):
-                self._tell("drop", hold=wait.hold, cuda=self._probe())
+                self._tell_drop(wait.hold)
             if not self._waits:
                 self.queue = None
             wait.answer = answer
@@ -464,7 +481,9 @@ class Link:
         hold nothing of ours is running.
         """
         with self._lock:
-            given = epoch >= self.epoch and not self._holds and not self._waits
+            # What the broker does not know of yet is in the way, too: it may ask again, knowing.
+            told = epoch >= self.epoch and self.attached and self._untold.tell()
+            given = epoch >= self.epoch and not (self._holds or self._waits or told)
             cuda = self._probe()
             if given and self.attached:
                 self.attached, self.slices, self.state = False, (), "detaching"

@@ -160,7 +160,7 @@ class Effects:
             self._back_off(s, event.kind)
         books.move(s, "active" if s.holds else "idle", f"{event.kind}: {event.message}")
         if s.state == "idle":
-            # It has been idle all the time.
+            # It has been idle all the time, or since a hold was dropped meanwhile.
             s.idle_since = idle_since
             books.offer(s)
         books.note_growth(s)

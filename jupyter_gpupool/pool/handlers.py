@@ -332,6 +332,8 @@ class Handlers:
             books.move(s, "idle", "the last hold was dropped")
         elif s.state == "queued":
             self._stop_waiting(s, "the wait was cancelled")
+        elif s.state == "detaching":
+            s.idle_since = books.now  # from now on, if the suspend is refused
 
     def _holds_replaced(self, event: ev.HoldsReplaced) -> None:
         books = self._books

@@ -73,8 +73,7 @@ def test_a_widget_callback_waits_if_its_state_is_in_host_memory(
     assert broker.ask_back()["yielded"] is True
     broker.hold_back()
     msg_id = send_comm(kernel, "comm_msg", data={"n": 1})
-    asked = broker.wait_for("hold", count=4)
-    assert (asked["kind"], asked["wait"]) == ("comm", True)
+    asked = broker.wait_for("hold", kind="comm", wait=True)
     broker.grant(asked["hold"])
     comm_done(kernel, msg_id)
     assert kernel.value("[s['n'] for s in seen]") == "[0, 1]"

@@ -103,6 +103,21 @@ def test_a_hold_taken_while_detaching_is_granted_if_the_suspend_is_refused(lab):
     assert lab.state("a") == "active"
 
 
+def test_a_hold_told_and_dropped_while_detaching_begins_the_idle_time_anew(lab):
+    """The agent tells late of a short cell, and says no to the yield because of it."""
+    lab.idle("a")
+    lab.after(300)
+    assert lab.state("a") == "detaching"
+    lab.hold("a", "short")
+    lab.drop("a", "short")
+    lab.refused("a", "busy")
+    assert lab.state("a") == "idle"
+    lab.after(299)
+    assert lab.state("a") == "idle"
+    lab.after(1)
+    assert lab.state("a") == "detaching"
+
+
 def test_a_hold_that_comes_as_the_idle_time_is_over_keeps_the_lease(lab):
     lab.idle("a")
     lab.now += 300

@@ -1,0 +1,122 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the broker is told of the cells of an attached session, and when."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from harness import Kernel
+from scripted_broker import ScriptedBroker
+
+from jupyter_gpupool.kernel import untold as module
+from jupyter_gpupool.kernel.untold import Untold
+
+
+class Told:
+    """Collects what is told, and lets a test wait for it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Condition(threading.RLock())
+        self.words: list[tuple[str, str]] = []
+        self.untold = Untold(self.lock, self._lasting, self._over)
+
+    def _lasting(self, hold: str, kind: str) -> None:
+        assert kind == "cell"
+        self.words.append(("lasting", hold))
+        self.lock.notify_all()
+
+    def _over(self, hold: str, kind: str) -> None:
+        assert kind == "cell"
+        self.words.append(("over", hold))
+        self.lock.notify_all()
+
+    def cell(self, name: str) -> bool:
+        self.untold.begin(name, "cell")
+        return self.untold.end(name)
+
+    def wait(self, *words: tuple[str, str]) -> None:
+        with self.lock:
+            assert self.lock.wait_for(lambda: len(self.words) >= len(words), 20), self.words
+            assert self.words == [*words]
+
+
+@pytest.fixture
+def by_hand(monkeypatch):
+    """Return one whose thread never comes to speak."""
+    monkeypatch.setattr(module, "BRIEF", 3600)
+    told = Told()
+    with told.lock:
+        yield told
+    told.untold.close()
+
+
+def test_short_ones_are_told_of_once_for_all(by_hand):
+    assert all(by_hand.cell(f"c{n}") for n in range(20))
+    assert by_hand.words == []
+    assert by_hand.untold.tell() is True
+    assert by_hand.words == [("over", "c19")]
+    assert by_hand.untold.tell() is False
+    assert len(by_hand.words) == 1
+
+
+def test_the_end_of_one_that_was_told_of_is_for_the_caller_to_tell(by_hand):
+    by_hand.untold.begin("c1", "cell")
+    by_hand.untold.tell()
+    assert by_hand.words == [("lasting", "c1")]
+    assert by_hand.untold.end("c1") is False
+    assert by_hand.untold.end("never-there") is False
+    assert by_hand.untold.tell() is False
+
+
+def test_one_that_goes_on_says_enough(by_hand):
+    by_hand.cell("short")
+    by_hand.untold.begin("long", "cell")
+    by_hand.untold.begin("longer", "cell")
+    assert by_hand.untold.tell() is True
+    assert by_hand.words == [("lasting", "long"), ("lasting", "longer")]
+
+
+def test_what_is_told_in_another_way_is_forgotten(by_hand):
+    by_hand.cell("short")
+    by_hand.untold.begin("long", "cell")
+    by_hand.untold.forget()
+    assert by_hand.untold.tell() is False
+    assert by_hand.untold.end("long") is False
+
+
+def test_the_thread_tells_by_itself_and_again():
+    told = Told()
+    with told.lock:
+        told.cell("c1")
+    told.wait(("over", "c1"))
+    with told.lock:
+        told.untold.begin("c2", "cell")
+    told.wait(("over", "c1"), ("lasting", "c2"))
+    told.untold.close()
+    thread = told.untold._thread
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_request_comes_after_the_cells_that_were_before_it(
+    broker: ScriptedBroker, kernel: Kernel
+) -> None:
+    """Else a release would be refused for a cell that is over."""
+    kernel.run("pass")
+    kernel.run(
+        "import jupyter_gpupool.kernel.untold as u; u.BRIEF = 3600\n"
+        "from jupyter_gpupool.kernel import _agents\n"
+        "told = next(iter(_agents.values())).link._untold"
+    )
+    # The thread may have begun to wait with the time of before.
+    broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
+    kernel.run("pass")
+    assert kernel.value("told._over[0][:5]") == "'cell-'"
+    before = len(broker.messages)
+    kernel.run("%gpu release")
+    broker.wait_for("release")
+    kinds = [message["type"] for message in broker.messages[before:]]
+    assert kinds[:2] == ["hold", "drop"]
+    assert "release" in kinds[2:]
