@@ -75,12 +75,15 @@ export class Lab {
       () => Promise.resolve()
     );
     const lab = new Lab(page, bare);
-    await lab.go(options.app ?? 'lab?reset');
-    if (options.app === undefined) {
-      await bare.locator('#jupyterlab-splash').waitFor({ state: 'detached' });
-      await bare.locator('.jp-Launcher').first().waitFor();
-    }
+    await (options.app === undefined ? lab.fresh() : lab.go(options.app));
     return lab;
+  }
+
+  /** Load JupyterLab anew, with nothing open. */
+  async fresh(): Promise<void> {
+    await this.go('lab?reset');
+    await this._bare.locator('#jupyterlab-splash').waitFor({ state: 'detached' });
+    await this._bare.locator('.jp-Launcher').first().waitFor();
   }
 
   /** Load a page of the server; not Galata's way, which does not wait for a busy machine. */
