@@ -235,6 +235,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 async def measure(here: Machine, sizes: Sequence[tuple[int, int]], end: float) -> dict[str, Any]:
     """Measure each size in turn."""
     rows: list[dict[str, Any]] = []
+    left_out: list[dict[str, Any]] = []
     problems: list[str] = []
     async with service_of(here) as (service, device):
         env = {**here.env, "CUDA_VISIBLE_DEVICES": device.uuid}
@@ -244,14 +245,14 @@ async def measure(here: Machine, sizes: Sequence[tuple[int, int]], end: float) -
             size = scaled(here, nominal)
             need = size * 1.3 + (ROOM if here.real else GiB)
             if host.available() < need:
-                problems.append(f"{size / GiB:g} GiB: left out: too little host memory")
+                left_out.append({"bytes": size, "reason": "too little host memory"})
                 continue
             # Pinning and copying as before, in proportion, and the driver's own way.
             probably = rows[-1]["seconds"] * size / rows[-1]["bytes"] if rows else 0.0
             if nominal > FULL:
                 probably /= 3  # fewer ways
             if time.monotonic() + probably > end:
-                problems.append(f"{size / GiB:g} GiB: left out: no time for {probably:.0f} s")
+                left_out.append({"bytes": size, "reason": f"no time for {probably:.0f} s"})
                 continue
             begun = time.monotonic()
             row: dict[str, Any] = {"bytes": size, "ways": []}
@@ -276,7 +277,7 @@ async def measure(here: Machine, sizes: Sequence[tuple[int, int]], end: float) -
             row["seconds"] = time.monotonic() - begun
             rows.append(row)
     if not any(row["ways"] for row in rows):
-        raise RuntimeError(f"No way could be measured: {problems}")
+        raise RuntimeError(f"No way could be measured: {problems or left_out}")
     return {
         "what": "seconds and GB/s of moving chunks of virtual memory to pinned host memory and "
         "back, against the driver's suspend and resume, and against copies",
@@ -285,6 +286,7 @@ async def measure(here: Machine, sizes: Sequence[tuple[int, int]], end: float) -
         "scale": 1 if here.real else SCALE,
         "baseline_copies": copies,
         "sizes": rows,
+        "left_out": left_out,
         "problems": problems,
         "budgets": [],
     }
