@@ -80,10 +80,11 @@ def test_each_entry_is_reachable_by_its_symbol(emulated):
         name, since, plain, ptsz = line.split(",")
         assert address(name, int(since), 0) == (0, symbol(plain), 0), line
         assert address(name, int(since), 1) == (0, symbol(plain), 0), line
-        assert address(name, int(since), 2) == (0, symbol(ptsz or plain), 0), line
-    assert address("cuMemAlloc", 2000, 0) == (500, None, 2)  # too old a version
-    assert address("cuNoSuchThing", 13000, 0) == (500, None, 1)
-    assert address("", 13000, 0) == (500, None, 1)
+        since = max(int(since), 7000) if ptsz else int(since)
+        assert address(name, since, 2) == (0, symbol(ptsz or plain), 0), line
+    assert address("cuMemAlloc", 2000, 0) == (0, None, 2)  # too old a version
+    assert address("cuNoSuchThing", 13000, 0) == (0, None, 1)
+    assert address("", 13000, 0) == (0, None, 1)
     assert address("cuMemAlloc", 13000, 4)[0] == 1
     """
     emulated().run(dedent(code), ";".join(",".join(entry) for entry in entries))
@@ -284,7 +285,7 @@ def test_nvidia_ml_py(emulated):
     nvmlDeviceGetCount()
     nvmlShutdown()
     assert fails(nvmlDeviceGetCount) == NVML_ERROR_UNINITIALIZED
-    assert fails(nvmlShutdown) == NVML_ERROR_UNINITIALIZED
+    nvmlShutdown()  # one too many is no error
     print("good")
     """
     assert emulated("2x1GiB,reserved=100MiB").run(dedent(code)) == "good"

@@ -71,6 +71,7 @@ EXPORT CUresult cuArray3DCreate_v2(CUarray *out, const CUDA_ARRAY3D_DESCRIPTOR *
 
 EXPORT CUresult cuArrayCreate_v2(CUarray *out, const CUDA_ARRAY_DESCRIPTOR *d)
 {
+    CHECKED;
     if (!d)
         return CUDA_ERROR_INVALID_VALUE;
     CUDA_ARRAY3D_DESCRIPTOR wide = {d->Width, d->Height, 0, d->Format, d->NumChannels, 0};
@@ -90,8 +91,9 @@ EXPORT CUresult cuArrayDestroy(CUarray a)
 
 EXPORT CUresult cuArray3DGetDescriptor_v2(CUDA_ARRAY3D_DESCRIPTOR *out, CUarray a)
 {
+    REQUIRE_HANDLE(a);
     CHECKED;
-    if (!a || a->magic != MAGIC_ARRAY)
+    if (a->magic != MAGIC_ARRAY)
         return CUDA_ERROR_INVALID_HANDLE;
     if (!out)
         return CUDA_ERROR_INVALID_VALUE;
@@ -143,8 +145,9 @@ EXPORT CUresult cuMipmappedArrayCreate(CUmipmappedArray *out, const CUDA_ARRAY3D
 
 EXPORT CUresult cuMipmappedArrayGetLevel(CUarray *out, CUmipmappedArray m, unsigned level)
 {
+    REQUIRE_HANDLE(m);
     CHECKED;
-    if (!m || m->magic != MAGIC_MIPMAP)
+    if (m->magic != MAGIC_MIPMAP)
         return CUDA_ERROR_INVALID_HANDLE;
     if (!out || level >= m->levels)
         return CUDA_ERROR_INVALID_VALUE;

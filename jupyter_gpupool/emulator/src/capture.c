@@ -190,6 +190,7 @@ void capture_drop(struct stream *s)
 
 EXPORT CUresult cuStreamBeginCapture_v2(CUstream stream, int mode)
 {
+    REQUIRE(mode >= 0 && mode <= 2);
     GATED;
     struct stream *s;
     struct capture *c = calloc(1, sizeof *c);
@@ -247,10 +248,9 @@ EXPORT CUresult cuStreamGetCaptureInfo_v3(CUstream stream, int *status, uint64_t
                                           const CUgraphNode **dependencies, const void **edges, size_t *count)
 {
     static __thread CUgraphNode last; /* the answer points here */
+    REQUIRE(status);
     CHECKED;
     struct stream *s;
-    if (!status)
-        return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&driver.lock);
     CUresult result = stream_resolve(stream, &s);
     struct capture *c = result ? NULL : s->capture;

@@ -132,6 +132,7 @@ EXPORT CUresult cuCtxCreate_v2(CUcontext *out, unsigned flags, CUdevice device)
 
 EXPORT CUresult cuCtxCreate_v3(CUcontext *out, void *affinity, int n, unsigned flags, CUdevice device)
 {
+    CHECKED;
     (void)affinity;
     return n ? CUDA_ERROR_NOT_SUPPORTED : cuCtxCreate_v2(out, flags, device);
 }
@@ -144,6 +145,7 @@ EXPORT CUresult cuCtxCreate_v4(CUcontext *out, const void *params, unsigned flag
 
 EXPORT CUresult cuCtxDestroy_v2(CUcontext c)
 {
+    REQUIRE(c);
     GATED;
     pthread_mutex_lock(&driver.lock);
     CUresult result = context_valid(c) && !c->primary && !c->green ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
@@ -218,14 +220,13 @@ EXPORT CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice device, unsigned flags)
 
 EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active)
 {
+    REQUIRE(flags && active);
     CHECKED;
     if (device < 0 || device >= driver.count)
         return CUDA_ERROR_INVALID_DEVICE;
     struct device *d = &driver.device[device];
-    if (flags)
-        *flags = d->primary_flags;
-    if (active)
-        *active = d->primary && !d->primary->destroyed;
+    *flags = d->primary_flags;
+    *active = d->primary && !d->primary->destroyed;
     return CUDA_SUCCESS;
 }
 
@@ -297,19 +298,17 @@ EXPORT CUresult cuCtxGetDevice(CUdevice *out) { return cuCtxGetDevice_v2(out, NU
 
 EXPORT CUresult cuCtxGetId(CUcontext c, unsigned long long *id)
 {
+    REQUIRE(id);
     CONTEXT(c);
-    if (!id)
-        return CUDA_ERROR_INVALID_VALUE;
     *id = c->id;
     return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuCtxGetFlags(unsigned *flags)
 {
+    REQUIRE(flags);
     struct context *c = NULL;
     CONTEXT(c);
-    if (!flags)
-        return CUDA_ERROR_INVALID_VALUE;
     *flags = c->flags;
     return CUDA_SUCCESS;
 }

@@ -102,6 +102,13 @@ EXPORT CUresult cuMemcpyPeer(CUdeviceptr to, CUcontext tc, CUdeviceptr from, CUc
     return copy(to, from, size, STREAM_LEGACY, true);
 }
 
+EXPORT CUresult cuMemcpyPeer_ptds(CUdeviceptr to, CUcontext tc, CUdeviceptr from, CUcontext fc, size_t size)
+{
+    (void)tc;
+    (void)fc;
+    return copy(to, from, size, STREAM_PER_THREAD, true);
+}
+
 EXPORT CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext tc, CUdeviceptr from, CUcontext fc,
                                   size_t size, CUstream stream)
 {
@@ -115,6 +122,7 @@ EXPORT CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t
                                       void *attributes, size_t *indices, size_t attribute_count,
                                       CUstream stream)
 {
+    CHECKED;
     (void)attributes;
     (void)indices;
     (void)attribute_count;
@@ -133,6 +141,7 @@ static uint64_t base(int type, const void *host, CUdeviceptr device)
 
 static CUresult copy2d(const CUDA_MEMCPY2D *p, CUstream stream, bool wait)
 {
+    CHECKED;
     if (!p)
         return CUDA_ERROR_INVALID_VALUE;
     uint64_t from = base(p->srcMemoryType, p->srcHost, p->srcDevice);
@@ -151,6 +160,8 @@ static CUresult copy2d(const CUDA_MEMCPY2D *p, CUstream stream, bool wait)
 
 EXPORT CUresult cuMemcpy2D_v2(const CUDA_MEMCPY2D *p) { return copy2d(p, STREAM_LEGACY, true); }
 EXPORT CUresult cuMemcpy2DUnaligned_v2(const CUDA_MEMCPY2D *p) { return copy2d(p, STREAM_LEGACY, true); }
+EXPORT CUresult cuMemcpy2D_v2_ptds(const CUDA_MEMCPY2D *p) { return copy2d(p, STREAM_PER_THREAD, true); }
+EXPORT CUresult cuMemcpy2DUnaligned_v2_ptds(const CUDA_MEMCPY2D *p) { return copy2d(p, STREAM_PER_THREAD, true); }
 EXPORT CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *p, CUstream s) { return copy2d(p, s, false); }
 
 static CUresult planes(const CUDA_MEMCPY3D *p, CUstream stream, bool wait)
@@ -186,6 +197,7 @@ static CUresult copy3d(const CUDA_MEMCPY3D *p, CUstream stream, bool wait)
 }
 
 EXPORT CUresult cuMemcpy3D_v2(const CUDA_MEMCPY3D *p) { return copy3d(p, STREAM_LEGACY, true); }
+EXPORT CUresult cuMemcpy3D_v2_ptds(const CUDA_MEMCPY3D *p) { return copy3d(p, STREAM_PER_THREAD, true); }
 EXPORT CUresult cuMemcpy3DAsync_v2(const CUDA_MEMCPY3D *p, CUstream s) { return copy3d(p, s, false); }
 
 /* ---- fills ---- */
@@ -255,6 +267,16 @@ static CUresult fill(uint64_t to, size_t pitch, unsigned value, unsigned unit, s
                                              size_t h, CUstream s)                                    \
     {                                                                                                 \
         return fill(to, pitch, v, bits / 8, w, h, s, false);                                          \
+    }                                                                                                 \
+    EXPORT CUresult cuMemsetD2D##bits##_v2_ptds(CUdeviceptr to, size_t pitch, value_t v, size_t w,    \
+                                                size_t h)                                             \
+    {                                                                                                 \
+        return fill(to, pitch, v, bits / 8, w, h, STREAM_PER_THREAD, true);                           \
+    }                                                                                                 \
+    EXPORT CUresult cuMemsetD2D##bits##Async_ptsz(CUdeviceptr to, size_t pitch, value_t v, size_t w,  \
+                                                  size_t h, CUstream s)                               \
+    {                                                                                                 \
+        return fill(to, pitch, v, bits / 8, w, h, s ? s : STREAM_PER_THREAD, false);                  \
     }
 
 FILL(8, unsigned char)

@@ -163,8 +163,9 @@ static int attribute(int number, int d)
 
 EXPORT CUresult cuDeviceGetAttribute(int *value, int number, CUdevice d)
 {
+    REQUIRE(value);
     DEVICE(d);
-    if (!value || number < 1 || number > 200)
+    if (number < 1 || number > 200)
         return CUDA_ERROR_INVALID_VALUE;
     *value = attribute(number, d);
     return CUDA_SUCCESS;

@@ -171,6 +171,19 @@ bool sync_returns_early(void); /* crashes while CHECKPOINTED, true while LOCKED 
             return check_result_;                   \
     } while (0)
 
+/* Before those two: what the driver says of an argument even if it is not initialised, as its
+ * libraries do where there is no device (tests/emulator/records). */
+#define REQUIRE(condition)                          \
+    do {                                            \
+        if (!(condition))                           \
+            return CUDA_ERROR_INVALID_VALUE;        \
+    } while (0)
+#define REQUIRE_HANDLE(condition)                   \
+    do {                                            \
+        if (!(condition))                           \
+            return CUDA_ERROR_INVALID_HANDLE;       \
+    } while (0)
+
 /* ---- context.c ---- */
 CUresult context_current(struct context **out);
 CUresult context_of_stream(CUstream stream, struct context **out);

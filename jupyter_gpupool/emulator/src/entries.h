@@ -5,8 +5,10 @@
  *
  * NAME is the public name, SINCE the version (1000 x major + 10 x minor) that introduced this
  * form of the call, SYMBOL what implements it, PER_THREAD its per-thread-stream variant. The
- * versions are those of NVIDIA's cudaTypedefs.h. A static table rather than dlsym(): a library
- * of the same SONAME may stand before this one.
+ * versions are those that NVIDIA's libraries act on (tests/emulator/records); of what came after
+ * them, those of NVIDIA's cudaTypedefs.h. The two differ: cuGraphInstantiate is never
+ * cuGraphInstantiateWithFlags. A static table rather than dlsym(): a library of the same SONAME
+ * may stand before this one.
  */
 #ifndef ENTRY1
 #define ENTRY1(NAME, SINCE, SYMBOL) ENTRY(NAME, SINCE, SYMBOL, SYMBOL)
@@ -111,7 +113,6 @@
     ENTRY1("cuGraphGetNodes", 10000, cuGraphGetNodes)
     ENTRY1("cuGraphInstantiate", 10000, cuGraphInstantiate)
     ENTRY1("cuGraphInstantiate", 11000, cuGraphInstantiate_v2)
-    ENTRY1("cuGraphInstantiate", 12000, cuGraphInstantiateWithFlags)
     ENTRY1("cuGraphInstantiateWithFlags", 11040, cuGraphInstantiateWithFlags)
     ENTRY("cuGraphInstantiateWithParams", 12000, cuGraphInstantiateWithParams, cuGraphInstantiateWithParams_ptsz)
     ENTRY("cuGraphLaunch", 10000, cuGraphLaunch, cuGraphLaunch_ptsz)
@@ -137,7 +138,7 @@
     ENTRY1("cuKernelGetParamCount", 13020, cuKernelGetParamCount)
     ENTRY1("cuKernelGetParamInfo", 12040, cuKernelGetParamInfo)
     ENTRY1("cuKernelSetAttribute", 12000, cuKernelSetAttribute)
-    ENTRY1("cuLaunchCooperativeKernel", 9000, cuLaunchCooperativeKernel)
+    ENTRY("cuLaunchCooperativeKernel", 9000, cuLaunchCooperativeKernel, cuLaunchCooperativeKernel_ptsz)
     ENTRY("cuLaunchHostFunc", 10000, cuLaunchHostFunc, cuLaunchHostFunc_ptsz)
     ENTRY("cuLaunchKernel", 4000, cuLaunchKernel, cuLaunchKernel_ptsz)
     ENTRY("cuLaunchKernelEx", 11060, cuLaunchKernelEx, cuLaunchKernelEx_ptsz)
@@ -193,10 +194,10 @@
     ENTRY1("cuMemSetMemPool", 13000, cuMemSetMemPool)
     ENTRY1("cuMemUnmap", 10020, cuMemUnmap)
     ENTRY("cuMemcpy", 4000, cuMemcpy, cuMemcpy_ptds)
-    ENTRY1("cuMemcpy2D", 3020, cuMemcpy2D_v2)
+    ENTRY("cuMemcpy2D", 3020, cuMemcpy2D_v2, cuMemcpy2D_v2_ptds)
     ENTRY("cuMemcpy2DAsync", 3020, cuMemcpy2DAsync_v2, cuMemcpy2DAsync_v2_ptsz)
-    ENTRY1("cuMemcpy2DUnaligned", 3020, cuMemcpy2DUnaligned_v2)
-    ENTRY1("cuMemcpy3D", 3020, cuMemcpy3D_v2)
+    ENTRY("cuMemcpy2DUnaligned", 3020, cuMemcpy2DUnaligned_v2, cuMemcpy2DUnaligned_v2_ptds)
+    ENTRY("cuMemcpy3D", 3020, cuMemcpy3D_v2, cuMemcpy3D_v2_ptds)
     ENTRY("cuMemcpy3DAsync", 3020, cuMemcpy3DAsync_v2, cuMemcpy3DAsync_v2_ptsz)
     ENTRY("cuMemcpyAsync", 4000, cuMemcpyAsync, cuMemcpyAsync_ptsz)
     ENTRY1("cuMemcpyBatchAsync", 13000, cuMemcpyBatchAsync_v2)
@@ -206,16 +207,16 @@
     ENTRY("cuMemcpyDtoHAsync", 3020, cuMemcpyDtoHAsync_v2, cuMemcpyDtoHAsync_v2_ptsz)
     ENTRY("cuMemcpyHtoD", 3020, cuMemcpyHtoD_v2, cuMemcpyHtoD_v2_ptds)
     ENTRY("cuMemcpyHtoDAsync", 3020, cuMemcpyHtoDAsync_v2, cuMemcpyHtoDAsync_v2_ptsz)
-    ENTRY1("cuMemcpyPeer", 4000, cuMemcpyPeer)
+    ENTRY("cuMemcpyPeer", 4000, cuMemcpyPeer, cuMemcpyPeer_ptds)
     ENTRY("cuMemcpyPeerAsync", 4000, cuMemcpyPeerAsync, cuMemcpyPeerAsync_ptsz)
     ENTRY("cuMemsetD16", 3020, cuMemsetD16_v2, cuMemsetD16_v2_ptds)
     ENTRY("cuMemsetD16Async", 3020, cuMemsetD16Async, cuMemsetD16Async_ptsz)
-    ENTRY1("cuMemsetD2D16", 3020, cuMemsetD2D16_v2)
-    ENTRY1("cuMemsetD2D16Async", 3020, cuMemsetD2D16Async)
-    ENTRY1("cuMemsetD2D32", 3020, cuMemsetD2D32_v2)
-    ENTRY1("cuMemsetD2D32Async", 3020, cuMemsetD2D32Async)
-    ENTRY1("cuMemsetD2D8", 3020, cuMemsetD2D8_v2)
-    ENTRY1("cuMemsetD2D8Async", 3020, cuMemsetD2D8Async)
+    ENTRY("cuMemsetD2D16", 3020, cuMemsetD2D16_v2, cuMemsetD2D16_v2_ptds)
+    ENTRY("cuMemsetD2D16Async", 3020, cuMemsetD2D16Async, cuMemsetD2D16Async_ptsz)
+    ENTRY("cuMemsetD2D32", 3020, cuMemsetD2D32_v2, cuMemsetD2D32_v2_ptds)
+    ENTRY("cuMemsetD2D32Async", 3020, cuMemsetD2D32Async, cuMemsetD2D32Async_ptsz)
+    ENTRY("cuMemsetD2D8", 3020, cuMemsetD2D8_v2, cuMemsetD2D8_v2_ptds)
+    ENTRY("cuMemsetD2D8Async", 3020, cuMemsetD2D8Async, cuMemsetD2D8Async_ptsz)
     ENTRY("cuMemsetD32", 3020, cuMemsetD32_v2, cuMemsetD32_v2_ptds)
     ENTRY("cuMemsetD32Async", 3020, cuMemsetD32Async, cuMemsetD32Async_ptsz)
     ENTRY("cuMemsetD8", 3020, cuMemsetD8_v2, cuMemsetD8_v2_ptds)
@@ -238,7 +239,7 @@
     ENTRY1("cuPointerGetAttribute", 4000, cuPointerGetAttribute)
     ENTRY1("cuPointerGetAttributes", 7000, cuPointerGetAttributes)
     ENTRY1("cuPointerSetAttribute", 6000, cuPointerSetAttribute)
-    ENTRY1("cuStreamAddCallback", 5000, cuStreamAddCallback)
+    ENTRY("cuStreamAddCallback", 5000, cuStreamAddCallback, cuStreamAddCallback_ptsz)
     ENTRY("cuStreamBeginCapture", 10010, cuStreamBeginCapture_v2, cuStreamBeginCapture_v2_ptsz)
     ENTRY1("cuStreamCreate", 2000, cuStreamCreate)
     ENTRY1("cuStreamCreateWithPriority", 5050, cuStreamCreateWithPriority)
@@ -247,7 +248,7 @@
     ENTRY("cuStreamGetCaptureInfo", 11030, cuStreamGetCaptureInfo_v2, cuStreamGetCaptureInfo_v2_ptsz)
     ENTRY("cuStreamGetCaptureInfo", 12030, cuStreamGetCaptureInfo_v3, cuStreamGetCaptureInfo_v3_ptsz)
     ENTRY("cuStreamGetCtx", 9020, cuStreamGetCtx, cuStreamGetCtx_ptsz)
-    ENTRY1("cuStreamGetCtx", 12050, cuStreamGetCtx_v2)
+    ENTRY("cuStreamGetCtx", 12050, cuStreamGetCtx_v2, cuStreamGetCtx_v2_ptsz)
     ENTRY("cuStreamGetDevice", 12080, cuStreamGetDevice, cuStreamGetDevice_ptsz)
     ENTRY("cuStreamGetFlags", 5050, cuStreamGetFlags, cuStreamGetFlags_ptsz)
     ENTRY("cuStreamGetId", 12000, cuStreamGetId, cuStreamGetId_ptsz)

@@ -192,6 +192,7 @@ EXPORT CUresult cuGraphClone(CUgraph *out, CUgraph g)
 
 EXPORT CUresult cuGraphAddEmptyNode(CUgraphNode *out, CUgraph g, const CUgraphNode *d, size_t n)
 {
+    REQUIRE(out && !graph_bad(g));
     ADDING(out, g, d, n);
     *out = node_add(g, NODE_EMPTY);
     return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
@@ -255,6 +256,7 @@ EXPORT CUresult cuGraphAddMemsetNode(CUgraphNode *out, CUgraph g, const CUgraphN
 EXPORT CUresult cuGraphAddHostNode(CUgraphNode *out, CUgraph g, const CUgraphNode *d, size_t n,
                                    const CUDA_HOST_NODE_PARAMS *p)
 {
+    REQUIRE(out && !graph_bad(g));
     ADDING(out, g, d, n);
     if (!p || !p->fn)
         return CUDA_ERROR_INVALID_VALUE;
@@ -364,8 +366,9 @@ EXPORT CUresult cuGraphChildGraphNodeGetGraph(CUgraphNode n, CUgraph *g)
 
 EXPORT CUresult cuGraphMemAllocNodeGetParams(CUgraphNode n, CUDA_MEM_ALLOC_NODE_PARAMS *p)
 {
+    REQUIRE(!node_bad(n) && p);
     CHECKED;
-    if (node_bad(n) || n->type != NODE_ALLOC || !p)
+    if (n->type != NODE_ALLOC)
         return CUDA_ERROR_INVALID_VALUE;
     struct graph_memory *m = n->of.memory;
     *p = (CUDA_MEM_ALLOC_NODE_PARAMS){.poolProps = m->props, .bytesize = m->size, .dptr = m->address};
@@ -374,8 +377,9 @@ EXPORT CUresult cuGraphMemAllocNodeGetParams(CUgraphNode n, CUDA_MEM_ALLOC_NODE_
 
 EXPORT CUresult cuGraphMemFreeNodeGetParams(CUgraphNode n, CUdeviceptr *p)
 {
+    REQUIRE(!node_bad(n) && p);
     CHECKED;
-    if (node_bad(n) || n->type != NODE_FREE || !p)
+    if (n->type != NODE_FREE)
         return CUDA_ERROR_INVALID_VALUE;
     *p = n->of.memory->address;
     return CUDA_SUCCESS;

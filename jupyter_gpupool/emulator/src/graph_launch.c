@@ -14,7 +14,7 @@ struct executable {
     struct graph *graph; /* a copy of its own */
 };
 
-enum { AUTO_FREE_ON_LAUNCH = 1, UPLOAD = 2, DEVICE_LAUNCH = 4, NODE_PRIORITY = 8 };
+enum { AUTO_FREE_ON_LAUNCH = 1, UPLOAD = 2, DEVICE_LAUNCH = 4, NODE_PRIORITY = 8, FLAGS = 15 };
 
 static bool executable_bad(const struct executable *e) { return !e || e->magic != MAGIC_EXECUTABLE; }
 
@@ -34,7 +34,7 @@ static CUresult claim(const struct node *first)
 static CUresult instantiate(CUgraphExec *out, CUgraph g, uint64_t flags)
 {
     GATED;
-    if (!out || graph_bad(g) || flags & ~(uint64_t)(AUTO_FREE_ON_LAUNCH | UPLOAD | DEVICE_LAUNCH | NODE_PRIORITY))
+    if (!out || graph_bad(g) || flags > FLAGS)
         return CUDA_ERROR_INVALID_VALUE;
     if (flags & DEVICE_LAUNCH)
         return CUDA_ERROR_NOT_SUPPORTED;
@@ -58,6 +58,7 @@ static CUresult instantiate(CUgraphExec *out, CUgraph g, uint64_t flags)
 
 EXPORT CUresult cuGraphInstantiateWithFlags(CUgraphExec *out, CUgraph g, unsigned long long flags)
 {
+    REQUIRE(flags <= FLAGS);
     return instantiate(out, g, flags);
 }
 

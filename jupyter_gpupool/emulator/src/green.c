@@ -63,9 +63,10 @@ EXPORT CUresult cuDevSmResourceSplitByCount(CUdevResource *out, unsigned *groups
 
 EXPORT CUresult cuDevResourceGenerateDesc(CUdevResourceDesc *out, CUdevResource *resources, unsigned count)
 {
+    REQUIRE(out && resources);
     CHECKED;
     unsigned sms = 0;
-    if (!out || !resources || !count)
+    if (!count)
         return CUDA_ERROR_INVALID_VALUE;
     for (unsigned i = 0; i < count; i++) {
         if (resources[i].type != DEV_RESOURCE_SM)
@@ -119,8 +120,9 @@ EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx g)
 
 EXPORT CUresult cuCtxFromGreenCtx(CUcontext *out, CUgreenCtx g)
 {
+    REQUIRE(out);
     CHECKED;
-    if (green_bad(g) || !out)
+    if (green_bad(g))
         return CUDA_ERROR_INVALID_VALUE;
     *out = g->context;
     return CUDA_SUCCESS;
@@ -128,8 +130,11 @@ EXPORT CUresult cuCtxFromGreenCtx(CUcontext *out, CUgreenCtx g)
 
 EXPORT CUresult cuGreenCtxGetDevResource(CUgreenCtx g, CUdevResource *out, int type)
 {
+    REQUIRE(out);
+    if (type != DEV_RESOURCE_SM)
+        return CUDA_ERROR_INVALID_RESOURCE_TYPE;
     CHECKED;
-    if (green_bad(g) || !out || type != DEV_RESOURCE_SM)
+    if (green_bad(g))
         return CUDA_ERROR_INVALID_VALUE;
     *out = resource(g->sms);
     return CUDA_SUCCESS;
@@ -137,8 +142,12 @@ EXPORT CUresult cuGreenCtxGetDevResource(CUgreenCtx g, CUdevResource *out, int t
 
 EXPORT CUresult cuGreenCtxStreamCreate(CUstream *out, CUgreenCtx g, unsigned flags, int priority)
 {
+    REQUIRE(out);
+    if (!g)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    REQUIRE(flags == STREAM_NON_BLOCKING);
     GATED;
-    if (green_bad(g) || !out || flags != STREAM_NON_BLOCKING)
+    if (green_bad(g))
         return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&driver.lock);
     *out = stream_new(g->context, flags, priority);

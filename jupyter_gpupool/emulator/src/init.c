@@ -79,22 +79,22 @@ static void in_forked_child(void)
 
 static CUresult initialise(void)
 {
-    uint32_t *alive = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (alive == MAP_FAILED)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    madvise(alive, 4096, MADV_WIPEONFORK);
-    *alive = 1;
+    if (!driver_alive) {
+        uint32_t *alive = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (alive == MAP_FAILED)
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        madvise(alive, 4096, MADV_WIPEONFORK);
+        *alive = 1;
+        driver_alive = alive;
+    }
     switch (machine_open()) {
     case MACHINE_OK:
         break;
     case MACHINE_CONFLICT:
-        munmap(alive, 4096);
         return CUDA_ERROR_SYSTEM_DRIVER_MISMATCH;
     default:
-        munmap(alive, 4096);
         return CUDA_ERROR_NO_DEVICE;
     }
-    driver_alive = alive;
     choose_visible();
     if (!driver.count)
         return CUDA_ERROR_NO_DEVICE;
@@ -116,8 +116,10 @@ EXPORT CUresult cuInit(unsigned flags)
     static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
     if (flags)
         return CUDA_ERROR_INVALID_VALUE;
+    /* In the child of a fork(). After a cuInit that found no device this is what drivers 550 and 555
+     * say, after one that succeeded what is reported of all. */
     if (driver_alive && !*driver_alive)
-        return CUDA_ERROR_NOT_INITIALIZED;
+        return driver.initialised ? CUDA_ERROR_NOT_INITIALIZED : CUDA_ERROR_OPERATING_SYSTEM;
     pthread_mutex_lock(&once);
     /* Whatever the first call found stays true for the life of the process, "no device" too.
      * Only a machine of another shape in the state directory may be gone by the next call. */
@@ -140,8 +142,7 @@ EXPORT CUresult cuDriverGetVersion(int *version)
  * them the runtime reports that the driver is not usable. */
 EXPORT CUresult cuGetExportTable(const void **table, const void *id)
 {
-    (void)id;
-    if (table)
+    if (table && id)
         *table = NULL;
-    return CUDA_ERROR_NOT_FOUND;
+    return CUDA_ERROR_INVALID_VALUE;
 }

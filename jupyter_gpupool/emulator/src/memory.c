@@ -126,6 +126,8 @@ void host_release(const struct allocation *a)
 
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t size)
 {
+    if (out)
+        *out = 0; /* in any case */
     GATED;
     struct context *c;
     struct allocation a;
@@ -151,6 +153,7 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t size)
 
 EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
 {
+    CHECKED;
     if (!pitch || (element != 4 && element != 8 && element != 16) || !width || !height)
         return CUDA_ERROR_INVALID_VALUE;
     *pitch = round_up(width, 512);
@@ -237,9 +240,8 @@ EXPORT CUresult cuMemAllocHost_v2(void **out, size_t size) { return cuMemHostAll
 
 EXPORT CUresult cuMemAllocManaged(CUdeviceptr *out, size_t size, unsigned flags)
 {
+    REQUIRE(flags == 1 || flags == 2);
     GATED;
-    if (flags != 1 && flags != 2)
-        return CUDA_ERROR_INVALID_VALUE;
     return host_allocate((void **)out, size, flags, ALLOC_MANAGED);
 }
 
@@ -305,14 +307,15 @@ EXPORT CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *out, void *p, unsigned
 
 EXPORT CUresult cuMemHostGetFlags(unsigned *flags, void *p)
 {
+    REQUIRE(flags);
     CHECKED;
     pthread_mutex_lock(&driver.lock);
     struct allocation *a = allocation_find((uint64_t)p);
     bool host = a && a->kind == ALLOC_HOST;
-    if (host && flags)
+    if (host)
         *flags = a->flags;
     pthread_mutex_unlock(&driver.lock);
-    return host && flags ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    return host ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 EXPORT CUresult cuMemGetInfo_v2(size_t *free, size_t *total)
@@ -331,6 +334,8 @@ EXPORT CUresult cuMemGetInfo_v2(size_t *free, size_t *total)
 
 EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdeviceptr p)
 {
+    if (!base && !size)
+        return CUDA_SUCCESS; /* nothing is asked: the driver does not look further */
     CHECKED;
     pthread_mutex_lock(&driver.lock);
     struct allocation *a = allocation_find(p);

@@ -225,18 +225,18 @@ EXPORT CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char
 
 EXPORT CUresult cuModuleGetFunctionCount(unsigned *count, CUmodule module)
 {
+    REQUIRE(count);
+    REQUIRE_HANDLE(module);
     CHECKED;
-    if (!count || !module)
-        return CUDA_ERROR_INVALID_VALUE;
     *count = module->count;
     return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuModuleEnumerateFunctions(CUfunction *out, unsigned n, CUmodule module)
 {
+    REQUIRE(out);
+    REQUIRE_HANDLE(module);
     CHECKED;
-    if (!out || !module)
-        return CUDA_ERROR_INVALID_VALUE;
     for (struct kernel *k = module->kernels; k && n--; k = k->next)
         *out++ = k;
     return CUDA_SUCCESS;
@@ -263,12 +263,14 @@ EXPORT CUresult cuModuleGetGlobal_v2(CUdeviceptr *out, size_t *size, CUmodule mo
 
 EXPORT CUresult cuLibraryGetGlobal(CUdeviceptr *out, size_t *size, CUlibrary library, const char *name)
 {
+    REQUIRE(library && name && *name);
     return cuModuleGetGlobal_v2(out, size, library, name);
 }
 
 EXPORT CUresult cuLibraryLoadData(CUlibrary *out, const void *image, int *jit, void **jv, unsigned jn,
                                   int *options, void **ov, unsigned on)
 {
+    REQUIRE(out && image);
     GATED;
     (void)jit;
     (void)jv;
@@ -282,6 +284,7 @@ EXPORT CUresult cuLibraryLoadData(CUlibrary *out, const void *image, int *jit, v
 EXPORT CUresult cuLibraryLoadFromFile(CUlibrary *out, const char *path, int *jit, void **jv, unsigned jn,
                                       int *options, void **ov, unsigned on)
 {
+    REQUIRE(out && path);
     GATED;
     (void)jit;
     (void)jv;
@@ -294,12 +297,15 @@ EXPORT CUresult cuLibraryLoadFromFile(CUlibrary *out, const char *path, int *jit
 
 EXPORT CUresult cuLibraryUnload(CUlibrary library)
 {
+    REQUIRE_HANDLE(library);
     GATED;
     return unload(library);
 }
 
 EXPORT CUresult cuLibraryGetKernel(CUkernel *out, CUlibrary library, const char *name)
 {
+    REQUIRE(out && name);
+    REQUIRE_HANDLE(library);
     CHECKED;
     return get_kernel(out, library, name);
 }
@@ -316,37 +322,42 @@ EXPORT CUresult cuLibraryEnumerateKernels(CUkernel *out, unsigned n, CUlibrary l
 
 EXPORT CUresult cuLibraryGetModule(CUmodule *out, CUlibrary library)
 {
+    REQUIRE(out);
+    REQUIRE_HANDLE(library);
     CHECKED;
-    if (!out || !library)
-        return CUDA_ERROR_INVALID_VALUE;
     *out = library;
     return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuKernelGetFunction(CUfunction *out, CUkernel k)
 {
+    REQUIRE(out);
+    REQUIRE_HANDLE(!kernel_bad(k));
     CHECKED;
-    if (kernel_bad(k) || !out)
-        return CUDA_ERROR_INVALID_HANDLE;
     *out = k;
     return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuKernelGetLibrary(CUlibrary *out, CUkernel k)
 {
+    REQUIRE(out);
+    REQUIRE_HANDLE(!kernel_bad(k));
     CHECKED;
-    if (kernel_bad(k) || !out)
-        return CUDA_ERROR_INVALID_HANDLE;
     *out = k->module;
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuFuncGetModule(CUmodule *out, CUfunction f) { return cuKernelGetLibrary(out, f); }
+EXPORT CUresult cuFuncGetModule(CUmodule *out, CUfunction f)
+{
+    CHECKED;
+    return cuKernelGetLibrary(out, f);
+}
 
 EXPORT CUresult cuKernelGetName(const char **name, CUkernel k)
 {
+    REQUIRE(name && k);
     CHECKED;
-    if (kernel_bad(k) || !name)
+    if (kernel_bad(k))
         return CUDA_ERROR_INVALID_HANDLE;
     *name = k->name;
     return CUDA_SUCCESS;
@@ -356,10 +367,11 @@ EXPORT CUresult cuFuncGetName(const char **name, CUfunction f) { return cuKernel
 
 EXPORT CUresult cuKernelGetParamInfo(CUkernel k, size_t index, size_t *offset, size_t *size)
 {
+    REQUIRE(k && offset);
     CHECKED;
     if (kernel_bad(k))
         return CUDA_ERROR_INVALID_HANDLE;
-    if (index >= k->params || !offset)
+    if (index >= k->params)
         return CUDA_ERROR_INVALID_VALUE;
     *offset = k->offset[index];
     if (size)
@@ -385,8 +397,10 @@ EXPORT CUresult cuFuncGetParamCount(CUfunction f, size_t *count) { return cuKern
 
 EXPORT CUresult cuFuncGetAttribute(int *value, int which, CUfunction f)
 {
+    REQUIRE(value);
+    REQUIRE_HANDLE(f);
     CHECKED;
-    if (kernel_bad(f) || !value)
+    if (kernel_bad(f))
         return CUDA_ERROR_INVALID_HANDLE;
     switch (which) {
     case 0: *value = 1024; break; /* MAX_THREADS_PER_BLOCK */
@@ -413,29 +427,39 @@ EXPORT CUresult cuFuncSetAttribute(CUfunction f, int which, int value)
 
 EXPORT CUresult cuKernelGetAttribute(int *value, int which, CUkernel k, CUdevice device)
 {
+    REQUIRE_HANDLE(!kernel_bad(k));
     (void)device;
     return cuFuncGetAttribute(value, which, k);
 }
 
 EXPORT CUresult cuKernelSetAttribute(int which, int value, CUkernel k, CUdevice device)
 {
+    REQUIRE_HANDLE(!kernel_bad(k));
     (void)device;
     return cuFuncSetAttribute(k, which, value);
 }
 
 EXPORT CUresult cuFuncSetCacheConfig(CUfunction f, int config)
 {
+    CHECKED;
     (void)config;
     return kernel_bad(f) ? CUDA_ERROR_INVALID_HANDLE : CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuFuncIsLoaded(int *state, CUfunction f)
 {
+    REQUIRE(state);
+    REQUIRE_HANDLE(f);
     CHECKED;
-    if (kernel_bad(f) || !state)
+    if (kernel_bad(f))
         return CUDA_ERROR_INVALID_HANDLE;
     *state = 1;
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuFuncLoad(CUfunction f) { return kernel_bad(f) ? CUDA_ERROR_INVALID_HANDLE : CUDA_SUCCESS; }
+EXPORT CUresult cuFuncLoad(CUfunction f)
+{
+    REQUIRE_HANDLE(f);
+    CHECKED;
+    return kernel_bad(f) ? CUDA_ERROR_INVALID_HANDLE : CUDA_SUCCESS;
+}

@@ -43,6 +43,10 @@ FIRST(cuStreamGetCaptureInfo_v3, (CUstream stream, int *v, uint64_t *id, CUgraph
 FIRST(cuStreamWaitEvent, (CUstream stream, CUevent e, unsigned flags), e, flags)
 FIRST(cuLaunchHostFunc, (CUstream stream, void (*f)(void *), void *data), f, data)
 
+FIRST(cuStreamAddCallback, (CUstream stream, void (*f)(CUstream, CUresult, void *), void *data, unsigned flags),
+      f, data, flags)
+FIRST(cuStreamGetCtx_v2, (CUstream stream, CUcontext *v, void **green), v, green)
+
 extern CUresult cuStreamSynchronize(CUstream stream);
 EXPORT CUresult cuStreamSynchronize_ptsz(CUstream stream)
 {
@@ -67,6 +71,15 @@ EXPORT CUresult cuLaunchKernel_ptsz(CUfunction f, unsigned gx, unsigned gy, unsi
                                     unsigned bz, unsigned shared, CUstream stream, void **params, void **extra)
 {
     return cuLaunchKernel(f, gx, gy, gz, bx, by, bz, shared, stream ? stream : STREAM_PER_THREAD, params, extra);
+}
+
+extern CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                                          unsigned bz, unsigned shared, CUstream stream, void **params);
+EXPORT CUresult cuLaunchCooperativeKernel_ptsz(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                                               unsigned by, unsigned bz, unsigned shared, CUstream stream,
+                                               void **params)
+{
+    return cuLaunchCooperativeKernel(f, gx, gy, gz, bx, by, bz, shared, stream ? stream : STREAM_PER_THREAD, params);
 }
 
 extern CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, void **extra);

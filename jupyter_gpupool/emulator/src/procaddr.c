@@ -5,9 +5,10 @@
  */
 #include "cuda_abi.h"
 
+#include <stdbool.h>
 #include <string.h>
 
-enum { FLAG_LEGACY_STREAM = 1, FLAG_PER_THREAD_STREAM = 2 };
+enum { FLAG_LEGACY_STREAM = 1, FLAG_PER_THREAD_STREAM = 2, FLAGS = 3 };
 enum { STATUS_SUCCESS = 0, STATUS_NOT_FOUND = 1, STATUS_VERSION = 2 };
 
 /* Only addresses are taken here, so the types do not matter. */
@@ -31,31 +32,49 @@ static const struct entry {
     {"cuGetProcAddress", 12000, (void (*)(void))cuGetProcAddress_v2, (void (*)(void))cuGetProcAddress_v2},
 };
 
-EXPORT CUresult cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status)
+/* What a name is at a version, NULL if nothing. As the driver (tests/emulator/records): versions
+ * are compared without a sign, and the variants for per-thread streams came with CUDA 7. */
+static void *lookup(const char *name, int version, uint64_t flags, int *status)
 {
+    const bool per_thread = flags & FLAG_PER_THREAD_STREAM;
     const struct entry *best = NULL;
-    int found = STATUS_NOT_FOUND;
-    if (!name || !out || flags > 3 || flags == 3)
-        return CUDA_ERROR_INVALID_VALUE;
-    *out = NULL;
+    *status = STATUS_NOT_FOUND;
     for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) {
-        if (strcmp(entries[i].name, name))
+        const struct entry *e = &entries[i];
+        if (strcmp(e->name, name))
             continue;
-        if (entries[i].since > version)
-            found = best ? found : STATUS_VERSION;
-        else if (!best || entries[i].since > best->since)
-            best = &entries[i];
+        int since = per_thread && e->per_thread != e->symbol && e->since < 7000 ? 7000 : e->since;
+        if ((unsigned)since > (unsigned)version)
+            *status = best ? *status : STATUS_VERSION;
+        else if (!best || e->since > best->since)
+            best = e;
+        if (best)
+            *status = STATUS_SUCCESS;
     }
-    if (best) {
-        found = STATUS_SUCCESS;
-        *out = (void *)(flags == FLAG_PER_THREAD_STREAM ? best->per_thread : best->symbol);
-    }
-    if (status)
-        *status = found;
-    return best ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+    return !best ? NULL : (void *)(per_thread ? best->per_thread : best->symbol);
 }
 
+/* A null name or a null `out` is a segmentation fault, as in the driver. */
+EXPORT CUresult cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status)
+{
+    int found;
+    if (flags > FLAGS)
+        return CUDA_ERROR_INVALID_VALUE;
+    *out = lookup(name, version, flags, &found);
+    if (status)
+        *status = found;
+    return CUDA_SUCCESS; /* also for what there is not */
+}
+
+/* The form of CUDA 11 says otherwise what there is not, and leaves `out` alone. */
 EXPORT CUresult cuGetProcAddress(const char *name, void **out, int version, uint64_t flags)
 {
-    return cuGetProcAddress_v2(name, out, version, flags, NULL);
+    int found;
+    if (flags > FLAGS)
+        return CUDA_ERROR_INVALID_VALUE;
+    void *address = lookup(name, version, flags, &found);
+    if (!address)
+        return CUDA_ERROR_NOT_FOUND;
+    *out = address;
+    return CUDA_SUCCESS;
 }

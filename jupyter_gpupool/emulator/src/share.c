@@ -99,11 +99,12 @@ int share_open(const struct share *share)
 
 EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr address)
 {
+    REQUIRE(out && address);
     GATED;
     CUresult result = CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&driver.lock);
     struct allocation *a = allocation_find(address);
-    if (out && a && a->address == address && a->kind == ALLOC_DEVICE) {
+    if (a && a->address == address && a->kind == ALLOC_DEVICE) {
         share_pack(out, SHARE_IPC, a->device, a->address - driver.device[a->device].window, a->size);
         if (!a->shared)
             shared_count(1);
@@ -116,12 +117,11 @@ EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr address)
 
 EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, CUipcMemHandle handle, unsigned flags)
 {
+    REQUIRE(out && flags <= 1);
     GATED;
     struct context *c;
     struct share share;
     CUresult result = context_current(&c);
-    if (!result && (!out || flags > 1))
-        result = CUDA_ERROR_INVALID_VALUE;
     if (!result)
         result = share_unpack(&handle, SHARE_IPC, &share);
     if (!result && share.own)
@@ -151,10 +151,11 @@ EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr address)
 /* The time of an event is known in its own process only: a handle can be had, not used. */
 EXPORT CUresult cuIpcGetEventHandle(CUipcMemHandle *out, CUevent e)
 {
+    REQUIRE(out && e);
     GATED;
-    if (!e || e->magic != MAGIC_EVENT)
+    if (e->magic != MAGIC_EVENT)
         return CUDA_ERROR_INVALID_HANDLE;
-    if (!out || !(e->flags & EVENT_INTERPROCESS))
+    if (!(e->flags & EVENT_INTERPROCESS))
         return CUDA_ERROR_INVALID_VALUE;
     share_pack(out, SHARE_EVENT, e->context->device, 0, 0);
     if (!e->shared)
@@ -165,6 +166,7 @@ EXPORT CUresult cuIpcGetEventHandle(CUipcMemHandle *out, CUevent e)
 
 EXPORT CUresult cuIpcOpenEventHandle(CUevent *out, CUipcMemHandle handle)
 {
+    REQUIRE(out);
     GATED;
     (void)out;
     (void)handle;

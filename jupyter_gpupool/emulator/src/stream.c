@@ -91,13 +91,12 @@ uint64_t driver_tail(const struct context *context)
 
 EXPORT CUresult cuStreamCreateWithPriority(CUstream *out, unsigned flags, int priority)
 {
+    REQUIRE(out && flags <= 1);
     GATED;
     struct context *c;
     CUresult result = context_current(&c);
     if (result)
         return result;
-    if (!out || flags > 1)
-        return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&driver.lock);
     *out = stream_new(c, flags, priority < -5 ? -5 : priority > 0 ? 0 : priority);
     pthread_mutex_unlock(&driver.lock);
@@ -111,6 +110,7 @@ EXPORT CUresult cuStreamCreate(CUstream *out, unsigned flags)
 
 EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
 {
+    REQUIRE_HANDLE(stream);
     GATED;
     pthread_mutex_lock(&driver.lock);
     CUresult result = CUDA_ERROR_INVALID_HANDLE;
@@ -176,24 +176,28 @@ EXPORT CUresult cuStreamQuery(CUstream stream)
 
 EXPORT CUresult cuStreamGetFlags(CUstream stream, unsigned *flags)
 {
+    REQUIRE(flags);
     CHECKED;
     WITH_STREAM(stream, *flags = s->flags);
 }
 
 EXPORT CUresult cuStreamGetPriority(CUstream stream, int *priority)
 {
+    REQUIRE(priority);
     CHECKED;
     WITH_STREAM(stream, *priority = s->priority);
 }
 
 EXPORT CUresult cuStreamGetId(CUstream stream, unsigned long long *id)
 {
+    REQUIRE(id);
     CHECKED;
     WITH_STREAM(stream, *id = s->id);
 }
 
 EXPORT CUresult cuStreamGetCtx(CUstream stream, CUcontext *context)
 {
+    REQUIRE(context);
     CHECKED;
     WITH_STREAM(stream, *context = s->context);
 }
@@ -283,6 +287,7 @@ EXPORT CUresult cuEventCreate(CUevent *out, unsigned flags)
 
 EXPORT CUresult cuEventDestroy_v2(CUevent e)
 {
+    REQUIRE_HANDLE(e);
     GATED;
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
@@ -310,6 +315,7 @@ EXPORT CUresult cuEventRecord(CUevent e, CUstream stream) { return cuEventRecord
 
 EXPORT CUresult cuEventQuery(CUevent e)
 {
+    REQUIRE_HANDLE(e);
     GATED;
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
@@ -331,6 +337,7 @@ static CUresult event_time(CUevent e, uint64_t *time)
 
 EXPORT CUresult cuEventSynchronize(CUevent e)
 {
+    REQUIRE_HANDLE(e);
     uint64_t time;
     CUresult result = event_time(e, &time);
     if (!result)
@@ -353,7 +360,11 @@ EXPORT CUresult cuEventElapsedTime_v2(float *ms, CUevent start, CUevent end)
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuEventElapsedTime(float *ms, CUevent a, CUevent b) { return cuEventElapsedTime_v2(ms, a, b); }
+EXPORT CUresult cuEventElapsedTime(float *ms, CUevent a, CUevent b)
+{
+    REQUIRE_HANDLE(ms && a);
+    return cuEventElapsedTime_v2(ms, a, b);
+}
 
 EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent e, unsigned flags)
 {

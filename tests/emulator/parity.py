@@ -1,0 +1,201 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the emulated driver answers otherwise than a record of NVIDIA's libraries, and why it may.
+
+The records are made by ``nodevice.py``; those of ``records/`` with the libraries of Debian's
+non-free packages libcuda1 and libnvidia-ml1, without a device.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import nodevice
+
+RECORDS = Path(__file__).parent / "records"
+
+#: What has no answer in a library that lacks the function.
+MISSING = "0/2"
+
+
+def records() -> list[dict[str, Any]]:
+    """Return the committed records, the oldest driver first."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in RECORDS.glob("*.json")]
+    return sorted(found, key=lambda record: record["cuda"])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A question with two answers."""
+
+    #: Which part of the record, and what was asked.
+    section: str
+    question: str
+    real: Any
+    emulated: Any
+
+    def __str__(self) -> str:
+        """Return it for a reader."""
+        return f"{self.section}: {self.question}: {self.real}, emulated {self.emulated}"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why some differences stay. The patterns have to match the whole text; None is any."""
+
+    why: str
+    section: str
+    question: str
+    real: Any = None
+    emulated: Any = None
+
+    def covers(self, found: Difference) -> bool:
+        """Whether this is the reason of a difference."""
+        return bool(
+            re.fullmatch(self.section, found.section)
+            and re.fullmatch(self.question, found.question)
+            and self.real in (None, found.real)
+            and self.emulated in (None, found.emulated)
+        )
+
+
+_HANDLE = "A handle that nobody was given is read before the driver asks if it is initialised."
+_AFTER = "A failed cuInit leaves the driver half up: calls get as far as their handle."
+
+#: Differences from the newest committed record that stay. Each is there: a test looks.
+REASONS = (
+    Reason("It is a driver of CUDA 13.", "arguments", "cuDriverGetVersion after.*"),
+    Reason("Codes of later drivers.", "cuda_errors", "36|226|721|916", [1, 1]),
+    Reason("The thread of a driver without devices is of no use.", "arguments", "threads .*"),
+    Reason(
+        "cuMemAlloc of 32-bit addresses is not there.",
+        "arguments",
+        "cuGetProcAddress v.: 'cuMemAlloc' at (2000|3019)",
+    ),
+    Reason(
+        "Forms of later drivers.",
+        "procaddr",
+        r"(cuCtxGetDevice|cuCtxSynchronize|cuEventElapsedTime), flags \d, from (12080|13000)",
+    ),
+    Reason(
+        "Null parameters are allowed by the manual of CUDA 13.",
+        "calls: .*",
+        "cuCtxCreate_v4( 2)?",
+        "signal 11",
+        "3",
+    ),
+    Reason(
+        _HANDLE,
+        "calls: before init, buffer.*",
+        r"(cuArray3DGetDescriptor_v2|cuEvent\w+|cuMipmappedArrayGetLevel)( \d)?",
+        "201",
+        "3",
+    ),
+    Reason(
+        _HANDLE,
+        "calls: before init, buffer.*",
+        r"cuStreamGetCtx(_v2)?(_ptsz)?( \d)?",
+        "400",
+    ),
+    Reason(
+        _HANDLE,
+        "calls: .*buffer.*",
+        r"(cuFuncGetName|cuKernelGetName)( \d)?",
+        "0",
+        "3",
+    ),
+    Reason(_HANDLE, "calls: .*buffer.*", r"cuFuncGetParamInfo( \d)?", "1", "3"),
+    Reason(
+        "The bytes of an IPC handle are read before the driver asks if it is initialised.",
+        "calls: before init, buffer but for one",
+        "cuIpcOpenMemHandle(_v2)? 2",
+        "1",
+        "3",
+    ),
+    Reason(
+        _AFTER,
+        "calls: after a failed init, buffer",
+        r"cu(Event|Graph|Launch|Mem(Alloc|Free|set)|Stream)\w+",
+        "400",
+        "3",
+    ),
+    Reason(
+        _AFTER,
+        "calls: after a failed init, buffer",
+        r"cu(Array|Event|MipmappedArray)\w+",
+        "201",
+        "3",
+    ),
+    Reason(
+        _AFTER,
+        "calls: after a failed init, (zero|buffer)",
+        "(cuLaunchHostFunc|cuStreamAddCallback)(_ptsz)?|cuArrayDestroy|cuMipmappedArrayDestroy"
+        "|cuThreadExchangeStreamCaptureMode",
+        None,
+        "3",
+    ),
+)
+
+
+def differences(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Difference]:
+    """Yield what two records have both, with different answers."""
+    for section in ("arguments", "nvml_arguments"):
+        for question in real[section].keys() & emulated[section].keys():
+            answers = real[section][question], emulated[section][question]
+            if answers[0] != answers[1]:
+                yield Difference(section, question, *answers)
+    for section in ("cuda_errors", "nvml_errors"):
+        tables = real[section], emulated[section]
+        for code in map(str, nodevice.CODES):
+            answers = tuple(table.get(code, table["others"]) for table in tables)
+            if answers[0] != answers[1]:
+                yield Difference(section, code, *answers)
+    yield from _procaddr(real, emulated)
+    for section, common in {
+        "calls": nodevice.functions(real) & nodevice.functions(emulated),
+        "nvml_calls": {*real["nvml_functions"]} & {*emulated["nvml_functions"]},
+    }.items():
+        yield from _calls(section, real[section], emulated[section], common)
+
+
+def _calls(
+    section: str, real: dict[str, Any], emulated: dict[str, Any], common: Iterable[str]
+) -> Iterator[Difference]:
+    kinds = sorted(real.keys() & emulated.keys())
+    anywhere = not any(kind.startswith(nodevice.AFTER) for kind in kinds)
+    for kind in kinds:
+        for name in sorted(common):
+            if name == "nvmlErrorString" or not nodevice.asked(name, kind, anywhere=anywhere):
+                continue
+            numbers = range(1, nodevice.ARGUMENTS + 1) if kind.endswith(nodevice.BUT_ONE) else ()
+            for question in [f"{name} {number}" for number in numbers] or [name]:
+                one = nodevice.result_of(real, kind, question)
+                other = nodevice.result_of(emulated, kind, question)
+                if one != other:
+                    yield Difference(f"{section}: {kind}", question, one, other)
+
+
+def _procaddr(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Difference]:
+    """Yield from which version on which name has another form.
+
+    A form that the emulated driver lacks has to have no address there.
+    """
+    here, tables = nodevice.functions(emulated), (real["procaddr"], emulated["procaddr"])
+    for name in sorted(tables[0].keys() & tables[1].keys()):
+        for flags in range(3):
+            texts = [nodevice.entry(table, name, flags) for table in tables]
+            changes = re.findall(r"(\d+):", " ".join(texts))
+            for version in sorted({nodevice.VERSIONS[0], *map(int, changes)}):
+                one, other = (nodevice.forms_at(text, name, version) for text in texts)
+                lacking = "/" not in one and one not in here
+                if other != (MISSING if lacking else one):
+                    question = f"{name}, flags {flags}, from {version}"
+                    yield Difference("procaddr", question, one, other)
+    if real["procaddr_older_form_differs"] != emulated["procaddr_older_form_differs"]:
+        texts = [record["procaddr_older_form_differs"] for record in (real, emulated)]
+        yield Difference("procaddr", "older form", *texts)

@@ -1,0 +1,207 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The emulated driver against records of NVIDIA's own libraries, as far as they need no device."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool.emulator.profiles import library_dir
+from tests.emulator import nodevice, parity
+
+ROOT = Path(__file__).parents[2]
+
+#: What later drivers have, so that the newest record cannot say what it is.
+LATER = {
+    "cuCheckpointProcessCheckpoint", "cuCheckpointProcessGetRestoreThreadId",
+    "cuCheckpointProcessGetState", "cuCheckpointProcessLock", "cuCheckpointProcessRestore",
+    "cuCheckpointProcessUnlock", "cuCtxGetDevice_v2", "cuCtxSynchronize_v2",
+    "cuEventElapsedTime_v2", "cuFuncGetParamCount", "cuKernelGetParamCount",
+    "cuMemGetDefaultMemPool", "cuMemGetMemPool", "cuMemSetMemPool", "cuMemcpyBatchAsync_v2",
+    "cuStreamGetDevice", "cuStreamGetDevice_ptsz",
+}  # fmt: skip
+NVML_LATER = {
+    "nvmlDeviceGetMemoryLimits_v1", "nvmlDeviceGetTemperatureV", "nvmlDeviceSetMemoryLimits_v1",
+}  # fmt: skip
+
+
+def _record(*options, **variables):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.emulator.nodevice", str(library_dir()), *options],
+        cwd=ROOT,
+        env={**{k: v for k, v in os.environ.items() if k != "GPUPOOL_EMULATE"}, **variables},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def newest():
+    return parity.records()[-1]
+
+
+@pytest.fixture(scope="module")
+def alone(libraries):
+    """What the emulated driver answers where no machine is emulated."""
+    return _record()
+
+
+def _excused(found):
+    return [difference for difference in found if any(r.covers(difference) for r in parity.REASONS)]
+
+
+def test_without_a_machine_it_answers_as_nvidia_s_libraries(newest, alone):
+    found = list(parity.differences(newest, alone))
+    excused = _excused(found)
+    assert [str(difference) for difference in found if difference not in excused] == []
+    # A reason whose difference is gone would hide the next one.
+    idle = [r for r in parity.REASONS if not any(r.covers(difference) for difference in found)]
+    assert idle == []
+
+
+def test_what_no_record_can_confirm_is_known(newest, alone):
+    assert nodevice.functions(alone) - nodevice.functions(newest) == LATER
+    assert {*alone["nvml_functions"]} - {*newest["nvml_functions"]} == NVML_LATER
+    common = nodevice.functions(alone) & nodevice.functions(newest)
+    assert len(common) > 250
+    assert len(alone["procaddr"].keys() & newest["procaddr"].keys()) > 200
+
+
+def test_with_a_machine_names_and_errors_are_the_same(newest, emulated):
+    machine = emulated("1x64MiB,context=1MiB")
+    found = list(parity.differences(newest, _record("--anywhere", "--quick", **machine.env)))
+    assert [str(d) for d in found if d not in _excused(found)] == []
+
+
+def test_the_records_are_of_drivers_without_a_device():
+    records = parity.records()
+    assert len(records) >= 3
+    assert len({record["driver"] for record in records}) == len(records)
+    for record in records:
+        assert record["device"] is False
+        assert record["driver"].split(".")[0].isdigit()
+        path = parity.RECORDS / f"nvidia-{record['driver']}.json"
+        assert path.read_text() == nodevice.written(record)
+        assert path.stat().st_size < 80_000
+
+
+@pytest.mark.parametrize("oldest", [0, 1])
+def test_what_is_taken_from_the_newest_is_true_of_all(oldest, newest):
+    """Of what the libraries say to arguments; the forms of a name only grow more."""
+    older = parity.records()[oldest]
+    differ = {k for k in newest["arguments"] if newest["arguments"][k] != older["arguments"][k]}
+    assert differ <= {
+        "cuDriverGetVersion after a failed cuInit",
+        "after a failed cuInit, in a forked child: cuInit(0), then a count",
+        "threads before and after a failed cuInit",
+    }
+    assert newest["nvml_arguments"] == older["nvml_arguments"]
+    for name in older["procaddr"]:
+        for flags in range(3):
+            text = nodevice.entry(older["procaddr"], name, flags)
+            assert nodevice.entry(newest["procaddr"], name, flags).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("section", "change"),
+    [
+        ("arguments", lambda r: r["arguments"].update({"cuInit(1)": [0]})),
+        ("cuda_errors", lambda r: r["cuda_errors"].update({"2": ["CUDA_ERROR", "out of memory"]})),
+        ("cuda_errors", lambda r: r["cuda_errors"].update({"5": r["cuda_errors"]["others"]})),
+        ("nvml_errors", lambda r: r["nvml_errors"].pop("3")),
+        ("procaddr", lambda r: r["procaddr"].update({"cuInit": "2010:~"})),
+        ("procaddr", lambda r: r["procaddr"].update({"cuCtxCreate": "2000:~ 3020:~_v2"})),
+        ("procaddr", lambda r: r["procaddr_older_form_differs"].append("cuInit 2000 0")),
+        ("calls: before init, zero", lambda r: r["calls"]["before init, zero"]["1"].clear()),
+        (
+            "calls: before init, buffer but for one",
+            lambda r: r["calls"]["before init, buffer but for one"].clear(),
+        ),
+        (
+            "nvml_calls: before init, buffer",
+            lambda r: r["nvml_calls"]["before init, buffer"].update({"0": ["nvmlShutdown"]}),
+        ),
+    ],
+)
+def test_a_wrong_answer_is_a_difference(section, change, newest):
+    assert list(parity.differences(newest, newest)) == []
+    other = copy.deepcopy(newest)
+    change(other)
+    assert section in {difference.section for difference in parity.differences(newest, other)}
+
+
+# ---------------------------------------------------------------------- the recorder
+
+
+def _end():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _leave():
+    os._exit(3)
+
+
+def _never():
+    signal.pause()
+
+
+def _fail():
+    raise ValueError("this")
+
+
+def test_a_crash_is_an_answer_and_a_hang_is_not(capfd):
+    assert nodevice.ask(_end) == "signal 11"
+    assert nodevice.ask(_leave) == "exit 3"
+    assert nodevice.ask(lambda: [os.write(1, b"noise"), None]) == [5, None]
+    with pytest.raises(RuntimeError, match=r"_fail.*ValueError\('this'\)"):
+        nodevice.ask(_fail)
+    with pytest.raises(nodevice.Hung, match="_never"):
+        nodevice.ask(_never, bound=0.1)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_text_of_a_form_says_what_is_at_a_version():
+    text = "2000:~ 3020:~_v2 12000:cuOther"
+    found = [nodevice.forms_at(text, "cuX", v) for v in (1990, 2000, 3010, 3020, 11990, 12000)]
+    assert found == ["0/2", "cuX", "cuX", "cuX_v2", "cuX_v2", "cuOther"]
+
+
+def test_a_library_that_cannot_be_loaded_is_said(tmp_path):
+    for name in (nodevice.CUDA, nodevice.NVML):
+        (tmp_path / name).write_bytes(b"no library")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.emulator.nodevice", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "libcuda.so.1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_driver_with_a_device_is_no_driver_without(emulated):
+    machine = emulated("1x64MiB,context=1MiB")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.emulator.nodevice", str(library_dir())],
+        cwd=ROOT,
+        env={**os.environ, **machine.env},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "cuInit does not answer 100" in done.stderr
