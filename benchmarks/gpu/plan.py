@@ -29,6 +29,7 @@ PLAN = (
     Item("tests/gpu/test_kit.py", 120),
     Item("tests/gpu/test_driver.py", 150),
     Item("tests/gpu/test_conformance.py", 180),
+    Item("tests/gpu/test_records.py", 240),
     Item("tests/gpu/test_guard.py", 220),
     Item("tests/gpu/test_notebook.py", 180),
     Item("swap_speed", 200, 110),

@@ -1,0 +1,85 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the machine's driver answers without a device, against the emulated one.
+
+The records of ``tests/emulator/records`` are of drivers that could be had without a GPU. On a GPU
+machine the same questions are put to its driver, as far as they neither need nor miss a device;
+the answers are noted, so that they can become a record, too. A difference is a fault of the
+emulation, or belongs to the reasons of ``tests/emulator/parity.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jupyter_gpupool.emulator import build
+from jupyter_gpupool.emulator.profiles import library_dir
+from tests.emulator import nodevice, parity
+
+ROOT = Path(__file__).parents[2]
+
+#: Seconds for a record: thousands of processes that load the driver.
+BOUND = 120
+
+SECTIONS = (
+    "arguments", "calls", "cuda_errors", "nvml_arguments", "nvml_calls", "nvml_errors", "procaddr",
+)  # fmt: skip
+
+
+def _record(env: dict[str, str], *options: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.emulator.nodevice", "--anywhere", *options],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=BOUND,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def found(machine):
+    """The record of the machine's driver; of an emulated one no more than shows that it works."""
+    return _record(machine.env, *([] if machine.real else ["--quick"]))
+
+
+@pytest.fixture(scope="module")
+def emulated(machine):
+    """The record of the emulated driver, without a device."""
+    build.compile()
+    return _record(machine.env, str(library_dir()))
+
+
+@pytest.fixture(scope="module")
+def differences(found, emulated):
+    return [
+        difference
+        for difference in parity.differences(found, emulated)
+        if not any(reason.covers(difference) for reason in parity.REASONS)
+    ]
+
+
+def test_the_driver_is_recorded(machine, found, note):
+    note(record=found if machine.real else found["cuda"])
+    assert found["cuda"] >= 12000
+    assert found["cuda_errors"]["2"] == ["CUDA_ERROR_OUT_OF_MEMORY", "out of memory"]
+    assert found["procaddr_older_form_differs"] == []
+    assert nodevice.forms_at(nodevice.entry(found["procaddr"], "cuMemAlloc", 0), "cuMemAlloc",
+                             12000) == "cuMemAlloc_v2"  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_emulated_driver_answers_as_this_one(section, differences, note):
+    here = [str(d) for d in differences if d.section.partition(":")[0] == section]
+    note(differences=here)
+    assert here == []
