@@ -377,16 +377,27 @@ def _grouped(results: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def result_of(table: dict[str, dict[str, Any]], kind: str, name: str) -> str:
-    """Return what a table of :func:`calls` says of a function, or of "NAME NUMBER"."""
-    for result, names in table[kind].items():
-        if names != OTHERS and name in names:
-            return str(result)
-    if kind.startswith(AFTER):
-        return result_of(table, kind.replace(AFTER, BEFORE), name)
-    if kind.endswith(BUT_ONE):
-        return result_of(table, kind.replace(BUT_ONE, "buffer"), name.partition(" ")[0])
-    return next(result for result, names in table[kind].items() if names == OTHERS)
+def lookup(table: dict[str, dict[str, Any]]) -> Callable[[str, str], str]:
+    """Return what answers, from a table of :func:`calls`, a kind and "NAME" or "NAME NUMBER"."""
+    named = {
+        kind: {name: result for result, names in group.items() if names != OTHERS for name in names}
+        for kind, group in table.items()
+    }
+    others = {
+        kind: next((result for result, names in group.items() if names == OTHERS), "")
+        for kind, group in table.items()
+    }
+
+    def result(kind: str, question: str) -> str:
+        if question in named[kind]:
+            return named[kind][question]
+        if kind.startswith(AFTER):
+            return result(kind.replace(AFTER, BEFORE), question)
+        if kind.endswith(BUT_ONE):
+            return result(kind.replace(BUT_ONE, "buffer"), question.partition(" ")[0])
+        return others[kind]
+
+    return result
 
 
 # ---------------------------------------------------------------------- single questions

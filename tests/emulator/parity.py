@@ -166,6 +166,7 @@ def differences(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Diff
 def _calls(
     section: str, real: dict[str, Any], emulated: dict[str, Any], common: Iterable[str]
 ) -> Iterator[Difference]:
+    here, there = nodevice.lookup(real), nodevice.lookup(emulated)
     kinds = sorted(real.keys() & emulated.keys())
     anywhere = not any(kind.startswith(nodevice.AFTER) for kind in kinds)
     for kind in kinds:
@@ -174,8 +175,7 @@ def _calls(
                 continue
             numbers = range(1, nodevice.ARGUMENTS + 1) if kind.endswith(nodevice.BUT_ONE) else ()
             for question in [f"{name} {number}" for number in numbers] or [name]:
-                one = nodevice.result_of(real, kind, question)
-                other = nodevice.result_of(emulated, kind, question)
+                one, other = here(kind, question), there(kind, question)
                 if one != other:
                     yield Difference(f"{section}: {kind}", question, one, other)
 
