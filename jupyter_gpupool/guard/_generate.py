@@ -15,7 +15,7 @@ from typing import Collection, Mapping, Sequence
 #: Entry points for what ``cuGetProcAddress`` returns and ``entries.txt`` does not know.
 SPARES = 256
 
-_NAME = re.compile(r"(cu[A-Z]\w*?)(_v\d+)?(_ptds|_ptsz)?")
+_NAME = re.compile(r"(cu(?:[A-Z]|dbg)\w*?)(_v\d+)?(_ptds|_ptsz)?")
 _KINDS = ("never", "free", "gate", "wait", "wrap", "same", "refuse")
 
 

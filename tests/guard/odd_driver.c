@@ -27,8 +27,11 @@ __asm__(".pushsection .text\n"
         ".popsection\n");
 extern char future[];
 
+static int initialised;
+
 EXPORT int cuInit(unsigned flags)
 {
+    initialised = !flags;
     return flags ? 1 : 0;
 }
 
@@ -102,6 +105,22 @@ EXPORT int cuMemAlloc(unsigned *out, unsigned bytes)
     return 0;
 }
 
+/* As NVIDIA's: before any argument is looked at, whether there was a cuInit. */
+EXPORT int cuMemAllocManaged(unsigned long long *out, size_t bytes, unsigned flags)
+{
+    return !initialised ? 3 : out && bytes && flags ? 0 : 1;
+}
+
+EXPORT int cuMemCreate(unsigned long long *out, size_t bytes, const void *prop, unsigned long long flags)
+{
+    return !initialised ? 3 : out && bytes && prop && !flags ? 0 : 1;
+}
+
+EXPORT int cuMemPoolCreate(void **out, const void *props)
+{
+    return !initialised ? 3 : out && props ? 0 : 1;
+}
+
 /* What shares device memory with other devices: succeeds unless it is given nothing. */
 EXPORT int cuMemGetHandleForAddressRange(void *handle, unsigned long long address, size_t bytes, int type,
                                          unsigned long long flags)
@@ -114,22 +133,21 @@ EXPORT int cuGLRegisterBufferObject(unsigned buffer)
     return buffer ? 0 : 1;
 }
 
-/* The name of the second is the first's since CUDA 12. */
 EXPORT int cuGraphInstantiateWithFlags(void **out, void *graph, unsigned long long flags)
 {
     *out = graph;
     return (int)flags;
 }
 
-static int inner_instantiate(void **out, void *graph, unsigned long long flags)
-{
-    return cuGraphInstantiateWithFlags(out, graph, flags + INNER);
-}
-
 EXPORT int cuGraphInstantiate_v2(void **out, void *graph, void *node, char *log, size_t size)
 {
     *out = graph;
     return node || log ? 1 : (int)size;
+}
+
+static int inner_instantiate(void **out, void *graph, void *node, char *log, size_t size)
+{
+    return cuGraphInstantiate_v2(out, graph, node, log, size + INNER);
 }
 
 EXPORT int cuGetProcAddress(const char *name, void **out, int version, uint64_t flags);
@@ -148,7 +166,7 @@ static void *find(const char *name, int version, uint64_t flags, int *status)
     if (!strcmp(name, "cuStreamCreate"))
         return version > 13000 ? (void *)newest_stream_create : (void *)cuStreamCreate;
     if (!strcmp(name, "cuGraphInstantiate"))
-        return version >= 12000 ? (void *)inner_instantiate : (void *)cuGraphInstantiate_v2;
+        return version >= 14000 ? (void *)cuGraphInstantiateWithFlags : (void *)inner_instantiate;
     if (!strcmp(name, "cuGetProcAddress"))
         return version >= 12000 ? (void *)cuGetProcAddress_v2 : (void *)cuGetProcAddress;
     if (!strcmp(name, "cuRenamed"))
@@ -159,6 +177,7 @@ static void *find(const char *name, int version, uint64_t flags, int *status)
     return NULL;
 }
 
+/* What is not there is told as NVIDIA's drivers tell it. */
 EXPORT int cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status)
 {
     int found;
@@ -167,14 +186,16 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **out, int version, uint64
         *status = found;
     printf("five %s %d %llu\n", name, version, (unsigned long long)flags);
     fflush(stdout);
-    return *out ? 0 : 500;
+    return 0;
 }
 
 EXPORT int cuGetProcAddress(const char *name, void **out, int version, uint64_t flags)
 {
     int status;
-    *out = find(name, version, flags, &status);
+    void *found = find(name, version, flags, &status);
     printf("four %s %d %llu\n", name, version, (unsigned long long)flags);
     fflush(stdout);
-    return *out ? 0 : 500;
+    if (found)
+        *out = found;
+    return found ? 0 : 500;
 }

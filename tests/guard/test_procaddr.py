@@ -15,16 +15,16 @@ from jupyter_gpupool.emulator.profiles import library_dir
 from jupyter_gpupool.guard import build as guard_build
 from jupyter_gpupool.guard import page as pages
 
-NO_DEVICE, NOT_FOUND, NOT_SUPPORTED = 100, 500, 801
+NOT_INITIALIZED, NO_DEVICE, NOT_FOUND, NOT_SUPPORTED = 3, 100, 500, 801
 PER_THREAD = 2
 
 #: Statements of a child: get(name, version, flags) -> (error, address, status), by the five- and
 #: the four-argument form; call(address, ...) -> result; at(symbol) -> what the guard exports.
 HELP = """
-def get(name, version=13000, flags=0, form=C.cuGetProcAddress_v2):
+def get(name, version=13000, flags=0, form=C.cuGetProcAddress_v2, with_status=True):
     p, status = ctypes.c_void_p(77), ctypes.c_int(77)
     args = [name.encode(), ctypes.byref(p), version, ctypes.c_uint64(flags)]
-    error = form(*args, ctypes.byref(status))
+    error = form(*args, ctypes.byref(status) if with_status else None)
     return error, p.value, status.value
 def call(address, *args):
     return ctypes.CFUNCTYPE(ctypes.c_int)(address)(*args)
@@ -101,7 +101,12 @@ def test_version_and_flags_choose_the_form(emulated, name, version, flags, symbo
     assert address == emulated.do(f"_ = at({symbol!r})")
 
 
-def test_what_there_is_not_is_told_as_the_driver_tells_it(emulated):
+def test_what_there_is_not_is_told_as_the_driver_tells_it(emulated, odd):
+    """By NVIDIA's: the form with a status succeeds, the older one leaves the pointer as it was."""
+    assert odd.do("_ = get('cuNoSuchCall')") == (0, None, 1)
+    assert odd.do("_ = get('cuNoSuchCall', with_status=False)") == (0, None, 77)
+    assert odd.do("_ = get('cuTooNew')") == (0, None, 2)
+    assert odd.do("_ = get('cuNoSuchCall', form=C.cuGetProcAddress)") == (NOT_FOUND, 77, 77)
     assert emulated.do("_ = get('cuNoSuchCall')") == (0, None, 1)
     assert emulated.do("_ = get('cuCtxSynchronize', 1000)") == (0, None, 2)
     assert emulated.do("_ = get('cuInit', 13000, 99)")[0] == 1
@@ -119,14 +124,16 @@ def test_before_cuda_12_there_are_four_arguments(odd):
 
 
 def test_a_name_that_went_to_another_call_is_that_call(odd):
-    """The driver gives out another address than it exports, so only name and version tell."""
-    flags = odd.do("C.cuInit(0); _ = get('cuGraphInstantiate', 12000)[1]")
+    """Told by the address. NVIDIA's drivers of CUDA 12 do no such thing: cuGraphInstantiate is the
+    form with five arguments to the end, whatever cuda.h makes of the name."""
+    flags = odd.do("C.cuInit(0); _ = get('cuGraphInstantiate', 14000)[1]")
     assert flags == odd.do("_ = at('cuGraphInstantiateWithFlags')")
     out = "ctypes.byref(ctypes.c_void_p())"
-    assert odd.do(f"_ = call({flags}, {out}, None, ctypes.c_uint64(3))") == 0x2000 + 3
-    assert odd.do(f"_ = C.cuGraphInstantiate_v2({out}, None, None, None, ctypes.c_size_t(5))") == 5
-    five = odd.do("_ = get('cuGraphInstantiate', 11080)[1]")
-    assert five == odd.do("_ = at('cuGraphInstantiate_v2')")
+    assert odd.do(f"_ = call({flags}, {out}, None, ctypes.c_uint64(3))") == 3
+    for version in (11080, 12000, 13000):
+        five = odd.do(f"_ = get('cuGraphInstantiate', {version})[1]")
+        assert five == odd.do("_ = at('cuGraphInstantiate_v2')")
+    assert odd.do(f"_ = call({five}, {out}, None, None, None, ctypes.c_size_t(5))") == 0x2000 + 5
 
 
 @pytest.mark.parametrize(
@@ -165,7 +172,7 @@ def test_version_and_flags_reach_the_driver_unchanged(odd):
     odd.reply()
     odd.send("_ = get('cuTooNew', 2147483647, 18446744073709551615)")
     assert odd.line() == "five cuTooNew 2147483647 18446744073709551615"
-    assert odd.reply() == (NOT_FOUND, None, 2)
+    assert odd.reply() == (0, None, 2)
 
 
 def test_a_function_that_is_not_exported_is_known_by_its_name(odd):
@@ -213,21 +220,39 @@ def test_calls_of_later_drivers_are_gated(session, odd):
 
 def test_no_pointer_escapes_once_the_spares_are_used(odd):
     found = odd.do("_ = [get('cuFuture%d' % i) for i in range(300)]")
-    assert [error for error, _, _ in found] == [0] * 256 + [NOT_FOUND] * 44
-    assert all(item == (NOT_FOUND, None, 1) for item in found[256:])
+    assert all(item[::2] == (0, 0) for item in found[:256])
+    assert all(item == (0, None, 1) for item in found[256:])  # as of a name that there is not
+    assert odd.do("_ = get('cuFuture299', with_status=False)") == (0, None, 77)
+    assert odd.do("_ = get('cuFuture299', form=C.cuGetProcAddress)") == (NOT_FOUND, 77, 77)
     assert len({address for _, address, _ in found[:256]}) == 256
     addresses = [address for _, address, _ in found[:256]]
     assert odd.do(f"_ = [call(a) for a in {addresses}]") == list(range(1000, 1256))
     # The first ones are still there.
     assert odd.do("_ = get('cuFuture0')") == (0, addresses[0], 0)
+    assert odd.do("_ = get('cuFuture0', form=C.cuGetProcAddress)") == (0, addresses[0], 77)
 
 
 def test_calls_that_the_driver_lacks_say_so(odd):
     assert odd.do("_ = C.cuInit(0), C.cuLaunchKernel(), C.cuEventQuery(None)") == (0, 500, 500)
 
 
+def test_before_cuinit_the_driver_says_what_is_wrong(session, odd):
+    """Also of calls that the guard would refuse: NVIDIA's drivers answer all of them with 3."""
+    managed = "_ = C.cuMemAllocManaged(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(8), 1)"
+    wrong = "ctypes.c_void_p(8)"  # NVIDIA's look at no argument before cuInit
+    assert odd.do("v = ctypes.c_uint(); _ = C.cuMemAlloc(ctypes.byref(v), 5), v.value") == (0, 5)
+    assert odd.do(managed) == NOT_INITIALIZED
+    assert odd.do(f"_ = C.cuMemCreate({wrong}, 1, {wrong}, 0)") == NOT_INITIALIZED
+    assert odd.do(f"_ = C.cuMemPoolCreate({wrong}, {wrong})") == NOT_INITIALIZED
+    assert odd.do("_ = C.cuInit(0)") == 0
+    assert odd.do("_ = C.cuMemAlloc(ctypes.byref(v), 5)") == NOT_SUPPORTED
+    assert odd.do(managed) == NOT_SUPPORTED
+    assert session.slots()[0].pins == 0
+
+
 def test_uncountable_calls_are_refused_in_a_session_only(session, odd):
-    assert odd.do("v = ctypes.c_uint(); _ = C.cuMemAlloc(ctypes.byref(v), 5)") == NOT_SUPPORTED
+    code = "C.cuInit(0); v = ctypes.c_uint(); _ = C.cuMemAlloc(ctypes.byref(v), 5)"
+    assert odd.do(code) == NOT_SUPPORTED
     real = odd.do("_ = os.environ['GPUPOOL_REAL_LIBCUDA']")
     other = session.child(GPUPOOL_PAGE=None, GPUPOOL_REAL_LIBCUDA=real)
     assert other.do("v = ctypes.c_uint(); _ = C.cuMemAlloc(ctypes.byref(v), 5), v.value") == (0, 5)
@@ -382,7 +407,8 @@ def test_the_driver_can_be_named(session, copies):
 
 @pytest.mark.parametrize("named", ["", "/nowhere/libcuda.so.1", "the guard"])
 def test_without_a_driver_there_is_no_device(session, named):
-    """What programs know as a machine without a GPU; they go on without one."""
+    """What programs know as a machine without a GPU; they go on without one. Names are found, as
+    by a driver that has no device: of a name that is not numba makes an error, and not cuInit's."""
     if named == "the guard":
         named = str(session.directory / "libcuda.so.1")
     variables = {"LD_LIBRARY_PATH": str(session.directory), "GPUPOOL_REAL_LIBCUDA": named}
@@ -390,11 +416,24 @@ def test_without_a_driver_there_is_no_device(session, named):
 import ctypes
 C = ctypes.CDLL("libcuda.so.1")
 {HELP}
-print(C.cuInit(0), C.cuInit(0), C.cuCtxSynchronize(), C.cuGetErrorName(3, None))
-print(C.cuMemAlloc_v2(None, 1), *get("cuInit"))
+print(C.cuInit(0), C.cuInit(0), C.cuCtxSynchronize(), C.cuMemAlloc_v2(None, 1))
+print(C.cuDriverGetVersion(ctypes.byref(ctypes.c_int())), call(get("cuInit")[1], 0))
+assert get("cuStreamQuery", flags=PER_THREAD) == (0, at("cuStreamQuery_ptsz"), 0)
+assert get("cuStreamQuery", form=C.cuGetProcAddress) == (0, at("cuStreamQuery"), 77)
+assert get("cuStreamQuery", 6000, PER_THREAD) == (0, None, 2)
+assert get("cuNo") == (0, None, 1)
+assert get("cuNo", with_status=False) == (0, None, 77)
+assert get("cuNo", form=C.cuGetProcAddress) == ({NOT_FOUND}, 77, 77)
+assert get("cuInit", flags=4) == (1, 77, 77)
+text = ctypes.c_char_p()
+assert not C.cuGetErrorName({NO_DEVICE}, ctypes.byref(text))
+assert text.value == b"CUDA_ERROR_NO_DEVICE"
+assert not C.cuGetErrorString({NO_DEVICE}, ctypes.byref(text))
+assert C.cuGetErrorString(3, ctypes.byref(text)) == 1 and text.value is None
+assert C.cuGetErrorName(0, None) == 1
 """
-    done = session.run(sys.executable, "-c", code, **variables)
-    assert done.stdout.split() == [str(NO_DEVICE)] * 6 + ["None", "77"]
+    done = session.run(sys.executable, "-c", code.replace("PER_THREAD", "2"), **variables)
+    assert done.stdout.split() == [str(NO_DEVICE)] * 6
     assert done.stderr == ""
     assert session.slots() == ()
 

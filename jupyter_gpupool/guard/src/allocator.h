@@ -76,9 +76,10 @@ void guard_left(int *unused);
 /* After the driver said `result` to an allocation that was charged: enter it in the table, or
  * give the charge back. If it cannot be entered, `undo` takes it back. */
 CUresult keep(CUresult result, const struct own *own, CUresult (*undo)(CUdeviceptr key));
+/* Before cuInit the driver says itself that it cannot be. */
 static inline bool managed_allowed(void)
 {
-    return __atomic_load_n(&guard_page->managed, __ATOMIC_RELAXED) == MANAGED_ALLOW;
+    return !guard_initialised() || __atomic_load_n(&guard_page->managed, __ATOMIC_RELAXED) == MANAGED_ALLOW;
 }
 
 /* Credit what an entry was charged. */

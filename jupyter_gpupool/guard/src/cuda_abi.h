@@ -49,6 +49,7 @@ enum {
 
 /* cuGetProcAddress: CUdriverProcAddress_flags and CUdriverProcAddressQueryResult. */
 enum { PROC_DEFAULT = 0, PROC_LEGACY_STREAM = 1, PROC_PER_THREAD_STREAM = 2 };
+enum { PROC_FOUND = 0, PROC_NOT_FOUND = 1, PROC_TOO_NEW = 2 };
 
 enum { MEM_LOCATION_DEVICE = 1, MEM_LOCATION_HOST = 2, MEM_LOCATION_HOST_NUMA = 3,
        MEM_LOCATION_HOST_NUMA_CURRENT = 4 };

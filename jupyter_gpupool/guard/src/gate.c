@@ -130,7 +130,9 @@ CUresult guard_slow_free(uint32_t entry)
 CUresult guard_slow_refuse(uint32_t entry)
 {
     CUresult error = guard_slow_gate(entry);
-    return error ? error : guard_page ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
+    if (error)
+        return error;
+    return guard_page && guard_initialised() ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
 }
 
 /* ---- for C functions and counted calls */

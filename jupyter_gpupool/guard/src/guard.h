@@ -28,6 +28,9 @@ extern void *guard_real[E_COUNT + E_SPARES];
 #define REAL(name) ((__typeof__(&wrap_##name))guard_real[E_##name])
 #define CALL(type, name) ((type)guard_real[E_##name])
 
+/* What the driver says of itself: 1000 x major + 10 x minor. Beyond all if it does not. */
+extern unsigned guard_driver_version;
+
 /* Whether the driver has an entry at all. */
 bool guard_has(int entry);
 

@@ -119,6 +119,27 @@ CUresult wrap_cuInit(unsigned flags)
     return error;
 }
 
+/* Without a driver, the words for what every call says then. */
+static CUresult words(CUresult error, const char **out, const char *of_none, const char *of_success)
+{
+    if (!out)
+        return CUDA_ERROR_INVALID_VALUE;
+    *out = error == CUDA_ERROR_NO_DEVICE ? of_none : error ? NULL : of_success;
+    return *out ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult wrap_cuGetErrorName(CUresult error, const char **out)
+{
+    return guard_slow_never() ? words(error, out, "CUDA_ERROR_NO_DEVICE", "CUDA_SUCCESS")
+                              : REAL(cuGetErrorName)(error, out);
+}
+
+CUresult wrap_cuGetErrorString(CUresult error, const char **out)
+{
+    return guard_slow_never() ? words(error, out, "no CUDA-capable device is detected", "no error")
+                              : REAL(cuGetErrorString)(error, out);
+}
+
 int guard_ordinal(CUdevice device)
 {
     if (device < 0 || device >= PAGE_DEVICES || !guard_page)

@@ -133,9 +133,9 @@ CUresult wrap_cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
     ENTER;
     if (!guard_page)
         return REAL(cuMemAllocManaged)(out, bytes, flags);
+    struct here h = here_now(); /* first: it may find that there is a context after all */
     if (!managed_allowed())
         return CUDA_ERROR_NOT_SUPPORTED;
-    struct here h = here_now();
     if (h.ordinal < 0 || !out || !bytes)
         return REAL(cuMemAllocManaged)(out, bytes, flags);
     struct own own = {.bytes = guard_allocator->extent(bytes), .owner = h.number,

@@ -196,7 +196,7 @@ CUresult wrap_cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *out, size_t bytes, CUmem
 CUresult wrap_cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
 {
     ENTER;
-    struct reserves *all = guard_page ? reserves() : NULL;
+    struct reserves *all = guard_page && guard_initialised() ? reserves() : NULL;
     if (!all || !props || !out)
         return REAL(cuMemPoolCreate)(out, props);
     bool managed = props->allocType == ALLOC_TYPE_MANAGED;
@@ -221,7 +221,7 @@ CUresult wrap_cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
 /* The default pool of managed memory is nobody's to make: refused where it is asked for. */
 static bool managed_refused(int type)
 {
-    if (!guard_page || type != ALLOC_TYPE_MANAGED)
+    if (!guard_page || !guard_initialised() || type != ALLOC_TYPE_MANAGED)
         return false;
     if (!managed_allowed())
         return true;

@@ -7,6 +7,7 @@
 #include "guard.h"
 #include "wraps.h"
 
+#include <limits.h>
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -102,32 +103,52 @@ static CUresult ask(int asked, bool five, const char *name, void **out, int vers
                 : ((query)guard_real[asked])(name, out, version, flags);
 }
 
-static CUresult get(int asked, bool five, bool per_thread, const char *name, void **out,
-                    int version, uint64_t flags, int *status)
+/* As NVIDIA's drivers say that there is no such function: the form with a status succeeds, the
+ * older one fails and leaves `out` as it was. */
+static CUresult none(bool five, void **out, void *before, int *status, int why)
 {
-    CUresult error = guard_slow_never();
-    if (error) {
-        if (out)
-            *out = NULL;
-        return error;
-    }
-    error = ask(asked, five, name, out, version, flags, status);
+    *out = five ? NULL : before;
+    if (status)
+        *status = why;
+    return five ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}
+
+/* Without a driver, the guard's own functions: they say that there is no device. */
+static CUresult own(bool five, const char *name, void **out, int version, uint64_t flags, int *status)
+{
+    if (!name || !out || flags > (PROC_LEGACY_STREAM | PROC_PER_THREAD_STREAM))
+        return CUDA_ERROR_INVALID_VALUE;
+    int entry = guard_find(name, version, flags & PROC_PER_THREAD_STREAM);
+    if (entry < 0)
+        return none(five, out, *out, status,
+                    guard_find(name, INT_MAX, false) < 0 ? PROC_NOT_FOUND : PROC_TOO_NEW);
+    *out = guard_exported(entry);
+    if (status)
+        *status = PROC_FOUND;
+    return CUDA_SUCCESS;
+}
+
+static CUresult get(int asked, bool five, const char *name, void **out, int version, uint64_t flags,
+                    int *status)
+{
+    if (guard_slow_never())
+        return own(five, name, out, version, flags, status);
+    void *before = out ? *out : NULL;
+    CUresult error = ask(asked, five, name, out, version, flags, status);
     if (error || !name || !out || !*out)
         return error;
     void *address = *out;
     if (is_ours(address))
         return CUDA_SUCCESS;
-    if (flags)
-        per_thread = flags & PROC_PER_THREAD_STREAM;
-    int entry = guard_find(name, version, per_thread);
-    /* The one name that went from one call to another: since CUDA 12 it is the form with flags. */
-    if (entry == E_cuGraphInstantiate_v2 && version >= 12000)
-        entry = E_cuGraphInstantiateWithFlags;
+    /* A driver has no form that is later than itself, whatever it is asked for. */
+    if ((unsigned)version > guard_driver_version)
+        version = (int)guard_driver_version;
+    int entry = guard_find(name, version, flags & PROC_PER_THREAD_STREAM);
     if (entry >= 0 && exported[entry] != address && guard_real[entry] != address) {
         int other = find_address(address);
         if (other >= 0) {
             entry = other;
-        } else if (version > KNOWN_VERSION) {
+        } else if ((unsigned)version > KNOWN_VERSION) {
             /* Perhaps a form that is newer than entries.txt, with other arguments. */
             void *known = NULL;
             if (ask(asked, five, name, &known, KNOWN_VERSION, flags, NULL) || known != address)
@@ -139,33 +160,18 @@ static CUresult get(int asked, bool five, bool per_thread, const char *name, voi
     if (entry >= 0 && exported[entry] != address && !adopt(entry, address))
         entry = -1;
     *out = entry >= 0 ? guard_exported(entry) : spare_for(address);
-    if (*out)
-        return CUDA_SUCCESS;
-    if (status && five)
-        *status = 1; /* CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND */
-    return CUDA_ERROR_NOT_FOUND;
+    return *out ? CUDA_SUCCESS : none(five, out, before, status, PROC_NOT_FOUND);
 }
 
 CUresult wrap_cuGetProcAddress(const char *name, void **out, int version, uint64_t flags)
 {
-    return get(E_cuGetProcAddress, false, false, name, out, version, flags, NULL);
-}
-
-CUresult wrap_cuGetProcAddress_ptsz(const char *name, void **out, int version, uint64_t flags)
-{
-    return get(E_cuGetProcAddress_ptsz, false, true, name, out, version, flags, NULL);
+    return get(E_cuGetProcAddress, false, name, out, version, flags, NULL);
 }
 
 CUresult wrap_cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags,
                                   int *status)
 {
-    return get(E_cuGetProcAddress_v2, true, false, name, out, version, flags, status);
-}
-
-CUresult wrap_cuGetProcAddress_v2_ptsz(const char *name, void **out, int version, uint64_t flags,
-                                       int *status)
-{
-    return get(E_cuGetProcAddress_v2_ptsz, true, true, name, out, version, flags, status);
+    return get(E_cuGetProcAddress_v2, true, name, out, version, flags, status);
 }
 
 void procaddr_fork(enum fork_when when)

@@ -9,6 +9,7 @@
 #include "guard.h"
 
 #include <dlfcn.h>
+#include <limits.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,6 +23,7 @@ extern const int32_t guard_entry_at[];
 
 void *guard_real[E_COUNT + E_SPARES];
 uint8_t guard_unloaded HIDDEN = 1;
+unsigned guard_driver_version = INT_MAX;
 
 static pthread_mutex_t publishing = PTHREAD_MUTEX_INITIALIZER;
 static bool driver_missing, handed_over;
@@ -67,9 +69,14 @@ int guard_find(const char *name, int version, bool per_thread)
             high = middle;
     }
     for (int i = low; i < E_COUNT && !compare(name, length, i); i++) {
-        int since = (int)entry_table[i].since;
-        /* Sorted by variant, then by version: the last that fits is the one. */
-        if (since && since <= version && (!entry_table[i].per_thread || per_thread))
+        unsigned since = entry_table[i].since;
+        /* Sorted by variant, then by version: the last that fits is the one. Where there are
+         * variants for per-thread streams, the driver has none else for who asks for those. */
+        if (entry_table[i].per_thread && !per_thread)
+            break;
+        if (entry_table[i].per_thread && found >= 0 && !entry_table[found].per_thread)
+            found = -1;
+        if (since && since <= (unsigned)version)
             found = i;
     }
     return found;
@@ -105,8 +112,14 @@ static void load(void)
             if (!table[i])
                 table[i] = (void *)not_in_driver;
         }
+    /* NVIDIA's answer this before cuInit, and touch nothing for it. */
+    int version = 0;
+    if (handle && table[E_cuDriverGetVersion] != (void *)not_in_driver)
+        ((CUresult(*)(int *))table[E_cuDriverGetVersion])(&version);
     pthread_mutex_lock(&publishing);
     if (guard_unloaded && !driver_missing) {
+        if (version > 0)
+            guard_driver_version = (unsigned)version;
         if (handle)
             for (int i = 0; i < E_COUNT; i++)
                 __atomic_store_n(&guard_real[i], table[i], __ATOMIC_RELAXED);

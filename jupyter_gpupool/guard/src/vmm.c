@@ -54,7 +54,7 @@ CUresult wrap_cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const
 {
     ENTER;
     struct here h = {.ordinal = -1};
-    if (prop && prop->location.type == MEM_LOCATION_DEVICE)
+    if (guard_page && guard_initialised() && prop && prop->location.type == MEM_LOCATION_DEVICE)
         h = here_of_device(prop->location.id);
     struct vmm *v = vmm();
     if (h.ordinal < 0 || !out || !bytes || !v)

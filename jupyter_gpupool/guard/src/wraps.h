@@ -22,12 +22,11 @@ CUresult wrap_cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device);
 CUresult wrap_cuDeviceGetAttribute(int *value, int attribute, CUdevice device);
 CUresult wrap_cuDeviceComputeCapability(int *major, int *minor, CUdevice device);
 
+CUresult wrap_cuGetErrorName(CUresult error, const char **out);
+CUresult wrap_cuGetErrorString(CUresult error, const char **out);
 CUresult wrap_cuGetProcAddress(const char *name, void **out, int version, uint64_t flags);
-CUresult wrap_cuGetProcAddress_ptsz(const char *name, void **out, int version, uint64_t flags);
 CUresult wrap_cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags,
                                   int *status);
-CUresult wrap_cuGetProcAddress_v2_ptsz(const char *name, void **out, int version, uint64_t flags,
-                                       int *status);
 
 #pragma GCC visibility pop
 #endif

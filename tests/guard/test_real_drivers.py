@@ -1,0 +1,175 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What NVIDIA's own libraries answered, against the guard's lists and against the guard itself.
+
+The libraries are not here: records/drivers.txt says what they export and what cuGetProcAddress
+gives, and a driver that is made of it takes their place.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conftest import compile_c
+from record_drivers import read, text
+
+from jupyter_gpupool.guard import _generate as generator
+from jupyter_gpupool.guard import build as guard_build
+
+RECORD = Path(__file__).parent / "records" / "drivers.txt"
+DRIVERS = read(RECORD)
+PLAIN, PER_THREAD = range(2)
+
+#: Called by a debugger in the process that it debugs, or with a breakpoint in them: a debugger
+#: looks for them by name, and must find the driver's.
+OF_DEBUGGERS = {
+    "cudbgApiAttach", "cudbgApiDetach", "cudbgApiInit", "cudbgMain", "cudbgReportDriverApiError",
+    "cudbgReportDriverInternalError",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def entries():
+    return {entry.symbol: entry for entry in generator.read(guard_build.ENTRIES)}
+
+
+@pytest.fixture(params=DRIVERS, ids=lambda driver: driver["driver"])
+def driver(request):
+    return request.param
+
+
+def test_the_record_says_all_that_was_asked():
+    assert text(DRIVERS) == RECORD.read_text()
+    assert RECORD.stat().st_size < 60_000
+
+
+def test_every_function_that_they_export_is_an_entry(driver, entries):
+    assert set(driver["exports"]) - set(entries) == OF_DEBUGGERS
+
+
+def test_every_function_of_their_nvml_is_an_entry(driver):
+    text = guard_build.NVML_ENTRIES.read_text()
+    assert set(driver["nvml"]) <= set(re.findall(r"^nvml\w+", text, re.MULTILINE))
+
+
+def test_entries_say_from_which_version_a_form_is_given(driver, entries):
+    for base, sides in driver["answers"].items():
+        for side, steps in enumerate(sides):
+            for since, form in steps:
+                entry = entries[form]
+                assert (entry.base, entry.since) == (base, since)
+                assert side == PER_THREAD or not entry.per_thread
+    given = {form for pair in driver["answers"].values() for steps in pair for _, form in steps}
+    for symbol in set(driver["exports"]) & set(entries) - given:
+        assert entries[symbol].since == 0, symbol
+
+
+def _source(driver, inner):
+    """Return a driver in C. ``inner``: it gives out other addresses than it exports."""
+    own = ("cuInit", "cuDriverGetVersion", "cuGetProcAddress", "cuGetProcAddress_v2")
+    head = (
+        '#include <stddef.h>\n#include <string.h>\n#define X __attribute__((visibility("default")))'
+    )
+    lines = [head, "X int cuInit(unsigned flags) { return flags ? 1 : 100; }"]
+    lines += [f"X int cuDriverGetVersion(int *out) {{ *out = {driver['cuda']}; return 0; }}"]
+    lines += ["X int cuGetProcAddress(const char *, void **, int, unsigned long long);"]
+    lines += ["X int cuGetProcAddress_v2(const char *, void **, int, unsigned long long, int *);"]
+    for number, name in enumerate(driver["exports"]):
+        if name not in own:
+            lines.append(f"X int {name}(void) {{ return {number}; }}")
+        if inner and name not in own:
+            lines.append(f"static int inner_{name}(void) {{ return -{number + 1}; }}")
+    lines.append(
+        "static const struct { const char *name; unsigned side, since; void *at; } all[] = {"
+    )
+    for base, sides in driver["answers"].items():
+        for side, steps in enumerate(sides):
+            for since, form in steps:
+                at = f"inner_{form}" if inner and form not in own else form
+                lines.append(f'{{"{base}", {side}, {since}, (void *){at}}},')
+    lines.append(
+        """{0}};
+static int find(const char *name, unsigned version, unsigned side, void **out)
+{
+    int status = 1;
+    for (int i = 0; all[i].name; i++)
+        if (all[i].side == side && !strcmp(name, all[i].name)) {
+            if (all[i].since <= version)
+                *out = all[i].at;
+            status = all[i].since <= version ? 0 : status ? 2 : 0;
+        }
+    return status;
+}
+int cuGetProcAddress_v2(const char *name, void **out, int version, unsigned long long flags,
+                        int *status)
+{
+    int found;
+    if (flags > 3)
+        return 1;
+    *out = NULL;
+    found = find(name, (unsigned)version, flags >> 1 & 1, out);
+    if (status)
+        *status = found;
+    return 0;
+}
+int cuGetProcAddress(const char *name, void **out, int version, unsigned long long flags)
+{
+    if (flags > 3)
+        return 1;
+    return find(name, (unsigned)version, flags >> 1 & 1, out) ? 500 : 0;
+}"""
+    )
+    return "\n".join(lines) + "\n"
+
+
+#: Statements of a process: answers to each question of a file, with names in place of addresses.
+ASK = """
+import ctypes, json, sys
+C = ctypes.CDLL("libcuda.so.1")
+names, questions = json.load(open(sys.argv[1]))
+symbol = {ctypes.cast(getattr(C, n), ctypes.c_void_p).value: n for n in names}
+def ask(name, version, flags, five, with_status):
+    out, status = ctypes.c_void_p(77), ctypes.c_int(77)
+    args = [name.encode(), ctypes.byref(out), version, ctypes.c_uint64(flags)]
+    call = C.cuGetProcAddress_v2 if five else C.cuGetProcAddress
+    error = call(*args, *[ctypes.byref(status) if with_status else None] * five)
+    return error, symbol.get(out.value, out.value), status.value
+print(json.dumps([ask(*question) for question in questions]))
+"""
+
+
+def _questions(driver, names):
+    """Yield each question with NVIDIA's answer to it."""
+    for name in names:
+        for flags in (0, 1, 2, 3):
+            steps = driver["answers"].get(name, [[], []])[flags >> 1]
+            for version in {0, -1, 13000, *(v for since, _ in steps for v in (since - 1, since))}:
+                form = [form for since, form in steps if since <= version % 2**32][-1:]
+                missing = 2 if steps else 1
+                for five, with_status in ((True, True), (True, False), (False, False)):
+                    if form:
+                        answer = [0, form[0], 0 if with_status else 77]
+                    else:
+                        answer = (
+                            [0, None, missing if with_status else 77] if five else [500, 77, 77]
+                        )
+                    yield (name, version, flags, five, with_status), answer
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["as exported", "other addresses"])
+def test_the_guard_answers_as_they_do_with_its_own_functions(
+    driver, inner, session, entries, tmp_path
+):
+    source = tmp_path / "driver.c"
+    source.write_text(_source(driver, inner))
+    flags = ("-shared", "-fPIC", "-fvisibility=hidden", "-O0", "-g0", "-Wno-unused-function")
+    library = compile_c(tmp_path / "driver.so", source, flags=flags)
+    names = sorted({*driver["answers"], *(entry.base for entry in entries.values()), "cuNo", ""})
+    asked, answers = zip(*_questions(driver, names), strict=True)
+    path = tmp_path / "questions"
+    path.write_text(json.dumps([sorted(entries), asked]))
+    for variables in ({}, {"GPUPOOL_PAGE": None}):
+        said = session.python(ASK, path, GPUPOOL_REAL_LIBCUDA=str(library), **variables)
+        both = zip(asked, json.loads(said), answers, strict=True)
+        assert [item for item in both if item[1] != item[2]] == []
