@@ -96,6 +96,11 @@ class SessionCalls:
         #: Every process of the session that was seen.
         self.pids: set[int] = set()
 
+    @property
+    def copy_timeout(self) -> float:
+        """Seconds that a call which copies may take."""
+        return self._copy_timeout
+
     def allow_copy(self, size: int) -> None:
         """Give the following calls the time to copy ``size`` bytes."""
         self._copy_timeout = self._call_timeout + size / SLOWEST_COPY
@@ -205,7 +210,8 @@ class SessionCalls:
                 answer = await self._worker.call(op, timeout, process=_wire(process), **fields)
                 return self._count(answer)
             except (ChildLost, DriverError) as error:
-                now = await self.state(process)
+                # A lock that is late may keep the state from being told, and nothing was copied.
+                now = await self.state(process, self.patience if op == "lock" else None)
                 if now.outcome != "ok":
                     return now
                 if now.value == after:

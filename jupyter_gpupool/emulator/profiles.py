@@ -249,7 +249,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "restore-more": ("pid", "device", "count", "bytes"),
     "migration-refused": ("pid", "count", "code"),
     "init-suffices": ("pid",),
-    "lock-ignores-timeout": ("pid", "count"),
+    "lock-ignores-timeout": ("pid",),
 }
 #: What a fault is not without.
 _NEEDED = {
@@ -293,7 +293,8 @@ class Faults:
                               again
     ``init-suffices``         cuInit alone, without a context, makes a process that can be
                               suspended
-    ``lock-ignores-timeout``  a lock waits for submitted work as long as that takes
+    ``lock-ignores-timeout``  a lock waits for work that never ends, whatever its time-out, until
+                              this is cleared
     ========================  ==================================================================
 
     Each may be narrowed with ``pid`` (the target process), ``device`` (the machine's index) and

@@ -30,8 +30,11 @@ static CUresult do_lock(uint32_t timeout_ms)
         sleep_until(deadline);
         return fault.code ? (CUresult)fault.code : CUDA_ERROR_NOT_READY;
     }
-    if (fault_hit(FAULT_LOCK_IGNORES_TIMEOUT, getpid(), -1, NULL, NULL))
+    /* Work that goes on and on, and a lock that waits for it whatever it was told. */
+    while (fault_active(FAULT_LOCK_IGNORES_TIMEOUT, getpid(), -1, NULL)) {
         deadline = 0;
+        sleep_until(now_ns() + 5000000);
+    }
     if (!gate_close(deadline))
         return CUDA_ERROR_NOT_READY;
     set_state(PROCESS_LOCKED);
