@@ -211,7 +211,8 @@ class SessionCalls:
                 return self._count(answer)
             except (ChildLost, DriverError) as error:
                 # A lock that is late may keep the state from being told, and nothing was copied.
-                now = await self.state(process, self.patience if op == "lock" else None)
+                brief = min(self.patience, LOCK_GRACE) if op == "lock" else None
+                now = await self.state(process, brief)
                 if now.outcome != "ok":
                     return now
                 if now.value == after:
