@@ -72,8 +72,7 @@ def explain(books: Books, why: tuple[Any, ...]) -> str:
         return f"its GPU ({figures[0]}) is out of service: {figures[1]}"
     if code == "foreign":
         return (
-            f"{format_bytes(figures[0])} is not there as long as processes outside the pool use "
-            "the GPUs"
+            f"{format_bytes(figures[0])} is not there as long as the GPUs are used outside the pool"
         )
     if code == "nowhere":
         return "no GPU that it can use is in service"
