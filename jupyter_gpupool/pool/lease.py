@@ -128,7 +128,7 @@ class Session:
     host_bound: int = 0
     #: The driver would not move its state to another device. Not recorded: whoever forgets it asks
     #: the driver once more, and gets the same answer.
-    stays: bool = False
+    immovable: bool = False
     #: Not suspended (idle) or not attached (queued) before this time, after a failed try.
     retry_at: float = 0.0
     failures: int = 0

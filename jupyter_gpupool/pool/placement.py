@@ -87,7 +87,7 @@ def needs_of(session: Session, inventory: Inventory, settings: PoolSettings) -> 
             ledger = inventory.placeholder(s.device)
             device = ledger.device
             least = max(memory, s.bytes)
-            moves = device.can_migrate and (not session.stays or bool(ledger.drained))
+            moves = device.can_migrate and (not session.immovable or bool(ledger.drained))
             found.append(
                 Need(
                     least=least,

@@ -29,7 +29,7 @@ def reason(books: Books, s: Session) -> str:
         return ""
     v = _stayer(books, s)
     if v is None:
-        settled = s.why[0] == "busy" and s.bound and (s.stays or not s.suspended)
+        settled = s.why[0] == "busy" and s.bound and (s.immovable or not s.suspended)
         if settled and books.inventory.best() >= s.request.memory:
             return _settled(books, s)
         return explain(books, s.why)

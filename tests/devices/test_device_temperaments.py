@@ -321,6 +321,33 @@ async def test_a_device_that_is_lost_in_a_resume_costs_a_mild_driver_nothing(emu
         assert await target.do("digest", 1) == digest
 
 
+async def test_a_device_that_is_lost_as_a_suspend_ends_leaves_the_state_known(emulated):
+    """device-lost between the copy and the look whether it is free: the state is in host memory."""
+    machine = emulated(TWO)
+    async with machine.started() as (service, devices), machine.target() as target:
+        first, second = (d.uuid for d in devices)
+        digest = await filled(target)
+        make = service._operation
+
+        def losing(*arguments):
+            operation = make(*arguments)
+            verify = operation._verify
+
+            async def after_the_loss(*seen):
+                machine.faults.set("device-lost", device=0)
+                return await verify(*seen)
+
+            operation._verify = after_the_loss
+            return operation
+
+        service._operation = losing
+        outcome = await suspended(service, target, first)
+        service._operation = make
+        assert outcome.freed == {first: 80 * MiB}
+        await resumed(service, target, second, first, outcome.freed[first])
+        assert await target.do("digest", 1) == digest
+
+
 # ------------------------------------------------------------------ locks
 
 
