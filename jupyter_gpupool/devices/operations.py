@@ -184,10 +184,7 @@ class Operation:
                 continue  # it runs, or will be seen to
             answer = await self._calls.state(process)
             if answer.value == "checkpointed":
-                await self._wait_for_room(process)
-                answer = await self._copy("restore", process, mapping=None)
-                if answer.outcome == "ok":
-                    answer = Answer("ok", value="locked")
+                answer = await self._back(process)
             if answer.value == "locked":
                 answer = await self._calls.call("unlock", process)
                 if answer.outcome == "ok":
@@ -201,6 +198,20 @@ class Operation:
             what = answer.message or f"the driver says {answer.value!r}"
             trouble = status, f"Process {process.pid} could not be brought back: {what}"
         return trouble
+
+    async def _back(self, process: ProcessId) -> Answer:
+        """Restore a process where it was; for a while again, if that fails and costs nothing."""
+        deadline = time.monotonic() + ROOM_WAIT
+        await self._wait_for_room(process)
+        while True:
+            answer = await self._copy("restore", process, mapping=None)
+            if answer.outcome == "ok":
+                return replace(answer, value="locked")
+            if answer.outcome == "refused" and answer.code != LOST:
+                answer = replace(answer, value=(await self._calls.state(process)).value)
+            if answer.value != "checkpointed" or time.monotonic() >= deadline:
+                return answer
+            await asyncio.sleep(0.1)
 
     async def _wait_for_room(self, process: ProcessId) -> None:
         """Wait a little until what a process had is free again, if somebody took it.

@@ -204,6 +204,24 @@ async def test_an_nvml_that_hangs_without_a_copy_is_replaced_as_ever(emulated):
         assert service._sampler.child.pid != first
 
 
+async def test_a_copy_that_goes_on_is_waited_for_however_slow(emulated, monkeypatch):
+    """A checkpoint that takes several times what is allowed: the worker goes, the copy does not."""
+    monkeypatch.setattr("jupyter_gpupool.devices.calls.PROGRESS", 1 * MiB)
+    machine = emulated(ONE)
+    async with (
+        machine.started(call_timeout=1.0) as (service, devices),
+        machine.target() as target,
+    ):
+        uuid = devices[0].uuid
+        digest = await filled(target, 32 * MiB)
+        machine.faults.set("slow-copies", bandwidth="4MiB/s", pid=target.pid)
+        outcome = await suspended(service, target, uuid)
+        assert outcome.freed == {uuid: 96 * MiB}
+        machine.faults.clear()
+        await resumed(service, target, uuid, uuid, outcome.freed[uuid])
+        assert await target.do("digest", 1) == digest
+
+
 # ------------------------------------------------------------------ restore
 
 
@@ -263,6 +281,23 @@ async def test_of_several_processes_those_restored_are_suspended_again(emulated)
         assert (await service.sample())[0].used == 0
         machine.faults.clear("restore-failed")
         await resumed(service, target, uuid, uuid, need)
+        assert await target.do("digest", 1) == digest
+        assert await target.child("digest", 2) == theirs
+
+
+async def test_what_an_undo_restores_is_tried_until_it_is_back(emulated):
+    """restore-keeps-state: one process was suspended, the other refuses, so both are to run."""
+    machine = emulated(ONE)
+    machine.faults.set("restore-keeps-state")
+    async with machine.started() as (service, devices), machine.target() as target:
+        digest = await filled(target)
+        child = await target.do("spawn")
+        await target.child("context")
+        theirs = await target.child("fill", 4 * MiB, 2)
+        machine.faults.set("checkpoint-refused", pid=target.pid)
+        machine.faults.set("restore-failed", pid=child, count=3)
+        outcome = await service.suspend(target.root, [devices[0].uuid], session=SESSION)
+        assert outcome.status == "pinned", outcome
         assert await target.do("digest", 1) == digest
         assert await target.child("digest", 2) == theirs
 
