@@ -99,6 +99,8 @@ class Sampler:
 
     async def sample_soon(self, uuids: Sequence[str]) -> list[DeviceSample]:
         """Return what :meth:`sample` does, or raise as it does, without waiting for a copy."""
+        if not self._copies:
+            return await self.sample(uuids)
         task = asyncio.ensure_future(self.sample(uuids))
         done, _ = await asyncio.wait({task}, timeout=self._timeout)
         if done:
