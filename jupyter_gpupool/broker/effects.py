@@ -12,6 +12,7 @@ import asyncio
 from typing import Callable, Coroutine, Mapping, Sequence
 
 from ..devices.model import DeviceSample, SuspendOutcome
+from ..devices.residue import slack
 from ..devices.service import DeviceService
 from ..errors import GPUPoolError
 from ..pool import events as e
@@ -145,7 +146,7 @@ class DeviceEffects:
         if outcome.status == "gone":
             return e.SessionEnded(now=now, session=name, reason="its process has ended")
         lost = outcome.status in ("failed", "hung")
-        if lost:
+        if lost or (outcome.status == "refused" and not outcome.stay):
             for uuid in dict.fromkeys(piece.device for piece in action.slices):
                 self._start("", self._examine(uuid))
         return e.AttachFailed(
@@ -154,6 +155,7 @@ class DeviceEffects:
             epoch=epoch,
             message=outcome.message or "The driver did not resume it.",
             lost=lost,
+            stay=outcome.stay,
         )
 
     async def _examine(self, uuid: str) -> None:
@@ -164,12 +166,12 @@ class DeviceEffects:
 
     def _need(self, record: SessionRecord, action: e.Attach) -> dict[str, int]:
         """Return the free bytes that each target must show before a restore is tried."""
-        headroom = self._runner.pool.settings.resume_headroom
         held = {piece.device: piece.bytes for piece in record.suspended}
         need: dict[str, int] = {}
         for origin, piece in zip(action.origin, action.slices, strict=True):
             # No more than was reserved: a state that fills a device leaves no room for headroom.
-            wanted = min(held.get(origin, piece.bytes) + headroom, piece.bytes)
+            state = held.get(origin, piece.bytes)
+            wanted = min(state + self._runner.pool.headroom(piece.device), piece.bytes)
             need[piece.device] = need.get(piece.device, 0) + wanted
         return need
 
@@ -198,10 +200,12 @@ class DeviceEffects:
             sample = self.samples.get(piece.device)
             if sample is None or sample.lost:
                 return f"{piece.device} cannot be read: {sample.lost if sample else 'not found'}."
-            if sample.free < piece.bytes:
+            # By a little the driver's own memory varies, and nothing is restored here.
+            if sample.free + slack(sample.total) < piece.bytes:
                 return (
                     f"{format_bytes(piece.bytes)} were to be free on {piece.device} and "
-                    f"{format_bytes(sample.free)} are: a process outside the pool uses the rest."
+                    f"{format_bytes(sample.free)} are: the rest is in use outside the pool "
+                    "(nvidia-smi shows by what)."
                 )
         return ""
 

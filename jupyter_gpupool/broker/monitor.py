@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Callable, Mapping, Sequence
 
 from ..config import BrokerSettings
+from ..devices.contexts import assumed
 from ..devices.model import DeviceSample, ProcessId
 from ..devices.processes import identify, session_of
 from ..errors import GPUPoolError
@@ -220,10 +221,13 @@ class Monitor:
         granted: Mapping[str, int],
         counted: Mapping[str, Mapping[str, int]],
     ) -> _Use:
-        """Split a device's used bytes into the sessions' and everybody else's.
+        """Split a device's used bytes into the sessions', the driver's and everybody else's.
 
-        Where NVML names no processes (in containers), what is used and not known counts first as
-        the use of the sessions attached there, up to their grants, and only then as foreign.
+        What is used and not listed counts first as the use of the sessions attached there, up to
+        their grants: all of it where NVML names no processes (in containers), else a context for
+        each. Then as the driver's own, up to what the capacity lacks for that; with it goes what
+        suspended sessions still show. Only then is it foreign. A list may be older than the
+        figures: nobody has more than is in use.
 
         Of what NVML shows of a session and what its guard has counted the larger is true: NVML
         sees what the driver takes by itself, and not processes of other pid namespaces; the guard
@@ -243,12 +247,22 @@ class Monitor:
                 footprints[owner] = footprints.get(owner, 0) + entry.bytes
         foreign = known - sum(footprints.values())
         shown = dict(footprints)
-        for session in footprints.keys() - granted.keys():
-            # It has no slice here, so nobody's slice covers this. (What is more than a slice, the
-            # pool itself counts.)
-            foreign += footprints.pop(session)
-        unseen = sum(size for session, size in granted.items() if session not in footprints)
-        foreign += max(0, sample.used - known - unseen)
+        # They have no slice here, so nobody's slice covers this. (What is more than a slice, the
+        # pool itself counts.)
+        left = {name: footprints.pop(name) for name in footprints.keys() - granted.keys()}
+        device = self._runner.pool.device(sample.uuid)
+        context = (device and device.context_bytes) or assumed(sample.total)
+        unseen = sum(
+            min(context, max(0, size - footprints[name])) if name in footprints else size
+            for name, size in granted.items()
+        )
+        driver = max(0, device.memory_reserved - sample.reserved) if device else 0
+        beside = max(0, sample.used - sum(footprints.values()))
+        loose = min(sum(left.values()) + max(0, sample.used - known - unseen),
+                    max(0, beside - foreign))  # fmt: skip
+        for name, size in left.items():
+            shown[name] = min(size, max(0, beside - foreign - driver))
+        foreign = min(foreign, beside) + max(0, loose - driver)
         for name in granted.keys() - footprints.keys():
             idler = self._runner.sessions.find(name)
             if idler is not None and idler.cuda is False:

@@ -177,10 +177,13 @@ class GPUPool(Configurable):
     )
     resume_headroom = _option(
         Size(_POOL.resume_headroom, zero=True),
-        "Device memory that must be free beyond what a suspended kernel held before it is resumed.",
-        unit="bytes, or text such as '64MiB'",
-        default="32 MiB",
-        example='resume_headroom = "64MiB"',
+        "Device memory that must be free beyond what a suspended kernel held before it is resumed, "
+        "at most a sixteenth of the GPU. A driver may need more to bring a process back than it "
+        "freed, and a resume without room can cost the process; it goes back to the pool as soon "
+        "as the kernel is resumed.",
+        unit="bytes, or text such as '512MiB'",
+        default="256 MiB",
+        example='resume_headroom = "512MiB"',
     )
     max_swap_overhead = _option(
         Share(_POOL.max_swap_overhead, zero=True),

@@ -29,6 +29,10 @@ PATIENCE = 10.0
 #: Bytes per second below which a copy is taken to hang; half of the slowest seen in the field.
 SLOWEST_COPY = 0.5e9
 
+#: Bytes by which a process's host memory, or what it shares of it, changes while the driver copies
+#: for it, however slowly, in the time that all of it should have taken.
+PROGRESS = 16 << 20
+
 #: state before and after a call that worked.
 _STATES = {
     "lock": ("running", "locked"),
@@ -95,6 +99,11 @@ class SessionCalls:
         self.cuda: bool | None = False
         #: Every process of the session that was seen.
         self.pids: set[int] = set()
+
+    @property
+    def copy_timeout(self) -> float:
+        """Seconds that a call which copies may take."""
+        return self._copy_timeout
 
     def allow_copy(self, size: int) -> None:
         """Give the following calls the time to copy ``size`` bytes."""
@@ -205,7 +214,7 @@ class SessionCalls:
                 answer = await self._worker.call(op, timeout, process=_wire(process), **fields)
                 return self._count(answer)
             except (ChildLost, DriverError) as error:
-                now = await self.state(process)
+                now = await self._outcome(op, process)
                 if now.outcome != "ok":
                     return now
                 if now.value == after:
@@ -216,6 +225,22 @@ class SessionCalls:
                     return Answer("refused", LOST, f"The driver did not answer: {error}", now.value)
                 # The driver never heard of it; and an unlock may be repeated.
                 await asyncio.sleep(RETRY_PAUSE)
+
+    async def _outcome(self, op: str, process: ProcessId) -> Answer:
+        """Return the state after a call whose worker is lost, as soon as the driver tells it.
+
+        While bytes move it may tell nothing, and however long that takes it is no loss.
+        """
+        if op == "lock":
+            # Nothing was copied, and what the lock waits for may take any time.
+            return await self.state(process, min(self.patience, LOCK_GRACE))
+        while True:
+            before = processes.resident(process)
+            now = await self.state(process)
+            after = processes.resident(process)
+            moved = max(abs(new - old) for new, old in zip(after, before, strict=True))
+            if now.outcome != "hung" or moved < PROGRESS:
+                return now
 
     def _count(self, answer: dict[str, Any]) -> Answer:
         result = Answer(**{key: answer[key] for key in Answer.__slots__})

@@ -25,6 +25,7 @@ Outcome = Literal["ok", "gone", "stopped", "refused", "hung"]
 NOT_SUPPORTED = "CUDA_ERROR_NOT_SUPPORTED"
 NOT_READY = "CUDA_ERROR_NOT_READY"
 NOT_INITIALIZED = "CUDA_ERROR_NOT_INITIALIZED"
+INVALID_VALUE = "CUDA_ERROR_INVALID_VALUE"
 
 #: Refusals that a live process gets.
 _PLAIN = {NOT_SUPPORTED, NOT_READY}

@@ -11,7 +11,7 @@ from typing import AsyncIterator
 from ..errors import DriverError
 from .children import Child
 from .model import DeviceSample
-from .sampling import Sampler
+from .sampling import Sampler, others
 
 #: Bytes assumed where nothing was measured; at most this part of a small (emulated) device.
 #: Contexts of the drivers in use take 300 to 600 MiB on data-centre GPUs.
@@ -77,11 +77,16 @@ class Stage:
 
 
 def _taken(before: DeviceSample, after: DeviceSample, pid: int | None) -> int:
-    """Return the bytes that process ``pid`` has on the device of these samples."""
+    """Return the bytes that process ``pid`` has on the device of these samples.
+
+    A list may lack some of them: where nobody else came or went, free memory tells of all.
+    """
+    taken = before.free - after.free
     for process in after.processes:
         if process.pid == pid and process.bytes:
-            return process.bytes
-    return before.free - after.free
+            alone = others(before, {pid}) == others(after, {pid})
+            return max(process.bytes, taken) if alone else process.bytes
+    return taken
 
 
 def assumed(total: int) -> int:

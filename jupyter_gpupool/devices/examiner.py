@@ -116,6 +116,8 @@ class Examiner:
             can_migrate=known.can_migrate,
             tier_reason=reason,
             context_bytes=known.context_bytes,
+            # Measured when there was no session; what is in use now may be theirs.
+            memory_reserved=max(device.memory_reserved, known.memory_reserved),
         )
 
     def guard_problem(self, problem: str, devices: Sequence[Device]) -> str:

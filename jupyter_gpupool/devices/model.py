@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Mapping
 
 SuspendStatus = Literal["suspended", "nothing", "pinned", "drain", "gone", "failed", "hung"]
-ResumeStatus = Literal["resumed", "no-room", "gone", "failed", "hung"]
+ResumeStatus = Literal["resumed", "no-room", "refused", "gone", "failed", "hung"]
 
 #: What the driver says of a session: the worst over its processes. ``none``: no CUDA context.
 #: ``hung``: no answer in time, or a process is stopped (SIGSTOP) and so cannot answer.
@@ -94,6 +94,8 @@ class ResumeOutcome:
     ``resumed``  every process runs, on the new devices
     ``no-room``  nothing was begun: NVML shows too little free memory or does not answer, or a
                  process is stopped (SIGSTOP); ``message`` says which
+    ``refused``  the driver would not, and says itself that the state is as it was: it may be tried
+                 again; if ``stay``, only where the state came from
     ``gone``     the root process has ended
     ``failed``   the driver lost the session's state: end it, so that what it holds is freed
     ``hung``     not even the state could be had from a fresh worker: treat as ``failed``
@@ -104,3 +106,5 @@ class ResumeOutcome:
     message: str = ""
     seconds: float = 0.0
     driver_seconds: float = 0.0
+    #: The driver does not move this session to another device.
+    stay: bool = False

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Collection, Mapping, Sequence
 
 from ..errors import DriverError
-from . import checkpoint, processes
+from . import checkpoint, contexts, processes
 from .calls import LOST, PATIENCE, Refused, SessionCalls
 from .checkpoint import Answer, complete_mapping
 from .model import (
@@ -25,13 +26,20 @@ from .model import (
     SuspendOutcome,
     SuspendStatus,
 )
-from .sampling import Sampler
+from .sampling import Sampler, others
 
 #: Times to look for processes that a session started while it was being locked.
 _LOOKS = 3
 
 #: Seconds that a rollback waits for memory that somebody outside the pool took.
 ROOM_WAIT = 5.0
+
+#: Looks at a process that may be locked although the caller is gone, and seconds between them;
+#: seconds for an answer, which may come only when its GPU work has ended.
+_LATE_LOOKS, _LATE_POLL, _LATE_PATIENCE = 30, 1.0, 3600.0
+
+#: Refusals of a restore onto another device that will be the same the next time.
+_NOT_MOVED = {checkpoint.NOT_SUPPORTED, checkpoint.INVALID_VALUE}
 
 _WORST: tuple[SessionState, ...] = ("hung", "failed", "checkpointed", "locked", "running")
 
@@ -49,6 +57,8 @@ class Operation:
         self._before: list[DeviceSample] = []
         #: Processes that could not be brought back to running because they are stopped.
         self.unsettled: list[ProcessId] = []
+        #: Processes that were to be locked, and may be yet: the driver has not said.
+        self.late: list[ProcessId] = []
 
     # ------------------------------------------------------------------ suspend
 
@@ -59,7 +69,7 @@ class Operation:
             targets, adopted = await self._lock_all()
             # Not before: what a process takes until it is locked must count, or a resume would
             # reserve too little, and that is fatal.
-            self._before = before = await self._sampler.sample(devices)
+            self._before = before = await self._sampler.sample_soon(devices)
             self._calls.allow_copy(sum(sample.used for sample in before))
             if not targets:
                 self._nothing_held(before)
@@ -115,9 +125,12 @@ class Operation:
         if _over(answer):
             self.touched.remove(process)
             return False
-        if answer.code == LOST:
+        if answer.code == LOST or answer.outcome == "hung":
+            self.late.append(process)
             raise Refused("drain", f"Process {process.pid} was not suspended. {answer.message}")
-        if answer.code == checkpoint.NOT_READY:
+        # Whatever it calls it: a refusal that took all of the time is one for the time.
+        late = answer.outcome == "refused" and answer.seconds >= self._calls.lock_timeout
+        if answer.code == checkpoint.NOT_READY or late:
             raise Refused(
                 "drain",
                 f"The GPU work of process {process.pid} did not finish in "
@@ -129,12 +142,29 @@ class Operation:
         """Suspend a locked process, if it is not; False if it has ended."""
         answer = await self._calls.state(process)
         if answer.outcome == "ok" and answer.value != "checkpointed":
-            answer = await self._calls.call("checkpoint", process)
+            answer = await self._copy("checkpoint", process)
         if _over(answer):
             return False
         if answer.outcome != "ok":
             raise self._calls.refusal(process, answer)
         return True
+
+    async def _copy(self, op: str, process: ProcessId, **fields: Any) -> Answer:
+        with self._sampler.copying(self._calls.copy_timeout):
+            return await self._calls.call(op, process, **fields)
+
+    async def landed(self, late: Collection[ProcessId]) -> list[ProcessId]:
+        """Wait for locks whose caller is gone; return the processes that they did lock."""
+        found = []
+        for process in late:
+            for _ in range(_LATE_LOOKS):
+                answer = await self._calls.state(process, _LATE_PATIENCE)
+                if answer.value != "running":
+                    break
+                await asyncio.sleep(_LATE_POLL)
+            if answer.value == "locked":
+                found.append(process)
+        return found
 
     async def _give_up(self, refused: Refused) -> SuspendOutcome:
         trouble = await self.undo(self.touched)
@@ -150,12 +180,11 @@ class Operation:
         """Bring processes back to running, parents first; return what stands in the way."""
         trouble: tuple[SuspendStatus, str] | None = None
         for process in reversed([*touched]):
+            if process in self.late:
+                continue  # it runs, or will be seen to
             answer = await self._calls.state(process)
             if answer.value == "checkpointed":
-                await self._wait_for_room(process)
-                answer = await self._calls.call("restore", process, mapping=None)
-                if answer.outcome == "ok":
-                    answer = Answer("ok", value="locked")
+                answer = await self._back(process)
             if answer.value == "locked":
                 answer = await self._calls.call("unlock", process)
                 if answer.outcome == "ok":
@@ -169,6 +198,20 @@ class Operation:
             what = answer.message or f"the driver says {answer.value!r}"
             trouble = status, f"Process {process.pid} could not be brought back: {what}"
         return trouble
+
+    async def _back(self, process: ProcessId) -> Answer:
+        """Restore a process where it was; for a while again, if that fails and costs nothing."""
+        deadline = time.monotonic() + ROOM_WAIT
+        await self._wait_for_room(process)
+        while True:
+            answer = await self._copy("restore", process, mapping=None)
+            if answer.outcome == "ok":
+                return replace(answer, value="locked")
+            if answer.outcome == "refused" and answer.code != LOST:
+                answer = replace(answer, value=(await self._calls.state(process)).value)
+            if answer.value != "checkpointed" or time.monotonic() >= deadline:
+                return answer
+            await asyncio.sleep(0.1)
 
     async def _wait_for_room(self, process: ProcessId) -> None:
         """Wait a little until what a process had is free again, if somebody took it.
@@ -256,11 +299,15 @@ class Operation:
             if problem:
                 return self._resumed("no-room", problem)
         for process in suspended:
-            answer = await self._calls.call("restore", process, mapping=mapping)
+            answer = await self._copy("restore", process, mapping=mapping)
             if _over(answer):
                 continue
-            if answer.outcome != "ok":
-                return await self._not_restored(process, answer)
+            if answer.outcome == "refused" and answer.code != LOST:
+                # What became of it is the driver's to say: not every refusal is a loss.
+                now = await self._calls.state(process)
+                answer = replace(answer, value=now.value)
+            if answer.outcome != "ok" and not (answer.code != LOST and answer.value == "locked"):
+                return await self._not_restored(process, answer, moves=mapping is not None)
             self.touched.append(process)
         for process, state in states.items():
             if state not in ("checkpointed", "locked"):
@@ -294,17 +341,29 @@ class Operation:
                 )
         return ""
 
-    async def _not_restored(self, process: ProcessId, answer: Answer) -> ResumeOutcome:
+    async def _not_restored(
+        self, process: ProcessId, answer: Answer, *, moves: bool
+    ) -> ResumeOutcome:
         """Say what became of the session, having suspended again what had been restored."""
-        untouched = answer.outcome == "stopped" or (
-            answer.code == LOST and answer.value == "checkpointed"
-        )
+        untouched = answer.outcome == "stopped" or answer.value == "checkpointed"
         if untouched:
             for restored in self.touched:
-                again = await self._calls.call("checkpoint", restored)
+                again = await self._copy("checkpoint", restored)
                 untouched &= again.outcome == "ok" or _over(again)
-        if untouched:
+        if untouched and (answer.outcome == "stopped" or answer.code == LOST):
             return self._resumed("no-room", f"Nothing was resumed. {answer.message}")
+        if untouched and moves and answer.code in _NOT_MOVED:
+            text = (
+                f"The driver does not move process {process.pid} to another GPU "
+                f"({answer.code}); it is resumed on the one where it was."
+            )
+            return replace(self._resumed("refused", text), stay=True)
+        if untouched:
+            return self._resumed(
+                "refused",
+                f"The driver did not resume process {process.pid} ({answer.message}), and has its "
+                "state still; it is tried again.",
+            )
         return self._resumed(
             "hung" if answer.outcome == "hung" else "failed",
             f"The driver could not restore process {process.pid}: {answer.message}",
@@ -352,11 +411,18 @@ def freed_bytes(
     """Return the bytes that ``pids`` gave back, by device; empty if that is unknown.
 
     From NVML's process lists if they show every one of ``pids``, which keeps other processes that
-    come and go out of the count; else from free memory.
+    come and go out of the count; else from free memory. A list may lack some of what a process had
+    (its context, say), and a resume that reserves too little is fatal: so where nothing else
+    changed on the device, more free memory counts as well, up to a context for each.
     """
     known = {p.pid for s in before for p in s.processes if p.bytes is not None}
-    if set(pids) <= known:
-        return {s.uuid: sum(p.bytes or 0 for p in s.processes if p.pid in pids) for s in before}
-    if after is None:
-        return {}
-    return {b.uuid: max(0, a.free - b.free) for b, a in zip(before, after, strict=True)}
+    if not set(pids) <= known:
+        if after is None:
+            return {}
+        return {b.uuid: max(0, a.free - b.free) for b, a in zip(before, after, strict=True)}
+    found = {s.uuid: sum(p.bytes or 0 for p in s.processes if p.pid in pids) for s in before}
+    for old, new in zip(before, after or (), strict=False):
+        if others(old, pids) == others(new, pids) and found[old.uuid]:
+            most = found[old.uuid] + len(pids) * contexts.assumed(old.total)
+            found[old.uuid] = max(found[old.uuid], min(new.free - old.free, most))
+    return found

@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from typing import Any, Callable, Collection, Mapping, Sequence
+from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
 
 from ..errors import DriverError
 from .children import Child, ChildLost
 from .model import DeviceSample, ProcessMemory
+from .residue import slack
 
 #: Seconds that NVML may take for one look at the devices before its process is replaced.
 SAMPLE_TIMEOUT = 5.0
@@ -18,6 +20,32 @@ SAMPLE_TIMEOUT = 5.0
 #: Seconds that the memory of a suspended process may take to show as free, and between looks.
 FREED_TIMEOUT = 2.0
 _FREED_POLL = 0.02
+
+
+#: What a suspended process may go on to hold: bytes, and at most this part of what it had.
+KEPT, KEPT_PART = 16 << 20, 4
+
+
+def others(sample: DeviceSample, pids: Collection[int]) -> dict[int, int | None]:
+    """Return what NVML lists for processes that are none of ``pids``."""
+    return {p.pid: p.bytes for p in sample.processes if p.pid not in pids}
+
+
+def _left(before: DeviceSample, after: DeviceSample, pids: Collection[int]) -> bool:
+    """Return whether ``pids``, suspended in between, have given their memory back.
+
+    Both must say so: the list, in which some drivers go on to show a little of each, and the
+    figure of free memory, unless others came or went.
+    """
+    had = {p.pid: p.bytes or 0 for p in before.processes if p.pid in pids}
+    for process in after.processes:
+        most = min(KEPT, had.get(process.pid, 0) // KEPT_PART)
+        if process.pid in pids and (process.bytes is None or process.bytes > most):
+            return False
+    if after.lost or others(before, pids) != others(after, pids):
+        return True
+    least = sum(size - min(KEPT, size // KEPT_PART) for size in had.values())
+    return after.free - before.free >= least - slack(before.total)
 
 
 class Sampler:
@@ -33,6 +61,8 @@ class Sampler:
     ) -> None:
         self.child = Child("monitor", env=env, log=log, on_event=self._take)
         self._timeout = timeout
+        #: Seconds that each copy under way may take.
+        self._copies: list[float] = []
         self._on_lost = on_lost
         self._uuids: tuple[str, ...] = ()
         self._watching = 0
@@ -55,6 +85,33 @@ class Sampler:
         self._watching = 0
         await self._rewatch()
 
+    @contextlib.contextmanager
+    def copying(self, seconds: float) -> Iterator[None]:
+        """For as long as a checkpoint or restore is copying, which may take ``seconds``.
+
+        Some drivers answer NVML only when that is over: to look is to wait, and no failure.
+        """
+        self._copies.append(seconds)
+        try:
+            yield
+        finally:
+            self._copies.remove(seconds)
+
+    async def sample_soon(self, uuids: Sequence[str]) -> list[DeviceSample]:
+        """Return what :meth:`sample` does, or raise as it does, without waiting for a copy."""
+        if not self._copies:
+            return await self.sample(uuids)
+        task = asyncio.ensure_future(self.sample(uuids))
+        done, _ = await asyncio.wait({task}, timeout=self._timeout)
+        if done:
+            return task.result()
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        raise DriverError(
+            f"NVML has not answered for {self._timeout:g} s; the driver is copying for another "
+            "kernel.",
+            code="nvml",
+        )
+
     async def sample(self, uuids: Sequence[str] | None = None) -> list[DeviceSample]:
         """Return one sample for each of ``uuids`` (None: all), in that order.
 
@@ -65,7 +122,8 @@ class Sampler:
         """
         wanted = list(self._uuids if uuids is None else uuids)
         await self._rewatch()
-        answer = await self._call("sample", self._timeout, uuids=wanted)
+        timeout = self._timeout + max(self._copies, default=0.0)
+        answer = await self._call("sample", timeout, uuids=wanted)
         samples = []
         for row in answer["samples"]:
             processes = tuple(ProcessMemory(**process) for process in row["processes"])
@@ -92,7 +150,7 @@ class Sampler:
         while True:
             after = await self.sample(uuids)
             if shown:
-                freed = not any(p.pid in pids and p.bytes != 0 for s in after for p in s.processes)
+                freed = all(_left(b, a, pids) for b, a in zip(before, after, strict=True))
             else:
                 freed = any(a.free > b.free for a, b in zip(after, before, strict=True))
             if freed or loop.time() >= deadline:

@@ -101,7 +101,8 @@ async def judge(
             if suspended.status != "suspended":
                 return f"suspending a test process failed: {suspended.message or suspended.status}"
             second: Operation = operation(process)
-            resumed = await second.resume([destination], [uuid], suspended.freed, everything)
+            need = {destination: suspended.freed.get(uuid, 0)}
+            resumed = await second.resume([destination], [uuid], need, everything)
             if resumed.status == "no-room":
                 raise _NoRoom(resumed.message)
             if resumed.status != "resumed":
@@ -116,7 +117,11 @@ async def judge(
         if peer is None:
             return Verdict(True, False)
         async with stage.moving():
-            problem = await there_and_back(peer)
+            try:
+                problem = await there_and_back(peer)
+            except _NoRoom as error:
+                # It was not tried: without room it would cost the driver's patience, at the least.
+                return Verdict(True, False, f"The self-test had no room on another GPU: {error}")
             if problem:
                 return Verdict(True, False, f"The self-test on another device failed: {problem}")
             return Verdict(True, True)

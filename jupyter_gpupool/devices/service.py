@@ -11,17 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import replace
 from typing import Any, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, TypeVar
 
 from ..errors import DriverError
 from ..pool.model import Device
-from . import contexts, driver, processes
+from . import contexts, driver, processes, residue
 from .calls import SessionCalls
 from .children import Child, child_environment
 from .examiner import Examiner, Findings
 from .model import DeviceSample, ProcessId, ResumeOutcome, SessionState, SuspendOutcome
 from .operations import Operation
-from .sampling import SAMPLE_TIMEOUT, Sampler
+from .sampling import FREED_TIMEOUT, SAMPLE_TIMEOUT, Sampler
 from .selftest import Verdict
 
 _T = TypeVar("_T")
@@ -35,6 +36,9 @@ TEST_CALL_TIMEOUT = 15.0
 
 #: Seconds between two looks at a stopped process that is to be brought back when it goes on.
 _SETTLE_POLL = 0.25
+
+#: Seconds between two looks at what ended self-tests have left.
+_RESIDUE_POLL = 0.1
 
 #: In the name of every device of the emulated driver.
 _EMULATED = "EMULATED"
@@ -94,6 +98,8 @@ class DeviceService:
         self._locks: dict[str, asyncio.Lock] = {}
         self._running: set[asyncio.Task[Any]] = set()
         self._settling: dict[ProcessId, asyncio.Task[None]] = {}
+        #: By session: processes whose lock may come to pass yet.
+        self._late: dict[ProcessId, Sequence[ProcessId]] = {}
 
     # ------------------------------------------------------------------ life
 
@@ -124,6 +130,8 @@ class DeviceService:
         for uuid, device in trusted.items():
             self._devices[uuid] = self._examiner.trust(self._devices[uuid], device)
         await self._sampler.watch([*self._devices])
+        fresh = [uuid for uuid in self._devices if uuid not in trusted]
+        before = await self._unattributed(fresh)
         # One at a time would make a machine of eight GPUs start in half a minute.
         limit = asyncio.Semaphore(_SELFTESTS)
 
@@ -131,8 +139,38 @@ class DeviceService:
             async with limit:
                 await self.self_test(uuid)
 
-        await asyncio.gather(*(test(uuid) for uuid in self._devices if uuid not in trusted))
+        await asyncio.gather(*(test(uuid) for uuid in fresh))
+        await self._set_reserved(before)
         return [*self._devices.values()]
+
+    async def _unattributed(self, uuids: Sequence[str]) -> dict[str, int]:
+        """Return what is in use on devices and nobody's; {} if NVML does not answer."""
+        with contextlib.suppress(DriverError):
+            samples = await self._sampler.sample(uuids)
+            return {s.uuid: residue.unattributed(s) for s in samples if not s.lost}
+        return {}
+
+    async def _set_reserved(self, before: Mapping[str, int]) -> None:
+        """Count as the driver's what devices hold before the first session.
+
+        ``before`` was seen before the self-tests: the first context may leave something for good.
+        Some drivers need a moment to show as free what an ended process had.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + FREED_TIMEOUT
+        after = await self._unattributed([*before])
+        while any(after.get(uuid, 0) > size for uuid, size in before.items()):
+            await asyncio.sleep(_RESIDUE_POLL)
+            again = await self._unattributed([*before])
+            if again == after or loop.time() >= deadline:
+                break
+            after = again
+        with contextlib.suppress(DriverError):
+            for sample in await self._sampler.sample([*before]):
+                size = max(before[sample.uuid], after.get(sample.uuid, 0))
+                self._devices[sample.uuid] = replace(
+                    self._devices[sample.uuid], memory_reserved=residue.reserved(sample, size)
+                )
 
     def _add(self, row: Mapping[str, Any]) -> None:
         uuid, mig = row["uuid"], bool(row["mig"])
@@ -346,9 +384,11 @@ class DeviceService:
     ) -> _T:
         async def perform() -> _T:
             async with self._locked(devices):
-                await self._forget_settling(root)
+                late = await self._forget_settling(root)
                 operation = self._operation(self._workers[devices[0]], root, session)
                 result = await run(operation)
+            if not (isinstance(result, SuspendOutcome) and result.status == "suspended"):
+                operation.late += [process for process in late if process not in operation.late]
             self._settle(operation, root, session, devices)
             return result
 
@@ -376,34 +416,52 @@ class DeviceService:
         """See to processes that were stopped in the middle, when they go on.
 
         The driver's own thread in them may take up the call it was stopped in, so that they would
-        be found locked, with nobody to unlock them.
+        be found locked, with nobody to unlock them. So may a process whose lock did not keep to its
+        time-out, and waits for GPU work still.
         """
-        stopped = operation.unsettled
-        if not stopped:
+        stopped, late = operation.unsettled, operation.late
+        if not stopped and not late:
             return
 
         async def settle() -> None:
             while any(processes.presence(process) == "stopped" for process in stopped):
                 await asyncio.sleep(_SETTLE_POLL)
+            locked = await self._landed(late, root, session) if late else []
+            if not stopped and not locked:
+                return
             async with self._locked(devices):
                 again = self._operation(self._workers[devices[0]], root, session)
-                trouble = await again.undo(stopped)
+                trouble = await again.undo([*stopped, *locked])
             if trouble:
                 self._log.error("%s", trouble[1])
 
         task = asyncio.create_task(settle())
         self._settling[root] = task
+        self._late[root] = late
         task.add_done_callback(lambda _: self._settled(root, task))
+
+    async def _landed(
+        self, late: Sequence[ProcessId], root: ProcessId, session: str
+    ) -> list[ProcessId]:
+        """Wait for locks that are late, in a worker of their own: others need the device's."""
+        worker = Child("worker", env=self._env, log=self._log)
+        try:
+            return await self._operation(worker, root, session).landed(late)
+        finally:
+            await worker.close()
 
     def _settled(self, root: ProcessId, task: asyncio.Task[None]) -> None:
         if self._settling.get(root) is task:
             del self._settling[root]
+            self._late.pop(root, None)
 
-    async def _forget_settling(self, root: ProcessId) -> None:
-        task = self._settling.pop(root, None)
+    async def _forget_settling(self, root: ProcessId) -> Sequence[ProcessId]:
+        """Stop seeing to a session; return whom it may find locked later."""
+        task, late = self._settling.pop(root, None), self._late.pop(root, ())
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
+        return late
 
     def _lost(self, uuid: str, reason: str) -> None:
         self._log.error("Device %s is lost: %s", uuid, reason)

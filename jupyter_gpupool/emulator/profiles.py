@@ -249,6 +249,27 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "device-lost": ("device", "code"),
     "nvml-missing-pids": ("device",),
     "hang": ("pid", "count", "op"),
+    "residue": ("device", "bytes"),
+    "nvml-less": ("pid", "device", "bytes"),
+    "nvml-waits": ("device",),
+    "nvml-late": ("pid", "device", "ms"),
+    "nvml-lag": ("pid", "device", "ms"),
+    "suspend-keeps": ("pid", "device", "bytes"),
+    "restore-keeps-state": ("pid", "code"),
+    "restore-more": ("pid", "device", "count", "bytes"),
+    "migration-refused": ("pid", "count", "code"),
+    "init-suffices": ("pid",),
+    "lock-ignores-timeout": ("pid",),
+}
+#: What a fault is not without.
+_NEEDED = {
+    "slow-copies": ("bandwidth", "in bytes/s"),
+    "residue": ("bytes", "such as 200MiB"),
+    "nvml-less": ("bytes", "such as 64MiB"),
+    "nvml-late": ("ms", "in milliseconds"),
+    "nvml-lag": ("ms", "in milliseconds"),
+    "suspend-keeps": ("bytes", "such as 4MiB, or 0"),
+    "restore-more": ("bytes", "such as 16MiB"),
 }
 _OPERATIONS = ("lock", "checkpoint", "restore", "unlock", "state")
 
@@ -265,6 +286,26 @@ class Faults:
     ``nvml-missing-pids``   NVML lists no processes
     ``hang``                a checkpoint call never returns
     ======================  ====================================================================
+
+    And temperaments: no failures, but the other answer to a question that nobody has put to a
+    real driver yet. What runs above the driver must be right with either.
+
+    ========================  ==================================================================
+    ``residue``               ``bytes`` of the device are in use and no process's
+    ``nvml-less``             NVML lists a process with ``bytes`` less than it really has
+    ``nvml-waits``            NVML does not answer while a checkpoint or restore is copying
+    ``nvml-late``             NVML lists a process only ``ms`` after its first memory
+    ``nvml-lag``              NVML lists a suspended process as before for ``ms`` more
+    ``suspend-keeps``         a suspended process keeps ``bytes``, and is listed (0: with none)
+    ``restore-keeps-state``   a restore that fails leaves the process CHECKPOINTED
+    ``restore-more``          a restored process has ``bytes`` more than before
+    ``migration-refused``     a restore onto another device fails (NOT_SUPPORTED), and can be had
+                              again
+    ``init-suffices``         cuInit alone, without a context, makes a process that can be
+                              suspended
+    ``lock-ignores-timeout``  a lock waits for work that never ends, whatever its time-out, until
+                              this is cleared
+    ========================  ==================================================================
 
     Each may be narrowed with ``pid`` (the target process), ``device`` (the machine's index) and
     ``count`` (how often it strikes); ``code`` is the CUresult to report instead of the usual one
@@ -342,9 +383,12 @@ def _check_fault(name: str, params: Mapping[str, object]) -> None:
             raise EmulatorError(f"op={value!r} is none of {', '.join(_OPERATIONS)}; name one.")
         if key == "bandwidth":
             good = isinstance(value, (int, str)) and bool(_size(str(value), rate=True))
+        elif key == "bytes":
+            good = isinstance(value, (int, str)) and _size(str(value)) is not None
         else:
             good = key == "op" or (isinstance(value, int) and not isinstance(value, bool))
         if not good:
             raise EmulatorError(f"{key}={value!r} of fault {name!r} is not a number; give one.")
-    if name == "slow-copies" and params and "bandwidth" not in params:
-        raise EmulatorError("Fault 'slow-copies' needs bandwidth=, in bytes/s.")
+    key, how = _NEEDED.get(name, ("", ""))
+    if key and params and key not in params:
+        raise EmulatorError(f"Fault {name!r} needs {key}=, {how}.")

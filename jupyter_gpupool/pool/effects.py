@@ -92,6 +92,7 @@ class Effects:
         if event.lost:
             books.lose(s, event.message)
             return
+        s.immovable = s.immovable or event.stay
         # last_devices stays: the session has never been on these.
         last, since = s.last_devices, s.queued_at
         books.return_lease(s)

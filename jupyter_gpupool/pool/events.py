@@ -211,13 +211,15 @@ class AttachFailed(Event):
     """Not attached. If ``lost``, the driver cannot bring this session back: it must end.
 
     Otherwise nothing was begun (say, the memory was not free after all) and the session goes back
-    to the queue with ``message`` as its reason.
+    to the queue with ``message`` as its reason; if ``stay``, only the devices that its state came
+    from will do.
     """
 
     session: str
     epoch: int
     message: str
     lost: bool = False
+    stay: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,6 +122,10 @@ class Handlers:
             books.log("", "warning", "unknown-device", f"There is no device {event.device}.")
             return
         books.inventory.drain(event.device, event.reason)
+        for entry in list(books.order):
+            s = books.sessions[entry[4]]
+            if s.immovable:
+                books.requeue(s)  # better a try elsewhere than a wait for what does not come
         self._recheck(event.device)
 
     def _recheck(self, uuid: str) -> None:

@@ -126,6 +126,9 @@ class Session:
     state_bound: int = 0
     #: Host bytes set aside while a suspend is under way.
     host_bound: int = 0
+    #: The driver would not move its state to another device. Not recorded: whoever forgets it asks
+    #: the driver once more, and gets the same answer.
+    immovable: bool = False
     #: Not suspended (idle) or not attached (queued) before this time, after a failed try.
     retry_at: float = 0.0
     failures: int = 0

@@ -13,8 +13,8 @@ from . import checks
 from .books import Books
 from .events import Action, Event, StateChanged, Tick
 from .handlers import Handlers
-from .model import PoolSettings, PoolView, SessionRecord, SessionView
-from .placement import needs_of
+from .model import Device, PoolSettings, PoolView, SessionRecord, SessionView
+from .placement import headroom, needs_of
 from .policy import Plan, plan_attach
 from .serve import Server
 from .wording import News, reason, seconds, stays_reason
@@ -107,6 +107,16 @@ class Pool:
         finally:
             s.needs = before
         return tuple(x.device for x in plan.takes) if isinstance(plan, Plan) else ()
+
+    def device(self, uuid: str) -> Device | None:
+        """Return a device as it was announced; None if there is no such."""
+        ledger = self._books.inventory.devices.get(uuid)
+        return None if ledger is None else ledger.device
+
+    def headroom(self, uuid: str) -> int:
+        """Return the bytes beyond its state that a session is resumed with on a device."""
+        books = self._books
+        return headroom(books.inventory.placeholder(uuid), books.settings)
 
     def records(self) -> list[SessionRecord]:
         """Return all sessions as they are now, in the order in which they were opened."""

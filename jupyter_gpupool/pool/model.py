@@ -64,7 +64,8 @@ class Device:
     model: str
     #: Bytes as NVML reports them.
     memory_total: int
-    #: Bytes that the driver itself takes and never gives (NVML's ``reserved``).
+    #: Bytes that the driver itself takes and never gives: NVML's ``reserved``, and what was in use
+    #: before there was a session, and no process's.
     memory_reserved: int = 0
     emulated: bool = False
     tier: Tier = "unguarded"
@@ -127,8 +128,9 @@ class PoolSettings:
     reserve: int = 0
     #: Bytes of host memory that suspended state may take in all.
     host_memory: int = 16 * GiB
-    #: Bytes beyond the footprint at suspend that a resume reserves.
-    resume_headroom: int = 32 * MiB
+    #: Bytes beyond the footprint at suspend that a resume reserves; at most a part of the device,
+    #: see ``placement.headroom``.
+    resume_headroom: int = 256 * MiB
     #: Seconds for which a pinned session is not tried again (the reason may have gone away).
     pinned_retry: float = 60.0
     #: Least bytes by which a lease grows beyond what is guaranteed, if there are that many.

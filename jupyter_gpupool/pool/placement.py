@@ -21,6 +21,9 @@ from .model import PoolSettings, Request, Slice
 #: What a session asks for: (group, least bytes, bytes with headroom) of each slice, sorted.
 Asked = tuple[tuple[str, int, int], ...]
 
+#: The headroom of a resume is at most this part of a device.
+HEADROOM_PART = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -67,21 +70,31 @@ class Need:
         return device.model == self.model and (device.can_migrate or device.uuid == self.origin)
 
 
+def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
+    """Return the bytes beyond its state that a session is resumed with on such a device.
+
+    At most a sixteenth of the device: what a driver takes by itself is less on a small one.
+    """
+    return min(settings.resume_headroom, max(1, ledger.capacity // HEADROOM_PART))
+
+
 def needs_of(session: Session, inventory: Inventory, settings: PoolSettings) -> tuple[Need, ...]:
     """Return what ``session`` needs to be attached, in the order in which it sees its devices."""
     memory = session.request.memory
     if session.suspended:
         found = []
         for s in session.suspended:
-            device = inventory.placeholder(s.device).device
+            ledger = inventory.placeholder(s.device)
+            device = ledger.device
             least = max(memory, s.bytes)
+            moves = device.can_migrate and (not session.immovable or bool(ledger.drained))
             found.append(
                 Need(
                     least=least,
-                    bytes=max(memory, s.bytes + settings.resume_headroom),
+                    bytes=max(memory, s.bytes + headroom(ledger, settings)),
                     origin=s.device,
-                    fixed="" if device.can_migrate else s.device,
-                    model=device.model if device.can_migrate else None,
+                    fixed="" if moves else s.device,
+                    model=device.model if moves else None,
                 )
             )
         return tuple(found)

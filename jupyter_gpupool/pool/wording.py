@@ -29,7 +29,7 @@ def reason(books: Books, s: Session) -> str:
         return ""
     v = _stayer(books, s)
     if v is None:
-        settled = s.why[0] == "busy" and s.bound and not s.suspended
+        settled = s.why[0] == "busy" and s.bound and (s.immovable or not s.suspended)
         if settled and books.inventory.best() >= s.request.memory:
             return _settled(books, s)
         return explain(books, s.why)
@@ -72,8 +72,7 @@ def explain(books: Books, why: tuple[Any, ...]) -> str:
         return f"its GPU ({figures[0]}) is out of service: {figures[1]}"
     if code == "foreign":
         return (
-            f"{format_bytes(figures[0])} is not there as long as processes outside the pool use "
-            "the GPUs"
+            f"{format_bytes(figures[0])} is not there as long as the GPUs are used outside the pool"
         )
     if code == "nowhere":
         return "no GPU that it can use is in service"
@@ -158,10 +157,13 @@ def _settled(books: Books, s: Session) -> str:
     free = format_bytes(max(0, min(ledger.avail for ledger in ledgers)))
     names = ", ".join(str(ledger.device.index) for ledger in ledgers)
     where = f"GPU {names}" if len(ledgers) == 1 else f"each of GPUs {names}"
-    return (
-        f"{format_bytes(s.request.memory)} is needed on {where} and {free} is free there; it has "
-        "initialised CUDA there, and can move only once it has had its slice"
+    needed = max([s.request.memory, *(need.bytes for need in s.needs)])
+    why = (
+        "its state is from there, and the driver does not move it"
+        if s.suspended
+        else "it has initialised CUDA there, and can move only once it has had its slice"
     )
+    return f"{format_bytes(needed)} is needed on {where} and {free} is free there; {why}"
 
 
 class News:

@@ -9,8 +9,12 @@ import contextlib
 import logging
 from types import SimpleNamespace
 
+import pytest
+
 from jupyter_gpupool.broker import host
+from jupyter_gpupool.broker import monitor as monitoring
 from jupyter_gpupool.broker.monitor import Monitor
+from jupyter_gpupool.devices.model import DeviceSample, ProcessId, ProcessMemory
 from jupyter_gpupool.errors import DriverError
 from jupyter_gpupool.pool import events as e
 from jupyter_gpupool.pool.machine import Pool
@@ -102,3 +106,70 @@ def test_without_anything_new_the_pool_is_not_told(monkeypatch):
     runner.changed()
     look(monitor)
     assert runner.told == 2
+
+
+#: Of a device of 1600 bytes NVML calls 20 reserved, and the broker measured 80 more.
+TOTAL, RESERVED, KEPT = 1600, 20, 80
+
+#: Processes of a session that is attached, of one that is suspended, and of nobody.
+ATTACHED, SUSPENDED, STRANGER = 11, 12, 13
+
+
+@pytest.mark.parametrize(
+    ("used", "listed", "granted", "foreign"),
+    [
+        (70, {}, {}, 0),
+        (100, {}, {}, 20),
+        (120, {STRANGER: 50}, {}, 50),
+        (150, {STRANGER: 70}, {}, 70),
+        (250, {ATTACHED: 150}, {"a": 300}, 0),
+        (430, {ATTACHED: 150}, {"a": 300}, 100),
+        (400, {ATTACHED: 150}, {"a": 150}, 170),
+        (150, {STRANGER: 40}, {"a": 300}, 40),
+        (60, {SUSPENDED: 500}, {}, 0),
+        (60, {STRANGER: 500}, {}, 60),
+        (250, {SUSPENDED: 500, ATTACHED: 200}, {"a": 300}, 0),
+        (90, {SUSPENDED: 5}, {}, 10),
+        (500, {SUSPENDED: 420}, {}, 420),
+    ],
+    ids=[
+        "the driver's own",
+        "more than that",
+        "a listed process beside it",
+        "a listed process with all of it",
+        "a context that the list lacks",
+        "more than a context",
+        "beyond a slice that is full",
+        "unlisted sessions are covered by their slices",
+        "a list that is older than the figures",
+        "nobody has more than is in use",
+        "an old list beside an attached session",
+        "what is left of a suspended one",
+        "a suspended session that has memory again",
+    ],
+)
+def test_memory_in_use_is_the_sessions_the_drivers_or_foreign(
+    monkeypatch, used, listed, granted, foreign
+):
+    monkeypatch.setattr(monitoring, "identify", lambda pid: ProcessId(pid, 1))
+    runner = Runner()
+    runner.sessions = SimpleNamespace(find=lambda _: None)
+    runner.send(
+        e.DeviceAppeared,
+        device=Device(
+            uuid="G0", index=0, name="x", model="x", memory_total=TOTAL,
+            memory_reserved=RESERVED + KEPT,
+        ),
+    )  # fmt: skip
+
+    async def made():
+        return a_monitor(runner)
+
+    monitor = asyncio.run(made())
+    monitor._known = {ProcessId(ATTACHED, 1): "a", ProcessId(SUSPENDED, 1): "s"}
+    shown = tuple(ProcessMemory(pid, size) for pid, size in listed.items())
+    free = TOTAL - RESERVED - used
+    use = monitor._attribute(DeviceSample("G0", TOTAL, used, RESERVED, free, shown), granted, {})
+    assert use.foreign == foreign
+    # Whoever has no slice is not accused of more than there can be.
+    assert use.shown.get("s", 0) <= max(0, used - listed.get(ATTACHED, 0) - KEPT)

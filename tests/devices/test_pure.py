@@ -98,6 +98,16 @@ def test_freed_bytes_come_from_free_memory_where_the_list_does_not_tell():
     assert freed_bytes([sample(10)], [sample(5)], {1}) == {"a": 0}
 
 
+def test_freed_bytes_are_what_came_free_if_that_is_more_and_nobody_else_changed():
+    # A context for each, of which a device of 100 bytes has 6 at most.
+    before = [sample(10, (1, 40), (2, 30))]
+    assert freed_bytes(before, [sample(55, (2, 30))], {1}) == {"a": 45}
+    assert freed_bytes(before, [sample(70, (2, 30))], {1}) == {"a": 46}
+    assert freed_bytes(before, [sample(30, (2, 30))], {1}) == {"a": 40}
+    assert freed_bytes(before, [sample(55, (2, 29))], {1}) == {"a": 40}
+    assert freed_bytes(before, [sample(85)], {1}) == {"a": 40}
+
+
 def test_freed_bytes_are_unknown_where_nothing_tells():
     assert freed_bytes([sample(10, (1, 40))], None, {1}) == {"a": 40}
     assert freed_bytes([sample(10)], None, {1}) == {}

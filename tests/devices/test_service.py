@@ -89,7 +89,9 @@ async def test_a_full_device_proves_nothing_and_is_trusted_to_suspend(emulated):
             assert service.untested == {full.uuid}
             assert (full.tier, full.can_suspend, full.can_migrate) == ("unguarded", True, False)
             assert "no room" in full.tier_reason
-            assert free.can_suspend
+            assert (free.can_suspend, free.can_migrate) == (True, False)
+            # Looked for before it is tried, and on the right device.
+            assert f"no room on another GPU: Device {full.uuid}" in free.tier_reason
             outcome = await service.suspend(target.root, [full.uuid], session=SESSION)
             assert outcome.status == "suspended", outcome.message
             tested = await service.self_test(full.uuid)

@@ -218,6 +218,9 @@ def test_faults_set_before_the_machine_exists(emulated):
         ("lock-timeout", {"count": True}, "number"),
         ("slow-copies", {"bandwidth": "fast"}, "number"),
         ("slow-copies", {"pid": 1}, "bandwidth="),
+        ("residue", {"device": 1}, "bytes="),
+        ("residue", {"bytes": "much"}, "number"),
+        ("nvml-lag", {"pid": 1}, "ms="),
     ],
 )
 def test_unknown_faults_are_refused(tmp_path, name, params, near):

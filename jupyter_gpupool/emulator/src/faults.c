@@ -9,6 +9,7 @@
  *   bandwidth=              slow-copies: bytes/s
  *   code=                   the CUresult (or Xid) to report instead of the usual one
  *   op=                     hang: lock, checkpoint, restore, unlock or state
+ *   bytes=, ms=             what a temperament is about; see `Faults` in profiles.py
  *   id=                     identity, so that rewriting the file keeps the counts of other lines
  */
 #include "machine.h"
@@ -28,6 +29,17 @@ static const char *const names[FAULT_KINDS] = {
     [FAULT_DEVICE_LOST] = "device-lost",
     [FAULT_NVML_MISSING_PIDS] = "nvml-missing-pids",
     [FAULT_HANG] = "hang",
+    [FAULT_RESIDUE] = "residue",
+    [FAULT_NVML_LESS] = "nvml-less",
+    [FAULT_NVML_WAITS] = "nvml-waits",
+    [FAULT_NVML_LATE] = "nvml-late",
+    [FAULT_NVML_LAG] = "nvml-lag",
+    [FAULT_SUSPEND_KEEPS] = "suspend-keeps",
+    [FAULT_RESTORE_KEEPS_STATE] = "restore-keeps-state",
+    [FAULT_RESTORE_MORE] = "restore-more",
+    [FAULT_MIGRATION_REFUSED] = "migration-refused",
+    [FAULT_INIT_SUFFICES] = "init-suffices",
+    [FAULT_LOCK_IGNORES_TIMEOUT] = "lock-ignores-timeout",
 };
 
 static struct fault_table env_table;
@@ -64,6 +76,10 @@ static bool parse_fault(char *line, struct fault *out)
             fault.id = strtoull(value, NULL, 10);
         else if (!strcmp(word, "bandwidth"))
             spec_size(value, strlen(value), true, &fault.bandwidth);
+        else if (!strcmp(word, "bytes"))
+            spec_size(value, strlen(value), false, &fault.bytes);
+        else if (!strcmp(word, "ms"))
+            fault.ms = strtoull(value, NULL, 10);
         else if (!strcmp(word, "op"))
             snprintf(fault.op, sizeof fault.op, "%s", value);
     }
@@ -221,4 +237,13 @@ uint64_t copy_bandwidth(unsigned device)
         fault.bandwidth && (!bandwidth || fault.bandwidth < bandwidth))
         bandwidth = fault.bandwidth;
     return bandwidth;
+}
+
+uint64_t device_residue(unsigned device)
+{
+    struct fault fault;
+    uint64_t capacity = machine_capacity();
+    if (!look_up(FAULT_RESIDUE, -1, (int)device, NULL, false, false, &fault))
+        return 0;
+    return fault.bytes < capacity ? fault.bytes : capacity;
 }

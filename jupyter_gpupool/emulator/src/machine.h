@@ -48,6 +48,18 @@ enum fault_kind {
     FAULT_DEVICE_LOST,
     FAULT_NVML_MISSING_PIDS,
     FAULT_HANG,
+    /* Temperaments: where a real driver may answer either way, the other answer. */
+    FAULT_RESIDUE,
+    FAULT_NVML_LESS,
+    FAULT_NVML_WAITS,
+    FAULT_NVML_LATE,
+    FAULT_NVML_LAG,
+    FAULT_SUSPEND_KEEPS,
+    FAULT_RESTORE_KEEPS_STATE,
+    FAULT_RESTORE_MORE,
+    FAULT_MIGRATION_REFUSED,
+    FAULT_INIT_SUFFICES,
+    FAULT_LOCK_IGNORES_TIMEOUT,
     FAULT_KINDS,
 };
 
@@ -59,6 +71,8 @@ struct fault {
     int64_t device;    /* machine index, -1: any */
     int64_t count;     /* how often it may strike, -1: for ever */
     uint64_t bandwidth; /* slow-copies: bytes/s */
+    uint64_t bytes;     /* of device memory, where one speaks of them */
+    uint64_t ms;        /* how late NVML is */
     uint32_t code;     /* CUresult or Xid to report, 0: the usual one */
     char op[16];       /* hang: which call; "": any */
 };
@@ -100,6 +114,10 @@ struct slot {
     uint32_t shared;     /* live exports and imports: the same */
     uint64_t suspended; /* bytes held on the host while checkpointed */
     uint64_t used[MAX_DEVICES]; /* bytes charged per device, context included */
+    uint64_t had[MAX_DEVICES];  /* what it was charged when it was suspended, while it is */
+    uint64_t suspended_at;      /* CLOCK_MONOTONIC ns */
+    uint64_t charged_at;        /* for the first time; 0: never */
+    uint32_t moving;            /* a checkpoint or restore is copying */
     struct busy busy[MAX_DEVICES];
     struct request request;
     pthread_mutex_t callers; /* one checkpoint call at a time; stays when the slot is reused */
@@ -147,6 +165,7 @@ bool machine_charge(struct slot *slot, unsigned device, uint64_t bytes);
 void machine_release(struct slot *slot, unsigned device, uint64_t bytes);
 uint64_t machine_free(unsigned device);
 uint64_t machine_capacity(void); /* bytes of one device that can be charged */
+void machine_wait_still(void); /* until no live process is being moved */
 
 /* Utilisation: records and reads modelled kernel time. */
 void busy_record(struct slot *slot, unsigned device, uint64_t from, uint64_t until);
@@ -163,6 +182,7 @@ bool fault_active(enum fault_kind kind, pid_t pid, int device, struct fault *out
 bool faults_pending(void); /* cheap: may there be any fault at all? */
 bool device_is_lost(unsigned device);
 uint64_t copy_bandwidth(unsigned device); /* bytes/s, 0: unlimited */
+uint64_t device_residue(unsigned device); /* bytes in use that are no process's */
 
 /* Time and futexes. */
 uint64_t now_ns(void);

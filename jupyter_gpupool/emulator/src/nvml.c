@@ -29,6 +29,8 @@ nvmlReturn nvml_device(nvmlDevice d, unsigned *index)
     if (d < devices || d >= devices + machine->spec.count)
         return NVML_ERROR_INVALID_ARGUMENT;
     *index = (unsigned)(d - devices);
+    if (fault_active(FAULT_NVML_WAITS, -1, (int)*index, NULL))
+        machine_wait_still();
     return fault_active(FAULT_DEVICE_LOST, -1, (int)*index, NULL) ? NVML_ERROR_GPU_IS_LOST : NVML_SUCCESS;
 }
 

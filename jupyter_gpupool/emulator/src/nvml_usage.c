@@ -43,20 +43,61 @@ EXPORT nvmlReturn nvmlDeviceGetBAR1MemoryInfo(nvmlDevice d, nvmlMemory *out)
     return NVML_SUCCESS;
 }
 
+/* What differs from the plain truth in a list of processes. */
+struct view {
+    bool late, lag, keeps, less;
+    struct fault late_by, lag_by, kept, missing;
+    uint64_t now;
+};
+
+static struct view view_of(unsigned index)
+{
+    struct view v = {.now = now_ns()};
+    v.late = fault_active(FAULT_NVML_LATE, -1, (int)index, &v.late_by);
+    v.lag = fault_active(FAULT_NVML_LAG, -1, (int)index, &v.lag_by);
+    v.keeps = fault_active(FAULT_SUSPEND_KEEPS, -1, (int)index, &v.kept);
+    v.less = fault_active(FAULT_NVML_LESS, -1, (int)index, &v.missing);
+    return v;
+}
+
+static bool about(const struct fault *f, const struct slot *s) { return f->pid < 0 || f->pid == s->pid; }
+
+/* Whether a process is listed, and with how many bytes. */
+static bool listed(const struct slot *s, unsigned index, const struct view *v, uint64_t *bytes)
+{
+    *bytes = s->used[index];
+    if (!s->pid || !(*bytes || s->had[index]))
+        return false;
+    if (s->had[index]) { /* suspended: plainly not there any more */
+        bool kept = v->keeps && about(&v->kept, s);
+        if (v->lag && about(&v->lag_by, s) && v->now - s->suspended_at < v->lag_by.ms * 1000000u)
+            *bytes = s->had[index];
+        else if (!kept)
+            return *bytes > 0;
+    }
+    if (v->late && about(&v->late_by, s) && v->now - s->charged_at < v->late_by.ms * 1000000u)
+        return false;
+    if (v->less && about(&v->missing, s))
+        *bytes -= *bytes < v->missing.bytes ? *bytes : v->missing.bytes;
+    return true;
+}
+
 /* Processes with a context on the device, with their bytes. A suspended process has none. */
 static unsigned processes(unsigned index, nvmlProcessInfo *out, unsigned room)
 {
     unsigned count = 0;
+    uint64_t bytes;
     if (fault_active(FAULT_NVML_MISSING_PIDS, -1, (int)index, NULL))
         return 0;
+    struct view view = view_of(index);
     machine_reap();
     machine_lock();
     for (unsigned i = 0; i < machine->slots; i++) {
         const struct slot *s = &machine->slot[i];
-        if (!s->pid || !s->used[index])
+        if (!listed(s, index, &view, &bytes))
             continue;
         if (count < room)
-            out[count] = (nvmlProcessInfo){(unsigned)s->pid, s->used[index], 0xffffffffu, 0xffffffffu};
+            out[count] = (nvmlProcessInfo){(unsigned)s->pid, bytes, 0xffffffffu, 0xffffffffu};
         count++;
     }
     machine_unlock();

@@ -18,6 +18,8 @@ static void set_state(uint32_t state)
     __atomic_store_n(&driver.slot->state, state, __ATOMIC_RELEASE);
 }
 
+static void moving(bool on) { __atomic_store_n(&driver.slot->moving, on, __ATOMIC_RELEASE); }
+
 static CUresult do_lock(uint32_t timeout_ms)
 {
     struct fault fault;
@@ -27,6 +29,11 @@ static CUresult do_lock(uint32_t timeout_ms)
     if (fault_hit(FAULT_LOCK_TIMEOUT, getpid(), -1, NULL, &fault)) {
         sleep_until(deadline);
         return fault.code ? (CUresult)fault.code : CUDA_ERROR_NOT_READY;
+    }
+    /* Work that goes on and on, and a lock that waits for it whatever it was told. */
+    while (fault_active(FAULT_LOCK_IGNORES_TIMEOUT, getpid(), -1, NULL)) {
+        deadline = 0;
+        sleep_until(now_ns() + 5000000);
     }
     if (!gate_close(deadline))
         return CUDA_ERROR_NOT_READY;
@@ -38,7 +45,9 @@ static CUresult do_checkpoint(void)
 {
     if (driver.suspend_state != PROCESS_LOCKED)
         return CUDA_ERROR_ILLEGAL_STATE;
+    moving(true);
     CUresult result = suspend_out();
+    moving(false);
     if (!result)
         set_state(PROCESS_CHECKPOINTED);
     return result;
@@ -51,7 +60,9 @@ static CUresult do_restore(const struct request *request)
         return CUDA_ERROR_OPERATING_SYSTEM; /* NVIDIA/cuda-checkpoint #44: 304 ever after */
     if (driver.suspend_state != PROCESS_CHECKPOINTED)
         return CUDA_ERROR_ILLEGAL_STATE;
+    moving(true);
     CUresult result = suspend_in(request->map, request->pairs, &fatal);
+    moving(false);
     if (!result)
         set_state(PROCESS_LOCKED);
     else if (fatal)

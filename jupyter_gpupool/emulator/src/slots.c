@@ -148,17 +148,19 @@ uint64_t machine_capacity(void) { return machine->spec.memory - machine->spec.re
 
 bool machine_charge(struct slot *slot, unsigned device, uint64_t bytes)
 {
-    uint64_t capacity = machine_capacity();
+    uint64_t capacity = machine_capacity() - device_residue(device);
     bool fits = false;
     /* Full may only mean that a process has just died: look, and try once more. */
     for (int attempt = 0; attempt < 2 && !fits && bytes <= capacity; attempt++) {
         if (attempt)
             machine_reap();
         machine_lock();
-        fits = machine->used[device] <= capacity - bytes;
+        fits = machine->used[device] + bytes <= capacity;
         if (fits) {
             slot->used[device] += bytes;
             machine->used[device] += bytes;
+            if (!slot->charged_at)
+                slot->charged_at = now_ns();
         }
         machine_unlock();
     }
@@ -176,10 +178,20 @@ void machine_release(struct slot *slot, unsigned device, uint64_t bytes)
 uint64_t machine_free(unsigned device)
 {
     machine_reap();
+    uint64_t capacity = machine_capacity() - device_residue(device);
     machine_lock();
-    uint64_t free = machine_capacity() - machine->used[device];
+    uint64_t free = capacity > machine->used[device] ? capacity - machine->used[device] : 0;
     machine_unlock();
     return free;
+}
+
+void machine_wait_still(void)
+{
+    for (unsigned i = 0; i < machine->slots; i++) {
+        const struct slot *s = &machine->slot[i];
+        while (s->pid && __atomic_load_n(&s->moving, __ATOMIC_ACQUIRE) && slot_alive(s))
+            sleep_until(now_ns() + 2000000);
+    }
 }
 
 /* ---- utilisation ---- */

@@ -26,6 +26,7 @@ struct piece {
 static struct piece *pieces;
 static size_t piece_count, piece_room;
 static uint64_t owed[MAX_DEVICES]; /* per visible device: what was on its account */
+static uint64_t kept[MAX_DEVICES]; /* the part of it that stayed there */
 
 /* Holds the copy to the bandwidth of the machine: sleeps until `bytes` may have passed. */
 static void pace(uint64_t start, uint64_t bytes, uint64_t bandwidth)
@@ -149,32 +150,53 @@ CUresult suspend_out(void)
             arena_poison(false);
             return CUDA_ERROR_OUT_OF_MEMORY;
         }
+    for (int i = 0; i < driver.count; i++) {
+        bool keeps = fault_active(FAULT_SUSPEND_KEEPS, getpid(), (int)driver.device[i].physical, &fault);
+        kept[i] = keeps ? fault.bytes : 0;
+    }
     machine_lock();
+    driver.slot->suspended_at = now_ns();
     for (int i = 0; i < driver.count; i++) {
         uint32_t physical = driver.device[i].physical;
         owed[i] = driver.slot->used[physical];
-        machine->used[physical] -= owed[i];
-        driver.slot->used[physical] = 0;
+        if (kept[i] > owed[i])
+            kept[i] = owed[i];
+        machine->used[physical] -= owed[i] - kept[i];
+        driver.slot->used[physical] = kept[i];
+        driver.slot->had[physical] = owed[i];
     }
     driver.slot->suspended = moved;
     machine_unlock();
     return CUDA_SUCCESS;
 }
 
-/* Charges what is owed on the mapped devices. Without room everywhere, keeps what it could get. */
-static bool charge_all(const uint32_t *target)
+/* With the lock held. */
+static void charge(uint32_t physical, int64_t bytes)
+{
+    driver.slot->used[physical] += (uint64_t)bytes;
+    machine->used[physical] += (uint64_t)bytes;
+}
+
+/* Charges what is owed on the mapped devices. Without room everywhere, keeps what it could get,
+ * or nothing if that is to change `nothing`. */
+static bool charge_all(const uint32_t *target, bool nothing)
 {
     bool fits = true;
-    uint64_t capacity = machine_capacity();
+    uint64_t capacity[MAX_DEVICES];
+    for (int i = 0; i < driver.count; i++)
+        capacity[i] = machine_capacity() - device_residue(target[i]);
     machine_reap();
     machine_lock();
     for (int i = 0; i < driver.count; i++)
-        fits = fits && owed[i] <= capacity - machine->used[target[i]];
+        charge(driver.device[i].physical, -(int64_t)kept[i]);
+    for (int i = 0; i < driver.count; i++)
+        fits = fits && owed[i] + machine->used[target[i]] <= capacity[i];
     for (int i = 0; i < driver.count; i++) {
-        uint64_t room = capacity - machine->used[target[i]];
-        uint64_t bytes = owed[i] < room ? owed[i] : room;
-        driver.slot->used[target[i]] += bytes;
-        machine->used[target[i]] += bytes;
+        uint64_t used = machine->used[target[i]], room = used < capacity[i] ? capacity[i] - used : 0;
+        if (fits || !nothing)
+            charge(target[i], (int64_t)(owed[i] < room ? owed[i] : room));
+        else
+            charge(driver.device[i].physical, (int64_t)kept[i]);
     }
     if (fits)
         driver.slot->suspended = 0;
@@ -182,24 +204,58 @@ static bool charge_all(const uint32_t *target)
     return fits;
 }
 
-CUresult suspend_in(const uint8_t *map, unsigned pairs, bool *fatal)
+/* Everything as it was before the restore, which has charged all that is owed. */
+static void uncharge_all(const uint32_t *target, uint64_t moved)
+{
+    machine_lock();
+    for (int i = 0; i < driver.count; i++) {
+        charge(target[i], -(int64_t)owed[i]);
+        charge(driver.device[i].physical, (int64_t)kept[i]);
+    }
+    driver.slot->suspended = moved;
+    machine_unlock();
+}
+
+/* What a restored process has beyond what it had, where there is room for it. */
+static void charge_more(void)
 {
     struct fault fault;
+    for (int i = 0; i < driver.count; i++) {
+        unsigned physical = driver.device[i].physical;
+        if (owed[i] && fault_hit(FAULT_RESTORE_MORE, getpid(), (int)physical, NULL, &fault))
+            machine_charge(driver.slot, physical, fault.bytes);
+    }
+}
+
+CUresult suspend_in(const uint8_t *map, unsigned pairs, bool *fatal)
+{
+    struct fault fault, mild;
     uint32_t target[MAX_DEVICES];
-    uint64_t moved;
+    uint64_t moved = driver.slot->suspended;
+    bool moves = false, keeps = fault_active(FAULT_RESTORE_KEEPS_STATE, getpid(), -1, &mild);
     CUresult result = CUDA_SUCCESS;
-    *fatal = true;
+    *fatal = !keeps;
     for (int i = 0; i < driver.count; i++) {
         target[i] = pairs ? map[driver.device[i].physical] : driver.device[i].physical;
         if (owed[i] && fault_active(FAULT_DEVICE_LOST, getpid(), (int)target[i], NULL))
             result = CUDA_ERROR_UNKNOWN;
+        moves = moves || (owed[i] && target[i] != driver.device[i].physical);
     }
-    bool fits = charge_all(target);
+    if (moves && fault_hit(FAULT_MIGRATION_REFUSED, getpid(), -1, NULL, &fault)) {
+        *fatal = false;
+        return fault.code ? (CUresult)fault.code : CUDA_ERROR_NOT_SUPPORTED;
+    }
+    bool fits = charge_all(target, keeps);
     for (int i = 0; i < driver.count && !result; i++)
         if (owed[i] && fault_hit(FAULT_RESTORE_FAILED, getpid(), (int)target[i], NULL, &fault))
             result = fault.code ? (CUresult)fault.code : CUDA_ERROR_OPERATING_SYSTEM;
     if (!fits && !result)
-        result = CUDA_ERROR_OPERATING_SYSTEM;
+        result = keeps ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_OPERATING_SYSTEM;
+    if (result && keeps) {
+        if (fits)
+            uncharge_all(target, moved);
+        return mild.code ? (CUresult)mild.code : result;
+    }
     for (int i = 0; i < driver.count; i++)
         driver.device[i].physical = target[i];
     if (result)
@@ -207,6 +263,8 @@ CUresult suspend_in(const uint8_t *map, unsigned pairs, bool *fatal)
     if (!all_in(true, &moved))
         return CUDA_ERROR_OPERATING_SYSTEM;
     arena_poison(false);
+    memset(driver.slot->had, 0, sizeof driver.slot->had);
+    charge_more();
     *fatal = false;
     return CUDA_SUCCESS;
 }

@@ -1,0 +1,258 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A whole broker over drivers that answer the open questions the other way.
+
+Which these are is in the emulator's README; each test here names the temperament it turns on.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from .kit import CAPACITY, Kernel, MiB, wait_until
+
+#: What a session takes here: two of these fit on a device only without a residue.
+SMALL = 64 * MiB
+
+
+@pytest.fixture
+def made():
+    """Make kernels that end with the test."""
+    kernels = []
+
+    def make(*args, **kwargs):
+        kernels.append(Kernel(*args, **kwargs))
+        return kernels[-1]
+
+    yield make
+    for one in kernels:
+        one.close()
+
+
+@pytest.fixture
+def ready(make_broker):
+    """Return a broker whose driver has had its temperament from the start."""
+
+    def make(*temperaments, **config):
+        broker = make_broker(**config)
+        for name, params in temperaments:
+            broker.faults.set(name, **params)
+        return broker.started
+
+    return make
+
+
+def device_of(broker, kernel):
+    return broker.session(kernel.session)["devices"][0]
+
+
+def foreign(broker):
+    return [d["memory_foreign"] for d in broker.status()["devices"]]
+
+
+def away(kernel):
+    """Have a kernel suspended."""
+    kernel.do("drop", hold="cell")
+    kernel.server.call("release", session=kernel.session)
+    kernel.wait_state("detached")
+
+
+def seen(broker, kernel, least):
+    """Wait until a sample has shown what a kernel has."""
+    wait_until(
+        lambda: (broker.session(kernel.session)["footprint_bytes"] or 0) >= least,
+        "its memory to be seen",
+    )
+
+
+# ------------------------------------------------------------------ memory
+
+
+def test_a_whole_device_is_had_beside_the_drivers_residue(ready, made):
+    """residue: what is there before the first session is the driver's, and nobody waits for it."""
+    broker = ready(("residue", {"bytes": "40MiB"}))
+    (capacity,) = {d["memory_capacity"] for d in broker.status()["devices"]}
+    assert capacity == CAPACITY - 40 * MiB - 2 * MiB  # of which the residue may vary
+    whole = made(broker, "whole", memory=capacity)
+    whole.attach()
+    whole.do("alloc", bytes=400 * MiB, byte=7)
+    seen(broker, whole, 400 * MiB)
+    assert foreign(broker) == [0, 0]
+    # It fills its slice, a little stays of its context, and it comes back all the same.
+    away(whole)
+    broker.faults.set("residue", bytes="42MiB")
+    whole.attach()
+    assert whole.do("check") == 400 * MiB
+    assert foreign(broker) == [0, 0]
+
+
+def test_a_residue_that_grows_is_said_to_be_outside_the_pool(ready, made):
+    """residue: more than may vary counts, and the sentence blames no process."""
+    broker = ready(("residue", {"bytes": "40MiB"}), devices=["0"])
+    capacity = broker.status()["devices"][0]["memory_capacity"]
+    one = made(broker, "one", memory=SMALL)
+    one.attach()
+    one.do("alloc", bytes=32 * MiB, byte=2)  # all of its slice, so that this covers nothing
+    broker.faults.set("residue", bytes="60MiB")
+    wait_until(lambda: foreign(broker)[0] == 18 * MiB, "the growth to be seen")
+    whole = made(broker, "whole", memory=capacity)
+    whole.do("ask", hold="cell")
+    wait_until(
+        lambda: "outside the pool" in ((whole.link()["queue"] or {}).get("reason") or ""),
+        "the reason",
+    )
+    broker.faults.set("residue", bytes="40MiB")
+    away(one)
+    whole.do("got", hold="cell")
+
+
+def test_a_list_that_lacks_contexts_counts_nothing_twice(ready, made):
+    """nvml-less: the context is in the slice, so it is not foreign memory beside it."""
+    broker = ready(("nvml-less", {"bytes": "30MiB"}), devices=["0"])
+    kernels = [made(broker, f"k{n}", memory=CAPACITY // 4) for n in range(4)]
+    for kernel in kernels[:3]:
+        kernel.attach()
+        kernel.do("alloc", bytes=64 * MiB, byte=3)
+        seen(broker, kernel, 60 * MiB)
+    assert foreign(broker) == [0]
+    kernels[3].attach()
+    away(kernels[0])
+    # Context and all, although the list showed less.
+    assert broker.session(kernels[0].session)["suspended_bytes"] == 96 * MiB
+    kernels[0].attach()
+    assert kernels[0].do("check") == 64 * MiB
+
+
+@pytest.mark.parametrize(
+    "temperament",
+    [
+        ("nvml-lag", {"ms": 3_600_000}),
+        ("suspend-keeps", {"bytes": 0}),
+        ("suspend-keeps", {"bytes": "1MiB"}),
+    ],
+    ids=["as before", "with nothing", "with a little"],
+)
+def test_a_suspended_kernel_that_nvml_goes_on_to_list_is_in_nobodys_way(ready, made, temperament):
+    """nvml-lag, suspend-keeps: its slice goes to others, and nobody is called a thief."""
+    broker = ready(
+        temperament, ("residue", {"bytes": "4MiB"}), devices=["0"], overuse="end",
+        foreign_processes="report",
+    )  # fmt: skip
+    capacity = broker.status()["devices"][0]["memory_capacity"]
+    one, two = made(broker, "one"), made(broker, "two", memory=capacity)
+    one.attach()
+    one.do("alloc", bytes=200 * MiB, byte=5)
+    seen(broker, one, 200 * MiB)
+    away(one)
+    two.attach()
+    two.do("alloc", bytes=300 * MiB, byte=6)
+    seen(broker, two, 300 * MiB)
+    assert foreign(broker) == [0]
+    away(two)
+    one.attach()
+    assert one.do("check") == 200 * MiB
+    assert not broker.rows("overuse", "foreign", "lost")
+
+
+def test_who_has_more_after_a_resume_goes_and_comes_again(ready, made):
+    """restore-more: it is counted with what it has now."""
+    broker = ready()
+    one = made(broker, "one")
+    one.attach()
+    one.do("alloc", bytes=64 * MiB, byte=9)
+    broker.faults.set("restore-more", bytes="16MiB", count=1)
+    for size in (96, 112):
+        away(one)
+        assert broker.session(one.session)["suspended_bytes"] == size * MiB
+        one.attach()
+        assert one.do("check") == 64 * MiB
+
+
+# ------------------------------------------------------------------ time
+
+
+def test_an_nvml_that_waits_for_a_copy_makes_others_wait_and_no_more(ready, made):
+    """nvml-waits: no device is lost, no kernel ended, and who comes meanwhile is served."""
+    broker = ready(("nvml-waits", {}))
+    one, two = made(broker, "one"), made(broker, "two")
+    one.attach()
+    one.do("alloc", bytes=64 * MiB, byte=1)
+    broker.faults.set("slow-copies", bandwidth="10MB/s", pid=one.process.pid)
+    one.do("drop", hold="cell")
+    one.server.call("release", session=one.session)
+    one.wait_state("detaching")
+    two.attach()
+    one.wait_state("detached")
+    one.attach()
+    assert one.do("check") == 64 * MiB
+    assert not broker.rows("device-lost", "lost")
+    assert "is killed" not in broker.tail()
+
+
+def test_a_lock_that_keeps_no_time_costs_nobody_a_kernel(ready, made):
+    """lock-ignores-timeout: it keeps its slice, is told why, and goes when it can."""
+    broker = ready(lock_timeout=0.2)
+    one = made(broker, "one")
+    one.attach()
+    one.do("alloc", bytes=64 * MiB, byte=1)
+    broker.faults.set("lock-ignores-timeout")
+    one.do("drop", hold="cell")
+    one.server.call("release", session=one.session)
+    wait_until(
+        lambda: [r for r in broker.rows("refuse") if r["detail"].get("kind") == "drain"],
+        "the refusal", 60,
+    )  # fmt: skip
+    assert one.state() == "idle"
+    broker.faults.clear()
+    assert one.do("check") == 64 * MiB  # nobody left it locked
+    one.wait_state("detached", seconds=60)
+    one.attach()
+    assert one.do("check") == 64 * MiB
+    assert not broker.rows("lost")
+
+
+# ------------------------------------------------------------------ restore
+
+
+def test_a_restore_that_fails_and_keeps_the_state_is_tried_again(ready, made):
+    """restore-keeps-state: it waits with the driver's own words, and loses nothing."""
+    broker = ready(("restore-keeps-state", {}))
+    one = made(broker, "one")
+    one.attach()
+    one.do("alloc", bytes=64 * MiB, byte=1)
+    away(one)
+    broker.faults.set("restore-failed", pid=one.process.pid)
+    one.do("ask", hold="cell")
+    reason = wait_until(
+        lambda: (q := one.link()["queue"]) and "has its state still" in q["reason"] and q["reason"],
+        "the reason",
+    )
+    assert "CUDA_ERROR_OPERATING_SYSTEM" in reason
+    broker.faults.clear("restore-failed")
+    one.do("got", hold="cell")
+    assert one.do("check") == 64 * MiB
+    assert not broker.rows("lost")
+
+
+def test_who_cannot_be_moved_waits_for_the_gpu_he_had(ready, made):
+    """migration-refused, although the self-test could: the old GPU will do, and he is told so."""
+    broker = ready()
+    one, busy = made(broker, "one"), made(broker, "busy")
+    one.attach()
+    one.do("alloc", bytes=64 * MiB, byte=1)
+    first = device_of(broker, one)
+    away(one)
+    busy.attach()
+    if device_of(broker, busy) != first:  # the best fit is the tightest, whichever that is
+        other = made(broker, "other")
+        other.attach()
+        busy, other = other, busy
+        away(other)
+    broker.faults.set("migration-refused")
+    one.do("ask", hold="cell")
+    wait_until(lambda: (q := one.link()["queue"]) and "does not move" in q["reason"], "the reason")
+    away(busy)
+    one.do("got", hold="cell")
+    assert device_of(broker, one) == first
+    assert one.do("check") == 64 * MiB
+    assert not broker.rows("lost")

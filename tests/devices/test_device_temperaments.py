@@ -1,0 +1,449 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The service over drivers that answer the open questions the other way.
+
+Which these are is in the emulator's README; each test here names the temperament it turns on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from jupyter_gpupool.devices import residue
+from jupyter_gpupool.errors import DriverError
+
+MiB = 1 << 20
+SESSION = "s1"
+ONE, TWO = "1x1GiB,context=64MiB", "2x1GiB,context=64MiB"
+
+
+async def filled(target, size=16 * MiB):
+    """Give the target a context and known bytes; return their hash."""
+    await target.do("context")
+    return await target.do("fill", size, 1)
+
+
+async def suspended(service, target, uuid):
+    outcome = await service.suspend(target.root, [uuid], session=SESSION)
+    assert outcome.status == "suspended", outcome
+    return outcome
+
+
+async def back(service, target, to, origin, need):
+    return await service.resume(target.root, [to], [origin], session=SESSION, need={to: need})
+
+
+async def resumed(service, target, to, origin, need):
+    outcome = await back(service, target, to, origin, need)
+    assert outcome.status == "resumed", outcome
+
+
+# ------------------------------------------------------------------ memory
+
+
+async def test_what_a_device_holds_before_the_first_session_is_the_drivers(emulated):
+    """residue: some of it stays from the first context on, so it is looked for after the tests."""
+    machine = emulated(TWO)
+    machine.faults.set("residue", device=0, bytes="100MiB")
+    async with machine.started() as (service, devices):
+        assert [d.tier for d in devices] == ["unguarded"] * 2
+        assert devices[0].memory_reserved == 100 * MiB + residue.slack(1 << 30)
+        assert devices[1].memory_reserved == 0
+        machine.faults.clear()
+    # What is in use when a broker comes back may be a session's: the earlier word stands.
+    async with machine.service() as service:
+        again = await service.start({d.uuid: d for d in devices})
+        assert [d.memory_reserved for d in again] == [d.memory_reserved for d in devices]
+
+
+async def test_what_no_driver_keeps_is_not_taken_for_its_own(emulated):
+    """residue: most of a device in use and nobody's are processes that NVML does not list."""
+    machine = emulated(ONE)
+    machine.faults.set("residue", bytes="600MiB")
+    async with machine.started() as (_, devices):
+        assert devices[0].memory_reserved == 128 * MiB + residue.slack(1 << 30)
+
+
+async def test_a_resume_reserves_what_a_list_does_not_show(emulated):
+    """nvml-less: the list lacks the context, and a resume that lacks it is fatal."""
+    machine = emulated(ONE)
+    machine.faults.set("nvml-less", bytes="60MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        assert devices[0].context_bytes == 64 * MiB
+        digest = await filled(target)
+        outcome = await suspended(service, target, uuid)
+        assert outcome.freed == {uuid: 80 * MiB}
+        await resumed(service, target, uuid, uuid, outcome.freed[uuid])
+        assert await target.do("digest", 1) == digest
+
+
+async def test_beside_others_that_come_only_the_list_counts(emulated):
+    """nvml-less: what another process freed meanwhile is not this one's."""
+    machine = emulated(ONE)
+    machine.faults.set("nvml-less", bytes="60MiB")
+    async with (
+        machine.started() as (service, devices),
+        machine.target() as target,
+        machine.target() as other,
+    ):
+        await filled(target)
+        await filled(other)
+        machine.faults.set("slow-copies", bandwidth="32MiB/s", pid=target.pid)
+        task = asyncio.create_task(suspended(service, target, devices[0].uuid))
+        while service._workers[devices[0].uuid].current != "checkpoint":
+            await asyncio.sleep(0.002)
+        await other.end()
+        assert (await task).freed == {devices[0].uuid: 20 * MiB}
+
+
+@pytest.mark.parametrize("size", [0, 4 * MiB])
+async def test_a_little_that_a_suspended_process_keeps_is_not_waited_for(emulated, size):
+    """suspend-keeps: NVML goes on to list it, with nothing or a few MiB."""
+    machine = emulated(ONE)
+    machine.faults.set("suspend-keeps", bytes=size)
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        digest = await filled(target)
+        outcome = await suspended(service, target, uuid)
+        assert (outcome.message, outcome.freed) == ("", {uuid: 80 * MiB})
+        await resumed(service, target, uuid, uuid, outcome.freed[uuid])
+        assert await target.do("digest", 1) == digest
+
+
+async def test_a_process_that_nvml_forgets_late_is_suspended_all_the_same(emulated, monkeypatch):
+    """nvml-lag: the wait for the list is bounded, and what follows is right."""
+    monkeypatch.setattr("jupyter_gpupool.devices.sampling.FREED_TIMEOUT", 0.2)
+    machine = emulated(ONE)
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        digest = await filled(target)
+        machine.faults.set("nvml-lag", ms=3_600_000)
+        outcome = await suspended(service, target, uuid)
+        assert "still shows" in outcome.message
+        assert outcome.freed == {uuid: 80 * MiB}
+        await resumed(service, target, uuid, uuid, outcome.freed[uuid])
+        assert await target.do("digest", 1) == digest
+
+
+async def test_a_process_that_nvml_lists_late_counts_by_free_memory(emulated):
+    """nvml-late: it is suspended before NVML has heard of it."""
+    machine = emulated(ONE)
+    machine.faults.set("nvml-late", ms=3_600_000)
+    async with machine.started() as (service, devices), machine.target() as target:
+        await filled(target)
+        outcome = await suspended(service, target, devices[0].uuid)
+        assert (outcome.message, outcome.freed) == ("", {devices[0].uuid: 80 * MiB})
+
+
+async def test_who_has_more_after_a_resume_is_suspended_with_that(emulated):
+    """restore-more: each suspend counts anew."""
+    machine = emulated(ONE)
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        digest = await filled(target)
+        machine.faults.set("restore-more", bytes="16MiB", count=1)
+        for has in (80 * MiB, 96 * MiB):
+            outcome = await suspended(service, target, uuid)
+            assert outcome.freed == {uuid: has}
+            await resumed(service, target, uuid, uuid, has)
+        assert await target.do("digest", 1) == digest
+
+
+# ------------------------------------------------------------------ NVML that waits
+
+
+async def test_an_nvml_that_waits_for_a_copy_is_waited_for(emulated):
+    """nvml-waits: longer than a look may take; nothing is lost, and nobody is replaced."""
+    machine = emulated(TWO)
+    async with (
+        machine.started(sample_timeout=1.0) as (service, devices),
+        machine.target() as target,
+        machine.target(device="1") as other,
+    ):
+        first, second = (d.uuid for d in devices)
+        digest = await filled(target, 32 * MiB)
+        await filled(other)
+        machine.faults.set("nvml-waits")
+        machine.faults.set("slow-copies", bandwidth="10MiB/s", pid=target.pid)
+        task = asyncio.create_task(suspended(service, target, first))
+        while service._workers[first].current != "checkpoint":
+            await asyncio.sleep(0.002)
+        monitor = service._sampler.child.pid
+        samples = asyncio.create_task(service.sample())
+        # Another session is not kept locked for it: it is left as it was, for another time.
+        outcome = await service.suspend(other.root, [second], session="s2")
+        assert outcome.status == "drain"
+        assert "copying for another kernel" in outcome.message
+        assert await service.driver_state(other.root, session="s2") == "running"
+        assert not task.done()
+        assert [s.lost for s in await samples] == ["", ""]
+        outcome = await task
+        assert outcome.freed == {first: 96 * MiB}
+        assert service._sampler.child.pid == monitor
+        assert machine.lost == []
+        machine.faults.clear("slow-copies")
+        await resumed(service, target, first, first, outcome.freed[first])
+        assert await target.do("digest", 1) == digest
+
+
+async def test_an_nvml_that_hangs_without_a_copy_is_replaced_as_ever(emulated):
+    machine = emulated(ONE)
+    async with machine.started(sample_timeout=1.0) as (service, _):
+        with service._sampler.copying(3600.0):
+            pass
+        first = service._sampler.child.pid
+        os.kill(first, signal.SIGSTOP)
+        with pytest.raises(DriverError, match="NVML did not answer"):
+            await service.sample()
+        await service.sample()
+        assert service._sampler.child.pid != first
+
+
+async def test_a_copy_that_goes_on_is_waited_for_however_slow(emulated, monkeypatch):
+    """A checkpoint that takes several times what is allowed: the worker goes, the copy does not."""
+    monkeypatch.setattr("jupyter_gpupool.devices.calls.PROGRESS", 1 * MiB)
+    machine = emulated(ONE)
+    async with (
+        machine.started(call_timeout=1.0) as (service, devices),
+        machine.target() as target,
+    ):
+        uuid = devices[0].uuid
+        digest = await filled(target, 32 * MiB)
+        machine.faults.set("slow-copies", bandwidth="4MiB/s", pid=target.pid)
+        outcome = await suspended(service, target, uuid)
+        assert outcome.freed == {uuid: 96 * MiB}
+        machine.faults.clear()
+        await resumed(service, target, uuid, uuid, outcome.freed[uuid])
+        assert await target.do("digest", 1) == digest
+
+
+# ------------------------------------------------------------------ restore
+
+
+async def test_a_restore_that_fails_and_keeps_the_state_can_be_had_again(emulated):
+    """restore-keeps-state: what the driver says of the process counts, not the failure."""
+    machine = emulated(TWO)
+    machine.faults.set("restore-keeps-state")
+    async with machine.started() as (service, devices), machine.target() as target:
+        first, second = (d.uuid for d in devices)
+        digest = await filled(target)
+        need = (await suspended(service, target, first)).freed[first]
+        machine.faults.set("restore-failed", device=0)
+        outcome = await back(service, target, first, first, need)
+        assert (outcome.status, outcome.stay) == ("refused", False)
+        assert "has its state still" in outcome.message
+        assert await service.driver_state(target.root, session=SESSION) == "checkpointed"
+        await resumed(service, target, second, first, need)
+        assert await target.do("digest", 1) == digest
+
+
+async def test_without_room_a_mild_driver_loses_nothing(emulated):
+    """restore-keeps-state: tried without room, because nobody said what it needs."""
+    machine = emulated(ONE)
+    machine.faults.set("restore-keeps-state")
+    async with (
+        machine.started() as (service, devices),
+        machine.target() as target,
+        machine.target() as hog,
+    ):
+        uuid = devices[0].uuid
+        digest = await filled(target)
+        await suspended(service, target, uuid)
+        await hog.do("context")
+        await hog.do("take", 900 * MiB)
+        outcome = await back(service, target, uuid, uuid, 0)
+        assert outcome.status == "refused"
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in outcome.message
+        await hog.end()
+        await resumed(service, target, uuid, uuid, 0)
+        assert await target.do("digest", 1) == digest
+
+
+async def test_of_several_processes_those_restored_are_suspended_again(emulated):
+    """restore-keeps-state: all of a session or nothing, as with any other refusal."""
+    machine = emulated(ONE)
+    machine.faults.set("restore-keeps-state")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        digest = await filled(target)
+        child = await target.do("spawn")
+        await target.child("context")
+        theirs = await target.child("fill", 4 * MiB, 2)
+        need = (await suspended(service, target, uuid)).freed[uuid]
+        machine.faults.set("restore-failed", pid=child)
+        outcome = await back(service, target, uuid, uuid, need)
+        assert outcome.status == "refused", outcome
+        assert (await service.sample())[0].used == 0
+        machine.faults.clear("restore-failed")
+        await resumed(service, target, uuid, uuid, need)
+        assert await target.do("digest", 1) == digest
+        assert await target.child("digest", 2) == theirs
+
+
+async def test_what_an_undo_restores_is_tried_until_it_is_back(emulated):
+    """restore-keeps-state: one process was suspended, the other refuses, so both are to run."""
+    machine = emulated(ONE)
+    machine.faults.set("restore-keeps-state")
+    async with machine.started() as (service, devices), machine.target() as target:
+        digest = await filled(target)
+        child = await target.do("spawn")
+        await target.child("context")
+        theirs = await target.child("fill", 4 * MiB, 2)
+        machine.faults.set("checkpoint-refused", pid=target.pid)
+        machine.faults.set("restore-failed", pid=child, count=3)
+        outcome = await service.suspend(target.root, [devices[0].uuid], session=SESSION)
+        assert outcome.status == "pinned", outcome
+        assert await target.do("digest", 1) == digest
+        assert await target.child("digest", 2) == theirs
+
+
+@pytest.mark.parametrize("code", [1, 801])
+async def test_who_is_not_moved_is_brought_back_where_he_was(emulated, code):
+    """migration-refused: the state is intact, and only the old device will do."""
+    machine = emulated(TWO)
+    async with machine.started() as (service, devices), machine.target() as target:
+        first, second = (d.uuid for d in devices)
+        digest = await filled(target)
+        need = (await suspended(service, target, first)).freed[first]
+        machine.faults.set("migration-refused", code=code)
+        outcome = await back(service, target, second, first, need)
+        assert (outcome.status, outcome.stay) == ("refused", True)
+        assert "does not move" in outcome.message
+        await resumed(service, target, first, first, need)
+        assert await target.do("digest", 1) == digest
+
+
+async def test_a_driver_that_moves_nobody_is_known_from_the_self_test(emulated):
+    """migration-refused: the device can suspend, and its sessions stay."""
+    machine = emulated(TWO)
+    machine.faults.set("migration-refused")
+    async with machine.started() as (_, devices):
+        assert [(d.can_suspend, d.can_migrate) for d in devices] == [(True, False)] * 2
+
+
+async def test_a_device_that_is_lost_in_a_resume_costs_a_mild_driver_nothing(emulated):
+    """restore-keeps-state: it is resumed on another device."""
+    machine = emulated(TWO)
+    machine.faults.set("restore-keeps-state")
+    async with machine.started() as (service, devices), machine.target() as target:
+        first, second = (d.uuid for d in devices)
+        digest = await filled(target)
+        need = (await suspended(service, target, first)).freed[first]
+        no_room = service._operation  # the look for room comes before the loss
+
+        def losing(*arguments):
+            operation = no_room(*arguments)
+            look = operation._no_room
+
+            async def then_lost(wanted):
+                found = await look(wanted)
+                machine.faults.set("device-lost", device=0)
+                return found
+
+            operation._no_room = then_lost
+            return operation
+
+        service._operation = losing
+        outcome = await back(service, target, first, first, need)
+        service._operation = no_room
+        assert (outcome.status, outcome.stay) == ("refused", False)
+        await resumed(service, target, second, first, need)
+        assert await target.do("digest", 1) == digest
+
+
+async def test_a_device_that_is_lost_as_a_suspend_ends_leaves_the_state_known(emulated):
+    """device-lost between the copy and the look whether it is free: the state is in host memory."""
+    machine = emulated(TWO)
+    async with machine.started() as (service, devices), machine.target() as target:
+        first, second = (d.uuid for d in devices)
+        digest = await filled(target)
+        make = service._operation
+
+        def losing(*arguments):
+            operation = make(*arguments)
+            verify = operation._verify
+
+            async def after_the_loss(*seen):
+                machine.faults.set("device-lost", device=0)
+                return await verify(*seen)
+
+            operation._verify = after_the_loss
+            return operation
+
+        service._operation = losing
+        outcome = await suspended(service, target, first)
+        service._operation = make
+        assert outcome.freed == {first: 80 * MiB}
+        await resumed(service, target, second, first, outcome.freed[first])
+        assert await target.do("digest", 1) == digest
+
+
+# ------------------------------------------------------------------ locks
+
+
+async def test_a_lock_that_keeps_no_time_is_not_the_end_of_a_session(emulated, waiting):
+    """lock-ignores-timeout: given up, and taken back when it comes to pass all the same."""
+    _, until_async = waiting
+    machine = emulated(ONE)
+    async with (
+        machine.started(lock_timeout=0.1, call_timeout=0.5) as (service, devices),
+        machine.target() as target,
+    ):
+        uuid = devices[0].uuid
+        digest = await filled(target)
+        machine.faults.set("lock-ignores-timeout")
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert outcome.status == "drain", outcome
+        again = await service.suspend(target.root, [uuid], session=SESSION)
+        assert again.status == "drain", again
+        # Its work ends; the lock comes to pass, and is taken back by somebody.
+        machine.faults.clear()
+        assert await target.do("digest", 1) == digest
+        await until_async(lambda: not service._settling)
+        assert await service.driver_state(target.root, session=SESSION) == "running"
+        outcome = await suspended(service, target, uuid)
+        await resumed(service, target, uuid, uuid, outcome.freed[uuid])
+        assert await target.do("digest", 1) == digest
+
+
+@pytest.mark.parametrize("code", [304, 702, 999])
+async def test_a_lock_that_is_late_by_another_name_is_late(emulated, code):
+    """lock-timeout with another code than NOT_READY: not a process that cannot be suspended."""
+    machine = emulated(ONE)
+    async with (
+        machine.started(lock_timeout=0.2) as (service, devices),
+        machine.target() as target,
+    ):
+        digest = await filled(target)
+        machine.faults.set("lock-timeout", code=code, count=1)
+        outcome = await service.suspend(target.root, [devices[0].uuid], session=SESSION)
+        assert outcome.status == "drain", outcome
+        assert "did not finish in 0.2 s" in outcome.message
+        assert await target.do("digest", 1) == digest
+
+
+# ------------------------------------------------------------------ cuInit alone
+
+
+@pytest.mark.parametrize("suffices", [False, True])
+async def test_a_process_that_only_called_cuinit(emulated, suffices):
+    """init-suffices: it holds nothing, whether or not the driver suspends it."""
+    machine = emulated(ONE)
+    if suffices:
+        machine.faults.set("init-suffices")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("init")
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert outcome.cuda is True
+        if not suffices:
+            assert outcome.status == "nothing"
+            return
+        assert (outcome.status, outcome.freed) == ("suspended", {uuid: 0})
+        await resumed(service, target, uuid, uuid, 0)
+        await filled(target)

@@ -1,0 +1,172 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The other answers: each temperament of the emulated driver, as NVIDIA's clients see it."""
+
+from __future__ import annotations
+
+import pytest
+
+MiB = 1 << 20
+HAS = 40 * MiB  # context included
+
+WORKER = """
+from cuda.core.checkpoint import Process
+import pynvml as n
+n.nvmlInit()
+def call(pid, name, *args):
+    try:
+        getattr(Process(pid), name)(*args)
+    except Exception as error:
+        return str(error).split(":")[0]
+def handle(i=0):
+    return n.nvmlDeviceGetHandleByIndex(i)
+def listed(i=0):
+    return {p.pid: p.usedGpuMemory for p in n.nvmlDeviceGetComputeRunningProcesses(handle(i))}
+def used(i=0):
+    return n.nvmlDeviceGetMemoryInfo(handle(i), version=n.nvmlMemory_v2).used
+def other():
+    uuids = [n.nvmlDeviceGetUUID(handle(i))[4:] for i in range(2)]
+    return dict(zip(uuids, uuids[::-1]))
+_ = 1
+"""
+
+
+class Trio:
+    """A machine, a process with 8 MiB on its first device, and one that asks about it."""
+
+    def __init__(self, machine):
+        self.faults = machine.faults
+        self.machine = machine
+        self.target, self.worker = machine.target(), machine.target()
+        self.worker.do(WORKER)
+        self.target.do("context(); p = ok(D.cuMemAlloc(8 << 20)); put(p, bytes_of(8 << 20))")
+        self.want = self.target.do("_ = get(p, 8 << 20)")
+
+    def call(self, name, *args):
+        return self.worker.do(f"_ = call({self.target.pid}, {name!r}, *{args!r})")
+
+    def ask(self, text):
+        return self.worker.do(f"_ = {text}")
+
+    def state(self):
+        return self.ask(f"Process({self.target.pid}).state")
+
+    def listed(self, device=0):
+        return self.ask(f"listed({device})").get(self.target.pid)
+
+    def suspend(self):
+        assert self.call("lock", 1000) is None
+        assert self.call("checkpoint") is None
+
+    def resume(self, *mapping):
+        assert self.call("restore", *mapping) is None
+        assert self.call("unlock") is None
+        assert self.target.do("_ = get(p, 8 << 20)") == self.want
+
+
+@pytest.fixture
+def trio(emulated):
+    return Trio(emulated("2x256MiB,context=32MiB"))
+
+
+def test_residue_is_used_and_nobodys(trio):
+    trio.faults.set("residue", device=0, bytes="100MiB")
+    assert (trio.ask("used()"), trio.listed()) == (HAS + 100 * MiB, HAS)
+    assert trio.ask("used(1)") == 0
+    # It is really not there: 116 MiB are.
+    assert trio.target.do("_ = D.cuMemAlloc(118 << 20)[0].name") == "CUDA_ERROR_OUT_OF_MEMORY"
+    assert trio.target.do("_ = D.cuMemAlloc(116 << 20)[0].name") == "CUDA_SUCCESS"
+
+
+def test_nvml_may_list_less_than_a_process_has(trio):
+    trio.faults.set("nvml-less", bytes="30MiB")
+    assert (trio.ask("used()"), trio.listed()) == (HAS, HAS - 30 * MiB)
+
+
+def test_nvml_waits_for_a_copy_to_end(trio):
+    trio.faults.set("nvml-waits")
+    trio.faults.set("slow-copies", bandwidth="8MiB/s")
+    assert trio.call("lock", 1000) is None
+    other = trio.machine.target()
+    other.do(WORKER)
+    other.send(f"_ = call({trio.target.pid}, 'checkpoint')")
+    assert other.hangs(0.2)
+    # Asked during the copy, answered after it.
+    assert trio.ask("used()") == 0
+    assert other.reply() is None
+
+
+def test_nvml_is_late_to_list_and_to_forget(trio):
+    trio.faults.set("nvml-late", ms=3_600_000)
+    assert trio.listed() is None
+    trio.faults.clear()
+    trio.suspend()
+    assert trio.listed() is None
+    trio.faults.set("nvml-lag", ms=3_600_000)
+    assert (trio.ask("used()"), trio.listed()) == (0, HAS)
+    trio.faults.set("nvml-lag", ms=0)
+    assert trio.listed() is None
+
+
+@pytest.mark.parametrize("size", [0, 4 * MiB])
+def test_a_suspended_process_may_keep_something(trio, size):
+    trio.faults.set("suspend-keeps", bytes=size)
+    trio.suspend()
+    assert (trio.ask("used()"), trio.listed()) == (size, size)
+    mapping = trio.ask("other()")
+    trio.resume(mapping)
+    assert [trio.ask(f"used({i})") for i in range(2)] == [0, HAS]
+
+
+def test_a_failed_restore_may_keep_the_state(trio):
+    trio.faults.set("restore-keeps-state")
+    trio.suspend()
+    trio.faults.set("restore-failed", count=1)
+    assert trio.call("restore") == "CUDA_ERROR_OPERATING_SYSTEM"
+    assert (trio.state(), trio.ask("used()")) == ("checkpointed", 0)
+    hog = trio.machine.target()
+    hog.do("context(); q = ok(D.cuMemAlloc(200 << 20))")
+    assert trio.call("restore") == "CUDA_ERROR_OUT_OF_MEMORY"
+    assert (trio.state(), trio.ask("used()")) == ("checkpointed", 232 * MiB)
+    hog.kill()
+    trio.resume()
+
+
+def test_a_restored_process_may_have_more(trio):
+    trio.faults.set("restore-more", bytes="16MiB", count=1)
+    trio.suspend()
+    trio.resume()
+    assert trio.listed() == HAS + 16 * MiB
+    trio.suspend()
+    trio.resume()
+    assert trio.listed() == HAS + 16 * MiB
+
+
+@pytest.mark.parametrize(("code", "says"), [(801, "not supported"), (1, "CUDA_ERROR_INVALID")])
+def test_a_restore_onto_another_device_may_be_refused(trio, code, says):
+    trio.faults.set("migration-refused", code=code)
+    trio.suspend()
+    mapping = trio.ask("other()")
+    assert says in trio.call("restore", mapping)
+    assert trio.state() == "checkpointed"
+    trio.resume()
+
+
+def test_a_process_after_cuinit_may_be_suspended(trio):
+    trio.faults.set("init-suffices")
+    trio.target = trio.machine.target()
+    trio.target.do("ok(D.cuInit(0))")
+    assert trio.ask(f"Process({trio.target.pid}).restore_thread_id") > 0
+    trio.suspend()
+    assert trio.state() == "checkpointed"
+    assert trio.call("restore") is None
+    assert trio.call("unlock") is None
+
+
+def test_a_lock_may_wait_for_ever(trio):
+    trio.faults.set("lock-ignores-timeout")
+    trio.worker.send(f"_ = call({trio.target.pid}, 'lock', 1)")
+    assert trio.worker.hangs(0.2)
+    trio.faults.clear()
+    assert trio.worker.reply() is None
+    assert trio.state() == "locked"
