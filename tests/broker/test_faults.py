@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jupyter_gpupool.emulator.profiles import real_driver_present
+
 from .kit import Kernel, MiB, wait_until
 
 
@@ -221,7 +223,7 @@ def test_an_agent_that_goes_away_keeps_its_cell_for_a_while(broker, kernel):
 
 def test_no_driver_is_one_sentence(make_broker, folder):
     broker = make_broker(emulate="")
-    if os.path.exists("/dev/nvidiactl"):
+    if real_driver_present():
         pytest.skip("this machine has an NVIDIA driver")
     assert broker.start()["ok"]
     from jupyter_gpupool.errors import RefusedError
