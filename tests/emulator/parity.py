@@ -2,31 +2,18 @@
 # Distributed under the terms of the Modified BSD License.
 """What the emulated driver answers otherwise than a record of NVIDIA's libraries, and why it may.
 
-The records are made by ``nodevice.py``; those of ``records/`` with the libraries of Debian's
-non-free packages libcuda1 and libnvidia-ml1, without a device.
+Records are made by ``tests/driver_records``, which also has those of some of NVIDIA's drivers.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from . import nodevice
-
-RECORDS = Path(__file__).parent / "records"
-
-#: What has no answer in a library that lacks the function.
-MISSING = "0/2"
-
-
-def records() -> list[dict[str, Any]]:
-    """Return the committed records, the oldest driver first."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in RECORDS.glob("*.json")]
-    return sorted(found, key=lambda record: record["cuda"])
+from tests.driver_records import calls, errors, procaddr
+from tests.driver_records.record import functions
 
 
 @dataclass(frozen=True)
@@ -151,13 +138,13 @@ def differences(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Diff
                 yield Difference(section, question, *answers)
     for section in ("cuda_errors", "nvml_errors"):
         tables = real[section], emulated[section]
-        for code in map(str, nodevice.CODES):
+        for code in map(str, errors.CODES):
             answers = tuple(table.get(code, table["others"]) for table in tables)
             if answers[0] != answers[1]:
                 yield Difference(section, code, *answers)
     yield from _procaddr(real, emulated)
     for section, common in {
-        "calls": nodevice.functions(real) & nodevice.functions(emulated),
+        "calls": functions(real) & functions(emulated),
         "nvml_calls": {*real["nvml_functions"]} & {*emulated["nvml_functions"]},
     }.items():
         yield from _calls(section, real[section], emulated[section], common)
@@ -166,14 +153,14 @@ def differences(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Diff
 def _calls(
     section: str, real: dict[str, Any], emulated: dict[str, Any], common: Iterable[str]
 ) -> Iterator[Difference]:
-    here, there = nodevice.lookup(real), nodevice.lookup(emulated)
+    here, there = calls.lookup(real), calls.lookup(emulated)
     kinds = sorted(real.keys() & emulated.keys())
-    anywhere = not any(kind.startswith(nodevice.AFTER) for kind in kinds)
+    anywhere = not any(kind.startswith(calls.AFTER) for kind in kinds)
     for kind in kinds:
         for name in sorted(common):
-            if name == "nvmlErrorString" or not nodevice.asked(name, kind, anywhere=anywhere):
+            if not calls.asked(name, kind, anywhere=anywhere):
                 continue
-            numbers = range(1, nodevice.ARGUMENTS + 1) if kind.endswith(nodevice.BUT_ONE) else ()
+            numbers = range(1, calls.ARGUMENTS + 1) if kind.endswith(calls.BUT_ONE) else ()
             for question in [f"{name} {number}" for number in numbers] or [name]:
                 one, other = here(kind, question), there(kind, question)
                 if one != other:
@@ -185,15 +172,15 @@ def _procaddr(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Differ
 
     A form that the emulated driver lacks has to have no address there.
     """
-    here, tables = nodevice.functions(emulated), (real["procaddr"], emulated["procaddr"])
+    here, tables = functions(emulated), (real["procaddr"], emulated["procaddr"])
     for name in sorted(tables[0].keys() & tables[1].keys()):
-        for flags in range(3):
-            texts = [nodevice.entry(table, name, flags) for table in tables]
+        for flags in procaddr.FLAGS:
+            texts = [procaddr.entry(table, name, flags) for table in tables]
             changes = re.findall(r"(\d+):", " ".join(texts))
-            for version in sorted({nodevice.VERSIONS[0], *map(int, changes)}):
-                one, other = (nodevice.forms_at(text, name, version) for text in texts)
+            for version in sorted({procaddr.VERSIONS[0], *map(int, changes)}):
+                one, other = (procaddr.forms_at(text, name, version) for text in texts)
                 lacking = "/" not in one and one not in here
-                if other != (MISSING if lacking else one):
+                if other != (procaddr.MISSING if lacking else one):
                     question = f"{name}, flags {flags}, from {version}"
                     yield Difference("procaddr", question, one, other)
     if real["procaddr_older_form_differs"] != emulated["procaddr_older_form_differs"]:

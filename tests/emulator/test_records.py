@@ -6,16 +6,13 @@ import copy
 import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from jupyter_gpupool.emulator.profiles import library_dir
-from tests.emulator import nodevice, parity
-
-ROOT = Path(__file__).parents[2]
+from tests.driver_records import calls, child, libraries, procaddr, process
+from tests.driver_records.record import RECORDS, functions, records, written
+from tests.emulator import parity
 
 #: What later drivers have, so that the newest record cannot say what it is.
 LATER = {
@@ -32,22 +29,15 @@ NVML_LATER = {
 
 
 def _record(*options, **variables):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.emulator.nodevice", str(library_dir()), *options],
-        cwd=ROOT,
-        env={**{k: v for k, v in os.environ.items() if k != "GPUPOOL_EMULATE"}, **variables},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    env = {**{k: v for k, v in os.environ.items() if k != "GPUPOOL_EMULATE"}, **variables}
+    done = process.run(str(library_dir()), *options, env=env, timeout=110)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
 def newest():
-    return parity.records()[-1]
+    return records()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +64,9 @@ def test_a_record_does_not_differ_from_itself(newest):
 
 
 def test_what_no_record_can_confirm_is_known(newest, alone):
-    assert nodevice.functions(alone) - nodevice.functions(newest) == LATER
+    assert functions(alone) - functions(newest) == LATER
     assert {*alone["nvml_functions"]} - {*newest["nvml_functions"]} == NVML_LATER
-    common = nodevice.functions(alone) & nodevice.functions(newest)
+    common = functions(alone) & functions(newest)
     assert len(common) > 250
     assert len(alone["procaddr"].keys() & newest["procaddr"].keys()) > 200
 
@@ -88,21 +78,21 @@ def test_with_a_machine_names_and_errors_are_the_same(newest, emulated):
 
 
 def test_the_records_are_of_drivers_without_a_device():
-    records = parity.records()
-    assert len(records) >= 3
-    assert len({record["driver"] for record in records}) == len(records)
-    for record in records:
+    found = records()
+    assert len(found) >= 3
+    assert len({record["driver"] for record in found}) == len(found)
+    for record in found:
         assert record["device"] is False
         assert record["driver"].split(".")[0].isdigit()
-        path = parity.RECORDS / f"nvidia-{record['driver']}.json"
-        assert path.read_text() == nodevice.written(record)
+        path = RECORDS / f"nvidia-{record['driver']}.json"
+        assert path.read_text() == written(record)
         assert path.stat().st_size < 80_000
 
 
 @pytest.mark.parametrize("oldest", [0, 1])
 def test_what_is_taken_from_the_newest_is_true_of_all(oldest, newest):
     """Of what the libraries say to arguments; the forms of a name only grow more."""
-    older = parity.records()[oldest]
+    older = records()[oldest]
     differ = {k for k in newest["arguments"] if newest["arguments"][k] != older["arguments"][k]}
     assert differ <= {
         "cuDriverGetVersion after a failed cuInit",
@@ -111,9 +101,9 @@ def test_what_is_taken_from_the_newest_is_true_of_all(oldest, newest):
     }
     assert newest["nvml_arguments"] == older["nvml_arguments"]
     for name in older["procaddr"]:
-        for flags in range(3):
-            text = nodevice.entry(older["procaddr"], name, flags)
-            assert nodevice.entry(newest["procaddr"], name, flags).startswith(text)
+        for flags in procaddr.FLAGS:
+            text = procaddr.entry(older["procaddr"], name, flags)
+            assert procaddr.entry(newest["procaddr"], name, flags).startswith(text)
 
 
 @pytest.mark.parametrize(
@@ -163,33 +153,35 @@ def _fail():
 
 
 def test_a_crash_is_an_answer_and_a_hang_is_not(capfd):
-    assert nodevice.ask(_end) == "signal 11"
-    assert nodevice.ask(_leave) == "exit 3"
-    assert nodevice.ask(lambda: [os.write(1, b"noise"), None]) == [5, None]
+    assert child.ask(_end) == "signal 11"
+    assert child.ask(_leave) == "exit 3"
+    assert child.ask(lambda: [os.write(1, b"noise"), None]) == [5, None]
     with pytest.raises(RuntimeError, match=r"_fail.*ValueError\('this'\)"):
-        nodevice.ask(_fail)
-    with pytest.raises(nodevice.Hung, match="_never"):
-        nodevice.ask(_never, bound=0.1)
+        child.ask(_fail)
+    with pytest.raises(child.Hung, match="_never"):
+        child.ask(_never, bound=0.1)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_debugger_s_functions_are_listed_and_never_called(newest):
+    listed = {name for name in functions(newest) if name.startswith("cudbg")}
+    assert "cudbgApiInit" in listed
+    assert listed <= {*newest["never_given"]}
+    kinds = [kind for kind in newest["calls"] if calls.asked("cuCtxGetCurrent", kind)]
+    assert kinds == [*newest["calls"]]
+    assert not any(calls.asked(name, kind, anywhere=False) for kind in kinds for name in listed)
 
 
 def test_the_text_of_a_form_says_what_is_at_a_version():
     text = "2000:~ 3020:~_v2 12000:cuOther"
-    found = [nodevice.forms_at(text, "cuX", v) for v in (1990, 2000, 3010, 3020, 11990, 12000)]
+    found = [procaddr.forms_at(text, "cuX", v) for v in (1990, 2000, 3010, 3020, 11990, 12000)]
     assert found == ["0/2", "cuX", "cuX", "cuX_v2", "cuX_v2", "cuOther"]
 
 
 def test_a_library_that_cannot_be_loaded_is_said(tmp_path):
-    for name in (nodevice.CUDA, nodevice.NVML):
+    for name in (libraries.CUDA, libraries.NVML):
         (tmp_path / name).write_bytes(b"no library")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.emulator.nodevice", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    done = process.run(str(tmp_path), env={**os.environ}, timeout=30)
     assert done.returncode == 1
     assert "libcuda.so.1" in done.stderr
     assert "Traceback" not in done.stderr
@@ -197,14 +189,6 @@ def test_a_library_that_cannot_be_loaded_is_said(tmp_path):
 
 def test_a_driver_with_a_device_is_no_driver_without(emulated):
     machine = emulated("1x64MiB,context=1MiB")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.emulator.nodevice", str(library_dir())],
-        cwd=ROOT,
-        env={**os.environ, **machine.env},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    done = process.run(str(library_dir()), env={**os.environ, **machine.env}, timeout=30)
     assert (done.returncode, done.stdout) == (1, "")
     assert "cuInit does not answer 100" in done.stderr

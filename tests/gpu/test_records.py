@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """What the machine's driver answers without a device, against the emulated one.
 
-The records of ``tests/emulator/records`` are of drivers that could be had without a GPU. On a GPU
+The records of ``tests/driver_records`` are of drivers that could be had without a GPU. On a GPU
 machine the same questions are put to its driver, as far as they neither need nor miss a device;
 the answers are noted, so that they can become a record, too. A difference is a fault of the
 emulation, or belongs to the reasons of ``tests/emulator/parity.py``.
@@ -11,21 +11,14 @@ emulation, or belongs to the reasons of ``tests/emulator/parity.py``.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jupyter_gpupool.emulator import build
 from jupyter_gpupool.emulator.profiles import library_dir
-from tests.emulator import nodevice, parity
-
-ROOT = Path(__file__).parents[2]
-
-#: Seconds for a record: thousands of processes that load the driver.
-BOUND = 120
+from tests.driver_records import procaddr, process
+from tests.emulator import parity
 
 SECTIONS = (
     "arguments", "calls", "cuda_errors", "nvml_arguments", "nvml_calls", "nvml_errors", "procaddr",
@@ -33,15 +26,7 @@ SECTIONS = (
 
 
 def _record(env: dict[str, str], *options: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.emulator.nodevice", "--anywhere", *options],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=BOUND,
-        check=False,
-    )
+    done = process.run("--anywhere", *options, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -73,8 +58,8 @@ def test_the_driver_is_recorded(machine, found, note):
     assert found["cuda"] >= 12000
     assert found["cuda_errors"]["2"] == ["CUDA_ERROR_OUT_OF_MEMORY", "out of memory"]
     assert found["procaddr_older_form_differs"] == []
-    assert nodevice.forms_at(nodevice.entry(found["procaddr"], "cuMemAlloc", 0), "cuMemAlloc",
-                             12000) == "cuMemAlloc_v2"  # fmt: skip
+    text = procaddr.entry(found["procaddr"], "cuMemAlloc", procaddr.DEFAULT)
+    assert procaddr.forms_at(text, "cuMemAlloc", 12000) == "cuMemAlloc_v2"
 
 
 @pytest.mark.gpu

@@ -2,23 +2,21 @@
 # Distributed under the terms of the Modified BSD License.
 """What NVIDIA's own libraries answered, against the guard's lists and against the guard itself.
 
-The libraries are not here: records/drivers.txt says what they export and what cuGetProcAddress
+The libraries are not here: tests/driver_records says what they export and what cuGetProcAddress
 gives, and a driver that is made of it takes their place.
 """
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from conftest import compile_c
-from record_drivers import read, text
 
 from jupyter_gpupool.guard import _generate as generator
 from jupyter_gpupool.guard import build as guard_build
+from tests.driver_records import procaddr
+from tests.driver_records.record import functions, records
 
-RECORD = Path(__file__).parent / "records" / "drivers.txt"
-DRIVERS = read(RECORD)
 PLAIN, PER_THREAD = range(2)
 
 #: Called by a debugger in the process that it debugs, or with a breakpoint in them: a debugger
@@ -34,14 +32,40 @@ def entries():
     return {entry.symbol: entry for entry in generator.read(guard_build.ENTRIES)}
 
 
-@pytest.fixture(params=DRIVERS, ids=lambda driver: driver["driver"])
-def driver(request):
+@pytest.fixture(scope="module", params=records(), ids=lambda record: record["driver"])
+def record(request):
     return request.param
 
 
-def test_the_record_says_all_that_was_asked():
-    assert text(DRIVERS) == RECORD.read_text()
-    assert RECORD.stat().st_size < 60_000
+@pytest.fixture(scope="module")
+def driver(record):
+    """What is asked of a record here; answers: name: what is there since when, also per thread."""
+    table = record["procaddr"]
+    return {
+        "cuda": record["cuda"],
+        "exports": sorted(functions(record)),
+        "nvml": record["nvml_functions"],
+        "answers": {
+            name: [
+                procaddr.steps(procaddr.entry(table, name, flags), name)
+                for flags in (procaddr.DEFAULT, procaddr.PER_THREAD)
+            ]
+            for name in table
+        },
+    }
+
+
+def test_a_name_that_is_known_is_found_at_every_later_version(record, driver):
+    """So what ``driver`` leaves out of a record is not needed to make a driver."""
+    given = {form for pair in driver["answers"].values() for steps in pair for _, form in steps}
+    assert given <= set(driver["exports"])
+    assert len(given) > 580
+    for name in record["procaddr"]:
+        default, legacy, _ = (
+            procaddr.entry(record["procaddr"], name, flags) for flags in procaddr.FLAGS
+        )
+        assert default == legacy
+    assert record["procaddr_older_form_differs"] == []
 
 
 def test_every_function_that_they_export_is_an_entry(driver, entries):

@@ -172,7 +172,7 @@ bool sync_returns_early(void); /* crashes while CHECKPOINTED, true while LOCKED 
     } while (0)
 
 /* Before those two: what the driver says of an argument even if it is not initialised, as its
- * libraries do where there is no device (tests/emulator/records). */
+ * libraries do where there is no device (tests/driver_records). */
 #define REQUIRE(condition)                          \
     do {                                            \
         if (!(condition))                           \

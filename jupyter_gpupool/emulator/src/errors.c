@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Names and texts of the error codes: those of drivers 550 and 555 (tests/emulator/records). What came
+ * Names and texts of the error codes: those of drivers 550 and 555 (tests/driver_records). What came
  * later has a text of ours.
  */
 #include "cuda_abi.h"

@@ -56,7 +56,7 @@ EXPORT nvmlReturn nvmlInitWithFlags(unsigned flags)
 EXPORT nvmlReturn nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 EXPORT nvmlReturn nvmlInit(void) { return nvmlInitWithFlags(0); }
 
-/* One too many is no error (tests/emulator/records). */
+/* One too many is no error (tests/driver_records). */
 EXPORT nvmlReturn nvmlShutdown(void)
 {
     pthread_mutex_lock(&init_mutex);

@@ -32,7 +32,7 @@ static const struct entry {
     {"cuGetProcAddress", 12000, (void (*)(void))cuGetProcAddress_v2, (void (*)(void))cuGetProcAddress_v2},
 };
 
-/* What a name is at a version, NULL if nothing. As the driver (tests/emulator/records): versions
+/* What a name is at a version, NULL if nothing. As the driver (tests/driver_records): versions
  * are compared without a sign, and the variants for per-thread streams came with CUDA 7. */
 static void *lookup(const char *name, int version, uint64_t flags, int *status)
 {

@@ -1,0 +1,45 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Ask a driver's libraries all that they answer without a device, and write it down.
+
+``python -m tests.driver_records FOLDER > record.json`` asks the ``libcuda.so.1`` and
+``libnvidia-ml.so.1`` of a folder on a machine without an NVIDIA GPU; NVIDIA's own load and answer
+there, too. With ``--anywhere`` only what does not depend on whether there is a device is asked:
+then the machine may have one, and no question initialises the driver. Without a folder it is the
+libraries that the dynamic loader finds.
+
+Nothing is loaded in this process. Every question is put in a child of its own, which loads the
+library, asks and ends: a crash is an answer ("signal 11"), a hang is an error.
+
+``records/`` has the records of drivers that could be had without a GPU: those of Debian's non-free
+packages libcuda1 and libnvidia-ml1. ``tests/emulator/test_records.py`` compares the emulated driver
+with them, and ``tests/guard/test_real_drivers.py`` the guard. ``tests/gpu/test_records.py`` records
+the driver of a GPU machine, and compares the emulated one with it.
+
+The record is a dict that JSON can hold:
+
+``driver``, ``cuda``
+    Version of the libraries, from the file's name (None: the name has none), and what
+    cuDriverGetVersion says before cuInit.
+``device``
+    False: recorded where cuInit finds none. None: with ``--anywhere``.
+``cuda_errors``
+    Code: [name, text], each None where there is none; every code of ``errors.CODES`` that is not
+    listed has the answer ``"others"``.
+``procaddr``
+    Name: what cuGetProcAddress_v2 gives for it, from which version on. See ``procaddr.forms``.
+``procaddr_older_form_differs``
+    Questions to cuGetProcAddress, of four arguments, with another answer than that of the newer.
+``never_given``
+    Exported functions that cuGetProcAddress never gives. Those whose names begin with ``cudbg`` are
+    a debugger's: they are listed and never called.
+``arguments``
+    Single questions (their text names them) and answers.
+``calls``, ``nvml_calls``
+    Kind ("before init" or "after a failed init"; all arguments "zero", or all the address of a
+    zeroed "buffer"): result: the functions with that result, or "all others". After a failed init
+    those are named that then answer otherwise than before. "Buffer but for one" names functions
+    and the number (from 1) of the argument that makes a difference if it is zero.
+``nvml_functions``, ``nvml_errors``, ``nvml_arguments``
+    The same for NVML.
+"""

@@ -1,0 +1,133 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Every function, called once for each kind of call: with zeros, or with a zeroed buffer."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from .child import ask
+
+#: Kinds of calls, and the functions that a table does not name.
+BEFORE, AFTER, OTHERS = "before init", "after a failed init", "all others"
+BUT_ONE = "buffer but for one"
+
+#: What is not called with ``--anywhere``: there it may succeed.
+INITIALISING = ("cuInit", "nvmlInit", "nvmlInit_v2", "nvmlInitWithFlags")
+
+#: So many arguments of a function are made zero, one at a time.
+ARGUMENTS = 6
+
+#: Bytes of the zeroed buffer that stands for every pointer.
+_BUFFER = 1 << 16
+
+
+def call(path: str, first: str, name: str, how: str) -> int:
+    """Return the result of one function, with all arguments zero or all a zeroed buffer.
+
+    ``first`` is called before, unless it is empty.
+    """
+    library = ctypes.CDLL(path)
+    if first:
+        getattr(library, first)(0)
+    buffer = ctypes.create_string_buffer(_BUFFER)
+    value = 0 if how == "zero" else ctypes.addressof(buffer)
+    return int(getattr(library, name)(*[ctypes.c_uint64(value)] * 16))
+
+
+def but_for_one(path: str, name: str, which: Iterable[int]) -> list[int]:
+    """Return the results of a function with all arguments a zeroed buffer, but one of them zero."""
+    function, results = getattr(ctypes.CDLL(path), name), []
+    for zero in which:
+        buffer = ctypes.create_string_buffer(_BUFFER)
+        values = [ctypes.c_uint64(ctypes.addressof(buffer)) for _ in range(16)]
+        values[zero] = ctypes.c_uint64(0)
+        results.append(int(function(*values)))
+    return results
+
+
+def _each_but_one(path: str, name: str, usual: str) -> Iterator[tuple[str, str]]:
+    """Yield a result and "NAME NUMBER OF THE ARGUMENT" where that makes a difference."""
+    results = ask(but_for_one, path, name, range(ARGUMENTS))
+    if isinstance(results, str):  # one of them is its end: each on its own
+        each = [ask(but_for_one, path, name, [zero]) for zero in range(ARGUMENTS)]
+        results = [said if isinstance(said, str) else said[0] for said in each]
+    for number, result in enumerate(map(str, results), 1):
+        if result != usual:
+            yield result, f"{name} {number}"
+
+
+def asked(name: str, kind: str, *, anywhere: bool = True) -> bool:
+    """Return whether a function is called: nothing is initialised, no number is a process.
+
+    A debugger's functions never are, for they would wait for it or end the process; nor is
+    nvmlErrorString, whose result is no number.
+    """
+    if name.startswith("cudbg") or name == "nvmlErrorString":
+        return False
+    return not (anywhere and name in INITIALISING) and (
+        "buffer" not in kind or not name.startswith("cuCheckpointProcess")
+    )
+
+
+def calls(path: str, names: list[str], first: str) -> dict[str, dict[str, Any]]:
+    """Return, by kind of call and by result, the functions that answer so.
+
+    ``first`` is what initialises; empty, there is only what is asked before it. What the others
+    answer after it has failed is what they answer before.
+    """
+    table: dict[str, dict[str, Any]] = {}
+    for how in ("zero", "buffer"):
+        before = {
+            name: str(ask(call, path, "", name, how))
+            for name in names
+            if asked(name, how, anywhere=not first)
+        }
+        results = list(before.values())
+        common = max(set(results), key=results.count)
+        table[f"{BEFORE}, {how}"] = {common: OTHERS} | _grouped(
+            {name: result for name, result in before.items() if result != common}
+        )
+        if how == "buffer":
+            table[f"{BEFORE}, {BUT_ONE}"] = _grouped(
+                {which: result for name in before
+                 for result, which in _each_but_one(path, name, before[name])}
+            )  # fmt: skip
+        if first:
+            after = {name: str(ask(call, path, first, name, how)) for name in before}
+            table[f"{AFTER}, {how}"] = _grouped(
+                {name: result for name, result in after.items() if result != before[name]}
+            )
+    return table
+
+
+def _grouped(results: dict[str, str]) -> dict[str, Any]:
+    return {
+        result: [name for name in results if results[name] == result]
+        for result in sorted(set(results.values()))
+    }
+
+
+def lookup(table: dict[str, dict[str, Any]]) -> Callable[[str, str], str]:
+    """Return what answers, from a table of :func:`calls`, a kind and "NAME" or "NAME NUMBER"."""
+    named = {
+        kind: {name: result for result, names in group.items() if names != OTHERS for name in names}
+        for kind, group in table.items()
+    }
+    others = {
+        kind: next((result for result, names in group.items() if names == OTHERS), "")
+        for kind, group in table.items()
+    }
+
+    def result(kind: str, question: str) -> str:
+        if question in named[kind]:
+            return named[kind][question]
+        if kind.startswith(AFTER):
+            return result(kind.replace(AFTER, BEFORE), question)
+        if kind.endswith(BUT_ONE):
+            return result(kind.replace(BUT_ONE, "buffer"), question.partition(" ")[0])
+        return others[kind]
+
+    return result

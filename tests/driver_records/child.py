@@ -1,0 +1,80 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Questions are put in a child: what a library does to its process is an answer, too."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import resource
+import select
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+#: Seconds for an answer. cuInit looks for devices, which takes a tenth of one.
+BOUND = 60.0
+
+
+class Hung(Exception):
+    """A question had no answer within the bound; the text is the question."""
+
+
+def ask(question: Callable[..., Any], *arguments: Any, bound: float = BOUND) -> Any:
+    """Return what ``question(*arguments)`` returns in a child; "signal N" or "exit N" if it dies.
+
+    Raises
+    ------
+    Hung
+        If the child has not answered and ended within ``bound`` seconds.
+    RuntimeError
+        If the question raises there.
+    """
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        _answer(writing, question, arguments)
+    os.close(writing)
+    deadline, text = time.monotonic() + bound, b""
+    try:
+        while select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            piece = os.read(reading, 1 << 16)
+            if not piece:
+                break
+            text += piece
+        else:
+            os.kill(pid, signal.SIGKILL)
+            raise Hung(f"{question.__name__}{arguments}"[:200])
+    finally:
+        os.close(reading)
+        status = os.waitpid(pid, 0)[1]
+    if os.WIFSIGNALED(status):
+        return f"signal {os.WTERMSIG(status)}"
+    if os.WEXITSTATUS(status) or not text:
+        return f"exit {os.WEXITSTATUS(status)}"
+    said = json.loads(text)
+    if "raised" in said:
+        raise RuntimeError(said["raised"])
+    return said["answer"]
+
+
+def _answer(out: int, question: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Be the child: answer and end. What the library or a dying glibc prints is no answer."""
+    try:
+        faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        try:
+            said = {"answer": question(*arguments)}
+        except Exception as error:
+            said = {"raised": f"{question.__name__}{arguments}: {error!r}"}
+        text = json.dumps(said).encode()
+        while text:
+            text = text[os.write(out, text) :]
+        os._exit(0)
+    finally:
+        os._exit(99)

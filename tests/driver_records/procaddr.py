@@ -1,0 +1,129 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Which function cuGetProcAddress gives for a name, at which version."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import Any
+
+from .outs import UNTOUCHED, said
+
+#: API versions (1000 x major + 10 x minor) that cuGetProcAddress is asked for: more than there are.
+VERSIONS = range(1000, 15000, 10)
+
+#: CUdriverProcAddress_flags.
+DEFAULT, LEGACY, PER_THREAD = FLAGS = range(3)
+
+#: The answer for a form that only later versions have.
+MISSING = "0/2"
+
+
+def forms(path: str, functions: list[str], names: list[str], flags: int) -> dict[str, str]:
+    """Return, by name, what cuGetProcAddress_v2 gives with ``flags`` from which version on.
+
+    ``"2000:~ 3020:~_v2"`` is: the exported function of that very name from version 2000 on, that
+    with _v2 from 3020 on, and before 2000 no address, CUDA_SUCCESS and status 2 ("a later version
+    has it"). Another answer is written as RESULT/STATUS, and an address that is none of the
+    exported ones as "not-exported". Names that are unknown at every version are left out.
+    """
+    library = ctypes.CDLL(path)
+    call = library.cuGetProcAddress_v2
+    at = {ctypes.cast(getattr(library, name), ctypes.c_void_p).value: name for name in functions}
+    out, status, flags_ = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_uint64(flags)
+    out_, status_ = ctypes.byref(out), ctypes.byref(status)
+    table = {}
+    for name in names:
+        text, last, changes = name.encode(), (0, None, 2), []
+        for version in VERSIONS:
+            out.value, status.value = UNTOUCHED, UNTOUCHED
+            answer = (call(text, out_, version, flags_, status_), out.value, status.value)
+            if answer != last:
+                changes.append(f"{version}:{_form(answer, name, at)}")
+                last = answer
+        if changes != [f"{VERSIONS[0]}:0/1"]:
+            table[name] = " ".join(changes)
+    return table
+
+
+def _form(answer: tuple[int, int | None, int], name: str, at: dict[Any, str]) -> str:
+    result, address, status = answer
+    if not address:
+        return f"{result}/{status}"
+    function = at.get(address, "not-exported")
+    shown = "~" + function.removeprefix(name) if function.startswith(name) else function
+    return shown if (result, status) == (0, 0) else f"{shown}({result}/{status})"
+
+
+def steps(text: str, name: str) -> list[tuple[int, str]]:
+    """Return an entry of :func:`forms` as versions and what is there: a function, RESULT/STATUS."""
+    changes = [change.partition(":") for change in text.split()]
+    return [(int(since), what.replace("~", name)) for since, _, what in changes]
+
+
+def forms_at(text: str, name: str, version: int) -> str:
+    """Return what an entry of :func:`forms` says of one version."""
+    return next((form for since, form in reversed(steps(text, name)) if since <= version), MISSING)
+
+
+def get(library: Any, name: Any, version: int, flags: int = 0, form: str = "v2") -> list[Any]:
+    """Return [result, what the address is, status] of one question; see ``outs.said``."""
+    out, status = ctypes.c_void_p(UNTOUCHED), ctypes.c_int(UNTOUCHED)
+    front = (name, ctypes.byref(out), ctypes.c_int(version), ctypes.c_uint64(flags))
+    if form == "v1":
+        return [library.cuGetProcAddress(*front), said(out)]
+    if form == "v2, no status":
+        return [library.cuGetProcAddress_v2(*front, None), said(out)]
+    return [library.cuGetProcAddress_v2(*front, ctypes.byref(status)), said(out), said(status)]
+
+
+def older_form(path: str, names: list[str]) -> list[str]:
+    """Return the questions to which the form of four arguments gives another address.
+
+    Where the newer form gives none, the older one has to answer 500 and leave the address alone.
+    """
+    library = ctypes.CDLL(path)
+    out, found = ctypes.c_void_p(), []
+    for name in (name.encode() for name in names):
+        for flags in map(ctypes.c_uint64, (DEFAULT, PER_THREAD)):
+            for version in range(VERSIONS.start, VERSIONS.stop, 50):
+                out.value = UNTOUCHED
+                newer = library.cuGetProcAddress_v2(name, ctypes.byref(out), version, flags, None)
+                expected = (newer, out.value) if out.value else (500, UNTOUCHED)
+                out.value = UNTOUCHED
+                older = library.cuGetProcAddress(name, ctypes.byref(out), version, flags)
+                if (older, out.value) != expected:
+                    found.append(f"{name.decode()} {version} {flags.value}")
+    return found
+
+
+def together(tables: list[dict[str, str]]) -> dict[str, str | list[str]]:
+    """Return the tables for the flags 0, 1 and 2 as one: a text a name if they are equal.
+
+    Two texts are those without and with per-thread streams; three, those for each of the flags.
+    """
+    found: dict[str, str | list[str]] = {}
+    for name in sorted(set().union(*tables)):
+        default, legacy, per_thread = (table.get(name, "") for table in tables)
+        if default != legacy:
+            found[name] = [default, legacy, per_thread]
+        else:
+            found[name] = default if default == per_thread else [default, per_thread]
+    return found
+
+
+def entry(table: dict[str, Any], name: str, flags: int) -> str:
+    """Return the text of :func:`forms` for a name and flags, out of what :func:`together` made."""
+    texts = table[name]
+    if isinstance(texts, str):
+        return texts
+    return str(texts[flags] if len(texts) == 3 else texts[flags == PER_THREAD])
+
+
+def given(tables: Iterable[dict[str, str]]) -> set[str]:
+    """Return the functions that tables of :func:`forms` give."""
+    found = (
+        form for table in tables for name, text in table.items() for _, form in steps(text, name)
+    )
+    return {form for form in found if "/" not in form}
