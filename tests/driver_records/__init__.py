@@ -37,9 +37,10 @@ The record is a dict that JSON can hold:
     Single questions (their text names them) and answers.
 ``calls``, ``nvml_calls``
     Kind ("before init" or "after a failed init"; all arguments "zero", or all the address of a
-    zeroed "buffer"): result: the functions with that result, or "all others". After a failed init
-    those are named that then answer otherwise than before. "Buffer but for one" names functions
-    and the number (from 1) of the argument that makes a difference if it is zero.
+    zeroed "buffer", which is always the same): result: the functions with that result, or "all
+    others". After a failed init those are named that then answer otherwise than before. "Buffer but
+    for one" names functions and the number (from 1) of the argument that makes a difference if it
+    is zero.
 ``nvml_functions``, ``nvml_errors``, ``nvml_arguments``
     The same for NVML.
 """

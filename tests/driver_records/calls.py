@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,8 +21,26 @@ INITIALISING = ("cuInit", "nvmlInit", "nvmlInit_v2", "nvmlInitWithFlags")
 #: So many arguments of a function are made zero, one at a time.
 ARGUMENTS = 6
 
-#: Bytes of the zeroed buffer that stands for every pointer.
-_BUFFER = 1 << 16
+#: Where the zeroed buffer is that stands for every pointer, and its bytes. A driver that takes the
+#: address for a count or for flags looks at its lower half: it has to be the same in each record.
+_BUFFER, _SIZE = 0x10_1234_5670, 1 << 16
+
+#: mmap(2): the address is no mere wish, and nothing there is replaced.
+_MAP_FIXED_NOREPLACE = 0x100000
+
+
+def zeroed() -> int:
+    """Make the zeroed buffer in this process, and return its address."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    start = _BUFFER - _BUFFER % mmap.PAGESIZE
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
+    length = ctypes.c_size_t(_BUFFER - start + _SIZE)
+    at = libc.mmap(ctypes.c_void_p(start), length, access, how, -1, ctypes.c_long(0))
+    if at != start:
+        raise OSError(ctypes.get_errno(), f"no memory at {start:#x}")
+    return _BUFFER
 
 
 def call(path: str, first: str, name: str, how: str) -> int:
@@ -32,19 +51,18 @@ def call(path: str, first: str, name: str, how: str) -> int:
     library = ctypes.CDLL(path)
     if first:
         getattr(library, first)(0)
-    buffer = ctypes.create_string_buffer(_BUFFER)
-    value = 0 if how == "zero" else ctypes.addressof(buffer)
+    value = 0 if how == "zero" else zeroed()
     return int(getattr(library, name)(*[ctypes.c_uint64(value)] * 16))
 
 
 def but_for_one(path: str, name: str, which: Iterable[int]) -> list[int]:
     """Return the results of a function with all arguments a zeroed buffer, but one of them zero."""
-    function, results = getattr(ctypes.CDLL(path), name), []
+    function, buffer, results = getattr(ctypes.CDLL(path), name), zeroed(), []
     for zero in which:
-        buffer = ctypes.create_string_buffer(_BUFFER)
-        values = [ctypes.c_uint64(ctypes.addressof(buffer)) for _ in range(16)]
-        values[zero] = ctypes.c_uint64(0)
-        results.append(int(function(*values)))
+        ctypes.memset(buffer, 0, _SIZE)
+        values = [buffer] * 16
+        values[zero] = 0
+        results.append(int(function(*map(ctypes.c_uint64, values))))
     return results
 
 

@@ -3,6 +3,7 @@
 """The emulated driver against records of NVIDIA's own libraries, as far as they need no device."""
 
 import copy
+import ctypes
 import json
 import os
 import signal
@@ -161,6 +162,19 @@ def test_a_crash_is_an_answer_and_a_hang_is_not(capfd):
     with pytest.raises(child.Hung, match="_never"):
         child.ask(_never, bound=0.1)
     assert capfd.readouterr() == ("", "")
+
+
+def _address_and_text():
+    at = calls.zeroed()
+    return [at, ctypes.string_at(at, 1 << 16).hex()]
+
+
+def test_the_zeroed_buffer_is_where_it_always_was():
+    """Else records would differ in what takes its address for a count."""
+    (at, text), second = child.ask(_address_and_text), child.ask(_address_and_text)
+    assert second == [at, text]
+    assert text == "00" * (1 << 16)
+    assert ctypes.c_int32(at).value > 0
 
 
 def test_a_debugger_s_functions_are_listed_and_never_called(newest):
