@@ -95,6 +95,30 @@ async def test_the_figures_of_a_device_add_up(machine, note):
         note(back_s=round(await found.empty(process), 3))
 
 
+async def test_nvml_is_asked_all_the_time_in_which_the_driver_copies(machine, note):
+    """It may answer only when that is over: then others wait, and no device counts as lost."""
+    size = machine.bytes(8 * GiB)
+    async with bench(machine) as found, target("cuda-core", found.env) as process:
+        await process.do("put", "x", size, 3)
+
+        async def watched(copy):
+            task, longest, looks = asyncio.ensure_future(copy), 0.0, 0
+            while not task.done():
+                begin = time.monotonic()
+                assert not (await found.sample()).lost
+                longest, looks = max(longest, time.monotonic() - begin), looks + 1
+            outcome = task.result()
+            return outcome, {**speeds(outcome), "looks": looks, "longest_s": round(longest, 3)}
+
+        there, suspend = await watched(found.suspend(process))
+        assert there.status == "suspended", there
+        back, resume = await watched(found.resume(process, there))
+        assert back.status == "resumed", back
+        note(mib=size >> 20, suspend=suspend, resume=resume)
+        assert await process.do("digest", "x") == expected(size, 3, 0)
+        assert min(suspend["looks"], resume["looks"]) >= 1
+
+
 # ------------------------------------------------------------------ kinds of processes
 
 
