@@ -52,6 +52,22 @@ class Late(AssertionError):
     """A condition did not become true before its deadline."""
 
 
+def _look(
+    condition: Callable[[], Any], what: str, timeout: float, show: Callable[[], Any] | None
+) -> Callable[[], Any]:
+    """Return what gives the condition's value, and fails once it is still false too late."""
+    deadline = time.monotonic() + timeout
+
+    def look() -> Any:
+        value = condition()
+        if not value and time.monotonic() > deadline:
+            seen = f"; seen instead: {show()}" if show else f"; last value: {value!r}"
+            raise Late(f"not within {timeout:g} s: {what}{seen}")
+        return value
+
+    return look
+
+
 def wait_for(
     condition: Callable[[], Any],
     what: str,
@@ -59,11 +75,8 @@ def wait_for(
     show: Callable[[], Any] | None = None,
 ) -> Any:
     """Return the first true value of ``condition``; fail after ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            seen = f"; seen instead: {show()}" if show else f"; last value: {value!r}"
-            raise Late(f"not within {timeout:g} s: {what}{seen}")
+    look = _look(condition, what, timeout, show)
+    while not (value := look()):
         time.sleep(LOOK)
     return value
 
@@ -75,11 +88,8 @@ async def until(
     show: Callable[[], Any] | None = None,
 ) -> Any:
     """:func:`wait_for` that lets other tasks run."""
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            seen = f"; seen instead: {show()}" if show else f"; last value: {value!r}"
-            raise Late(f"not within {timeout:g} s: {what}{seen}")
+    look = _look(condition, what, timeout, show)
+    while not (value := look()):
         await asyncio.sleep(LOOK)
     return value
 

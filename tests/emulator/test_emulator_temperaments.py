@@ -6,22 +6,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.emulator.asking import WORKER
+
 MiB = 1 << 20
 HAS = 40 * MiB  # context included
 
-WORKER = """
-from cuda.core.checkpoint import Process
-import pynvml as n
-n.nvmlInit()
-def call(pid, name, *args):
-    try:
-        getattr(Process(pid), name)(*args)
-    except Exception as error:
-        return str(error).split(":")[0]
-def handle(i=0):
-    return n.nvmlDeviceGetHandleByIndex(i)
-def listed(i=0):
-    return {p.pid: p.usedGpuMemory for p in n.nvmlDeviceGetComputeRunningProcesses(handle(i))}
+MORE = """
 def used(i=0):
     return n.nvmlDeviceGetMemoryInfo(handle(i), version=n.nvmlMemory_v2).used
 def other():
@@ -38,7 +28,7 @@ class Trio:
         self.faults = machine.faults
         self.machine = machine
         self.target, self.worker = machine.target(), machine.target()
-        self.worker.do(WORKER)
+        self.worker.do(WORKER + MORE)
         self.target.do("context(); p = ok(D.cuMemAlloc(8 << 20)); put(p, bytes_of(8 << 20))")
         self.want = self.target.do("_ = get(p, 8 << 20)")
 

@@ -8,22 +8,7 @@ import time
 import pytest
 
 from jupyter_gpupool.emulator.profiles import FAULTS, EmulatorError, Faults
-
-WORKER = """
-from cuda.core.checkpoint import Process
-import pynvml as n
-n.nvmlInit()
-def call(pid, name, *args):
-    try:
-        getattr(Process(pid), name)(*args)
-    except Exception as error:
-        return str(error).split(":")[0]
-def handle(i=0):
-    return n.nvmlDeviceGetHandleByIndex(i)
-def pids(i=0):
-    return [p.pid for p in n.nvmlDeviceGetComputeRunningProcesses(handle(i))]
-_ = 1
-"""
+from tests.emulator.asking import WORKER
 
 
 @pytest.fixture

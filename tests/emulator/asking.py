@@ -1,0 +1,22 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a process that suspends another, and asks NVML about it, is given to begin with."""
+
+#: Statements for ``machine.target().do``.
+WORKER = """
+from cuda.core.checkpoint import Process
+import pynvml as n
+n.nvmlInit()
+def call(pid, name, *args):
+    try:
+        getattr(Process(pid), name)(*args)
+    except Exception as error:
+        return str(error).split(":")[0]
+def handle(i=0):
+    return n.nvmlDeviceGetHandleByIndex(i)
+def listed(i=0):
+    return {p.pid: p.usedGpuMemory for p in n.nvmlDeviceGetComputeRunningProcesses(handle(i))}
+def pids(i=0):
+    return [*listed(i)]
+_ = 1
+"""
