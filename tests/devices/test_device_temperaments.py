@@ -13,7 +13,9 @@ import signal
 
 import pytest
 
-from jupyter_gpupool.devices import residue
+from jupyter_gpupool.devices import processes, residue
+from jupyter_gpupool.devices.calls import SessionCalls
+from jupyter_gpupool.devices.children import ChildLost
 from jupyter_gpupool.errors import DriverError
 
 MiB = 1 << 20
@@ -220,6 +222,40 @@ async def test_a_copy_that_goes_on_is_waited_for_however_slow(emulated, monkeypa
         machine.faults.clear()
         await resumed(service, target, uuid, uuid, outcome.freed[uuid])
         assert await target.do("digest", 1) == digest
+
+
+class Silent:
+    """A worker whose driver says nothing any more."""
+
+    async def call(self, op, timeout, **fields):
+        raise ChildLost(f"No answer to {op!r} in {timeout:g} s.", hung=True)
+
+    ask = call
+
+
+@pytest.mark.parametrize("op", ["checkpoint", "restore"])
+@pytest.mark.parametrize(
+    ("sizes", "looks"),
+    [
+        pytest.param([100, 400] * 10, 3, id="a thread takes memory and gives it back for ever"),
+        pytest.param([100, 200, 300, 400], 5, id="a copy that comes to an end, and hangs"),
+        pytest.param([100, 0], 3, id="it cannot be read any more"),
+    ],
+)
+async def test_memory_that_goes_up_and_down_is_no_copy(monkeypatch, op, sizes, looks):
+    """The device waits, too, so it must end."""
+    seen = []
+
+    def resident(_):
+        assert len(seen) < 20, "it never ends"
+        seen.append(sizes[min(len(seen), len(sizes) - 1)] * MiB)
+        return seen[-1], 0
+
+    monkeypatch.setattr(processes, "resident", resident)
+    here = processes.identify(os.getpid())
+    silent = SessionCalls(Silent(), here, SESSION, lock_timeout=1.0, call_timeout=1.0)
+    answer = await silent.call(op, here)
+    assert (answer.outcome, len(seen)) == ("hung", looks)
 
 
 # ------------------------------------------------------------------ restore
