@@ -346,13 +346,14 @@ class Handlers:
             books.log(event.session, "debug", "unknown-session", "Holds of no session replaced.")
             return
         self._bind(s, event.cuda)
+        before = bool(s.holds)
         # The agent says nothing about the device's activity, which the broker watches itself.
         s.holds = {h.id: h for h in event.holds if h.kind != "device"} | {
             h.id: h for h in s.holds.values() if h.kind == "device"
         }
         if s.holds:
             self.held(s)
-        else:
+        elif before:
             self.unheld(s)
 
     def _bind(self, s: Session, cuda: bool | None) -> None:

@@ -151,9 +151,14 @@ class Naive:
         elif isinstance(event, ev.HoldDropped):
             if s.holds.pop(event.hold, None) is not None:
                 self._bind(s, event.cuda)
+                if s.state == "detaching" and not s.holds:
+                    s.idle_since = self.now  # if the suspend is refused
         elif isinstance(event, ev.HoldsReplaced):
+            before = bool(s.holds)
             kept = {name: answered for name, answered in s.holds.items() if name == "device"}
             s.holds = {h.id: s.state in ("active", "idle") for h in event.holds} | kept
+            if s.state == "detaching" and before and not s.holds:
+                s.idle_since = self.now
             self._bind(s, event.cuda)
         elif isinstance(event, ev.RequestChanged):
             s.asked[event.rid] = event.request
