@@ -273,8 +273,10 @@ class Naive:
         if s.suspended:
             assert len(a.slices) == len(s.suspended)
             for x, (origin, size) in zip(a.slices, s.suspended.items(), strict=True):
-                enough = min(size + self.settings.resume_headroom, self.capacity(x.device))
-                assert x.bytes >= max(size, enough), f"{a}: {size} suspended"
+                most = max(self.capacity(u) - self.foreign.get(u, 0) for u in {x.device, origin})
+                enough = min(size + self.settings.resume_headroom, self.capacity(x.device), most)
+                least = min(size, self.capacity(origin))
+                assert x.bytes >= max(least, enough), f"{a}: {size} suspended"
                 if x.device != origin:
                     old, new = self.devices[origin], self.devices[x.device]
                     assert old.model == new.model, a
