@@ -447,6 +447,23 @@ async def test_a_lock_that_keeps_no_time_is_not_the_end_of_a_session(emulated, w
         assert await target.do("digest", 1) == digest
 
 
+async def test_who_closes_in_the_middle_leaves_nobody_to_look_after_a_late_lock(emulated):
+    """lock-ignores-timeout: the operation ends while close waits for it, and begins to look."""
+    machine = emulated(ONE)
+    async with machine.target() as target:
+        async with machine.started(lock_timeout=0.1, call_timeout=0.5) as (service, devices):
+            uuid = devices[0].uuid
+            await filled(target)
+            machine.faults.set("lock-ignores-timeout")
+            task = asyncio.create_task(service.suspend(target.root, [uuid], session=SESSION))
+            while service._workers[uuid].current != "lock":
+                await asyncio.sleep(0.002)
+            await service.close()
+            assert (await task).status == "drain"
+            assert service._settling == {}
+        machine.faults.clear()
+
+
 @pytest.mark.parametrize("code", [304, 702, 999])
 async def test_a_lock_that_is_late_by_another_name_is_late(emulated, code):
     """lock-timeout with another code than NOT_READY: not a process that cannot be suspended."""
