@@ -170,8 +170,9 @@ class DeviceEffects:
         need: dict[str, int] = {}
         for origin, piece in zip(action.origin, action.slices, strict=True):
             # No more than was reserved: a state that fills a device leaves no room for headroom.
+            # But all of the state, also where that is more than the pool has to give.
             state = held.get(origin, piece.bytes)
-            wanted = min(state + self._runner.pool.headroom(piece.device), piece.bytes)
+            wanted = min(state + self._runner.pool.headroom(piece.device), max(state, piece.bytes))
             need[piece.device] = need.get(piece.device, 0) + wanted
         return need
 

@@ -29,8 +29,8 @@ PATIENCE = 10.0
 #: Bytes per second below which a copy is taken to hang; half of the slowest seen in the field.
 SLOWEST_COPY = 0.5e9
 
-#: Bytes by which a process's host memory, or what it shares of it, changes while the driver copies
-#: for it, however slowly, in the time that all of it should have taken.
+#: Bytes by which a process's host memory, or what it shares of it, grows or shrinks to what it has
+#: not been, while the driver copies for it, however slowly, in the time that all should have taken.
 PROGRESS = 16 << 20
 
 #: state before and after a call that worked.
@@ -234,13 +234,18 @@ class SessionCalls:
         if op == "lock":
             # Nothing was copied, and what the lock waits for may take any time.
             return await self.state(process, min(self.patience, LOCK_GRACE))
+        least = most = processes.resident(process)
         while True:
-            before = processes.resident(process)
             now = await self.state(process)
-            after = processes.resident(process)
-            moved = max(abs(new - old) for new, old in zip(after, before, strict=True))
+            seen = processes.resident(process)
+            # Only beyond all that was seen so far: threads that take and give back memory all the
+            # time would else be waited for, with the device, for ever.
+            moved = max(*(a - b for a, b in zip(seen, most, strict=True)),
+                        *(b - a for a, b in zip(seen, least, strict=True)))  # fmt: skip
             if now.outcome != "hung" or moved < PROGRESS:
                 return now
+            most = max(most[0], seen[0]), max(most[1], seen[1])
+            least = min(least[0], seen[0]), min(least[1], seen[1])
 
     def _count(self, answer: dict[str, Any]) -> Answer:
         result = Answer(**{key: answer[key] for key in Answer.__slots__})

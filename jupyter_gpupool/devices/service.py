@@ -255,6 +255,10 @@ class DeviceService:
         )
         if self._running:
             await asyncio.wait(self._running, timeout=grace)
+        if self._settling:  # what operations that have ended meanwhile began
+            for task in self._settling.values():
+                task.cancel()
+            await asyncio.wait({*self._settling.values()}, timeout=grace)
 
     # ------------------------------------------------------------------ what the broker asks
 

@@ -75,7 +75,7 @@ def _session(books: Books, s: Session) -> list[str]:
         bad.append("two slices on one device")
     if s.state == "attaching" and s.suspended:
         for x, old in zip(s.slices, s.suspended, strict=True):
-            if x.bytes < old.bytes:
+            if x.bytes < min(old.bytes, books.inventory[old.device].capacity):
                 bad.append(f"resumes {old.bytes} bytes into {x.bytes} on {x.device}")
     if s.yieldable and (s.state != "idle" or yield_at(s, books) > books.now):
         bad.append("offered although it may not be taken")

@@ -15,6 +15,7 @@ from .books import Books
 from .effects import Effects
 from .lease import ATTACHED, Session
 from .model import Hold, PoolSettings, Refusal
+from .placement import headroom
 from .quota import never
 from .requests import Requests
 from .serve import Server
@@ -124,8 +125,10 @@ class Handlers:
         books.inventory.drain(event.device, event.reason)
         for entry in list(books.order):
             s = books.sessions[entry[4]]
-            if s.immovable:
-                books.requeue(s)  # better a try elsewhere than a wait for what does not come
+            if s.suspended:
+                # Another device may be the one with the most headroom now. And who is not moved:
+                # better a try elsewhere than a wait for what does not come.
+                books.requeue(s)
         self._recheck(event.device)
 
     def _recheck(self, uuid: str) -> None:
@@ -144,9 +147,15 @@ class Handlers:
             books.log("", "warning", "unknown-device", f"There is no device {event.device}.")
             return
         before = ledger.foreign + ledger.overuse
-        if event.foreign > ledger.foreign:
-            # Before the sessions: what they may grow by is less now.
+        if event.foreign != ledger.foreign:
+            usable = ledger.capacity - max(event.foreign, ledger.foreign)
+            usable -= headroom(ledger, books.settings)
+            # Before the sessions: what they may grow by is another now.
             books.inventory.seen(event.device, event.foreign, ledger.overuse)
+            for entry in list(books.order):
+                waiting = books.sessions[entry[4]]
+                if waiting.suspended and any(need.least > usable for need in waiting.needs):
+                    books.requeue(waiting)  # there is more or less headroom to be had
         over = 0
         for name, size in event.footprints.items():
             s = books.sessions.get(name)
@@ -346,13 +355,14 @@ class Handlers:
             books.log(event.session, "debug", "unknown-session", "Holds of no session replaced.")
             return
         self._bind(s, event.cuda)
+        before = bool(s.holds)
         # The agent says nothing about the device's activity, which the broker watches itself.
         s.holds = {h.id: h for h in event.holds if h.kind != "device"} | {
             h.id: h for h in s.holds.values() if h.kind == "device"
         }
         if s.holds:
             self.held(s)
-        else:
+        elif before:
             self.unheld(s)
 
     def _bind(self, s: Session, cuda: bool | None) -> None:

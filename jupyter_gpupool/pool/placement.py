@@ -78,6 +78,23 @@ def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
     return min(settings.resume_headroom, max(1, ledger.capacity // HEADROOM_PART))
 
 
+def _most(origin: DeviceLedger, inventory: Inventory, *, moves: bool) -> int:
+    """Return the most that the pool has on a device which state from ``origin`` can go to.
+
+    A display server, say, takes a little of a device for ever. State that fills the rest came from
+    there, and would wait for ever for headroom which is nowhere to be had.
+    """
+    ledgers = [
+        ledger
+        for ledger in inventory.devices.values()
+        if moves
+        and ledger.device.model == origin.device.model
+        and ledger.device.can_migrate
+        and not ledger.drained
+    ]
+    return max(ledger.capacity - ledger.foreign for ledger in ledgers or [origin])
+
+
 def needs_of(session: Session, inventory: Inventory, settings: PoolSettings) -> tuple[Need, ...]:
     """Return what ``session`` needs to be attached, in the order in which it sees its devices."""
     memory = session.request.memory
@@ -86,12 +103,16 @@ def needs_of(session: Session, inventory: Inventory, settings: PoolSettings) -> 
         for s in session.suspended:
             ledger = inventory.placeholder(s.device)
             device = ledger.device
-            least = max(memory, s.bytes)
+            # Where nothing enforces its slice, it may have had more than the pool has to give: of
+            # what the driver may take, or the admin keeps.
+            state = min(s.bytes, ledger.capacity) if ledger.capacity else s.bytes
+            least = max(memory, state)
             moves = device.can_migrate and (not session.immovable or bool(ledger.drained))
+            most = _most(ledger, inventory, moves=moves)
             found.append(
                 Need(
                     least=least,
-                    bytes=max(memory, s.bytes + headroom(ledger, settings)),
+                    bytes=max(least, min(s.bytes + headroom(ledger, settings), most)),
                     origin=s.device,
                     fixed="" if moves else s.device,
                     model=device.model if moves else None,

@@ -13,6 +13,7 @@ import pytest
 
 from jupyter_gpupool.broker import host
 from jupyter_gpupool.broker import monitor as monitoring
+from jupyter_gpupool.broker.effects import DeviceEffects
 from jupyter_gpupool.broker.monitor import Monitor
 from jupyter_gpupool.devices.model import DeviceSample, ProcessId, ProcessMemory
 from jupyter_gpupool.errors import DriverError
@@ -173,3 +174,17 @@ def test_memory_in_use_is_the_sessions_the_drivers_or_foreign(
     assert use.foreign == foreign
     # Whoever has no slice is not accused of more than there can be.
     assert use.shown.get("s", 0) <= max(0, used - listed.get(ATTACHED, 0) - KEPT)
+
+
+def test_a_restore_waits_for_all_of_its_state_also_where_that_is_more_than_the_pool_gives():
+    """Tried with less, it would cost the process."""
+    pool = Pool(PoolSettings(resume_headroom=GiB))
+    device = Device(
+        uuid="G0", index=0, name="x", model="x", memory_total=64 * GiB, memory_reserved=2 * GiB
+    )
+    pool.handle(e.DeviceAppeared(now=0.0, device=device))
+    effects = DeviceEffects(SimpleNamespace(pool=pool), None)
+    for state, slice_, need in ((10, 11, 11), (61, 62, 62), (62, 62, 62), (63, 62, 63)):
+        record = SimpleNamespace(suspended=(Slice("G0", state * GiB),))
+        action = e.Attach(session="a", epoch=1, slices=(Slice("G0", slice_ * GiB),), origin=("G0",))
+        assert effects._need(record, action) == {"G0": need * GiB}

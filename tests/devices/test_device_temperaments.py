@@ -13,7 +13,9 @@ import signal
 
 import pytest
 
-from jupyter_gpupool.devices import residue
+from jupyter_gpupool.devices import processes, residue
+from jupyter_gpupool.devices.calls import SessionCalls
+from jupyter_gpupool.devices.children import ChildLost
 from jupyter_gpupool.errors import DriverError
 
 MiB = 1 << 20
@@ -222,6 +224,40 @@ async def test_a_copy_that_goes_on_is_waited_for_however_slow(emulated, monkeypa
         assert await target.do("digest", 1) == digest
 
 
+class Silent:
+    """A worker whose driver says nothing any more."""
+
+    async def call(self, op, timeout, **fields):
+        raise ChildLost(f"No answer to {op!r} in {timeout:g} s.", hung=True)
+
+    ask = call
+
+
+@pytest.mark.parametrize("op", ["checkpoint", "restore"])
+@pytest.mark.parametrize(
+    ("sizes", "looks"),
+    [
+        pytest.param([100, 400] * 10, 3, id="a thread takes memory and gives it back for ever"),
+        pytest.param([100, 200, 300, 400], 5, id="a copy that comes to an end, and hangs"),
+        pytest.param([100, 0], 3, id="it cannot be read any more"),
+    ],
+)
+async def test_memory_that_goes_up_and_down_is_no_copy(monkeypatch, op, sizes, looks):
+    """The device waits, too, so it must end."""
+    seen = []
+
+    def resident(_):
+        assert len(seen) < 20, "it never ends"
+        seen.append(sizes[min(len(seen), len(sizes) - 1)] * MiB)
+        return seen[-1], 0
+
+    monkeypatch.setattr(processes, "resident", resident)
+    here = processes.identify(os.getpid())
+    silent = SessionCalls(Silent(), here, SESSION, lock_timeout=1.0, call_timeout=1.0)
+    answer = await silent.call(op, here)
+    assert (answer.outcome, len(seen)) == ("hung", looks)
+
+
 # ------------------------------------------------------------------ restore
 
 
@@ -409,6 +445,23 @@ async def test_a_lock_that_keeps_no_time_is_not_the_end_of_a_session(emulated, w
         outcome = await suspended(service, target, uuid)
         await resumed(service, target, uuid, uuid, outcome.freed[uuid])
         assert await target.do("digest", 1) == digest
+
+
+async def test_who_closes_in_the_middle_leaves_nobody_to_look_after_a_late_lock(emulated):
+    """lock-ignores-timeout: the operation ends while close waits for it, and begins to look."""
+    machine = emulated(ONE)
+    async with machine.target() as target:
+        async with machine.started(lock_timeout=0.1, call_timeout=0.5) as (service, devices):
+            uuid = devices[0].uuid
+            await filled(target)
+            machine.faults.set("lock-ignores-timeout")
+            task = asyncio.create_task(service.suspend(target.root, [uuid], session=SESSION))
+            while service._workers[uuid].current != "lock":
+                await asyncio.sleep(0.002)
+            await service.close()
+            assert (await task).status == "drain"
+            assert service._settling == {}
+        machine.faults.clear()
 
 
 @pytest.mark.parametrize("code", [304, 702, 999])

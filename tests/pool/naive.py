@@ -151,9 +151,14 @@ class Naive:
         elif isinstance(event, ev.HoldDropped):
             if s.holds.pop(event.hold, None) is not None:
                 self._bind(s, event.cuda)
+                if s.state == "detaching" and not s.holds:
+                    s.idle_since = self.now  # if the suspend is refused
         elif isinstance(event, ev.HoldsReplaced):
+            before = bool(s.holds)
             kept = {name: answered for name, answered in s.holds.items() if name == "device"}
             s.holds = {h.id: s.state in ("active", "idle") for h in event.holds} | kept
+            if s.state == "detaching" and before and not s.holds:
+                s.idle_since = self.now
             self._bind(s, event.cuda)
         elif isinstance(event, ev.RequestChanged):
             s.asked[event.rid] = event.request
@@ -268,8 +273,10 @@ class Naive:
         if s.suspended:
             assert len(a.slices) == len(s.suspended)
             for x, (origin, size) in zip(a.slices, s.suspended.items(), strict=True):
-                enough = min(size + self.settings.resume_headroom, self.capacity(x.device))
-                assert x.bytes >= max(size, enough), f"{a}: {size} suspended"
+                most = max(self.capacity(u) - self.foreign.get(u, 0) for u in {x.device, origin})
+                enough = min(size + self.settings.resume_headroom, self.capacity(x.device), most)
+                least = min(size, self.capacity(origin))
+                assert x.bytes >= max(least, enough), f"{a}: {size} suspended"
                 if x.device != origin:
                     old, new = self.devices[origin], self.devices[x.device]
                     assert old.model == new.model, a

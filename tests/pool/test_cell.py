@@ -118,6 +118,16 @@ def test_a_hold_told_and_dropped_while_detaching_begins_the_idle_time_anew(lab):
     assert lab.state("a") == "detaching"
 
 
+def test_an_agent_that_only_greets_again_while_detaching_has_had_no_cell(lab):
+    lab.idle("a")
+    lab.after(300)
+    lab.after(5)
+    lab.send(ev.HoldsReplaced, session="a", holds=())
+    lab.refused("a", "busy")
+    assert lab.state("a") == "idle"
+    got(lab.after(1), ev.Suspend, session="a")
+
+
 def test_a_hold_that_comes_as_the_idle_time_is_over_keeps_the_lease(lab):
     lab.idle("a")
     lab.now += 300

@@ -82,3 +82,55 @@ def test_the_headroom_of_a_resume_is_less_on_a_small_device(make, size, room):
     lab.done("a")
     assert lab.where("a") == [("G0", 200 * MiB)]
     assert all_of(lab.after(1), ev.EndSession) == []
+
+
+def test_what_a_display_server_takes_for_ever_is_not_waited_for(make):
+    """The kernel filled the rest of the only device: with the headroom it would never be back."""
+    lab = make(device(0, 64), resume_headroom=4)
+    lab.seen("G0", foreign=2)
+    lab.parked("a", used=61, memory=60)
+    attach = got(lab.hold("a"), ev.Attach, session="a")
+    assert [s.bytes for s in attach.slices] == [62]
+    lab.done("a")
+    assert lab.where("a") == [("G0", 61)]
+
+
+def test_headroom_that_is_to_be_had_is_waited_for_or_found_elsewhere(make):
+    lab = make(device(0, 64), device(1, 64), resume_headroom=4)
+    lab.parked("a", used=61, memory=60)
+    lab.seen("G0", foreign=2)
+    attach = got(lab.hold("a"), ev.Attach, session="a")
+    assert [(s.device, s.bytes) for s in attach.slices] == [("G1", 64)]
+
+
+def test_who_waits_already_does_not_wait_for_headroom_that_has_gone(make):
+    lab = make(device(0, 64), device(1, 64), resume_headroom=4)
+    lab.parked("a", used=61, memory=60)
+    lab.running("b", 60)
+    lab.running("c", 60)
+    none(lab.hold("a"), ev.Attach)
+    lab.seen("G1", foreign=2, c=60)
+    none(lab.seen("G0", foreign=2, b=60), ev.Attach)
+    attach = got(lab.end("b"), ev.Attach, session="a")
+    assert [(s.device, s.bytes) for s in attach.slices] == [("G0", 62)]
+
+
+def test_without_the_device_that_had_headroom_the_other_will_do(make):
+    lab = make(device(0, 64), device(1, 64), resume_headroom=4)
+    lab.parked("a", used=61, memory=60)
+    lab.seen("G0", foreign=2)
+    lab.running("c", 63)
+    assert lab.where("c")[0][0] == "G1"
+    none(lab.hold("a"), ev.Attach)
+    attach = got(lab.send(ev.DeviceDrained, device="G1", reason="lost"), ev.Attach, session="a")
+    assert [(s.device, s.bytes) for s in attach.slices] == [("G0", 62)]
+
+
+def test_state_that_is_more_than_the_pool_has_to_give_comes_back(make):
+    """Without the guard a kernel takes what the driver, or the admin, keeps in reserve, too."""
+    lab = make(device(0, 64, memory_reserved=2), reserve=1)
+    lab.parked("a", used=63, memory=61)
+    attach = got(lab.hold("a"), ev.Attach, session="a")
+    assert [s.bytes for s in attach.slices] == [61]
+    lab.done("a")
+    assert (lab.state("a"), lab.where("a")) == ("active", [("G0", 61)])
