@@ -34,9 +34,10 @@ _LOOKS = 3
 #: Seconds that a rollback waits for memory that somebody outside the pool took.
 ROOM_WAIT = 5.0
 
-#: Looks at a process that may be locked although the caller is gone, and seconds between them;
-#: seconds for an answer, which may come only when its GPU work has ended.
-_LATE_LOOKS, _LATE_POLL, _LATE_PATIENCE = 30, 1.0, 3600.0
+#: Looks at a process that may be locked although the caller is gone: the first pause between them
+#: and the longest, in seconds; together most of an hour. Seconds for an answer, which may come only
+#: when its GPU work has ended.
+_LATE_LOOKS, _LATE_POLL, _LATE_PAUSE, _LATE_PATIENCE = 60, 1.0, 60.0, 3600.0
 
 #: Refusals of a restore onto another device that will be the same the next time.
 _NOT_MOVED = {checkpoint.NOT_SUPPORTED, checkpoint.INVALID_VALUE}
@@ -157,11 +158,11 @@ class Operation:
         """Wait for locks whose caller is gone; return the processes that they did lock."""
         found = []
         for process in late:
-            for _ in range(_LATE_LOOKS):
+            for look in range(_LATE_LOOKS):
                 answer = await self._calls.state(process, _LATE_PATIENCE)
                 if answer.value != "running":
                     break
-                await asyncio.sleep(_LATE_POLL)
+                await asyncio.sleep(min(_LATE_POLL * 1.2**look, _LATE_PAUSE))
             if answer.value == "locked":
                 found.append(process)
         return found
