@@ -226,6 +226,9 @@ class Inventory:
             ledger.yieldable += sign * s.bytes
             if sign > 0:
                 ledger.idle[session.id] = session
+                # Also where another was withdrawn in the same moment, and the sum is as before: for
+                # the state of this one there may be room in host memory.
+                self.nudge(s.device)
             else:
                 del ledger.idle[session.id]
             self._touch(ledger)

@@ -220,6 +220,21 @@ def test_the_memory_that_the_host_really_has_counts_too(make):
     assert suspends(lab.send(ev.HostMemorySeen, available=16)) == ["a"]
 
 
+def test_who_takes_the_place_of_another_that_could_not_leave_is_asked(make):
+    """As much may be taken as before, but host memory has room for this one's state."""
+    lab = make(device(0), host_memory=16)
+    lab.parked("p", used=10)
+    lab.idle("heavy", 8)
+    lab.idle("light", 8)
+    lab.seen("G0", light=0)
+    lab.open("w", 8)
+    got(lab.hold("w"), ev.Suspend, session="light")
+    lab.refused("light", "busy")
+    none(lab.seen("G0", light=0), ev.Suspend)
+    lab.now += 1.0
+    got(lab.hold("heavy", "again"), ev.Suspend, session="light")
+
+
 def test_an_idle_session_whose_time_is_over_leaves_once_there_is_host_memory(make):
     lab = make(device(0), host_memory=16)
     lab.parked("p", used=10)
