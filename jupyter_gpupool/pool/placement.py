@@ -78,17 +78,21 @@ def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
     return min(settings.resume_headroom, max(1, ledger.capacity // HEADROOM_PART))
 
 
-def _most(origin: DeviceLedger, inventory: Inventory, *, moves: bool) -> int:
+def _most(origin: DeviceLedger, inventory: Inventory, enough: int, *, moves: bool) -> int:
     """Return the most that the pool has on a device which state from ``origin`` can go to.
+
+    Or what it has on ``origin``, if that is ``enough``.
 
     A display server, say, takes a little of a device for ever. State that fills the rest came from
     there, and would wait for ever for headroom which is nowhere to be had.
     """
+    own = origin.capacity - origin.foreign
+    if not moves or (not origin.drained and own >= enough):
+        return own
     ledgers = [
         ledger
         for ledger in inventory.devices.values()
-        if moves
-        and ledger.device.model == origin.device.model
+        if ledger.device.model == origin.device.model
         and ledger.device.can_migrate
         and not ledger.drained
     ]
@@ -108,11 +112,12 @@ def needs_of(session: Session, inventory: Inventory, settings: PoolSettings) -> 
             state = min(s.bytes, ledger.capacity) if ledger.capacity else s.bytes
             least = max(memory, state)
             moves = device.can_migrate and (not session.immovable or bool(ledger.drained))
-            most = _most(ledger, inventory, moves=moves)
+            wanted = s.bytes + headroom(ledger, settings)
+            most = _most(ledger, inventory, wanted, moves=moves)
             found.append(
                 Need(
                     least=least,
-                    bytes=max(least, min(s.bytes + headroom(ledger, settings), most)),
+                    bytes=max(least, min(wanted, most)),
                     origin=s.device,
                     fixed="" if moves else s.device,
                     model=device.model if moves else None,
