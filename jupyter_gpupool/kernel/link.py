@@ -481,9 +481,9 @@ class Link:
         hold nothing of ours is running.
         """
         with self._lock:
-            # What the broker does not know of yet is in the way, too: it may ask again, knowing.
-            told = epoch >= self.epoch and self.attached and self._untold.tell()
-            given = epoch >= self.epoch and not (self._holds or self._waits or told)
+            if epoch >= self.epoch:
+                self._untold.tell()  # a cell that is over is no reason to refuse, but was one
+            given = epoch >= self.epoch and not self._holds and not self._waits
             cuda = self._probe()
             if given and self.attached:
                 self.attached, self.slices, self.state = False, (), "detaching"

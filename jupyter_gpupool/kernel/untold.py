@@ -67,15 +67,14 @@ class Untold:
         self._holds.clear()
         self._over = None
 
-    def tell(self) -> bool:
-        """Tell now; return whether there was anything to tell."""
+    def tell(self) -> None:
+        """Tell now."""
         holds, self._holds = self._holds, {}
         over, self._over = self._over, None
         for hold, kind in holds.items():
             self._tell_lasting(hold, kind)
         if over is not None and not holds:
             self._tell_over(*over)
-        return over is not None or bool(holds)
 
     def close(self) -> None:
         """End the thread; what is untold stays so."""

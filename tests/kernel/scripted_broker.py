@@ -140,16 +140,10 @@ class ScriptedBroker:
         return [{"device": self.device, "bytes": self.request["memory"]}]
 
     def ask_back(self) -> Message:
-        """Ask the agent for its slice and return its answer.
-
-        Again if no more stood in the way than a cell that it had not told of, and is over.
-        """
-        for _ in range(2):
-            before, told = len(self.seen("yielded")), len(self.seen("drop"))
-            self.push("yield", epoch=self.epoch)
-            answer = self.wait_for("yielded", count=before + 1)
-            if answer["yielded"] or len(self.seen("drop")) == told or self.live_holds():
-                break
+        """Ask the agent for its slice and return its answer."""
+        before = len(self.seen("yielded"))
+        self.push("yield", epoch=self.epoch)
+        answer = self.wait_for("yielded", count=before + 1)
         if answer["yielded"]:
             self.state = "detached"
             self.push("lease", state="detached", epoch=self.epoch, slices=[], reason="", **_PINNED)
