@@ -136,7 +136,6 @@ class Effects:
             s.bound = ()
         s.suspends += bool(state)
         s.failures = 0
-        s.asked_again = False
         s.retry_at = 0.0
         s.pinned_reason = ""
         s.release_asked = False
@@ -159,17 +158,7 @@ class Effects:
             s.pinned_reason = event.message or "the driver can not suspend it"
             s.pinned_at = books.now
         else:
-            # The agent told of it only now, and nothing runs: whoever still wants the slice asks
-            # again at once, knowing. Once: who always has had a cell just now would be asked for
-            # ever, and who is asked seconds later only would never be found without one.
-            s.asked_again = (
-                event.kind == "busy"
-                and not s.holds
-                and idle_since > s.state_since
-                and not s.asked_again
-            )
-            if not s.asked_again:
-                self._back_off(s, event.kind)
+            self._back_off(s, event.kind)
         books.move(s, "active" if s.holds else "idle", f"{event.kind}: {event.message}")
         if s.state == "idle":
             # It has been idle all the time, or since a hold was dropped meanwhile.

@@ -129,8 +129,6 @@ class Session:
     #: The driver would not move its state to another device. Not recorded: whoever forgets it asks
     #: the driver once more, and gets the same answer.
     immovable: bool = False
-    #: It was to be suspended, a hold had come and gone, and it may be asked again at once.
-    asked_again: bool = False
     #: Not suspended (idle) or not attached (queued) before this time, after a failed try.
     retry_at: float = 0.0
     failures: int = 0

@@ -100,48 +100,6 @@ def test_a_refused_suspend_is_not_tried_again_at_once(make):
     assert times == [1, 2, 40, 60]
 
 
-def test_who_waits_gets_the_slice_of_a_kernel_whose_short_cells_go_on_and_on(make):
-    """Such a kernel has always just had a cell that the broker did not know of, and says no."""
-    lab = make(device(0))
-    lab.idle("a", 16)
-    lab.open("w", 16)
-    lab.after(1)
-    assert suspends(lab.hold("w")) == ["a"]
-
-    def a_cell_was_there():
-        lab.now += 0.25
-        lab.hold("a", "short")
-        lab.drop("a", "short")
-        return suspends(lab.refused("a", "busy"))
-
-    times = []
-    for _ in range(4):
-        assert a_cell_was_there() == ["a"]  # at once, now that this is known
-        assert a_cell_was_there() == []  # not for ever
-        start = lab.now
-        while not suspends(lab.after(1.0)):
-            pass
-        times.append(lab.now - start)
-    assert times == [1, 2, 4, 8]
-    assert a_cell_was_there() == ["a"]
-    assert attaches(lab.suspended("a", ("G0", 2))) == ["w"]
-
-
-def test_a_cell_that_runs_by_now_is_no_reason_to_ask_again_at_once(make):
-    lab = make(device(0))
-    lab.idle("a", 16)
-    lab.open("w", 16)
-    lab.after(1)
-    lab.hold("w")
-    lab.now += 0.25
-    lab.hold("a", "short")
-    lab.drop("a", "short")
-    lab.hold("a", "long")
-    assert suspends(lab.refused("a", "busy")) == []
-    assert suspends(lab.drop("a", "long")) == []
-    assert suspends(lab.after(1)) == ["a"]
-
-
 def test_a_pinned_session_is_left_alone_for_a_while_and_says_why(make):
     lab = make(device(0))
     lab.idle("a", 16)
