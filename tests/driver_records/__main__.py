@@ -28,6 +28,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="do not call every function")
     options = parser.parse_args()
     folder = options.folder
+    missing = [n for n in (CUDA, NVML) if folder and not (Path(folder) / n).is_file()]
+    if missing:
+        parser.error(f"There is no {' and no '.join(missing)} in {folder}.")
     made_here = not CONTROL.exists()
     try:
         paths = (f"{folder}/{CUDA}", f"{folder}/{NVML}") if folder else found_by_loader()

@@ -87,13 +87,19 @@ static bool parse_fault(char *line, struct fault *out)
     return true;
 }
 
-static void parse_table(char *text, struct fault_table *table)
+/* `whose`: the variable that a person wrote it in; NULL: it was checked when it was written. */
+static void parse_table(char *text, struct fault_table *table, const char *whose)
 {
     char *save = NULL;
     table->count = 0;
-    for (char *line = strtok_r(text, ";\n", &save); line; line = strtok_r(NULL, ";\n", &save))
+    for (char *line = strtok_r(text, ";\n", &save); line; line = strtok_r(NULL, ";\n", &save)) {
+        line += strspn(line, " \t");
         if (table->count < MAX_FAULTS && parse_fault(line, &table->fault[table->count]))
             table->count++;
+        else if (whose && *line)
+            dprintf(2, "Emulated NVIDIA driver: %s: %s '%s'.\n", whose,
+                    table->count < MAX_FAULTS ? "there is no fault" : "too many faults, without", line);
+    }
 }
 
 static void read_env(void)
@@ -103,7 +109,7 @@ static void read_env(void)
         return;
     char *copy = strdup(text);
     if (copy)
-        parse_table(copy, &env_table);
+        parse_table(copy, &env_table, "GPUPOOL_EMULATE_FAULTS");
     free(copy);
 }
 
@@ -125,7 +131,7 @@ static void load_file(const struct stat *st, int fd)
         return;
     ssize_t n = fd >= 0 ? read(fd, text, (size_t)st->st_size) : 0;
     text[n > 0 ? n : 0] = 0;
-    parse_table(text, &table);
+    parse_table(text, &table, NULL);
     free(text);
     for (unsigned i = 0; i < table.count; i++)
         for (unsigned k = 0; k < machine->faults.count; k++)
