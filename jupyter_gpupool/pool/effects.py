@@ -157,7 +157,9 @@ class Effects:
         if event.kind == "pinned":
             s.pinned_reason = event.message or "the driver can not suspend it"
             s.pinned_at = books.now
-        else:
+        elif not (event.kind == "busy" and s.holds):
+            # Else it is known what is in the way, and it may be asked again once that is over. Not
+            # later: who has short cells all the time would have one again.
             self._back_off(s, event.kind)
         books.move(s, "active" if s.holds else "idle", f"{event.kind}: {event.message}")
         if s.state == "idle":

@@ -178,6 +178,25 @@ def test_the_memory_that_the_host_really_has_counts_too(make):
     assert suspends(lab.send(ev.HostMemorySeen, available=16)) == ["a"]
 
 
+def test_who_was_busy_is_asked_again_as_soon_as_that_is_over(make):
+    """Later it would be busy again: one short cell follows the other."""
+    lab = make(device(0))
+    lab.idle("a", 16)
+    lab.open("w", 16)
+    assert suspends(lab.hold("w")) == ["a"]
+    for number in range(5):
+        lab.now += 0.01
+        lab.hold("a", f"c{number}")
+        lab.refused("a", "busy")
+        assert lab.state("a") == "active"
+        lab.now += 0.01
+        assert suspends(lab.drop("a", f"c{number}")) == ["a"]
+    # Without a hold nobody knows what it was, and it is left alone for a while.
+    lab.refused("a", "busy")
+    assert suspends(lab.after(0.9)) == []
+    assert suspends(lab.after(0.2)) == ["a"]
+
+
 def test_who_takes_the_place_of_another_that_could_not_leave_is_asked(make):
     """As much may be taken as before, but host memory has room for this one's state."""
     lab = make(device(0), host_memory=16)
