@@ -23,6 +23,13 @@ SESSION = "s1"
 ONE, TWO = "1x1GiB,context=64MiB", "2x1GiB,context=64MiB"
 
 
+async def beginning(service, uuid, op, task):
+    """Wait until the device's worker is in a driver call of ``task``: it tells nobody when."""
+    while service._workers[uuid].current != op:
+        assert not task.done(), f"it ended without {op}: {task.result()}"
+        await asyncio.sleep(0.002)
+
+
 async def filled(target, size=16 * MiB):
     """Give the target a context and known bytes; return their hash."""
     await target.do("context")
@@ -97,8 +104,7 @@ async def test_beside_others_that_come_only_the_list_counts(emulated):
         await filled(other)
         machine.faults.set("slow-copies", bandwidth="32MiB/s", pid=target.pid)
         task = asyncio.create_task(suspended(service, target, devices[0].uuid))
-        while service._workers[devices[0].uuid].current != "checkpoint":
-            await asyncio.sleep(0.002)
+        await beginning(service, devices[0].uuid, "checkpoint", task)
         await other.end()
         assert (await task).freed == {devices[0].uuid: 20 * MiB}
 
@@ -173,8 +179,7 @@ async def test_an_nvml_that_waits_for_a_copy_is_waited_for(emulated):
         machine.faults.set("nvml-waits")
         machine.faults.set("slow-copies", bandwidth="10MiB/s", pid=target.pid)
         task = asyncio.create_task(suspended(service, target, first))
-        while service._workers[first].current != "checkpoint":
-            await asyncio.sleep(0.002)
+        await beginning(service, first, "checkpoint", task)
         monitor = service._sampler.child.pid
         samples = asyncio.create_task(service.sample())
         # Another session is not kept locked for it: it is left as it was, for another time.
@@ -456,8 +461,7 @@ async def test_who_closes_in_the_middle_leaves_nobody_to_look_after_a_late_lock(
             await filled(target)
             machine.faults.set("lock-ignores-timeout")
             task = asyncio.create_task(service.suspend(target.root, [uuid], session=SESSION))
-            while service._workers[uuid].current != "lock":
-                await asyncio.sleep(0.002)
+            await beginning(service, uuid, "lock", task)
             await service.close()
             assert (await task).status == "drain"
             assert service._settling == {}
