@@ -20,6 +20,7 @@ from .guards import Guards
 from .handlers import Handlers
 from .monitor import Monitor
 from .pages import Pages, page_folder
+from .rooms import Rooms
 from .runner import Runner
 from .sessions import Session
 from .status import Snapshots
@@ -73,13 +74,14 @@ class Guarding:
         )  # fmt: skip
         activity = Activity(runner, pages, self._log, quiet_after=settings.quiet_after)
         pages.on_lease = activity.lease
-        guards = Guards(runner, pages, activity, self._log)
+        self.rooms = Rooms(runner, pages, activity)
+        guards = Guards(runner, pages, activity, self.rooms, self._log)
         watchdog = Watchdog(runner, self._effects, pages, self._log, policy=settings.overuse)
         self.turns = TurnKeeper(runner, pages, activity, self._log, turn=settings.turn)
         runner.guard = guards
         self._effects.pages, self._effects.activity = pages, activity
         self._monitor.activity, self._monitor.watchdog = activity, watchdog
-        self._monitor.on_sample = self.refresh_homes
+        self._monitor.on_sample = self._sampled
         self._snapshots.activity = activity
         self._handlers.use_guard(pages, guards)
         self._handlers.agents.activity = activity
@@ -114,6 +116,7 @@ class Guarding:
         """The broker ends; the sessions go on."""
         if self.pages is not None:
             self.turns.close()
+            self.rooms.close()
             self.activity.close()
             self.pages.close()
 
@@ -135,7 +138,12 @@ class Guarding:
         if self.pages is not None:
             self.pages.sweep()
 
-    # ------------------------------------------------------------------ home devices
+    # ------------------------------------------------------------------ after a sample
+
+    def _sampled(self) -> None:
+        self.refresh_homes()
+        if self.pages is not None:
+            self.rooms.refresh()
 
     def refresh_homes(self) -> None:
         """Let sessions that have not called cuInit see devices with room for them.

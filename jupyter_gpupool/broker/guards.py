@@ -20,6 +20,7 @@ from ..protocol import Message
 from .activity import Activity
 from .connection import Connection
 from .pages import ATTACHED, Pages
+from .rooms import Rooms
 from .runner import Runner, refused
 from .sessions import Session
 
@@ -49,11 +50,12 @@ class Guards:
     """Handles ``attach``, ``grow`` and ``home``."""
 
     def __init__(
-        self, runner: Runner, pages: Pages, activity: Activity, log: logging.Logger
+        self, runner: Runner, pages: Pages, activity: Activity, rooms: Rooms, log: logging.Logger
     ) -> None:
         self._runner = runner
         self._pages = pages
         self._activity = activity
+        self._rooms = rooms
         self._log = log
         self._sessions: dict[Connection, Session] = {}
         #: Growth asked of the pool, by connection: the answer's id.
@@ -127,6 +129,8 @@ class Guards:
             return
         if record.state == "detached":
             session.forced = False
+        # First: once the gate is open, a process may ask how much memory there is.
+        self._rooms.changed(session, record)
         self._pages.follow(session, record)
         over = record.state in (*ATTACHED, "detached") and not session.forced
         if over and session.guards and not session.use.held:
@@ -143,6 +147,7 @@ class Guards:
                 request_id, RefusedError(f"The session has ended: {reason}.", code="ended")
             )
         self._activity.lease(session, False)
+        self._rooms.ended(session)
         self._pages.remove(session)
 
     # ------------------------------------------------------------------ internals

@@ -171,6 +171,14 @@ class Pages:
             self._damaged(session, error)
         session.home = tuple(devices)
 
+    def set_room(self, session: Session, room: Sequence[int]) -> None:
+        """Say by how many bytes the grant could grow now on each device."""
+        if session.page is not None:
+            try:
+                session.page.set_room(room[:DEVICES])
+            except OSError as error:
+                self._damaged(session, error)
+
     # ------------------------------------------------------------------ what it says
 
     def gate(self, session: Session) -> int:

@@ -47,6 +47,7 @@ _UUID_AT = _GRANTED_AT + 8 * DEVICES
 _SESSION_AT = _UUID_AT + UUID_BYTES * DEVICES
 _NOTICE_AT = _SESSION_AT + 64
 _NOTICE_BYTES = 512
+_ROOM_AT = _NOTICE_AT + _NOTICE_BYTES
 _SLOT = struct.Struct(f"<IIQIIII{DEVICES}Q{DEVICES}QQ")
 
 
@@ -251,6 +252,11 @@ class Page:
         self._write(_GRANTED_AT, struct.pack(f"<{DEVICES}Q", *values))
         self._write(_LIMIT_AT, struct.pack("<Q", limit))
         self._write(_EPOCH_AT, struct.pack("<Q", epoch))
+
+    def set_room(self, room: Sequence[int]) -> None:
+        """Say by how many bytes the grant could grow now on each device; [] for not known."""
+        values = [*(size + 1 for size in room), *[0] * (DEVICES - len(room))]
+        self._write(_ROOM_AT, struct.pack(f"<{DEVICES}Q", *values))
 
     def set_policy(self, *, managed: bool, context_bytes: int) -> None:
         """Say what is allowed, and what a context is charged."""

@@ -158,17 +158,21 @@ def step(books: Books, s: Session, ledger: DeviceLedger, missing: int) -> int:
     """Return by how much to grow a slice that :func:`refused` lets grow by ``missing``."""
     if wanted_by_others(books, ledger):
         return missing
-    limit = s.request.limit
+    most = max(missing, s.request.limit // STEPS, books.settings.growth_step)
+    return min(most, largest(books, s, ledger))
+
+
+def largest(books: Books, s: Session, ledger: DeviceLedger) -> int:
+    """Return the most bytes that :func:`refused` lets a slice grow by now."""
     bounds: list[int | None] = [
-        max(missing, limit // STEPS, books.settings.growth_step),
-        limit - ledger.leases[s.id],
+        s.request.limit - ledger.leases[s.id],
         room(books, ledger),
         _quota_left(books, s),
     ]
     most = _host_most(books, s)
     if most is not None:
         bounds.append(most - s.granted)
-    return min(bound for bound in bounds if bound is not None)
+    return max(0, min(bound for bound in bounds if bound is not None))
 
 
 def answer(books: Books, s: Session, event: ev.GrowAsked) -> Refusal | None:

@@ -12,7 +12,9 @@ from __future__ import annotations
 from . import checks
 from .books import Books
 from .events import Action, Event, StateChanged, Tick
+from .growth import largest
 from .handlers import Handlers
+from .lease import ATTACHED
 from .model import Device, PoolSettings, PoolView, SessionRecord, SessionView
 from .placement import headroom, needs_of
 from .policy import Plan, plan_attach
@@ -112,6 +114,23 @@ class Pool:
         """Return a device as it was announced; None if there is no such."""
         ledger = self._books.inventory.devices.get(uuid)
         return None if ledger is None else ledger.device
+
+    def growable(self, session: str) -> tuple[int, ...]:
+        """Return by how many bytes each slice of an attached session could grow now, in order.
+
+        Out of memory that is free and promised to nobody: what neighbours are guaranteed is not in
+        it, whether they use it or not. Empty for a session without a lease.
+
+        Raises
+        ------
+        KeyError
+            If there is no such session.
+        """
+        books = self._books
+        s = books.sessions[session]
+        if s.state not in ATTACHED:
+            return ()
+        return tuple(largest(books, s, books.inventory[x.device]) for x in s.slices)
 
     def headroom(self, uuid: str) -> int:
         """Return the bytes beyond its state that a session is resumed with on a device."""

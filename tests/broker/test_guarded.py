@@ -134,6 +134,33 @@ def test_a_slice_is_a_limit_and_the_program_lives_on(program):
     assert p.do("check") == 60 * MiB
 
 
+def test_free_memory_leaves_out_what_a_neighbour_is_guaranteed(broker, program):
+    """A framework that takes all that is free must get it: JAX, TensorFlow and vLLM do."""
+    p = program(memory=100 * MiB, limit=400 * MiB)
+    p.begin()
+    wait_until(lambda: p.do("info")[0] == 400 * MiB - CONTEXT, "an empty device")
+    # Guaranteed and attached, with a context and nothing else.
+    other = program(memory=350 * MiB, limit=350 * MiB)
+    other.begin()
+    third = program(memory=250 * MiB, limit=250 * MiB)
+    third.begin()
+    home = p.status()["slices"][0]["device"]
+    neighbours = [q for q in (other, third) if q.status()["slices"][0]["device"] == home]
+    assert neighbours, "the machine has two devices, and the three sessions fit on no single one"
+    granted = sum(q.status()["granted_bytes"] for q in neighbours)
+    # What the growth of its lease can reach, used by nobody or not.
+    wait_until(
+        lambda: p.do("info")[0] <= kit.CAPACITY - granted - CONTEXT, "the neighbour's guarantee"
+    )
+    free, total = p.do("info")
+    assert total == 400 * MiB
+    assert p.do("alloc", bytes=free, byte=3) is None
+    for q in neighbours:
+        assert q.do("alloc", bytes=q.status()["granted_bytes"] - CONTEXT, byte=4) is None
+    for q in (p, *neighbours):
+        q.close()
+
+
 def test_a_new_size_counts_at_the_next_allocation(program):
     p = program(memory=100 * MiB, limit=100 * MiB)
     p.begin(60 * MiB)

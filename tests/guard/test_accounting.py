@@ -520,6 +520,20 @@ def test_free_memory_is_what_the_session_may_take(session, process):
     assert child.do("_ = info()") == (892 * MIB, 1024 * MIB)  # no more than the device has
 
 
+def test_free_memory_ends_where_the_grant_could_not_grow(session, process):
+    session.grant(session.uuids, each=256 * MIB, limit=768 * MIB)
+    child = process()
+    assert child.do("_ = info()") == (736 * MIB, 768 * MIB)
+    # The device shows 992 MiB free; a neighbour is guaranteed all but 64 MiB of them.
+    session.page.set_room([64 * MIB, 0])
+    assert child.do("p = alloc(100 << 20); _ = info()") == (188 * MIB, 768 * MIB)
+    assert child.do("q = C.cuMemFree_v2(ctypes.c_uint64(p)); _ = info()") == (288 * MIB, 768 * MIB)
+    session.page.set_room([0, 0])
+    assert child.do("_ = info()") == (224 * MIB, 768 * MIB)
+    session.page.set_room([])
+    assert child.do("_ = info()") == (736 * MIB, 768 * MIB)
+
+
 def test_figures_while_suspended_ask_nobody(session, process):
     session.grant(session.uuids, each=256 * MIB, limit=512 * MIB)
     child = process()

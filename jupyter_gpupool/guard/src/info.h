@@ -21,8 +21,9 @@ struct slice_memory {
 
 /* total: the limit, or the grant if that is larger (a limit was lowered), never more than the device
  * has. available: what of the limit is not used and free on the device just now, but at least what
- * of the grant is not used: that is kept for the session, whatever others do. Beyond it the broker
- * may still find room by suspending somebody, which nobody can promise.
+ * of the grant is not used: that is kept for the session, whatever others do. Beyond the grant, bytes
+ * that the device shows as free may be guaranteed to a neighbour that does not use them yet: there the
+ * broker's word counts (page->room). A framework that sizes itself by this figure gets what it says.
  * real_free, real_total: as the driver says; UINT64_MAX if it cannot be asked. false: the page does
  * not say yet. */
 static inline bool slice_memory(const struct page *page, int ordinal, uint64_t real_free, uint64_t real_total,
@@ -48,6 +49,9 @@ static inline bool slice_memory(const struct page *page, int ordinal, uint64_t r
         total = real_total;
     uint64_t rest = total > used ? total - used : 0, kept = granted > used ? granted - used : 0;
     uint64_t available = rest < real_free ? rest : real_free;
+    uint64_t room = __atomic_load_n(&page->room[ordinal], __ATOMIC_RELAXED);
+    if (room && available > kept && available - kept > room - 1)
+        available = kept + room - 1;
     if (available < kept)
         available = kept;
     *out = (struct slice_memory){total, used, available < total ? available : total};

@@ -77,7 +77,9 @@ struct page {
     char uuid[PAGE_DEVICES][PAGE_UUID]; /* of the lease, or of the home devices before the first */
     char session[64];
     char notice[512]; /* the sentence for people of the last refusal */
-    uint8_t rest[4096 - 64 - 8 * PAGE_DEVICES - PAGE_DEVICES * PAGE_UUID - 64 - 512];
+    /* What the grant could grow by now, plus 1; 0: the broker has not said. */
+    uint64_t room[PAGE_DEVICES];
+    uint8_t rest[4096 - 64 - 16 * PAGE_DEVICES - PAGE_DEVICES * PAGE_UUID - 64 - 512];
     struct page_slot slot[PAGE_SLOTS];
 };
 

@@ -1,0 +1,75 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Keeps each page true about the bytes that its session's grant could grow by now.
+
+The guard bounds ``cuMemGetInfo`` by this figure. The device's own free memory is no bound: what a
+neighbour was guaranteed and does not use yet shows as free there, and a framework that sizes itself
+by free memory (JAX, TensorFlow, vLLM) would plan with it and run out of memory later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ..pool.model import SessionRecord, Slice
+from .activity import Activity
+from .pages import ATTACHED, Pages
+from .runner import Runner
+from .sessions import Session
+
+
+class Rooms:
+    """Writes the figure when a lease comes, and again when another lease on a device changes."""
+
+    def __init__(self, runner: Runner, pages: Pages, activity: Activity) -> None:
+        self._runner = runner
+        self._pages = pages
+        self._activity = activity
+        #: By attached session: its slices as last seen, and what its page says.
+        self._slices: dict[str, tuple[Slice, ...]] = {}
+        self._told: dict[str, tuple[int, ...]] = {}
+        self._later: asyncio.Handle | None = None
+
+    def changed(self, session: Session, record: SessionRecord) -> None:
+        """The session's record has changed: write its own figure now, its neighbours' soon."""
+        slices = record.slices if record.state in ATTACHED else ()
+        if slices:
+            self._tell(session, slices, record.request.limit)
+        elif self._told.pop(session.id, ()):
+            # Nobody can say what a lease to come could grow by.
+            self._pages.set_room(session, ())
+        before = self._slices.pop(session.id, ())
+        if slices:
+            self._slices[session.id] = slices
+        if before != slices and self._later is None:
+            self._later = asyncio.get_running_loop().call_soon(self.refresh)
+
+    def ended(self, session: Session) -> None:
+        """The session is over."""
+        self._told.pop(session.id, None)
+        if self._slices.pop(session.id, None) and self._later is None:
+            self._later = asyncio.get_running_loop().call_soon(self.refresh)
+
+    def refresh(self) -> None:
+        """Write every figure that is another now."""
+        self.close()
+        for session in [*self._activity.attached.values()]:
+            record = self._runner.record(session.id)
+            if record is not None and record.slices:
+                self._tell(session, record.slices, record.request.limit)
+
+    def close(self) -> None:
+        """Write nothing later."""
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+
+    def _tell(self, session: Session, slices: tuple[Slice, ...], limit: int) -> None:
+        if all(piece.bytes >= limit for piece in slices):
+            # It cannot grow, and the guard needs no word to know that.
+            room: tuple[int, ...] = ()
+        else:
+            room = self._runner.pool.growable(session.id)
+        if room != self._told.get(session.id):
+            self._told[session.id] = room
+            self._pages.set_room(session, room)
