@@ -48,7 +48,9 @@ _SESSION_AT = _UUID_AT + UUID_BYTES * DEVICES
 _NOTICE_AT = _SESSION_AT + 64
 _NOTICE_BYTES = 512
 _ROOM_AT = _NOTICE_AT + _NOTICE_BYTES
-_SLOT = struct.Struct(f"<IIQIIII{DEVICES}Q{DEVICES}QQ")
+_VAIN_AT = _ROOM_AT + 8 * DEVICES
+_VAIN_UNTIL_AT = _VAIN_AT + 8 * DEVICES
+_SLOT = struct.Struct(f"<IIQIIII{DEVICES}Q{DEVICES}QQI")
 
 
 class PageError(GPUPoolError):
@@ -70,6 +72,7 @@ class Slot:
     used: tuple[int, ...]
     context: tuple[int, ...]
     refused: int
+    captures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,11 @@ class Reading:
     def inflight(self) -> int:
         """Calls inside the driver that a suspend must wait for."""
         return sum(slot.inflight for slot in self.slots)
+
+    @property
+    def captures(self) -> int:
+        """Streams that record a graph, which a suspend must not interrupt."""
+        return sum(slot.captures for slot in self.slots)
 
     @property
     def waiting(self) -> int:
@@ -214,7 +222,7 @@ class Page:
                 slots.append(
                     Slot(
                         pid, start, inflight, waiting, flags, pins,
-                        tuple(rest[:DEVICES]), tuple(rest[DEVICES : 2 * DEVICES]), rest[-1],
+                        tuple(rest[:DEVICES]), tuple(rest[DEVICES : 2 * DEVICES]), *rest[-2:],
                     )
                 )  # fmt: skip
         return Reading(gate, devices, epoch, limit, granted, tuple(slots))
@@ -257,6 +265,14 @@ class Page:
         """Say by how many bytes the grant could grow now on each device; [] for not known."""
         values = [*(size + 1 for size in room), *[0] * (DEVICES - len(room))]
         self._write(_ROOM_AT, struct.pack(f"<{DEVICES}Q", *values))
+
+    def set_vain(self, totals: Sequence[int], until: int) -> None:
+        """Say from how many bytes in all growth is asked in vain on each device; [] for nowhere.
+
+        ``until`` (CLOCK_MONOTONIC, nanoseconds): asked again from then on in any case.
+        """
+        values = [*totals, *[0] * (DEVICES - len(totals))]
+        self._write(_VAIN_AT, struct.pack(f"<{DEVICES}QQ", *values, until))
 
     def set_policy(self, *, managed: bool, context_bytes: int) -> None:
         """Say what is allowed, and what a context is charged."""

@@ -57,7 +57,9 @@ struct page_slot {
     uint64_t used[PAGE_DEVICES];    /* counted bytes, contexts included */
     uint64_t context[PAGE_DEVICES]; /* of these: the constant for contexts */
     uint64_t refused;               /* allocations refused for the limit */
-    uint64_t reserved[11];
+    uint32_t captures;              /* streams that record a graph: a suspend must not fall inside */
+    uint32_t spare;
+    uint64_t reserved[10];
 };
 
 struct page {
@@ -79,7 +81,11 @@ struct page {
     char notice[512]; /* the sentence for people of the last refusal */
     /* What the grant could grow by now, plus 1; 0: the broker has not said. */
     uint64_t room[PAGE_DEVICES];
-    uint8_t rest[4096 - 64 - 16 * PAGE_DEVICES - PAGE_DEVICES * PAGE_UUID - 64 - 512];
+    /* Growth to so many bytes in all was refused, and nothing has changed since: more is refused, too.
+     * 0: ask. The broker clears it before it acts on whatever changes; it ends by itself after this. */
+    uint64_t vain[PAGE_DEVICES];
+    uint64_t vain_until; /* CLOCK_MONOTONIC, ns */
+    uint8_t rest[4096 - 72 - 24 * PAGE_DEVICES - PAGE_DEVICES * PAGE_UUID - 64 - 512];
     struct page_slot slot[PAGE_SLOTS];
 };
 
