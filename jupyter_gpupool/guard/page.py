@@ -38,6 +38,12 @@ PINS = {
 
 SLOT_CUDA, SLOT_CONTEXT = 1, 2
 
+#: ``sees`` of a slot, where it is no device's name.
+SEES_NONE, SEES_SLICE = 0, 1
+
+#: How far a process is on its way to the slice (``enum slot_landing``).
+LANDING_NONE, LANDING_BEGUN, LANDING_MOVES, LANDING_RESTORE = range(4)
+
 _FIXED = struct.Struct("<IIBBxxI6Q")
 _GATE_AT, _MANAGED_AT, _DEVICES_AT, _EPOCH_AT, _PAUSE_AT, _LIMIT_AT, _CONTEXT_AT = (
     8, 9, 12, 16, 24, 32, 40,
@@ -50,7 +56,17 @@ _NOTICE_BYTES = 512
 _ROOM_AT = _NOTICE_AT + _NOTICE_BYTES
 _VAIN_AT = _ROOM_AT + 8 * DEVICES
 _VAIN_UNTIL_AT = _VAIN_AT + 8 * DEVICES
-_SLOT = struct.Struct(f"<IIQIIII{DEVICES}Q{DEVICES}QQI")
+_SLOT = struct.Struct(f"<IIQIIII{DEVICES}Q{DEVICES}QQII{DEVICES}QQ")
+_SEES_AT = 32 + 8 * (2 * DEVICES + 2)
+_LANDING_AT = _SEES_AT + 8 * DEVICES
+
+
+def device_name(uuid: str) -> int:
+    """Return the number that stands for a device in a slot (``page_name``: FNV-1a)."""
+    name = 0xCBF29CE484222325
+    for byte in uuid.encode()[: UUID_BYTES - 1]:
+        name = (name ^ byte) * 0x100000001B3 % (1 << 64)
+    return name if name > SEES_SLICE else ~name % (1 << 64)
 
 
 class PageError(GPUPoolError):
@@ -61,7 +77,11 @@ class PageError(GPUPoolError):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One process of the session. ``used`` and ``context`` are bytes by device."""
+    """One process of the session. ``used`` and ``context`` are bytes by device.
+
+    ``sees`` has the name of the device that it sees in the place of each of the session's, see
+    :func:`device_name`. ``at`` is the place of the slot in the page.
+    """
 
     pid: int
     start_time: int
@@ -73,6 +93,9 @@ class Slot:
     context: tuple[int, ...]
     refused: int
     captures: int = 0
+    sees: tuple[int, ...] = ()
+    landing: int = LANDING_NONE
+    at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +245,10 @@ class Page:
                 slots.append(
                     Slot(
                         pid, start, inflight, waiting, flags, pins,
-                        tuple(rest[:DEVICES]), tuple(rest[DEVICES : 2 * DEVICES]), *rest[-2:],
+                        tuple(rest[:DEVICES]), tuple(rest[DEVICES : 2 * DEVICES]),
+                        *rest[2 * DEVICES : 2 * DEVICES + 2],
+                        tuple(rest[2 * DEVICES + 3 : -1]), rest[-1],
+                        (at - HEADER_BYTES) // SLOT_BYTES,
                     )
                 )  # fmt: skip
         return Reading(gate, devices, epoch, limit, granted, tuple(slots))
@@ -279,6 +305,15 @@ class Page:
         self._write(_MANAGED_AT, bytes([managed]))
         self._write(_CONTEXT_AT, struct.pack("<Q", context_bytes))
 
+    def set_sees(self, slot: Slot, sees: Sequence[int]) -> None:
+        """Say what the process of a slot sees, which the broker has moved."""
+        values = [*sees, *[SEES_NONE] * (DEVICES - len(sees))]
+        self._write(_at(slot) + _SEES_AT, struct.pack(f"<{DEVICES}Q", *values))
+
+    def set_landing(self, slot: Slot, landing: int) -> None:
+        """Say how far the process of a slot is on its way to the slice."""
+        self._write(_at(slot) + _LANDING_AT, struct.pack("<Q", landing))
+
     def set_notice(self, text: str) -> None:
         """Leave a sentence for people about the last refusal."""
         data = text.encode()[: _NOTICE_BYTES - 1]
@@ -291,3 +326,7 @@ class Page:
 
     def _write(self, at: int, data: bytes) -> None:
         os.pwrite(self._fd, data, at)
+
+
+def _at(slot: Slot) -> int:
+    return HEADER_BYTES + SLOT_BYTES * slot.at

@@ -247,6 +247,10 @@ def test_the_layouts_of_the_page_agree(tmp_path):
               "granted", "uuid", "session", "notice", "room", "vain", "vain_until",
               "slot")  # fmt: skip
     lines = "".join(f'printf("%zu ", offsetof(struct page, {name}));' for name in fields)
+    lines += "".join(
+        f'printf("%zu ", offsetof(struct page_slot, {name}));' for name in ("sees", "landing")
+    )
+    lines += 'printf("%llu ", (unsigned long long)page_name("GPU-0123"));'
     source.write_text(
         "#include <stddef.h>\n#include <stdio.h>\n#include \"page.h\"\n"
         f"int main(void) {{ {lines} printf(\"%zu %zu %u %u %u\", sizeof(struct page),"
@@ -258,5 +262,6 @@ def test_the_layouts_of_the_page_agree(tmp_path):
         pages._GATE_AT, pages._MANAGED_AT, pages._DEVICES_AT, pages._EPOCH_AT, pages._PAUSE_AT,
         pages._LIMIT_AT, pages._CONTEXT_AT, pages._GRANTED_AT, pages._UUID_AT, pages._SESSION_AT,
         pages._NOTICE_AT, pages._ROOM_AT, pages._VAIN_AT, pages._VAIN_UNTIL_AT, pages.HEADER_BYTES,
-        pages.SIZE, pages.SLOT_BYTES, pages.MAGIC, pages.VERSION, pages.SLOTS,
+        pages._SEES_AT, pages._LANDING_AT, pages.device_name("GPU-0123"), pages.SIZE,
+        pages.SLOT_BYTES, pages.MAGIC, pages.VERSION, pages.SLOTS,
     ]  # fmt: skip

@@ -7,7 +7,8 @@
  * ``page.py`` has the same layout; a test compares the two.
  *
  * Who writes what: the header belongs to the broker, except for the words marked "guard"; a slot
- * belongs to its process. Bytes are counted for each device of the session, in the order in which
+ * belongs to its process, except that the broker writes ``sees`` and ``landing`` while it has the
+ * process suspended or its calls held back. Bytes are counted for each device of the session, in the order in which
  * its processes see the devices (CUDA ordinals).
  */
 #ifndef GPUPOOL_GUARD_PAGE_H
@@ -46,6 +47,20 @@ enum slot_flags {
     SLOT_CONTEXT = 2, /* it has had a context: the driver can suspend it */
 };
 
+/* ``sees`` of a slot: page_name() of the device that the process sees as the session's device number
+ * i, or one of these. */
+#define SEES_NONE 0ull   /* it has not called cuInit, or does not see this one */
+#define SEES_SLICE 1ull  /* the slice, wherever it is: it has state, which moves with the session */
+
+/* ``landing`` of a slot: how far the process is on its way from the devices that it saw at cuInit to
+ * those of the slice (landing.c). While it moves, none of its calls reaches the driver. */
+enum slot_landing {
+    LANDING_NONE = 0,    /* not under way; or over (broker) */
+    LANDING_BEGUN = 1,   /* it may have contexts where it has no slice */
+    LANDING_MOVES = 2,   /* the broker may suspend it (guard) */
+    LANDING_RESTORE = 3, /* the driver was told to restore it on the slice (broker) */
+};
+
 struct page_slot {
     uint32_t state;
     uint32_t pid;
@@ -59,7 +74,9 @@ struct page_slot {
     uint64_t refused;               /* allocations refused for the limit */
     uint32_t captures;              /* streams that record a graph: a suspend must not fall inside */
     uint32_t spare;
-    uint64_t reserved[10];
+    uint64_t sees[PAGE_DEVICES];
+    uint64_t landing;
+    uint64_t reserved[1];
 };
 
 struct page {
@@ -88,6 +105,15 @@ struct page {
     uint8_t rest[4096 - 72 - 24 * PAGE_DEVICES - PAGE_DEVICES * PAGE_UUID - 64 - 512];
     struct page_slot slot[PAGE_SLOTS];
 };
+
+/* A number for a device's UUID (FNV-1a), none of those above. */
+static inline uint64_t page_name(const char *uuid)
+{
+    uint64_t name = 0xcbf29ce484222325u;
+    for (int i = 0; i < PAGE_UUID && uuid[i]; i++)
+        name = (name ^ (uint8_t)uuid[i]) * 0x100000001b3u;
+    return name > SEES_SLICE ? name : ~name;
+}
 
 _Static_assert(sizeof(struct page_slot) == 256, "the layout that page.py has");
 _Static_assert(__builtin_offsetof(struct page, granted) == 64, "the layout that page.py has");
