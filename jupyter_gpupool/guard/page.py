@@ -246,7 +246,7 @@ class Page:
                     Slot(
                         pid, start, inflight, waiting, flags, pins,
                         tuple(rest[:DEVICES]), tuple(rest[DEVICES : 2 * DEVICES]),
-                        *rest[2 * DEVICES : 2 * DEVICES + 2],
+                        rest[2 * DEVICES], rest[2 * DEVICES + 1],
                         tuple(rest[2 * DEVICES + 3 : -1]), rest[-1],
                         (at - HEADER_BYTES) // SLOT_BYTES,
                     )
