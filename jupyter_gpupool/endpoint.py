@@ -43,6 +43,11 @@ def find_socket(configured: str = "") -> Path:
     return user_runtime_dir() / "broker.sock"
 
 
+def is_machine_path(path: Path) -> bool:
+    """Return whether a broker at ``path`` is the machine's: a service that no user starts."""
+    return path.parts[:2] == ("/", "run") and path.parts[2:3] != ("user",)
+
+
 def check_path(path: Path) -> None:
     """Refuse a path no socket can have.
 

@@ -34,6 +34,8 @@ COSTS = {
     "broker/test_autostart": 30,
     "broker/test_guarded": 35,
     "broker/test_life": 20,
+    "broker/test_ending": 30,
+    "broker/test_revive": 30,
     "devices/test_service": 55,
     "devices/test_device_temperaments": 50,
     "devices/test_failures": 45,

@@ -25,20 +25,23 @@ ALLOWED: dict[str, str] = {
     "guard": "compiling errors",
     "config": "emulator endpoint errors guard pool.model units",
     "devices": "errors guard pool.model units",
-    "broker": "__init__ config devices emulator endpoint errors guard pool protocol units",
-    "autostart": "__init__ client endpoint errors guard",
-    "kernel": "__init__ client endpoint errors guard.page protocol units",
+    "startrecord": "endpoint errors",
+    "starting": "__init__ client endpoint errors guard startrecord",
+    "broker": "__init__ config devices emulator endpoint errors guard pool protocol starting "
+    "startrecord units",
+    "autostart": "__init__ endpoint errors starting startrecord",
+    "kernel": "__init__ client endpoint errors guard.page protocol startrecord units",
     "launch": "endpoint errors",
     "provisioner": "__init__ autostart client config endpoint errors guard kernelspecs launch "
-    "protocol units",
+    "protocol startrecord units",
     # emulator: whether a machine is emulated, and has a driver, is known without a broker.
-    "server": "__init__ client emulator endpoint errors protocol units",
+    "server": "__init__ client emulator endpoint errors protocol starting startrecord units",
     "kernelspecs": "errors",
     "emulator": "compiling units",
     "demo": "__init__ autostart client emulator endpoint errors timeline units",
     "timeline": "units",
     "cli": "__init__ autostart broker client config demo devices emulator endpoint errors guard "
-    "kernelspecs launch protocol provisioner timeline units",
+    "kernelspecs launch protocol provisioner starting startrecord timeline units",
 }
 
 #: The only third-party packages a part may name; a part that is not here may name none.

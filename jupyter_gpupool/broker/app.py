@@ -30,10 +30,13 @@ from ..errors import ConfigError, GPUPoolError
 from ..pool import events as e
 from ..pool.machine import Pool
 from ..pool.model import Device
+from ..starting import broker_environment
+from ..startrecord import remove_record, write_record
 from ..units import format_bytes
 from .auth import Access
 from .connection import Connection
 from .effects import DeviceEffects
+from .ending import Ending, Stopped
 from .guarding import Guarding
 from .handlers import Handlers
 from .journal import Journal
@@ -54,8 +57,12 @@ from .surroundings import (
     report,
 )
 
-#: Seconds that driver calls under way may still take when the broker is asked to end.
-FINISH = 120.0
+#: Seconds that driver calls under way may still take when the broker is asked to end. One that
+#: takes longer is left to the next broker, which finishes or undoes it: see ``recovery``.
+FINISH = 1.5
+
+#: Seconds for operations to end whose worker is about to be ended under them.
+CLOSE = 0.5
 
 #: A broker that does not linger still waits so long (seconds): for who had it started.
 LEAST_LINGER = 2.0
@@ -75,16 +82,27 @@ class BrokerApp:
         See :func:`jupyter_gpupool.config.load_settings`; read again on SIGHUP.
     socket:
         Overrules the configuration; "" leaves it to :func:`jupyter_gpupool.endpoint.find_socket`.
+    ending:
+        Takes the signals.
+    command:
+        What starts this broker again, the socket apart; empty if nobody but the caller can.
     """
 
     def __init__(
-        self, config_files: Sequence[Path], overrides: Config | None = None, socket: str = ""
+        self,
+        config_files: Sequence[Path],
+        overrides: Config | None = None,
+        socket: str = "",
+        *,
+        ending: Ending | None = None,
+        command: Sequence[str] = (),
     ) -> None:
         self._config_files = [*config_files]
         self._overrides = overrides
         self.settings = self._load()
         self.path = Path(socket) if socket else find_socket(self.settings.socket)
-        self._stop = asyncio.Event()
+        self._ending = ending or Ending()
+        self._command = [*command]
         self._built = False
         self._lost: dict[str, str] = {}
         #: Devices that failed their self-test after a resume had failed: until the next start.
@@ -103,11 +121,11 @@ class BrokerApp:
             If it cannot start.
         """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+        self._ending.attach()
         raise_descriptor_limit()
         async with AsyncExitStack() as stack:
             claim = Claim(self.path)
+            self._ending.last_act = claim.close
             stack.callback(claim.close)
             journal = Journal(journal_path(self.settings, self.path), _LOG)
             stack.callback(journal.close)
@@ -121,8 +139,8 @@ class BrokerApp:
                 guard=self.settings.guard,
                 on_device_lost=self._device_lost,
             )
-            stack.push_async_callback(service.close)
-            found = await service.start(self._known(journal))
+            stack.push_async_callback(service.close, CLOSE)
+            found = await self._ending.unless_asked(service.start(self._known(journal)))
             if journal.meta("boot") in ("", boot_id()):
                 uuids = [device.uuid for device in found]
                 check_reach(journal.records(), uuids, service.problem, journal.meta("emulate"))
@@ -133,7 +151,7 @@ class BrokerApp:
             stack.callback(self.guarding.close)
             self.monitor.start()
             stack.push_async_callback(self.monitor.close)
-            await self._restore(journal, service)
+            await self._ending.unless_asked(self._restore(journal, service))
             listening = claim.bind()
             server = await loop.create_unix_server(
                 lambda: Connection(self.handlers), sock=listening
@@ -143,10 +161,12 @@ class BrokerApp:
             self._measure()
             loop.add_signal_handler(signal.SIGHUP, self._reload)
             self._announce(service)
+            self._write_record(claim)
             if ready is not None:
                 report(ready, {"ok": True, "pid": os.getpid(), "socket": str(self.path)})
             chores = [loop.create_task(self._tidy()), loop.create_task(self._linger())]
-            await self._stop.wait()
+            await self._ending.wait()
+            remove_record(self.path)
             for chore in chores:
                 chore.cancel()
             await asyncio.gather(*chores, return_exceptions=True)
@@ -289,6 +309,16 @@ class BrokerApp:
         elif any(hold.id == RECOVERED_HOLD for hold in one.record.holds):
             self.handlers.lives.start_grace(session, GRACE)
 
+    def _write_record(self, claim: Claim) -> None:
+        """Let others start this broker again should it die. The machine's has a service manager."""
+        if claim.machine_wide or not self._command:
+            return
+        try:
+            command = [*self._command, "--socket", str(self.path)]
+            write_record(self.path, command, broker_environment(os.environ))
+        except OSError as error:
+            _LOG.warning("Should this broker die, it will not be started again: %s", error)
+
     def _announce(self, service: DeviceService) -> None:
         _LOG.info(
             "Broker %s (process %d) listens at %s for %s; journal %s",
@@ -396,7 +426,7 @@ class BrokerApp:
                 await asyncio.sleep(left)
             else:
                 _LOG.info("No session for %g s", linger)
-                self._stop.set()
+                self._ending.ask()
                 return
 
     # ------------------------------------------------------------------ end
@@ -442,7 +472,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config | None
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a broker in the foreground; return the exit code."""
-    options, overrides = parse(argv)
+    ending = Ending()
+    ending.listen()
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    options, overrides = parse(words)
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.DEBUG if options.debug else logging.INFO,
@@ -451,14 +484,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 
     async def run() -> None:
-        await BrokerApp(options.config, overrides, options.socket).run(options.ready_fd)
+        app = BrokerApp(
+            options.config, overrides, options.socket,
+            ending=ending, command=command_of(options, words),
+        )  # fmt: skip
+        await app.run(options.ready_fd)
 
     try:
         asyncio.run(run())
+    except Stopped:
+        _LOG.info("Ended while it was starting")
     except GPUPoolError as error:
         if options.ready_fd is not None:
             failure = {"ok": False, "code": error.code, "message": error.message}
             report(options.ready_fd, {**failure, "next_step": error.next_step})
         print(f"jupyter gpupool broker: {error}", file=sys.stderr)
         return 1
+    finally:
+        ending.over()
     return 0
+
+
+def command_of(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """Return what starts a broker with these options, from any folder."""
+    command = [sys.executable, "-m", __package__]
+    for path in options.config:
+        command += ["--config", os.path.abspath(path)]
+    if options.debug:
+        command.append("--debug")
+    return [*command, *(word for word in words if word.startswith("--GPUPool."))]

@@ -11,7 +11,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from ..endpoint import check_path
+from ..endpoint import check_path, is_machine_path
 from ..errors import BrokerUnavailable
 
 #: Connections the kernel may keep for us until we accept them: a class that starts at ten o'clock.
@@ -20,7 +20,7 @@ BACKLOG = 512
 
 def is_machine_wide(path: Path) -> bool:
     """Return whether a broker at ``path`` serves everybody: it is root's and below ``/run``."""
-    return os.geteuid() == 0 and path.parts[:2] == ("/", "run") and path.parts[2:3] != ("user",)
+    return os.geteuid() == 0 and is_machine_path(path)
 
 
 class Claim:

@@ -32,6 +32,9 @@ SETTLE = 0.05
 #: Intervals between samples while nothing is attached and nobody waits.
 QUIET = 5
 
+#: Seconds for a look under way to be given up when the broker ends.
+CLOSE = 1.0
+
 #: A change of host memory that is worth an event while nobody waits, in bytes.
 HOST_STEP = 64 << 20
 
@@ -66,6 +69,7 @@ class Monitor:
         self._wanted = asyncio.Event()
         self._soon = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._closed = False
         self._told: dict[str, _Use] = {}
         self._told_host = -1
         self._told_changes: dict[str, int] = {}
@@ -103,14 +107,16 @@ class Monitor:
         self._soon.set()
 
     async def close(self) -> None:
-        """End."""
+        """End. A flag besides the cancellation: up to Python 3.11 ``wait_for`` may swallow that."""
+        self._closed = True
+        self._soon.set()
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.wait({self._task}, timeout=CLOSE)
 
     async def _run(self) -> None:
         last = False  # no look has begun since the last session went
-        while True:
+        while not self._closed:
             if last and not self._ours:
                 await self._wanted.wait()
             last = not self._wanted.is_set()

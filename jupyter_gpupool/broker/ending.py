@@ -1,0 +1,125 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""SIGTERM and SIGINT end the broker within :data:`WITHIN` seconds, whatever it is doing.
+
+The first signal asks: the start is abandoned, or what runs is ended in order. A thread then waits
+for the end, and forces it when time is up: a blocked event loop, or a child that cannot be ended,
+cannot keep the lock. A second signal forces it at once. What is under way in the driver at that
+moment is finished or undone by the next broker, as after a crash (see ``recovery``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any, Callable, Coroutine, TypeVar
+
+_T = TypeVar("_T")
+
+#: Seconds from the first signal to the end of the process at the latest.
+WITHIN = 4.0
+
+
+class Stopped(Exception):
+    """The broker was asked to end while it was starting."""
+
+
+class Ending:
+    """Knows whether the broker is to end, and sees to it that it does.
+
+    Parameters
+    ----------
+    force:
+        Ends the process. Called in a thread or a signal handler.
+    """
+
+    def __init__(self, force: Callable[[int], Any] = os._exit) -> None:
+        self._force = force
+        #: Whether the broker is to end.
+        self.asked = False
+        self._over = threading.Event()
+        # Not an event of ``threading``: its lock may be held by what the signal interrupts.
+        self._reading, self._writing = os.pipe()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._event: asyncio.Event | None = None
+        self._signals = 0
+        #: Called before a forced end: leaves nothing behind that a start would stumble over.
+        self.last_act: Callable[[], None] = lambda: None
+        threading.Thread(target=self._see_to_it, name="gpupool-end", daemon=True).start()
+
+    def listen(self) -> None:
+        """Take the signals from now on. In the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def attach(self) -> None:
+        """Be heard in the running event loop from now on."""
+        self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()
+        if self.asked:
+            self._event.set()
+
+    def ask(self) -> None:
+        """End the broker. In the main thread, and from a signal handler."""
+        if not self.asked:
+            self.asked = True
+            os.write(self._writing, b"!")
+        if self._loop is not None and self._event is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._event.set)
+            except RuntimeError:
+                pass  # the loop is closed: it ends already
+
+    def over(self) -> None:
+        """Nothing is left that could keep the process."""
+        self._over.set()
+        if not self.asked:
+            os.write(self._writing, b"!")
+
+    async def wait(self) -> None:
+        """Wait until the broker is to end."""
+        assert self._event is not None
+        await self._event.wait()
+
+    async def unless_asked(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Return what ``work`` returns.
+
+        Raises
+        ------
+        Stopped
+            If the broker is to end before that; the work is cancelled, and not waited for long.
+        """
+        task = asyncio.ensure_future(work)
+        asked = asyncio.ensure_future(self.wait())
+        try:
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if self.asked and not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=WITHIN / 8)
+                raise Stopped
+            return await task
+        finally:
+            asked.cancel()
+
+    # ------------------------------------------------------------------ internals
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            self._end_now(f"A second {signal.Signals(number).name} came")
+        self.ask()
+
+    def _see_to_it(self) -> None:
+        os.read(self._reading, 1)
+        if not self._over.wait(WITHIN):
+            self._end_now(f"It did not end within {WITHIN:g} s")
+        os.close(self._reading)
+        os.close(self._writing)
+
+    def _end_now(self, why: str) -> None:
+        # No logging: the thread that was interrupted may hold its lock.
+        os.write(2, f"{why}: ended by force; the next broker goes on from the journal\n".encode())
+        self.last_act()
+        self._force(1)

@@ -1,0 +1,320 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Start a broker and wait until it serves; start one that has died again, as it was.
+
+The only way in which the package starts a broker: the provisioner, the server extension and the
+command line call this module; agents and guards run it as a program
+(:func:`jupyter_gpupool.startrecord.launcher`). Standard library only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import select
+import stat
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Iterator, Mapping, Sequence
+
+from . import startrecord
+from .client import Client
+from .endpoint import check_socket, is_machine_path
+from .errors import BrokerUnavailable, GPUPoolError
+from .guard.install import without_guard
+from .startrecord import START_TIMEOUT
+
+#: Bytes of log after which a new one is begun when a broker is started.
+MAX_LOG = 4 << 20
+
+_LOG = logging.getLogger("jupyter_gpupool.starting")
+
+
+def answers(path: Path) -> bool:
+    """Return whether a broker that may be trusted answers at ``path``.
+
+    Raises
+    ------
+    BrokerUnavailable
+        If what is there must not be used.
+    """
+    try:
+        check_socket(path)
+        with Client(path) as client:
+            client.call("ping")
+    except BrokerUnavailable as error:
+        if error.code == "bad-socket":
+            raise
+        return False
+    return True
+
+
+def revive(path: Path, *, timeout: float = START_TIMEOUT, patient: bool = True) -> bool:
+    """Start the broker at ``path`` again if it has died; return whether one serves now.
+
+    Blocks while it starts. Of several callers, in any processes, one starts it; the others wait
+    for that one, or return at once if they are not ``patient``. Never starts the machine's broker,
+    nor one that ended in order.
+
+    Raises
+    ------
+    BrokerUnavailable
+        If it does not start: why, and where its log is.
+    """
+    if not startrecord.can_revive(path):
+        return False
+    give_up = time.monotonic() + timeout
+    try:
+        with only_one(path, give_up if patient else 0.0):
+            return answers(path) or revive_locked(path, give_up)
+    except _Busy:
+        return False
+
+
+def revive_locked(path: Path, give_up: float) -> bool:
+    """Start the broker at ``path`` from its record, if there is one; with the start's lock held.
+
+    Tries up to :data:`startrecord.ATTEMPTS` times, with pauses.
+
+    Raises
+    ------
+    BrokerUnavailable
+        If it does not start, or has not lately and the next attempt is not due yet.
+    """
+    while True:
+        try:
+            record = startrecord.read_record(path)
+        except startrecord.BadRecord as error:
+            raise _failed(error.message, error.next_step, code=error.code) from None
+        if record is None:
+            return False
+        known = startrecord.read_failures(path)
+        if startrecord.too_often(known):
+            raise _failed(
+                f"It was started again {startrecord.MOST_STARTS} times within a minute and died "
+                "each time.",
+                f"See its log: {log_path(path)}",
+            )
+        pause = known.pause(time.time())
+        if known.given_up and pause:
+            raise _failed(known.message, known.next_step)
+        time.sleep(pause)
+        try:
+            launch(path, record.command, record.environment, give_up)
+        except BrokerUnavailable as error:
+            if error.code == "already-running":
+                return False  # it lives and does not answer: that is not repaired by another one
+            next_step = error.next_step or f"See its log: {log_path(path)}"
+            known = startrecord.note_failure(path, known, error.message, next_step)
+            if known.given_up or time.monotonic() > give_up:
+                raise _failed(error.message, next_step) from None
+            continue
+        startrecord.note_start(path, known)
+        return True
+
+
+def _failed(message: str, next_step: str, code: str = "start-failed") -> BrokerUnavailable:
+    return BrokerUnavailable(
+        f"The GPU pool's broker ended and cannot be started again: {message}",
+        code=code,
+        next_step=next_step,
+    )
+
+
+def log_path(socket: Path) -> Path:
+    """Return the log of a broker that was not started by hand."""
+    return socket.with_suffix(".log")
+
+
+class _Busy(BrokerUnavailable):
+    """Somebody else starts the broker."""
+
+
+@contextmanager
+def only_one(socket: Path, give_up: float) -> Iterator[None]:
+    """Hold the lock of whoever starts the broker at ``socket``, between processes.
+
+    Raises
+    ------
+    BrokerUnavailable
+        If another process does not finish by ``give_up`` (monotonic time).
+    """
+    path = startrecord.lock_path(socket)
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise BrokerUnavailable(
+            f"{path} cannot be used as a lock ({error.strerror}).",
+            code="bad-socket",
+            next_step="Set GPUPOOL_SOCKET to a path in a folder of your own.",
+        ) from None
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    raise _Busy(
+                        "Somebody else is starting the GPU pool broker and does not finish.",
+                        next_step=f"See its log: {log_path(socket)}",
+                    ) from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(lock)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a socket, private to this user.
+
+    Raises
+    ------
+    BrokerUnavailable
+        If it cannot be made, or is another user's.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = os.lstat(folder)
+    except OSError as error:
+        raise BrokerUnavailable(
+            f"The folder {folder} for the broker socket cannot be made ({error.strerror}).",
+            code="bad-socket",
+            next_step="Set GPUPOOL_SOCKET to a path in a folder of your own.",
+        ) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
+        raise BrokerUnavailable(
+            f"The folder {folder} for the broker socket is not yours.",
+            code="bad-socket",
+            next_step="Remove it, or set GPUPOOL_SOCKET to a path in a folder of your own.",
+        )
+
+
+def launch(path: Path, command: Sequence[str], env: Mapping[str, str], give_up: float) -> None:
+    """Start a broker in a session of its own and wait until it listens.
+
+    Raises
+    ------
+    BrokerUnavailable
+        With the broker's own words if it did not start.
+    """
+    log_file = log_path(path)
+    reading, writing = os.pipe()
+    try:
+        with _open_log(log_file) as log:
+            broker = subprocess.Popen(
+                [*command, "--ready-fd", str(writing)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env=dict(env),
+                pass_fds=(writing,),
+                start_new_session=True,
+            )
+    except OSError as error:
+        os.close(reading)
+        raise BrokerUnavailable(
+            f"The GPU pool broker could not be started ({error.strerror}): {command[0]}.",
+            next_step=f"See its log: {log_file}",
+        ) from None
+    finally:
+        os.close(writing)
+    try:
+        answer = _read_line(reading, give_up)
+    finally:
+        os.close(reading)
+    if answer is None:
+        broker.kill()
+        broker.wait()
+        raise BrokerUnavailable(
+            "The GPU pool broker did not start in time and was ended.",
+            code="start-timeout",
+            next_step=f"See its log: {log_file}",
+        )
+    if answer.get("ok"):
+        # It is ours to wait for, or it would be a zombie when it ends; but nobody waits.
+        _forget(broker)
+        return
+    broker.wait()
+    raise BrokerUnavailable(
+        str(answer.get("message") or "The GPU pool broker ended at its start."),
+        code=str(answer.get("code") or "start-failed"),
+        next_step=str(answer.get("next_step") or f"See its log: {log_file}"),
+    )
+
+
+def broker_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environ`` for a broker, so that it finds this very package.
+
+    It outlives the session that we may be in, and is not to be governed by it.
+    """
+    here = str(Path(__file__).parent.parent)
+    paths = [here, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**without_guard(environ), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def _read_line(descriptor: int, give_up: float) -> dict[str, Any] | None:
+    """Return the broker's report, {} if it ended without one, None if it took too long."""
+    data = b""
+    while not data.endswith(b"\n"):
+        left = give_up - time.monotonic()
+        if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+            return None
+        chunk = os.read(descriptor, 65536)
+        if not chunk:
+            return {}
+        data += chunk
+    found = json.loads(data)
+    return found if isinstance(found, dict) else {}
+
+
+_STARTED: list[subprocess.Popen[bytes]] = []
+
+
+def _forget(broker: subprocess.Popen[bytes]) -> None:
+    """Keep the handle: a collected one warns, and each start collects those that have ended."""
+    _STARTED[:] = [process for process in _STARTED if process.poll() is None]
+    _STARTED.append(broker)
+
+
+@contextmanager
+def _open_log(path: Path) -> Iterator[int]:
+    """Open the log for appending; begin a new one if it has become long."""
+    try:
+        if path.stat().st_size > MAX_LOG:
+            path.replace(path.with_name(path.name + ".old"))
+    except OSError:
+        pass
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the broker at the socket given again, for an agent or a guard; return the exit code."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    path = Path(arguments[0])
+    with suppress(OSError):
+        os.setsid()  # an interrupt of the kernel's process group is none of ours
+    if is_machine_path(path):
+        return 1
+    try:
+        return 0 if revive(path, patient=False) else 1
+    except GPUPoolError as error:
+        with suppress(OSError), _open_log(log_path(path)) as log:
+            os.write(log, f"{time.strftime('%F %T')} {error}\n".encode())
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,322 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""How the broker at a socket was started: written beside the socket, read by whoever restarts it.
+
+A broker writes its record when it serves and removes it when it ends in order, so a record without
+a broker means that the broker has died. Standard library only: kernels read it, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shlex
+import stat
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Mapping, Sequence
+
+from .endpoint import is_machine_path
+from .errors import GPUPoolError
+
+#: In a kernel's environment: the shell command that starts the user's own broker again.
+REVIVE_VARIABLE = "GPUPOOL_REVIVE"
+
+#: Seconds for a broker to start: it loads the driver and tests every device.
+START_TIMEOUT = 90.0
+
+#: Starts that may fail in a row before callers are told instead of made to wait.
+ATTEMPTS = 3
+
+#: A broker that has been started again this often within a minute is not saved by another start.
+MOST_STARTS, WINDOW = 20, 60.0
+
+#: Seconds from the last failure to the next attempt, by the number of failures.
+PAUSES = (0.0, 0.5, 2.0, 30.0, 60.0, 300.0)
+
+#: A record is a command and some tens of variables.
+_MOST_BYTES = 256 << 10
+
+#: Variables that a broker or what it loads obeys: its successor must see what it saw. A name that
+#: ends with "*" stands for all names that begin so.
+_KEPT = (
+    "HOME", "USER", "LOGNAME", "PATH", "SHELL", "LANG", "LC_*", "TZ", "TMPDIR",
+    "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD",
+    "XDG_*", "JUPYTER_*", "GPUPOOL_*",
+    "CUDA_*", "NVIDIA_*", "GPU_DEVICE_ORDINAL", "SLURM_*", "PBS_*", "LSB_*", "SGE_*", "FLUX_*",
+)  # fmt: skip
+
+#: Never written to a file, whatever they begin with.
+_SECRET = ("TOKEN", "PASSWORD", "SECRET", "JWT", "COOKIE", "CREDENTIAL", "_KEY")
+
+#: Of the session that the broker may have been started from.
+_SESSION = (
+    "GPUPOOL_SESSION", "GPUPOOL_PAGE", "GPUPOOL_VISIBLE", "GPUPOOL_REAL_LIBCUDA", "GPUPOOL_ATTACH",
+    REVIVE_VARIABLE,
+)  # fmt: skip
+
+
+class BadRecord(GPUPoolError):
+    """Another user could have written the record, or it cannot be read."""
+
+    code = "bad-record"
+
+
+@dataclass(frozen=True)
+class StartRecord:
+    """What starts the broker again as it was."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    #: Processes and their sessions do not outlive a boot; nor does the record.
+    boot: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Failures:
+    """What came of the latest attempts to start the broker again."""
+
+    #: Starts that failed in a row.
+    count: int = 0
+    #: When the latest one failed (``time.time()``).
+    at: float = 0.0
+    message: str = ""
+    next_step: str = ""
+    #: When the broker was started again, within :data:`WINDOW`.
+    starts: tuple[float, ...] = ()
+
+    @property
+    def given_up(self) -> bool:
+        """Whether callers are told of the failure now instead of made to wait."""
+        return self.count >= ATTEMPTS
+
+    def pause(self, now: float) -> float:
+        """Return the seconds until the next attempt may be made."""
+        wanted = PAUSES[min(self.count, len(PAUSES) - 1)]
+        # A clock that was set back must not make anybody wait longer than the pause itself.
+        return min(wanted, max(0.0, self.at + wanted - now))
+
+
+# ---------------------------------------------------------------------- the record
+
+
+def record_path(socket: Path) -> Path:
+    """Return the file of the record for the broker at ``socket``."""
+    return socket.with_name(socket.name + ".start.json")
+
+
+def failures_path(socket: Path) -> Path:
+    """Return the file that says what came of the latest attempts."""
+    return socket.with_name(socket.name + ".start.failed")
+
+
+def lock_path(socket: Path) -> Path:
+    """Return the file that whoever starts the broker at ``socket`` locks meanwhile."""
+    return socket.with_name(socket.name + ".start")
+
+
+def boot_id() -> str:
+    """Return what changes when the machine starts."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def worth_keeping(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the next broker must see as this one does; no secrets."""
+
+    def kept(name: str) -> bool:
+        if name in _SESSION or any(word in name.upper() for word in _SECRET):
+            return False
+        return any(
+            name.startswith(entry[:-1]) if entry.endswith("*") else name == entry for entry in _KEPT
+        )
+
+    return {name: value for name, value in environ.items() if kept(name)}
+
+
+def write_record(socket: Path, command: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Write how this process, the broker at ``socket``, is started again.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written.
+    """
+    record = StartRecord(tuple(command), worth_keeping(environ), boot_id(), os.getpid())
+    _write(record_path(socket), asdict(record))
+    known = read_failures(socket)
+    if known.count:  # it serves: what failed before is over
+        _write(failures_path(socket), asdict(Failures(starts=known.starts)))
+
+
+def remove_record(socket: Path) -> None:
+    """Forget how the broker was started: it ends in order. Idempotent."""
+    with contextlib.suppress(OSError):
+        record_path(socket).unlink()
+
+
+def read_record(socket: Path) -> StartRecord | None:
+    """Return how the broker at ``socket`` was started; None if it ended in order or never ran.
+
+    Raises
+    ------
+    BadRecord
+        If the record cannot be trusted or read.
+    """
+    path = record_path(socket)
+    found = _read(path)
+    if found is None:
+        return None
+    try:
+        record = StartRecord(
+            command=tuple(str(word) for word in found["command"]),
+            environment={str(k): str(v) for k, v in found["environment"].items()},
+            boot=str(found["boot"]),
+            pid=int(found["pid"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise _bad(path, "is not a record of a broker's start") from None
+    if not record.command or not record.command[0].startswith("/"):
+        raise _bad(path, "names no program")
+    return record if record.boot == boot_id() else None
+
+
+def can_revive(socket: Path) -> bool:
+    """Return whether a broker at ``socket`` has died that a start from its record may bring back.
+
+    Cheap: one look at a file. The record is examined by whoever uses it.
+    """
+    return not is_machine_path(socket) and record_path(socket).exists()
+
+
+# ---------------------------------------------------------------------- what came of it
+
+
+def read_failures(socket: Path) -> Failures:
+    """Return what came of the latest attempts; nothing if the file cannot be trusted."""
+    try:
+        found = _read(failures_path(socket)) or {}
+        return Failures(
+            count=int(found.get("count", 0)),
+            at=float(found.get("at", 0.0)),
+            message=str(found.get("message", "")),
+            next_step=str(found.get("next_step", "")),
+            starts=tuple(float(at) for at in found.get("starts", ())),
+        )
+    except (GPUPoolError, TypeError, ValueError):
+        return Failures()
+
+
+def note_failure(socket: Path, before: Failures, message: str, next_step: str) -> Failures:
+    """Write that a start has failed, and return all that is known now."""
+    now = Failures(before.count + 1, time.time(), message, next_step, before.starts)
+    _write(failures_path(socket), asdict(now))
+    return now
+
+
+def note_start(socket: Path, before: Failures) -> None:
+    """Write that a start has succeeded: nothing failed, and when it was."""
+    now = time.time()
+    recent = tuple(at for at in before.starts if 0 <= now - at < WINDOW)
+    _write(failures_path(socket), asdict(Failures(starts=(*recent, now)[-MOST_STARTS:])))
+
+
+def too_often(before: Failures) -> bool:
+    """Return whether the broker dies again as often as it is started."""
+    now = time.time()
+    return sum(0 <= now - at < WINDOW for at in before.starts) >= MOST_STARTS
+
+
+def being_started(socket: Path) -> bool:
+    """Return whether somebody starts the broker at ``socket`` now."""
+    try:
+        lock = os.open(lock_path(socket), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(lock)
+
+
+# ---------------------------------------------------------------------- the launcher
+
+
+def launcher(socket: Path) -> str:
+    """Return the shell command that starts the broker at ``socket`` again, for a kernel to run.
+
+    A kernel may have neither this package nor this Python, so the command names both. It returns
+    at once: what it starts is no child of the kernel.
+    """
+    package = Path(__file__).resolve().parent.parent
+    words = [sys.executable, "-m", "jupyter_gpupool.starting", str(socket)]
+    return (
+        f"cd / && PYTHONPATH={shlex.quote(str(package))} {shlex.join(words)} "
+        "</dev/null >/dev/null 2>&1 &"
+    )
+
+
+# ---------------------------------------------------------------------- files
+
+
+def _bad(path: Path, what: str) -> BadRecord:
+    return BadRecord(
+        f"{path} {what}, so no broker is started from it.", next_step=f"Remove it: rm {path}"
+    )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return the object in ``path``; None if there is no such file."""
+    try:
+        folder = os.lstat(path.parent)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _bad(path, f"cannot be opened ({error.strerror})") from None
+    try:
+        shared = folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX
+        if not stat.S_ISDIR(folder.st_mode) or folder.st_uid not in (os.geteuid(), 0) or shared:
+            raise _bad(path, "is in a folder that other users may change")
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise _bad(path, "is no regular file")
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise _bad(path, "belongs to another user, or other users may read or change it")
+        if found.st_size > _MOST_BYTES:
+            raise _bad(path, "is too large")
+        data = os.read(descriptor, _MOST_BYTES)
+    finally:
+        os.close(descriptor)
+    try:
+        value = json.loads(data)
+    except ValueError:
+        raise _bad(path, "is not JSON") from None
+    if not isinstance(value, dict):
+        raise _bad(path, "is not a JSON object")
+    return value
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace ``path``: whoever reads it finds the old or the new, and nobody else can read it."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(value, file)
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

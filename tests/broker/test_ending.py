@@ -1,0 +1,135 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""SIGTERM and SIGINT end a broker within five seconds, whatever it is doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from . import kit
+from .kit import wait_until
+
+#: Seconds in which a broker ends, and how much later a busy machine may show that.
+WITHIN, LATE = 5.0, 5.0
+
+
+def children(broker):
+    """Return the modules that run in the broker's children and theirs."""
+    with suppress(psutil.Error):
+        found = psutil.Process(broker.process.pid).children(recursive=True)
+        return [" ".join(child.cmdline()) for child in found]
+    return []
+
+
+def runs(broker, module):
+    return any(f"jupyter_gpupool.devices.{module}" in line for line in children(broker))
+
+
+def journal_there(broker):
+    return any((broker.folder / "state").glob("journal*.sqlite"))
+
+
+#: Points of a start, in their order: at each the broker does something else.
+POINTS = {
+    "at once": lambda _: True,
+    "lock taken": lambda broker: Path(f"{broker.socket}.lock").exists(),
+    "journal made": journal_there,
+    "devices listed": lambda broker: runs(broker, "monitor"),
+    "self-test begun": lambda broker: runs(broker, "selftest"),
+    "self-test suspends": lambda broker: runs(broker, "worker"),
+    "socket made": lambda broker: broker.socket.exists(),
+    "record written": lambda broker: Path(f"{broker.socket}.start.json").exists(),
+}
+
+
+def ends(broker, number=signal.SIGTERM, within=WITHIN):
+    """Send a signal; fail unless the broker is gone in time and another one can start."""
+    found = []
+    with suppress(psutil.Error):
+        found = psutil.Process(broker.process.pid).children(recursive=True)
+    began = time.monotonic()
+    broker.process.send_signal(number)
+    broker.process.wait(within + LATE)
+    took = time.monotonic() - began
+    broker.process = None
+    assert took < within + LATE / 2, f"it took {took:.1f} s: {broker.tail()}"
+    assert "ended by force" not in broker.tail()
+    assert not broker.socket.exists()
+    wait_until(lambda: not any(p.is_running() for p in found), "the end of its children", 20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_signal_at_any_point_of_the_start_ends_it_and_frees_the_lock(make_broker, point, number):
+    broker = make_broker()
+    broker.start(wait=False)
+    wait_until(lambda: POINTS[point](broker) or broker.process.poll() is not None, point, 60)
+    ends(broker, number)
+    assert "Traceback" not in broker.tail() or point == "at once"
+    # Nothing stands in the way of the next one.
+    if number == signal.SIGTERM and point in ("self-test begun", "record written"):
+        broker.started.stop()
+
+
+@pytest.mark.long
+def test_signals_spread_over_the_start_end_it(make_broker):
+    for step in range(60):
+        broker = make_broker()
+        broker.start(wait=False)
+        time.sleep(step * 0.025)
+        ends(broker, signal.SIGTERM if step % 2 else signal.SIGINT)
+
+
+def test_a_signal_just_after_a_sample_was_wanted_is_not_lost(make_broker):
+    """The monitor's wait may swallow a cancellation that comes with the event that it waits for."""
+    broker = make_broker(sample_interval=0.05).started
+    kernels = [kit.Kernel(broker, str(n), memory=64 * kit.MiB) for n in range(2)]
+    try:
+        for n in range(20):
+            kernels[n % 2].attach(f"c{n}")
+            kernels[n % 2].do("drop", hold=f"c{n}")
+        kernels[0].do("ask", hold="last")
+        ends(broker)
+    finally:
+        for one in kernels:
+            one.close()
+
+
+def test_a_broker_with_a_blocked_event_loop_ends_in_time(make_broker):
+    """Forced by a thread: the loop, stopped in a file system call, hears of nothing."""
+    broker = make_broker().started
+    # Its children do not run, so nothing that it asks of them is answered.
+    stopped = psutil.Process(broker.process.pid).children(recursive=True)
+    for child in stopped:
+        child.suspend()
+    try:
+        broker.process.terminate()
+        broker.process.wait(WITHIN + LATE)
+        broker.process = None
+    finally:
+        for child in stopped:
+            with suppress(psutil.Error):
+                child.resume()
+    broker.started.stop()
+
+
+def test_a_second_signal_ends_it_at_once(make_broker):
+    broker = make_broker().started
+    kernel = kit.Kernel(broker, "one", memory=64 * kit.MiB)
+    try:
+        kernel.attach("c")
+        kernel.do("drop", hold="c")
+        broker.process.terminate()
+        with suppress(ProcessLookupError):
+            os.kill(broker.process.pid, signal.SIGTERM)
+        assert broker.process.wait(WITHIN) in (0, 1)
+        broker.process = None
+    finally:
+        kernel.close()

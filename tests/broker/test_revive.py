@@ -1,0 +1,134 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A broker that died is started again as it was, by whoever notices; one that ended is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool import starting, startrecord
+from jupyter_gpupool.autostart import ensure_broker
+from jupyter_gpupool.client import Client
+from jupyter_gpupool.errors import BrokerUnavailable
+
+from .kit import MACHINE, wait_until
+
+
+@pytest.fixture
+def dead(make_broker, monkeypatch):
+    """A broker that was killed; what is started in its place ends with the test."""
+    broker = make_broker(idle_timeout=77).started
+    broker.kill()
+    yield broker
+    with suppress(OSError, ValueError):
+        pid = int(broker.socket.with_name("broker.sock.lock").read_text())
+        os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def test_a_killed_broker_is_started_again_with_its_configuration_and_environment(dead):
+    assert starting.revive(dead.socket)
+    found = dead.status()
+    assert found["settings"]["idle_timeout"] == 77
+    assert found["machine"] == f"EMULATED {MACHINE}"
+    environ = Path(f"/proc/{found['pid']}/environ").read_text().split("\0")
+    assert f"JUPYTER_CONFIG_DIR={dead.folder / 'no-config'}" in environ
+    assert os.getsid(found["pid"]) == found["pid"]
+    assert starting.revive(dead.socket)
+    assert dead.status()["pid"] == found["pid"]
+
+
+def test_a_server_with_another_configuration_starts_the_broker_that_died(dead):
+    """Kernels may depend on what it was; the difference is told, see ``test_differences``."""
+    path = ensure_broker({"GPUPool": {"emulate": MACHINE, "idle_timeout": 5}}, str(dead.socket))
+    assert dead.status()["settings"]["idle_timeout"] == 77
+    assert path == dead.socket
+
+
+def test_a_broker_that_ended_in_order_is_not_started_again(broker):
+    broker.disturbed = True
+    broker.stop()
+    assert not starting.revive(broker.socket)
+    assert not broker.socket.exists()
+
+
+def test_of_many_that_notice_one_starts_it(dead):
+    command = ["/bin/sh", "-c", startrecord.launcher(dead.socket)]
+    for _ in range(8):
+        subprocess.run(command, check=True, timeout=20, env={"PATH": "/usr/bin:/bin"})
+    wait_until(dead.socket.exists, "the broker's socket")
+    wait_until(lambda: starting.answers(dead.socket), "the broker")
+    pid = dead.status()["pid"]
+    wait_until(lambda: not startrecord.being_started(dead.socket), "the launchers' end")
+    assert dead.status()["pid"] == pid
+    assert dead.tail(1 << 20).count(" listens at ") == 2
+    # No child of whoever noticed, and of no session of ours.
+    assert int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) != os.getpid()
+
+
+def test_a_start_that_fails_three_times_says_why_and_where_the_log_is(dead):
+    dead.config_file.write_text(json.dumps({"GPUPool": {"emulate": "nonsense"}}))
+    with pytest.raises(BrokerUnavailable) as caught:
+        starting.revive(dead.socket)
+    assert "nonsense" in caught.value.message
+    assert startrecord.read_failures(dead.socket).count == 3
+    # Nobody is made to wait for it again, and nothing is started before the pause is over.
+    began = time.monotonic()
+    with pytest.raises(BrokerUnavailable, match="nonsense"):
+        starting.revive(dead.socket)
+    assert time.monotonic() - began < 2
+    assert startrecord.read_failures(dead.socket).count == 3
+    # A start that works, here with a server's own configuration, ends that.
+    ensure_broker({"GPUPool": {"emulate": MACHINE, "state_dir": str(dead.folder / "state")}},
+                  str(dead.socket))  # fmt: skip
+    assert startrecord.read_failures(dead.socket).count == 0
+
+
+def test_a_broker_without_its_program_names_the_program(dead):
+    path = startrecord.record_path(dead.socket)
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "command": ["/no/such/python", "-m", "x"]}))
+    with pytest.raises(BrokerUnavailable, match="/no/such/python"):
+        starting.revive(dead.socket)
+
+
+def test_a_record_of_another_users_making_starts_nothing(dead):
+    startrecord.record_path(dead.socket).chmod(0o666)
+    with pytest.raises(BrokerUnavailable) as caught:
+        starting.revive(dead.socket)
+    assert caught.value.code == "bad-record"
+    assert not dead.socket.with_name("broker.sock.lock").exists() or not starting.answers(
+        dead.socket
+    )
+
+
+def test_a_broker_that_hangs_is_not_started_a_second_time(broker, monkeypatch):
+    monkeypatch.setattr("jupyter_gpupool.client.CALL_TIMEOUT", 1.0)
+    monkeypatch.setattr(Client.call, "__kwdefaults__", {"timeout": 1.0})
+    broker.disturbed = True
+    os.kill(broker.process.pid, signal.SIGSTOP)
+    try:
+        assert not starting.revive(broker.socket)
+        assert startrecord.read_failures(broker.socket).count == 0
+    finally:
+        os.kill(broker.process.pid, signal.SIGCONT)
+
+
+def test_the_launcher_needs_neither_the_folder_nor_the_environment_of_its_caller(dead, tmp_path):
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong module')")
+    subprocess.run(
+        ["/bin/sh", "-c", startrecord.launcher(dead.socket)],
+        check=True, timeout=20, cwd=tmp_path, env={},
+    )  # fmt: skip
+    wait_until(lambda: dead.socket.exists() and starting.answers(dead.socket), "the broker", 60)
+    assert sys.executable in startrecord.launcher(dead.socket)

@@ -1,0 +1,138 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The record of a broker's start: who may write it, what is in it, what is made of failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+
+from jupyter_gpupool import startrecord
+from jupyter_gpupool.startrecord import BadRecord, Failures, read_record, record_path, write_record
+
+COMMAND = ["/usr/bin/python3", "-m", "jupyter_gpupool.broker"]
+
+
+@pytest.fixture
+def socket(tmp_path):
+    tmp_path.chmod(0o700)
+    return tmp_path / "broker.sock"
+
+
+def test_what_is_written_is_read_and_private(socket):
+    write_record(socket, COMMAND, {"HOME": "/home/ada", "CUDA_VISIBLE_DEVICES": "3"})
+    record = read_record(socket)
+    assert record.command == tuple(COMMAND)
+    assert record.environment == {"HOME": "/home/ada", "CUDA_VISIBLE_DEVICES": "3"}
+    assert record.pid == os.getpid()
+    assert record_path(socket).stat().st_mode & 0o777 == 0o600
+    assert startrecord.can_revive(socket)
+    startrecord.remove_record(socket)
+    assert read_record(socket) is None
+    assert not startrecord.can_revive(socket)
+
+
+def test_secrets_and_the_session_around_are_not_written(socket):
+    environ = {
+        "JUPYTER_TOKEN": "t", "JUPYTERHUB_API_TOKEN": "t", "SLURM_JWT": "t", "AWS_SECRET": "t",
+        "GPUPOOL_SESSION": "s", "GPUPOOL_TOKEN": "t", "GPUPOOL_PAGE": "/dev/shm/x",
+        "GPUPOOL_EMULATE": "2x1GiB", "SLURM_JOB_GPUS": "1", "XDG_STATE_HOME": "/s", "EDITOR": "vi",
+    }  # fmt: skip
+    write_record(socket, COMMAND, environ)
+    assert set(read_record(socket).environment) == {
+        "GPUPOOL_EMULATE", "SLURM_JOB_GPUS", "XDG_STATE_HOME",
+    }  # fmt: skip
+
+
+def damage_mode(path):
+    path.chmod(0o620)
+
+
+def damage_link(path):
+    path.rename(path.with_name("other"))
+    path.symlink_to("other")
+
+
+def damage_folder(path):
+    path.parent.chmod(0o770)
+
+
+def damage_owner(path):
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    os.chown(path, 12345, -1)
+
+
+def damage_kind(path):
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+def damage_size(path):
+    path.write_text(json.dumps({"command": ["x" * (1 << 20)]}))
+
+
+def damage_text(path):
+    path.write_text("[]")
+
+
+def damage_program(path):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "command": ["python3"]}))
+
+
+DAMAGES = [
+    damage_mode, damage_link, damage_folder, damage_owner, damage_kind, damage_size, damage_text,
+    damage_program,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__.removeprefix("damage_"))
+def test_a_record_that_another_user_could_have_written_is_refused(socket, damage):
+    write_record(socket, COMMAND, {})
+    damage(record_path(socket))
+    with pytest.raises(BadRecord) as caught:
+        read_record(socket)
+    assert str(record_path(socket)) in str(caught.value)
+    assert "rm " in caught.value.next_step
+
+
+def test_a_record_of_another_boot_starts_nothing(socket):
+    write_record(socket, COMMAND, {})
+    path = record_path(socket)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "boot": "another"}))
+    assert read_record(socket) is None
+
+
+def test_failures_are_counted_and_spaced_and_forgotten_by_a_start(socket):
+    known = startrecord.read_failures(socket)
+    assert known == Failures()
+    for count in range(1, startrecord.ATTEMPTS + 1):
+        assert not known.given_up
+        assert known.pause(time.time()) <= 2.0
+        known = startrecord.note_failure(socket, known, f"failed {count}", "do this")
+    assert known.given_up
+    assert known.message == "failed 3"
+    assert 25 < known.pause(time.time()) <= 30
+    assert startrecord.read_failures(socket) == known
+    # By hand, say: it serves.
+    write_record(socket, COMMAND, {})
+    assert startrecord.read_failures(socket) == Failures()
+
+
+def test_a_broker_that_dies_as_often_as_it_is_started_is_left_alone(socket):
+    for _ in range(startrecord.MOST_STARTS):
+        known = startrecord.read_failures(socket)
+        assert not startrecord.too_often(known)
+        startrecord.note_start(socket, known)
+    assert startrecord.too_often(startrecord.read_failures(socket))
+
+
+def test_nobody_starts_the_machines_broker(monkeypatch, tmp_path):
+    from pathlib import Path
+
+    monkeypatch.setattr(startrecord, "record_path", lambda _: tmp_path)
+    assert not startrecord.can_revive(Path("/run/gpupool/broker.sock"))
+    assert startrecord.can_revive(Path("/run/user/1000/gpupool/broker.sock"))
