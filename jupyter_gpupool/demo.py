@@ -4,8 +4,8 @@
 
 Runs ``examples/pooled_gpu.ipynb`` on the Pooled GPU kernel with a broker of its own, makes two
 neighbours take the GPU away in the middle, and prints what the broker's journal says happened. The
-notebook, the neighbours and the broker are the real ones; only the driver is emulated, and only
-where there is no NVIDIA driver.
+notebook, the neighbours and the broker are the real ones; only the driver is emulated, where there
+is no NVIDIA driver or where emulation is asked for.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ from .units import format_bytes
 
 KERNEL_NAME = "gpupool-python3"
 EMULATED_MACHINE = "2x16GiB"
+
+_EMULATE = "GPUPOOL_EMULATE"
+_LABEL = "EMULATED devices, real everything else"
 
 #: Each notebook asks for this part of a device, so that no two fit on one.
 SHARE_OF_DEVICE = 0.6
@@ -201,6 +205,44 @@ def _show_outputs(cell: Any) -> None:
             say(f"    | {line}")
 
 
+def choose_machine(emulate: str) -> tuple[str, str]:
+    """Return the machine to emulate ("": use the real driver), and a sentence that says why.
+
+    ``emulate`` is what the command line asks for; after it comes the environment.
+    """
+    present = real_driver_present()
+    for asked, by in ((emulate, "--emulate"), (os.environ.get(_EMULATE, ""), _EMULATE)):
+        if asked:
+            unused = " This machine's NVIDIA driver is not used." if present else ""
+            return asked, f"Emulating {asked} ({_LABEL}), because {by} asks for it.{unused}"
+    if present:
+        return "", "Using the NVIDIA driver of this machine."
+    return EMULATED_MACHINE, f"No NVIDIA driver here: emulating {EMULATED_MACHINE} ({_LABEL})."
+
+
+def _check_packages() -> None:
+    """Refuse to start notebooks that cannot import what they use.
+
+    Raises
+    ------
+    GPUPoolError
+        With the command that installs it.
+    """
+    missing = []
+    for name in ("cuda-core", "cuda-bindings", "numpy"):
+        try:
+            version(name)
+        except PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        raise GPUPoolError(
+            f"The notebooks of the demo import {', '.join(missing)}, which is not installed here.",
+            code="no-packages",
+            next_step="Run the demo in an environment made with: "
+            "pip install 'jupyter_gpupool[devices]'",
+        )
+
+
 def run_demo(*, emulate: str = "", svg: str = "") -> int:
     """Run the example and print the timeline; return the exit code.
 
@@ -212,14 +254,9 @@ def run_demo(*, emulate: str = "", svg: str = "") -> int:
     svg:
         Also write the timeline as an SVG picture to this file.
     """
-    emulate = emulate or os.environ.get("GPUPOOL_EMULATE", "")
-    if not emulate and not real_driver_present():
-        emulate = EMULATED_MACHINE
-    say(
-        f"No NVIDIA driver here: emulating {emulate} (EMULATED devices, real everything else)."
-        if emulate
-        else "Using the NVIDIA driver of this machine."
-    )
+    _check_packages()
+    emulate, text = choose_machine(emulate)
+    say(text)
     with private_broker(emulate) as socket, Client(socket) as broker:
         status = broker.call("status")
         devices = [d["uuid"] for d in status["devices"]]
@@ -263,15 +300,13 @@ def _report(rows: list[Any], devices: list[str], names: list[str], svg: str) -> 
 
 def run_lab(*, emulate: str = "") -> int:
     """Open JupyterLab on the examples; does not return if JupyterLab starts."""
-    emulate = emulate or os.environ.get("GPUPOOL_EMULATE", "")
-    if not emulate and not real_driver_present():
-        emulate = EMULATED_MACHINE
+    emulate, text = choose_machine(emulate)
     folder = find_notebook().parent
     arguments = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder}"]
     if os.getuid() == 0:
         arguments.append("--allow-root")
+    say(text)
     if emulate:
-        say(f"No NVIDIA driver here: emulating {emulate}.")
         arguments.append(f"--GPUPool.emulate={emulate}")
     if find_spec("jupyterlab") is None:
         raise GPUPoolError(

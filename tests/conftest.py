@@ -26,6 +26,7 @@ COSTS = {
     "e2e/test_policy": 35,
     "e2e/test_temperaments": 65,
     "e2e/test_install": 25,
+    "e2e/test_environments": 20,
     "broker/test_broker_temperaments": 70,
     "broker/test_restart": 50,
     "broker/test_faults": 35,

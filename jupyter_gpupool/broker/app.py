@@ -24,6 +24,7 @@ from traitlets.config.loader import DeferredConfigString
 from .. import __version__
 from ..config import BrokerSettings, load_settings
 from ..config.settings import needs_restart
+from ..devices import interpreter
 from ..devices.service import DeviceService
 from ..endpoint import find_socket
 from ..errors import ConfigError, GPUPoolError
@@ -137,6 +138,7 @@ class BrokerApp:
                 log=_LOG.getChild("devices"),
                 lock_timeout=self.settings.lock_timeout,
                 guard=self.settings.guard,
+                python=interpreter.choose(self.settings.device_python),
                 on_device_lost=self._device_lost,
             )
             stack.push_async_callback(service.close, CLOSE)

@@ -23,7 +23,7 @@ GPU slices for Jupyter kernels: attached while needed, given back with nothing l
 See the pool             status
 Act on it                release
 Kernels that use it      list, wrap, unwrap
-Set it up and check it   doctor, generate-config, broker
+Set it up and check it   doctor, install-devices, generate-config, broker
 Try it                   demo
 """
 
@@ -105,6 +105,23 @@ def _build() -> _Parser:
         help="also read this configuration file",
     )  # fmt: skip
 
+    install = _add(
+        commands, "install-devices", "make the environment of the broker's device processes"
+    )
+    where = install.add_mutually_exclusive_group()
+    where.add_argument(
+        "--folder", type=Path, metavar="FOLDER",
+        help="make it there (default: in this Python environment, or else in your home folder)",
+    )  # fmt: skip
+    where.add_argument(
+        "--download", type=Path, metavar="FOLDER",
+        help="only fetch the wheels into FOLDER, for a machine without network",
+    )  # fmt: skip
+    install.add_argument(
+        "--wheels", type=Path, metavar="FOLDER",
+        help="take the packages from FOLDER, not from an index",
+    )  # fmt: skip
+
     _add(commands, "generate-config", "print a commented configuration file")
 
     demo = _add(commands, "demo", "three notebooks, too few GPUs, nothing lost")
@@ -151,7 +168,8 @@ def _interval(text: str) -> float:
 
 
 COMMANDS = (
-    "broker", "demo", "doctor", "generate-config", "list", "release", "status", "unwrap", "wrap",
+    "broker", "demo", "doctor", "generate-config", "install-devices", "list", "release", "status",
+    "unwrap", "wrap",
 )  # fmt: skip
 
 
@@ -212,6 +230,12 @@ def _dispatch(options: argparse.Namespace) -> int:
         from .doctor import examine
 
         return examine(options.socket, config_files=options.config, as_json=options.json)
+    if command == "install-devices":
+        from .install import download_devices, install_devices
+
+        if options.download:
+            return download_devices(options.download)
+        return install_devices(folder=options.folder, wheels=options.wheels)
     if command == "generate-config":
         from .configtext import commented_config
 

@@ -31,9 +31,6 @@ PACKAGES = {
     "ipykernel": "the Pooled GPU kernel",
     "tornado": "the broker",
     "traitlets": "the configuration",
-    "cuda-core": "suspend and resume",
-    "cuda-bindings": "suspend and resume",
-    "nvidia-ml-py": "finding GPUs",
 }
 
 
@@ -63,6 +60,22 @@ def packages() -> list[Finding]:
             todo = f"It is needed for {purpose}: pip install {name}"
             found.append(Finding("fail", name, "not installed", todo))
     return found
+
+
+def device_python(settings: BrokerSettings) -> list[Finding]:
+    """The interpreter of the broker's device processes, and NVIDIA's packages in it."""
+    from ..devices import interpreter
+
+    try:
+        found = interpreter.ask(interpreter.choose(settings.device_python))
+    except GPUPoolError as error:
+        return [Finding("fail", "device python", error.message, error.next_step)]
+    if found.problem:
+        message = f"{found.path}: {found.problem}"
+        return [Finding("fail", "device python", message, interpreter.TODO)]
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    text = f"{found.python} ({found.path})"
+    return [Finding("ok", "device python", text), Finding("ok", "NVIDIA packages", versions)]
 
 
 def configuration(settings: BrokerSettings) -> list[Finding]:

@@ -60,7 +60,8 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
         # The rest would be about a configuration that the admin did not write.
         found.append(Finding("fail", "config", error.message, error.next_step))
         return found
-    found += [*checks.configuration(settings), checks.guard(settings)]
+    found += [*checks.configuration(settings), *checks.device_python(settings)]
+    found.append(checks.guard(settings))
     if not settings.emulate:
         found += [checks.driver(), *checks.persistence_mode()]
     path = checks.find(socket, settings.socket)
@@ -97,10 +98,16 @@ def _probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str]
 
     Return them, why there are none, and why none is guarded.
     """
+    from ..devices import interpreter
     from ..devices.service import DeviceService
 
     async def probe(env: Mapping[str, str] | None) -> tuple[list[Mapping[str, Any]], str, str]:
-        service = DeviceService(env=env, lock_timeout=settings.lock_timeout, guard=settings.guard)
+        service = DeviceService(
+            env=env,
+            lock_timeout=settings.lock_timeout,
+            guard=settings.guard,
+            python=interpreter.choose(settings.device_python),
+        )
         try:
             devices = await service.start()
             return (

@@ -236,6 +236,15 @@ class GPUPool(Configurable):
         default="'' ($GPUPOOL_SOCKET, else /run/gpupool/broker.sock if it is there, else per user)",
         example='socket = "/run/gpupool/broker.sock"',
     )
+    device_python = _option(
+        Unicode(""),
+        "The Python that runs the broker's device processes: its environment has NVIDIA's packages "
+        "(cuda-core, cuda-bindings, nvidia-ml-py), which no other part of the pool needs. "
+        "`jupyter gpupool install-devices` makes one that the broker finds by itself.",
+        unit="absolute path",
+        default="'' (the one of install-devices, else the broker's own Python)",
+        example='device_python = "/opt/gpupool/devices/bin/python"',
+    )
     state_dir = _option(
         Unicode(""),
         "Folder of the broker's journal and log; must not be shared between machines.",
@@ -281,8 +290,8 @@ class GPUPool(Configurable):
         example='admins = ["ada"]',
     )
 
-    @validate("devices", "quotas", "priority_classes", "host_memory", "socket", "state_dir",
-              "metrics_port")  # fmt: skip
+    @validate("devices", "quotas", "priority_classes", "host_memory", "socket", "device_python",
+              "state_dir", "metrics_port")  # fmt: skip
     def _check_one(self, proposal: Mapping[str, Any]) -> Any:
         # Raises for a bad value, but keeps what the admin wrote: ``settings`` reads it.
         name, value = proposal["trait"].name, proposal["value"]
@@ -292,6 +301,7 @@ class GPUPool(Configurable):
             "priority_classes": read_priority_classes,
             "host_memory": lambda v: read_host_memory(v, 1 << 40),
             "socket": read_socket,
+            "device_python": lambda v: v and read_path(v),
             "state_dir": lambda v: v and read_path(v),
             "metrics_port": read_port,
         }
@@ -360,6 +370,7 @@ class GPUPool(Configurable):
             emulate=self._machine(environ),
             devices=read_devices(self.devices) if self.devices else None,
             socket=read_socket(self.socket),
+            device_python=str(read_path(self.device_python)) if self.device_python else "",
             state_dir=read_path(self.state_dir) if self.state_dir else default_state_dir(),
             foreign_processes=cast(ForeignPolicy, self.foreign_processes),
             sample_interval=self.sample_interval,

@@ -50,6 +50,8 @@ class BrokerSettings:
     devices: tuple[str, ...] | None
     #: As configured; "" means :func:`jupyter_gpupool.endpoint.find_socket` decides.
     socket: str
+    #: The interpreter of the device children; "" means that the broker finds one.
+    device_python: str
     state_dir: Path
     foreign_processes: ForeignPolicy
     sample_interval: float
@@ -66,7 +68,7 @@ class BrokerSettings:
 
 #: Fields that a running broker can not change; SIGHUP says so and keeps the old value.
 #: ``guard``: what devices can do was tested with it, and kernels run under it.
-_FIXED = ("emulate", "devices", "guard", "socket", "state_dir", "lock_timeout")
+_FIXED = ("emulate", "devices", "guard", "socket", "device_python", "state_dir", "lock_timeout")
 
 
 def needs_restart(old: BrokerSettings, new: BrokerSettings) -> tuple[str, ...]:

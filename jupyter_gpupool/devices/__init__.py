@@ -8,6 +8,8 @@
 ``driver``              versions and what they can do; sentences about a missing driver
 ``nvml``                discovery, memory, processes, utilisation (runs in the monitor child)
 ``checkpoint``          suspend and resume of one process (runs in a worker child)
+``child``               how a child program is started, in any Python; ``interpreter``: in which
+``packages``            NVIDIA's Python packages: the versions needed, and those there are
 ``serve``               the loop of a child process: JSON lines on stdin and stdout
 ``worker``, ``monitor``   the child programs
 ``selftest``            a tiny CUDA program, and the verdict on a device from suspending it

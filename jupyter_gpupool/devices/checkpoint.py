@@ -10,12 +10,13 @@ meant (its start time) and is not stopped: every call on a stopped process hangs
 from __future__ import annotations
 
 import re
+import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, Callable, Literal, Mapping
 
 from ..errors import DriverError
-from . import processes
+from . import packages, processes
 from .model import ProcessId
 
 #: ``ok``; the process has ended (or another has its number); it is stopped; the driver said no;
@@ -78,6 +79,12 @@ def initialise() -> str:
     DriverError
         If there is no usable driver, with the reason in a sentence.
     """
+    unfit = packages.problem(packages.versions())
+    if unfit:
+        raise DriverError(
+            f"NVIDIA's Python packages in {sys.prefix} cannot suspend a process: {unfit}",
+            next_step=f"Run: {packages.INSTALL}",
+        )
     try:
         # Imported now, which takes a while, and not within the time-out of the first call.
         import cuda.core.checkpoint  # noqa: F401
@@ -90,7 +97,7 @@ def initialise() -> str:
     except ImportError as error:
         raise DriverError(
             f"The Python packages cuda-core and cuda-bindings cannot be imported ({error}).",
-            next_step="Install it: pip install 'cuda-core>=1.0' 'cuda-bindings>=13.0.2'",
+            next_step=f"Run: {packages.INSTALL}",
         ) from None
     except RuntimeError as error:
         # No libcuda.so.1 (DynamicLibNotFoundError), or one without a call that is needed.

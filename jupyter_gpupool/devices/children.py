@@ -14,14 +14,13 @@ import json
 import logging
 import os
 import sys
-import sysconfig
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Callable, Mapping
 
 from ..errors import DriverError
 from ..guard.install import without_guard
+from . import interpreter
 
 #: Seconds that a new child may take to load its libraries and initialise the driver. cuInit of a
 #: machine with many GPUs and no persistence mode takes seconds.
@@ -54,18 +53,16 @@ class ChildLost(Exception):
         self.hung = hung
 
 
-def child_environment(base: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the environment for children: ``base`` (None: this process's), made fit."""
+def child_environment(base: Mapping[str, str] | None, python: str = "") -> dict[str, str]:
+    """Return the environment for children that ``python`` runs: ``base``, made fit.
+
+    ``base`` None: this process's environment; ``python`` "": this process's interpreter.
+    """
     # A broker that was started from within a session is not governed by that session.
     env = without_guard(os.environ if base is None else base)
     for name in _SCRUBBED:
         env.pop(name, None)
-    # Children start in / and must find this very package, even from a source checkout.
-    package = Path(__file__).resolve().parents[2]
-    if str(package) not in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-        entries = [str(package), *filter(None, [env.get("PYTHONPATH", "")])]
-        env["PYTHONPATH"] = os.pathsep.join(entries)
-    return env
+    return interpreter.environment(python or sys.executable, env)
 
 
 @dataclass(frozen=True)
@@ -91,6 +88,8 @@ class Child:
         Called with each line that the child sends unasked.
     restart:
         Whether a lost child is replaced by the next call.
+    python:
+        The interpreter that has NVIDIA's packages; "": this process's own.
     """
 
     def __init__(
@@ -101,6 +100,7 @@ class Child:
         log: logging.Logger,
         on_event: Callable[[dict[str, Any]], None] | None = None,
         restart: bool = True,
+        python: str = "",
     ) -> None:
         self.module = module
         self.hello: dict[str, Any] = {}
@@ -111,6 +111,7 @@ class Child:
         self._log = log
         self._on_event = on_event
         self._restart = restart
+        self._python = python or sys.executable
         self._started = 0
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -237,9 +238,9 @@ class Child:
 
     async def _execute(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            f"{__package__}.{self.module}",
+            self._python,
+            str(interpreter.CHILD),
+            self.module,
             str(os.getpid()),
             *self._arguments,
             stdin=asyncio.subprocess.PIPE,

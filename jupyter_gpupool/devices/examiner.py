@@ -36,11 +36,18 @@ class Examiner:
     """Tests devices, with the guard first if ``guard`` asks for it."""
 
     def __init__(
-        self, *, env: Mapping[str, str], log: logging.Logger, sampler: Sampler, guard: bool
+        self,
+        *,
+        env: Mapping[str, str],
+        log: logging.Logger,
+        sampler: Sampler,
+        guard: bool,
+        python: str = "",
     ) -> None:
         self._env = env
         self._log = log
         self._guard = guard
+        self._python = python
         self._stage = Stage(sampler)
 
     async def examine(
@@ -49,7 +56,14 @@ class Examiner:
         """Test ``device``; where the guard passes one test does: it asks all the other would."""
 
         async def judge(frame: Frame, env: Mapping[str, str]) -> Verdict:
-            target = Child("selftest", device.uuid, env=env, log=self._log, restart=False)
+            target = Child(
+                "selftest",
+                device.uuid,
+                env=env,
+                log=self._log,
+                restart=False,
+                python=self._python,
+            )
             return await selftest.judge(
                 target,
                 lambda root: operations(root, frame.session),

@@ -8,12 +8,14 @@ A figure that NVML does not give stays unknown; no error is turned into a plausi
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from typing import Any, Iterator, Sequence
 
 from ..errors import DriverError
 from .driver import problem
 from .model import DeviceSample, ProcessMemory
+from .packages import INSTALL
 
 #: Xid errors that are a fault of the application, not of the device; the others mean that the
 #: device is not to be trusted. The list is that of NVIDIA's k8s-device-plugin (health checks).
@@ -42,9 +44,10 @@ class Nvml:
             import pynvml
         except ImportError as error:
             raise DriverError(
-                f"The Python package nvidia-ml-py cannot be imported ({error}).",
+                f"The Python package nvidia-ml-py, which finds the GPUs, is not in {sys.prefix} "
+                f"({error}).",
                 code="no-driver",
-                next_step="Install it: pip install nvidia-ml-py",
+                next_step=f"Run: {INSTALL}",
             ) from None
         self._n = pynvml
         self._lost: dict[str, str] = {}

@@ -58,8 +58,9 @@ class Sampler:
         log: logging.Logger,
         on_lost: Callable[[str, str], None],
         timeout: float = SAMPLE_TIMEOUT,
+        python: str = "",
     ) -> None:
-        self.child = Child("monitor", env=env, log=log, on_event=self._take)
+        self.child = Child("monitor", env=env, log=log, on_event=self._take, python=python)
         self._timeout = timeout
         #: Seconds that each copy under way may take.
         self._copies: list[float] = []

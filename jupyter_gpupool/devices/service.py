@@ -61,6 +61,8 @@ class DeviceService:
     guard:
         Whether sessions are to run under the guard: then each device is tested with it, and has
         the tier "guarded" if it passes.
+    python:
+        The interpreter for child processes, which has NVIDIA's packages; "": this process's own.
     on_device_lost:
         Called with ``(uuid, reason)`` when a device fails (an Xid that is not the application's
         fault, or NVML cannot read it any more); once, until it is seen healthy again.
@@ -75,6 +77,7 @@ class DeviceService:
         call_timeout: float = 120.0,
         sample_timeout: float = SAMPLE_TIMEOUT,
         guard: bool = False,
+        python: str = "",
         on_device_lost: Callable[[str, str], None] | None = None,
     ) -> None:
         #: Why there is no usable device, in a sentence; empty if there is nothing to say.
@@ -86,13 +89,20 @@ class DeviceService:
         self.untested: set[str] = set()
         self.on_device_lost = on_device_lost
         self._log = log or logging.getLogger(__name__)
-        self._env = child_environment(env)
+        self._python = python
+        self._env = child_environment(env, python)
         self._lock_timeout = lock_timeout
         self._call_timeout = call_timeout
         self._sampler = Sampler(
-            env=self._env, log=self._log, on_lost=self._lost, timeout=sample_timeout
+            env=self._env,
+            log=self._log,
+            on_lost=self._lost,
+            timeout=sample_timeout,
+            python=python,
         )
-        self._examiner = Examiner(env=self._env, log=self._log, sampler=self._sampler, guard=guard)
+        self._examiner = Examiner(
+            env=self._env, log=self._log, sampler=self._sampler, guard=guard, python=python
+        )
         self._devices: dict[str, Device] = {}
         self._workers: dict[str, Child] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -190,7 +200,7 @@ class DeviceService:
             if mig
             else "It has not been tested.",
         )
-        self._workers[uuid] = Child("worker", env=self._env, log=self._log)
+        self._workers[uuid] = self._worker()
         self._locks[uuid] = asyncio.Lock()
 
     async def self_test(self, uuid: str) -> Device:
@@ -347,6 +357,9 @@ class DeviceService:
 
     # ------------------------------------------------------------------ internals
 
+    def _worker(self) -> Child:
+        return Child("worker", env=self._env, log=self._log, python=self._python)
+
     def _device(self, uuid: str) -> Device:
         try:
             return self._devices[uuid]
@@ -448,7 +461,7 @@ class DeviceService:
         self, late: Sequence[ProcessId], root: ProcessId, session: str
     ) -> list[ProcessId]:
         """Wait for locks that are late, in a worker of their own: others need the device's."""
-        worker = Child("worker", env=self._env, log=self._log)
+        worker = self._worker()
         try:
             return await self._operation(worker, root, session).landed(late)
         finally:

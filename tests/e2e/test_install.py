@@ -71,12 +71,12 @@ def build(folder: Path, env=None, *, isolated=False) -> tuple[Path, str]:
     return wheel, done.stdout
 
 
-def install(wheel: Path, folder: Path, env=None) -> Path:
+def install(wheel: Path, folder: Path, env=None, extra="") -> Path:
     """Install the wheel and its dependencies into a fresh environment; return its ``bin``."""
     command(sys.executable, "-m", "venv", folder)
     lock = ROOT / "requirements" / "lock.txt"
     pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    command(*pip, "-c", lock, wheel, "nbclient", env=env)
+    command(*pip, "-c", lock, f"{wheel}{extra}", env=env)
     return folder / "bin"
 
 
@@ -94,7 +94,7 @@ def test_a_wheel_brings_everything(tmp_path):
         "share/jupyter/labextensions/@jupyter-gpupool/labextension/install.json",
     ):
         assert any(name.endswith(wanted) for name in names), f"{wanted} is not in {names}"
-    binaries = install(wheel, tmp_path / "venv")
+    binaries = install(wheel, tmp_path / "venv", extra="[devices]")
     env = {"PATH": f"{binaries}:{os.environ['PATH']}", "HOME": str(tmp_path)}
     specs = command(binaries / "jupyter", "kernelspec", "list", env=env).stdout
     assert "gpupool-python3" in specs
@@ -148,7 +148,7 @@ def test_without_a_compiler_a_wheel_is_built_and_doctor_says_what_is_missing(tmp
     assert "compiler" in said.lower(), said
     with zipfile.ZipFile(wheel) as archive:
         assert not [n for n in archive.namelist() if n.endswith("libcuda.so.1")]
-    binaries = install(wheel, tmp_path / "venv", env=bare)
+    binaries = install(wheel, tmp_path / "venv", env=bare, extra="[devices]")
     env = {"PATH": f"{binaries}:{tools}", "CC": "", "HOME": str(tmp_path)}
     doctor = command(binaries / "jupyter-gpupool", "doctor", env=env, check=False)
     assert "compiler" in doctor.stdout.lower(), doctor.stdout

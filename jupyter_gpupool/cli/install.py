@@ -1,0 +1,134 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``jupyter gpupool install-devices``: an environment for the broker's device processes.
+
+NVIDIA's packages go there, in the versions that this release was tested with, so that no other
+environment needs them: neither that of Jupyter Server, nor that of a kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Sequence
+
+from ..devices import interpreter, packages
+from ..errors import GPUPoolError
+
+#: The tested versions, for every Python that this package runs on.
+REQUIREMENTS = Path(packages.__file__).with_name("requirements.txt")
+
+_PIP = ("--quiet", "--disable-pip-version-check", "--only-binary", ":all:")
+
+
+class InstallError(GPUPoolError):
+    """The environment could not be made; what was there before is as it was."""
+
+    code = "install"
+
+
+def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
+    """Make the environment, or make it anew, and say where it is. Returns 0.
+
+    Parameters
+    ----------
+    folder:
+        Where; None: the first of :func:`interpreter.places` that can be written.
+    wheels:
+        Take every package from this folder and nothing from an index.
+    """
+    target = folder.expanduser().absolute() if folder else _first_writable()
+    if target.exists() and not (target / "pyvenv.cfg").is_file():
+        raise InstallError(
+            f"{target} exists and is not a Python environment, so it was left as it is.",
+            next_step="Name another folder with --folder.",
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise InstallError(
+            f"Nothing can be written in {target.parent} ({error.strerror}).",
+            next_step="Name another folder with --folder.",
+        ) from None
+    try:
+        # mkdtemp's folder is for its owner alone; kernels of other users never need this one, but
+        # a broker of another account may.
+        scratch.chmod(0o755)
+        python = _fill(scratch / "new", wheels)
+        found = interpreter.ask(str(python))
+        if found.problem:
+            raise InstallError(f"The new environment does not serve: {found.problem}")
+        if target.exists():
+            target.rename(scratch / "old")
+        (scratch / "new").rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    print(f"Installed {versions} for Python {found.python} in {target}")
+    if folder:
+        print(f"The broker uses it with c.GPUPool.device_python = '{target}/bin/python'")
+    else:
+        print("The next broker that starts uses it.")
+    return 0
+
+
+def download_devices(folder: Path) -> int:
+    """Put the wheels of the environment into ``folder``, for a machine without network."""
+    pip = [sys.executable, "-m", "pip", "download", *_PIP]
+    _run([*pip, "--dest", str(folder), "--requirement", str(REQUIREMENTS)])
+    print(f"On the other machine: {packages.INSTALL} --wheels {folder.name}")
+    return 0
+
+
+def _first_writable() -> Path:
+    """Return the first place below which something can be made."""
+    first, second = interpreter.places()
+    above = next(path for path in (first, *first.parents) if path.exists())
+    return first if os.access(above, os.W_OK | os.X_OK) else second
+
+
+def _fill(folder: Path, wheels: Path | None) -> Path:
+    """Make an environment in ``folder`` with the packages; return its interpreter."""
+    python = folder / "bin" / "python"
+    source: list[str] = []
+    if wheels is not None:
+        source = ["--no-index", "--find-links", str(wheels.expanduser().absolute())]
+    venv = [sys.executable, "-m", "venv"]
+    wanted = ["--requirement", str(REQUIREMENTS)]
+    if find_spec("pip"):
+        _run([*venv, "--without-pip", str(folder)])
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", *_PIP]
+        _run([*pip, *source, *wanted])
+    elif uv := shutil.which("uv"):
+        _run([*venv, "--without-pip", str(folder)])
+        pip = [uv, "pip", "install", "--quiet", "--only-binary", ":all:"]
+        _run([*pip, "--python", str(python), *source, *wanted])
+    elif find_spec("ensurepip"):
+        _run([*venv, str(folder)])
+        _run([str(python), "-m", "pip", "install", *_PIP, *source, *wanted])
+    else:
+        raise InstallError(
+            f"There is neither pip nor uv for {sys.executable}.",
+            next_step="Install one of them, and run this command again.",
+        )
+    return python
+
+
+def _run(command: Sequence[str]) -> None:
+    env = {k: v for k, v in os.environ.items() if k not in ("PIP_TARGET", "PIP_PREFIX", "PIP_USER")}
+    done = subprocess.run(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode:
+        said = "\n".join(done.stdout.strip().splitlines()[-8:])
+        raise InstallError(
+            f"This failed with exit code {done.returncode}: {' '.join(command)}\n{said}\n",
+            next_step="Without network: fetch the wheels on another machine with --download FOLDER "
+            "and name that folder here with --wheels.",
+        )

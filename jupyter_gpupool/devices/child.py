@@ -1,0 +1,36 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Start of every child process, a script: ``PYTHON .../devices/child.py PROGRAM ARGUMENT...``.
+
+It runs ``jupyter_gpupool.devices.PROGRAM`` in any Python, whether this package is installed there
+or not: the package is taken from this very file's place, and nothing else that is installed
+beside it. NVIDIA's packages come from the interpreter's own environment.
+"""
+
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Import this package from where this file is, and run the program."""
+    folder = Path(__file__).resolve().parent
+    # Python puts a script's folder first: our modules would stand in front of others of that name.
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != folder]
+    package = folder.parent
+    init = package / "__init__.py"
+    spec = importlib.util.spec_from_file_location(
+        package.name, init, submodule_search_locations=[str(package)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[package.name] = module
+    spec.loader.exec_module(module)
+    program = sys.argv.pop(1)
+    runpy.run_module(f"{package.name}.devices.{program}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Which Python runs the child processes: one whose environment has NVIDIA's packages.
+
+They need versions that frameworks pin otherwise (PyTorch 2.10 pins cuda-bindings 12.9.4), so they
+may live in an environment of their own, and this one needs none of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Mapping
+
+from ..errors import ConfigError
+from .packages import INSTALL
+
+#: Of both places: ``<environment>/share/gpupool/devices`` and ``~/.local/share/gpupool/devices``.
+_BELOW = Path("gpupool", "devices")
+
+#: Seconds for an interpreter to say what it has.
+_ASK_TIMEOUT = 60.0
+
+CHILD = Path(__file__).resolve().with_name("child.py")
+
+
+@dataclass(frozen=True)
+class Found:
+    """An interpreter and what it said of itself; ``problem`` is "" if the children can use it."""
+
+    path: str
+    python: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+
+def places() -> tuple[Path, Path]:
+    """Return where ``jupyter gpupool install-devices`` makes the environment.
+
+    In the environment of this interpreter, or where that cannot be written among the user's data.
+    """
+    data = os.environ.get("XDG_DATA_HOME", "")
+    base = Path(data) if data.startswith("/") else Path.home() / ".local" / "share"
+    return Path(sys.prefix, "share") / _BELOW, base / _BELOW
+
+
+def choose(configured: str = "") -> str:
+    """Return the interpreter for child processes.
+
+    In this order: ``configured`` (``c.GPUPool.device_python``), the environment that
+    ``jupyter gpupool install-devices`` has made, this interpreter itself.
+
+    Raises
+    ------
+    ConfigError
+        If what is configured cannot be started.
+    """
+    if configured:
+        if not os.access(configured, os.X_OK) or Path(configured).is_dir():
+            raise ConfigError(
+                f"c.GPUPool.device_python is {configured}, which is not a program that can be "
+                "started.",
+                next_step=f"Leave the option out, and run: {INSTALL}",
+            )
+        return configured
+    for folder in places():
+        python = folder / "bin" / "python"
+        if os.access(python, os.X_OK):
+            return str(python)
+    return sys.executable
+
+
+def environment(python: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return ``env`` for child processes that ``python`` runs.
+
+    Packages that this process finds by ``PYTHONPATH`` are for its own version of Python.
+    """
+    if os.path.abspath(python) == os.path.abspath(sys.executable):
+        return dict(env)
+    return {k: v for k, v in env.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+
+
+def ask(python: str, env: Mapping[str, str] | None = None) -> Found:
+    """Ask ``python`` for the versions of NVIDIA's packages that it has. Blocks."""
+    try:
+        done = subprocess.run(
+            [python, str(CHILD), "packages"],
+            env=environment(python, os.environ if env is None else env),
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=_ASK_TIMEOUT,
+            check=False,
+        )
+        said = json.loads(done.stdout)
+    except OSError as error:
+        return Found(python, problem=f"It cannot be started ({error.strerror}).")
+    except subprocess.TimeoutExpired:
+        return Found(python, problem=f"It gave no answer in {_ASK_TIMEOUT:g} s.")
+    except ValueError:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        return Found(python, problem=f"It does not work: {last[0]}.")
+    return Found(python, said["python"], said["versions"], said["problem"])
+
+
+#: What to do about a problem of the interpreter.
+TODO = f"Run: {INSTALL}"

@@ -1,0 +1,132 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""This package beside what people have: resolved from the index, and installed beside pins."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool.devices import packages
+
+from . import frameworks
+from .kit import KERNEL_NAME
+from .test_environments import NOTEBOOKS
+from .test_install import build, command, install
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def uv(tmp_path_factory):
+    return frameworks.uv(tmp_path_factory.mktemp("uv"))
+
+
+def newest(uv, framework):
+    """Return the version of ``framework`` that a resolver picks where this package is not."""
+    done = subprocess.run(
+        [
+            *(*uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "-"),
+            *("--python-version", frameworks.PYTHON),
+            *("--python-platform", "x86_64-manylinux_2_28"),
+        ],
+        input=framework,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    name = frameworks.package_of(framework)
+    (line,) = [
+        line
+        for line in done.stdout.splitlines()
+        if line.lower().startswith((f"{name}==", f"{name}["))
+    ]
+    return line.partition("==")[2].split()[0]
+
+
+@pytest.mark.parametrize("framework", frameworks.FRAMEWORKS)
+def test_this_package_takes_no_framework_back_to_an_older_version(uv, framework):
+    beside = frameworks.resolve(uv, framework)
+    assert beside[frameworks.package_of(framework)] == newest(uv, framework)
+
+
+def test_the_environment_of_the_device_processes_resolves_for_every_python(uv):
+    for version in ("3.10", "3.11", "3.12", "3.13"):
+        done = subprocess.run(
+            [
+                *(*uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate"),
+                *("--python-version", version, "--only-binary", ":all:"),
+                *("--python-platform", "x86_64-manylinux_2_28"),
+                str(Path(packages.__file__).with_name("requirements.txt")),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, (version, done.stderr)
+        pairs = (line.split("==") for line in done.stdout.split() if "==" in line)
+        assert packages.problem(dict(pairs)) == "", version
+
+
+def test_beside_pins_of_a_framework_the_pool_works_with_its_own_environment(tmp_path):
+    """What PyTorch 2.10 for CUDA 12.8 pins is in the environment of server, broker and kernel."""
+    wheel, _ = build(tmp_path, env={"GPUPOOL_NO_LABEXTENSION": "1"})
+    binaries = install(wheel, tmp_path / "venv")
+    pip = [binaries / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    command(*pip, "cuda-bindings==12.9.4", "cuda-core")
+    found = json.loads(command(binaries / "jupyter", "kernelspec", "list", "--json").stdout)
+    assert KERNEL_NAME in found["kernelspecs"]
+    with tempfile.TemporaryDirectory(prefix="gp") as name:  # sockets need a short path
+        folder = Path(name)
+        config = {"emulate": "1x512MiB,context=32MiB", "default_memory": "320MiB", "linger": 0}
+        config |= {"state_dir": str(folder / "state"), "resume_headroom": 0}
+        (folder / "jupyter_server_config.json").write_text(json.dumps({"GPUPool": config}))
+        env = {
+            "PATH": f"{binaries}:/usr/bin:/bin",
+            "HOME": str(folder),
+            "GPUPOOL_SOCKET": str(folder / "b.sock"),
+            "JUPYTER_CONFIG_DIR": str(folder),
+        }
+        # NOTEBOOKS asks that its Python has none of the packages; here it has unfit ones.
+        code = NOTEBOOKS.replace('for name in ("cuda", "pynvml"):', "for name in ():")
+        refused = command(binaries / "python", "-c", code, KERNEL_NAME, env=env, check=False)
+        assert "Run: jupyter gpupool install-devices" in refused.stdout
+        done = command(binaries / "jupyter", "gpupool", "install-devices", env=env)
+        assert str(tmp_path / "venv" / "share" / "gpupool" / "devices") in done.stdout
+        done = command(binaries / "python", "-c", code, KERNEL_NAME, env=env)
+        assert done.stdout.endswith("all bytes are right\n")
+        # Without network: the wheels of another machine.
+        wheels = folder / "wheels"
+        command(binaries / "jupyter", "gpupool", "install-devices", "--download", wheels, env=env)
+        offline = ["install-devices", "--wheels", wheels, "--folder", folder / "devices"]
+        nowhere = {**env, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_NO_INDEX": "1"}
+        done = command(binaries / "jupyter", "gpupool", *offline, env=nowhere)
+        assert f"c.GPUPool.device_python = '{folder}/devices/bin/python'" in done.stdout
+
+
+def test_the_lower_bounds_of_the_dependencies_work_together(uv, tmp_path):
+    """A server with the oldest versions that are allowed starts kernels, suspends and resumes."""
+    wheel, _ = build(tmp_path, env={"GPUPOOL_NO_LABEXTENSION": "1"})
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    lowest = ["--resolution", "lowest-direct", "--python", str(venv / "bin" / "python")]
+    command(*uv, "pip", "install", "--quiet", *lowest, f"{wheel}[devices]")
+    with tempfile.TemporaryDirectory(prefix="gp") as name:
+        folder = Path(name)
+        config = {"emulate": "1x512MiB,context=32MiB", "default_memory": "320MiB", "linger": 0}
+        config |= {"state_dir": str(folder / "state"), "resume_headroom": 0}
+        (folder / "jupyter_server_config.json").write_text(json.dumps({"GPUPool": config}))
+        env = {
+            "PATH": f"{venv / 'bin'}:/usr/bin:/bin",
+            "HOME": str(folder),
+            "GPUPOOL_SOCKET": str(folder / "b.sock"),
+            "JUPYTER_CONFIG_DIR": str(folder),
+        }
+        code = NOTEBOOKS.replace('for name in ("cuda", "pynvml"):', "for name in ():")
+        done = command(venv / "bin" / "python", "-c", code, KERNEL_NAME, env=env)
+        assert done.stdout.endswith("all bytes are right\n")
