@@ -26,6 +26,9 @@ from .startrecord import START_TIMEOUT
 #: Seconds for the service manager to bring the machine's broker back before a kernel is refused.
 SERVICE_TIMEOUT = 15.0
 
+#: Seconds in which a living broker has put back a socket that was deleted.
+JOIN_TIMEOUT = 5.0
+
 _LOG = logging.getLogger("jupyter_gpupool.autostart")
 
 
@@ -65,8 +68,27 @@ def ensure_broker(
     give_up = time.monotonic() + timeout
     make_folder(path.parent)
     with only_one(path, give_up):
-        if not answers(path) and not _revived(path, give_up):  # nobody was faster
+        if answers(path) or _revived(path, give_up):  # somebody was faster
+            return path
+        try:
             _start(path, settings_overrides, give_up)
+        except BrokerUnavailable as error:
+            if error.code != "already-running":
+                raise
+            return _join(Path(error.details.get("socket") or path), error, give_up)
+    return path
+
+
+def _join(path: Path, error: BrokerUnavailable, give_up: float) -> Path:
+    """Return the socket of the living broker because of which a second one did not start.
+
+    It may just be putting back a socket that a logout has deleted.
+    """
+    give_up = min(give_up, time.monotonic() + JOIN_TIMEOUT)
+    while not answers(path):
+        if time.monotonic() > give_up:
+            raise error
+        time.sleep(0.05)
     return path
 
 

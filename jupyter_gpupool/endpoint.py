@@ -4,11 +4,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import stat
-import tempfile
+import zlib
+from contextlib import suppress
 from pathlib import Path
 
+from . import machine
 from .errors import BrokerUnavailable
 
 #: Names the socket for everything below a process that sets it (the provisioner does).
@@ -22,25 +26,75 @@ MAX_SOCKET_PATH = 107
 
 
 def user_runtime_dir() -> Path:
-    """Return (not make) this user's folder for sockets: short, local, gone at logout or reboot."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if base and Path(base).is_dir():
-        return Path(base) / "gpupool"
-    return Path(tempfile.gettempdir()) / f"gpupool-{os.getuid()}"
+    """Return (not make) this user's folder for sockets: short, local, the same in each login.
+
+    Not ``/run/user/UID``, which is gone after the last logout while kernels and their broker live
+    on, and which cron and tmux may not name. A folder of the user's own choice is taken.
+    """
+    chosen = _chosen_runtime_dir()
+    return chosen / "gpupool" if chosen else machine.local_folder()
+
+
+def _chosen_runtime_dir() -> Path | None:
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    path = Path(base)
+    if not base or machine.removed_at_logout(path) or not path.is_dir():
+        return None
+    return path
 
 
 def find_socket(configured: str = "") -> Path:
     """Return the path at which the broker is, or will be started.
 
     In this order: ``configured`` (``c.GPUPool.socket``), ``$GPUPOOL_SOCKET``, the machine-wide
-    socket if it exists, this user's own.
+    socket if it exists, this user's own; where nothing is at that, the one at which this user's
+    living broker says that it listens.
     """
     chosen = configured or os.environ.get(SOCKET_VARIABLE, "")
     if chosen:
         return Path(chosen)
     if MACHINE_SOCKET.exists():
         return MACHINE_SOCKET
-    return user_runtime_dir() / "broker.sock"
+    own = user_runtime_dir() / "broker.sock"
+    if own.exists() or _chosen_runtime_dir():
+        return own
+    for folder in (machine.state_dir(), machine.local_folder()):
+        found = listening_at(folder / f"{journal_name(own)}.lock")
+        if found is not None:
+            return found
+    return own
+
+
+def journal_name(socket: Path) -> str:
+    """Return the name, without its suffix, of the journal of the broker at ``socket``.
+
+    All places where a user's broker is looked for have one journal on one machine: whichever of
+    them a second broker is started at, it finds the journal taken. A socket of another name is
+    another pool.
+    """
+    name = f"journal-{machine.machine_id()}"
+    if socket.name == "broker.sock" and socket.parent.name in (
+        "gpupool",
+        f"gpupool-{os.geteuid()}",
+    ):
+        return name
+    return f"{name}-{zlib.crc32(os.fsencode(socket)):08x}"
+
+
+def listening_at(lock: Path) -> Path | None:
+    """Return where the broker that holds the journal's ``lock`` listens; None if none holds it."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if os.fstat(descriptor).st_uid not in (os.geteuid(), 0):
+                return None
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return Path(json.loads(os.pread(descriptor, 4096, 0))["socket"])
+        finally:
+            os.close(descriptor)
+    return None
 
 
 def is_machine_path(path: Path) -> bool:

@@ -246,6 +246,7 @@ def launch(path: Path, command: Sequence[str], env: Mapping[str, str], give_up: 
         str(answer.get("message") or "The GPU pool broker ended at its start."),
         code=str(answer.get("code") or "start-failed"),
         next_step=str(answer.get("next_step") or f"See its log: {log_file}"),
+        details={"socket": str(answer.get("socket") or "")},
     )
 
 

@@ -13,8 +13,10 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Mapping, Sequence
 
@@ -28,6 +30,7 @@ from ..devices import interpreter
 from ..devices.service import DeviceService
 from ..endpoint import find_socket
 from ..errors import ConfigError, GPUPoolError
+from ..machine import boot_id, machine_id
 from ..pool import events as e
 from ..pool.machine import Pool
 from ..pool.model import Device
@@ -41,6 +44,8 @@ from .ending import Ending, Stopped
 from .guarding import Guarding
 from .handlers import Handlers
 from .journal import Journal
+from .journal_file import JournalLock, place, take_over
+from .keeper import Keeper
 from .listener import Claim, is_machine_wide
 from .lives import GRACE
 from .metrics import Metrics
@@ -51,8 +56,7 @@ from .runner import Clock, Runner
 from .sessions import Sessions
 from .status import Snapshots
 from .surroundings import (
-    boot_id,
-    journal_path,
+    emulated_folder,
     machine_environment,
     raise_descriptor_limit,
     report,
@@ -105,6 +109,7 @@ class BrokerApp:
         self._ending = ending or Ending()
         self._command = [*command]
         self._built = False
+        self._server: asyncio.Server | None = None
         self._lost: dict[str, str] = {}
         #: Devices that failed their self-test after a resume had failed: until the next start.
         self._bad: set[str] = set()
@@ -128,11 +133,10 @@ class BrokerApp:
             claim = Claim(self.path)
             self._ending.last_act = claim.close
             stack.callback(claim.close)
-            journal = Journal(journal_path(self.settings, self.path), _LOG)
-            stack.callback(journal.close)
+            journal = self._open_journal(stack)
             stack.callback(self._forget_emulated, journal)
-            kernel_env = machine_environment(self.settings, self.path, {})
-            own_env = {**os.environ, **machine_environment(self.settings, self.path, os.environ)}
+            show = partial(machine_environment, self.settings, self.path, journal.path)
+            kernel_env, own_env = show({}), {**os.environ, **show(os.environ)}
             service = DeviceService(
                 env=own_env,
                 log=_LOG.getChild("devices"),
@@ -154,11 +158,8 @@ class BrokerApp:
             self.monitor.start()
             stack.push_async_callback(self.monitor.close)
             await self._ending.unless_asked(self._restore(journal, service))
-            listening = claim.bind()
-            server = await loop.create_unix_server(
-                lambda: Connection(self.handlers), sock=listening
-            )
-            stack.callback(server.close)
+            await self._serve(claim.bind())
+            stack.callback(self._stop_serving)
             stack.callback(self.metrics.close)
             self._measure()
             loop.add_signal_handler(signal.SIGHUP, self._reload)
@@ -166,17 +167,36 @@ class BrokerApp:
             self._write_record(claim)
             if ready is not None:
                 report(ready, {"ok": True, "pid": os.getpid(), "socket": str(self.path)})
-            chores = [loop.create_task(self._tidy()), loop.create_task(self._linger())]
+            keeper = Keeper(claim, self.journal_lock, self.runner, self._serve, _LOG)
+            chores = [
+                loop.create_task(chore) for chore in (self._tidy(), self._linger(), keeper.run())
+            ]
             await self._ending.wait()
             remove_record(self.path)
             for chore in chores:
                 chore.cancel()
             await asyncio.gather(*chores, return_exceptions=True)
             _LOG.info("Ending; %d sessions stay as they are", len(self.runner.sessions))
-            server.close()
+            self._stop_serving()
             await self._end()
 
     # ------------------------------------------------------------------ start
+
+    def _open_journal(self, stack: AsyncExitStack) -> Journal:
+        """Return this machine's journal, which no other broker has."""
+        state_dir = self.settings.state_dir
+        where = place(state_dir, self.path)
+        self.journal_note = where.note
+        if where.note:
+            _LOG.warning("%s", where.note)
+        self.journal_lock = JournalLock(where.path, self.path)
+        stack.callback(self.journal_lock.close)
+        take_over(where.path, state_dir, self.path, _LOG)
+        journal = Journal(
+            where.path, _LOG, machine=machine_id(), max_bytes=self.settings.journal_size
+        )
+        stack.callback(journal.close)
+        return journal
 
     def _known(self, journal: Journal) -> dict[str, Device]:
         """Return the devices that need no self-test: those an earlier broker tested.
@@ -232,6 +252,7 @@ class BrokerApp:
         snapshots = Snapshots(
             runner, effects, access, socket=self.path, emulated=bool(settings.emulate),
             machine=f"EMULATED {settings.emulate}" if settings.emulate else versions,
+            journal_note=self.journal_note,
         )  # fmt: skip
         self.handlers = Handlers(
             runner, access, snapshots, attach=settings.attach, environment=kernel_env, log=_LOG
@@ -280,7 +301,7 @@ class BrokerApp:
         found, dead = await recover(stored, service, self.runner.now(), _LOG)
         for name, owner, reason in dead:
             journal.put(name, None)
-            self.runner.note("close", reason=reason, detail={"session": name, "owner": owner})
+            self.runner.note("close", owner=owner, reason=reason, detail={"session": name})
         for one in found:
             self.guarding.adopt(one.session)
         # Those that hold a slice first: nobody may be given what they have.
@@ -347,6 +368,18 @@ class BrokerApp:
 
     # ------------------------------------------------------------------ while it runs
 
+    async def _serve(self, listening: socket.socket) -> None:
+        """Accept connections at ``listening``, and no more where it did before."""
+        server = await asyncio.get_running_loop().create_unix_server(
+            lambda: Connection(self.handlers), sock=listening
+        )
+        self._stop_serving()
+        self._server = server
+
+    def _stop_serving(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
     def _population(self, sessions: int) -> None:
         self.monitor.want(sessions or self.metrics.port)
         self._empty_since = asyncio.get_running_loop().time()
@@ -389,6 +422,7 @@ class BrokerApp:
             names = ", ".join(f"c.GPUPool.{name}" for name in late)
             _LOG.warning("%s changed and will count from the next start of the broker", names)
         self.settings = new
+        self.runner.journal.max_bytes = new.journal_size
         access = Access(self.handlers.access.machine_wide, os.geteuid(), new.admins)
         self.handlers.access = self.snapshots.access = access
         self.handlers.attach = new.attach
@@ -441,7 +475,7 @@ class BrokerApp:
             return  # or may live on: what was lost is not known to have ended
         from ..emulator.profiles import remove_state
 
-        remove_state(self.path.with_name(self.path.name + ".emulated"))
+        remove_state(emulated_folder(self.path, journal.path))
 
     async def _end(self) -> None:
         await self.effects.finish(FINISH)
@@ -499,7 +533,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GPUPoolError as error:
         if options.ready_fd is not None:
             failure = {"ok": False, "code": error.code, "message": error.message}
-            report(options.ready_fd, {**failure, "next_step": error.next_step})
+            listens = str(error.details.get("socket", ""))  # of the broker to join
+            report(options.ready_fd, {**failure, "next_step": error.next_step, "socket": listens})
         print(f"jupyter gpupool broker: {error}", file=sys.stderr)
         return 1
     finally:

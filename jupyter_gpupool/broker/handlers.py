@@ -311,13 +311,12 @@ class Handlers:
 
     def _journal(self, connection: Connection, message: Message) -> None:
         self.runner.commit()
+        peer = connection.peer
+        whose = "" if self.access.is_admin(peer) else owner_of(peer.uid, peer.gid).name
         rows = self.runner.journal.rows(
-            message.get("after", 0), message.get("limit", 1000), message.get("session", "")
+            message.get("after", 0), message.get("limit", 1000), message.get("session", ""), whose
         )
-        connection.answer(
-            message.get("id"),
-            {"rows": [row.as_message() for row in rows if self._may_see(connection, row)]},
-        )
+        connection.answer(message.get("id"), {"rows": [row.as_message() for row in rows]})
 
     def _watch(self, connection: Connection, message: Message) -> None:
         connection.watching = True
@@ -344,7 +343,5 @@ class Handlers:
             )
 
     def _may_see(self, connection: Connection, row: Row) -> bool:
-        if not row.owner:
-            return True
         peer = connection.peer
         return row.owner == owner_of(peer.uid, peer.gid).name or self.access.is_admin(peer)

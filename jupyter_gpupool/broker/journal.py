@@ -18,6 +18,7 @@ import os
 import sqlite3
 import time
 from collections import deque
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Mapping
@@ -29,6 +30,16 @@ SCHEMA_VERSION = 1
 
 #: Rows kept; older ones are dropped. About 200 bytes each.
 MAX_ROWS = 500_000
+
+#: Bytes on the disk, unless configured otherwise. The write-ahead log comes on top.
+MAX_BYTES = 256 << 20
+
+#: Bytes of write-ahead log after which it is begun anew.
+MAX_LOG = 16 << 20
+
+#: Rows deleted in one transaction, and seconds between two: the event loop waits for each.
+STEP = 500
+BREATH = 0.002
 
 #: Rows kept in memory while the file cannot be written.
 MAX_PENDING = 20_000
@@ -102,14 +113,26 @@ class JournalUnusable(GPUPoolError):
 class Journal:
     """The file at ``path``, made if need be.
 
+    Parameters
+    ----------
+    machine:
+        Whose journal it is (:func:`jupyter_gpupool.machine.machine_id`): another machine's is
+        refused, because its sessions are none here.
+    max_bytes:
+        What it may take on the disk; the oldest rows go first.
+
     Raises
     ------
     JournalUnusable
-        If the folder or file can be neither used nor made.
+        If the folder or file can be neither used nor made, or the file is of another machine,
+        user or newer version. It is left as it is.
     """
 
-    def __init__(self, path: Path, log: logging.Logger) -> None:
+    def __init__(
+        self, path: Path, log: logging.Logger, *, machine: str = "", max_bytes: int = MAX_BYTES
+    ) -> None:
         self.path = path
+        self.max_bytes = max_bytes
         self._log = log
         #: Why nothing can be written now; empty if all is well.
         self.problem = ""
@@ -119,8 +142,10 @@ class Journal:
         self._rows: deque[Row] = deque()
         self._meta: dict[str, str] = {}
         self._lost = 0
+        self._known: dict[str, str] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._inspect(machine)
             self._db = self._open()
         except (sqlite3.DatabaseError, ValueError) as error:
             if isinstance(error, sqlite3.OperationalError) and "malformed" not in str(error):
@@ -129,6 +154,9 @@ class Journal:
         except OSError as error:
             raise self._unusable(error) from None
         self.seq = self._last_seq()
+        self._known = dict(self._db.execute("SELECT name, value FROM meta"))
+        if machine:
+            self.remember("machine", machine)
 
     # ------------------------------------------------------------------ reading
 
@@ -147,9 +175,21 @@ class Journal:
         row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return str(row[0]) if row else ""
 
-    def rows(self, after: int = 0, limit: int = 1000, session: str = "") -> list[Row]:
-        """Return committed rows above ``after``, oldest first, at most ``limit``."""
+    @property
+    def _log_path(self) -> Path:
+        return self.path.with_name(f"{self.path.name}-wal")
+
+    def rows(
+        self, after: int = 0, limit: int = 1000, session: str = "", owner: str = ""
+    ) -> list[Row]:
+        """Return committed rows above ``after``, oldest first, at most ``limit``.
+
+        With ``session`` or ``owner`` only those of it.
+        """
         where, values = "seq > ?", [after]  # type: str, list[Any]
+        if owner:
+            where += " AND owner = ?"
+            values.append(owner)
         if session:
             where += " AND session = ?"
             values.append(session.encode("utf-8", "replace").decode())
@@ -187,6 +227,33 @@ class Journal:
     def remember(self, name: str, value: str) -> None:
         """Note a value for the next commit."""
         self._meta[name] = value
+        self._known[name] = value
+
+    def is_lost(self) -> bool:
+        """Return whether the file was deleted: what is written now, nobody would find."""
+        try:
+            return not os.path.samestat(os.lstat(self.path), self._file)
+        except OSError:
+            return True
+
+    def restore(self) -> None:
+        """Begin the file anew after it was deleted; who calls puts the sessions in again.
+
+        Raises
+        ------
+        JournalUnusable
+            If that is not possible now.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for suffix in ("-wal", "-shm"):  # of the file that is gone
+                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+            db = self._open()
+        except (OSError, sqlite3.Error, ValueError) as error:
+            raise self._unusable(error) from None
+        self._db.close()
+        self._db = db
+        self._meta = {**self._known, **self._meta}
 
     def commit(self) -> bool:
         """Write what was noted. Return whether it is in the file now; never raises."""
@@ -201,6 +268,7 @@ class Journal:
         self._records.clear()
         self._rows.clear()
         self._meta.clear()
+        self._bound_log()
         if self.problem:
             self._log.warning(
                 "The journal %s can be written again; %d rows were lost", self.path, self._lost
@@ -211,18 +279,61 @@ class Journal:
     def tidy(self) -> None:
         """Move the log into the file and drop the oldest rows. May be called in another thread.
 
-        On a connection of its own, so that the event loop does not wait for the disk.
+        On a connection of its own, so that the event loop does not wait for the disk; in small
+        steps, because it waits for the lock that each step takes.
         """
         try:
-            other = sqlite3.connect(self.path, timeout=LOCK_WAIT)
-            try:
-                other.execute("DELETE FROM events WHERE seq <= ?", (self.seq - MAX_ROWS,))
-                other.commit()
+            # Not to make it, if somebody has deleted it.
+            with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=rw", uri=True,
+                                         timeout=LOCK_WAIT)) as other:  # fmt: skip
+                self._drop(other, "seq <= ?", self.seq - MAX_ROWS)
+                while (excess := self._excess(other)) > 0:
+                    first, count = other.execute("SELECT min(seq), count(*) FROM events").fetchone()
+                    if not count:
+                        break
+                    # By their average size, and a look afterwards at what that gave back.
+                    rows = max(STEP, round(count * min(1.0, excess / self.max_bytes)))
+                    self._drop(other, "seq < ?", first + rows)
                 other.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-            finally:
-                other.close()
         except sqlite3.Error as error:
             self._log.info("The journal %s was not tidied up: %s", self.path, error)
+
+    @staticmethod
+    def _drop(db: sqlite3.Connection, which: str, value: int) -> None:
+        """Delete rows in steps, each a transaction of a few milliseconds."""
+        found = f"SELECT seq FROM events WHERE {which} ORDER BY seq LIMIT {STEP}"
+        while db.execute(f"DELETE FROM events WHERE seq IN ({found})", (value,)).rowcount:
+            db.commit()
+            time.sleep(BREATH)
+        db.commit()
+        db.execute("PRAGMA incremental_vacuum").fetchall()
+        db.commit()
+
+    def _excess(self, db: sqlite3.Connection) -> int:
+        """Return the bytes by which the rows and records take more than they may."""
+        size, pages, free = (
+            db.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_size", "page_count", "freelist_count")
+        )
+        return int(size * (pages - free)) - self.max_bytes
+
+    def _bound_log(self) -> None:
+        """Let the next transaction begin the log anew, if it has become long.
+
+        :meth:`tidy` cannot end a log that is written without a pause: there is always something
+        that came after its look. Here nobody else writes. Without a sync: that is left to the next
+        tidying, and until then only a machine that loses its power may lose rows.
+        """
+        try:
+            if self._log_path.stat().st_size < MAX_LOG:
+                return
+            self._db.execute("PRAGMA synchronous = OFF")
+            try:
+                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            finally:
+                self._db.execute("PRAGMA synchronous = NORMAL")
+        except (OSError, sqlite3.Error):
+            pass  # tried again at the next commit
 
     def close(self) -> None:
         """Commit and close the file."""
@@ -233,11 +344,17 @@ class Journal:
 
     def _open(self) -> sqlite3.Connection:
         # The journal names kernels and users: nobody else's business.
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        descriptor = os.open(
+            self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        self._file = os.fstat(descriptor)
+        os.close(descriptor)
         db = sqlite3.connect(self.path, timeout=LOCK_WAIT)
         try:
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # counts for a new file
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             db.execute("PRAGMA synchronous = NORMAL")
+            db.execute(f"PRAGMA journal_size_limit = {MAX_LOG // 4}").fetchall()
             # tidy() does this, where the event loop does not wait for it.
             db.execute("PRAGMA wal_autocheckpoint = 0").fetchall()
             version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -250,6 +367,8 @@ class Journal:
                 raise ValueError(
                     f"it has version {version} and this broker writes {SCHEMA_VERSION}"
                 )
+            # Since the first version; what a user may see is looked for by owner.
+            db.execute("CREATE INDEX IF NOT EXISTS events_owner ON events (owner, seq)")
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
                 raise ValueError(str(found))
@@ -309,6 +428,39 @@ class Journal:
         if not self.problem:
             self._log.error("%s", problem)
         self.problem = problem
+
+    def _inspect(self, machine: str) -> None:
+        """Refuse what is not ours to change: without a write, not even one of SQLite's own."""
+        try:
+            if os.lstat(self.path).st_uid != os.geteuid():
+                raise self._not_ours("belongs to another user")
+            name = f"{self.path.absolute().as_uri()}?mode=ro"
+            with closing(sqlite3.connect(name, uri=True, timeout=LOCK_WAIT)) as db:
+                version = db.execute("PRAGMA user_version").fetchone()[0]
+                if version > SCHEMA_VERSION:
+                    raise self._newer(version)
+                row = db.execute("SELECT value FROM meta WHERE name = 'machine'").fetchone()
+        except (FileNotFoundError, sqlite3.Error):
+            return  # new, or damaged: it is opened to find that out
+        if machine and row is not None and row[0] != machine:
+            raise self._not_ours("is of another machine")
+
+    def _not_ours(self, why: str) -> JournalUnusable:
+        return JournalUnusable(
+            f"The journal {self.path} {why}, and was left as it is.",
+            next_step="Move it away, or set c.GPUPool.state_dir to a folder of your own on this "
+            "machine.",
+        )
+
+    def _newer(self, version: int) -> JournalUnusable:
+        return JournalUnusable(
+            f"The journal {self.path} was written by a newer jupyter_gpupool (version {version} of "
+            f"the file; this one knows {SCHEMA_VERSION}) and was left as it is, with the kernels "
+            "that are open.",
+            code="journal-newer",
+            next_step="Install the newer version again. To go on with this one, end those kernels "
+            "and move the file away.",
+        )
 
     def _unusable(self, error: Exception) -> JournalUnusable:
         reason = getattr(error, "strerror", None) or str(error)

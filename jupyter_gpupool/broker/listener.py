@@ -64,6 +64,35 @@ class Claim:
         listening.listen(BACKLOG)
         return listening
 
+    def is_lost(self) -> bool:
+        """Return whether the socket's or the lock's file is not ours any more."""
+        if not _is_at(self._lock, self._lock_path):
+            return True
+        try:
+            found = os.lstat(self.path)
+        except OSError:
+            return True
+        return (found.st_dev, found.st_ino) != self._bound
+
+    def restore(self) -> socket.socket | None:
+        """Claim the path again; return a new listening socket if the old one is not there.
+
+        Raises
+        ------
+        BrokerUnavailable
+            If the path cannot be had now: its folder cannot be made, or another broker tries.
+        """
+        self._make_folder()
+        if not _is_at(self._lock, self._lock_path):
+            old, self._lock = self._lock, self._take_lock()
+            os.close(old)
+        with suppress(OSError):
+            found = os.lstat(self.path)
+            if (found.st_dev, found.st_ino) == self._bound:
+                return None
+        self._remove_stale()
+        return self.bind()
+
     def close(self) -> None:
         """Remove the socket's file, if it still is ours, and give up the lock."""
         try:

@@ -131,13 +131,18 @@ class Runner:
         """Return the pool's record of a session, or None."""
         return self.pool.record(session) if session in self.pool else None
 
-    def note(self, kind: str, session: Session | None = None, **fields: Any) -> None:
-        """Append a row to the journal (committed with the next commit) and show it to watchers."""
+    def note(
+        self, kind: str, session: Session | None = None, *, owner: str = "", **fields: Any
+    ) -> None:
+        """Append a row to the journal (committed with the next commit) and show it to watchers.
+
+        ``owner`` is whose it is where there is no session; a row of nobody is for admins.
+        """
         row = Row(
             time=self.now(),
             kind=kind,
             session=session.id if session else "",
-            owner=session.owner.name if session else "",
+            owner=session.owner.name if session else owner,
             **fields,
         )
         self.on_row(self.journal.append(row))

@@ -46,6 +46,7 @@ class Snapshots:
         socket: Path,
         emulated: bool,
         machine: str,
+        journal_note: str = "",
     ) -> None:
         self.socket = socket
         self.access = access
@@ -53,6 +54,7 @@ class Snapshots:
         self._effects = effects
         self._emulated = emulated
         self._machine = machine
+        self._journal_note = journal_note
         #: How many kernels began on each device, to spread them.
         self._homes: dict[str, int] = {}
         self._recent: PoolView | None = None
@@ -153,6 +155,7 @@ class Snapshots:
                 "machine_wide": self.access.machine_wide,
                 "journal": str(self._runner.journal.path),
                 "journal_problem": self._runner.journal.problem,
+                "journal_note": self._journal_note,
                 "counters": dict(counters),
             },
         }

@@ -7,17 +7,16 @@ from __future__ import annotations
 import json
 import os
 import resource
-import zlib
 from pathlib import Path
 from typing import Mapping
 
 from ..config import BrokerSettings
-from ..endpoint import MACHINE_SOCKET
 from ..errors import DriverError
+from ..machine import removed_at_logout
 
 
 def machine_environment(
-    settings: BrokerSettings, socket: Path, base: Mapping[str, str]
+    settings: BrokerSettings, socket: Path, journal: Path, base: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variables that, over ``base``, show a process the pool's GPUs.
 
@@ -30,7 +29,7 @@ def machine_environment(
         return {}
     from ..emulator import profiles
 
-    folder = socket.with_name(socket.name + ".emulated")
+    folder = emulated_folder(socket, journal)
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
         return profiles.environment(profiles.parse_machine(settings.emulate), folder, base)
@@ -40,16 +39,12 @@ def machine_environment(
         ) from None
 
 
-def journal_path(settings: BrokerSettings, socket: Path) -> Path:
-    """Return the journal's file: one per socket, so that two brokers never share one."""
-    if socket == MACHINE_SOCKET:
-        return settings.state_dir / "journal.sqlite"
-    return settings.state_dir / f"journal-{zlib.crc32(os.fsencode(socket)):08x}.sqlite"
-
-
-def boot_id() -> str:
-    """Return what changes when the machine starts: start times of processes count from there."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def emulated_folder(socket: Path, journal: Path) -> Path:
+    """Return the folder of the emulated devices: beside the socket, or where a logout leaves it."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if removed_at_logout(socket) or (runtime and Path(runtime) in socket.parents):
+        return journal.with_suffix(".emulated")
+    return socket.with_name(socket.name + ".emulated")
 
 
 def report(descriptor: int, message: Mapping[str, object]) -> None:

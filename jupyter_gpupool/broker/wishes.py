@@ -141,8 +141,8 @@ def note_refusal(
     runner: Runner, session: Session | None, what: str, refusal: Refusal, owner: str = ""
 ) -> None:
     """Note in the journal that something was refused."""
-    detail = {"what": what, "code": refusal.code, **({"owner": owner} if owner else {})}
-    runner.note("refuse", session, reason=refusal.message, detail=detail)
+    detail = {"what": what, "code": refusal.code}
+    runner.note("refuse", session, owner=owner, reason=refusal.message, detail=detail)
 
 
 async def _blind() -> None:

@@ -263,9 +263,23 @@ def journal(status: Mapping[str, Any]) -> list[Finding]:
     """Whether the running broker can write what a restart begins from."""
     broker = status.get("broker") or {}
     if not broker.get("journal_problem"):
+        if broker.get("journal_note"):
+            return [Finding("warn", "journal", str(broker["journal_note"]))]
         return [Finding("ok", "journal", str(broker["journal"]))] if "journal" in broker else []
     todo = "Until it is repaired, a restart of the broker forgets what happened since."
     return [Finding("fail", "journal", str(broker["journal_problem"]), todo)]
+
+
+def journal_place(settings: BrokerSettings, path: Path) -> list[Finding]:
+    """Where a broker at the socket ``path`` would keep its journal, if none runs."""
+    from ..broker.journal_file import place
+
+    try:
+        found = place(settings.state_dir, path)
+    except GPUPoolError as error:
+        return [Finding("fail", "journal", error.message, error.next_step)]
+    verdict: Verdict = "warn" if found.note else "ok"
+    return [Finding(verdict, "journal", found.note or str(found.path))]
 
 
 def devices(found: Sequence[Mapping[str, Any]], problem: str) -> list[Finding]:

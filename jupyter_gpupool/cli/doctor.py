@@ -74,6 +74,7 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
         attach, reason = policies.get("attach", ""), policies.get("attach_reason", "")
     else:
         devices, problem, unguarded = _probe(settings)
+        found += checks.journal_place(settings, path)
         guarded = any(device["tier"] == "guarded" for device in devices)
         attach, reason = usable_attach(settings.attach, guarded, unguarded)
     found += checks.devices(devices, problem)

@@ -11,6 +11,7 @@ from traitlets import Any as AnyTrait
 from traitlets import Bool, Dict, Enum, Int, List, TraitError, TraitType, Unicode, validate
 from traitlets.config import Configurable
 
+from .. import machine
 from ..pool.model import AttachPolicy, PoolSettings
 from ..units import format_bytes
 from .quantities import Seconds, Share, Size, memory_total
@@ -22,7 +23,6 @@ from .settings import (
     ManagedPolicy,
     OverusePolicy,
     check_machine,
-    default_state_dir,
     nearest,
     one_of,
     read_devices,
@@ -247,10 +247,20 @@ class GPUPool(Configurable):
     )
     state_dir = _option(
         Unicode(""),
-        "Folder of the broker's journal and log; must not be shared between machines.",
+        "Folder of the broker's journal, one for each machine. On a network file system (NFS, SMB, "
+        "Lustre, FUSE and the like) a journal is not safe: it is in /var/tmp/gpupool-UID then, and "
+        "the log and `jupyter gpupool doctor` say so.",
         unit="absolute path",
         default="'' (root: /var/lib/gpupool; others: ~/.local/state/gpupool)",
         example='state_dir = "/var/lib/gpupool"',
+    )
+    journal_size = _option(
+        Size(256 << 20, least=1 << 20),
+        "Disk space of the journal, from which reports and timelines are drawn: the oldest rows "
+        "are dropped beyond it, and beyond 500,000. Its write-ahead log takes about 16 MiB more.",
+        unit="bytes, or text such as '1GiB'; 1 MiB at least",
+        default="256 MiB",
+        example='journal_size = "1GiB"',
     )
     sample_interval = _option(
         Seconds(1.0),
@@ -371,7 +381,8 @@ class GPUPool(Configurable):
             devices=read_devices(self.devices) if self.devices else None,
             socket=read_socket(self.socket),
             device_python=str(read_path(self.device_python)) if self.device_python else "",
-            state_dir=read_path(self.state_dir) if self.state_dir else default_state_dir(),
+            state_dir=read_path(self.state_dir) if self.state_dir else machine.state_dir(),
+            journal_size=self.journal_size,
             foreign_processes=cast(ForeignPolicy, self.foreign_processes),
             sample_interval=self.sample_interval,
             lock_timeout=self.lock_timeout,

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -53,6 +52,8 @@ class BrokerSettings:
     #: The interpreter of the device children; "" means that the broker finds one.
     device_python: str
     state_dir: Path
+    #: Bytes that the journal may take on the disk.
+    journal_size: int
     foreign_processes: ForeignPolicy
     sample_interval: float
     lock_timeout: float
@@ -250,11 +251,3 @@ def read_socket(value: str) -> str:
     except BrokerUnavailable as error:
         raise ValueError(f"{error.message} Set a shorter path.") from None
     return str(path)
-
-
-def default_state_dir() -> Path:
-    """Return where the journal goes: ``/var/lib`` for root, else the user's state folder (XDG)."""
-    if os.getuid() == 0:
-        return Path("/var/lib/gpupool")
-    base = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(base) if base.startswith("/") else Path.home() / ".local/state") / "gpupool"

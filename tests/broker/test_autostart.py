@@ -35,7 +35,7 @@ def clean(monkeypatch, folder):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     yield folder
-    for log in folder.rglob("*.lock"):
+    for log in folder.rglob("*.sock.lock"):
         text = log.read_text().strip()
         if text:
             with_pid(int(text))

@@ -118,14 +118,15 @@ def test_a_damaged_file_is_set_aside_and_said(path, damage):
     after.close()
 
 
-def test_a_file_of_another_version_is_set_aside(path):
+def test_a_file_of_a_newer_version_is_refused_and_kept(path):
     Journal(path, LOG).close()
     db = sqlite3.connect(path)
     db.execute("PRAGMA user_version = 99")
     db.close()
-    after = Journal(path, LOG)
-    assert "version 99" in after.set_aside
-    after.close()
+    before = path.read_bytes()
+    with pytest.raises(JournalUnusable, match="version 99"):
+        Journal(path, LOG)
+    assert path.read_bytes() == before
 
 
 def test_pages_damaged_in_the_middle_are_noticed(path):

@@ -215,7 +215,7 @@ def test_other_users_see_only_what_explains_the_devices(machine_wide):
         }  # fmt: skip
         assert "secret" not in str(status)
         assert "secret" not in str(journal)
-        assert {row["session"] for row in journal["rows"]} == {""}
+        assert journal["rows"] == []
         assert [a["code"] for a in (release, keep, request, close)] == ["not-allowed"] * 4
         assert hello["code"] == "not-yours"
         assert mine.state() == "active"
@@ -245,6 +245,20 @@ def test_an_admin_sees_and_releases_everything(make_broker):
         mine.close()
         broker.close()
         kit.remove(folder)
+
+
+@root_only
+def test_rows_of_nobody_are_for_admins_and_a_refused_open_is_its_users(machine_wide):
+    refused = {"kernel_id": "k", "request": {"memory": 1 << 50}}
+    with machine_wide.client() as client, pytest.raises(GPUPoolError):
+        client.call("open", **refused)
+    again, theirs = as_nobody(machine_wide.socket, ("open", refused), ("journal", {}))
+    assert again["code"] == "over-device"
+    assert {(row["kind"], row["owner"]) for row in theirs["rows"]} == {("refuse", "nobody")}
+    with machine_wide.client() as client:
+        rows = client.call("journal")["rows"]
+    assert {row["owner"] for row in rows if row["kind"] == "refuse"} == {"root", "nobody"}
+    assert {row["owner"] for row in rows if row["kind"] in ("broker-start", "device-seen")} == {""}
 
 
 @root_only

@@ -1,0 +1,214 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Which file is the journal: this machine's, on this machine, and no other broker's.
+
+Two brokers that write one journal would both drive the kernels in it. So the journal has a lock,
+held for a broker's life; the lock says where its broker listens, so that whoever wanted to start
+a second one can join the first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import sqlite3
+import time
+import zlib
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterable
+
+from .. import machine
+from ..endpoint import MACHINE_SOCKET, journal_name
+from ..errors import BrokerUnavailable
+from .journal import JournalUnusable
+
+#: A client that looks whether the lock is held has it for an instant itself: tries, and seconds
+#: between two.
+TRIES, PAUSE = 10, 0.02
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the journal is; ``note`` says why that is not the configured folder."""
+
+    path: Path
+    note: str = ""
+
+
+def place(state_dir: Path, socket: Path) -> Place:
+    """Return the journal's place for the broker at ``socket``.
+
+    Raises
+    ------
+    FolderError
+        If ``state_dir`` is on a network and there is no folder on this machine.
+    """
+    name = f"{journal_name(socket)}.sqlite"
+    kind = machine.network_file_system(state_dir)
+    if not kind:
+        return Place(state_dir / name)
+    folder = machine.make_private(machine.local_folder())
+    return Place(
+        folder / name,
+        f"{state_dir} is on a network file system ({kind}), where a journal is not safe: it is in "
+        f"{folder} instead. Set c.GPUPool.state_dir to a local folder.",
+    )
+
+
+class JournalLock:
+    """The right to write the journal at ``path``, from construction to :meth:`close`.
+
+    Raises
+    ------
+    BrokerUnavailable
+        Code ``already-running`` if a living broker has it; its socket is in the details.
+    JournalUnusable
+        If the lock's file cannot be made.
+    """
+
+    def __init__(self, path: Path, socket: Path) -> None:
+        self.path = path.with_suffix(".lock")
+        self._socket = socket
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._descriptor = self._take()
+        except OSError as error:
+            raise JournalUnusable(
+                f"The journal {path} cannot be locked ({error.strerror}).",
+                next_step="Set c.GPUPool.state_dir to a folder that you may write.",
+            ) from None
+
+    def is_lost(self) -> bool:
+        """Return whether the lock's file was deleted, so that a second broker could start."""
+        return not _same(self._descriptor, self.path)
+
+    def restore(self) -> None:
+        """Make the lock's file again.
+
+        Raises
+        ------
+        OSError, BrokerUnavailable
+            If that is not possible now, or another broker was faster.
+        """
+        old, self._descriptor = self._descriptor, self._take()
+        os.close(old)
+
+    def close(self) -> None:
+        """Let go. The file stays: one that is removed can be locked twice."""
+        os.close(self._descriptor)
+
+    def _take(self) -> int:
+        descriptor = os.open(
+            self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        try:
+            for left in range(TRIES, -1, -1):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not left:
+                        raise self._held(descriptor) from None
+                    time.sleep(PAUSE)
+            text = {"pid": os.getpid(), "socket": str(self._socket), "boot": machine.boot_id()}
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(text).encode(), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _held(self, descriptor: int) -> BrokerUnavailable:
+        pid, socket = "unknown", ""
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            holder = json.loads(os.pread(descriptor, 4096, 0))
+            pid, socket = str(holder["pid"]), str(holder["socket"])
+        return BrokerUnavailable(
+            f"A GPU pool broker (process {pid}) already has this machine's journal and listens at "
+            f"{socket or 'an unknown place'}.",
+            code="already-running",
+            next_step="Use that one, end it first, or give this one another c.GPUPool.socket and "
+            "c.GPUPool.state_dir.",
+            details={"socket": socket},
+        )
+
+
+def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) -> None:
+    """Begin the journal at ``path`` with the one that an older version kept for this machine.
+
+    That one had no machine in its name. It is this machine's if its sessions are of this boot, or
+    if no other machine can have written it because the folder is local.
+    """
+    if path.exists():
+        return
+    local = not machine.network_file_system(state_dir)
+    for old, listened in _older_names(state_dir, socket):
+        _check_ended(listened, socket)
+        try:
+            if os.lstat(old).st_uid != os.geteuid():
+                continue
+            with closing(sqlite3.connect(f"file:{old}?mode=ro", uri=True)) as source:
+                row = source.execute("SELECT value FROM meta WHERE name = 'boot'").fetchone()
+                if not local and (row is None or row[0] != machine.boot_id()):
+                    continue
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                with closing(sqlite3.connect(path)) as copy:
+                    source.backup(copy)
+            for suffix in ("", "-wal", "-shm"):
+                old.with_name(old.name + suffix).unlink(missing_ok=True)
+        except FileNotFoundError:
+            continue
+        except (OSError, sqlite3.Error) as error:
+            log.warning("The older journal %s was not taken over: %s", old, error)
+            path.unlink(missing_ok=True)
+            continue
+        log.info("The journal %s goes on as %s", old, path)
+        return
+
+
+def _check_ended(listened: Path, own: Path) -> None:
+    """Refuse to go on with a journal whose broker lives: an older version locks its socket only."""
+    if listened == own:
+        return  # claimed by us
+    with suppress(OSError):
+        lock = os.open(f"{listened}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BrokerUnavailable(
+                f"A GPU pool broker of an older version listens at {listened}.",
+                code="already-running",
+                next_step="Use that one, or end it first.",
+                details={"socket": str(listened)},
+            ) from None
+        finally:
+            os.close(lock)
+
+
+def _older_names(state_dir: Path, socket: Path) -> Iterable[tuple[Path, Path]]:
+    """Yield the journals that may be ours, each with the socket of its broker."""
+    uid = os.geteuid()
+    sockets = [
+        socket,
+        Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}") / "gpupool" / "broker.sock",
+        machine.LOGIN_FOLDERS / str(uid) / "gpupool" / "broker.sock",
+        Path(f"/tmp/gpupool-{uid}/broker.sock"),
+    ]
+    if socket == MACHINE_SOCKET:
+        yield state_dir / "journal.sqlite", socket
+        return
+    mine = journal_name(socket)
+    for one in dict.fromkeys(sockets):
+        if one == socket or journal_name(one) == mine:
+            yield state_dir / f"journal-{zlib.crc32(os.fsencode(one)):08x}.sqlite", one
+
+
+def _same(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except OSError:
+        return False

@@ -1,0 +1,172 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Which machine this is, and which of its folders outlive a logout. Standard library only.
+
+Homes are shared between machines, ``/run/user/UID`` and ``/dev/shm`` lose a user's files at the
+last logout: what a broker and its kernels must find again needs a folder that is neither.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import socket
+import stat
+import uuid
+from functools import lru_cache
+from pathlib import Path
+
+from .errors import GPUPoolError
+
+#: ``f_type`` of statfs(2), for file systems that other machines may have mounted as well, or on
+#: which locks and shared memory maps, which SQLite needs, cannot be relied on.
+NETWORK = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFF534D42: "CIFS",
+    0xFE534D42: "SMB2",
+    0x65735546: "FUSE",
+    0x5346414F: "AFS",
+    0x6B414653: "AFS",
+    0x0BD00BD0: "Lustre",
+    0x47504653: "GPFS",
+    0x00C36400: "CephFS",
+    0x19830326: "BeeGFS",
+    0x01021997: "9P",
+    0x73757245: "Coda",
+    0x0000564C: "NCP",
+    0x7461636F: "OCFS2",
+    0x01161970: "GFS2",
+    0xAAD7AAEA: "PanFS",
+    0x20030528: "OrangeFS",
+    0x786F4256: "VirtualBox shared folder",
+    0xBACBACBC: "VMware shared folder",
+}
+
+#: Where a user's folder may be: local, writable by everybody, and not emptied at a logout.
+LOCAL_BASES = (Path("/var/tmp"), Path("/tmp"), Path("/dev/shm"))
+
+#: Where logind makes a folder for each user at the first login, and removes it at the last logout.
+LOGIN_FOLDERS = Path("/run/user")
+
+MACHINE_ID = Path("/etc/machine-id")
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PID_NAMESPACE = Path("/proc/self/ns/pid")
+
+#: Inode of the first PID namespace, a constant of Linux (include/linux/proc_ns.h).
+_FIRST_NAMESPACE = 0xEFFFFFFC
+
+
+class FolderError(GPUPoolError):
+    """A folder cannot be made, or is not this user's alone."""
+
+    code = "bad-folder"
+
+
+def boot_id() -> str:
+    """Return what changes when the machine starts: start times of processes count from there."""
+    return _BOOT_ID.read_text().strip()
+
+
+@lru_cache(maxsize=1)
+def machine_id() -> str:
+    """Return 12 hexadecimal digits that are this machine's, and stay so when it starts again.
+
+    A hash, because machine-id(5) asks not to show the number itself. Images of containers carry
+    one machine-id into all of them, so that a container's host name counts as well.
+    """
+    name = _number()
+    try:
+        if _PID_NAMESPACE.stat().st_ino != _FIRST_NAMESPACE:
+            name += f" {socket.gethostname()}"
+    except OSError:
+        pass
+    return hashlib.sha256(f"jupyter_gpupool {name}".encode()).hexdigest()[:12]
+
+
+def _number() -> str:
+    for path in (MACHINE_ID, Path("/var/lib/dbus/machine-id")):
+        try:
+            text = path.read_text().strip()
+        except (OSError, ValueError):
+            continue
+        if len(text) == 32 and text.strip("0123456789abcdef") == "":
+            return text
+    # Neither changes at a restart. getnode() makes up a number if there is no network card.
+    node = uuid.getnode()
+    return f"{socket.gethostname()} {node if not node >> 40 & 1 else ''}"
+
+
+def network_file_system(path: Path) -> str:
+    """Return the kind of the network file system that ``path`` is on (or would be); '' if none."""
+    return NETWORK.get(_file_system(path), "")
+
+
+def _file_system(path: Path) -> int:
+    """Return ``f_type`` of the file system of ``path``, or of its nearest parent that exists."""
+    buffer = ctypes.create_string_buffer(512)
+    libc = ctypes.CDLL(None, use_errno=True)
+    for place in (path, *path.parents):
+        if libc.statfs(os.fsencode(place), buffer) == 0:
+            return int.from_bytes(buffer.raw[:8], "little") & 0xFFFFFFFF
+    return 0
+
+
+def state_dir() -> Path:
+    """Return where journal and log go unless configured: root's in /var/lib, others' at home."""
+    if os.getuid() == 0:
+        return Path("/var/lib/gpupool")
+    base = os.environ.get("XDG_STATE_HOME", "")
+    home = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state"
+    return home / "gpupool"
+
+
+def local_folder() -> Path:
+    """Return (not make) this user's folder on this machine: local, and kept at a logout."""
+    name = f"gpupool-{os.geteuid()}"
+    bases = [base for base in LOCAL_BASES if base.is_dir() and not network_file_system(base)]
+    for base in bases:
+        # Anybody may take a name there before us; only then is it another folder.
+        if _taken_by(base / name) in (None, os.geteuid()):
+            return base / name
+    return (bases or [LOCAL_BASES[0]])[0] / name
+
+
+def _taken_by(path: Path) -> int | None:
+    try:
+        return os.lstat(path).st_uid
+    except OSError:
+        return None
+
+
+def make_private(folder: Path) -> Path:
+    """Make ``folder`` if need be, so that nobody else can enter it; return it.
+
+    Raises
+    ------
+    FolderError
+        If it cannot be made, is no folder, or somebody else's.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = os.lstat(folder)
+    except OSError as error:
+        raise FolderError(
+            f"The folder {folder} cannot be made ({error.strerror}).",
+            next_step="Make room or correct its permissions.",
+        ) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise FolderError(
+            f"The folder {folder} belongs to user id {found.st_uid}, not to you.",
+            next_step="Have it removed.",
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        folder.chmod(0o700)
+    return folder
+
+
+def removed_at_logout(path: Path) -> bool:
+    """Return whether ``path`` is in a folder that logind removes at its user's last logout."""
+    return LOGIN_FOLDERS in path.parents

@@ -1,0 +1,23 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A broker whose state folder is on NFS, as far as statfs tells: no test can mount one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from jupyter_gpupool import machine
+from jupyter_gpupool.broker.app import main
+
+folder = Path(os.environ["TEST_FOLDER"])
+(folder / "local").mkdir(exist_ok=True)
+machine.LOCAL_BASES = (folder / "local",)
+there = machine._file_system
+machine._file_system = lambda path: (
+    0x6969 if folder / "state" in (path, *path.parents) else there(path)
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

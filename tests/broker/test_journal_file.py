@@ -1,0 +1,319 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""One journal for each machine and user, and one broker that writes it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool import endpoint, machine
+from jupyter_gpupool.autostart import ensure_broker
+from jupyter_gpupool.broker import journal as module
+from jupyter_gpupool.broker.journal import Journal, JournalUnusable, Row
+from jupyter_gpupool.broker.journal_file import JournalLock, take_over
+from jupyter_gpupool.errors import BrokerUnavailable
+
+from . import kit
+from .kit import Kernel
+from .test_autostart import clean, kernel_on, settings, status, with_pid  # noqa: F401 (a fixture)
+
+LOG = logging.getLogger("test")
+SOCKET = Path("/run/user/1/gpupool/broker.sock")
+
+
+def journal_of(broker):
+    return Path(broker.status()["broker"]["journal"])
+
+
+def change(path, sql, *values):
+    db = sqlite3.connect(path)
+    with db:
+        db.execute(sql, values)
+    db.close()
+
+
+# ---------------------------------------------------------------------- whose it is
+
+
+def test_journal_names_the_machine_outside_and_inside(broker):
+    path = journal_of(broker)
+    assert machine.machine_id() in path.name
+    db = sqlite3.connect(path)
+    assert db.execute("SELECT value FROM meta WHERE name = 'machine'").fetchone() == (
+        machine.machine_id(),
+    )
+    db.close()
+
+
+def test_records_of_another_machine_are_left_alone(make_broker):
+    """As on a home that two machines share: the second one's boot is another."""
+    broker = make_broker().started
+    path = journal_of(broker)
+    one = Kernel(broker, "one")
+    broker.kill()
+    change(path, "UPDATE meta SET value = 'other' WHERE name = 'machine'")
+    change(path, "UPDATE meta SET value = 'other' WHERE name = 'boot'")
+    before = path.read_bytes()
+    answer = broker.start()
+    assert answer["ok"] is False
+    assert answer["code"] == "journal"
+    assert "another machine" in answer["message"]
+    assert path.read_bytes() == before
+    assert not [*path.parent.glob("*damaged*")]
+    one.close()
+
+
+def test_records_of_an_earlier_boot_of_this_machine_go(make_broker):
+    broker = make_broker().started
+    path = journal_of(broker)
+    one = Kernel(broker, "one")
+    broker.kill()
+    change(path, "UPDATE meta SET value = 'earlier' WHERE name = 'boot'")
+    broker.started  # noqa: B018
+    assert broker.status()["sessions"] == []
+    one.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_journal_of_another_user_is_refused(folder):
+    path = folder / "j.sqlite"
+    Journal(path, LOG).close()
+    os.chown(path, 65534, 65534)
+    with pytest.raises(JournalUnusable, match="another user"):
+        Journal(path, LOG)
+
+
+def test_newer_schema_is_refused_in_one_sentence_and_kept(make_broker):
+    broker = make_broker().started
+    path = journal_of(broker)
+    with kernel_on(broker) as one:
+        one.attach()
+        broker.stop()
+        change(path, "PRAGMA user_version = 7")
+        before = path.read_bytes()
+        answer = broker.start()
+        assert (answer["ok"], answer["code"]) == (False, "journal-newer")
+        assert "newer jupyter_gpupool" in answer["message"]
+        assert path.read_bytes() == before
+        assert not [*path.parent.glob("*damaged*")]
+        change(path, f"PRAGMA user_version = {module.SCHEMA_VERSION}")
+        broker.started  # noqa: B018
+        assert one.state() in ("active", "idle")
+
+
+# ---------------------------------------------------------------------- on the network
+
+
+def test_journal_is_never_on_a_network_file_system(make_broker, folder):
+    broker = make_broker()
+    broker.module = "tests.broker.networked_broker"
+    environment = {**kit.environment(folder), "TEST_FOLDER": str(folder)}
+    assert broker.start(env=environment)["ok"]
+    path = journal_of(broker)
+    assert path.parent == folder / "local" / f"gpupool-{os.geteuid()}"
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert not [*(folder / "state").glob("*")]
+    note = broker.status()["broker"]["journal_note"]
+    assert "NFS" in note
+    assert note in broker.tail()
+    from jupyter_gpupool.cli import checks
+
+    (finding,) = checks.journal(broker.status())
+    assert (finding.verdict, finding.message) == ("warn", note)
+
+
+# ---------------------------------------------------------------------- the older name
+
+
+@pytest.mark.parametrize("boot", ["this", "another"])
+@pytest.mark.parametrize("network", [False, True])
+def test_journal_of_an_older_version_is_taken_over_if_it_is_this_machines(
+    folder, monkeypatch, boot, network
+):
+    old = folder / f"journal-{zlib.crc32(os.fsencode(SOCKET)):08x}.sqlite"
+    journal = Journal(old, LOG)
+    journal.append(Row(time=1.0, kind="open", session="s", owner="ada"))
+    journal.put("s", {"a": 1})
+    journal.remember("boot", machine.boot_id() if boot == "this" else "another")
+    journal.close()
+    before = old.read_bytes()
+    monkeypatch.setattr(machine, "network_file_system", lambda _: "NFS" if network else "")
+    new = folder / "new.sqlite"
+    take_over(new, folder, SOCKET, LOG)
+    if network and boot == "another":
+        assert old.read_bytes() == before
+        assert not new.exists()
+        return
+    assert not old.exists()
+    after = Journal(new, LOG)
+    assert after.records() == {"s": {"a": 1}}
+    assert [row.owner for row in after.rows()] == ["ada"]
+    after.close()
+
+
+def test_living_broker_of_an_older_version_is_joined(folder, monkeypatch):
+    socket = folder / "gpupool" / "broker.sock"
+    other = folder / "x" / "gpupool" / "broker.sock"
+    other.parent.mkdir(parents=True)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "x"))
+    lock = Path(f"{other}.lock")
+    lock.touch()
+    old = folder / f"journal-{zlib.crc32(os.fsencode(other)):08x}.sqlite"
+    Journal(old, LOG).close()
+    script = (
+        "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print(flush=True); input()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    holder.stdout.readline()
+    try:
+        with pytest.raises(BrokerUnavailable) as caught:
+            take_over(folder / "new.sqlite", folder, socket, LOG)
+    finally:
+        holder.communicate(b"\n", 30)
+        holder.stdout.close()
+    assert caught.value.details == {"socket": str(other)}
+    take_over(folder / "new.sqlite", folder, socket, LOG)
+    assert (folder / "new.sqlite").exists()
+
+
+# ---------------------------------------------------------------------- one broker
+
+
+def test_lock_says_where_its_broker_listens_and_lasts_as_long_as_it(folder):
+    path = folder / "journal.sqlite"
+    lock = JournalLock(path, SOCKET)
+    assert endpoint.listening_at(lock.path) == SOCKET
+    with pytest.raises(BrokerUnavailable) as caught:
+        JournalLock(path, Path("/elsewhere"))
+    assert caught.value.code == "already-running"
+    assert caught.value.details == {"socket": str(SOCKET)}
+    assert not lock.is_lost()
+    lock.path.unlink()
+    assert lock.is_lost()
+    lock.restore()
+    assert endpoint.listening_at(lock.path) == SOCKET
+    lock.close()
+    assert endpoint.listening_at(lock.path) is None
+    JournalLock(path, SOCKET).close()
+
+
+def test_user_has_one_journal_whichever_folder_the_socket_is_in():
+    uid = os.geteuid()
+    paths = [
+        f"/run/user/{uid}/gpupool/broker.sock",
+        f"/tmp/gpupool-{uid}/broker.sock",
+        f"/var/tmp/gpupool-{uid}/broker.sock",
+    ]
+    assert len({endpoint.journal_name(Path(path)) for path in paths}) == 1
+    assert endpoint.journal_name(Path("/tmp/mine/broker.sock")) != endpoint.journal_name(
+        Path(paths[0])
+    )
+
+
+def test_second_broker_of_a_user_joins_the_first_from_another_folder(clean, monkeypatch):  # noqa: F811
+    """As from cron or tmux, where XDG_RUNTIME_DIR is not the one of the login."""
+    first = ensure_broker(settings(clean))
+    pid = status(first)["pid"]
+    (clean / "cron").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(clean / "cron"))
+    assert ensure_broker(settings(clean)) == first
+    assert status(first)["pid"] == pid
+    log = (clean / "cron" / "gpupool" / "broker.log").read_text()
+    assert f"process {pid}" in log
+
+
+def test_second_broker_waits_while_the_first_puts_its_socket_back(clean):  # noqa: F811
+    path = ensure_broker(settings(clean))
+    pid = status(path)["pid"]
+    for name in ("broker.sock", "broker.sock.lock"):
+        path.with_name(name).unlink()
+    assert ensure_broker(settings(clean)) == path
+    assert status(path)["pid"] == pid
+
+
+def test_without_a_runtime_folder_the_living_broker_is_found(clean, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(machine, "state_dir", lambda: clean / "state")
+    monkeypatch.setattr(machine, "LOCAL_BASES", (clean,))
+    first = ensure_broker(settings(clean))
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert endpoint.find_socket() == first
+    with_pid(status(first)["pid"])
+    assert endpoint.find_socket() == clean / f"gpupool-{os.geteuid()}" / "broker.sock"
+
+
+def test_folder_of_a_login_is_not_used_for_sockets(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "LOGIN_FOLDERS", tmp_path)
+    (tmp_path / "1000").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "1000"))
+    assert endpoint.user_runtime_dir() == machine.local_folder()
+
+
+# ---------------------------------------------------------------------- its size
+
+
+def test_write_ahead_log_is_bounded_while_commits_never_pause(folder):
+    path = folder / "journal.sqlite"
+    journal = Journal(path, LOG)
+    log, most = Path(f"{path}-wal"), 0
+    for n in range(4000):
+        journal.append(Row(time=n, kind="open", session=f"s{n}", owner="mallory", reason="x" * 900))
+        journal.put(f"s{n % 50}", {"record": "x" * 2000})
+        assert journal.commit()
+        most = max(most, log.stat().st_size)
+    assert module.MAX_LOG <= most < module.MAX_LOG + (1 << 20)
+    assert log.stat().st_size <= most
+    assert len(journal.rows(limit=10_000)) == 4000
+    journal.close()
+
+
+def test_journal_keeps_to_its_size_and_drops_the_oldest_rows(folder):
+    path = folder / "journal.sqlite"
+    journal = Journal(path, LOG, max_bytes=2 << 20)
+    for n in range(60):
+        for _ in range(100):
+            journal.append(Row(time=n, kind="k", reason="x" * 1000))
+        assert journal.commit()
+        if n % 10 == 9:
+            journal.tidy()
+    journal.tidy()
+    assert path.stat().st_size < 3 << 20
+    rows = journal.rows(limit=10_000)
+    assert 1000 < len(rows) < 2500
+    assert rows[-1].seq == 6000
+    assert rows[0].seq == 6001 - len(rows)
+    journal.close()
+
+
+# ---------------------------------------------------------------------- files that go away
+
+
+def test_journal_that_was_deleted_is_written_anew(folder):
+    path = folder / "journal.sqlite"
+    journal = Journal(path, LOG, machine="m")
+    journal.remember("boot", "b")
+    journal.append(Row(time=1, kind="k"))
+    journal.commit()
+    assert not journal.is_lost()
+    for file in folder.glob("journal.sqlite*"):
+        file.unlink()
+    assert journal.is_lost()
+    journal.restore()
+    assert not journal.is_lost()
+    journal.put("s", {"a": 1})
+    journal.append(Row(time=2, kind="k"))
+    assert journal.commit()
+    journal.close()
+    after = Journal(path, LOG, machine="m")
+    assert after.records() == {"s": {"a": 1}}
+    assert (after.meta("boot"), after.seq) == ("b", 2)
+    after.close()

@@ -1,0 +1,107 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool import machine
+from jupyter_gpupool.machine import FolderError
+
+
+@pytest.fixture
+def fresh():
+    machine.machine_id.cache_clear()
+    yield
+    machine.machine_id.cache_clear()
+
+
+def test_machine_id_is_the_same_in_every_process_and_does_not_show_the_number():
+    command = [
+        sys.executable,
+        "-c",
+        "from jupyter_gpupool import machine as m; print(m.machine_id())",
+    ]
+    other = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert other == machine.machine_id()
+    assert re.fullmatch(r"[0-9a-f]{12}", other)
+    if machine.MACHINE_ID.exists():
+        assert other not in machine.MACHINE_ID.read_text()
+
+
+@pytest.mark.parametrize("text", [None, "", "uninitialized\n", "x" * 32])
+def test_machine_without_an_id_is_known_by_its_name_and_card(fresh, monkeypatch, tmp_path, text):
+    path = tmp_path / "machine-id"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(machine, "MACHINE_ID", path)
+    first = machine.machine_id()
+    machine.machine_id.cache_clear()
+    assert machine.machine_id() == first
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    if not Path("/var/lib/dbus/machine-id").exists():
+        machine.machine_id.cache_clear()
+        assert machine.machine_id() != first
+
+
+def test_container_is_told_from_its_host_by_its_name(fresh, monkeypatch):
+    host = machine.machine_id()
+    machine.machine_id.cache_clear()
+    monkeypatch.setattr(machine, "_FIRST_NAMESPACE", 1)
+    assert machine.machine_id() != host
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(0x6969, "NFS"), (0xFE534D42, "SMB2"), (0x65735546, "FUSE"), (0x0BD00BD0, "Lustre"),
+     (0x47504653, "GPFS"), (0x00C36400, "CephFS"), (0x01021997, "9P"), (0xEF53, ""),
+     (0x01021994, ""), (0x9123683E, ""), (0x794C7630, "")],
+)  # fmt: skip
+def test_network_file_systems_are_known_by_number(monkeypatch, number, name):
+    monkeypatch.setattr(machine, "_file_system", lambda _: number)
+    assert machine.network_file_system(Path("/anywhere")) == name
+
+
+def test_file_system_is_that_of_the_nearest_folder_that_exists(tmp_path):
+    assert machine._file_system(tmp_path / "not" / "yet") == machine._file_system(tmp_path)
+    assert machine._file_system(Path("/proc/self/none")) == 0x9FA0  # proc
+    assert machine.network_file_system(tmp_path) == ""
+
+
+def test_local_folder_skips_a_base_on_a_network_and_a_name_that_somebody_took(
+    monkeypatch, tmp_path
+):
+    bases = [tmp_path / name for name in ("network", "taken", "good")]
+    for base in bases:
+        base.mkdir()
+    monkeypatch.setattr(machine, "LOCAL_BASES", tuple(bases))
+    monkeypatch.setattr(
+        machine, "_file_system", lambda path: 0x6969 if bases[0] in (path, *path.parents) else 0
+    )
+    name = f"gpupool-{os.geteuid()}"
+    assert machine.local_folder() == bases[1] / name
+    monkeypatch.setattr(
+        machine, "_taken_by", lambda path: 4321 if path.parent == bases[1] else None
+    )
+    assert machine.local_folder() == bases[2] / name
+
+
+def test_private_folder_is_closed_to_others(tmp_path):
+    folder = tmp_path / "a" / "b"
+    assert machine.make_private(folder) == folder
+    folder.chmod(0o777)
+    machine.make_private(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(FolderError):
+        machine.make_private(tmp_path / "link")
+    if os.geteuid() == 0:
+        os.chown(folder, 65534, 65534)
+        with pytest.raises(FolderError, match="belongs to user id 65534"):
+            machine.make_private(folder)
