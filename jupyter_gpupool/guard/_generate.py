@@ -16,7 +16,10 @@ from typing import Collection, Mapping, Sequence
 SPARES = 256
 
 _NAME = re.compile(r"(cu(?:[A-Z]|dbg)\w*?)(_v\d+)?(_ptds|_ptsz)?")
-_KINDS = ("never", "free", "gate", "wait", "wrap", "same", "refuse")
+_KINDS = ("never", "free", "gate", "wait", "back", "wrap", "peek", "same", "refuse")
+
+#: Arguments of a call that is noted: ``LATER_ARGUMENTS`` of ``src/guard.h``.
+_NOTED = 3
 
 
 class EntriesError(ValueError):
@@ -35,7 +38,7 @@ class Entry:
     #: Version from which cuGetProcAddress gives this form; 0: unknown.
     since: int
     kind: str
-    #: Number of arguments of ``wait``.
+    #: Number of arguments of ``wait`` and ``back``.
     arguments: int = 0
     #: The symbol of ``same``.
     target: str = ""
@@ -69,17 +72,15 @@ def _entry(words: Sequence[str]) -> Entry | None:
     match = _NAME.fullmatch(symbol)
     if match is None or kind not in _KINDS or not (since == "-" or since.isdigit()):
         return None
-    if len(rest) != (kind in ("wait", "same")) or (kind == "wait" and not rest[0].isdigit()):
+    counts = kind in ("wait", "back")
+    if len(rest) != (counts or kind == "same") or (counts and not rest[0].isdigit()):
+        return None
+    if kind == "back" and int(rest[0]) > _NOTED:
         return None
     return Entry(
         symbol, match[1], match[3] is not None, 0 if since == "-" else int(since), kind,
-        int(rest[0]) if kind == "wait" else 0, rest[0] if kind == "same" else "",
+        int(rest[0]) if counts else 0, rest[0] if kind == "same" else "",
     )  # fmt: skip
-
-
-#: Calls that give something back or only look. Programs make them from destructors, where they hold
-#: locks of their own and the interpreter's; see ``polite_keep`` in ``src/guard.h``.
-_GIVES_BACK = re.compile("Free|Destroy|Unload|Release|Unmap|Unregister|Close|Query")
 
 
 def generate(entries: Sequence[Entry], wraps: Collection[str]) -> Mapping[str, str]:
@@ -92,7 +93,7 @@ def generate(entries: Sequence[Entry], wraps: Collection[str]) -> Mapping[str, s
     EntriesError
         If an entry has no function, or a function no entry.
     """
-    wanted = {entry.symbol for entry in entries if entry.kind == "wrap"}
+    wanted = {entry.symbol for entry in entries if entry.kind in ("wrap", "peek")}
     if set(wraps) != wanted:
         raise EntriesError(
             f"without a C function: {sorted(wanted - set(wraps)) or 'none'}; "
@@ -138,10 +139,6 @@ def _assembly(entries: Sequence[Entry]) -> str:
             lines.append(f"ENTRY_WRAP {entry.symbol}, {i}, {entry.target or entry.symbol}")
         else:
             lines.append(f"ENTRY_{entry.kind.upper()} {entry.symbol}, {i}")
-    quick = [int(_GIVES_BACK.search(entry.symbol) is not None) for entry in entries]
-    lines += ["    .section .rodata", "    .hidden guard_gives_back", "    .globl guard_gives_back"]
-    lines += ["guard_gives_back:", *(f"    .byte {flag}" for flag in quick)]
-    lines += [f"    .zero {SPARES}", "    .text"]
     lines += [f"ENTRY_SPARE {i}" for i in range(len(index), len(index) + SPARES)]
     lines += [f"WAIT_CORE {words}" for words in sorted(stack)]
     lines += ["    .section .rodata", "    .balign 4", "    .hidden guard_entry_at"]

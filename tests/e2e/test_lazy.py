@@ -15,7 +15,7 @@ from jupyter_gpupool.guard.page import Page
 
 from . import cells
 from .kit import MiB, Sampler, until
-from .scenes import DATA, occupied, play, release, state, suspended, with_blocks
+from .scenes import DATA, occupied, play, release, said, state, suspended, with_blocks
 
 ONE = "1x640MiB,context=32MiB"
 SLICE = 400 * MiB  # two do not fit
@@ -116,6 +116,47 @@ def test_a_tooltip_or_a_completion_does_not_bring_the_state_back(pool):
         reply = await kernel.client.inspect("tensor", reply=True, timeout=20)
         assert "all there" in reply["content"]["data"]["text/plain"]
         await kernel.stop()
+
+    play(scenario())
+
+
+GARBAGE = """
+import gc, weakref
+class Tensor:
+    def __init__(self):
+        self.address = int(call(driver.cuMemAlloc(1 << 20)))
+        self.event = call(driver.cuEventCreate(0))
+        self.itself = self  # only the garbage collector finds it
+    def __del__(self):
+        call(driver.cuEventQuery(self.event))
+        call(driver.cuMemFree(self.address))
+        call(driver.cuEventDestroy(self.event))
+tensors = [Tensor() for _ in range(20)]
+"""
+
+
+def test_garbage_is_collected_while_another_kernel_has_the_gpu(pool):
+    """Nothing waits and no lease is asked for; at the resume the memory is free."""
+    pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        first, other = await pool.kernel("first"), await pool.kernel("other")
+        (await first.run(cells.setup(1, DATA) + GARBAGE)).check()
+        code = cells.setup(2, DATA) + cells.computing(flag)
+        cell = asyncio.create_task(other.run(code, timeout=120))
+        await suspended(first)
+        before = messages(first)
+        (await first.run("del tensors; print(gc.collect() >= 20)")).check()
+        session = first.session()
+        assert (session["state"], session["messages"]) == ("detached", before)
+        assert "host memory" in said((await first.run("%gpu")).check())
+        assert not cell.done(), "the other is still computing"
+        flag.touch()
+        (await cell).check()
+        (await first.run("block.verify()")).check()
+        await first.stop()
+        await other.stop()
 
     play(scenario())
 

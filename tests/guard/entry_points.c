@@ -82,6 +82,17 @@ void guard_leave(void)
     overwrite();
 }
 
+/* The call that gives something back: its arguments as they would be noted. */
+int guard_enter_back(uint32_t entry, const uint64_t *argument);
+int guard_enter_back(uint32_t entry, const uint64_t *argument)
+{
+    entered++;
+    CHECK(entry == E_cuBack && argument[0] == 1 && argument[1] == 2 && argument[2] == 3);
+    CHECK(unwinds() && aligned(__builtin_frame_address(0)));
+    overwrite();
+    return answer;
+}
+
 typedef int (*everything)(long a, long b, long c, long d, long e, long f, double g, double h,
                           double i, double j, double k, double l, double m, double n, long o,
                           long p, long q, long r, long s, long t, long u, long v, long w, long x);
@@ -114,12 +125,34 @@ extern void give_rax(void);
 extern int with_rax(void *entry);
 
 extern int cuGate(void), cuFree(void), cuNever(void), cuRefuse(void), cuWrap(void), cuSame(void),
-    cuWait3(void), cuWait24(void), cuWait17(void);
-int wrap_cuWrap(void);
+    cuWait3(void), cuWait24(void), cuWait17(void), cuBack(void), cuPeek(void);
+int wrap_cuWrap(void), wrap_cuPeek(void);
 
 int wrap_cuWrap(void)
 {
     return 99;
+}
+
+int wrap_cuPeek(void)
+{
+    return 98;
+}
+
+static int look_at_three(long a, long b, long c)
+{
+    return a == 1 && b == 2 && c == 3 && aligned(__builtin_frame_address(0)) && unwinds() ? 4711 : 13;
+}
+
+static void try_back(void)
+{
+    guard_real[E_cuBack] = (void *)look_at_three;
+    int in = entered, out = left;
+    CHECK(call((everything)cuBack) == 4711 && entered == in + 1 && left == out + 1);
+    answer = -1; /* noted: success, and the driver is not called */
+    CHECK(call((everything)cuBack) == 0 && left == out + 1);
+    answer = 802;
+    CHECK(call((everything)cuBack) == 802 && left == out + 1);
+    answer = 0;
 }
 
 static void try(int index, void *entry, int counted)
@@ -161,6 +194,13 @@ int main(void)
     answer = 801;
     CHECK(call((everything)cuRefuse) == 801);
     CHECK(cuWrap() == 99 && cuSame() == 99);
+    guard_gate = &open_byte;
+    guard_real[E_cuPeek] = (void *)look;
+    CHECK(call((everything)cuPeek) == 4711);
+    guard_free_gate = &shut_byte;
+    CHECK(call((everything)cuPeek) == 98);
+    answer = 0;
+    try_back();
     puts(failures ? "FAILED" : "right");
     return failures != 0;
 }

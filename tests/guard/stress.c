@@ -7,18 +7,22 @@
  *     stress MODE THREADS SEED PTX-FILE
  *
  * MODE is "all", "sync" (nothing but cuStreamSynchronize and cuCtxSynchronize, which do not wait for
- * a suspend to be over), or "corrupt" (a byte is expected that never was written: the checks must
- * find it). The program says "ready PID", works until a line comes on standard input, checks all
+ * a suspend to be over), "corrupt" (a byte is expected that never was written: the checks must find
+ * it), or "collect": what the threads give back is freed by collectors, as garbage collection does it,
+ * at any time and under a lock that the others want, too. How many buffers were collected is in the
+ * first 8 bytes of the file that COLLECTED names, if it names one. The program says "ready PID", works until a line comes on standard input, checks all
  * buffers, frees them, says "done OPERATIONS CHECKS REFUSED", and ends when its input does. Any
  * answer of the driver that may not be ends it with status 3.
  */
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -200,18 +204,96 @@ static bool allocate(struct worker *w, struct buffer *b)
     return true;
 }
 
-static void release(struct worker *w, struct buffer *b)
+/* ---- garbage, and who collects it ---- */
+
+#define GARBAGE 4096
+
+static struct {
+    pthread_mutex_t lock;
+    struct buffer at[GARBAGE];
+    void *event[GARBAGE];
+    size_t count;
+    void *stream;
+    uint64_t own, *collected;
+} garbage = {.lock = PTHREAD_MUTEX_INITIALIZER, .collected = &garbage.own};
+
+static bool thrown_away(struct buffer *b)
+{
+    void *event;
+    if (strcmp(mode, "collect"))
+        return false;
+    OK(cuEventCreate(&event, 2));
+    pthread_mutex_lock(&garbage.lock);
+    bool room = garbage.count < GARBAGE;
+    if (room) {
+        garbage.event[garbage.count] = event;
+        garbage.at[garbage.count++] = *b;
+    }
+    pthread_mutex_unlock(&garbage.lock);
+    if (!room)
+        OK(cuEventDestroy(event));
+    return room;
+}
+
+static void destroy(struct buffer *b, void *stream)
 {
     if (b->kind == PLAIN) {
         OK(cuMemFree(b->at));
     } else if (b->kind == ORDERED) {
-        OK(cuMemFreeAsync(b->at, w->stream));
+        OK(cuMemFreeAsync(b->at, stream));
     } else if (b->kind == MAPPED) {
-        OK(cuStreamSynchronize(w->stream));
         OK(cuMemUnmap(b->at, b->size));
         OK(cuMemRelease(b->handle));
         OK(cuMemAddressFree(b->at, b->size));
     }
+}
+
+/* Nothing here may wait for a lease. */
+static void *collect(void *unused)
+{
+    (void)unused;
+    for (bool over = false; !over;) {
+        over = __atomic_load_n(&stop, __ATOMIC_ACQUIRE);
+        pthread_mutex_lock(&garbage.lock);
+        over = over && !garbage.count;
+        if (garbage.count) {
+            size_t last = --garbage.count;
+            if (cuEventQuery(garbage.event[last]) || cuStreamQuery(garbage.stream))
+                fail("a query of a collector", 0);
+            destroy(&garbage.at[last], garbage.stream);
+            OK(cuEventDestroy(garbage.event[last]));
+            free(garbage.at[last].expect);
+            __atomic_add_fetch(garbage.collected, 1, __ATOMIC_SEQ_CST);
+        }
+        pthread_mutex_unlock(&garbage.lock);
+        usleep(200);
+    }
+    return NULL;
+}
+
+static void open_collected(void)
+{
+    const char *path = getenv("COLLECTED");
+    int fd = path ? open(path, O_RDWR) : -1;
+    if (fd < 0)
+        return;
+    void *p = mmap(NULL, sizeof(uint64_t), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (p == MAP_FAILED)
+        fail("COLLECTED", 0);
+    garbage.collected = p;
+    close(fd);
+}
+
+/* Nobody uses it any more. */
+static void release(struct worker *w, struct buffer *b)
+{
+    if (b->kind != NONE && thrown_away(b)) {
+        memset(b, 0, sizeof *b);
+        return;
+    }
+    if (b->kind == MAPPED)
+        OK(cuStreamSynchronize(w->stream));
+    destroy(b, w->stream);
     free(b->expect);
     memset(b, 0, sizeof *b);
 }
@@ -435,6 +517,13 @@ int main(int argc, char **argv)
     OK(cuModuleLoadData(&module, ptx));
     OK(cuModuleGetFunction(&add, module, "gpupool_add_u32"));
     OK(cuModuleGetFunction(&spin, module, "gpupool_spin_ns"));
+    pthread_t collector[2];
+    bool collects = !strcmp(mode, "collect");
+    open_collected();
+    OK(cuStreamCreate(&garbage.stream, 1));
+    for (int i = 0; collects && i < 2; i++)
+        if (pthread_create(&collector[i], NULL, collect, NULL))
+            fail("pthread_create", i);
     for (int i = 0; i < count; i++) {
         workers[i].random = (strtoull(argv[3], NULL, 10) + 1) * 1000003 + (uint64_t)i * 7919 + 1;
         if (pthread_create(&workers[i].thread, NULL, work, &workers[i]))
@@ -452,6 +541,9 @@ int main(int argc, char **argv)
         checks += workers[i].checks;
         refused += workers[i].refused;
     }
+    for (int i = 0; collects && i < 2; i++)
+        pthread_join(collector[i], NULL);
+    OK(cuStreamDestroy(garbage.stream));
     OK(cuCtxSynchronize());
     OK(cuDeviceGraphMemTrim(0));
     printf("done %llu %llu %llu\n", (unsigned long long)operations, (unsigned long long)checks,

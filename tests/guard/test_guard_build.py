@@ -97,6 +97,7 @@ def test_the_package_build_needs_nothing_but_the_standard_library():
     "line",
     ["cuInit", "cuInit 2000", "cuInit x wrap", "cuInit 2000 gates", "init 2000 gate",
      "cuInit 2000 gate 3", "cuInit 2000 wait", "cuInit 2000 wait x", "cuInit 2000 same",
+     "cuInit 2000 back", "cuInit 2000 back 4",
      "cuOther 2000 gate", "cuInit 2000 same cuOther"],
 )  # fmt: skip
 def test_a_line_that_cannot_be_is_refused(generator, tmp_path, line):
@@ -107,7 +108,7 @@ def test_a_line_that_cannot_be_is_refused(generator, tmp_path, line):
 
 
 def test_functions_and_entries_belong_together(generator, entries):
-    wraps = {e.symbol for e in entries if e.kind == "wrap"}
+    wraps = {e.symbol for e in entries if e.kind in ("wrap", "peek")}
     assert generator.generate(entries, wraps)
     with pytest.raises(generator.EntriesError, match=r"without a C function: .*cuInit"):
         generator.generate(entries, wraps - {"cuInit"})
@@ -129,10 +130,10 @@ def test_every_entry_has_what_it_needs(entries):
     )
     for symbol, kind in kinds.items():
         if sync.match(symbol):
-            assert kind in ("wait", "wrap"), symbol
+            assert kind in ("wait", "wrap", "back"), symbol
         if alloc.match(symbol):
             assert kind in ("wrap", "same", "refuse") or symbol == "cuMemFree", symbol
-    assert kinds["cuMemFree"] == "wait"  # of 32-bit addresses, which nothing gives out
+    assert kinds["cuMemFree"] == "back"  # of 32-bit addresses, which nothing gives out
     assert kinds["cuLaunchKernel"] == "gate"
     assert kinds["cuCheckpointProcessLock"] == "never"
 
@@ -172,8 +173,9 @@ def test_what_is_passed_arrives(generator, tmp_path):
     made.write_text(
         "cuGate 1 gate\ncuFree 1 free\ncuNever 1 never\ncuRefuse 1 refuse\ncuWrap 1 wrap\n"
         "cuSame 1 same cuWrap\ncuWait3 1 wait 3\ncuWait17 1 wait 17\ncuWait24 1 wait 24\n"
+        "cuBack 1 back 3\ncuPeek 1 peek\n"
     )
-    for name, text in generator.generate(generator.read(made), {"cuWrap"}).items():
+    for name, text in generator.generate(generator.read(made), {"cuWrap", "cuPeek"}).items():
         (tmp_path / name).write_text(text)
     program = tmp_path / "entry_points"
     for optimise in ("-O0", "-O2"):

@@ -7,126 +7,20 @@ own calls from another process, finds the device empty, resumes, opens the gate.
 what the guard asks meanwhile: for the lease, and for growth, which it sometimes refuses.
 """
 
-import random
 import signal
 import subprocess
-import sys
-import threading
 import time
 
 import pytest
+from suspender import Suspender
 
 from jupyter_gpupool.emulator import build as emulator_build
 from jupyter_gpupool.emulator.kernels import PTX
 from jupyter_gpupool.guard import build as guard_build
-from jupyter_gpupool.guard import page as pages
 
 MIB = 1 << 20
 CONTEXT = 32 * MIB
 THREADS = 6
-
-WORKER = r"""
-import ast, sys
-from cuda.core.checkpoint import Process
-import pynvml as n
-
-n.nvmlInit()
-h = n.nvmlDeviceGetHandleByIndex(0)
-
-def used():
-    return n.nvmlDeviceGetMemoryInfo(h, version=n.nvmlMemory_v2).used
-
-def suspend(pids):
-    for pid in pids:
-        Process(pid).lock(10000)
-    for pid in pids:
-        Process(pid).checkpoint()
-    return used()
-
-def resume(pids):
-    for pid in pids:
-        Process(pid).restore()
-    for pid in pids:
-        Process(pid).unlock()
-
-g = dict(globals())
-for line in sys.stdin:
-    try:
-        exec(ast.literal_eval(line), g)
-        out = repr(g.pop("_", None))
-    except BaseException as error:
-        out = repr(("raised", type(error).__name__, str(error)))
-    print("\x01" + out, flush=True)
-"""
-
-
-class Suspender:
-    """The broker's part."""
-
-    def __init__(self, session, seed, *, open_gate=True):
-        self.session = session
-        self.chance = random.Random(seed)
-        self.worker = session.child(
-            [sys.executable, "-uc", WORKER],
-            LD_PRELOAD=None,
-            LD_LIBRARY_PATH=session.machine_env["LD_LIBRARY_PATH"],
-            GPUPOOL_PAGE=None,
-        )
-        self.opened = threading.Condition()
-        self.open = True
-        self.grants = 0
-        self.refusals = 0
-        self._granting = threading.Lock()
-        session.broker.answer = self._answer
-        if open_gate:
-            session.grant(session.uuids, each=64 * MIB)
-
-    def _answer(self, message):
-        if message["type"] == "grow":
-            return self._grow(message)
-        assert message["type"] == "attach", message
-        with self.opened:
-            assert self.opened.wait_for(lambda: self.open, 60)
-        return {"type": "ok", "epoch": 1}
-
-    def _grow(self, message):
-        with self._granting:
-            assert message["bytes"] > 0
-            assert message["device"] == 0
-            if (self.grants + self.refusals) % 5 == 4:
-                self.refusals += 1
-                return {"type": "error", "code": "limit", "message": "no"}
-            page = self.session.page.read()
-            granted = page.granted[0] + message["bytes"] + 4 * MIB
-            self.session.page.set_grant([granted, granted], 1 << 30, 1)
-            self.grants += 1
-            return {"type": "ok", "granted": granted}
-
-    def suspend(self, pids, until):
-        with self.opened:
-            self.open = False
-            self.session.page.set_gate(pages.CLOSED)
-        until(lambda: self.session.page.read().inflight == 0)
-        assert self.worker.do(f"_ = suspend({pids})", 60) == 0  # bytes in use on the device
-
-    def resume(self, pids, until):
-        assert self.worker.do(f"_ = resume({pids})", 60) is None
-        with self._granting:  # so that growth is asked for again and again
-            granted = self.session.page.read().used[0] + MIB
-            self.session.page.set_grant([granted, granted], 1 << 30, 1)
-        with self.opened:
-            self.open = True
-            self.session.page.set_gate(pages.UNUSED)
-            self.opened.notify_all()
-        until(lambda: self.session.page.gate() == pages.OPEN)  # somebody has gone on
-
-    def pause(self):
-        """A neighbour's turn: nobody asks, and it ends by itself."""
-        until = time.monotonic_ns() + 4_000_000
-        self.session.page.set_gate(pages.PAUSED, pause_until=until)
-        if self.chance.random() < 0.5:
-            time.sleep(0.002)
-            self.session.page.set_gate(pages.UNUSED)
 
 
 @pytest.fixture
@@ -187,6 +81,44 @@ def test_suspends_of_two_processes_under_load(make_session, compiled, ptx, until
     program = compiled("stress", "-pthread", "-ldl")
     commands = [_command(program, ptx, seed=seed) for seed in (4, 5)]
     _stress(make_session(), until, commands, 40)
+
+
+def test_garbage_is_collected_while_suspended(make_session, compiled, ptx, until, tmp_path):
+    """Collectors free at any time, under a lock that others want, and never wait for a lease."""
+    session = make_session()
+    counter = tmp_path / "collected"
+    counter.write_bytes(bytes(8))
+    suspender = Suspender(session, seed=6)
+    program = compiled("stress", "-pthread", "-ldl")
+    child = session.child(_command(program, ptx, "collect"), COLLECTED=str(counter))
+    assert child.line(60) == f"ready {child.pid}"
+
+    def collected():
+        return int.from_bytes(counter.read_bytes(), "little")
+
+    suspended = 0
+    for _ in range(40):
+        suspender.suspend([child.pid], until)
+        before, charged = collected(), session.page.read().used
+        time.sleep(suspender.chance.random() * 0.01)
+        suspended += collected() - before
+        assert session.page.read().used == charged  # the suspended state has them
+        suspender.resume([child.pid], until)
+        time.sleep(suspender.chance.random() * 0.02)
+    while not suspended:  # a loaded machine: any suspend will do
+        suspender.suspend([child.pid], until)
+        before = collected()
+        time.sleep(0.1)
+        suspended += collected() - before
+        suspender.resume([child.pid], until)
+    child.process.stdin.write(b"\n")
+    child.process.stdin.flush()
+    assert child.line(60).startswith("done ")
+    page = session.page.read()
+    assert page.used[0] == CONTEXT
+    assert suspender.used() == CONTEXT
+    assert (page.inflight, page.waiting) == (0, 0)
+    assert child.end() == 0
 
 
 @pytest.mark.long

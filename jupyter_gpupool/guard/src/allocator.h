@@ -64,11 +64,18 @@ struct here here_of_device(CUdevice device);
         return entered_;                                               \
     __attribute__((cleanup(guard_left))) int leaving_ = 0
 
-/* At the head of those that give something back. */
-#define ENTER_BACK                                                     \
-    CUresult entered_ = guard_enter_back();                            \
-    if (entered_)                                                      \
-        return entered_;                                               \
+/* At the head of those that give something back, with its name and arguments. */
+#define ENTER_BACK(name, ...)                                                                   \
+    CUresult entered_ = guard_enter_back(E_##name, (const uint64_t[LATER_ARGUMENTS]){__VA_ARGS__}); \
+    if (entered_)                                                                               \
+        return entered_ == GUARD_NOTED ? CUDA_SUCCESS : entered_;                               \
+    __attribute__((cleanup(guard_left))) int leaving_ = 0
+
+/* At the head of those that ask whether work is done. */
+#define ENTER_QUERY                                                                             \
+    CUresult entered_ = guard_enter_query();                                                    \
+    if (entered_)                                                                               \
+        return entered_ == GUARD_NOTED ? CUDA_SUCCESS : entered_;                               \
     __attribute__((cleanup(guard_left))) int leaving_ = 0
 
 void guard_left(int *unused);

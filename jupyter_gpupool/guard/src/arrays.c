@@ -103,8 +103,8 @@ CUresult wrap_cuMipmappedArrayCreate(CUmipmappedArray *out, const CUDA_ARRAY3D_D
     CREATE(out, array_bytes(d, levels), REAL(cuMipmappedArrayCreate)(out, d, levels), undo_mipmap);
 }
 
-#define DESTROY(handle, call)                                   \
-    ENTER_BACK;                                                 \
+#define DESTROY(name, handle, call)                             \
+    ENTER_BACK(name, (uint64_t)(handle));                       \
     struct own own, stale;                                      \
     bool ours = table_take(OWN_ARRAY, (uint64_t)(handle), &own); \
     CUresult result = call;                                     \
@@ -114,9 +114,9 @@ CUresult wrap_cuMipmappedArrayCreate(CUmipmappedArray *out, const CUDA_ARRAY3D_D
         settle_stale(&stale);                                   \
     return result
 
-CUresult wrap_cuArrayDestroy(CUarray array) { DESTROY(array, REAL(cuArrayDestroy)(array)); }
+CUresult wrap_cuArrayDestroy(CUarray array) { DESTROY(cuArrayDestroy, array, REAL(cuArrayDestroy)(array)); }
 
 CUresult wrap_cuMipmappedArrayDestroy(CUmipmappedArray array)
 {
-    DESTROY(array, REAL(cuMipmappedArrayDestroy)(array));
+    DESTROY(cuMipmappedArrayDestroy, array, REAL(cuMipmappedArrayDestroy)(array));
 }

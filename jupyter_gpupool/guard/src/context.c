@@ -32,12 +32,13 @@ static const struct here nowhere = {.ordinal = -1};
 static __thread struct here remembered;
 static __thread uint32_t remembered_at;
 
-static uint64_t number_of(struct devices *d, CUcontext context)
+static uint64_t number_of(struct devices *d, CUcontext context, CUdevice device)
 {
     struct own own, stale;
     own_lock(&d->lock); /* two threads may meet a context at once */
     if (!table_get(OWN_CONTEXT, (uint64_t)context, &own)) {
-        own = (struct own){.key = (uint64_t)context, .kind = OWN_CONTEXT, .owner = ++d->numbers};
+        own = (struct own){.key = (uint64_t)context, .kind = OWN_CONTEXT, .owner = ++d->numbers,
+                           .extra = (uint32_t)device};
         table_put(&own, &stale);
     }
     own_unlock(&d->lock);
@@ -67,7 +68,7 @@ struct here here_now(void)
     h.ordinal = guard_ordinal(h.device);
     if (h.ordinal >= PAGE_DEVICES)
         h.ordinal = -1;
-    h.number = number_of(d, context);
+    h.number = number_of(d, context, h.device);
     remembered = h;
     remembered_at = now;
     return h;
@@ -196,7 +197,12 @@ static void context_gone(int ordinal, CUcontext context, bool was_primary)
     int ordinal = here_of_device(device).ordinal;                                  \
     uint64_t charged;                                                              \
     CUresult result = context_begin(device, ordinal, &charged);                            \
-    return result ? result : context_end(call, ordinal, charged, NULL)
+    if (result)                                                                    \
+        return result;                                                             \
+    result = context_end(call, ordinal, charged, NULL);                            \
+    if (!result)                                                                   \
+        current_pushed(*out);                                                      \
+    return result
 
 CUresult wrap_cuCtxCreate_v2(CUcontext *out, unsigned flags, CUdevice device)
 {
@@ -249,7 +255,7 @@ CUresult wrap_cuGreenCtxCreate(CUgreenCtx *out, void *resources, CUdevice device
 
 CUresult wrap_cuGreenCtxDestroy(CUgreenCtx context)
 {
-    ENTER_BACK;
+    ENTER_BACK(cuGreenCtxDestroy, (uint64_t)context);
     struct own own, stale;
     bool ours = table_take(OWN_GREEN, (uint64_t)context, &own);
     CUresult result = REAL(cuGreenCtxDestroy)(context);
@@ -264,7 +270,7 @@ CUresult wrap_cuCtxDestroy_v2(CUcontext context)
 {
     typedef CUresult (*push)(CUcontext);
     typedef CUresult (*pop)(CUcontext *);
-    ENTER_BACK;
+    ENTER_BACK(cuCtxDestroy_v2, (uint64_t)context);
     int ordinal = -1;
     if (guard_page && context) {
         /* Only a current context says which device it is on. */
@@ -275,8 +281,10 @@ CUresult wrap_cuCtxDestroy_v2(CUcontext context)
         }
     }
     CUresult result = REAL(cuCtxDestroy_v2)(context);
-    if (!result)
+    if (!result) {
+        current_destroyed(context);
         context_gone(ordinal, context, false);
+    }
     return result;
 }
 
@@ -312,12 +320,12 @@ static CUresult primary_after(CUresult result, CUdevice device)
 
 CUresult wrap_cuDevicePrimaryCtxRelease_v2(CUdevice device)
 {
-    ENTER_BACK;
+    ENTER_BACK(cuDevicePrimaryCtxRelease_v2, (uint64_t)device);
     return primary_after(REAL(cuDevicePrimaryCtxRelease_v2)(device), device);
 }
 
 CUresult wrap_cuDevicePrimaryCtxReset_v2(CUdevice device)
 {
-    ENTER_BACK;
+    ENTER_BACK(cuDevicePrimaryCtxReset_v2, (uint64_t)device);
     return primary_after(REAL(cuDevicePrimaryCtxReset_v2)(device), device);
 }

@@ -12,7 +12,7 @@
  * is empty then, is not used; the slow path loads the driver. */
     .hidden guard_gate, guard_free_gate, guard_unloaded, guard_real
     .hidden guard_slow_gate, guard_slow_free, guard_slow_never, guard_slow_refuse
-    .hidden guard_enter_entry, guard_leave
+    .hidden guard_enter_entry, guard_enter_back, guard_leave
 
     .text
 
@@ -75,6 +75,23 @@
     .hidden wrap_\target
     BEGIN \name, \index
     jmp wrap_\target
+    END \name
+.endm
+
+.macro ENTRY_PEEK name, index
+    .hidden wrap_\name
+    BEGIN \name, \index
+    movq guard_free_gate(%rip), %r11
+    cmpb $0, (%r11)
+    jne wrap_\name
+    jmp *(guard_real + 8 * \index)(%rip)
+    END \name
+.endm
+
+.macro ENTRY_BACK name, index
+    BEGIN \name, \index
+    movl $\index, %r11d
+    jmp .Lback
     END \name
 .endm
 
@@ -204,6 +221,39 @@
     ret
     .cfi_endproc
 .endm
+
+/* A call that gives something back, with at most three arguments: in, the driver, out; or noted, and
+ * answered with success. */
+    .balign 16
+.Lback:
+    .cfi_startproc
+    SAVE
+    movl %r11d, %edi
+    pushq %rax
+    pushq %rdx
+    pushq %rsi
+    pushq -8(%rbp)
+    movq %rsp, %rsi
+    call guard_enter_back
+    addq $32, %rsp
+    testl %eax, %eax
+    jne 4f
+    RESTORE
+    leaq guard_real(%rip), %r10
+    call *(%r10, %r11, 8)
+    movq %rax, -56(%rbp)
+    call guard_leave
+    movq -56(%rbp), %rax
+    jmp 5f
+4:
+    cmpl $-1, %eax
+    jne 5f
+    xorl %eax, %eax
+5:
+    leave
+    .cfi_def_cfa %rsp, 8
+    ret
+    .cfi_endproc
 
     .section .note.GNU-stack, "", @progbits
     .text

@@ -9,6 +9,7 @@
  * least one of them sees the other: no call is inside when the session is locked.
  */
 #include "guard.h"
+#include "own.h"
 
 #include <stdlib.h>
 #include <time.h>
@@ -16,6 +17,9 @@
 const uint8_t guard_open = GATE_OPEN, guard_shut = GATE_CLOSED;
 
 const uint8_t *guard_gate = &guard_shut, *guard_free_gate = &guard_shut;
+
+/* Nanoseconds after which a suspend is taken for one that nobody ends: its broker is gone. */
+#define LONGEST_SUSPEND 20000000000ull
 
 static bool initialised, context, ending;
 
@@ -103,68 +107,113 @@ void gate_at_exit(void)
     atexit(end);
 }
 
-/* ---- from the entry points */
+/* ---- what is owed to the driver: calls that were noted, contexts that a thread has made current */
 
-static CUresult pass_entry(uint32_t entry)
+uint32_t guard_arrears;
+static uint32_t arrears_lock;
+
+/* While anything is owed the entry points take the slow path, whatever the gate says. */
+static void point(void)
 {
-    bool before = polite_keep(guard_gives_back[entry]);
-    CUresult error = gate_pass();
-    polite_keep(before);
-    return error;
+    bool shut = __atomic_load_n(&guard_arrears, __ATOMIC_SEQ_CST) != 0;
+    const uint8_t *gate = shut ? &guard_shut : guard_page ? &guard_page->gate : &guard_open;
+    bool blocks = __atomic_load_n(&context, __ATOMIC_ACQUIRE);
+    guard_gates(gate, shut || blocks ? gate : &guard_open);
 }
 
-CUresult guard_slow_gate(uint32_t entry)
+void gate_arrears(enum arrears what, bool more)
 {
-    CUresult error = guard_settle();
-    return error || !guard_page || inside.depth ? error : pass_entry(entry);
+    own_lock(&arrears_lock);
+    uint32_t now = guard_arrears;
+    if (what == ARREARS_CALLS)
+        now = more ? now | ARREARS_CALLS : now & ~(uint32_t)ARREARS_CALLS;
+    else
+        now += more ? ARREARS_CONTEXTS : -(uint32_t)ARREARS_CONTEXTS;
+    __atomic_store_n(&guard_arrears, now, __ATOMIC_SEQ_CST);
+    point();
+    own_unlock(&arrears_lock);
 }
 
-CUresult guard_slow_free(uint32_t entry)
+static bool owing(void)
 {
-    CUresult error = guard_settle();
-    if (error || !guard_blocked() || inside.depth)
-        return error;
-    return pass_entry(entry);
+    return __builtin_expect(__atomic_load_n(&guard_arrears, __ATOMIC_ACQUIRE) != 0, 0);
 }
 
-CUresult guard_slow_refuse(uint32_t entry)
+bool gate_closed(void)
 {
-    CUresult error = guard_slow_gate(entry);
-    if (error)
-        return error;
-    return guard_page && guard_initialised() ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
+    return __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_CLOSED;
+}
+
+/* Closed, and no lease any more: the broker takes it from the page once all processes of the session
+ * are suspended, which the driver does only when their work is done. */
+static bool drained(void)
+{
+    for (int i = 0; i < PAGE_DEVICES; i++)
+        if (__atomic_load_n(&guard_page->granted[i], __ATOMIC_SEQ_CST))
+            return false;
+    return gate_closed();
 }
 
 /* ---- for C functions and counted calls */
 
-/* `gated`: at the gate, for a call that uses the device if `use`. */
-static CUresult enter(bool gated, bool use)
+enum purpose {
+    LOOK_UP, /* needs no lease, and may do without one */
+    USE,     /* waits for the lease, and for the noted calls of all threads */
+    QUERY,   /* asks whether work is done */
+    BACK,    /* frees or destroys */
+};
+
+static bool starts(CUresult *error)
 {
+    *error = CUDA_SUCCESS;
     if (inside.depth) {
         inside.depth++;
-        return CUDA_SUCCESS;
+        return false;
     }
-    CUresult error = guard_settle();
-    if (error)
-        return error;
+    *error = guard_settle();
+    if (*error)
+        return false;
     inside.depth = 1;
     inside.inflight = NULL;
-    if (!guard_page)
-        return CUDA_SUCCESS;
+    return guard_page != NULL;
+}
+
+/* Counted from here on, if the gate lets it; what this thread owes is paid first. */
+static bool in(enum purpose purpose, bool gated)
+{
     uint32_t *inflight = &guard_slot()->inflight;
-    for (;;) {
-        __atomic_add_fetch(inflight, 1, __ATOMIC_SEQ_CST);
-        inside.inflight = inflight;
-        if (!gated || gate_lets(use) || !__atomic_load_n(&initialised, __ATOMIC_ACQUIRE))
-            return CUDA_SUCCESS;
-        __atomic_sub_fetch(inflight, 1, __ATOMIC_SEQ_CST);
-        inside.inflight = NULL;
-        inside.depth = 0;
+    __atomic_add_fetch(inflight, 1, __ATOMIC_SEQ_CST);
+    inside.depth = 1;
+    inside.inflight = inflight;
+    /* A free disturbs nobody's turn, and a question neither. */
+    bool lets = purpose >= QUERY ? gate_lets(true) || !gate_closed() : gate_lets(purpose == USE);
+    if (!gated || lets || !__atomic_load_n(&initialised, __ATOMIC_ACQUIRE)) {
+        if (!owing())
+            return true;
+        if (lets)
+            current_apply();
+        if (!lets || purpose == LOOK_UP || purpose == QUERY || later_do())
+            return true;
+    }
+    __atomic_sub_fetch(inflight, 1, __ATOMIC_SEQ_CST);
+    inside.inflight = NULL;
+    inside.depth = 0;
+    return false;
+}
+
+static CUresult enter(bool gated, bool use)
+{
+    CUresult error;
+    if (!starts(&error))
+        return error;
+    while (!in(use ? USE : LOOK_UP, gated)) {
         error = gate_pass();
+        if (!error && owing())
+            error = later_sit_out();
         if (error)
             return error;
-        inside.depth = 1;
     }
+    return CUDA_SUCCESS;
 }
 
 CUresult guard_enter(void)
@@ -174,23 +223,98 @@ CUresult guard_enter(void)
 
 CUresult guard_enter_entry(uint32_t entry)
 {
-    bool before = polite_keep(guard_gives_back[entry]);
-    CUresult error = enter(true, true);
-    polite_keep(before);
-    return error;
-}
-
-CUresult guard_enter_back(void)
-{
-    bool before = polite_keep(true);
-    CUresult error = enter(true, true);
-    polite_keep(before);
-    return error;
+    (void)entry;
+    return enter(true, true);
 }
 
 CUresult guard_enter_free(void)
 {
     return enter(guard_has_context(), false);
+}
+
+CUresult guard_enter_back(uint32_t entry, const uint64_t *argument)
+{
+    CUresult error;
+    if (!starts(&error))
+        return error;
+    /* Without a context it cannot be suspended, and the driver says what is wrong with the call. */
+    while (!in(BACK, guard_has_context())) {
+        if (later_note(entry, argument)) {
+            /* Opened meanwhile: nobody may call again for long. */
+            if (!gate_closed() && in(BACK, true))
+                guard_leave();
+            return GUARD_NOTED;
+        }
+        error = gate_pass();
+        if (error)
+            return error;
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult guard_enter_query(void)
+{
+    CUresult error;
+    uint64_t began = 0;
+    if (!starts(&error))
+        return error;
+    while (!in(QUERY, guard_has_context())) {
+        if (drained())
+            return GUARD_NOTED;
+        if (__atomic_load_n(&ending, __ATOMIC_ACQUIRE))
+            return CUDA_ERROR_DEINITIALIZED;
+        /* It is being suspended, which ends soon: one way or the other there is an answer then. The
+         * caller may hold locks that a wait for a lease must not be under. */
+        uint64_t now = monotonic();
+        if (!began)
+            began = now;
+        if (now - began > LONGEST_SUSPEND && (error = gate_pass()))
+            return error;
+        nap(1);
+    }
+    return CUDA_SUCCESS;
+}
+
+/* ---- from the entry points */
+
+/* A call that is not counted goes on to the driver: with what is owed paid. */
+static CUresult pay(bool use)
+{
+    if (!owing() || (!use && !current_differs()))
+        return CUDA_SUCCESS;
+    CUresult error = enter(true, use);
+    if (!error)
+        guard_leave();
+    return error;
+}
+
+CUresult guard_slow_gate(uint32_t entry)
+{
+    (void)entry;
+    CUresult error = guard_settle();
+    if (error || !guard_page || inside.depth)
+        return error;
+    error = gate_pass();
+    return error ? error : pay(true);
+}
+
+CUresult guard_slow_free(uint32_t entry)
+{
+    (void)entry;
+    CUresult error = guard_settle();
+    if (error || !guard_page || inside.depth)
+        return error;
+    if (guard_blocked())
+        error = gate_pass();
+    return error ? error : pay(false);
+}
+
+CUresult guard_slow_refuse(uint32_t entry)
+{
+    CUresult error = guard_slow_gate(entry);
+    if (error)
+        return error;
+    return guard_page && guard_initialised() ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
 }
 
 void guard_leave(void)
@@ -260,7 +384,7 @@ void guard_note_context(void)
     cached_fill();
     __atomic_store_n(&context, true, __ATOMIC_RELEASE);
     /* From now on the driver's answers may have to wait for a lease, also those that need none. */
-    guard_gates(&guard_page->gate, &guard_page->gate);
+    point();
 }
 
 void gate_fork(enum fork_when when)
@@ -270,6 +394,7 @@ void gate_fork(enum fork_when when)
     initialised = context = false;
     inside.depth = 0;
     inside.inflight = NULL;
+    guard_arrears = arrears_lock = 0;
     if (__atomic_load_n(&guard_gate, __ATOMIC_RELAXED) != &guard_open || guard_page)
         guard_gates(&guard_shut, &guard_shut);
 }

@@ -240,7 +240,7 @@ CUresult wrap_cuGraphUpload_ptsz(CUgraphExec exec, CUstream stream)
 
 CUresult wrap_cuGraphExecDestroy(CUgraphExec exec)
 {
-    ENTER_BACK;
+    ENTER_BACK(cuGraphExecDestroy, (uint64_t)exec);
     struct own own;
     bool ours = false;
     for (int i = 0; table_seen(OWN_GRAPH) && i < PAGE_DEVICES; i++)
@@ -253,7 +253,7 @@ CUresult wrap_cuGraphExecDestroy(CUgraphExec exec)
 
 CUresult wrap_cuDeviceGraphMemTrim(CUdevice device)
 {
-    ENTER_BACK;
+    ENTER_BACK(cuDeviceGraphMemTrim, (uint64_t)device);
     __atomic_add_fetch(&graph_trims, 1, __ATOMIC_ACQ_REL);
     CUresult result = REAL(cuDeviceGraphMemTrim)(device);
     struct here h = here_of_device(device);

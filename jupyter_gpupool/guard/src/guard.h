@@ -49,7 +49,6 @@ CUresult guard_slow_never(void);
 CUresult guard_slow_free(uint32_t entry);
 CUresult guard_slow_gate(uint32_t entry);
 CUresult guard_slow_refuse(uint32_t entry);
-extern const uint8_t guard_gives_back[]; /* by entry: generated */
 
 /* ---- the gate (gate.c, wait.c) */
 
@@ -58,8 +57,12 @@ extern const uint8_t guard_gives_back[]; /* by entry: generated */
  * guard_leave() must be called. Loads the real driver. Nests. */
 CUresult guard_enter(void);
 void guard_leave(void);
-/* The same for a call that frees or destroys (see polite_keep). */
-CUresult guard_enter_back(void);
+/* The same for a call that frees or destroys, with its arguments. While the session has no slice it
+ * is noted and made later (later.c): GUARD_NOTED, and the application's answer is success. */
+CUresult guard_enter_back(uint32_t entry, const uint64_t *argument);
+/* The same for a question whether work is done. GUARD_NOTED: the process is suspended, so it is. */
+CUresult guard_enter_query(void);
+#define GUARD_NOTED ((CUresult)-1)
 
 /* For calls that need no lease (properties): loads the driver and, where this process may be
  * suspended and the driver would block, waits at the gate like guard_enter. Pairs with guard_leave. */
@@ -84,6 +87,8 @@ bool gate_lets(bool use);
 CUresult gate_pass(void);
 /* Once, at the first call of a session's process. */
 void gate_at_exit(void);
+/* There is no lease, or it is about to go: not so in a pause. */
+bool gate_closed(void);
 /* Inside a call that is counted, around a wait for the broker: a suspend need not wait for it. */
 void gate_step_out(void);
 CUresult gate_step_in(void);
@@ -123,6 +128,33 @@ void page_unlock(void);
 /* Under the lock: free the slots of processes that have ended. Reads /proc for each: slow. */
 void page_reap(void);
 
+/* ---- what is owed to the driver once the gate is open (gate.c, later.c, current.c) */
+
+enum arrears { ARREARS_CALLS = 1, ARREARS_CONTEXTS = 2 /* for each thread */ };
+/* Zero: nothing. Otherwise every entry point takes its slow path. */
+extern uint32_t guard_arrears;
+void gate_arrears(enum arrears what, bool more);
+
+#define LATER_ARGUMENTS 3
+/* Note a call, to be made later with the context that is current now. false: no memory for it. */
+bool later_note(uint32_t entry, const uint64_t *argument);
+/* Inside, with the gate open: make the noted calls. false: some are left, because another thread is
+ * at it or because the gate was closed. */
+bool later_do(void);
+/* Wait until no other thread is at it. 0, or the error to return. */
+CUresult later_sit_out(void);
+
+/* The calling thread's current context, as the application sees it. */
+CUcontext current_context(void);
+/* What the driver says it is; what it was told without cuCtxSetCurrent and its like. */
+void current_seen(CUcontext context);
+void current_pushed(CUcontext context);
+void current_destroyed(CUcontext context);
+void current_destroyed_later(CUcontext context);
+/* Whether the driver is still to hear of this thread's context; tell it. */
+bool current_differs(void);
+void current_apply(void);
+
 /* ---- waiting (wait.c) */
 
 /* From begin to end the interpreter's other threads run, if there is one in this process and this
@@ -132,11 +164,6 @@ struct polite {
     uint32_t interrupts;
 };
 void polite_begin(struct polite *p);
-/* While true, waits of this thread keep the interpreter's lock; returns what it was. Taking that lock
- * again deadlocks if the caller holds a lock that another thread waits for with the interpreter's in
- * hand. Extension code does such things where objects are destroyed, so a call that gives back or
- * queries keeps it: the interpreter stands still until the lease is there, and goes on. */
-bool polite_keep(bool wanted);
 void polite_end(struct polite *p);
 bool polite_interrupted(const struct polite *p);
 /* Whether the interpreter of this process, if there is one, is being torn down. */
@@ -152,6 +179,7 @@ void wait_fork(enum fork_when when);
 void procaddr_fork(enum fork_when when);
 void gate_fork(enum fork_when when);
 void cached_fork(enum fork_when when);
+void current_fork(enum fork_when when);
 void guard_at_fork(void); /* registers them */
 
 /* ---- bytes (charge.c) */

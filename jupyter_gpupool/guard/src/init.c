@@ -182,7 +182,7 @@ static void init_fork(enum fork_when when)
 }
 
 static void (*const parts[])(enum fork_when when) = {
-    init_fork, procaddr_fork, real_fork, cached_fork, wait_fork, page_fork, gate_fork,
+    init_fork, procaddr_fork, real_fork, cached_fork, wait_fork, page_fork, gate_fork, current_fork,
 };
 #define PARTS (sizeof parts / sizeof *parts)
 

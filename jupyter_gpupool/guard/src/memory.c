@@ -83,6 +83,7 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *out, size_t bytes)
     struct here h = here_now();
     if (h.ordinal < 0 || !out || !bytes)
         return guard_allocator->alloc(out, bytes);
+    current_seen(h.context);
     struct own own = {.bytes = guard_allocator->extent(bytes), .owner = h.number,
                       .kind = OWN_DEVICE, .ordinal = (int16_t)h.ordinal};
     CUresult result = guard_charge(h.ordinal, own.bytes);
@@ -172,7 +173,7 @@ static CUresult freed(CUresult result, const struct own *own)
 
 CUresult wrap_cuMemFree_v2(CUdeviceptr address)
 {
-    ENTER_BACK;
+    ENTER_BACK(cuMemFree_v2, address);
     struct own own;
     if (!guard_page || !take_address(address, &own))
         return guard_allocator->free(address);
@@ -181,7 +182,7 @@ CUresult wrap_cuMemFree_v2(CUdeviceptr address)
 
 CUresult wrap_cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 {
-    ENTER_BACK;
+    ENTER_BACK(cuMemFreeAsync, address, (uint64_t)stream);
     struct own own;
     bool ours = guard_page && take_address(address, &own);
     CUresult result = REAL(cuMemFreeAsync)(address, stream);
@@ -190,7 +191,7 @@ CUresult wrap_cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 
 CUresult wrap_cuMemFreeAsync_ptsz(CUdeviceptr address, CUstream stream)
 {
-    ENTER_BACK;
+    ENTER_BACK(cuMemFreeAsync_ptsz, address, (uint64_t)stream);
     struct own own;
     bool ours = guard_page && take_address(address, &own);
     CUresult result = REAL(cuMemFreeAsync_ptsz)(address, stream);

@@ -127,6 +127,7 @@ static CUresult allocate(const struct request *q)
         r = plan(all, pool, h, extent, &growth, &look);
     if (!r)
         return driver_allocate(q);
+    current_seen(h.context);
 
     CUresult refused = look ? reserve_begin(r, growth) : CUDA_SUCCESS;
     if (refused) {
@@ -261,7 +262,7 @@ static void mark(struct reserve *r, enum reserve_state ended)
 
 CUresult wrap_cuMemPoolDestroy(CUmemoryPool pool)
 {
-    ENTER_BACK;
+    ENTER_BACK(cuMemPoolDestroy, (uint64_t)pool);
     KNOWN(pool);
     /* Marked first: afterwards another thread may be given the same handle. */
     mark(r, ENDING);
@@ -274,7 +275,7 @@ CUresult wrap_cuMemPoolDestroy(CUmemoryPool pool)
 
 CUresult wrap_cuMemPoolTrimTo(CUmemoryPool pool, size_t keep_bytes)
 {
-    ENTER_BACK;
+    ENTER_BACK(cuMemPoolTrimTo, (uint64_t)pool, keep_bytes);
     KNOWN(pool);
     CUresult result = REAL(cuMemPoolTrimTo)(pool, keep_bytes);
     if (r)

@@ -3,6 +3,11 @@
  *
  * Synchronising calls: afterwards the driver has given back what its pools keep beyond their
  * release thresholds, so the page can say so, and the session's other processes can have it.
+ *
+ * A suspended process has no work under way. A question whether work is done is answered so without
+ * a lease. A synchronise is not, although nothing is left to wait for: by its answer a program
+ * learns that its work has failed, before it reads what that work left in host memory, and a program
+ * that measures time has its device attached by it before the clock starts.
  */
 #include "allocator.h"
 #include "wraps.h"
@@ -36,6 +41,24 @@ CUresult wrap_cuStreamSynchronize_ptsz(CUstream stream)
 {
     ENTER;
     return after(REAL(cuStreamSynchronize_ptsz)(stream));
+}
+
+CUresult wrap_cuStreamQuery(CUstream stream)
+{
+    ENTER_QUERY;
+    return REAL(cuStreamQuery)(stream);
+}
+
+CUresult wrap_cuStreamQuery_ptsz(CUstream stream)
+{
+    ENTER_QUERY;
+    return REAL(cuStreamQuery_ptsz)(stream);
+}
+
+CUresult wrap_cuEventQuery(void *event)
+{
+    ENTER_QUERY;
+    return REAL(cuEventQuery)(event);
 }
 
 CUresult wrap_cuEventSynchronize(void *event)

@@ -86,7 +86,7 @@ CUresult wrap_cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const
  * same handle. */
 CUresult wrap_cuMemRelease(CUmemGenericAllocationHandle handle)
 {
-    ENTER_BACK;
+    ENTER_BACK(cuMemRelease, handle);
     struct vmm *v = table_seen(OWN_HANDLE) ? vmm() : NULL;
     struct own own = {.kind = 0}, block = {.ordinal = -1};
     if (v) {
@@ -139,7 +139,7 @@ CUresult wrap_cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGe
 /* One call may remove several mappings that lie one behind the other, each as a whole. */
 CUresult wrap_cuMemUnmap(CUdeviceptr address, size_t bytes)
 {
-    ENTER_BACK;
+    ENTER_BACK(cuMemUnmap, address, bytes);
     struct vmm *v = table_seen(OWN_MAP) ? vmm() : NULL;
     /* The range stays reserved, so nobody can be given these addresses before we are done. */
     CUresult result = REAL(cuMemUnmap)(address, bytes);

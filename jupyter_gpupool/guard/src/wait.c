@@ -165,22 +165,13 @@ bool polite_interrupted(const struct polite *p)
 
 /* ---- both */
 
-static __thread bool keep;
-
-bool polite_keep(bool wanted)
-{
-    bool before = keep;
-    keep = wanted;
-    return before;
-}
-
 void polite_begin(struct polite *p)
 {
     p->interrupts = __atomic_load_n(&interrupts, __ATOMIC_SEQ_CST);
     watch();
     if (guard_slot())
         __atomic_add_fetch(&guard_slot()->waiting, 1, __ATOMIC_SEQ_CST);
-    p->thread = keep ? NULL : release_interpreter();
+    p->thread = release_interpreter();
 }
 
 void polite_end(struct polite *p)

@@ -138,6 +138,17 @@ CUresult wrap_cuCtxSynchronize_v2(CUcontext context);
 CUresult wrap_cuStreamSynchronize(CUstream stream);
 CUresult wrap_cuStreamSynchronize_ptsz(CUstream stream);
 CUresult wrap_cuEventSynchronize(void *event);
+CUresult wrap_cuStreamQuery(CUstream stream);
+CUresult wrap_cuStreamQuery_ptsz(CUstream stream);
+CUresult wrap_cuEventQuery(void *event);
+
+/* current.c */
+CUresult wrap_cuCtxSetCurrent(CUcontext context);
+CUresult wrap_cuCtxPushCurrent_v2(CUcontext context);
+CUresult wrap_cuCtxPopCurrent_v2(CUcontext *out);
+CUresult wrap_cuCtxGetCurrent(CUcontext *out);
+CUresult wrap_cuCtxGetDevice(CUdevice *out);
+CUresult wrap_cuCtxGetDevice_v2(CUdevice *out, CUcontext context);
 
 #pragma GCC visibility pop
 #endif

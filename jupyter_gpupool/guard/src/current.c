@@ -1,0 +1,264 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * The context that is current in each thread. A destructor asks for it, makes its own current and
+ * puts the first one back; none of that needs a device, and the driver may block in it while the
+ * process is suspended. So each thread's stack of contexts is known here, too. While the driver
+ * would block it is changed here alone, and the driver hears of it before the thread's next call.
+ */
+#include "table.h"
+#include "wraps.h"
+#include "guard.h"
+
+#include <pthread.h>
+
+#define DEEPEST 16
+
+struct stack {
+    uint32_t depth;
+    CUcontext at[DEEPEST];
+};
+
+static __thread struct {
+    struct stack real;   /* the driver's */
+    struct stack wanted; /* as the application sees it */
+    bool differ;
+    bool lost; /* deeper than is kept here: only the driver knows */
+} mine;
+
+static pthread_key_t at_end;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static CUcontext top(const struct stack *s) { return s->depth ? s->at[s->depth - 1] : NULL; }
+
+static bool push(struct stack *s, CUcontext context)
+{
+    if (s->depth == DEEPEST)
+        return false;
+    s->at[s->depth++] = context;
+    return true;
+}
+
+/* As cuCtxSetCurrent: in the place of what is on top. */
+static void set(struct stack *s, CUcontext context)
+{
+    if (s->depth)
+        s->depth--;
+    if (context)
+        push(s, context);
+}
+
+static bool equal(const struct stack *a, const struct stack *b)
+{
+    for (uint32_t i = 0; i < a->depth && i < b->depth; i++)
+        if (a->at[i] != b->at[i])
+            return false;
+    return a->depth == b->depth;
+}
+
+/* ---- while the driver would block */
+
+static void thread_ends(void *unused)
+{
+    (void)unused;
+    if (mine.differ)
+        gate_arrears(ARREARS_CONTEXTS, false);
+    mine.differ = false;
+}
+
+static void make_key(void) { pthread_key_create(&at_end, thread_ends); }
+
+static void changed(void)
+{
+    bool differ = !equal(&mine.real, &mine.wanted);
+    if (differ == mine.differ)
+        return;
+    pthread_once(&once, make_key);
+    pthread_setspecific(at_end, differ ? &mine : NULL);
+    mine.differ = differ;
+    gate_arrears(ARREARS_CONTEXTS, differ);
+}
+
+bool current_differs(void) { return mine.differ; }
+
+void current_apply(void)
+{
+    if (!mine.differ)
+        return;
+    struct stack *real = &mine.real;
+    const struct stack *wanted = &mine.wanted;
+    uint32_t same = 0;
+    CUcontext gone;
+    while (same < real->depth && same < wanted->depth && real->at[same] == wanted->at[same])
+        same++;
+    for (; real->depth > same; real->depth--)
+        REAL(cuCtxPopCurrent_v2)(&gone);
+    for (; real->depth < wanted->depth; real->depth++) {
+        real->at[real->depth] = wanted->at[real->depth];
+        REAL(cuCtxPushCurrent_v2)(real->at[real->depth]);
+    }
+    changed();
+}
+
+/* ---- what the driver was told */
+
+CUcontext current_context(void) { return top(&mine.wanted); }
+
+static void told(void)
+{
+    if (!mine.differ)
+        mine.wanted = mine.real;
+}
+
+void current_seen(CUcontext context)
+{
+    if (__builtin_expect(top(&mine.real) == context || mine.differ, 1))
+        return;
+    set(&mine.real, context);
+    mine.lost = false;
+    told();
+}
+
+void current_pushed(CUcontext context)
+{
+    mine.lost |= !push(&mine.real, context);
+    told();
+}
+
+static void popped(void)
+{
+    if (mine.real.depth && !mine.lost)
+        mine.real.depth--;
+    told();
+}
+
+void current_destroyed(CUcontext context)
+{
+    if (context && top(&mine.real) == context)
+        popped();
+}
+
+void current_destroyed_later(CUcontext context)
+{
+    if (!context || top(&mine.wanted) != context)
+        return;
+    mine.wanted.depth--;
+    changed();
+}
+
+void current_fork(enum fork_when when)
+{
+    if (when != FORK_CHILD)
+        return;
+    mine.real.depth = mine.wanted.depth = 0;
+    mine.differ = mine.lost = false;
+}
+
+/* ---- the calls. Where the driver would not block they are its own, and cost a few instructions. */
+
+/* Whether to answer from here. Otherwise the call may go to the driver, or *error is the answer. */
+static bool blocked(uint32_t entry, CUresult *error)
+{
+    *error = CUDA_SUCCESS;
+    if (!__atomic_load_n(__atomic_load_n(&guard_free_gate, __ATOMIC_RELAXED), __ATOMIC_RELAXED))
+        return false;
+    *error = guard_settle();
+    if (!*error && guard_blocked() && !mine.lost)
+        return true;
+    if (!*error)
+        *error = guard_slow_free(entry);
+    return false;
+}
+
+CUresult wrap_cuCtxSetCurrent(CUcontext context)
+{
+    CUresult error;
+    if (blocked(E_cuCtxSetCurrent, &error)) {
+        set(&mine.wanted, context);
+        changed();
+        return CUDA_SUCCESS;
+    }
+    if (!error && !(error = REAL(cuCtxSetCurrent)(context))) {
+        set(&mine.real, context);
+        told();
+    }
+    return error;
+}
+
+CUresult wrap_cuCtxPushCurrent_v2(CUcontext context)
+{
+    CUresult error;
+    if (blocked(E_cuCtxPushCurrent_v2, &error)) {
+        if (context && push(&mine.wanted, context)) {
+            changed();
+            return CUDA_SUCCESS;
+        }
+        error = guard_slow_free(E_cuCtxPushCurrent_v2);
+    }
+    if (!error && !(error = REAL(cuCtxPushCurrent_v2)(context)))
+        current_pushed(context);
+    return error;
+}
+
+CUresult wrap_cuCtxPopCurrent_v2(CUcontext *out)
+{
+    CUresult error;
+    if (blocked(E_cuCtxPopCurrent_v2, &error)) {
+        if (!mine.wanted.depth)
+            return CUDA_ERROR_INVALID_CONTEXT;
+        if (out)
+            *out = top(&mine.wanted);
+        mine.wanted.depth--;
+        changed();
+        return CUDA_SUCCESS;
+    }
+    if (!error && !(error = REAL(cuCtxPopCurrent_v2)(out)))
+        popped();
+    return error;
+}
+
+CUresult wrap_cuCtxGetCurrent(CUcontext *out)
+{
+    CUresult error;
+    if (blocked(E_cuCtxGetCurrent, &error)) {
+        if (out)
+            *out = current_context();
+        return out ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    }
+    return error ? error : REAL(cuCtxGetCurrent)(out);
+}
+
+/* Whether it is known; *error is the answer then. */
+static bool device_of(CUcontext context, CUdevice *out, CUresult *error)
+{
+    struct own own;
+    *error = !out ? CUDA_ERROR_INVALID_VALUE : !context ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+    if (*error)
+        return true;
+    if (!table_get(OWN_CONTEXT, (uint64_t)context, &own))
+        return false;
+    *out = (CUdevice)own.extra;
+    return true;
+}
+
+CUresult wrap_cuCtxGetDevice(CUdevice *out)
+{
+    CUresult error;
+    if (blocked(E_cuCtxGetDevice, &error)) {
+        if (device_of(current_context(), out, &error))
+            return error;
+        error = guard_slow_free(E_cuCtxGetDevice);
+    }
+    return error ? error : REAL(cuCtxGetDevice)(out);
+}
+
+CUresult wrap_cuCtxGetDevice_v2(CUdevice *out, CUcontext context)
+{
+    CUresult error;
+    if (blocked(E_cuCtxGetDevice_v2, &error)) {
+        if (device_of(context ? context : current_context(), out, &error))
+            return error;
+        error = guard_slow_free(E_cuCtxGetDevice_v2);
+    }
+    return error ? error : REAL(cuCtxGetDevice_v2)(out, context);
+}

@@ -1,0 +1,389 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Frees, destroys and questions of a suspended session: answered at once, without a lease."""
+
+import threading
+import time
+
+import pytest
+from suspender import MIB, Suspender
+
+from jupyter_gpupool.guard import page as pages
+
+CONTEXT = 32 * MIB
+DEINITIALIZED, NOT_READY = 4, 802
+
+#: Statements of a child: makes one of everything, and a name for what destroys it.
+MAKE = r"""
+import gc
+V, U, Z = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
+
+def good(error):
+    assert error == 0, error
+
+def handle(call, *args):
+    made = V()
+    good(call(ctypes.byref(made), *args))
+    return made
+
+def number(call, *args):
+    made = U()
+    good(call(ctypes.byref(made), *args))
+    return made
+
+class Prop(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("handles", ctypes.c_int), ("where", ctypes.c_int),
+                ("device", ctypes.c_int), ("rest", ctypes.c_byte * 16)]
+
+class PoolProps(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("handles", ctypes.c_int), ("where", ctypes.c_int),
+                ("device", ctypes.c_int), ("rest", ctypes.c_byte * 72)]
+
+class Array(ctypes.Structure):
+    _fields_ = [("width", Z), ("height", Z), ("format", ctypes.c_int), ("channels", ctypes.c_uint)]
+
+def make():
+    stream, event = handle(C.cuStreamCreate, 1), handle(C.cuEventCreate, 0)
+    graph = handle(C.cuGraphCreate, 0)
+    run = handle(C.cuGraphInstantiateWithFlags, graph, U(0))
+    good(C.cuEventRecord(event, stream))
+    plain = number(C.cuMemAlloc_v2, Z(8 << 20))
+    ordered = number(C.cuMemAllocAsync, Z(8 << 20), stream)
+    pool = handle(C.cuMemPoolCreate, ctypes.byref(PoolProps(1, 0, 1, 0)))
+    block = number(C.cuMemCreate, Z(2 << 20), ctypes.byref(Prop(1, 0, 1, 0)), U(0))
+    at = number(C.cuMemAddressReserve, Z(2 << 20), Z(0), U(0), U(0))
+    good(C.cuMemMap(at, Z(2 << 20), Z(0), block, U(0)))
+    array = handle(C.cuArrayCreate_v2, ctypes.byref(Array(1024, 1024, 0x20, 1)))
+    module, host = handle(C.cuModuleLoadData, PTX), handle(C.cuMemAllocHost_v2, Z(4096))
+    return [
+        (C.cuMemFreeAsync, ordered, stream), (C.cuEventDestroy_v2, event),
+        (C.cuStreamDestroy_v2, stream), (C.cuGraphExecDestroy, run), (C.cuGraphDestroy, graph),
+        (C.cuMemFree_v2, plain), (C.cuMemPoolDestroy, pool), (C.cuMemUnmap, at, Z(2 << 20)),
+        (C.cuMemRelease, block), (C.cuMemAddressFree, at, Z(2 << 20)), (C.cuArrayDestroy, array),
+        (C.cuModuleUnload, module), (C.cuMemFreeHost, host), (C.cuDeviceGraphMemTrim, 0),
+    ]
+"""
+
+
+@pytest.fixture
+def child(session):
+    """A child with a context."""
+    from jupyter_gpupool.emulator.kernels import PTX
+
+    made = session.child()
+    made.do(f"PTX = {PTX.encode()!r}")
+    made.do(MAKE)
+    assert made.do("_ = context()") == 0
+    return made
+
+
+@pytest.fixture
+def suspender(session):
+    made = Suspender(session, seed=1, open_gate=False)
+    session.broker.answer = lambda message: None  # nobody gets a lease by asking
+    return made
+
+
+def test_frees_are_answered_at_once_and_made_at_the_resume(session, child, suspender, until):
+    child.do("calls = make()")
+    taken = session.page.read().used[0]
+    assert taken > CONTEXT + 20 * MIB
+    suspender.suspend([child.pid], until)
+    assert child.do("_ = [call(*rest) for call, *rest in calls]") == [0] * 14
+    # The suspended state still has the bytes, and the driver needs them for the restore.
+    assert session.page.read().used[0] == taken
+    suspender.resume([child.pid], until, used=False)
+    assert suspender.used() > CONTEXT + 20 * MIB
+    assert child.do("_ = C.cuCtxSynchronize()") == 0
+    assert session.page.read().used[0] == CONTEXT
+    assert suspender.used() == CONTEXT
+    assert session.broker.messages == []
+    # Each was made once: what is destroyed twice is an error.
+    assert child.do("_ = [call(*rest) != 0 for call, *rest in calls[1:3]]") == [True] * 2
+    assert session.page.read().used[0] == CONTEXT
+
+
+def test_a_call_that_is_only_gated_makes_them_too(session, child, suspender, until):
+    child.do("p = alloc(8 << 20)")
+    suspender.suspend([child.pid], until)
+    assert child.do("_ = C.cuMemFree_v2(U(p))") == 0
+    suspender.resume([child.pid], until, used=False)
+    assert child.do("n = Z(); _ = C.cuCtxGetLimit(ctypes.byref(n), 1)") == 0
+    assert session.page.read().used[0] == CONTEXT
+    assert suspender.used() == CONTEXT
+    # And now the gate alone decides again.
+    session.page.set_gate(pages.OPEN)
+    assert child.do("_ = C.cuCtxGetLimit(ctypes.byref(n), 1)") == 0
+
+
+def test_bytes_of_the_survivors_are_right(session, child, suspender, until):
+    """What was freed while suspended is used again by others, and nothing else is touched."""
+    child.do("""
+data = os.urandom(1 << 20)
+def buffer():
+    p = U(alloc(1 << 20))
+    good(C.cuMemcpyHtoD_v2(p, data, Z(1 << 20)))
+    return p
+def is_right(p):
+    back = ctypes.create_string_buffer(1 << 20)
+    good(C.cuMemcpyDtoH_v2(back, p, Z(1 << 20)))
+    return back.raw == data
+mine = [buffer() for _ in range(16)]
+""")
+    for _ in range(3):
+        suspender.suspend([child.pid], until)
+        assert child.do("_ = [C.cuMemFree_v2(p) for p in mine[::2]]") == [0] * 8
+        suspender.resume([child.pid], until, used=False)
+        child.do("mine = mine[1::2] + [buffer() for _ in range(8)]")
+        assert child.do("_ = len({p.value for p in mine}), all(map(is_right, mine))") == (16, True)
+        assert session.page.read().used[0] == CONTEXT + 32 * MIB
+
+
+def test_questions_about_finished_work_are_answered(session, child, suspender, until):
+    child.do("calls = make(); s, e = calls[2][1], calls[1][1]; never = handle(C.cuEventCreate, 0)")
+    suspender.suspend([child.pid], until)
+    assert child.do("""
+_ = (C.cuStreamQuery(s), C.cuStreamQuery(None), C.cuStreamQuery_ptsz(None), C.cuEventQuery(e),
+     C.cuEventQuery(never))
+""") == (0,) * 5  # fmt: skip
+    assert session.broker.messages == []
+    # A synchronise is use: it reports errors, and who measures time wants the device.
+    child.send("_ = C.cuStreamSynchronize(s)")
+    session.broker.asked(1)
+    assert session.broker.messages[0]["type"] == "attach"
+    suspender.resume([child.pid], until)
+    assert child.reply() == 0
+
+
+def test_a_question_while_the_suspend_is_under_way_waits_for_its_end(session, child, suspender):
+    """Before the driver has drained the work nobody knows the answer."""
+    session.page.set_gate(pages.CLOSED)
+    child.send("_ = C.cuStreamQuery(None)")
+    assert not child.answers(0.2)
+    session.page.set_grant([], 1 << 30, 1)
+    assert child.reply() == 0
+    session.grant(session.uuids)
+    session.page.set_gate(pages.CLOSED)
+    child.send("_ = C.cuStreamQuery(None)")
+    assert not child.answers(0.2)
+    session.page.set_gate(pages.UNUSED)  # the suspend was refused
+    assert child.reply() == 0
+    assert session.broker.messages == []
+
+
+@pytest.mark.parametrize("call", ["cuMemFree_v2(p)", "cuEventDestroy_v2(e)", "cuEventQuery(e)"])
+def test_a_destructor_that_holds_locks_goes_on(session, child, suspender, until, call):
+    """A framework frees under its mutex and the interpreter's lock; another thread wants both."""
+    child.do("p = U(alloc(4 << 20)); e = handle(C.cuEventCreate, 0)")
+    suspender.suspend([child.pid], until)
+    assert child.do(f"""
+sys.setswitchinterval(1000)  # nobody is interrupted between two calls
+libc, mutex, turn, done = ctypes.PyDLL(None), ctypes.create_string_buffer(64), threading.Event(), []
+def other():
+    turn.wait()
+    libc.pthread_mutex_lock(mutex)
+    done.append(2)
+    libc.pthread_mutex_unlock(mutex)
+thread = threading.Thread(target=other, daemon=True)
+thread.start()
+libc.pthread_mutex_lock(mutex)
+turn.set()
+error = P.{call}
+done.append(1)
+libc.pthread_mutex_unlock(mutex)
+thread.join()
+_ = error, done
+""") == (0, [1, 2])  # fmt: skip
+    assert session.broker.messages == []
+
+
+def test_the_call_of_another_thread_finds_the_noted_ones_made(session, child, suspender, until):
+    """Each in the context of its own thread, and before anything new, whoever comes first."""
+    child.do("""
+second = handle(C.cuCtxCreate_v2, 0, 0)
+p = alloc(8 << 20)
+good(C.cuCtxPopCurrent_v2(ctypes.byref(V())))
+""")
+    assert session.page.read().used[0] == CONTEXT + 8 * MIB
+    suspender.suspend([child.pid], until)
+    child.do("""
+def free():
+    results.append((C.cuCtxSetCurrent(second), C.cuMemFree_v2(U(p)), C.cuCtxDestroy_v2(second)))
+results = []
+t = threading.Thread(target=free); t.start(); t.join()
+""")
+    assert child.do("_ = results") == [(0, 0, 0)]
+    suspender.resume([child.pid], until, used=False)
+    assert child.do("q = alloc(2 << 20); _ = q > 1 << 20") is True
+    assert session.page.read().used[0] == CONTEXT + 2 * MIB
+    assert suspender.used() == CONTEXT + 2 * MIB
+    assert child.do("_ = C.cuCtxGetDevice(ctypes.byref(ctypes.c_int())), C.cuMemFree_v2(U(q))") == (
+        0, 0,
+    )  # fmt: skip
+    assert session.broker.messages == []
+
+
+def test_the_current_context_is_known_while_suspended(session, child, suspender, until):
+    """A destructor makes its context current and puts the other one back."""
+    child.do("""
+first, device, seen = V(), ctypes.c_int(), V()
+good(C.cuCtxGetCurrent(ctypes.byref(first)))
+second = handle(C.cuCtxCreate_v2, 0, 1)
+p = alloc(1 << 20)
+def current():
+    good(C.cuCtxGetCurrent(ctypes.byref(seen))); good(C.cuCtxGetDevice(ctypes.byref(device)))
+    return ["first", "second"][seen.value == second.value], device.value
+good(C.cuCtxPopCurrent_v2(ctypes.byref(seen))); q = alloc(1 << 20)
+""")
+    suspender.suspend([child.pid], until)
+    assert child.do("_ = current()") == ("first", 0)
+    assert child.do("""
+good(C.cuCtxPushCurrent_v2(second)); a = current()
+good(C.cuMemFree_v2(U(p))); good(C.cuCtxPopCurrent_v2(ctypes.byref(seen)))
+_ = a, current()
+""") == (("second", 1), ("first", 0))
+    assert child.do("good(C.cuCtxSetCurrent(second)); _ = current()") == ("second", 1)
+    assert session.broker.messages == []
+    suspender.resume([child.pid], until, used=False)
+    # The driver has heard of it by now.
+    child.do("r = alloc(1 << 20)")
+    assert child.do("_ = current()") == ("second", 1)
+    assert session.page.read().used == (CONTEXT + 2 * MIB, CONTEXT + 2 * MIB)
+    child.do("good(C.cuCtxSetCurrent(first))")
+    assert child.do("_ = current()") == ("first", 0)
+
+
+def test_a_call_that_makes_no_sense_leaves_the_accounts_right(session, child, suspender, until):
+    child.do("p = alloc(8 << 20)")
+    suspender.suspend([child.pid], until)
+    assert child.do("""
+_ = [C.cuMemFree_v2(U(p)), C.cuMemFree_v2(U(p)), C.cuMemFree_v2(U(12345)),
+     C.cuMemRelease(U(99)), C.cuMemUnmap(U(4096), Z(4096))]
+""") == [0] * 5  # fmt: skip
+    suspender.resume([child.pid], until, used=False)
+    assert child.do("_ = C.cuCtxSynchronize()") == 0
+    assert session.page.read().used[0] == CONTEXT
+    assert suspender.used() == CONTEXT
+
+
+def test_very_many_are_noted(session, child, suspender, until):
+    count = 50_000
+    child.do("events = [handle(C.cuEventCreate, 2) for _ in range(2000)]; p = alloc(8 << 20)")
+    suspender.suspend([child.pid], until)
+    assert child.do(f"""
+wrong = sum(C.cuEventDestroy_v2(e) for e in events) + C.cuMemFree_v2(U(p))
+for _ in range({count}):
+    wrong += C.cuMemFree_v2(U(4096))
+_ = wrong
+""", 60) == 0  # fmt: skip
+    suspender.resume([child.pid], until, used=False)
+    assert child.do("_ = C.cuCtxSynchronize()", 60) == 0
+    assert session.page.read().used[0] == CONTEXT
+    assert child.do("_ = C.cuEventQuery(events[0])") != 0  # it is destroyed
+
+
+def test_a_forked_child_has_nothing_noted(session, child, suspender, until):
+    child.do("p = alloc(8 << 20)")
+    suspender.suspend([child.pid], until)
+    assert (
+        child.do("""
+good(C.cuMemFree_v2(U(p)))
+pid = os.fork()
+if not pid:
+    os._exit(C.cuCtxSynchronize() == 3 and C.cuMemFree_v2(U(p)) == 3)
+_ = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+""")
+        == 1
+    )
+    suspender.resume([child.pid], until, used=False)
+    assert child.do("_ = C.cuCtxSynchronize()") == 0
+    assert session.page.read().used[0] == CONTEXT
+
+
+def test_an_interpreter_ends_while_suspended(session, child, suspender, until):
+    child.do("""
+class Tensor:
+    def __init__(self):
+        self.at, self.free, self.query = U(alloc(1 << 20)), C.cuMemFree_v2, C.cuStreamQuery
+        self.say = os.write
+    def __del__(self):
+        self.say(1, b"%d %d\\n" % (self.free(self.at), self.query(None)))
+import builtins
+builtins.tensor, tensors = Tensor(), [Tensor(), Tensor()]
+""")
+    suspender.suspend([child.pid], until)
+    child.process.stdin.close()
+    assert [child.line() for _ in range(3)] == ["0 0"] * 3
+    assert child.process.wait(30) == 0
+    assert session.broker.messages == []
+    assert [slot for slot in session.slots() if slot.pid == child.pid] == []
+
+
+def test_in_a_pause_they_go_to_the_driver(session, child):
+    """Nothing is suspended then: a free takes no turn from anybody."""
+    child.do("p = alloc(8 << 20); e = handle(C.cuEventCreate, 0)")
+    session.page.set_gate(pages.PAUSED, pause_until=time.monotonic_ns() + 600_000_000_000)
+    assert (
+        child.do("_ = C.cuMemFree_v2(U(p)), C.cuEventQuery(e), C.cuEventDestroy_v2(e)") == (0,) * 3
+    )
+    assert session.page.read().used[0] == CONTEXT
+    assert session.page.gate() == pages.PAUSED
+    assert session.broker.messages == []
+
+
+def test_without_a_context_the_driver_answers(session):
+    session.page.set_gate(pages.CLOSED)
+    session.page.set_grant([], 1 << 30, 0)
+    child = session.child()
+    assert child.do("_ = C.cuInit(0)") == 0
+    found = child.do("""
+_ = [C.cuMemFree_v2(ctypes.c_uint64(4096)), C.cuEventQuery(None), C.cuStreamDestroy_v2(None),
+     C.cuModuleUnload(None)]
+""")
+    assert all(error in (1, 201, 400) for error in found), found
+    assert session.broker.messages == []
+
+
+def test_a_free_while_the_suspend_is_under_way_is_made_when_it_is_refused(session, child):
+    child.do("p = [U(alloc(2 << 20)) for _ in range(4)]")
+    session.page.set_gate(pages.CLOSED)
+    assert child.do("_ = [C.cuMemFree_v2(a) for a in p[:3]]") == [0] * 3
+    assert session.page.read().used[0] == CONTEXT + 8 * MIB
+    session.page.set_gate(pages.UNUSED)
+    # Another free is enough to have them made.
+    assert child.do("_ = C.cuMemFree_v2(p[3])") == 0
+    assert session.page.read().used[0] == CONTEXT
+    assert session.broker.messages == []
+
+
+def test_threads_that_come_together_wait_until_all_are_made(session, child, suspender, until):
+    """One makes them; the others do not overtake it."""
+    child.do("p = [U(alloc(512 << 10)) for _ in range(600)]")
+    taken = session.page.read().used[0]
+    suspender.suspend([child.pid], until)
+    assert child.do("_ = sum(C.cuMemFree_v2(a) for a in p)") == 0
+    assert session.page.read().used[0] == taken
+    answer = threading.Event()
+    session.broker.answer = lambda message: answer.wait(60) and {"type": "ok"}
+    child.do("""
+results = []
+def work():
+    results.append((C.cuCtxSetCurrent(current), C.cuStreamSynchronize(None), len(slot_used())))
+current = V(); good(C.cuCtxGetCurrent(ctypes.byref(current)))
+def slot_used():
+    free, total = Z(), Z()
+    good(C.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
+    seen.append(total.value - free.value)
+    return seen
+seen = []
+threads = [threading.Thread(target=work) for _ in range(6)]
+for t in threads: t.start()
+""")
+    session.broker.asked(6)
+    suspender.resume([child.pid], until, used=False)
+    answer.set()
+    child.do("for t in threads: t.join()")
+    assert child.do("_ = sorted({r[:2] for r in results})") == [(0, 0)]
+    assert session.page.read().used[0] == CONTEXT
+    reading = session.page.read()
+    assert (reading.inflight, reading.waiting) == (0, 0)
