@@ -45,7 +45,7 @@ class DeviceAppeared(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDrained(Event):
-    """No new lease on this device: it was lost (Xid), failed its self-test, or an admin said so.
+    """No new lease on this device: it was lost (Xid), or failed its self-test.
 
     What is attached there stays until it ends or is suspended; what was suspended from there
     resumes elsewhere.
@@ -53,6 +53,25 @@ class DeviceDrained(Event):
 
     device: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePaused(Event):
+    """An admin takes this device out of service for a while.
+
+    As :class:`DeviceDrained`, and idle leases leave at once, whatever their users keep; busy ones
+    when they become idle. ``reason`` says so to those who wait. Until :class:`DeviceResumed`.
+    """
+
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceResumed(Event):
+    """The admin gives a device back. It may still be drained for another reason."""
+
+    device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,8 @@ class Handlers:
         self._table: Mapping[type[ev.Event], Callable[..., None]] = {
             ev.DeviceAppeared: self._device_appeared,
             ev.DeviceDrained: self._device_drained,
+            ev.DevicePaused: self._device_paused,
+            ev.DeviceResumed: self._device_resumed,
             ev.DeviceMemorySeen: self._device_memory,
             ev.HostMemorySeen: self._host_memory,
             ev.SettingsChanged: self._settings,
@@ -118,18 +120,39 @@ class Handlers:
         self._recheck(event.device.uuid)
 
     def _device_drained(self, event: ev.DeviceDrained) -> None:
+        if self._known(event.device):
+            self._books.inventory.drain(event.device, event.reason)
+            self._replace(event.device)
+
+    def _device_paused(self, event: ev.DevicePaused) -> None:
+        if self._known(event.device):
+            self._books.inventory.pause(event.device, event.reason or "paused")
+            # The idle leases there are offered again, and now their time is over.
+            self._replace(event.device)
+
+    def _device_resumed(self, event: ev.DeviceResumed) -> None:
+        if self._known(event.device):
+            self._books.inventory.pause(event.device, "")
+            self._replace(event.device)
+
+    def _known(self, uuid: str) -> bool:
+        if uuid in self._books.inventory.devices:
+            return True
+        self._books.log("", "warning", "unknown-device", f"There is no device {uuid}.")
+        return False
+
+    def _replace(self, uuid: str) -> None:
+        """A device went out of service or came back: suspended sessions may have to go elsewhere.
+
+        Another device may be the one with the most headroom now. And a session that the driver
+        does not move is better tried elsewhere than left to wait for what does not come.
+        """
         books = self._books
-        if event.device not in books.inventory.devices:
-            books.log("", "warning", "unknown-device", f"There is no device {event.device}.")
-            return
-        books.inventory.drain(event.device, event.reason)
         for entry in list(books.order):
             s = books.sessions[entry[4]]
             if s.suspended:
-                # Another device may be the one with the most headroom now. And who is not moved:
-                # better a try elsewhere than a wait for what does not come.
                 books.requeue(s)
-        self._recheck(event.device)
+        self._recheck(uuid)
 
     def _recheck(self, uuid: str) -> None:
         """A device changed in what it can do at all, not only in what is free."""

@@ -39,9 +39,9 @@ class DeviceLedger:
         "avail_key",
         "capacity",
         "device",
-        "drained",
         "excess",
         "expected",
+        "fault",
         "foreign",
         "freed",
         "granted",
@@ -50,6 +50,7 @@ class DeviceLedger:
         "incoming",
         "leases",
         "overuse",
+        "paused",
         "plans",
         "pot_key",
         "reserved",
@@ -73,7 +74,9 @@ class DeviceLedger:
         self.plans: dict[str, Session] = {}
         #: Attached sessions that ask for more than they have here.
         self.growers: dict[str, Session] = {}
-        self.drained = ""
+        #: Why nothing is granted here: a failure, or an admin's word; empty if there is none.
+        self.fault = ""
+        self.paused = ""
         #: Bytes granted beyond the capacity because the capacity fell afterwards.
         self.excess = 0
         #: ``free`` and ``avail``, ``expect``, and the places in the sorted lists when last settled.
@@ -81,6 +84,11 @@ class DeviceLedger:
         self.expected = 0
         self.avail_key: tuple[int, int, str] | None = None
         self.pot_key: tuple[int, int, str] | None = None
+
+    @property
+    def drained(self) -> str:
+        """Why nothing is granted here; empty if the device is in service."""
+        return self.paused or self.fault
 
     @property
     def free(self) -> int:
@@ -135,7 +143,7 @@ class Inventory:
         if ledger is None:
             ledger = self.devices[device.uuid] = DeviceLedger(device)
         ledger.device = device
-        ledger.drained = ""
+        ledger.fault = ""
         self._resize(ledger, settings)
 
     def placeholder(self, uuid: str) -> DeviceLedger:
@@ -155,15 +163,18 @@ class Inventory:
                 tier="none",
             )
             ledger = self.devices[uuid] = DeviceLedger(device)
-            ledger.drained = "the device was not found"
+            ledger.fault = "the device was not found"
         return self.devices[uuid]
 
     def drain(self, uuid: str, reason: str) -> None:
         """Grant nothing more on this device."""
-        ledger = self.devices[uuid]
-        ledger.drained = reason or "drained"
-        self._total = None
-        self._touch(ledger)
+        self.devices[uuid].fault = reason or "drained"
+        self._shut(uuid)
+
+    def pause(self, uuid: str, reason: str) -> None:
+        """Grant nothing more on this device until ``reason`` is "" again."""
+        self.devices[uuid].paused = reason
+        self._shut(uuid)
 
     def configure(self, settings: PoolSettings) -> None:
         """Apply ``settings.reserve`` to every device."""
@@ -328,6 +339,10 @@ class Inventory:
             if ledger.plans and (ledger.drained or ledger.expect < 0):
                 self._shrunk[uuid] = ledger
         self._touched.clear()
+
+    def _shut(self, uuid: str) -> None:
+        self._total = None
+        self._touch(self.devices[uuid])
 
     def _touch(self, ledger: DeviceLedger) -> None:
         self._touched[ledger.device.uuid] = ledger

@@ -60,9 +60,11 @@ class Need:
 
     def allows(self, ledger: DeviceLedger) -> bool:
         """Return whether this device will do, room aside."""
+        return not ledger.drained and self.suits(ledger)
+
+    def suits(self, ledger: DeviceLedger) -> bool:
+        """Return whether this device would do if it were in service, room aside."""
         device = ledger.device
-        if ledger.drained:
-            return False
         if self.fixed:
             return device.uuid == self.fixed
         if self.model is None:

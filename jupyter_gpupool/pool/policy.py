@@ -178,6 +178,8 @@ def _impossible(books: Books, needs: Sequence[Need]) -> tuple[Any, ...] | None:
     for need in needs:
         if need.fixed:
             ledger = books.inventory.placeholder(need.fixed)
+            if ledger.paused:
+                return "paused", ledger.paused
             if ledger.drained:
                 return "drained", ledger.device.name, ledger.drained
     for at in in_turn(needs):
@@ -191,6 +193,9 @@ def _impossible(books: Books, needs: Sequence[Need]) -> tuple[Any, ...] | None:
                 break
             outside = True
         else:
+            paused = next((d.paused for d in ledgers if d.paused and need.suits(d)), "")
+            if paused and not outside:
+                return "paused", paused
             return ("foreign", need.least) if outside else ("nowhere", len(needs))
     return None
 

@@ -138,6 +138,7 @@ class Requests:
         memory = s.request.memory
         books.drop_plan(s)
         if s.request.devices != len(s.slices):
+            trim(books, s, reclaim=True)
             return "It applies at the next attach: release the slice first (%gpu release)."
         if memory <= old.memory or all(x.bytes >= memory for x in s.slices):
             if memory < old.memory or s.request.limit < old.limit:

@@ -24,7 +24,7 @@ from .model import Slice
 from .placement import asked_of, groups_at, place_now, spare
 from .policy import Blocked, Plan, count_leaving, plan_attach, plan_growth, promised
 from .queue import Entry
-from .yielding import host_room
+from .yielding import host_room, paused
 
 #: Blocked sessions looked at per event, when a device gained and when host memory did.
 LOOKS = 32
@@ -99,7 +99,7 @@ class Server:
         books = self._books
         if books.may_suspend(s):
             books.leaving.pop(s.id, None)
-            books.suspend(s, "release" if s.release_asked else "idle")
+            books.suspend(s, paused(s, books) or ("release" if s.release_asked else "idle"))
             return True
         books.leaving[s.id] = s
         return False

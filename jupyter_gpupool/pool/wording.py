@@ -68,6 +68,8 @@ def explain(books: Books, why: tuple[Any, ...]) -> str:
         return f"your quota of {size} is in use by your other {_count(others, 'kernel')}"
     if code == "quota-behind":
         return "another kernel of yours is ahead and waits for your quota"
+    if code == "paused":
+        return str(figures[0])
     if code == "drained":
         return f"its GPU ({figures[0]}) is out of service: {figures[1]}"
     if code == "foreign":

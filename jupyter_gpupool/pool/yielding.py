@@ -98,9 +98,15 @@ def yield_at(s: Session, books: Books) -> float:
     )
 
 
+def paused(s: Session, books: Books) -> str:
+    """Return why an admin wants the lease of ``s`` back; "" if none does."""
+    devices = books.inventory.devices
+    return next((devices[x.device].paused for x in s.slices if devices[x.device].paused), "")
+
+
 def timeout_at(s: Session, books: Books) -> float:
     """Return when idle ``s`` gives its lease back on its own."""
-    if s.release_asked:
+    if s.release_asked or paused(s, books):
         return _not_before(s, books)
     return max(_not_before(s, books), s.idle_since + books.settings.idle_timeout, s.keep_until)
 
@@ -118,7 +124,8 @@ def stays(s: Session, books: Books, now: float) -> tuple[Any, ...]:
         # Where it was seen to hold nothing, the next measurement will most likely say so again.
         nothing = len(s.footprints) >= len(s.slices) and not s.footprint
         return () if nothing else ("fixed",)
-    due = 0.0 if s.release_asked else max(s.idle_since + books.settings.idle_timeout, s.keep_until)
+    asked = s.release_asked or bool(paused(s, books))
+    due = 0.0 if asked else max(s.idle_since + books.settings.idle_timeout, s.keep_until)
     if s.failures and now < s.retry_at and due < s.retry_at:
         return ("refused",)
     if s.id not in books.leaving:

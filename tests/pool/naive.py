@@ -57,12 +57,17 @@ class Naive:
     def __init__(self, settings: PoolSettings) -> None:
         self.settings = settings
         self.devices: dict[str, Device] = {}
-        self.drained: set[str] = set()
+        self.faulty: set[str] = set()
+        self.paused: set[str] = set()
         self.foreign: dict[str, int] = {}
         self.sessions: dict[str, NaiveSession] = {}
         self.opening: dict[str, ev.SessionOpened] = {}
         self.now = 0.0
         self.event: ev.Event | None = None
+
+    @property
+    def drained(self) -> set[str]:
+        return self.faulty | self.paused
 
     # ------------------------------------------------------------------ sums
 
@@ -117,9 +122,13 @@ class Naive:
         s = self.sessions.get(name)
         if isinstance(event, ev.DeviceAppeared):
             self.devices[event.device.uuid] = event.device
-            self.drained.discard(event.device.uuid)
+            self.faulty.discard(event.device.uuid)
         elif isinstance(event, ev.DeviceDrained):
-            self.drained.add(event.device)
+            self.faulty.add(event.device)
+        elif isinstance(event, ev.DevicePaused):
+            self.paused.add(event.device)
+        elif isinstance(event, ev.DeviceResumed):
+            self.paused.discard(event.device)
         elif isinstance(event, ev.DeviceMemorySeen):
             self.foreign[event.device] = event.foreign
             for who, size in event.footprints.items():
@@ -312,7 +321,7 @@ class Naive:
             own, limit = self.of(s.owner.name), self.quota(s.owner.name).suspended
             have = sum(sum(o.suspended.values()) + o.host for o in own)
             assert limit is None or have + size <= limit, f"{a}: {have} of {limit} suspended"
-        if a.reason not in ("idle", "release"):
+        if a.reason not in ("idle", "release") and not self.paused & s.lease.keys():
             assert self.now >= self.stays_until(s), f"{a}: it was just moved"
         s.effect, s.host = "suspend", size
 

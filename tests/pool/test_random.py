@@ -76,6 +76,8 @@ for step_name, times in {
     "host": 1,
     "drain": 1,
     "heal": 1,
+    "pause": 1,
+    "unpause": 1,
     "configure": 1,
     "restart": 1,
 }.items():

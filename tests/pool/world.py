@@ -265,6 +265,8 @@ class World:
         s = self.naive.sessions.get(name)
         uuid = self.c.choice(sorted((s and s.lease) or self.naive.devices))
         more, rid = self.c.randint(0, 4), f"g{self.count}"
+        # What is due by the clock happens first, and is none of the growth's doing.
+        self.send(ev.Tick(now=self.now))
         before = dict(s.lease) if s else {}
         planned = set(self.pool._books.planned)
         actions = self.send(
@@ -315,8 +317,17 @@ class World:
             self.send(ev.DeviceDrained(now=self.now, device=uuid, reason="Xid 79"))
 
     def heal(self) -> None:
-        for uuid in sorted(self.naive.drained):
+        for uuid in sorted(self.naive.faulty):
             self.send(ev.DeviceAppeared(now=self.now, device=self.naive.devices[uuid]))
+
+    def pause(self) -> None:
+        """An admin takes devices out of service: idle sessions that can leave, leave at once."""
+        for uuid in self.c.choice([sorted(self.naive.devices), sorted(self.naive.devices)[:1]]):
+            self.send(ev.DevicePaused(now=self.now, device=uuid, reason="paused by the admin"))
+
+    def unpause(self) -> None:
+        for uuid in sorted(self.naive.paused):
+            self.send(ev.DeviceResumed(now=self.now, device=uuid))
 
     def configure(self) -> None:
         self.settings = random_settings(self.c)
@@ -331,8 +342,12 @@ class World:
         self.now += 1
         for d in self.naive.devices.values():
             self.pool.handle(ev.DeviceAppeared(now=self.now, device=d))
-        for uuid in self.naive.drained:
+        for uuid in self.naive.faulty:
             self.pool.handle(ev.DeviceDrained(now=self.now, device=uuid, reason="Xid 79"))
+        for uuid in self.naive.paused:
+            self.pool.handle(
+                ev.DevicePaused(now=self.now, device=uuid, reason="paused by the admin")
+            )
         for uuid, foreign in self.naive.foreign.items():
             self.pool.handle(ev.DeviceMemorySeen(now=self.now, device=uuid, foreign=foreign))
         for r in records:
@@ -382,9 +397,12 @@ _WEIGHTS = {
     "host": 1,
     "drain": 0,
     "heal": 1,
+    "pause": 0,
+    "unpause": 2,
 }
 _WEIGHTED = [name for name, weight in _WEIGHTS.items() for _ in range(2 * weight)] + [
     "drain",
+    "pause",
     "configure",
     "restart",
 ]
