@@ -15,6 +15,7 @@ are errors. Sizes are bytes, times seconds.
 ``lease``    push to an agent: ``state``, ``epoch``, ``slices``, ``reason``, ``pinned_reason``
 ``yield``    push to an agent: ``epoch``; the broker wants the slice, answer with ``yielded``
 ``lost``     push to an agent: ``message``; the driver lost this session's device state
+``notice``   push to an agent: ``message``; a sentence for the user, shown in the notebook
 ``refused``  push to an agent: ``what`` (``attach`` or ``grow``), ``code``, ``message``,
              ``next_step``; a CUDA call of its processes was refused by the pool
 ``event``    push to a watcher: a row of the journal as it happens
@@ -100,6 +101,10 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "release": ({}, {"session": str}),
     # keep the slice for so many seconds although idle. ok: note
     "keep": ({"seconds": (int, float)}, {"session": str}),
+    # ---- an admin
+    # action: pause | drain | resume | retest; device: number or UUID (none: the whole pool).
+    # ok: note, once it has begun (pause, drain; ``status`` says how far it is) or is done
+    "maintain": ({"action": str}, {"device": _OPTIONAL_STR, "reason": str}),
     # ---- anybody
     # ok: the snapshot described in ``broker/status.py``
     "status": ({}, {}),

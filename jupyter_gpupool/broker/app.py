@@ -43,11 +43,13 @@ from .effects import DeviceEffects
 from .ending import Ending, Stopped
 from .guarding import Guarding
 from .handlers import Handlers
+from .health import Health
 from .journal import Journal
 from .journal_file import JournalLock, place, take_over
 from .keeper import Keeper
 from .listener import Claim, is_machine_wide
 from .lives import GRACE
+from .maintenance import Maintenance, untouchable
 from .metrics import Metrics
 from .monitor import QUIET, Monitor
 from .records import devices_from_text, devices_to_text
@@ -56,6 +58,7 @@ from .runner import Clock, Runner
 from .sessions import Sessions
 from .status import Snapshots
 from .surroundings import (
+    device_files,
     emulated_folder,
     machine_environment,
     raise_descriptor_limit,
@@ -110,10 +113,7 @@ class BrokerApp:
         self._command = [*command]
         self._built = False
         self._server: asyncio.Server | None = None
-        self._lost: dict[str, str] = {}
-        #: Devices that failed their self-test after a resume had failed: until the next start.
-        self._bad: set[str] = set()
-        self._devices: dict[str, Device] = {}
+        self.health = Health(_LOG)
 
     def _load(self) -> BrokerSettings:
         return load_settings(self._config_files, self._overrides)
@@ -143,10 +143,10 @@ class BrokerApp:
                 lock_timeout=self.settings.lock_timeout,
                 guard=self.settings.guard,
                 python=interpreter.choose(self.settings.device_python),
-                on_device_lost=self._device_lost,
+                on_device_lost=self.health.lost,
             )
             stack.push_async_callback(service.close, CLOSE)
-            found = await self._ending.unless_asked(service.start(self._known(journal)))
+            found = await self._ending.unless_asked(self._find(journal, service))
             if journal.meta("boot") in ("", boot_id()):
                 uuids = [device.uuid for device in found]
                 check_reach(journal.records(), uuids, service.problem, journal.meta("emulate"))
@@ -155,9 +155,12 @@ class BrokerApp:
             journal.remember("emulate", self.settings.emulate or "")
             self._build(claim, journal, service, kernel_env, devices)
             stack.callback(self.guarding.close)
+            stack.callback(self.health.close)
+            stack.callback(self.maintenance.close)
             self.monitor.start()
             stack.push_async_callback(self.monitor.close)
             await self._ending.unless_asked(self._restore(journal, service))
+            self.maintenance.go_on()
             await self._serve(claim.bind())
             stack.callback(self._stop_serving)
             stack.callback(self.metrics.close)
@@ -197,6 +200,14 @@ class BrokerApp:
         )
         stack.callback(journal.close)
         return journal
+
+    async def _find(self, journal: Journal, service: DeviceService) -> list[Device]:
+        """Return the machine's devices, tested; untouched where an admin has paused the pool."""
+        paused = untouchable(journal)
+        known = devices_from_text(journal.meta("devices")) if paused else {}
+        if known:
+            return await service.assume(known, paused)
+        return await service.start(self._known(journal))
 
     def _known(self, journal: Journal) -> dict[str, Device]:
         """Return the devices that need no self-test: those an earlier broker tested.
@@ -246,9 +257,9 @@ class BrokerApp:
         runner = Runner(Pool(settings.pool), journal, Sessions(), clock, _LOG)
         effects = DeviceEffects(runner, service)
         runner.effects = effects
-        effects.on_bad_device = self._device_bad
+        effects.on_bad_device = self.health.bad
         access = Access(claim.machine_wide, os.geteuid(), settings.admins)
-        versions = f"NVIDIA driver {service.driver_version}, CUDA {service.cuda_version}"
+        versions = _versions(service)
         snapshots = Snapshots(
             runner, effects, access, socket=self.path, emulated=bool(settings.emulate),
             machine=f"EMULATED {settings.emulate}" if settings.emulate else versions,
@@ -260,7 +271,7 @@ class BrokerApp:
         if not devices:
             self.handlers.no_device = snapshots.problem = service.problem or "none was found."
         self.monitor = Monitor(runner, effects, settings, _LOG)
-        self.monitor.on_healthy = self._device_healthy
+        self.monitor.on_healthy = self.health.readable
         self.handlers.wishes.look = self.monitor.look
         runner.on_change = self.monitor.look_soon
         self.runner, self.effects, self.snapshots = runner, effects, snapshots
@@ -280,15 +291,23 @@ class BrokerApp:
         )
         if journal.set_aside:
             runner.note("journal-lost", reason=journal.set_aside)
-        for device in devices:
-            self._devices[device.uuid] = device
-            runner.note(
-                "device-seen", device=device.uuid, bytes=device.memory_total,
-                detail={"name": device.name, "tier": device.tier, "reason": device.tier_reason},
-            )  # fmt: skip
-            runner.handle(e.DeviceAppeared(now=runner.now(), device=device))
-        for uuid, reason in self._lost.items():
-            self._device_lost(uuid, reason)
+        self.health.retest_after = settings.retest_after
+        self.health.begin(runner, service, devices)
+        self.maintenance = Maintenance(
+            runner, service, self.health, self.handlers, log=_LOG,
+            files=device_files(settings, self.path, journal.path),
+            renewed=lambda found: self._renewed(service, found),
+        )  # fmt: skip
+        self.handlers.maintenance = snapshots.maintenance = self.maintenance
+        self.maintenance.begin()
+
+    def _renewed(self, service: DeviceService, found: Sequence[Device]) -> list[Device]:
+        """Take note of the devices after a pause; return those of the pool."""
+        devices = self._choose(found)
+        self.runner.journal.remember("devices", devices_to_text(devices))
+        if not self.settings.emulate:
+            self.snapshots.machine = _versions(service)
+        return devices
 
     async def _restore(self, journal: Journal, service: DeviceService) -> None:
         """Go on with the sessions of a broker that was here before."""
@@ -351,7 +370,7 @@ class BrokerApp:
         )  # fmt: skip
         for note in self.settings.notes:
             _LOG.warning("%s", note)
-        if not self._devices:
+        if not self.health.devices:
             _LOG.error("No GPU: %s", service.problem or "none was found.")
         largest = max(self.snapshots.capacities(), default=0)
         if 0 < largest < self.settings.pool.default_memory:
@@ -360,7 +379,7 @@ class BrokerApp:
                 "does not ask gets that",
                 format_bytes(self.settings.pool.default_memory), format_bytes(largest),
             )  # fmt: skip
-        for device in self._devices.values():
+        for device in self.health.devices.values():
             _LOG.info(
                 "GPU %d %s (%s): tier %s%s", device.index, device.name, device.uuid, device.tier,
                 f": {device.tier_reason}" if device.tier_reason else "",
@@ -391,24 +410,6 @@ class BrokerApp:
         self.metrics.configure(self.settings)
         self.monitor.want(len(self.runner.sessions) or self.metrics.port)
 
-    def _device_lost(self, uuid: str, reason: str) -> None:
-        self._lost[uuid] = reason
-        if uuid in self._devices:
-            self.runner.note("device-lost", device=uuid, reason=reason)
-            self.runner.handle(e.DeviceDrained(now=self.runner.now(), device=uuid, reason=reason))
-
-    def _device_bad(self, uuid: str, reason: str) -> None:
-        """It failed its self-test; that NVML can read it does not make it good again."""
-        self._bad.add(uuid)
-        self._device_lost(uuid, reason)
-
-    def _device_healthy(self, uuid: str) -> None:
-        if uuid in self._bad:
-            return
-        if self._lost.pop(uuid, None) is not None and uuid in self._devices:
-            self.runner.note("device-seen", device=uuid, reason="healthy again")
-            self.runner.handle(e.DeviceAppeared(now=self.runner.now(), device=self._devices[uuid]))
-
     def _reload(self) -> None:
         """Read the configuration again; a bad one changes nothing."""
         try:
@@ -423,6 +424,7 @@ class BrokerApp:
             _LOG.warning("%s changed and will count from the next start of the broker", names)
         self.settings = new
         self.runner.journal.max_bytes = new.journal_size
+        self.health.retest_after = new.retest_after
         access = Access(self.handlers.access.machine_wide, os.geteuid(), new.admins)
         self.handlers.access = self.snapshots.access = access
         self.handlers.attach = new.attach
@@ -453,7 +455,7 @@ class BrokerApp:
         while True:
             since = max(self._empty_since, self.handlers.last_connection)
             # Without a GPU there is nothing to wait for: the next try may be configured better.
-            usual = self.settings.linger if self._devices else 0.0
+            usual = self.settings.linger if self.health.devices else 0.0
             linger = max(LEAST_LINGER, usual)
             left = since + linger - loop.time()
             if self.runner.sessions:
@@ -484,6 +486,12 @@ class BrokerApp:
         self.handlers.close_all()
         # Let what was answered last reach its reader.
         await asyncio.sleep(0)
+
+
+def _versions(service: DeviceService) -> str:
+    if not service.driver_version:
+        return "NVIDIA driver, not asked while the pool is paused" if service.down else ""
+    return f"NVIDIA driver {service.driver_version}, CUDA {service.cuda_version}"
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config | None]:

@@ -104,6 +104,11 @@ class DeviceEffects:
         sample = self.samples.get(device) if age <= self.sample_lasts else None
         return None if sample is None or sample.lost else sample
 
+    @property
+    def down(self) -> bool:
+        """Whether the devices must not be asked anything: an admin has paused the pool."""
+        return bool(self._devices.down)
+
     async def finish(self, timeout: float) -> None:
         """Begin nothing more, and wait for what is under way at most ``timeout`` seconds."""
         self.closing = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Callable, Mapping, get_args
+from typing import TYPE_CHECKING, Callable, Mapping, get_args
 
 from ..config.settings import usable_attach
 from ..errors import RefusedError
@@ -28,6 +28,9 @@ from .runner import Runner, refused
 from .sessions import Session
 from .status import Snapshots
 from .wishes import Wishes, attempt, note_refusal
+
+if TYPE_CHECKING:
+    from .maintenance import Maintenance
 
 #: Sessions that one user may have: memory for an attack, not a quota (see c.GPUPool.quotas).
 MAX_SESSIONS = 5000
@@ -75,6 +78,8 @@ class Handlers:
         self.guard_directory = Path()
         self.pages: Pages | None = None
         self.guards: Guards | None = None
+        #: Takes devices out of service and gives them back; the application sets it.
+        self.maintenance: Maintenance | None = None
         #: When (loop time) somebody last connected.
         self.last_connection = asyncio.get_running_loop().time()
         self._snapshots = snapshots
@@ -99,6 +104,7 @@ class Handlers:
             "journal": self._journal,
             "watch": self._watch,
             "ping": self._ping,
+            "maintain": self._maintain,
         }
 
     def use_guard(self, pages: Pages, guards: Guards) -> None:
@@ -321,6 +327,10 @@ class Handlers:
     def _watch(self, connection: Connection, message: Message) -> None:
         connection.watching = True
         connection.answer(message.get("id"), {"seq": self.runner.journal.seq})
+
+    def _maintain(self, connection: Connection, message: Message) -> None:
+        assert self.maintenance is not None
+        self.maintenance.maintain(connection, message)
 
     def _ping(self, connection: Connection, message: Message) -> None:
         connection.answer(message.get("id"))

@@ -147,6 +147,8 @@ class Monitor:
             self._told_host = available
             self._told_changes = dict(self._runner.changes)
             self._runner.handle(e.HostMemorySeen(now=self._runner.now(), available=available))
+        if self._effects.down:
+            return
         before, began = dict(self._runner.changes), self._runner.now()
         samples = await self._effects.sample()
         await self._identify(samples)

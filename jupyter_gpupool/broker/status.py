@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Mapping
+from typing import TYPE_CHECKING, Any, Mapping
 
 from .. import __version__
 from ..pool.model import DeviceView, Owner, PoolView, Request, SessionRecord, SessionView
@@ -23,6 +23,9 @@ from .effects import DeviceEffects
 from .records import request_to_json
 from .runner import Runner
 from .sessions import Session
+
+if TYPE_CHECKING:
+    from .maintenance import Maintenance
 
 #: CUDA's numbering of devices must be NVML's, or an index means two devices.
 _ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -53,7 +56,7 @@ class Snapshots:
         self._runner = runner
         self._effects = effects
         self._emulated = emulated
-        self._machine = machine
+        self.machine = machine
         self._journal_note = journal_note
         #: How many kernels began on each device, to spread them.
         self._homes: dict[str, int] = {}
@@ -133,11 +136,12 @@ class Snapshots:
             "pid": os.getpid(),
             "now": view.now,
             "emulated": self._emulated,
-            "machine": self._machine,
+            "machine": self.machine,
             "problem": self.problem,
             "limits": self._limits(owner_of(peer.uid, peer.gid), view),
             "devices": [self._device(v) for v in view.devices],
             "sessions": [self._session(v, view.now, peer, most) for v in view.sessions],
+            "maintenance": self.maintenance.status(peer) if self.maintenance else [],
             "queue_length": sum(1 for s in view.sessions if s.record.state == "queued"),
             "host": {
                 "budget_bytes": view.host_budget,
@@ -164,6 +168,8 @@ class Snapshots:
     #: application sets both.
     attach: str = "cell"
     attach_reason: str = ""
+    #: What an admin has taken out of service; the application sets it.
+    maintenance: Maintenance | None = None
     #: Why there is no device; empty if there are some. The application sets it.
     problem: str = ""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Mapping
 
 from ..config import BrokerSettings
+from ..devices.files import DEVICE_FILES
 from ..errors import DriverError
 from ..machine import removed_at_logout
 
@@ -22,7 +23,7 @@ def machine_environment(
 
     None for the real driver.
 
-    The only place where the choice between the real and the emulated driver is made: the rest of
+    This module alone chooses between the real and the emulated driver: the rest of
     the code cannot tell them apart, and NVIDIA's own client libraries find either through these.
     """
     if not settings.emulate:
@@ -37,6 +38,15 @@ def machine_environment(
         raise DriverError(
             str(error), code="no-emulator", next_step="Or unset c.GPUPool.emulate."
         ) from None
+
+
+def device_files(settings: BrokerSettings, socket: Path, journal: Path) -> str:
+    """Return how the paths of the GPUs' device files begin: who has one open uses the driver."""
+    if not settings.emulate:
+        return DEVICE_FILES
+    from ..emulator import profiles
+
+    return profiles.device_files(emulated_folder(socket, journal))
 
 
 def emulated_folder(socket: Path, journal: Path) -> Path:

@@ -23,6 +23,7 @@ GPU slices for Jupyter kernels: attached while needed, given back with nothing l
 See the pool             status
 Act on it                release
 Kernels that use it      list, wrap, unwrap
+Take GPUs out and back   pause, drain, resume
 Set it up and check it   doctor, install-devices, generate-config, broker
 Try it                   demo
 """
@@ -86,6 +87,19 @@ def _build() -> _Parser:
     _common(release)
     release.add_argument("session", metavar="SESSION", help="session or kernel id, or a beginning")
 
+    pause = _add(commands, "pause", "suspend every kernel and close the driver's device files")
+    drain = _add(commands, "drain", "empty one GPU; its kernels go on elsewhere")
+    resume = _add(commands, "resume", "give GPUs back after pause or drain, tested anew")
+    for one in (pause, drain, resume):
+        _common(one)
+        one.add_argument(
+            "--device", default="", metavar="GPU", required=one is drain,
+            help="number or UUID (the beginning will do)"
+            + ("" if one is drain else "; default: the whole pool"),
+        )  # fmt: skip
+    for one in (pause, drain):
+        one.add_argument("--reason", default="", metavar="TEXT", help="shown to those who wait")
+
     _add(commands, "list", "list the kernels that use the pool")
 
     wrap = _add(commands, "wrap", "make a pooled twin of an installed kernel, of any language")
@@ -100,6 +114,9 @@ def _build() -> _Parser:
     doctor = _add(commands, "doctor", "check everything and say what to do")
     _common(doctor)
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument(
+        "--retest", action="store_true", help="first have the broker test GPUs again that failed"
+    )
     doctor.add_argument(
         "--config", action="append", default=[], type=Path, metavar="FILE",
         help="also read this configuration file",
@@ -168,8 +185,8 @@ def _interval(text: str) -> float:
 
 
 COMMANDS = (
-    "broker", "demo", "doctor", "generate-config", "install-devices", "list", "release", "status",
-    "unwrap", "wrap",
+    "broker", "demo", "doctor", "drain", "generate-config", "install-devices", "list", "pause",
+    "release", "resume", "status", "unwrap", "wrap",
 )  # fmt: skip
 
 
@@ -207,6 +224,13 @@ def _dispatch(options: argparse.Namespace) -> int:
         from .status import release
 
         return release(options.socket, options.session)
+    if command in ("pause", "drain", "resume"):
+        from . import maintenance
+
+        if command == "resume":
+            return maintenance.resume(options.socket, options.device)
+        method = maintenance.pause if command == "pause" else maintenance.drain
+        return method(options.socket, options.device, options.reason)
     if command == "list":
         from .kernels import show_list
 
@@ -229,7 +253,12 @@ def _dispatch(options: argparse.Namespace) -> int:
     if command == "doctor":
         from .doctor import examine
 
-        return examine(options.socket, config_files=options.config, as_json=options.json)
+        return examine(
+            options.socket,
+            config_files=options.config,
+            as_json=options.json,
+            retest=options.retest,
+        )
     if command == "install-devices":
         from .install import download_devices, install_devices
 

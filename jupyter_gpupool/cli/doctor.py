@@ -16,7 +16,7 @@ from typing import Any, Mapping, Sequence
 from ..client import Client
 from ..config import BrokerSettings, load_settings, usable_attach
 from ..errors import ConfigError, GPUPoolError
-from . import checks
+from . import checks, maintenance
 from .checks import Finding
 from .picture import Style
 from .status import style_for
@@ -24,8 +24,16 @@ from .status import style_for
 _COLOUR = {"ok": "running", "warn": "idle", "fail": "alarm"}
 
 
-def examine(socket: str, *, config_files: Sequence[Path], as_json: bool) -> int:
-    """Check, print, and return 0, or 1 if something fails."""
+def examine(
+    socket: str, *, config_files: Sequence[Path], as_json: bool, retest: bool = False
+) -> int:
+    """Check, print, and return 0, or 1 if something fails.
+
+    ``retest``: have the running broker test the GPUs again that are out of service.
+    """
+    if retest:
+        note = maintenance.retest(socket)
+        print(note, file=sys.stderr if as_json else sys.stdout)
     findings = list(_all(socket, config_files))
     if as_json:
         print(json.dumps([asdict(f) for f in findings], indent=2))

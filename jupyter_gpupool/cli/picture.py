@@ -122,6 +122,8 @@ def _head(snapshot: Snapshot, style: Style) -> list[str]:
     problem = (snapshot.get("broker") or {}).get("journal_problem")
     if problem:
         lines.append(style.paint(style.cut(f"Journal: {problem}", style.width), "alarm"))
+    for order in snapshot.get("maintenance") or ():
+        lines.append(style.paint(style.cut(str(order["text"]), style.width), "alarm"))
     if not snapshot["devices"]:
         lines += ["", style.paint("No GPU.", "alarm") + " `jupyter gpupool doctor` says why."]
     return lines

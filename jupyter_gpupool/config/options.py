@@ -194,6 +194,15 @@ class GPUPool(Configurable):
         default="0.1",
         example="max_swap_overhead = 0.05",
     )
+    retest_after = _option(
+        Seconds(60.0, zero=True),
+        "A GPU that is out of service for a failure (an Xid, a self-test) is tested again after so "
+        "long, and after twice as long each time it fails again, an hour at most. It is in "
+        "service again when it passes. 0: only on `jupyter gpupool doctor --retest`.",
+        unit="seconds, or text such as '5m'",
+        default="60",
+        example='retest_after = "5m"',
+    )
     turn = _option(
         Seconds(0.1, least=MIN_TURN),
         "Length of one turn when kernels that share a GPU compute at the same time and one of "
@@ -375,6 +384,7 @@ class GPUPool(Configurable):
             guard=self.guard,
             quiet_after=self.quiet_after,
             turn=self.turn,
+            retest_after=self.retest_after,
             managed_memory=cast(ManagedPolicy, self.managed_memory),
             overuse=cast(OverusePolicy, self.overuse),
             emulate=self._machine(environ),

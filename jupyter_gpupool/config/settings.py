@@ -41,6 +41,8 @@ class BrokerSettings:
     quiet_after: float
     #: Seconds of one turn among sessions that contend for a device's compute time.
     turn: float
+    #: Seconds after which a device that failed is tested again; 0: never by itself.
+    retest_after: float
     managed_memory: ManagedPolicy
     overuse: OverusePolicy
     #: A machine to emulate, or "" for the real driver.

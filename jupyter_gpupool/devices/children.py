@@ -120,6 +120,7 @@ class Child:
         self._next_id = 0
         self._lock = asyncio.Lock()
         self._closed = False
+        self._held = ""
 
     @property
     def pid(self) -> int | None:
@@ -142,6 +143,8 @@ class Child:
             If it says that it cannot work, with its reason.
         """
         async with self._lock:
+            if self._held:
+                raise DriverError(self._held, code="paused")
             if self._process is None:
                 await self._spawn(timeout)
         if self.hello.get("problem"):
@@ -206,6 +209,13 @@ class Child:
         """End the process now, if it runs. The next call starts another."""
         if self._process is not None:
             await self._end(self._process)
+
+    async def hold(self, reason: str) -> None:
+        """End the process, and start none as long as there is a ``reason`` ("": from now on)."""
+        self._held = reason
+        if reason:
+            async with self._lock:  # one that is starting
+                await self.kill()
 
     async def close(self) -> None:
         """End the process; there will be no other."""

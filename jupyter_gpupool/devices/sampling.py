@@ -158,6 +158,16 @@ class Sampler:
                 return after, freed
             await asyncio.sleep(_FREED_POLL)
 
+    async def renew(self, uuids: Collection[str]) -> None:
+        """Ask a new process from now on, which takes none of ``uuids`` for lost any more.
+
+        A device that was reset may be healthy again, and NVML must be initialised anew to see
+        devices that were exchanged.
+        """
+        for uuid in uuids:
+            self._xids.pop(uuid, None)
+        await self.child.kill()
+
     async def close(self) -> None:
         """End the monitor."""
         await self.child.close()

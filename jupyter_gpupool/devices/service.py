@@ -12,7 +12,17 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import replace
-from typing import Any, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, TypeVar
+from typing import (
+    Any,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Mapping,
+    Sequence,
+    TypeVar,
+)
 
 from ..errors import DriverError
 from ..pool.model import Device
@@ -87,6 +97,8 @@ class DeviceService:
         self.cuda_version = ""
         #: Devices that had no room for a self-test: able to suspend for all one knows.
         self.untested: set[str] = set()
+        #: Why no child runs and every call fails; empty if the service serves.
+        self.down = ""
         self.on_device_lost = on_device_lost
         self._log = log or logging.getLogger(__name__)
         self._python = python
@@ -121,18 +133,9 @@ class DeviceService:
         because a test takes memory (a CUDA context) that sessions may have been granted.
         """
         try:
-            found = await self._sampler.discover()
+            rows = await self._discover()
         except DriverError as error:
             self.problem = str(error)
-            return []
-        self.driver_version, self.cuda_version = found["driver"], found["cuda"]
-        for problem in found["problems"]:
-            self._log.warning("%s", problem)
-        rows = found["devices"]
-        if not rows:
-            self.problem = " ".join(found["problems"]) or (
-                f"The NVIDIA driver {self.driver_version} sees no GPU. {driver.WITHOUT_GPU}"
-            )
             return []
         for row in rows:
             self._add(row)
@@ -140,7 +143,23 @@ class DeviceService:
         for uuid, device in trusted.items():
             self._devices[uuid] = self._examiner.trust(self._devices[uuid], device)
         await self._sampler.watch([*self._devices])
-        fresh = [uuid for uuid in self._devices if uuid not in trusted]
+        await self._test([uuid for uuid in self._devices if uuid not in trusted])
+        return [*self._devices.values()]
+
+    async def _discover(self) -> list[dict[str, Any]]:
+        """Return a row for each device; raise DriverError if there is none."""
+        found = await self._sampler.discover()
+        self.driver_version, self.cuda_version = found["driver"], found["cuda"]
+        for problem in found["problems"]:
+            self._log.warning("%s", problem)
+        rows: list[dict[str, Any]] = found["devices"]
+        if not rows:
+            nothing = f"The NVIDIA driver {self.driver_version} sees no GPU. {driver.WITHOUT_GPU}"
+            raise DriverError(" ".join(found["problems"]) or nothing, code="no-device")
+        return rows
+
+    async def _test(self, fresh: Sequence[str]) -> None:
+        """Test devices, and measure what the driver itself takes on them."""
         before = await self._unattributed(fresh)
         # One at a time would make a machine of eight GPUs start in half a minute.
         limit = asyncio.Semaphore(_SELFTESTS)
@@ -151,6 +170,80 @@ class DeviceService:
 
         await asyncio.gather(*(test(uuid) for uuid in fresh))
         await self._set_reserved(before)
+
+    # ------------------------------------------------------------------ maintenance
+
+    async def assume(self, known: Mapping[str, Device], reason: str) -> list[Device]:
+        """Start with the devices that an earlier broker found, without touching the driver."""
+        for uuid, device in known.items():
+            self._devices[uuid] = self._examiner.trust(device, device)
+            self._workers[uuid] = self._worker()
+            self._locks[uuid] = asyncio.Lock()
+        await self.stand_down(reason)
+        return [*self._devices.values()]
+
+    async def stand_down(self, reason: str, uuids: Sequence[str] | None = None) -> None:
+        """End the children that have device files open, once they have nothing to do.
+
+        Those of ``uuids``; None: all, so that nothing of this service uses the driver. Calls fail
+        with ``reason`` until :meth:`renew`.
+        """
+        chosen = [*self._devices] if uuids is None else [*uuids]
+        async with self._locked(chosen):
+            if uuids is None:
+                self.down = reason
+                await self._sampler.child.hold(reason)
+            await asyncio.gather(*(self._workers[uuid].hold(reason) for uuid in chosen))
+
+    async def retest(self, uuid: str) -> Device:
+        """Test a device that was lost, and return it as it is now.
+
+        Raises
+        ------
+        DriverError
+            If it cannot be read, or has no room for the test.
+        """
+        self._device(uuid)
+        if self.down:
+            raise DriverError(self.down, code="paused")
+        await self._sampler.renew([uuid])
+        device = await self.self_test(uuid)
+        # An Xid of the test itself shows here.
+        (sample,) = await self._sampler.sample([uuid])
+        if sample.lost:
+            raise DriverError(sample.lost, code="lost")
+        if uuid in self.untested:
+            raise DriverError(device.tier_reason or "It has no room for the test.", code="no-room")
+        return device
+
+    async def renew(self, uuids: Collection[str] | None = None) -> list[Device]:
+        """Look again which devices there are; test ``uuids`` (None: all) and new ones; return all.
+
+        Raises
+        ------
+        DriverError
+            If the driver does not start or shows no device. Nothing has changed then.
+        """
+        renewed = {*self._devices} if uuids is None else {*uuids}
+        await self._sampler.child.hold("")
+        await self._sampler.renew(renewed)
+        try:
+            rows = await self._discover()
+        except DriverError:
+            await self._sampler.child.hold(self.down)
+            raise
+        there, before = {row["uuid"] for row in rows}, {*self._devices}
+        for uuid in before - there:
+            await self._workers.pop(uuid).close()
+            del self._devices[uuid], self._locks[uuid]
+        for row in rows:
+            if row["uuid"] in renewed or row["uuid"] not in self._devices:
+                self._add(row)
+        self.down = self.problem = ""
+        for worker in self._workers.values():
+            await worker.hold("")
+        await self._sampler.watch([*self._devices])
+        await self._test([uuid for uuid in self._devices if uuid in renewed | (there - before)])
         return [*self._devices.values()]
 
     async def _unattributed(self, uuids: Sequence[str]) -> dict[str, int]:
@@ -200,8 +293,9 @@ class DeviceService:
             if mig
             else "It has not been tested.",
         )
-        self._workers[uuid] = self._worker()
-        self._locks[uuid] = asyncio.Lock()
+        if uuid not in self._workers:
+            self._workers[uuid] = self._worker()
+            self._locks[uuid] = asyncio.Lock()
 
     async def self_test(self, uuid: str) -> Device:
         """Test a device and return it as it now is.
@@ -210,6 +304,8 @@ class DeviceService:
         takes a CUDA context and a few MiB for about a second.
         """
         device = self._device(uuid)
+        if self.down:
+            raise DriverError(self.down, code="paused")
         if device.tier == "mig":
             return device
         able = driver.capabilities(self.driver_version)

@@ -217,6 +217,11 @@ def environment(
     }
 
 
+def device_files(state_dir: str | os.PathLike[str]) -> str:
+    """Return how the paths of the machine's device files begin, as ``/dev/nvidia`` does."""
+    return str(Path(state_dir).resolve() / "nvidia")
+
+
 def real_driver_present() -> bool:
     """Whether this machine has an NVIDIA kernel driver (or WSL's GPU device).
 

@@ -43,7 +43,8 @@ class Agent:
                 attach=environ.get(ATTACH_VARIABLE, "cell"),
                 cuda=guard.cuda if guard.on else probe,
                 cuda_blocks=not guard.on,
-                on_lost=self._lost,
+                on_lost=self._show,
+                on_notice=self._show,
             )
             interrupts = Interrupts(self._on_main_loop)
             self.gate = CellGate(shell, self.link, guard, FrameworkCaps(probe), interrupts)
@@ -74,7 +75,7 @@ class Agent:
         # Looked up late: the kernel has no loop yet while extensions are loaded.
         self.shell.kernel.io_loop.add_callback(run)
 
-    def _lost(self, message: str) -> None:
+    def _show(self, message: str) -> None:
         """Say it at once, under the output of the latest cell, and again above the next one."""
         text = f"GPU pool: {message}"
         if self.gate is not None:

@@ -70,6 +70,7 @@ class Link:
         cuda: Callable[[], bool | None] = lambda: None,
         cuda_blocks: bool = True,
         on_lost: Callable[[str], None] = lambda _: None,
+        on_notice: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.path = Path(path)
         self.session = session
@@ -78,6 +79,7 @@ class Link:
         self._cuda = cuda
         self._cuda_blocks = cuda_blocks
         self._on_lost = on_lost
+        self._on_notice = on_notice
         self._cuda_seen: bool | None = False
         self._lock = threading.RLock()
         self._client: Client | None = None
@@ -466,6 +468,8 @@ class Link:
                 self.attached, self.slices, self.state = False, (), "ended"
             self._on_lost(str(message.get("message") or "The GPU state of this kernel is lost."))
             self._changed()
+        elif kind == "notice":
+            self._on_notice(str(message.get("message") or ""))
 
     def _changed(self) -> None:
         with self._lock:

@@ -33,6 +33,7 @@ LINK = Link(
     os.environ["GPUPOOL_TOKEN"],
     cuda=cu_initialised,
     on_lost=lambda message: STATE.update(lost=message),
+    on_notice=lambda message: STATE.update(notice=message),
 )
 
 
@@ -98,6 +99,7 @@ def do_link(_):
         "queue": LINK.queue._asdict() if LINK.queue else None,
         "greeted": LINK.unreachable_for() == 0.0,
         "lost": STATE.get("lost"),
+        "notice": STATE.get("notice"),
         "reason": LINK.reason,
         "refused": list(LINK.refused) if LINK.refused else None,
     }

@@ -105,6 +105,28 @@ def test_release_of_nothing(opened, capsys):
     )
 
 
+def test_pause_and_resume(opened, capsys):
+    assert main(["pause", "--reason", "new driver"]) == 0
+    out = capsys.readouterr().out
+    assert "new driver; no process of it has a device file open.\n" in out
+    assert main(["status"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].startswith("The pool is paused by the administrator: new driver;")
+    assert out.count("Not used: paused by the administrator: new driver") == 2
+    assert main(["resume"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "The GPUs are in service again."
+    assert main(["resume"]) == 1
+    assert capsys.readouterr().err == "jupyter gpupool: Nothing is paused or drained.\n"
+
+
+def test_drain_needs_a_gpu(opened, capsys):
+    assert main(["drain"]) == 2
+    assert "--device" in capsys.readouterr().err
+    assert main(["drain", "--device", "1"]) == 0
+    assert "no kernel has a slice there." in capsys.readouterr().out
+    assert main(["resume", "--device", "1"]) == 0
+
+
 def test_doctor(opened, real_broker, capsys):
     main(["doctor", "--json"])
     found = {f["name"]: f for f in json.loads(capsys.readouterr().out)}

@@ -108,6 +108,7 @@ static CUresult initialise(void)
         return CUDA_ERROR_OPERATING_SYSTEM;
     pthread_atfork(NULL, NULL, in_forked_child);
     driver.initialised = true;
+    machine_device_file(true);
     if (fault_active(FAULT_INIT_SUFFICES, getpid(), -1, NULL))
         return service_start();
     return CUDA_SUCCESS;

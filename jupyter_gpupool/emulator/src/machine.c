@@ -218,6 +218,23 @@ static int attach(const struct spec *spec)
     return MACHINE_BAD;
 }
 
+void machine_device_file(bool open_it)
+{
+    static int fd = -1;
+    char path[PATH_MAX];
+    pthread_mutex_lock(&open_mutex);
+    if (open_it && fd < 0) {
+        snprintf(path, sizeof path, "%s/nvidiactl", state_dir);
+        fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+        if (fd >= 0)
+            (void)!fchmod(fd, 0666);
+    } else if (!open_it && fd >= 0) {
+        close(fd);
+        fd = -1;
+    }
+    pthread_mutex_unlock(&open_mutex);
+}
+
 int machine_open(void)
 {
     pthread_mutex_lock(&open_mutex);

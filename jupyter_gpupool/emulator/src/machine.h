@@ -149,6 +149,9 @@ enum { MACHINE_OK = 0, MACHINE_NONE, MACHINE_BAD, MACHINE_CONFLICT };
 int machine_open(void);
 extern struct machine *machine; /* NULL until machine_open() succeeded */
 const char *machine_state_dir(void);
+/* Opens or closes the machine's device file, `<state>/nvidiactl`: what /dev/nvidiactl is on a real
+ * machine. Whoever has it open keeps the driver from being replaced. */
+void machine_device_file(bool open_it);
 
 void machine_lock(void);
 void machine_unlock(void);

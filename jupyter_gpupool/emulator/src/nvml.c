@@ -42,6 +42,7 @@ EXPORT nvmlReturn nvmlInitWithFlags(unsigned flags)
     switch (machine_open()) {
     case MACHINE_OK:
         __atomic_add_fetch(&references, 1, __ATOMIC_RELEASE);
+        machine_device_file(true);
         break;
     case MACHINE_CONFLICT:
         result = NVML_ERROR_LIB_RM_VERSION_MISMATCH;
@@ -60,8 +61,8 @@ EXPORT nvmlReturn nvmlInit(void) { return nvmlInitWithFlags(0); }
 EXPORT nvmlReturn nvmlShutdown(void)
 {
     pthread_mutex_lock(&init_mutex);
-    if (!nvml_check())
-        __atomic_sub_fetch(&references, 1, __ATOMIC_RELEASE);
+    if (!nvml_check() && !__atomic_sub_fetch(&references, 1, __ATOMIC_RELEASE))
+        machine_device_file(false);
     pthread_mutex_unlock(&init_mutex);
     return NVML_SUCCESS;
 }

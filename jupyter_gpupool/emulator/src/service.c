@@ -48,8 +48,10 @@ static CUresult do_checkpoint(void)
     moving(true);
     CUresult result = suspend_out();
     moving(false);
-    if (!result)
+    if (!result) {
+        machine_device_file(false); /* a suspended process is no user of the device */
         set_state(PROCESS_CHECKPOINTED);
+    }
     return result;
 }
 
@@ -61,12 +63,15 @@ static CUresult do_restore(const struct request *request)
     if (driver.suspend_state != PROCESS_CHECKPOINTED)
         return CUDA_ERROR_ILLEGAL_STATE;
     moving(true);
+    machine_device_file(true);
     CUresult result = suspend_in(request->map, request->pairs, &fatal);
     moving(false);
     if (!result)
         set_state(PROCESS_LOCKED);
     else if (fatal)
         set_state(PROCESS_FAILED);
+    else
+        machine_device_file(false);
     return result;
 }
 

@@ -1,0 +1,151 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Devices that failed: out of service at once, tested again by and by, back when they pass."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Iterable
+
+from ..devices.service import DeviceService
+from ..errors import DriverError, GPUPoolError
+from ..pool import events as e
+from ..pool.model import Device
+from .runner import Runner
+
+#: Longest pause between two tests of a device that goes on failing, in seconds.
+MOST = 3600.0
+
+
+class Health:
+    """Keeps the pool informed about failed devices.
+
+    A device that NVML could not read comes back when NVML reads it again. One that had an Xid, or
+    failed a self-test, comes back when it passes a self-test: after ``retest_after`` seconds the
+    first time, then after twice as long, and when an admin asks (0: only then).
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.retest_after = 0.0
+        #: The pool's devices as they were when they last passed, by UUID.
+        self.devices: dict[str, Device] = {}
+        #: Why a device is out of service.
+        self.failed: dict[str, str] = {}
+        self._log = log
+        self._runner: Runner | None = None
+        self._service: DeviceService | None = None
+        #: Devices that only a self-test can bring back.
+        self._bad: set[str] = set()
+        self._failures: dict[str, int] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._tests: dict[str, asyncio.Task[str]] = {}
+
+    def begin(self, runner: Runner, service: DeviceService, devices: Iterable[Device]) -> None:
+        """Announce the pool's devices, and tell the pool of failures: past ones and from now on."""
+        self._runner, self._service = runner, service
+        for device in devices:
+            self.add(device)
+        for uuid, reason in list(self.failed.items()):
+            self.lost(uuid, reason)
+
+    def add(self, device: Device) -> None:
+        """Announce a device that is in service now."""
+        assert self._runner is not None
+        self.devices[device.uuid] = device
+        self._forget(device.uuid)
+        self._runner.note(
+            "device-seen", device=device.uuid, bytes=device.memory_total,
+            detail={"name": device.name, "tier": device.tier, "reason": device.tier_reason},
+        )  # fmt: skip
+        self._runner.handle(e.DeviceAppeared(now=self._runner.now(), device=device))
+
+    def lost(self, uuid: str, reason: str) -> None:
+        """Take a device out of service."""
+        self.failed[uuid] = reason
+        if self._runner is None or uuid not in self.devices:
+            return
+        self._runner.note("device-lost", device=uuid, reason=reason)
+        self._runner.handle(e.DeviceDrained(now=self._runner.now(), device=uuid, reason=reason))
+        self._schedule(uuid)
+
+    def bad(self, uuid: str, reason: str) -> None:
+        """Take out a device that failed its self-test; NVML's word does not bring it back."""
+        self._bad.add(uuid)
+        self.lost(uuid, reason)
+
+    def readable(self, uuid: str) -> None:
+        """NVML can read a device (again)."""
+        if uuid not in self._bad and uuid in self.failed:
+            self._back(uuid, "healthy again")
+
+    async def retest(self, uuid: str) -> str:
+        """Test a device that is out of service; return "" if it is back, else why not."""
+        return await asyncio.shield(self._test(uuid))
+
+    def close(self) -> None:
+        """Test nothing more."""
+        for timer in self._timers.values():
+            timer.cancel()
+        for test in self._tests.values():
+            test.cancel()
+
+    # ------------------------------------------------------------------ internals
+
+    def _test(self, uuid: str) -> asyncio.Task[str]:
+        """Return the test that is under way, begun now if need be."""
+        test = self._tests.get(uuid)
+        if test is None:
+            test = asyncio.get_running_loop().create_task(self._retest(uuid))
+            self._tests[uuid] = test
+            test.add_done_callback(lambda _: self._tests.pop(uuid, None))
+        return test
+
+    async def _retest(self, uuid: str) -> str:
+        assert self._service is not None
+        # The monitor forgets the Xid for the test, and must not bring the device back meanwhile.
+        self._bad.add(uuid)
+        before = self.devices[uuid]
+        try:
+            device = await self._service.retest(uuid)
+            if before.can_suspend and not device.can_suspend:
+                raise DriverError(device.tier_reason)
+        except GPUPoolError as error:
+            self._log.warning("GPU %d is still out of service: %s", before.index, error)
+            self._failures[uuid] = self._failures.get(uuid, 0) + 1
+            if uuid in self.failed:
+                self._schedule(uuid)
+            return error.message
+        self.devices[uuid] = device
+        self._back(uuid, "passed its self-test")
+        return ""
+
+    def _back(self, uuid: str, why: str) -> None:
+        self._forget(uuid)
+        if self._runner is not None and uuid in self.devices:
+            device = self.devices[uuid]
+            self._log.info("GPU %d (%s) is back in service: %s", device.index, uuid, why)
+            self._runner.note("device-seen", device=uuid, reason=why)
+            self._runner.handle(e.DeviceAppeared(now=self._runner.now(), device=device))
+
+    def _forget(self, uuid: str) -> None:
+        self.failed.pop(uuid, None)
+        self._failures.pop(uuid, None)
+        self._bad.discard(uuid)
+        timer = self._timers.pop(uuid, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _schedule(self, uuid: str) -> None:
+        timer = self._timers.pop(uuid, None)
+        if timer is not None:
+            timer.cancel()
+        if self.retest_after:
+            pause = min(MOST, self.retest_after * 2.0 ** min(self._failures.get(uuid, 0), 16))
+            loop = asyncio.get_running_loop()
+            self._timers[uuid] = loop.call_later(pause, self._due, uuid)
+
+    def _due(self, uuid: str) -> None:
+        self._timers.pop(uuid, None)
+        if uuid in self.failed:
+            self._test(uuid)

@@ -1,0 +1,130 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``jupyter gpupool pause``, ``drain`` and ``resume``: GPUs taken out of service and back."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Mapping, Sequence
+
+from ..client import Client
+from .status import socket_path
+
+#: Seconds between two looks at what is waited for.
+LOOK = 0.5
+
+#: Seconds that the self-tests of a resume may take.
+TEST_TIMEOUT = 600.0
+
+
+def pause(socket: str, device: str, reason: str) -> int:
+    """Pause the pool or one GPU; return 0 when no device file is open, 130 if interrupted."""
+    return _until_done(socket, "pause", device, reason)
+
+
+def drain(socket: str, device: str, reason: str) -> int:
+    """Empty one GPU; return 0 when no kernel has a slice there, 130 if interrupted."""
+    return _until_done(socket, "drain", device, reason)
+
+
+def resume(socket: str, device: str) -> int:
+    """Give everything, or one GPU, back to the pool. Returns 0.
+
+    Raises
+    ------
+    RefusedError
+        If nothing is paused, or the driver does not start.
+    """
+    with Client(socket_path(socket)) as client:
+        print("Looking which GPUs there are, and testing them ...", flush=True)
+        print(client.call("maintain", action="resume", device=device, timeout=TEST_TIMEOUT)["note"])
+    return 0
+
+
+def retest(socket: str) -> str:
+    """Have every GPU that failed tested again; return in a sentence what came of it."""
+    with Client(socket_path(socket)) as client:
+        answer = client.call("maintain", action="retest", timeout=TEST_TIMEOUT)
+    return str(answer["note"])
+
+
+def _until_done(socket: str, action: str, device: str, reason: str) -> int:
+    with Client(socket_path(socket)) as client:
+        answer = client.call("maintain", action=action, device=device, reason=reason)
+        print(answer["note"], flush=True)
+        uuid = str(answer["device"])
+        try:
+            return _wait(client, uuid)
+        except KeyboardInterrupt:
+            target = f" --device {device}" if device else ""
+            print(
+                f"\nNot finished, and it stays {action}d: kernels leave as they become idle, and "
+                f"get no slice. To see it: jupyter gpupool status. To end it: jupyter gpupool "
+                f"resume{target}.".replace("draind", "drained"),
+                file=sys.stderr,
+            )
+            return 130
+
+
+def _wait(client: Client, uuid: str) -> int:
+    told: list[str] = []
+    while True:
+        orders = client.call("status").get("maintenance") or []
+        order = next((row for row in orders if row["device"] == uuid), None)
+        if order is None:
+            print("Somebody has resumed it meanwhile.", file=sys.stderr)
+            return 1
+        if order["closed"]:
+            print("\n".join([order["text"], *_outside(order)]))
+            return 0
+        lines = progress(order)
+        if lines != told:
+            print("\n".join(lines), flush=True)
+            told = lines
+        time.sleep(LOOK)
+
+
+def progress(order: Mapping[str, Any]) -> list[str]:
+    """Return what an order still waits for, one line per kernel or process."""
+    waits, others = order["waits"], order["others"]
+    lines = []
+    if waits or others:
+        count = len(waits) + others
+        lines.append(f"Waiting for {count} kernel{'s' if count > 1 else ''}:")
+        lines += [_kernel(row) for row in waits]
+        if others:
+            lines.append(f"  {others} of other users")
+        return lines
+    files = [row for row in order.get("files") or () if row["session"]]
+    if files:
+        lines.append("No kernel has a slice; these still have device files open:")
+        lines += [_process(row) for row in files]
+    return lines
+
+
+def _kernel(row: Mapping[str, Any]) -> str:
+    gpus = ", ".join(row["devices"])
+    name = row["label"] or row["session"]
+    return f"  {name} ({row['owner']}, session {row['session']}, GPU {gpus}): {row['why']}"
+
+
+def _process(row: Mapping[str, Any]) -> str:
+    whose = "the broker's" if row["session"] == "broker" else f"session {row['session']}"
+    todo = "" if row["session"] == "broker" else "; restart that kernel"
+    return f"  process {row['pid']} ({whose}): {row['command']}{todo}"
+
+
+def _outside(order: Mapping[str, Any]) -> Sequence[str]:
+    """Return who else has device files open: the admin's own to end."""
+    lines = []
+    files = [row for row in order.get("files") or () if not row["session"]]
+    if files:
+        lines.append("Processes outside the pool that have device files open:")
+        lines += [f"  {row['pid']} (user id {row['uid']}): {row['command']}" for row in files]
+    if order.get("unseen"):
+        lines.append(
+            "Other users' processes whose files cannot be seen from here: "
+            f"{order['unseen']}; as root: fuser -v /dev/nvidia*"
+        )
+    return lines

@@ -1,0 +1,304 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``pause``, ``drain`` and ``resume`` of a real broker: who leaves, who waits, what stays open."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import types
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool.broker.auth import Access, Peer
+from jupyter_gpupool.broker.health import Health
+from jupyter_gpupool.broker.maintenance import Maintenance
+from jupyter_gpupool.errors import RefusedError
+
+from .kit import ROOT, Kernel, MiB, environment, wait_until
+from .test_faults import children
+
+WHY = "paused by the administrator: new driver"
+
+
+def maintain(broker, action, device="", reason="new driver", timeout=90):
+    with broker.client() as client:
+        return client.call(
+            "maintain", action=action, device=device, reason=reason, timeout=timeout
+        )["note"]
+
+
+def order(broker, device=""):
+    """Return what the status says of the order for the whole pool, or for a device."""
+    rows = broker.status()["maintenance"]
+    return next((row for row in rows if row["device"] == device), None)
+
+
+def closed(broker, device=""):
+    wait_until(lambda: order(broker, device)["closed"], "the pause is complete", 60)
+
+
+def with_device_files(broker, pid):
+    """Return whether a process has a device file of the emulated machine open."""
+    begin = str(broker.folder / "broker.sock.emulated" / "nvidia")
+    links = [
+        str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()
+    ]
+    return any(link.startswith(begin) for link in links)
+
+
+@pytest.fixture
+def one(broker, kernel):
+    """An attached session with data, which a pause is going to move."""
+    found = kernel("one.ipynb", memory=400 * MiB)
+    found.attach()
+    found.do("alloc", bytes=64 * MiB, byte=1)
+    return found
+
+
+def test_pause_suspends_who_is_idle_waits_for_cells_and_closes_the_device_files(
+    broker, kernel, one
+):
+    two = kernel("two.ipynb", memory=400 * MiB)
+    two.attach()
+    two.do("alloc", bytes=32 * MiB, byte=2)
+    one.do("drop", hold="cell")
+    assert with_device_files(broker, one.process.pid)
+    note = maintain(broker, "pause")
+    assert note == f"The pool is being {WHY}."
+    one.wait_state("detached", seconds=60)
+    assert two.state() == "active", "its cell is left to finish"
+    (wait,) = order(broker)["waits"]
+    assert (wait["label"], wait["why"]) == ("two.ipynb", "a cell runs")
+    assert children(broker, "worker"), "they are needed still"
+    two.do("drop", hold="cell")
+    closed(broker)
+    for module in ("worker", "monitor", "selftest"):
+        assert not children(broker, module), module
+    for process in (one.process, two.process, broker.process):
+        assert not with_device_files(broker, process.pid)
+    # Nobody gets a slice, and everybody is told why.
+    one.do("ask", hold="again")
+    wait_until(lambda: one.state() == "queued", "it waits")
+    wait_until(lambda: (one.link()["queue"] or {}).get("reason") == WHY, "the reason")
+    assert {d["drained_reason"] for d in broker.status()["devices"]} == {WHY}
+    assert maintain(broker, "resume") == "The GPUs are in service again."
+    one.do("got", hold="again")
+    two.attach("again")
+    assert (one.do("check"), two.do("check")) == (64 * MiB, 32 * MiB)
+    assert broker.status()["maintenance"] == []
+    rows = broker.rows("pause", "paused", "unpause")
+    assert [row["kind"] for row in rows] == ["pause", "paused", "unpause"]
+
+
+def test_pause_survives_a_killed_broker_which_then_does_not_touch_the_driver(broker, one):
+    broker.disturbed = True
+    one.do("drop", hold="cell")
+    maintain(broker, "pause")
+    closed(broker)
+    broker.kill()
+    assert broker.started
+    assert order(broker)["closed"]
+    assert not children(broker, "worker") + children(broker, "monitor")
+    assert {d["drained_reason"] for d in broker.status()["devices"]} == {WHY}
+    wait_until(lambda: one.link()["greeted"], "the agent is back")
+    one.do("ask", hold="again")
+    wait_until(lambda: (one.link()["queue"] or {}).get("reason") == WHY, "the reason")
+    maintain(broker, "resume")
+    one.do("got", hold="again")
+    assert one.do("check") == 64 * MiB
+
+
+def test_killed_broker_goes_on_with_a_pause_that_waits_for_a_cell(broker, one):
+    broker.disturbed = True
+    maintain(broker, "pause")
+    broker.kill()
+    assert broker.started
+    assert not order(broker)["closed"]
+    wait_until(lambda: one.link()["greeted"], "the agent is back")
+    one.do("drop", hold="cell")
+    closed(broker)
+    assert broker.session(one.session)["suspended_bytes"] == (64 + 32) * MiB
+
+
+def test_drained_gpu_is_emptied_and_its_kernels_go_on_elsewhere(broker, kernel, one):
+    uuid = broker.session(one.session)["device"]
+    index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == uuid)
+    one.do("drop", hold="cell")
+    maintain(broker, "drain", str(index))
+    closed(broker, uuid)
+    one.attach("again")
+    assert broker.session(one.session)["device"] != uuid
+    assert one.do("check") == 64 * MiB
+    two = kernel("two", memory=400 * MiB)
+    two.do("ask", hold="cell")
+    wait_until(lambda: two.state() == "queued", "there is no other GPU")
+    assert children(broker, "worker"), "the driver stays in use"
+    maintain(broker, "resume", uuid)
+    assert two.do("got", hold="cell")["slices"][0][0] == uuid
+
+
+def test_paused_gpu_loses_its_worker_and_is_tested_when_it_comes_back(broker, one):
+    uuid = broker.session(one.session)["device"]
+    one.do("drop", hold="cell")
+    before = set(children(broker, "worker"))
+    maintain(broker, "pause", uuid)
+    closed(broker, uuid)
+    assert len(before - set(children(broker, "worker"))) == 1
+    broker.faults.set("checkpoint-refused", device=0)
+    broker.faults.set("checkpoint-refused", device=1)
+    note = maintain(broker, "resume", uuid)
+    assert note.startswith("The GPU is in service again.")
+    (device,) = (d for d in broker.status()["devices"] if d["uuid"] == uuid)
+    assert not device["can_suspend"], "it was tested"
+
+
+def test_kernel_that_cannot_be_suspended_is_named_and_told_to_restart(broker, one):
+    broker.faults.set("checkpoint-refused", pid=one.process.pid)
+    one.do("drop", hold="cell")
+    maintain(broker, "pause")
+    wait_until(lambda: one.link()["notice"], "the notice in its notebook", 60)
+    notice = one.link()["notice"]
+    assert notice.startswith(f"The GPUs are being {WHY}. The GPU state of this kernel cannot be")
+    assert "restart the kernel" in notice
+    (wait,) = order(broker)["waits"]
+    assert wait["pinned"]
+    assert wait["why"].startswith("cannot be suspended: ")
+    one.kill()
+    closed(broker)
+
+
+def test_resume_before_the_pause_is_complete_lets_everybody_go_on(broker, one):
+    maintain(broker, "pause")
+    assert maintain(broker, "resume") == "The GPUs are in service again."
+    one.do("drop", hold="cell")
+    assert one.do("take", hold="more"), "it was never asked to leave"
+    assert one.do("check") == 64 * MiB
+    with pytest.raises(RefusedError, match="Nothing is paused"):
+        maintain(broker, "resume")
+
+
+def test_resume_without_a_driver_is_refused_and_the_pool_stays_paused(broker, one):
+    one.do("drop", hold="cell")
+    maintain(broker, "pause")
+    closed(broker)
+    state = broker.folder / "broker.sock.emulated"
+    machine = (state / "machine").read_bytes()
+    broker.disturbed = True
+    # The emulated equivalent of a driver that does not start: its shared state is another one's.
+    (state / "machine").rename(state / "aside")
+    (state / "machine").mkdir()
+    with pytest.raises(RefusedError):
+        maintain(broker, "resume")
+    assert order(broker)["closed"]
+    (state / "machine").rmdir()
+    (state / "aside").rename(state / "machine")
+    assert len((state / "machine").read_bytes()) == len(machine)
+    maintain(broker, "resume")
+    one.attach("again")
+    assert one.do("check") == 64 * MiB
+
+
+@pytest.mark.parametrize(
+    ("action", "device", "said"),
+    [
+        ("drain", "", "Draining is for one GPU."),
+        ("pause", "7", "'7' is no GPU of this pool"),
+        ("stop", "", "There is no maintenance action 'stop'"),
+    ],
+)
+def test_wrong_orders_are_refused_in_a_sentence(broker, action, device, said):
+    with pytest.raises(RefusedError, match=said):
+        maintain(broker, action, device)
+
+
+def test_interrupted_pause_names_who_it_waits_for_and_stays(broker, one):
+    with subprocess.Popen(
+        [
+            sys.executable, "-m", "jupyter_gpupool.cli", "pause",
+            "--socket", str(broker.socket), "--reason", "new driver",
+        ],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        env=environment(broker.folder),
+    ) as command:  # fmt: skip
+        try:
+            lines = [command.stdout.readline() for _ in range(3)]
+            command.send_signal(signal.SIGINT)
+            _, err = command.communicate(timeout=60)
+        finally:
+            command.kill()
+    assert lines[0] == f"The pool is being {WHY}.\n"
+    assert lines[1] == "Waiting for 1 kernel:\n"
+    assert lines[2].startswith("  one.ipynb (")
+    assert lines[2].endswith(": a cell runs\n")
+    assert command.returncode == 130
+    assert "Not finished, and it stays paused" in err
+    assert "jupyter gpupool resume" in err
+    one.do("drop", hold="cell")
+    closed(broker)
+
+
+def test_only_an_admin_of_a_machines_broker_takes_gpus_out_of_service():
+    """The rule itself; that a peer is who it says is tested with two users in tests/server."""
+    access = Access(machine_wide=True, own_uid=0, admins=("operator",))
+    handlers = types.SimpleNamespace(access=access)
+    runner = types.SimpleNamespace(journal=types.SimpleNamespace(meta=lambda _name: ""))
+    health = Health(logging.getLogger())
+    maintenance = Maintenance(
+        runner, None, health, handlers, files="/dev/nvidia", renewed=list,
+        log=logging.getLogger(),
+    )  # fmt: skip
+    user = types.SimpleNamespace(peer=Peer(pid=1, uid=65534, gid=65534))
+    with pytest.raises(RefusedError, match="Only an admin of this pool"):
+        maintenance.maintain(user, {"action": "pause"})
+
+
+def test_gpu_that_had_an_xid_is_tested_again_by_itself_and_comes_back(make_broker):
+    broker = make_broker(retest_after=0.5).started
+    with closing(Kernel(broker, "one", memory=400 * MiB)) as one:
+        one.attach()
+        uuid = broker.session(one.session)["device"]
+        index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == uuid)
+        one.do("drop", hold="cell")
+        broker.faults.set("device-lost", device=index)
+        lost = wait_until(lambda: broker.rows("device-lost"), "the Xid", 60)
+        assert lost[0]["device"] == uuid
+        wait_until(lambda: "still out of service" in broker.tail(), "a test that fails", 60)
+        assert device_of(broker, uuid)["drained_reason"]
+        broker.faults.clear()
+        wait_until(lambda: not device_of(broker, uuid)["drained_reason"], "it is back", 60)
+        assert broker.rows("device-seen")[-1]["reason"] == "passed its self-test"
+
+
+def test_doctor_retest_brings_a_gpu_back_that_passes_its_self_test(make_broker):
+    broker = make_broker(retest_after=0).started
+    with closing(Kernel(broker, "one", memory=400 * MiB)) as one:
+        one.attach()
+        one.do("drop", hold="cell")
+        broker.faults.set("device-lost", device=1)
+        lost = wait_until(lambda: broker.rows("device-lost"), "the Xid", 60)[0]["device"]
+        assert "GPU 1 stays out of service: " in doctor(broker)
+        broker.faults.clear()
+        assert "GPU 1 is back." in doctor(broker)
+        assert not device_of(broker, lost)["drained_reason"]
+        assert "No GPU is out of service for a failure." in doctor(broker)
+
+
+def device_of(broker, uuid):
+    return next(d for d in broker.status()["devices"] if d["uuid"] == uuid)
+
+
+def doctor(broker):
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "jupyter_gpupool.cli", "doctor", "--retest",
+            "--socket", str(broker.socket),
+        ],
+        capture_output=True, text=True, cwd=ROOT, env=environment(broker.folder), timeout=120,
+        check=False,
+    )  # fmt: skip
+    return done.stdout + done.stderr
