@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Start of every child process, a script: ``PYTHON .../devices/child.py PROGRAM ARGUMENT...``.
+"""Start of every child process, a script: ``PYTHON .../devices/child.py MODULE ARGUMENT...``.
 
-It runs ``jupyter_gpupool.devices.PROGRAM`` in any Python, whether this package is installed there
-or not: the package is taken from this very file's place, and nothing else that is installed
-beside it. NVIDIA's packages come from the interpreter's own environment.
+It runs ``MODULE`` (``jupyter_gpupool.devices.worker``, say) in any Python, whether this package is
+installed there or not: the package is taken from this very file's place, and nothing else that is
+installed beside it. NVIDIA's packages come from the interpreter's own environment.
 """
 
 import importlib.util
@@ -28,8 +28,7 @@ def main() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[package.name] = module
     spec.loader.exec_module(module)
-    program = sys.argv.pop(1)
-    runpy.run_module(f"{package.name}.devices.{program}", run_name="__main__", alter_sys=True)
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ class Child:
         return await asyncio.create_subprocess_exec(
             self._python,
             str(interpreter.CHILD),
-            self.module,
+            f"{__package__}.{self.module}",
             str(os.getpid()),
             *self._arguments,
             stdin=asyncio.subprocess.PIPE,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Mapping
 
 from ..errors import ConfigError
+from . import packages
 from .packages import INSTALL
 
 #: Of both places: ``<environment>/share/gpupool/devices`` and ``~/.local/share/gpupool/devices``.
@@ -88,7 +89,7 @@ def ask(python: str, env: Mapping[str, str] | None = None) -> Found:
     """Ask ``python`` for the versions of NVIDIA's packages that it has. Blocks."""
     try:
         done = subprocess.run(
-            [python, str(CHILD), "packages"],
+            [python, str(CHILD), packages.__name__],
             env=environment(python, os.environ if env is None else env),
             cwd="/",
             capture_output=True,

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The monitor: ``python -m jupyter_gpupool.devices.monitor <parent pid>``, all that NVML is for.
+"""The monitor: ``child.py jupyter_gpupool.devices.monitor <parent pid>``, all that NVML is for.
 
 A thread of its own waits for Xid errors and sends ``{"event": "lost", "uuid", "reason"}``.
 """

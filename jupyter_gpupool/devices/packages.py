@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """NVIDIA's Python packages: the versions that child processes need, and those that are installed.
 
-Standard library only. As a program (``child.py packages``) it prints what an interpreter has:
+Standard library only. As a program it prints what an interpreter has:
 ``{"python": "3.11.7", "versions": {"cuda-core": "1.2.2", ...}, "problem": ""}``.
 """
 

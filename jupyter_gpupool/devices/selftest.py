@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Can this device suspend? Ask it: ``python -m jupyter_gpupool.devices.selftest <parent> <UUID>``.
+"""Can this device suspend? Ask it: ``child.py jupyter_gpupool.devices.selftest <parent> <UUID>``.
 
 The program holds a few MiB of known bytes on one device. :func:`judge` suspends it, resumes it
 and has the bytes compared, in place and, where there is a peer of the same model, on that peer.

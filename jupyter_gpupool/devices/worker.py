@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The suspend worker: ``python -m jupyter_gpupool.devices.worker <parent pid>``.
+"""The suspend worker: ``child.py jupyter_gpupool.devices.worker <parent pid>``.
 
 One per device, kept for as long as the broker runs: a fresh process would pay for cuInit on each
 call. It may be killed at any time; the broker then asks a new one for the driver's own state.
