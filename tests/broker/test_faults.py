@@ -36,7 +36,7 @@ def children(broker, module):
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if parent == broker.process.pid and module.encode() in command:
+        if parent == broker.process.pid and f"jupyter_gpupool.devices.{module}".encode() in command:
             found.append(int(entry.name))
     return found
 
