@@ -4,8 +4,9 @@
 
 All CUDA activity of a session is one hold, :data:`DEVICE_HOLD`. It is taken when a call waits for
 a lease (see ``guards``) or the gate was passed, and dropped when nothing was seen for
-``quiet_after`` seconds and no call is inside the driver. One byte is read for each attached
-session and look; its whole page only if that byte says that something may have changed.
+``quiet_after`` seconds, no call is inside the driver and no graph is being recorded. One byte is
+read for each attached session and look; its whole page only if that byte says that something may
+have changed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ DEVICE_HOLD = "device"
 
 #: Seconds between two looks at the gates.
 LOOK = 0.25
+
+#: Seconds without a CUDA call after which a graph that is being recorded counts as abandoned.
+ABANDONED = 120.0
 
 #: Seconds for which what was read of a page is good enough: of a busy session, of one at rest.
 STALE, REST = 1.0, 10.0
@@ -94,10 +98,19 @@ class Activity:
         """Return whether it was used since the last look, or has calls inside the driver."""
         touched = self._touched(session)
         reading = self.read(session)
-        if touched or (reading is not None and (reading.inflight or reading.waiting)):
+        inside = reading is not None and (reading.inflight or reading.waiting)
+        if touched or inside or self.recording(session):
             self._used(session, 0.0)
             return True
         return False
+
+    def recording(self, session: Session) -> bool:
+        """Return whether it was recording a graph when last read: that is use.
+
+        Unless there was no CUDA call for so long that nobody will end it any more.
+        """
+        use = session.use
+        return bool(use.captures) and self._now() - use.captured_at < ABANDONED
 
     def read(self, session: Session) -> Reading | None:
         """Read the whole page now, and keep what it says in ``session.use``."""
@@ -107,6 +120,9 @@ class Activity:
         use, record = session.use, self._runner.record(session.id)
         use.read_at = self._now()
         use.waiting = reading.waiting
+        if reading.captures and (reading.inflight or reading.waiting or not use.captures):
+            use.captured_at = self._now()
+        use.captures = reading.captures
         session.cuda = reading.cuda
         if record is not None:
             pieces = zip(record.slices, reading.used, strict=False)
@@ -165,6 +181,9 @@ class Activity:
             # Who waits while there is a lease waits for its turn.
             self._used(session, elapsed if reading.inflight else 0.0)
             return Seen(inflight=bool(reading.inflight), waiting=bool(reading.waiting))
+        if reading is not None and self.recording(session):
+            self._used(session, 0.0)
+            return _NOTHING  # nothing that runs on the device
         if now - use.busy_at >= self.quiet_after:
             self.drop(session)
         return _NOTHING
@@ -173,6 +192,7 @@ class Activity:
         if self._pages.gate(session) != OPEN:
             return False
         self._pages.set_gate(session, UNUSED)
+        session.use.captured_at = self._now()
         return True
 
     def _used(self, session: Session, seconds: float) -> None:
@@ -210,7 +230,7 @@ class Activity:
         if any(hold.id != DEVICE_HOLD for hold in record.holds):
             return
         reading = self.read(session)
-        if reading is None or reading.inflight or reading.waiting:
+        if reading is None or reading.inflight or reading.waiting or self.recording(session):
             return
         self._touched(session)
         self.drop(session)

@@ -35,6 +35,9 @@ FRESH = 10.0
 #: Seconds that calls inside the driver have to return once the gate is closed, and between looks.
 DRAIN, DRAIN_POLL = 1.0, 0.003
 
+#: Why a session is not suspended that would lose a graph by it.
+RECORDING = "it records a CUDA graph"
+
 #: A process that has just ended may give its memory back a moment later: seconds, and between.
 ROOM_WAIT, ROOM_POLL = 1.0, 0.05
 
@@ -277,9 +280,16 @@ class DeviceEffects:
         if session.use.pins:
             return "pinned", session.use.pins
         if busy and not session.forced:
-            return "busy", "it uses its GPU"
-        self.pages.set_gate(session, CLOSED)
+            return "busy", RECORDING if session.use.captures else "it uses its GPU"
         loop = asyncio.get_running_loop()
+        give_up = loop.time() + DRAIN
+        while session.forced and self.activity.recording(session):
+            # Its calls need the open gate to come to an end.
+            if loop.time() >= give_up:
+                return "drain", RECORDING
+            await asyncio.sleep(DRAIN_POLL)
+            self.activity.read(session)
+        self.pages.set_gate(session, CLOSED)
         give_up = loop.time() + DRAIN
         while (reading := self.activity.read(session)) is not None and reading.inflight:
             if loop.time() >= give_up:
@@ -287,6 +297,9 @@ class DeviceEffects:
             await asyncio.sleep(DRAIN_POLL)
         if reading is not None and not await quiesce([slot.pid for slot in reading.slots]):
             return "drain", "a thread that was about to call CUDA got no processor"
+        if self.activity.recording(session):
+            self.activity.busy(session)  # says so to the pool
+            return "busy", RECORDING  # begun just before the gate was closed
         return None
 
     async def _ask(self, session: Session, epoch: int) -> tuple[bool, str]:

@@ -40,6 +40,9 @@ class Use:
     counted: Mapping[str, int] = field(default_factory=dict)
     #: Threads that wait at the gate.
     waiting: int = 0
+    #: Streams that record a graph, and the loop time of the last sign of life while they do.
+    captures: int = 0
+    captured_at: float = float("-inf")
     #: It has the hold of its CUDA activity, as the pool would say at more cost.
     held: bool = False
     #: Why it cannot be suspended; empty if nothing is known.

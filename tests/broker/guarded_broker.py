@@ -7,10 +7,11 @@ So that what the broker does with a page is tested without a compiler, and call 
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 
-from jupyter_gpupool.broker import app, guarding
+from jupyter_gpupool.broker import activity, app, guarding
 from jupyter_gpupool.devices.service import DeviceService
 
 start = DeviceService.start
@@ -22,5 +23,6 @@ async def guarded(self, *args, **kwargs):
 
 if __name__ == "__main__":
     DeviceService.start = guarded
+    activity.ABANDONED = float(os.environ.get("TEST_ABANDONED", activity.ABANDONED))
     guarding.guard_directory = lambda base: base / "not-compiled"
     sys.exit(app.main())

@@ -19,7 +19,7 @@ from . import kit
 OPEN, UNUSED, CLOSED, PAUSED = layout.OPEN, layout.UNUSED, layout.CLOSED, layout.PAUSED
 
 #: Offsets in a slot.
-START, INFLIGHT, WAITING, FLAGS, PINS, USED = 8, 16, 20, 24, 28, 32
+START, INFLIGHT, WAITING, FLAGS, PINS, USED, CAPTURES = 8, 16, 20, 24, 28, 32, 168
 
 
 class GuardedBroker(kit.Broker):
@@ -68,7 +68,7 @@ class Guarded(kit.Kernel):
 
     def set(self, field, value, *, slot=0):
         at = layout.HEADER_BYTES + slot * layout.SLOT_BYTES + field
-        struct.pack_into("<Q" if field >= USED else "<I", self.map, at, value)
+        struct.pack_into("<Q" if USED <= field != CAPTURES else "<I", self.map, at, value)
 
     def use(self, size, *, slot=0, device=0):
         """Count bytes, as an allocation does."""

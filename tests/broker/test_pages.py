@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from . import kit
-from .guardkit import CLOSED, INFLIGHT, OPEN, PINS, UNUSED, Guarded, GuardedBroker
+from .guardkit import CAPTURES, CLOSED, INFLIGHT, OPEN, PINS, UNUSED, Guarded, GuardedBroker
 from .kit import BIG, MiB, wait_until
 
 #: Seconds after which a session counts as quiet, here.
@@ -103,6 +103,47 @@ def test_a_call_inside_the_driver_is_no_silence(broker, kernel):
         k.wait_state("idle", seconds=4 * QUIET)
     k.set(INFLIGHT, 0)
     k.wait_state("idle")
+
+
+def test_a_recording_of_a_graph_is_no_silence_and_keeps_the_slice(broker, kernel):
+    """A lock must not fall inside; who waits is served once it is over."""
+    k = kernel(memory=BIG)
+    k.lease()
+    k.set(CAPTURES, 1)
+    k.touch()
+    k.server.call("release", session=k.session)
+    with pytest.raises(AssertionError, match="not within"):
+        k.wait_state("idle", "detached", seconds=4 * QUIET)
+    assert broker.rows("suspend") == []
+    k.set(CAPTURES, 0)
+    k.wait_state("detached")
+
+
+def test_a_recording_that_begins_as_the_slice_is_to_leave_is_the_reason_that_it_stays(make_broker):
+    broker = make_broker().started
+    k = Guarded(broker, memory=BIG)
+    k.lease()
+    k.wait_state("idle")
+    k.set(CAPTURES, 1)
+    k.server.call("release", session=k.session)
+    k.wait_state("active")
+    assert k.gate() in (OPEN, UNUSED)
+    assert any("it records a CUDA graph" in str(row) for row in broker.rows())
+    k.close()
+
+
+def test_an_abandoned_recording_keeps_nothing(make_broker, monkeypatch):
+    """Nobody will end it: there was no call for long."""
+    monkeypatch.setenv("TEST_ABANDONED", "1")
+    broker = make_broker(quiet_after=QUIET).started
+    k = Guarded(broker, memory=BIG)
+    k.lease()
+    k.set(CAPTURES, 1)
+    k.touch()
+    k.wait_state("idle")
+    k.server.call("release", session=k.session)
+    k.wait_state("detached")
+    k.close()
 
 
 def test_a_call_of_a_process_that_was_killed_is_over(broker, kernel):

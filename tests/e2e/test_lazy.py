@@ -161,6 +161,62 @@ def test_garbage_is_collected_while_another_kernel_has_the_gpu(pool):
     play(scenario())
 
 
+# ---------------------------------------------------------------------- recording a graph
+
+RECORD = """
+stream = call(driver.cuStreamCreate(1))
+address = int(call(driver.cuMemAlloc(4096)))
+call(driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode(0)))
+call(driver.cuMemsetD8Async(address, 7, 4096, stream))
+{busy}
+call(driver.cuMemsetD8Async(address, 9, 2048, stream))
+graph = call(driver.cuStreamEndCapture(stream))
+run = call(driver.cuGraphInstantiate(graph, 0))
+"""
+REPLAY = """
+call(driver.cuMemsetD8(address, 1, 4096))
+call(driver.cuGraphLaunch(run, stream))
+call(driver.cuStreamSynchronize(stream))
+back = np.empty(4096, dtype=np.uint8)
+call(driver.cuMemcpyDtoH(back.ctypes.data, address, 4096))
+assert (back[:2048] == 9).all() and (back[2048:] == 7).all()
+block.verify()
+"""
+
+
+def test_a_graph_is_recorded_to_its_end_although_another_kernel_waits(pool):
+    """No call is made for longer than ``quiet_after``, and no lock falls inside."""
+    pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        first, other = await pool.kernel("first"), await pool.kernel("other")
+        (await first.run(cells.setup(1, DATA))).check()
+        recording = asyncio.create_task(first.run(RECORD.format(busy=cells.busy(flag))))
+        page = Page.open(Path(psutil.Process(first.pid).environ()["GPUPOOL_PAGE"]))
+        await until(lambda: page.read().captures, "the recording", show=first.session)
+        cell = asyncio.create_task(other.run(cells.setup(2, DATA), timeout=90))
+        await state(other, "queued")
+        with pytest.raises(AssertionError):
+            await until(
+                lambda: first.session()["state"] not in ("active", "idle", "detaching"),
+                "a suspend",
+                timeout=8 * QUIET,
+            )
+        assert first.session()["suspends"] == 0
+        assert not cell.done()
+        assert not recording.done()
+        flag.touch()
+        (await recording).check()
+        (await cell).check()
+        (await first.run(REPLAY)).check()
+        page.close()
+        await first.stop()
+        await other.stop()
+
+    play(scenario())
+
+
 # ---------------------------------------------------------------------- coming and going
 
 

@@ -92,6 +92,9 @@ static inline bool managed_allowed(void)
 /* Credit what an entry was charged. */
 void settle_stale(const struct own *own);
 
+/* A stream records no graph any more (captures.c). */
+void capture_over(const struct own *own);
+
 /* ---- charge.c */
 
 /* Bytes that are taken already, whatever the grant says: counted, not asked for. */

@@ -156,7 +156,8 @@ static CUresult context_end(CUresult result, int ordinal, uint64_t charged, CUco
 static bool of_context(const struct own *own, void *with)
 {
     return own->owner == *(uint64_t *)with &&
-           (own->kind == OWN_DEVICE || own->kind == OWN_MANAGED || own->kind == OWN_ARRAY);
+           (own->kind == OWN_DEVICE || own->kind == OWN_MANAGED || own->kind == OWN_ARRAY ||
+            own->kind == OWN_CAPTURE);
 }
 
 static void credit_entry(const struct own *own, void *with)

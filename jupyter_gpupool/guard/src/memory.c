@@ -57,6 +57,8 @@ void settle_stale(const struct own *own)
 {
     if (own->kind == OWN_POOLED)
         pool_freed(own);
+    else if (own->kind == OWN_CAPTURE)
+        capture_over(own);
     else if (own->kind == OWN_DEVICE || own->kind == OWN_MANAGED || own->kind == OWN_ARRAY)
         guard_credit(own->ordinal, own->bytes);
 }

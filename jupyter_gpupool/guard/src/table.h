@@ -22,6 +22,7 @@ enum own_kind {
     OWN_MAP,        /* where it is mapped; owner: the block */
     OWN_GRAPH,      /* an executable graph with memory nodes, by handle plus ordinal */
     OWN_GREEN,      /* a green context, by handle */
+    OWN_CAPTURE,    /* a stream that records a graph; owner: the context's number, count: mode, extra: thread */
     OWN_CONTEXT,    /* a context, by handle; owner: its number, extra: its device */
 };
 

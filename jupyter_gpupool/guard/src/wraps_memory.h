@@ -142,6 +142,19 @@ CUresult wrap_cuStreamQuery(CUstream stream);
 CUresult wrap_cuStreamQuery_ptsz(CUstream stream);
 CUresult wrap_cuEventQuery(void *event);
 
+/* captures.c */
+CUresult wrap_cuStreamBeginCapture(CUstream stream);
+CUresult wrap_cuStreamBeginCapture_ptsz(CUstream stream);
+CUresult wrap_cuStreamBeginCapture_v2(CUstream stream, int mode);
+CUresult wrap_cuStreamBeginCapture_v2_ptsz(CUstream stream, int mode);
+CUresult wrap_cuStreamBeginCaptureToGraph(CUstream stream, CUgraph graph, const CUgraphNode *after,
+    const void *edges, size_t edge_count, int mode);
+CUresult wrap_cuStreamBeginCaptureToGraph_ptsz(CUstream stream, CUgraph graph, const CUgraphNode *after,
+    const void *edges, size_t edge_count, int mode);
+CUresult wrap_cuStreamEndCapture(CUstream stream, CUgraph *out);
+CUresult wrap_cuStreamEndCapture_ptsz(CUstream stream, CUgraph *out);
+CUresult wrap_cuStreamDestroy_v2(CUstream stream);
+
 /* current.c */
 CUresult wrap_cuCtxSetCurrent(CUcontext context);
 CUresult wrap_cuCtxPushCurrent_v2(CUcontext context);
