@@ -38,6 +38,7 @@ from .launch import (
     runs_ipykernel,
     same_environment,
 )
+from .startrecord import kernel_environment
 from .units import format_bytes, parse_bytes
 
 _Result = TypeVar("_Result")
@@ -178,6 +179,8 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             # This server may itself run in a session: that one's page is not this kernel's.
             environ = kwargs["env"] = without_guard(kwargs["env"])
             merge_environment(environ, answer["env"])
+            assert self._socket is not None
+            environ.update(kernel_environment(self._socket))
             if runs_ipykernel(command):
                 kwargs["cmd"] = [*command, AGENT_FLAG]
                 if not same_environment(command[0]):

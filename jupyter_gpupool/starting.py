@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import select
+import signal
 import stat
 import subprocess
 import sys
@@ -27,7 +28,10 @@ from .client import Client
 from .endpoint import check_socket, is_machine_path
 from .errors import BrokerUnavailable, GPUPoolError
 from .guard.install import without_guard
-from .startrecord import START_TIMEOUT
+from .startrecord import START_TIMEOUT, Failures
+
+#: Seconds that a caller who does not wait for another one's start tries to get the lock.
+_LOOKS = 1.0
 
 #: Bytes of log after which a new one is begun when a broker is started.
 MAX_LOG = 4 << 20
@@ -70,7 +74,8 @@ def revive(path: Path, *, timeout: float = START_TIMEOUT, patient: bool = True) 
         return False
     give_up = time.monotonic() + timeout
     try:
-        with only_one(path, give_up if patient else 0.0):
+        # Those who only look whether the lock is held hold it for an instant.
+        with only_one(path, give_up if patient else time.monotonic() + _LOOKS):
             return answers(path) or revive_locked(path, give_up)
     except _Busy:
         return False
@@ -87,43 +92,47 @@ def revive_locked(path: Path, give_up: float) -> bool:
         If it does not start, or has not lately and the next attempt is not due yet.
     """
     while True:
+        known = startrecord.read_failures(path)
         try:
             record = startrecord.read_record(path)
         except startrecord.BadRecord as error:
-            raise _failed(error.message, error.next_step, code=error.code) from None
+            raise _failed(path, known, error.message, error.next_step, final=True) from None
         if record is None:
             return False
-        known = startrecord.read_failures(path)
-        if startrecord.too_often(known):
-            raise _failed(
-                f"It was started again {startrecord.MOST_STARTS} times within a minute and died "
-                "each time.",
-                f"See its log: {log_path(path)}",
-            )
         pause = known.pause(time.time())
         if known.given_up and pause:
-            raise _failed(known.message, known.next_step)
+            raise _unavailable(known)
+        if startrecord.too_often(known):
+            message = (
+                f"It was started again {startrecord.MOST_STARTS} times within a minute and died "
+                "each time."
+            )
+            raise _failed(path, known, message, "", final=True)
         time.sleep(pause)
         try:
             launch(path, record.command, record.environment, give_up)
         except BrokerUnavailable as error:
             if error.code == "already-running":
                 return False  # it lives and does not answer: that is not repaired by another one
-            next_step = error.next_step or f"See its log: {log_path(path)}"
-            known = startrecord.note_failure(path, known, error.message, next_step)
-            if known.given_up or time.monotonic() > give_up:
-                raise _failed(error.message, next_step) from None
+            failed = _failed(path, known, error.message, error.next_step)
+            if startrecord.read_failures(path).given_up or time.monotonic() > give_up:
+                raise failed from None
             continue
         startrecord.note_start(path, known)
         return True
 
 
-def _failed(message: str, next_step: str, code: str = "start-failed") -> BrokerUnavailable:
-    return BrokerUnavailable(
-        f"The GPU pool's broker ended and cannot be started again: {message}",
-        code=code,
-        next_step=next_step,
-    )
+def _failed(
+    path: Path, known: Failures, message: str, next_step: str, *, final: bool = False
+) -> BrokerUnavailable:
+    """Note a failure, for all who wait, and return the error."""
+    log = f"See its log: {log_path(path)}"
+    step = next_step if log in next_step else f"{next_step} {log}".strip()
+    return _unavailable(startrecord.note_failure(path, known, message, step, final=final))
+
+
+def _unavailable(known: Failures) -> BrokerUnavailable:
+    return BrokerUnavailable(known.sentence, code="start-failed", next_step=known.next_step)
 
 
 def log_path(socket: Path) -> Path:
@@ -305,8 +314,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start the broker at the socket given again, for an agent or a guard; return the exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     path = Path(arguments[0])
+    # Of a kernel's process group, signal mask and ignored signals nothing is the broker's.
     with suppress(OSError):
-        os.setsid()  # an interrupt of the kernel's process group is none of ours
+        os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
     if is_machine_path(path):
         return 1
     try:

@@ -83,8 +83,8 @@ class Failures:
 
     #: Starts that failed in a row.
     count: int = 0
-    #: When the latest one failed (``time.time()``).
-    at: float = 0.0
+    #: When the next attempt may be made (``time.time()``).
+    due: float = 0.0
     message: str = ""
     next_step: str = ""
     #: When the broker was started again, within :data:`WINDOW`.
@@ -95,11 +95,15 @@ class Failures:
         """Whether callers are told of the failure now instead of made to wait."""
         return self.count >= ATTEMPTS
 
+    @property
+    def sentence(self) -> str:
+        """What to tell who waits for the broker."""
+        return f"The GPU pool's broker ended and cannot be started again: {self.message}"
+
     def pause(self, now: float) -> float:
         """Return the seconds until the next attempt may be made."""
-        wanted = PAUSES[min(self.count, len(PAUSES) - 1)]
         # A clock that was set back must not make anybody wait longer than the pause itself.
-        return min(wanted, max(0.0, self.at + wanted - now))
+        return min(_pause(self.count), max(0.0, self.due - now))
 
 
 # ---------------------------------------------------------------------- the record
@@ -202,7 +206,7 @@ def read_failures(socket: Path) -> Failures:
         found = _read(failures_path(socket)) or {}
         return Failures(
             count=int(found.get("count", 0)),
-            at=float(found.get("at", 0.0)),
+            due=float(found.get("due", 0.0)),
             message=str(found.get("message", "")),
             next_step=str(found.get("next_step", "")),
             starts=tuple(float(at) for at in found.get("starts", ())),
@@ -211,18 +215,32 @@ def read_failures(socket: Path) -> Failures:
         return Failures()
 
 
-def note_failure(socket: Path, before: Failures, message: str, next_step: str) -> Failures:
-    """Write that a start has failed, and return all that is known now."""
-    now = Failures(before.count + 1, time.time(), message, next_step, before.starts)
-    _write(failures_path(socket), asdict(now))
+def note_failure(
+    socket: Path, before: Failures, message: str, next_step: str, *, final: bool = False
+) -> Failures:
+    """Write that a start has failed, and return all that is known now.
+
+    ``final``: another attempt would not be different.
+    """
+    count = max(before.count + 1, ATTEMPTS if final else 0)
+    due = time.time() + _pause(count)
+    now = Failures(count, due, message, next_step, before.starts)
+    with contextlib.suppress(OSError):  # a full disk: callers wait for as long as a start may take
+        _write(failures_path(socket), asdict(now))
     return now
+
+
+def _pause(count: int) -> float:
+    """Return the seconds after so many failures in a row."""
+    return PAUSES[min(count, len(PAUSES) - 1)]
 
 
 def note_start(socket: Path, before: Failures) -> None:
     """Write that a start has succeeded: nothing failed, and when it was."""
     now = time.time()
     recent = tuple(at for at in before.starts if 0 <= now - at < WINDOW)
-    _write(failures_path(socket), asdict(Failures(starts=(*recent, now)[-MOST_STARTS:])))
+    with contextlib.suppress(OSError):
+        _write(failures_path(socket), asdict(Failures(starts=(*recent, now)[-MOST_STARTS:])))
 
 
 def too_often(before: Failures) -> bool:
@@ -248,6 +266,11 @@ def being_started(socket: Path) -> bool:
 
 
 # ---------------------------------------------------------------------- the launcher
+
+
+def kernel_environment(socket: Path) -> dict[str, str]:
+    """Return what a kernel's agent and guard need to start the broker again, should it die."""
+    return {} if is_machine_path(socket) else {REVIVE_VARIABLE: launcher(socket)}
 
 
 def launcher(socket: Path) -> str:

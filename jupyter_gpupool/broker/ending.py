@@ -52,8 +52,10 @@ class Ending:
 
     def listen(self) -> None:
         """Take the signals from now on. In the main thread."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
             signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # whoever started us may block them
 
     def attach(self) -> None:
         """Be heard in the running event loop from now on."""

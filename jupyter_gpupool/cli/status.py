@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence, TextIO
 
+from .. import starting, startrecord
 from ..client import Client
 from ..config import load_settings
 from ..endpoint import find_socket
@@ -59,8 +60,20 @@ def show_status(socket: str, *, as_json: bool, watch: bool, interval: float) -> 
     return 0
 
 
+def _connect(path: Path) -> Client:
+    """Return a connection to the broker; one that has died is started again first."""
+    try:
+        return Client(path)
+    except BrokerUnavailable:
+        if not startrecord.can_revive(path):
+            raise
+    print("The GPU pool's broker has died; starting it again.", file=sys.stderr)
+    starting.revive(path)
+    return Client(path)
+
+
 def _snapshot(path: Path) -> dict[str, Any]:
-    with Client(path) as client:
+    with _connect(path) as client:
         return _clean(client.call("status"))
 
 
@@ -74,13 +87,13 @@ def _watch(path: Path, *, as_json: bool, interval: float) -> int:
     screen = sys.stdout.isatty() and not as_json
     client: Client | None = None
     try:
-        client = Client(path)  # a wrong socket is an error now, not something to wait for
+        client = _connect(path)  # a wrong socket is an error now, not something to wait for
         if screen:
             sys.stdout.write(_ENTER)
         while True:
             try:
                 if client is None:
-                    client = Client(path)
+                    client = _connect(path)
                 snapshot = _clean(client.call("status"))
                 lines = (
                     [json.dumps(snapshot, separators=(",", ":"))]
@@ -132,7 +145,7 @@ def release(socket: str, name: str, *, say: Callable[[str], None] = print) -> in
     RefusedError
         If no session or more than one begins so, or the broker refuses.
     """
-    with Client(socket_path(socket)) as client:
+    with _connect(socket_path(socket)) as client:
         session = find_session(name, client.call("status")["sessions"])
         answer = client.call("release", session=session)
     say(answer.get("note") or f"Session {session} gives its slice back.")

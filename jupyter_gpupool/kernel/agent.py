@@ -45,6 +45,7 @@ class Agent:
                 cuda_blocks=not guard.on,
                 on_lost=self._show,
                 on_notice=self._show,
+                environ=environ,
             )
             interrupts = Interrupts(self._on_main_loop)
             self.gate = CellGate(shell, self.link, guard, FrameworkCaps(probe), interrupts)

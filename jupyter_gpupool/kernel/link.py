@@ -25,6 +25,7 @@ from typing import Any, Callable, Mapping, Sequence
 from ..client import CALL_TIMEOUT, Client
 from ..errors import BrokerUnavailable, GPUPoolError
 from ..protocol import Message
+from .revive import Reviver
 from .untold import Untold
 from .values import Queue, Refused, Slice, Wait, slices_of
 
@@ -32,8 +33,8 @@ from .values import Queue, Refused, Slice, Wait, slices_of
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
 
-#: Seconds without a broker in which it is expected back: cells and commands wait for it so long.
-GRACE = 5.0
+#: The same while a broker is being started, and between two looks at how that goes.
+LOOK = 0.2
 
 log = logging.getLogger("jupyter_gpupool.kernel")
 
@@ -58,6 +59,8 @@ class Link:
         session is attached, if ``cuda_blocks``: a driver call on a suspended process would block.
     on_lost:
         Called in the reader thread if the driver has lost this session's device state.
+    environ:
+        The kernel's: it says how a broker that has died is started again.
     """
 
     def __init__(
@@ -71,8 +74,10 @@ class Link:
         cuda_blocks: bool = True,
         on_lost: Callable[[str], None] = lambda _: None,
         on_notice: Callable[[str], None] = lambda _: None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self.path = Path(path)
+        self.reviver = Reviver(self.path, environ or {})
         self.session = session
         self.policy = attach
         self._token = token
@@ -148,13 +153,16 @@ class Link:
 
     def given_up(self, wait: Wait) -> bool:
         """Return whether there has been no broker for too long, and none just now either."""
-        return self.unreachable_for() > GRACE and self._failures > wait.failures
+        return self.unreachable_for() > self.reviver.patience and self._failures > wait.failures
 
     def wait_ready(self) -> None:
-        """Wait, at most :data:`GRACE` seconds, for a broker that is expected (back)."""
+        """Wait for a broker that is expected (back), for a moment only if that is all we know."""
         if not self._greeted:
             self._poke.set()
-            self._ready.wait(max(0.0, GRACE - self.unreachable_for()))
+        while not self._greeted:
+            left = self.reviver.patience - self.unreachable_for()
+            if left <= 0 or self._ready.wait(min(left, LOOK)):
+                break
 
     def unavailable(self) -> GPUPoolError:
         """Return the error that says why the broker cannot be used now."""
@@ -281,9 +289,12 @@ class Link:
                     log.exception("The connection to the GPU pool broker failed; trying again")
                     error = BrokerUnavailable(f"The connection to the broker failed: {error!r}.")
                     self._hang_up()
+                if error.code != SILENT:
+                    error = self.reviver.away(error)
                 self._went_down(error)
                 self._poke.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                longest = LOOK if self.reviver.expected else LONGEST_PAUSE
+                pause = min(2 * pause, longest)
             else:
                 pause = FIRST_PAUSE
                 self._ended.wait()

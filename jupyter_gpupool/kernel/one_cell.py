@@ -16,7 +16,7 @@ from ..errors import BrokerUnavailable, GPUPoolError, RefusedError
 from ..units import format_bytes
 from .command import CellRequest
 from .interrupts import TICK, Alarm, Interrupts
-from .link import GRACE, SILENT, Link
+from .link import SILENT, Link
 
 #: Seconds in which a request (not a wait) is answered.
 ANSWER = 10.0
@@ -84,7 +84,10 @@ class OneCell:
         alarm = Alarm()
         begun = time.monotonic()
         with self._interrupts.watch(alarm.interrupt):
-            while 0.0 < self._link.unreachable_for() < GRACE or time.monotonic() < begun + at_least:
+            while (
+                0.0 < self._link.unreachable_for() < self._link.reviver.patience
+                or time.monotonic() < begun + at_least
+            ):
                 await alarm.wait()
                 if alarm.interrupted:
                     raise interrupted()

@@ -28,7 +28,7 @@ Publish = Callable[[str, dict[str, Any]], None]
 def describe(link: Link) -> str:
     """Return one line on what this hold is waiting for."""
     if link.unreachable_for():
-        return f"Waiting for the GPU pool broker at {link.path}."
+        return link.reviver.describe()
     size = link.request.get("memory")
     what = f"a GPU slice of {format_bytes(size)}" if isinstance(size, int) else "a GPU slice"
     if link.state == "attaching":

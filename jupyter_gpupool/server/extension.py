@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pwd
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from jupyter_server.extension.application import ExtensionApp
 from traitlets import Float
 
+from .. import starting, startrecord
 from ..endpoint import find_socket
 from . import handlers, page, stream
 from .link import Link
@@ -92,6 +94,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
             idle_warning=self.idle_warning,
             slow_resume=self.slow_resume,
             log=self.log,
+            revive=self._revive,
         )
         self.settings["gpupool_watch"] = self._watch
         self.serverapp.event_logger.add_listener(
@@ -116,6 +119,14 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         config = self.serverapp.config
         named = config.get("GPUPoolProvisioner", {}).get("broker_socket", "")
         return Path(named) if named else find_socket(config.get("GPUPool", {}).get("socket", ""))
+
+    async def _revive(self) -> None:
+        """Start a broker that has died again; called by the watch."""
+        path = self._find()
+        if startrecord.can_revive(path):
+            loop = asyncio.get_running_loop()
+            if await loop.run_in_executor(None, starting.revive, path):
+                self.log.warning("GPU pool: the broker had died and was started again")
 
     def _row(self, row: dict[str, Any]) -> None:
         if self._watch is not None:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The server's one connection to the broker. It starts no broker; it opens when it is asked for."""
+"""The server's one connection to the broker. It opens when it is asked for."""
 
 from __future__ import annotations
 

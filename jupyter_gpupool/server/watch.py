@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
-from typing import Any, Callable, Collection, Mapping, Protocol
+from typing import Any, Awaitable, Callable, Collection, Mapping, Protocol
 
 from ..errors import GPUPoolError
 from ..protocol import Message
@@ -66,6 +66,8 @@ class Watch:
         Seconds before an idle slice leaves at which to say so.
     slow_resume:
         Seconds from which on bringing it back is worth that warning.
+    revive:
+        Starts a broker that has died again, or raises why it cannot; without effect on others.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Watch:
         idle_warning: float,
         slow_resume: float,
         log: logging.Logger,
+        revive: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._link = link
         self._kernels = kernels
@@ -90,6 +93,7 @@ class Watch:
         self._idle_warning = idle_warning
         self._slow_resume = slow_resume
         self._log = log
+        self._revive = revive
         #: Kernels of this server that were seen to be of the pool.
         self._pooled: set[str] = set()
         self._subscribers: set[Subscriber] = set()
@@ -233,6 +237,7 @@ class Watch:
                 await self.look()
             except GPUPoolError as error:
                 self._set_away(error)
+                await self._have_revived()
                 self._news.clear()
                 pause, retry = retry, min(2 * retry, MOST_RETRY)
             except Exception:
@@ -245,6 +250,15 @@ class Watch:
             await asyncio.sleep(LEAST_INTERVAL)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._news.wait(), max(0.0, pause - LEAST_INTERVAL))
+
+    async def _have_revived(self) -> None:
+        """Have a broker that died started again; say it if that cannot be done."""
+        if self._revive is None:
+            return
+        try:
+            await self._revive()
+        except GPUPoolError as error:
+            self._set_away(error)
 
     def _pause(self) -> float:
         """Return the seconds until the next snapshot if nothing happens."""

@@ -26,6 +26,7 @@ from typing import Any, Callable
 import psutil
 import pytest
 
+from jupyter_gpupool import startrecord
 from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import BrokerUnavailable
@@ -363,8 +364,13 @@ class Pool:
     def devices(self) -> list[dict[str, Any]]:
         return list(self.status()["devices"])
 
-    def kill_broker(self) -> None:
-        """SIGKILL the broker, and return when the process is gone."""
+    def kill_broker(self, *, for_good: bool = False) -> None:
+        """SIGKILL the broker, and return when the process is gone.
+
+        ``for_good``: as one that ended in order, which nobody starts again by himself.
+        """
+        if for_good:
+            startrecord.remove_record(self.socket)
         process = psutil.Process(self.status()["pid"])
         process.kill()
         wait_for(

@@ -27,7 +27,7 @@ def test_without_a_broker_a_waiting_call_ends_in_five_seconds_and_says_why(pool)
         waiting = await with_blocks(pool, "waiting")
         cell = asyncio.create_task(waiting.run("block = Block(64).allocate()"))
         await state(waiting, "queued")
-        pool.kill_broker()
+        pool.kill_broker(for_good=True)
         begun = time.monotonic()
         done = await asyncio.wait_for(cell, 20)
         took = time.monotonic() - begun

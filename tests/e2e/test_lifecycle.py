@@ -459,7 +459,7 @@ def test_without_a_broker_a_gpu_cell_fails_in_plain_words_and_cpu_work_goes_on(p
     async def scenario():
         kernel = await pool.kernel()
         (await kernel.run("x = 41")).check()
-        pool.kill_broker()
+        pool.kill_broker(for_good=True)
         (await kernel.run("x += 1")).check()
         cell = await kernel.run("%gpu attach")
         said = cell.text + cell.evalue + " ".join(cell.displays)

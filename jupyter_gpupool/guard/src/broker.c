@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 #define LOOK_MS 50            /* between looks at the gate and at interrupts; a connection's retry */
-#define AWAY_NS 4500000000ull /* without a broker for as long, a call fails: within 5 s in all */
+#define AWAY_NS 4500000000ull /* so long a broker may hang up on us before a call fails */
 #define HOME_NS 500000000ull  /* cuInit needs no lease, and waits for no broker */
 #define HELD_NS 1000000000ull /* a connection that lasted as long was to a broker that works */
 #define ANSWER_BYTES 4096     /* of an answer are read: its type comes first */
@@ -44,6 +44,7 @@ void broker_remember(void)
     copy(broker.socket, sizeof broker.socket, "GPUPOOL_SOCKET");
     copy(broker.session, sizeof broker.session, "GPUPOOL_SESSION");
     copy(broker.token, sizeof broker.token, "GPUPOOL_TOKEN");
+    revive_remember();
 }
 
 /* ---- text */
@@ -144,8 +145,10 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
     size_t have = 0;
     struct polite p;
     enum answer result;
-    uint64_t began = monotonic(), there = began; /* the broker was there last */
-    uint64_t since = 0;                          /* the connection began */
+    uint64_t began = monotonic();
+    uint64_t since = 0; /* the connection began */
+    uint64_t away = 0;  /* nobody has listened since; 0: somebody does */
+    uint64_t hung = 0;  /* a broker has hung up on us since, again and again; 0: it has not */
     int fd = -1;
     if (question->full)
         return ANSWER_REFUSED;
@@ -161,11 +164,21 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
         if (at_most && monotonic() - began >= at_most)
             break;
         if (fd < 0) {
-            if (monotonic() - there >= AWAY_NS || (at_most && since))
+            if (at_most && since)
+                break;
+            if (away && monotonic() - away >= revive(broker.socket))
+                break;
+            if (hung && monotonic() - hung >= AWAY_NS)
                 break;
             fd = dial();
             since = monotonic();
             have = 0;
+            if (fd >= 0)
+                away = 0;
+            else if (!away) {
+                away = since;
+                hung = 0; /* it did not hang up: it has died */
+            }
             if (fd >= 0 && send(fd, question->at, question->length, MSG_NOSIGNAL) !=
                                (ssize_t)question->length) {
                 close(fd);
@@ -183,7 +196,9 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
         if (got < 0) {
             /* A broker that hangs up at once, again and again, is as good as none. */
             if (monotonic() - since >= HELD_NS)
-                there = monotonic();
+                hung = 0;
+            else if (!hung)
+                hung = since;
             close(fd);
             fd = -1;
             nap(LOOK_MS);

@@ -200,5 +200,12 @@ CUresult broker_attach(void);                            /* until the lease is t
 CUresult broker_grow(int ordinal, uint64_t more);        /* 0: the page has a larger grant now */
 void broker_home(void); /* the page's devices are those of the lease to come; or as they were */
 
+/* ---- a broker that has died (revive.c) */
+
+void revive_remember(void);
+/* How many nanoseconds to wait in all for a broker where nobody listens; 0: it cannot be started.
+ * Starts one again meanwhile, at most one at a time, if this is the user's own and has died. */
+uint64_t revive(const char *socket);
+
 #pragma GCC visibility pop
 #endif

@@ -1,0 +1,139 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * A broker that has died: how long a call waits for the next one, and having it started. What
+ * starts it is a program of its own (`python -m jupyter_gpupool.starting`), which reads the record
+ * that the dead broker left beside its socket; see startrecord.py for the files named here.
+ */
+#include "guard.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <spawn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define AWAY_NS 4500000000ull   /* where nobody starts a broker, a call fails within 5 s in all */
+#define START_NS 90000000000ull /* a start loads the driver and tests every device */
+#define AGAIN_NS 2000000000ull  /* between two attempts of this process */
+#define ATTEMPTS 3              /* starts that have failed in a row: callers are told */
+
+/* A copy: another thread may change the environment. */
+static char command[2048];
+static uint64_t attempt_at; /* the next attempt of this process may be made */
+
+void revive_remember(void)
+{
+    const char *text = getenv("GPUPOOL_REVIVE");
+    if (text && strlen(text) < sizeof command)
+        strcpy(command, text);
+}
+
+static bool beside(char *path, size_t size, const char *socket, const char *ending)
+{
+    int n = snprintf(path, size, "%s%s", socket, ending);
+    return n > 0 && (size_t)n < size;
+}
+
+/* The machine's broker is a service: its manager starts it, and nobody else may. */
+static bool is_service(const char *socket)
+{
+    return !strncmp(socket, "/run/", 5) && strncmp(socket, "/run/user/", 10);
+}
+
+static bool being_started(const char *socket)
+{
+    char path[256];
+    if (!beside(path, sizeof path, socket, ".start"))
+        return false;
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0)
+        return false;
+    bool held = flock(fd, LOCK_SH | LOCK_NB) && errno == EWOULDBLOCK;
+    close(fd);
+    return held;
+}
+
+static double member(const char *text, const char *name)
+{
+    const char *at = strstr(text, name);
+    return at ? strtod(at + strlen(name), NULL) : 0;
+}
+
+/* The latest starts have failed, and the next attempt is not due. */
+static bool given_up(const char *socket)
+{
+    char path[256], text[512];
+    struct stat found;
+    struct timespec now;
+    if (!beside(path, sizeof path, socket, ".start.failed"))
+        return false;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    if (fd < 0)
+        return false;
+    ssize_t n = -1;
+    if (!fstat(fd, &found) && S_ISREG(found.st_mode) && found.st_uid == geteuid())
+        n = read(fd, text, sizeof text - 1); /* the figures come first */
+    close(fd);
+    if (n <= 0)
+        return false;
+    text[n] = 0;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return member(text, "\"count\": ") >= ATTEMPTS && member(text, "\"due\": ") > (double)now.tv_sec;
+}
+
+/* No allocation and no handlers of fork(): this process may have many threads, and much memory
+ * mapped. The shell returns at once, and what it starts is no child of ours. */
+static void start(void)
+{
+    char *arguments[] = {"/bin/sh", "-c", command, NULL};
+    char *environment[] = {"PATH=/usr/local/bin:/usr/bin:/bin", NULL};
+    posix_spawnattr_t attributes;
+    sigset_t none;
+    pid_t child;
+    if (posix_spawnattr_init(&attributes))
+        return;
+    sigemptyset(&none);
+    posix_spawnattr_setsigmask(&attributes, &none);
+    posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETPGROUP);
+    if (!posix_spawn(&child, arguments[0], NULL, &attributes, arguments, environment))
+        while (waitpid(child, NULL, 0) < 0 && errno == EINTR)
+            ;
+    posix_spawnattr_destroy(&attributes);
+}
+
+/* One thread of this process, and not again soon. */
+static bool my_turn(void)
+{
+    uint64_t now = monotonic(), at = __atomic_load_n(&attempt_at, __ATOMIC_ACQUIRE);
+    return now >= at && __atomic_compare_exchange_n(&attempt_at, &at, now + AGAIN_NS, false,
+                                                    __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+}
+
+uint64_t revive(const char *socket)
+{
+    char record[256];
+    if (!*socket)
+        return AWAY_NS;
+    if (is_service(socket))
+        return START_NS;
+    if (!beside(record, sizeof record, socket, ".start.json"))
+        return AWAY_NS;
+    /* Without a record it ended in order: only somebody who has a reason of his own starts one. */
+    if (being_started(socket))
+        return START_NS;
+    if (!*command || access(record, F_OK))
+        return AWAY_NS;
+    if (given_up(socket))
+        return 0;
+    if (my_turn())
+        start();
+    return START_NS;
+}

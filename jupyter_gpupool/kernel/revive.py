@@ -1,0 +1,108 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A broker that has died, seen from a kernel: have it started again, and say what is going on.
+
+A kernel may have another Python than the broker, and must not become its parent. So the agent
+runs the shell command that the provisioner gave it, as the guard does
+(:func:`jupyter_gpupool.startrecord.launcher`): it returns at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+from pathlib import Path
+from typing import Mapping
+
+from ..endpoint import is_machine_path
+from ..errors import BrokerUnavailable, GPUPoolError
+from ..startrecord import (
+    REVIVE_VARIABLE,
+    START_TIMEOUT,
+    being_started,
+    can_revive,
+    read_failures,
+)
+
+#: Seconds without a broker in which one is expected back where nobody here can start it.
+GRACE = 5.0
+
+#: Seconds between two attempts of this kernel.
+AGAIN = 2.0
+
+#: Seconds for the shell, which only begins what takes long.
+SHELL = 10.0
+
+log = logging.getLogger("jupyter_gpupool.kernel")
+
+
+class Reviver:
+    """Has the broker at ``path`` started again; used by the thread that connects to it."""
+
+    def __init__(self, path: Path, environ: Mapping[str, str]) -> None:
+        self._path = path
+        self._command = environ.get(REVIVE_VARIABLE, "")
+        self._service = is_machine_path(path)
+        self._next = 0.0
+        #: Whether somebody starts the broker now, or soon.
+        self.expected = False
+        #: Seconds without a broker after which a cell does not wait for it any longer.
+        self.patience = GRACE
+
+    def away(self, error: GPUPoolError) -> GPUPoolError:
+        """Nobody listens at the socket: do what can be done, and return what to tell the user."""
+        self.expected = False
+        self.patience = GRACE
+        if self._service:
+            self.expected = True
+            self.patience = START_TIMEOUT
+            return error
+        if being_started(self._path):
+            self._wait_for_start()
+            return error
+        if not self._command or not can_revive(self._path):
+            return error
+        known = read_failures(self._path)
+        if known.given_up and known.pause(time.time()):
+            self.patience = 0.0
+            return BrokerUnavailable(known.sentence, code="start-failed", next_step=known.next_step)
+        self._wait_for_start()
+        self._start()
+        return error
+
+    def describe(self) -> str:
+        """Return one line for a cell that waits for the broker."""
+        if self.expected and self._service:
+            return (
+                f"The machine's GPU pool broker at {self._path} does not answer; the cell waits "
+                "until the service manager has started it again."
+            )
+        if self.expected:
+            return "The GPU pool's broker ended; it is being started again."
+        return f"Waiting for the GPU pool broker at {self._path}."
+
+    # ------------------------------------------------------------------ internals
+
+    def _wait_for_start(self) -> None:
+        self.expected = True
+        self.patience = START_TIMEOUT
+
+    def _start(self) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + AGAIN
+        try:
+            subprocess.run(
+                ["/bin/sh", "-c", self._command],
+                env={"PATH": "/usr/local/bin:/usr/bin:/bin"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                timeout=SHELL,
+                check=False,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            log.warning("The GPU pool's broker cannot be started from here: %s", error)
