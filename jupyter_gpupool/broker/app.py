@@ -52,7 +52,7 @@ from .lives import GRACE
 from .maintenance import Maintenance, untouchable
 from .metrics import Metrics
 from .monitor import QUIET, Monitor
-from .records import devices_from_text, devices_to_text
+from .records import devices_from_text, devices_to_text, numbers_from_text, numbers_to_text
 from .recovery import RECOVERED_HOLD, Recovered, check_reach, recover
 from .runner import Clock, Runner
 from .sessions import Sessions
@@ -143,10 +143,13 @@ class BrokerApp:
                 lock_timeout=self.settings.lock_timeout,
                 guard=self.settings.guard,
                 python=interpreter.choose(self.settings.device_python),
+                numbers=numbers_from_text(journal.meta("numbers"), boot_id()),
                 on_device_lost=self.health.lost,
             )
             stack.push_async_callback(service.close, CLOSE)
             found = await self._ending.unless_asked(self._find(journal, service))
+            if service.numbers is not None:
+                journal.remember("numbers", numbers_to_text(service.numbers, boot_id()))
             if journal.meta("boot") in ("", boot_id()):
                 uuids = [device.uuid for device in found]
                 check_reach(journal.records(), uuids, service.problem, journal.meta("emulate"))

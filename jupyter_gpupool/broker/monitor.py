@@ -233,9 +233,10 @@ class Monitor:
 
         What is used and not listed counts first as the use of the sessions attached there, up to
         their grants: all of it where NVML names no processes (in containers), else a context for
-        each. Then as the driver's own, up to what the capacity lacks for that; with it goes what
-        suspended sessions still show. Only then is it foreign. A list may be older than the
-        figures: nobody has more than is in use.
+        each. What is listed under a number of another PID namespace counts as not listed: it may
+        be theirs, which their slices cover already. The rest counts as the driver's own, up to
+        what the capacity lacks for that; with it goes what suspended sessions still show. Only
+        then is it foreign. A list may be older than the figures: nobody has more than is in use.
 
         Of what NVML shows of a session and what its guard has counted the larger is true: NVML
         sees what the driver takes by itself, and not processes of other pid namespaces; the guard
@@ -248,8 +249,8 @@ class Monitor:
         for entry in sample.processes:
             process = identify(entry.pid)
             owner = self._known.get(process) if process else None
-            if entry.bytes is None:
-                continue
+            if entry.bytes is None or entry.pid < 0:
+                continue  # nobody knows whose it is: as if it was not listed
             known += entry.bytes
             if owner is not None:
                 footprints[owner] = footprints.get(owner, 0) + entry.bytes

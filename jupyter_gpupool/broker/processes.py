@@ -80,15 +80,28 @@ def kill(processes: Iterable[ProcessId]) -> list[str]:
     """Send SIGKILL to each, by identity; return a sentence for each that could not be ended."""
     problems = []
     for process in processes:
-        if not alive(process):
-            continue
         try:
-            os.kill(process.pid, signal.SIGKILL)
+            _kill(process)
         except ProcessLookupError:
             continue
         except OSError as error:
             problems.append(f"Process {process.pid} could not be ended: {error.strerror}.")
     return problems
+
+
+def _kill(process: ProcessId) -> None:
+    """End this very process: a pidfd, once its start time was compared, cannot mean another."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):  # an old kernel, or no descriptor left
+        if alive(process):
+            os.kill(process.pid, signal.SIGKILL)
+        return
+    try:
+        if alive(process):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    finally:
+        os.close(descriptor)
 
 
 class Death:

@@ -47,6 +47,8 @@ class Stage:
             await target.start(timeout)
             after = await self._look(uuid)
         if before is not None and after is not None:
+            if target.pid is not None:
+                self._sampler.numbers.learn(before, after, target.pid)
             cost = _taken(before, after, target.pid) - size
             if 0 < cost <= after.total // 2:  # or somebody else came or went
                 self.found[uuid] = cost

@@ -28,6 +28,7 @@ class ProcessId:
 class ProcessMemory:
     """Device bytes of one process as NVML shows them; None where NVML does not know."""
 
+    #: Negative: a number of which nobody knows whose it is; see ``numbers``.
     pid: int
     bytes: int | None
 

@@ -12,6 +12,7 @@ from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
 from ..errors import DriverError
 from .children import Child, ChildLost
 from .model import DeviceSample, ProcessMemory
+from .numbers import Numbers
 from .residue import slack
 
 #: Seconds that NVML may take for one look at the devices before its process is replaced.
@@ -59,8 +60,10 @@ class Sampler:
         on_lost: Callable[[str, str], None],
         timeout: float = SAMPLE_TIMEOUT,
         python: str = "",
+        numbers: bool | None = None,
     ) -> None:
         self.child = Child("monitor", env=env, log=log, on_event=self._take, python=python)
+        self.numbers = Numbers(log, numbers)
         self._timeout = timeout
         #: Seconds that each copy under way may take.
         self._copies: list[float] = []
@@ -129,7 +132,7 @@ class Sampler:
         for row in answer["samples"]:
             processes = tuple(ProcessMemory(**process) for process in row["processes"])
             sample = DeviceSample(**{**row, "processes": processes})
-            samples.append(sample)
+            samples.append(self.numbers.translate(sample))
             if sample.lost:
                 self._tell(sample.uuid, sample.lost)
             else:

@@ -73,6 +73,8 @@ class DeviceService:
         the tier "guarded" if it passes.
     python:
         The interpreter for child processes, which has NVIDIA's packages; "": this process's own.
+    numbers:
+        What an earlier service of this PID namespace found (:attr:`numbers`); None: nothing.
     on_device_lost:
         Called with ``(uuid, reason)`` when a device fails (an Xid that is not the application's
         fault, or NVML cannot read it any more); once, until it is seen healthy again.
@@ -87,6 +89,7 @@ class DeviceService:
         call_timeout: float = 120.0,
         sample_timeout: float = SAMPLE_TIMEOUT,
         guard: bool = False,
+        numbers: bool | None = None,
         python: str = "",
         on_device_lost: Callable[[str, str], None] | None = None,
     ) -> None:
@@ -111,6 +114,7 @@ class DeviceService:
             on_lost=self._lost,
             timeout=sample_timeout,
             python=python,
+            numbers=numbers,
         )
         self._examiner = Examiner(
             env=self._env, log=self._log, sampler=self._sampler, guard=guard, python=python
@@ -169,6 +173,7 @@ class DeviceService:
                 await self.self_test(uuid)
 
         await asyncio.gather(*(test(uuid) for uuid in fresh))
+        self._sampler.numbers.settle()
         await self._set_reserved(before)
 
     # ------------------------------------------------------------------ maintenance
@@ -179,6 +184,7 @@ class DeviceService:
             self._devices[uuid] = self._examiner.trust(device, device)
             self._workers[uuid] = self._worker()
             self._locks[uuid] = asyncio.Lock()
+        self._sampler.numbers.settle()
         await self.stand_down(reason)
         return [*self._devices.values()]
 
@@ -328,6 +334,14 @@ class DeviceService:
             return await self._examiner.examine(
                 device, peers[0] if migrate and peers else None, self._physical(), operation
             )
+
+    @property
+    def numbers(self) -> bool | None:
+        """Whether the process numbers in samples are this namespace's; None: not known.
+
+        Unless they are, samples have negative ones, which no process has.
+        """
+        return self._sampler.numbers.proven
 
     @property
     def guard_problem(self) -> str:

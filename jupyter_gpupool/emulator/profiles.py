@@ -265,6 +265,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "migration-refused": ("pid", "count", "code"),
     "init-suffices": ("pid",),
     "lock-ignores-timeout": ("pid",),
+    "nvml-host-pids": ("pid", "device", "number"),
 }
 #: What a fault is not without.
 _NEEDED = {
@@ -310,6 +311,9 @@ class Faults:
                               suspended
     ``lock-ignores-timeout``  a lock waits for work that never ends, whatever its time-out, until
                               this is cleared
+    ``nvml-host-pids``        NVML lists processes by numbers of another PID namespace, as in a
+                              container: a process is listed as ``number``, or by one that no
+                              process here can have
     ========================  ==================================================================
 
     Each may be narrowed with ``pid`` (the target process), ``device`` (the machine's index) and

@@ -9,7 +9,7 @@
  *   bandwidth=              slow-copies: bytes/s
  *   code=                   the CUresult (or Xid) to report instead of the usual one
  *   op=                     hang: lock, checkpoint, restore, unlock or state
- *   bytes=, ms=             what a temperament is about; see `Faults` in profiles.py
+ *   bytes=, ms=, number=    what a temperament is about; see `Faults` in profiles.py
  *   id=                     identity, so that rewriting the file keeps the counts of other lines
  */
 #include "machine.h"
@@ -40,6 +40,7 @@ static const char *const names[FAULT_KINDS] = {
     [FAULT_MIGRATION_REFUSED] = "migration-refused",
     [FAULT_INIT_SUFFICES] = "init-suffices",
     [FAULT_LOCK_IGNORES_TIMEOUT] = "lock-ignores-timeout",
+    [FAULT_NVML_HOST_PIDS] = "nvml-host-pids",
 };
 
 static struct fault_table env_table;
@@ -48,7 +49,7 @@ static pthread_once_t env_once = PTHREAD_ONCE_INIT;
 static bool parse_fault(char *line, struct fault *out)
 {
     char *save = NULL, *word;
-    struct fault fault = {.kind = FAULT_KINDS, .pid = -1, .device = -1, .count = -1};
+    struct fault fault = {.kind = FAULT_KINDS, .pid = -1, .device = -1, .count = -1, .number = -1};
     uint64_t id = 0xcbf29ce484222325ull;
     for (const char *p = line; *p; p++)
         id = (id ^ (uint8_t)*p) * 0x100000001b3ull;
@@ -78,6 +79,8 @@ static bool parse_fault(char *line, struct fault *out)
             spec_size(value, strlen(value), true, &fault.bandwidth);
         else if (!strcmp(word, "bytes"))
             spec_size(value, strlen(value), false, &fault.bytes);
+        else if (!strcmp(word, "number"))
+            fault.number = atoll(value);
         else if (!strcmp(word, "ms"))
             fault.ms = strtoull(value, NULL, 10);
         else if (!strcmp(word, "op"))
@@ -189,14 +192,17 @@ bool faults_pending(void)
 static struct fault *search(struct fault_table *table, enum fault_kind kind, pid_t pid, int device,
                             const char *op)
 {
+    struct fault *found = NULL; /* of all processes, unless there is one of this process alone */
     for (unsigned i = 0; i < table->count; i++) {
         struct fault *f = &table->fault[i];
         if (f->kind == kind && (f->pid < 0 || pid < 0 || f->pid == pid) &&
             (f->device < 0 || device < 0 || f->device == device) &&
-            (f->count < 0 || f->used < f->count) && (!f->op[0] || !op || !strcmp(f->op, op)))
-            return f;
+            (f->count < 0 || f->used < f->count) && (!f->op[0] || !op || !strcmp(f->op, op))) {
+            if (!found || (found->pid < 0 && f->pid >= 0 && pid >= 0))
+                found = f;
+        }
     }
-    return NULL;
+    return found;
 }
 
 static bool look_up(enum fault_kind kind, pid_t pid, int device, const char *op, bool look, bool use,

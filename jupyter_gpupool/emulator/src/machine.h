@@ -60,6 +60,7 @@ enum fault_kind {
     FAULT_MIGRATION_REFUSED,
     FAULT_INIT_SUFFICES,
     FAULT_LOCK_IGNORES_TIMEOUT,
+    FAULT_NVML_HOST_PIDS,
     FAULT_KINDS,
 };
 
@@ -73,6 +74,7 @@ struct fault {
     uint64_t bandwidth; /* slow-copies: bytes/s */
     uint64_t bytes;     /* of device memory, where one speaks of them */
     uint64_t ms;        /* how late NVML is */
+    int64_t number;     /* nvml-host-pids: what a process is listed as; -1: beyond every number here */
     uint32_t code;     /* CUresult or Xid to report, 0: the usual one */
     char op[16];       /* hang: which call; "": any */
 };

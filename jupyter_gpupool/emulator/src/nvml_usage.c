@@ -82,6 +82,18 @@ static bool listed(const struct slot *s, unsigned index, const struct view *v, u
     return true;
 }
 
+/* Beyond the largest number that Linux gives (PID_MAX_LIMIT): a host number that nobody has here. */
+#define HOST_NUMBERS (1 << 22)
+
+/* The number that NVML lists for a process: of the caller's PID namespace, or of the host's. */
+static unsigned number_of(unsigned pid, unsigned index)
+{
+    struct fault fault;
+    if (!fault_active(FAULT_NVML_HOST_PIDS, (pid_t)pid, (int)index, &fault))
+        return pid;
+    return fault.number < 0 ? pid + HOST_NUMBERS : (unsigned)fault.number;
+}
+
 /* Processes with a context on the device, with their bytes. A suspended process has none. */
 static unsigned processes(unsigned index, nvmlProcessInfo *out, unsigned room)
 {
@@ -101,6 +113,8 @@ static unsigned processes(unsigned index, nvmlProcessInfo *out, unsigned room)
         count++;
     }
     machine_unlock();
+    for (unsigned i = 0; i < count && i < room; i++)
+        out[i].pid = number_of(out[i].pid, index);
     return count;
 }
 
@@ -193,6 +207,8 @@ static unsigned samples(unsigned index, nvmlProcessUtilizationSample *out, unsig
         count++;
     }
     machine_unlock();
+    for (unsigned i = 0; i < count && i < room; i++)
+        out[i].pid = number_of(out[i].pid, index);
     return count;
 }
 

@@ -1,0 +1,142 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A broker in a container whose driver lists the process numbers of the host."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from . import kit
+from .kit import MiB, wait_until
+from .test_foreign import STRANGER
+from .test_guarded import CONTEXT, Program
+
+
+@pytest.fixture
+def parts():
+    quick = {"attach": "lazy", "quiet_after": 0.3, "overuse": "end", "foreign_processes": "end"}
+    return kit.Broker, Program, quick
+
+
+@pytest.fixture
+def broker(make_broker):
+    broker = make_broker()
+    broker.faults.set("nvml-host-pids")
+    return broker.started
+
+
+@pytest.fixture
+def program(broker):
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Program(broker, *args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def bystander():
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait(20)
+
+
+def looked(broker, one, times=5):
+    """Wait until the broker has looked at its devices some more times: each look shows a change."""
+
+    def seen():
+        status = broker.status()
+        used = sum(device["memory_used"] or 0 for device in status["devices"])
+        return used == sum(session["used_bytes"] or 0 for session in status["sessions"])
+
+    for _ in range(times):
+        for do in ("alloc", "free"):
+            assert one.do(do, bytes=2 * MiB, byte=250) is None
+            wait_until(seen, "the next look")
+
+
+def foreign(broker):
+    return [d["memory_foreign"] for d in broker.status()["devices"]]
+
+
+def test_a_request_of_more_than_half_a_gpu_is_served_beside_its_own_memory(broker, program):
+    """Its bytes under unknown numbers counted beside its slice, so the pool was full twice over."""
+    big = program("big", memory=400 * MiB, limit=400 * MiB)
+    other = program("other", memory=400 * MiB, limit=400 * MiB)
+    big.begin(300 * MiB, byte=1)
+    other.begin(300 * MiB, byte=2)
+    looked(broker, big)
+    assert foreign(broker) == [0, 0]
+    for p in (big, other):
+        p.wait_state("idle")
+    third = program("third", memory=400 * MiB, limit=400 * MiB)
+    third.begin(200 * MiB, byte=3)
+    gone = big if big.state() == "detached" else other
+    assert gone.status()["suspended_bytes"] == 300 * MiB + CONTEXT
+    third.wait_state("idle")
+    assert gone.do("check") == 300 * MiB
+    looked(broker, gone)
+    assert foreign(broker) == [0, 0]
+
+
+def test_memory_outside_the_pool_counts_once(broker, program):
+    program("idle")  # the broker looks while there is a session
+    one = program("one", memory=200 * MiB, limit=200 * MiB)
+    one.begin(100 * MiB)
+    device = one.status()["device"]
+    keep = {k: v for k, v in one.env.items() if k.startswith("GPUPOOL_EMULATE")}
+    library = one.env["LD_LIBRARY_PATH"].split(":")[-1]
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", STRANGER],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=kit.ROOT,
+        env={**kit.environment(broker.folder), **keep, "LD_LIBRARY_PATH": library,
+             "CUDA_VISIBLE_DEVICES": device},
+    )  # fmt: skip
+    try:
+        assert stranger.stdout.readline() == b"\n"
+        used = 100 * MiB + CONTEXT + 64 * MiB + CONTEXT
+        # What the session's slice does not cover.
+        wait_until(lambda: sum(foreign(broker)) == used - 200 * MiB, "its memory")
+        one.close()
+        wait_until(lambda: sum(foreign(broker)) == 64 * MiB + CONTEXT, "all of its memory")
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait(20)
+        stranger.stdin.close()
+        stranger.stdout.close()
+    wait_until(lambda: sum(foreign(broker)) == 0, "its end")
+
+
+def test_a_process_that_has_such_a_number_by_chance_is_left_alone(broker, program, bystander):
+    one = program("one", memory=400 * MiB, limit=400 * MiB)
+    two = program("two", memory=100 * MiB, limit=100 * MiB)
+    one.begin(300 * MiB, byte=1)
+    two.begin(byte=2)
+    # By their numbers the first is the second, and the second a process outside the pool.
+    broker.faults.set("nvml-host-pids", pid=one.process.pid, number=two.process.pid)
+    broker.faults.set("nvml-host-pids", pid=two.process.pid, number=bystander.pid)
+    looked(broker, one)
+    assert broker.rows("overuse", "foreign", "lost") == []
+    assert bystander.poll() is None
+    for p in (one, two):
+        assert p.state() in ("active", "idle")
+    assert one.do("check") == 300 * MiB
+
+
+def test_the_next_broker_knows_it_without_a_self_test(broker, program):
+    one = program("one", memory=400 * MiB, limit=400 * MiB)
+    one.begin(300 * MiB, byte=1)
+    broker.kill()
+    broker.start()
+    looked(broker, one)
+    assert sum(foreign(broker)) == 0
+    assert one.do("check") == 300 * MiB

@@ -1,0 +1,133 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""NVML lists process numbers of another PID namespace: none of them counts as a process here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+
+import pytest
+
+from jupyter_gpupool.devices import numbers
+from jupyter_gpupool.devices.model import DeviceSample, ProcessMemory
+from jupyter_gpupool.devices.numbers import Numbers
+
+MiB = 1 << 20
+SESSION = "s1"
+MACHINE = "2x1GiB,context=16MiB"
+
+
+@pytest.fixture
+def bystander():
+    """A process that has nothing to do with any GPU."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait(20)
+
+
+async def test_the_self_test_tells_whose_numbers_nvml_lists(emulated):
+    async with emulated(MACHINE).started() as (service, _):
+        assert service.numbers is True
+    other = emulated(MACHINE)
+    other.faults.set("nvml-host-pids")
+    async with other.started() as (service, devices):
+        assert service.numbers is False
+        assert all(device.can_suspend for device in devices), devices
+        # The cost of a context comes from the device's free memory then.
+        assert [service.context_bytes(device.uuid) for device in devices] == [16 * MiB] * 2
+
+
+async def test_a_later_service_knows_it_without_a_self_test(emulated):
+    machine = emulated(MACHINE)
+    machine.faults.set("nvml-host-pids")
+    async with machine.started() as (_, devices):
+        known = {device.uuid: device for device in devices}
+    async with machine.service(numbers=False) as service:
+        await service.start(known)
+        assert service.numbers is False
+
+
+@pytest.mark.parametrize("collides", [False, True], ids=["nobody's number", "a living process's"])
+async def test_a_session_is_suspended_and_resumed_by_its_true_numbers(
+    emulated, bystander, collides
+):
+    machine = emulated(MACHINE)
+    machine.faults.set("nvml-host-pids", **({"number": bystander.pid} if collides else {}))
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 64 * MiB, 1)
+        (sample, _) = await service.sample()
+        (listed,) = sample.processes
+        # Under a number that no process has: whoever takes it for one finds nothing.
+        assert listed == ProcessMemory(-abs(listed.pid), 80 * MiB)
+        assert listed.pid == (-bystander.pid if collides else -(target.pid + (1 << 22)))
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert (outcome.status, outcome.message) == ("suspended", "")
+        assert outcome.freed == {uuid: 80 * MiB}
+        resumed = await service.resume(
+            target.root, [uuid], [uuid], session=SESSION, need=outcome.freed
+        )
+        assert resumed.status == "resumed", resumed.message
+        assert await target.do("digest", 1) == digest
+    assert bystander.poll() is None
+
+
+# ------------------------------------------------------------------ what is evidence
+
+
+def sample(*listed):
+    return DeviceSample("GPU-a", 100, 50, 0, 50, tuple(ProcessMemory(pid, 10) for pid in listed))
+
+
+@pytest.fixture
+def make_numbers(monkeypatch):
+    """Make a judge in the initial PID namespace, or in another one."""
+
+    def make(*, initial, known=None):
+        monkeypatch.setattr(numbers, "namespace", lambda: numbers.INITIAL if initial else 7)
+        return Numbers(logging.getLogger("test"), known)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("initial", "known", "proven"),
+    [(True, None, True), (False, None, None), (False, True, True), (True, False, False)],
+    ids=["initial namespace", "nothing is known", "found before", "found before to be others'"],
+)
+def test_without_a_self_test_only_the_initial_namespace_is_proof(
+    make_numbers, initial, known, proven
+):
+    judge = make_numbers(initial=initial, known=known)
+    judge.settle()
+    assert judge.proven is proven
+    listed = judge.translate(sample(os.getpid())).processes[0].pid
+    assert listed == (os.getpid() if proven else -os.getpid())
+
+
+def test_an_empty_list_is_no_evidence_and_a_listed_program_is_proof(make_numbers):
+    judge = make_numbers(initial=False)
+    judge.learn(sample(), sample(), 5)
+    judge.learn(sample(5), sample(5), 5)
+    assert judge.proven is None
+    judge.learn(sample(), sample(99), 5)
+    assert judge.proven is False
+    judge.learn(sample(99), sample(99, 5), 5)
+    assert judge.proven is True
+
+
+def test_numbers_that_stay_without_a_process_take_the_proof_back(make_numbers):
+    gone = (1 << 22) + 1
+    judge = make_numbers(initial=False, known=True)
+    judge.settle()
+    for _ in range(numbers.ABSENT - 1):
+        assert judge.translate(sample(os.getpid(), gone)).processes[0].pid == os.getpid()
+    judge.translate(sample(os.getpid()))  # it had just ended
+    for _ in range(numbers.ABSENT):
+        last = judge.translate(sample(os.getpid(), gone))
+    assert [process.pid for process in last.processes] == [-os.getpid(), -gone]
+    assert judge.proven is False
