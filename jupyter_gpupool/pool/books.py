@@ -96,6 +96,7 @@ class Books(Lanes):
         if new == "active":
             self.active += 1
             s.busy_since = self.now
+            s.no_host_room = ""
         if new == "idle":
             s.idle_since = self.now
         self.emit(
@@ -355,6 +356,8 @@ class Books(Lanes):
     def may_suspend(self, s: Session) -> bool:
         """Return whether the state of ``s`` has room in host memory and in its owner's quota."""
         bound = s.state_bound
+        if s.pressed and bound:
+            return False
         room = host_room(self, [x.device for x in s.slices], guarded=True)
         own = self.quotas.suspend_room(s.owner.name)
         return not bound or (bound <= room and (own is None or bound <= own))

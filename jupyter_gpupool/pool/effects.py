@@ -137,6 +137,7 @@ class Effects:
         s.suspends += bool(state)
         s.failures = 0
         s.retry_at = 0.0
+        s.no_host_room = ""
         s.pinned_reason = ""
         s.release_asked = False
         books.return_lease(s)
@@ -154,6 +155,7 @@ class Effects:
             return
         books.suspend_over(s, None)
         idle_since = s.idle_since
+        s.no_host_room = event.message if event.kind == "host" else ""
         if event.kind == "pinned":
             s.pinned_reason = event.message or "the driver can not suspend it"
             s.pinned_at = books.now

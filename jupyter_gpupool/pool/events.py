@@ -91,6 +91,19 @@ class HostMemorySeen(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostPressure(Event):
+    """Host memory is short for these sessions: the machine's, or that of their control groups.
+
+    Sent with each sample for as long as that lasts, with all sessions that it concerns, and once
+    with none when it is over. Each time, the largest of their suspended states that has room on a
+    device without anybody yielding goes back there, one at a time; and none of the sessions is
+    suspended, whoever asks for it.
+    """
+
+    sessions: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsChanged(Event):
     """The admin's configuration was read again."""
 

@@ -38,6 +38,7 @@ class Handlers:
             ev.DeviceResumed: self._device_resumed,
             ev.DeviceMemorySeen: self._device_memory,
             ev.HostMemorySeen: self._host_memory,
+            ev.HostPressure: self._host_pressure,
             ev.SettingsChanged: self._settings,
             ev.Tick: self._tick,
             ev.SessionOpened: self._opened,
@@ -194,6 +195,22 @@ class Handlers:
 
     def _host_memory(self, event: ev.HostMemorySeen) -> None:
         self._books.host.seen(event.available)
+
+    def _host_pressure(self, event: ev.HostPressure) -> None:
+        books = self._books
+        for s in books.sessions.values():
+            if s.pressed != (s.id in event.sessions):
+                s.pressed = not s.pressed
+                # Its alarm comes again when the pressure is over.
+                books.leaving.pop(s.id, None)
+                books.offer(s)
+        concerned = [books.sessions[n] for n in event.sessions if n in books.sessions]
+        if any(s.state == "attaching" for s in concerned):
+            return  # one at a time: it may be enough
+        away = [s for s in concerned if s.state == "detached" and s.retry_at <= books.now]
+        for s in sorted(away, key=lambda s: (-s.suspended_bytes, s.id)):
+            if s.suspended_bytes and self._server.bring_back(s, "host memory is short"):
+                return
 
     def _settings(self, event: ev.SettingsChanged) -> None:
         """Apply new rules to everything; this reads all sessions, and happens rarely."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Every transition that may happen, and when. Anything else is a bug in this package.
 TRANSITIONS: Mapping[tuple[State, State], str] = {
-    ("detached", "queued"): "a hold is taken and needs a slice",
+    ("detached", "queued"): "a hold is taken and needs a slice, or host memory is short",
     ("queued", "detached"): "the last waiting hold is cancelled, refused or waited too long",
     ("queued", "attaching"): "a plan gives it a slice; the driver is asked to attach",
     ("attaching", "active"): "attached, and a hold is there",
@@ -132,6 +132,10 @@ class Session:
     #: Not suspended (idle) or not attached (queued) before this time, after a failed try.
     retry_at: float = 0.0
     failures: int = 0
+    #: Why the last suspend was refused for want of host memory; "" if it was not.
+    no_host_room: str = ""
+    #: Its machine or control group is short of memory: it must not be suspended.
+    pressed: bool = False
     #: Idle, and may be taken by a waiting session now; counted so in the device ledgers.
     yieldable: bool = False
     #: Where it waits: "" (does not), "open", "planned", "quota", "later" or "nowhere".

@@ -21,7 +21,7 @@ from .growth import reclaim
 from .inventory import DeviceLedger
 from .lease import Session
 from .model import Slice
-from .placement import asked_of, groups_at, place_now, spare
+from .placement import asked_of, groups_at, needs_of, place_now, spare
 from .policy import Blocked, Plan, count_leaving, plan_attach, plan_growth, promised
 from .queue import Entry
 from .yielding import host_room, paused
@@ -103,6 +103,25 @@ class Server:
             return True
         books.leaving[s.id] = s
         return False
+
+    def bring_back(self, s: Session, reason: str) -> bool:
+        """Resume a suspended session that asks for nothing, if that takes nothing from anybody.
+
+        Return whether its state is on the way to a device.
+        """
+        books = self._books
+        if books.by_quota.get(s.owner.name):
+            return False  # another session of its owner waits for what is left of the quota
+        claimed = books.claim.wanted if books.claim is not None else {}
+        before, s.needs = s.needs, needs_of(s, books.inventory, books.settings)
+        plan = plan_attach(books, s, claimed, guarded=bool(claimed))
+        s.needs = before
+        if not (isinstance(plan, Plan) and plan.ready):
+            return False
+        books.move(s, "queued", reason)
+        books.enqueue(s, books.now)
+        books.grant(s, plan.takes, reason)
+        return True
 
     # ------------------------------------------------------------------ plans under way
 

@@ -104,6 +104,8 @@ def stays_reason(books: Books, s: Session, now: float) -> str:
             f"Its state may take {size}, and of {budget} of host memory for suspended kernels "
             f"{free} is free; the slice leaves {_ROOM}."
         )
+    if code == "refused-host":
+        return str(figures[0])
     return _STAYS[code]
 
 
@@ -114,6 +116,10 @@ _STAYS = {
         "This GPU cannot be suspended; the slice stays until the kernel frees its memory or ends."
     ),
     "refused": "The last try to move it to host memory was refused; it is tried again by itself.",
+    "pressed": (
+        "Host memory is short where the kernel runs, so its state is not moved there; the slice "
+        f"leaves {_ROOM}."
+    ),
     "machine": f"This machine has too little free memory now; the slice leaves {_ROOM}.",
     "kept": (
         "The host memory that is left is kept for the kernel that is next in the queue; the slice "

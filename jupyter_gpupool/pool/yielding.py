@@ -53,7 +53,7 @@ def suspendable(s: Session, books: Books) -> bool:
 
 
 def _not_before(s: Session, books: Books) -> float:
-    if not suspendable(s, books):
+    if (s.pressed and host_bound(s)) or not suspendable(s, books):
         return math.inf
     at = s.retry_at
     if s.pinned_reason:
@@ -115,8 +115,10 @@ def stays(s: Session, books: Books, now: float) -> tuple[Any, ...]:
     """Return why idle ``s`` does not leave although it should, as (code, figures...); () if not.
 
     A pinned session is not meant: its ``pinned_reason`` says why. Codes: ``fixed`` (its device can
-    not suspend), ``refused`` (the last try; it is tried again), ``never`` (its state is more than
-    host memory takes), ``quota``, ``machine``, ``kept`` and ``host`` (no room for its state now).
+    not suspend), ``pressed`` (memory is short where it runs), ``refused-host`` (there was no room
+    where it runs at the last try) and ``refused`` (that failed otherwise; it is tried again),
+    ``never`` (its state is more than host memory takes), ``quota``, ``machine``, ``kept`` and
+    ``host`` (no room for its state now).
     """
     if s.state != "idle" or s.pinned_reason:
         return ()
@@ -126,6 +128,10 @@ def stays(s: Session, books: Books, now: float) -> tuple[Any, ...]:
         return () if nothing else ("fixed",)
     asked = s.release_asked or bool(paused(s, books))
     due = 0.0 if asked else max(s.idle_since + books.settings.idle_timeout, s.keep_until)
+    if s.pressed and s.state_bound:
+        return ("pressed",) if due <= now else ()
+    if s.no_host_room:
+        return "refused-host", s.no_host_room
     if s.failures and now < s.retry_at and due < s.retry_at:
         return ("refused",)
     if s.id not in books.leaving:

@@ -43,6 +43,7 @@ def check_liveness(pool: Pool, naive: Naive) -> None:
         and now >= naive.stays_until(naive.sessions[s.id])
         and not (s.pinned_reason and now < s.pinned_at + settings.pinned_retry)
         and _can_suspend(naive, s)
+        and not (s.id in naive.pressed and _bound(naive, s))
     ]
     if len(idle) > MOST_IDLE:
         return

@@ -59,6 +59,8 @@ class Naive:
         self.devices: dict[str, Device] = {}
         self.faulty: set[str] = set()
         self.paused: set[str] = set()
+        #: Sessions for which host memory is short.
+        self.pressed: frozenset[str] = frozenset()
         self.foreign: dict[str, int] = {}
         self.sessions: dict[str, NaiveSession] = {}
         self.opening: dict[str, ev.SessionOpened] = {}
@@ -120,7 +122,9 @@ class Naive:
         self.event = event
         name = getattr(event, "session", "")
         s = self.sessions.get(name)
-        if isinstance(event, ev.DeviceAppeared):
+        if isinstance(event, ev.HostPressure):
+            self.pressed = event.sessions
+        elif isinstance(event, ev.DeviceAppeared):
             self.devices[event.device.uuid] = event.device
             self.faulty.discard(event.device.uuid)
         elif isinstance(event, ev.DeviceDrained):
@@ -269,7 +273,8 @@ class Naive:
         assert s.state == "attaching", a
         assert not s.effect, f"{a} during {s.effect}"
         assert not s.lease
-        assert s.holds, f"{a} though nobody waits"
+        pressed = isinstance(self.event, ev.HostPressure) and a.session in self.pressed
+        assert s.holds or (pressed and s.suspended), f"{a} though nobody waits"
         assert a.epoch > s.epoch, f"{a}, epoch was {s.epoch}"
         s.epoch = a.epoch
         s.effect = "attach"
@@ -317,6 +322,7 @@ class Naive:
         if not all(self.devices[u].can_suspend for u in s.lease):
             assert size == 0, f"{a}: its device can not suspend"
         if size:
+            assert a.session not in self.pressed, f"{a}: host memory is short there"
             assert self.host_used() + size <= self.settings.host_memory, f"{a}: host is full"
             own, limit = self.of(s.owner.name), self.quota(s.owner.name).suspended
             have = sum(sum(o.suspended.values()) + o.host for o in own)

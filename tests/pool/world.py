@@ -311,6 +311,12 @@ class World:
     def host(self) -> None:
         self.send(ev.HostMemorySeen(now=self.now, available=self.c.choice([5, 20, 1000])))
 
+    def pressure(self) -> None:
+        names = self._sessions()
+        some = {self.c.choice(names) for _ in range(self.c.choice([0, 0, 1, 3]))} if names else ()
+        for _ in range(self.c.choice([1, 2])):
+            self.send(ev.HostPressure(now=self.now, sessions=frozenset(some)))
+
     def drain(self) -> None:
         uuid = self.c.choice([*sorted(self.naive.devices), "GPU-none"])
         if uuid in self.naive.devices:
@@ -338,6 +344,7 @@ class World:
         old = self.pool
         records = old.records()
         self.pool = Pool(self.settings)
+        self.naive.pressed = frozenset()
         watch_order(self.pool)
         self.now += 1
         for d in self.naive.devices.values():
@@ -395,6 +402,7 @@ _WEIGHTS = {
     "keep": 1,
     "sample": 4,
     "host": 1,
+    "pressure": 1,
     "drain": 0,
     "heal": 1,
     "pause": 0,

@@ -1,0 +1,123 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Host memory is short where suspended state lies: it goes back to a device that has room."""
+
+from __future__ import annotations
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.model import Quota
+
+from .builders import all_of, device, none
+
+
+def press(lab, *names):
+    return lab.send(ev.HostPressure, sessions=frozenset(names))
+
+
+def away(lab, name, size, **fields):
+    """Open a session whose state is suspended."""
+    lab.parked(name, size, size, **fields)
+    assert lab.state(name) == "detached"
+
+
+def stays(lab, name):
+    return next(v.stays_reason for v in lab.pool.view(lab.now).sessions if v.record.id == name)
+
+
+def attached(actions):
+    return [a.session for a in all_of(actions, ev.Attach)]
+
+
+def test_the_largest_state_that_has_room_goes_back_one_at_a_time(make):
+    lab = make(device(0))
+    for name, size in (("small", 2), ("large", 9), ("huge", 14)):
+        away(lab, name, size)
+    lab.running("busy", 5)
+    assert attached(press(lab, "small", "large", "huge")) == ["large"]
+    # It may be enough: the next one goes when a later sample says that it was not.
+    assert attached(press(lab, "small", "large", "huge")) == []
+    lab.done("large")
+    assert lab.record("large").state == "idle"
+    assert attached(press(lab, "small", "large", "huge")) == []  # no room for it
+    lab.end("busy")
+    assert attached(press(lab, "small", "large", "huge")) == ["small"]
+
+
+def test_only_states_that_it_concerns_go_back(make):
+    lab = make(device(0))
+    away(lab, "here", 2)
+    away(lab, "elsewhere", 9)
+    assert attached(press(lab, "here")) == ["here"]
+    lab.done("here")
+    assert attached(press(lab, "here")) == []
+
+
+def test_nobody_yields_for_it_and_no_reserved_memory_is_taken(make):
+    lab = make(device(0))
+    away(lab, "a", 8)
+    lab.idle("b", 10)
+    none(press(lab, "a"), ev.Attach)
+    assert lab.record("b").state == "idle"
+    # The head of the queue is promised what comes free.
+    lab.open("w", 12)
+    lab.hold("w")
+    assert lab.record("b").state == "detaching"
+    lab.suspended("b", ("G0", 10))
+    assert lab.record("w").state == "attaching"
+    none(press(lab, "a"), ev.Attach)
+
+
+def test_a_quota_holds_for_it(make):
+    lab = make(device(0), quotas={"*": Quota(leases=1)})
+    away(lab, "a", 4, owner="ann")
+    lab.running("b", 4, owner="ann")
+    none(press(lab, "a"), ev.Attach)
+    lab.end("b")
+    assert attached(press(lab, "a")) == ["a"]
+
+
+def test_while_it_lasts_nothing_is_suspended_there(make):
+    lab = make(device(0), idle_timeout=10.0)
+    lab.idle("a", 10)
+    press(lab, "a")
+    lab.open("w", 10)
+    none(lab.hold("w"), ev.Suspend)
+    none(lab.after(100), ev.Suspend)
+    lab.release("a")
+    assert lab.record("a").state == "idle"
+    assert "Host memory is short where the kernel runs" in stays(lab, "a")
+    suspends = all_of(press(lab), ev.Suspend)
+    suspends += all_of(lab.after(0), ev.Suspend)
+    assert [a.session for a in suspends] == ["a"]
+
+
+def test_what_holds_no_memory_yields_all_the_same(make):
+    lab = make(device(0))
+    lab.idle("a", 10)
+    press(lab, "a")
+    lab.open("w", 10)
+    lab.hold("w")
+    actions = lab.seen("G0", a=0)
+    assert [a.session for a in all_of(actions, ev.Suspend)] == ["a"]
+
+
+def test_a_resume_that_failed_is_tried_again_after_a_while(make):
+    lab = make(device(0))
+    away(lab, "a", 4)
+    press(lab, "a")
+    lab.failed("a")
+    assert lab.record("a").state == "detached"
+    none(press(lab, "a"), ev.Attach)
+    lab.after(2)
+    assert attached(press(lab, "a")) == ["a"]
+
+
+def test_a_hold_that_comes_meanwhile_is_granted_at_the_end(make):
+    lab = make(device(0))
+    away(lab, "a", 4)
+    press(lab, "a")
+    assert lab.record("a").state == "attaching"
+    lab.hold("a")
+    assert lab.record("a").epoch
+    assert all_of(lab.done("a"), ev.HoldGranted)
+    assert lab.record("a").state == "active"
