@@ -79,6 +79,8 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     # cuInit is about to be called without a lease: make the page's devices those of the lease that
     # the session would get now. ok, also if nothing could be said: -
     "home": ({"session": str, "token": str}, {"pid": int, "tid": int}),
+    # the session's page is not at its name any more: put it back. ok, once it is there: -
+    "page": ({"session": str, "token": str}, {"pid": int, "tid": int}),
     # ``bytes`` more than is granted on the session's device number ``device``. ok: granted
     "grow": ({"session": str, "token": str, "device": int, "bytes": int}, {"pid": int, "tid": int}),
     # ---- its agent again

@@ -174,6 +174,7 @@ class BrokerApp:
             if ready is not None:
                 report(ready, {"ok": True, "pid": os.getpid(), "socket": str(self.path)})
             keeper = Keeper(claim, self.journal_lock, self.runner, self._serve, _LOG)
+            keeper.keep_pages = self.guarding.keep
             chores = [
                 loop.create_task(chore) for chore in (self._tidy(), self._linger(), keeper.run())
             ]
@@ -282,7 +283,10 @@ class BrokerApp:
             runner, effects, handlers=self.handlers, monitor=self.monitor, snapshots=snapshots,
             settings=settings, log=_LOG,
         )  # fmt: skip
-        self.guarding.start(self.path, devices, service, machine_wide=claim.machine_wide)
+        self.guarding.start(
+            self.path, journal.path.with_suffix(".guard"), devices, service,
+            machine_wide=claim.machine_wide,
+        )  # fmt: skip
         self.metrics = Metrics(runner, effects, _LOG)
         self._empty_since = loop.time()
         self._built = True
@@ -325,7 +329,7 @@ class BrokerApp:
             journal.put(name, None)
             self.runner.note("close", owner=owner, reason=reason, detail={"session": name})
         for one in found:
-            self.guarding.adopt(one.session)
+            self.guarding.adopt(one.session, one.record)
         # Those that hold a slice first: nobody may be given what they have.
         for one in sorted(found, key=lambda r: not r.record.slices):
             self._go_on(one)

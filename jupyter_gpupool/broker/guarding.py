@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Sequence
 
@@ -13,7 +14,7 @@ from ..config.settings import usable_attach
 from ..devices.service import DeviceService
 from ..errors import GPUPoolError
 from ..guard.install import guard_directory
-from ..pool.model import Device
+from ..pool.model import Device, SessionRecord
 from .activity import Activity
 from .effects import DeviceEffects
 from .guards import Guards
@@ -55,22 +56,38 @@ class Guarding:
         self._problem = ""
         self.settings = settings
         self.pages: Pages | None = None
+        #: Where the folder of links to the guard is.
+        self._links: Path | None = None
 
     def start(
-        self, socket: Path, devices: Sequence[Device], service: DeviceService, *, machine_wide: bool
+        self,
+        socket: Path,
+        lasting: Path,
+        devices: Sequence[Device],
+        service: DeviceService,
+        *,
+        machine_wide: bool,
     ) -> None:
-        """Begin: new kernels run under the guard if a device's self-test says that it works."""
+        """Begin: new kernels run under the guard if a device's self-test says that it works.
+
+        ``lasting`` is a folder (made if need be) that a logout leaves alone.
+        """
         settings, runner = self.settings, self._runner
         guarded = [device.uuid for device in devices if device.tier == "guarded"]
         try:
             folder = page_folder(socket, machine_wide=machine_wide)
         except OSError as error:
-            self._decide(False, f"There is no folder for its pages: {error}.")
+            self._decide(bool(guarded), f"There is no folder for its pages: {error}.")
             return
+        # Links that are gone leave a new process without the guard, so not in shared memory. But
+        # nobody else may enter a user's own folders, and LD_PRELOAD ends at a space or colon.
+        plain = not set(str(lasting)) & set(": \t\n")
+        self._links = folder if machine_wide or not plain else lasting
         context_bytes = max((service.context_bytes(uuid) for uuid in guarded), default=0)
         pages = Pages(
             folder, runner.sessions, self._log,
             managed=settings.managed_memory == "allow", context_bytes=context_bytes,
+            machine_wide=machine_wide,
         )  # fmt: skip
         activity = Activity(runner, pages, self._log, quiet_after=settings.quiet_after)
         pages.on_lease = activity.lease
@@ -91,17 +108,42 @@ class Guarding:
     def _decide(self, guarded: bool, problem: str) -> None:
         if guarded and self.pages is not None:
             try:
-                self._handlers.guard_directory = guard_directory(self.pages.folder)
-            except GPUPoolError as error:
-                guarded, problem = False, str(error)
+                self._link()
+            except (OSError, GPUPoolError) as error:
+                problem = str(error)
+            else:
+                problem = ""
+        if guarded and problem:
+            # The devices are fit for the guard, and only a folder is missing.
+            self._handlers.unguardable, guarded = problem, False
         self._handlers.guarded, self._handlers.guard_problem = guarded, problem
         self.configure(self.settings)
         if self._snapshots.attach_reason:
             self._log.warning("%s", self._snapshots.attach_reason)
 
+    def _link(self) -> None:
+        """Make the folder of links to the guard, or put back what is missing in it."""
+        if self._links is not None:
+            self._links.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._handlers.guard_directory = guard_directory(self._links)
+
+    def keep(self) -> None:
+        """Put back what was deleted under living sessions.
+
+        Raises
+        ------
+        OSError, GPUPoolError
+            If that is not possible now.
+        """
+        if self.pages is not None:
+            self.pages.keep()
+            if self._handlers.guarded:
+                self._link()
+
     def configure(self, settings: BrokerSettings) -> None:
         """Take note of a configuration that was read again."""
         self.settings = settings
+        self._handlers.allow_unguarded = settings.allow_unguarded
         attach, reason = usable_attach(
             settings.attach, self._handlers.guarded, self._handlers.guard_problem
         )
@@ -118,14 +160,16 @@ class Guarding:
             self.turns.close()
             self.rooms.close()
             self.activity.close()
-            self.pages.close()
+            if self.pages.close() and self._links is not None:
+                shutil.rmtree(self._links, ignore_errors=True)
 
     # ------------------------------------------------------------------ recovery
 
-    def adopt(self, session: Session) -> None:
+    def adopt(self, session: Session, record: SessionRecord) -> None:
         """Go on with the page of a session that an earlier broker had."""
         if self.pages is not None:
-            self.pages.adopt(session)
+            used = bool(record.bound or record.slices or record.suspended)
+            self.pages.adopt(session, used=used)
             self.activity.read(session)
 
     def recovered(self, session: Session) -> None:

@@ -47,7 +47,7 @@ _NOBODY = -1
 
 
 class Guards:
-    """Handles ``attach``, ``grow`` and ``home``."""
+    """Handles ``attach``, ``grow``, ``home`` and ``page``."""
 
     def __init__(
         self, runner: Runner, pages: Pages, activity: Activity, rooms: Rooms, log: logging.Logger
@@ -87,6 +87,12 @@ class Guards:
         session = self._session(connection, message)
         if self._may_ask(connection, session, message, self._home_now):
             self._home_now(connection, session, message)
+
+    def page(self, connection: Connection, message: Message) -> None:
+        """A new process does not find the page; somebody, or a logout, has deleted it."""
+        session = self._session(connection, message)
+        if self._may_ask(connection, session, message, self._page_now):
+            self._page_now(connection, session, message)
 
     def gone(self, connection: Connection) -> None:
         """A thread waits no more: interrupted, ended, or answered before."""
@@ -203,6 +209,19 @@ class Guards:
             devices = self._runner.pool.preferred(session.id)
             if devices:
                 self._pages.set_home(session, devices)
+        connection.answer(message.get("id"))
+
+    def _page_now(self, connection: Connection, session: Session, message: Message) -> None:
+        try:
+            if session.page is None:
+                raise FileNotFoundError("it was lost before this broker came")
+            self._pages.restore(session)
+        except OSError as error:
+            raise RefusedError(
+                f"The page that this kernel shares with the broker is lost ({error}).",
+                code="no-page",
+                next_step="Restart the kernel to use a GPU again.",
+            ) from None
         connection.answer(message.get("id"))
 
     def _settled(self, session: Session, record: SessionRecord) -> bool:

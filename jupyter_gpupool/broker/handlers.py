@@ -74,6 +74,10 @@ class Handlers:
         self.guarded = False
         #: Why they do not, as a sentence.
         self.guard_problem = ""
+        #: Why kernels cannot have a page although their devices are guarded; empty if they can.
+        self.unguardable = ""
+        #: Whether a kernel that cannot have a page is started all the same.
+        self.allow_unguarded = False
         #: Where its library is, their pages, and what the guard in them asks.
         self.guard_directory = Path()
         self.pages: Pages | None = None
@@ -110,7 +114,8 @@ class Handlers:
     def use_guard(self, pages: Pages, guards: Guards) -> None:
         """From now on serve the guard in the sessions' processes."""
         self.pages, self.guards = pages, guards
-        self._methods |= {"attach": guards.attach, "grow": guards.grow, "home": guards.home}
+        self._methods |= {"attach": guards.attach, "grow": guards.grow}
+        self._methods |= {"home": guards.home, "page": guards.page}
 
     # ------------------------------------------------------------------ Service
 
@@ -254,11 +259,24 @@ class Handlers:
         self, session: Session, env: Mapping[str, str], limit: int
     ) -> dict[str, str]:
         """Make the page of a new session; return the variables that put it under the guard."""
-        if self.pages is None or not self.guarded:
+        home, problem = env["CUDA_VISIBLE_DEVICES"], self.unguardable
+        if self.pages is not None and self.guarded:
+            try:
+                page = self.pages.create(session, home.split(","), limit)
+                return environment(self.guard_directory, page, env, home)
+            except OSError as error:
+                problem = f"The page that it shares with the broker cannot be made: {error}."
+        if not problem:
             return {}
-        home = env["CUDA_VISIBLE_DEVICES"]
-        page = self.pages.create(session, home.split(","), limit)
-        return {} if page is None else environment(self.guard_directory, page, env, home)
+        if not self.allow_unguarded:
+            raise RefusedError(
+                f"The kernel was not started, because it would run without the guard. {problem}",
+                code="no-page",
+                next_step="Free memory where the pages are (`df -h /dev/shm /run`), or set "
+                "c.GPUPool.allow_unguarded = True.",
+            )
+        self.log.error("Session %s runs without the guard. %s", session.id, problem)
+        return {}
 
     def _launched(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Puts back what somebody deletes under a living broker: socket, locks, journal.
+"""Puts back what somebody deletes under a living broker: socket, locks, journal, pages.
 
 logind removes ``/run/user/UID`` and, with ``RemoveIPC=yes``, a user's files in ``/dev/shm`` when
 the last login ends; kernels in tmux or of a server that goes on have their broker and their state
@@ -52,6 +52,8 @@ class Keeper:
         self._runner = runner
         self._serve = serve
         self._log = log
+        #: Puts back the sessions' pages and the links to the guard.
+        self.keep_pages: Callable[[], None] = _nothing
         #: Of each file beside the socket: which version (inode, time), mode, content.
         self._kept: dict[Path, tuple[tuple[int, int], int, bytes]] = {}
         self._problems: dict[str, str] = {}
@@ -66,6 +68,7 @@ class Keeper:
         """Look once, and put back what is missing."""
         await self._try("socket", self._keep_socket)
         await self._try("journal", self._keep_journal)
+        await self._try("page of a session", self._keep_pages)
 
     async def _try(self, what: str, keep: Callable[[], Awaitable[None]]) -> None:
         """What cannot be put back now is tried at each look, and said once."""
@@ -96,17 +99,19 @@ class Keeper:
     def _remember(self) -> None:
         """Keep what lies beside the socket and is ours: how this broker is started again."""
         prefix = f"{self._claim.path.stem}."
-        for entry in os.scandir(self._claim.path.parent):
-            if not entry.name.startswith(prefix) or entry.name.endswith(_NOT_KEPT):
+        with os.scandir(self._claim.path.parent) as entries:
+            found = [e for e in entries if e.name.startswith(prefix)]
+        for entry in found:
+            if entry.name.endswith(_NOT_KEPT):
                 continue
             with suppress(OSError):
-                found = entry.stat(follow_symlinks=False)
-                version = (found.st_ino, found.st_mtime_ns)
+                now = entry.stat(follow_symlinks=False)
+                version = (now.st_ino, now.st_mtime_ns)
                 path = Path(entry.path)
-                if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_KEPT:
+                if not stat.S_ISREG(now.st_mode) or now.st_size > MAX_KEPT:
                     continue
                 if path not in self._kept or self._kept[path][0] != version:
-                    self._kept[path] = version, stat.S_IMODE(found.st_mode), path.read_bytes()
+                    self._kept[path] = version, stat.S_IMODE(now.st_mode), path.read_bytes()
 
     def _reopen_log(self) -> None:
         """Go on with the log at its name, if it was deleted with the socket."""
@@ -136,9 +141,16 @@ class Keeper:
         self._runner.commit()
         self._log.warning("The journal %s was deleted; its sessions are in it again", journal.path)
 
+    async def _keep_pages(self) -> None:
+        self.keep_pages()
+
 
 def _write(path: Path, mode: int, content: bytes) -> None:
     with suppress(FileExistsError):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags, mode), "wb") as file:
             file.write(content)
+
+
+def _nothing() -> None:
+    """Until there are pages."""

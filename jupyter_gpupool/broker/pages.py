@@ -58,8 +58,12 @@ class Pages:
         *,
         managed: bool = False,
         context_bytes: int = 0,
+        machine_wide: bool = False,
     ) -> None:
         self.folder = folder
+        self._mode = 0o711 if machine_wide else 0o700
+        #: When the folder last changed, as of the last look: its inode and time.
+        self._seen = (0, 0)
         self.managed = managed
         self.context_bytes = context_bytes
         self._sessions = sessions
@@ -69,17 +73,19 @@ class Pages:
 
     # ------------------------------------------------------------------ life
 
-    def create(self, session: Session, devices: Sequence[str], limit: int) -> Path | None:
-        """Make the page of a new session, its gate closed; None if that is not possible.
+    def create(self, session: Session, devices: Sequence[str], limit: int) -> Path:
+        """Make the page of a new session, its gate closed.
 
         ``devices`` are those that its processes see before its first lease.
+
+        Raises
+        ------
+        OSError
+            If that is not possible, mostly because shared memory is full.
         """
-        path = self.folder / f"{session.id}{_SUFFIX}"
-        try:
-            session.page = Page.create(path, session.id, session.uid)
-        except OSError as error:
-            self._log.error("No page for session %s (%s): it runs unguarded", session.id, error)
-            return None
+        path = self._path(session)
+        own_folder(self.folder, self._mode)  # somebody may have deleted it
+        session.page = Page.create(path, session.id, session.uid)
         session.page.set_policy(managed=self.managed, context_bytes=self.context_bytes)
         session.page.set_devices(devices[:DEVICES])
         session.page.set_grant([], limit, 0)
@@ -87,13 +93,19 @@ class Pages:
         session.cuda = False  # until a slot says so
         return path
 
-    def adopt(self, session: Session) -> None:
-        """Open the page of a session that an earlier broker made, if it had one."""
-        path = self.folder / f"{session.id}{_SUFFIX}"
-        if not path.exists():
-            return
+    def adopt(self, session: Session, *, used: bool) -> None:
+        """Open the page of a session that an earlier broker made, if it had one.
+
+        ``used``: the session has had a device, so that a page that is lost has no substitute.
+        """
+        path = self._path(session)
         try:
-            session.page = Page.open(path)
+            if not os.path.lexists(path) or path.is_symlink():
+                session.page = self._find(session, path, used)
+            else:
+                session.page = Page.open(path)
+            if session.page is None:
+                return
             if session.page.gate() == PAUSED:
                 # For a turn that nobody keeps any more. The pause itself is over by now, but a call
                 # leaves no trace in a paused gate: the session would look idle from here on.
@@ -104,6 +116,66 @@ class Pages:
             return
         session.page.set_policy(managed=self.managed, context_bytes=self.context_bytes)
         session.home = session.page.devices()
+
+    def _find(self, session: Session, path: Path, used: bool) -> Page | None:
+        """Return the page of a session that was deleted; None if it had none, or it is lost.
+
+        A new one takes its place only where no process can have the old one: two would split the
+        session's accounts.
+        """
+        if session.uid != os.geteuid() or not _had_page(session, path):
+            return None
+        page = Page.find(path, session.id)
+        own_folder(self.folder, self._mode)
+        if page is not None:
+            page.restore()
+            self._log.warning("The page of session %s was deleted and is back", session.id)
+        elif not used:
+            path.unlink(missing_ok=True)  # a link of the broker before
+            page = Page.create(path, session.id, session.uid)
+            page.set_grant([], 0, 0)
+        else:
+            self._log.error("The page of session %s was deleted and no process has it", session.id)
+        return page
+
+    def keep(self) -> None:
+        """Put back the pages that were deleted under their sessions.
+
+        Raises
+        ------
+        OSError
+            If that is not possible now.
+        """
+        own_folder(self.folder, self._mode)
+        now = _version(self.folder)
+        if self._seen == now:
+            return  # nothing came or went in it
+        problem = None
+        for session in self._sessions:
+            try:
+                self.restore(session)
+            except OSError as error:
+                problem = error
+        if problem is not None:
+            raise problem
+        self._seen = now
+
+    def restore(self, session: Session) -> None:
+        """Give the session's page its name again if it was deleted.
+
+        Raises
+        ------
+        OSError
+            If that is not possible now.
+        """
+        page = session.page
+        if page is None or not page.is_lost():
+            return
+        if session.uid != os.geteuid():
+            raise PermissionError(f"The page {page.path} of user id {session.uid} was deleted")
+        own_folder(self.folder, self._mode)
+        page.restore()
+        self._log.warning("The page of session %s was deleted and is back", session.id)
 
     def remove(self, session: Session) -> None:
         """The session is over."""
@@ -122,8 +194,11 @@ class Pages:
                 if path.name.removesuffix(_SUFFIX) not in self._sessions:
                     path.unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """Forget the pages; remove the folder if no session needs it any more."""
+    def _path(self, session: Session) -> Path:
+        return self.folder / f"{session.id}{_SUFFIX}"
+
+    def close(self) -> bool:
+        """Forget the pages; remove the folder, and say so, if no session needs it any more."""
         empty = True
         for session in self._sessions:
             if session.page is not None:
@@ -131,6 +206,7 @@ class Pages:
                 session.page, empty = None, False
         if empty:
             shutil.rmtree(self.folder, ignore_errors=True)
+        return empty
 
     # ------------------------------------------------------------------ true to the record
 
@@ -239,18 +315,22 @@ def environment(directory: Path, page: Path, base: Mapping[str, str], home: str)
 def page_folder(socket: Path, *, machine_wide: bool, shared: Path = SHARED_MEMORY) -> Path:
     """Return the folder for the pages of the broker at ``socket``, made if need be.
 
-    In shared memory, or beside the socket where there is none or somebody else has the name.
+    In shared memory, or beside the socket where there is none or somebody else has the name. The
+    machine's broker has them beside its socket, below ``/run``: shared memory is for every user to
+    fill, and logind deletes a user's files there at the last logout.
 
     Raises
     ------
     OSError
         If it can be made nowhere.
     """
-    mode = 0o711 if machine_wide else 0o700
+    beside = socket.with_name(socket.name + ".pages")
+    if machine_wide:
+        return own_folder(beside, 0o711)
     try:
-        return _own_folder(shared / folder_name(socket), mode)
+        return own_folder(shared / folder_name(socket), 0o700)
     except OSError:
-        return _own_folder(socket.with_name(socket.name + ".pages"), mode)
+        return own_folder(beside, 0o700)
 
 
 def folder_name(socket: Path) -> str:
@@ -258,7 +338,30 @@ def folder_name(socket: Path) -> str:
     return f"gpupool-{os.geteuid()}-{hashlib.sha256(os.fsencode(socket)).hexdigest()[:12]}"
 
 
-def _own_folder(path: Path, mode: int) -> Path:
+def _version(folder: Path) -> tuple[int, int]:
+    """Return what changes when a file in ``folder`` comes or goes, or the folder itself."""
+    found = os.lstat(folder)
+    return found.st_ino, found.st_mtime_ns
+
+
+def _had_page(session: Session, path: Path) -> bool:
+    """Return whether the session's kernel was started under the guard, with this page."""
+    if session.process is None:
+        return False
+    with suppress(OSError):
+        environ = Path(f"/proc/{session.process.pid}/environ").read_bytes().split(b"\0")
+        return b"GPUPOOL_PAGE=" + os.fsencode(path) in environ
+    return False
+
+
+def own_folder(path: Path, mode: int) -> Path:
+    """Return the folder ``path``, made if need be, with this mode.
+
+    Raises
+    ------
+    OSError
+        If it cannot be made or is somebody else's.
+    """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     found = os.lstat(path)

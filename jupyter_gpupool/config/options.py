@@ -84,6 +84,15 @@ class GPUPool(Configurable):
         default="True",
         example="guard = False",
     )
+    allow_unguarded = _option(
+        Bool(False),
+        "Start a kernel without the guard where the page that it shares with the broker cannot be "
+        "made, which mostly means that shared memory is full. Otherwise it is refused: nothing "
+        "would keep its CUDA calls within the slice.",
+        unit="True or False",
+        default="False",
+        example="allow_unguarded = True",
+    )
     default_memory = _option(
         Size(_POOL.default_memory),
         "Device memory that a kernel is guaranteed when it does not ask, CUDA context included. "
@@ -382,6 +391,7 @@ class GPUPool(Configurable):
             ),
             attach=cast(AttachPolicy, self.attach),
             guard=self.guard,
+            allow_unguarded=self.allow_unguarded,
             quiet_after=self.quiet_after,
             turn=self.turn,
             retest_after=self.retest_after,

@@ -37,6 +37,8 @@ class BrokerSettings:
     attach: AttachPolicy
     #: Whether kernels are started under the guard.
     guard: bool
+    #: Whether a kernel is started without the guard where its page cannot be made.
+    allow_unguarded: bool
     #: Seconds without a CUDA call after which a session's use of its GPU counts as over.
     quiet_after: float
     #: Seconds of one turn among sessions that contend for a device's compute time.

@@ -175,9 +175,7 @@ async def guard_frame(uuid: str, index: int, base: Mapping[str, str]) -> AsyncIt
         If there is no place for the page.
     """
     install.library()
-    place = _SHM if os.access(_SHM, os.W_OK | os.X_OK) else None
-    _sweep(place or Path(tempfile.gettempdir()))
-    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))
+    folder = _folder()
     try:
         frame = GuardFrame(folder, uuid, index, base)
         server = await frame._serve()
@@ -188,6 +186,34 @@ async def guard_frame(uuid: str, index: int, base: Mapping[str, str]) -> AsyncIt
             await frame.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder() -> Path:
+    """Return a new folder with room for a page: that one is full says nothing of the guard.
+
+    Raises
+    ------
+    OSError
+        If there is no room anywhere.
+    """
+    problem: OSError | None = None
+    for place in (_SHM, Path(tempfile.gettempdir())):
+        try:
+            _sweep(place)
+            folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))
+            try:
+                with (folder / "room").open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, 2 * page.SIZE)
+                (folder / "room").unlink()
+            except OSError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+        except OSError as error:
+            problem = error
+            continue
+        return folder
+    assert problem is not None
+    raise problem
 
 
 def _sweep(place: Path) -> None:

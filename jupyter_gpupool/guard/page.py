@@ -8,7 +8,10 @@ user, and a mapped file that its owner truncates ends the process that reads it 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,6 +205,66 @@ class Page:
             os.close(descriptor)
             raise
         return page
+
+    @classmethod
+    def find(cls, path: Path, session: str) -> Page | None:
+        """Return the page of a session whose file lost its name, from a process that has it open.
+
+        The guard keeps the descriptor for that. None if no process of this user has it.
+        """
+        gone = f"{path} (deleted)"
+        with os.scandir("/proc") as entries:
+            pids = [entry.name for entry in entries if entry.name.isdigit()]
+        for pid in pids:
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                for link in Path(f"/proc/{pid}/fd").iterdir():
+                    page = cls._open_link(path, link, gone)
+                    if page is not None and page._is_of(session):
+                        return page
+                    if page is not None:
+                        page.close()
+        return None
+
+    @classmethod
+    def _open_link(cls, path: Path, link: Path, target: str) -> Page | None:
+        with contextlib.suppress(OSError):
+            if str(link.readlink()) == target and link.stat().st_uid == os.geteuid():
+                return cls(path, os.open(link, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+        return None
+
+    def _is_of(self, session: str) -> bool:
+        """Return whether this is a page, and of that session."""
+        try:
+            self.read()
+        except (OSError, PageError):
+            return False
+        name = os.pread(self._fd, 64, _SESSION_AT).split(b"\0", 1)[0]
+        return stat.S_ISREG(os.fstat(self._fd).st_mode) and name == session.encode()[:63]
+
+    def is_lost(self) -> bool:
+        """Return whether the file has not its name any more: children would not find it."""
+        try:
+            return not os.path.samestat(os.fstat(self._fd), self.path.stat())
+        except OSError:
+            return True
+
+    def restore(self) -> None:
+        """Give the file its name again, as a link to this process's descriptor.
+
+        Linux gives no second name to a file that has lost its last one; a copy would be a second
+        page, with accounts of its own.
+
+        Raises
+        ------
+        OSError
+            If that is not possible now.
+        """
+        temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
+        temporary.symlink_to(f"/proc/{os.getpid()}/fd/{self._fd}")
+        try:
+            temporary.replace(self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Forget the file; the session's processes keep theirs."""

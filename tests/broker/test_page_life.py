@@ -126,17 +126,26 @@ def test_a_broker_without_the_guard_serves_the_kernels_of_one_with_it(make_broke
     k.close()
 
 
-def test_where_no_page_can_be_made_a_kernel_runs_without_the_guard(broker, kernel):
-    broker.disturbed = True
-    k = kernel(memory=BIG)
+@pytest.mark.parametrize("allowed", [False, True])
+def test_kernel_without_a_page_is_refused_unless_the_admin_allows_it(make_broker, allowed):
+    broker = make_broker(allow_unguarded=allowed).started
+    k = Guarded(broker, memory=BIG)
     kit.remove(k.path.parent)
+    k.path.parent.write_text("")  # nobody can make a folder here
     with broker.client() as client:
-        answer = client.call("open", kernel_id="new")
-        assert answer["attach"] == "cell"
-        assert "GPUPOOL_PAGE" not in answer["env"]
-        assert "gpupool-guard" not in answer["env"].get("LD_PRELOAD", "")
+        if allowed:
+            answer = client.call("open", kernel_id="new")
+            assert answer["attach"] == "cell"
+            assert "GPUPOOL_PAGE" not in answer["env"]
+            assert "gpupool-guard" not in answer["env"].get("LD_PRELOAD", "")
+        else:
+            with pytest.raises(kit.GPUPoolError) as caught:
+                client.call("open", kernel_id="new")
+            assert caught.value.code == "no-page"
     k.lease()  # who has a page has it still
     assert k.granted() == BIG
+    k.path.parent.unlink()
+    k.close()
 
 
 # ---------------------------------------------------------------------- before a lease

@@ -137,6 +137,9 @@ class Broker:
         self.messages = []
         #: The questions before cuInit, answered at once and not among the messages.
         self.homes = []
+        #: Questions for a page that is lost; ``page`` returns whether it has its name again.
+        self.pages = []
+        self.page = lambda: False
         self.home = lambda: None
         self.open = 0  # connections that ask and have not gone away
         self.answer = lambda message: None
@@ -166,6 +169,11 @@ class Broker:
                 line += data
             if line:
                 message = json.loads(line)
+                if message["type"] == "page":
+                    self.pages.append(message)
+                    kind = "ok" if self.page() else "error"
+                    connection.sendall(b'{"v":1,"id":1,"type":"%s"}\n' % kind.encode())
+                    return
                 if message["type"] == "home":
                     self.homes.append(message)
                     self.home()

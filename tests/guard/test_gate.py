@@ -451,6 +451,49 @@ def test_a_page_that_cannot_be_used_fails_calls_clearly(session, spoil, why):
     assert done.stderr.count("\n") == 1
 
 
+def test_page_that_was_deleted_is_asked_for_and_the_accounts_are_one(session, tmp_path):
+    """As at a logout; the broker gives the page its name again, as a link to its descriptor."""
+    first = session.child()
+    assert first.do("_ = context()") == 0
+    session.page_path.unlink()
+
+    def back():
+        session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/{session.page._fd}")
+        return True
+
+    session.broker.page = back
+    second = session.child()
+    assert second.do("_ = context()") == 0
+    third = session.child()  # finds the link
+    assert third.do("_ = context()") == 0
+    assert len(session.broker.pages) == 1
+    assert {slot.pid for slot in session.page.read().slots} == {first.pid, second.pid, third.pid}
+
+
+def test_link_of_a_broker_that_has_died_is_asked_for_again(session):
+    session.page_path.unlink()
+    session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/0")  # a number that was used again
+
+    def back():
+        session.page_path.unlink()
+        session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/{session.page._fd}")
+        return True
+
+    session.broker.page = back
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    assert len(session.page.read().slots) == 1
+
+
+def test_process_keeps_the_page_open_for_a_broker_that_comes_later(session):
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    session.page_path.unlink()
+    names = child.do("_ = [os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') "
+                     "if int(n) >= 200]")  # fmt: skip
+    assert names == [f"{session.page_path} (deleted)"]
+
+
 def test_a_deleted_page_still_serves(session):
     child = session.child()
     assert child.do("_ = context()") == 0

@@ -233,6 +233,14 @@ void broker_home(void)
     ask(&question, false, HOME_NS);
 }
 
+bool broker_page(void)
+{
+    struct text question = {.length = 0};
+    put_head(&question, "page");
+    put(&question, ",\"pid\":%d,\"tid\":%ld}\n", (int)getpid(), syscall(SYS_gettid));
+    return ask(&question, false, 0) == ANSWER_OK;
+}
+
 CUresult broker_grow(int ordinal, uint64_t more)
 {
     struct text question = {.length = 0};

@@ -198,6 +198,7 @@ uint64_t guard_used(int ordinal);
 void broker_remember(void); /* where it is; before there are threads that wait */
 CUresult broker_attach(void);                            /* until the lease is there */
 CUresult broker_grow(int ordinal, uint64_t more);        /* 0: the page has a larger grant now */
+bool broker_page(void); /* the session's page has its name again */
 void broker_home(void); /* the page's devices are those of the lease to come; or as they were */
 
 /* ---- a broker that has died (revive.c) */

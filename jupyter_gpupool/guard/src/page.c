@@ -21,6 +21,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#define KEPT_ABOVE 200 /* descriptors below are the program's; see map() */
+
 struct page *guard_page;
 
 static struct page_slot *slot;
@@ -202,27 +204,53 @@ static CUresult refuse(const char *path, const char *why)
     return CUDA_ERROR_SYSTEM_NOT_READY;
 }
 
-static CUresult map(const char *path)
+#define OPEN_FLAGS (O_RDWR | O_CLOEXEC | O_NONBLOCK)
+
+/* The only link that is followed is the broker's, to its own descriptor: see page_settle(). */
+static int open_page(const char *path, bool *link)
+{
+    char to[64];
+    int fd = open(path, OPEN_FLAGS | O_NOFOLLOW);
+    if (fd >= 0 || errno != ELOOP)
+        return fd;
+    ssize_t n = readlink(path, to, sizeof to);
+    *link = n > 6 && !strncmp(to, "/proc/", 6);
+    if (*link)
+        return open(path, OPEN_FLAGS);
+    errno = ELOOP;
+    return -1;
+}
+
+/* NULL, or why it cannot be used. `lost`: the broker may have another one under this name. */
+static const char *map(const char *path, bool *lost)
 {
     struct stat st;
-    int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    bool link = false;
+    int fd = open_page(path, &link);
+    *lost = fd < 0 ? link || errno == ENOENT : link;
     if (fd < 0)
-        return refuse(path, errno == ENOENT ? "is gone: the session has ended" : "cannot be opened");
+        return *lost ? "is gone: the session has ended" : "cannot be opened";
     if (fstat(fd, &st) || !S_ISREG(st.st_mode) || st.st_size < (off_t)sizeof(struct page)) {
         close(fd);
-        return refuse(path, "is not one: it is too short, or no file");
+        return "is not one: it is too short, or no file";
     }
     struct page *page = mmap(NULL, sizeof *page, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    close(fd);
-    if (page == MAP_FAILED)
-        return refuse(path, "cannot be mapped");
+    if (page == MAP_FAILED) {
+        close(fd);
+        return "cannot be mapped";
+    }
     if (page->magic != PAGE_MAGIC || page->version != PAGE_VERSION ||
         page->devices > PAGE_DEVICES) {
         munmap(page, sizeof *page);
-        return refuse(path, "is of another version of jupyter_gpupool than the guard");
+        close(fd);
+        return "is of another version of jupyter_gpupool than the guard";
     }
+    /* Kept open, out of the way of programs that count on low numbers: if the file loses its name at
+     * a logout and the broker dies as well, the next broker finds the page here. */
+    if (fcntl(fd, F_DUPFD_CLOEXEC, KEPT_ABOVE) >= 0)
+        close(fd);
     guard_page = page;
-    return CUDA_SUCCESS;
+    return NULL;
 }
 
 CUresult page_settle(void)
@@ -231,10 +259,14 @@ CUresult page_settle(void)
     if (!guard_page) {
         if (!path || !*path)
             return CUDA_SUCCESS;
-        CUresult error = map(path);
-        if (error)
-            return error;
         broker_remember();
+        bool lost;
+        const char *why = map(path, &lost);
+        /* Deleted under a living session, at a logout for one: the broker has it still. */
+        if (why && lost && broker_page())
+            why = map(path, &lost);
+        if (why)
+            return refuse(path, why);
         gate_at_exit();
     }
     if (!take_slot())

@@ -1,0 +1,273 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A user's last login ends while kernels live on: these tests delete what logind deletes.
+
+logind removes ``/run/user/UID`` with everything in it and, with ``RemoveIPC=yes``, each file of the
+user in ``/dev/shm``, empty folders included. Processes go on (tmux, ``KillUserProcesses=no``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool import starting
+from jupyter_gpupool.autostart import ensure_broker
+from jupyter_gpupool.broker.pages import SHARED_MEMORY, folder_name
+from jupyter_gpupool.client import Client
+from jupyter_gpupool.guard import page as layout
+
+from . import kit
+from .guardkit import Guarded, GuardedBroker
+from .kit import MiB, wait_until
+from .test_autostart import clean, settings, with_pid  # noqa: F401 (a fixture)
+from .test_guarded import BIG, Program
+
+
+class Found(kit.Broker):
+    """The broker that ``ensure_broker`` starts in the runtime folder of a login."""
+
+    def __init__(self, folder, path):
+        self.folder, self.socket = folder, path
+        self.log = path.with_suffix(".log")
+
+
+@pytest.fixture
+def runtime(clean, monkeypatch):  # noqa: F811
+    """A runtime folder that a logout removes, in the folder of everything else."""
+    (clean / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(clean / "run"))
+    return clean / "run"
+
+
+def log_out(broker):
+    """Delete what logind would."""
+    kit.remove(broker.folder / "run")
+    kit.remove(SHARED_MEMORY / folder_name(broker.socket))
+
+
+def spawn(program):
+    """Let it start a process that calls CUDA; return its number."""
+    found = program.do("spawn", bytes=8 * MiB)
+    assert [answer["ok"] for answer in found["answers"]] == [None, None], found
+    return found["pid"]
+
+
+def pool(clean):  # noqa: F811
+    return settings(clean, attach="lazy", quiet_after=0.3, linger=3600, idle_timeout=3600)
+
+
+@pytest.fixture
+def broker(clean, runtime):  # noqa: F811
+    path = ensure_broker(pool(clean))
+    broker = Found(clean, path)
+    yield broker
+    print(broker.tail())
+    kit.remove(SHARED_MEMORY / folder_name(path))
+
+
+@pytest.fixture
+def program(broker):
+    made = []
+
+    def make(**kwargs):
+        made.append(Program(broker, **{"memory": BIG, **kwargs}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_kernels_that_compute_wait_or_are_suspended_go_on_after_a_logout(
+    broker,
+    program,
+    clean,  # noqa: F811
+):
+    pid = broker.status()["pid"]
+    idle, other = program(), program()
+    idle.begin(32 * MiB, byte=1)
+    other.begin(32 * MiB, byte=2)
+    for one in (idle, other):
+        one.wait_state("idle")
+    third = program()
+    third.begin(32 * MiB, byte=3)
+    suspended = idle if idle.state() == "detached" else other
+    running = other if suspended is idle else idle
+    for one in (running, third):
+        assert one.do("storm") is None
+    waiting = program()
+    waiting.tell("context")
+    waiting.wait_state("queued")
+
+    log_out(broker)
+    # At once, whether the broker has looked or not: it asks for the page, or finds it.
+    child = spawn(third)
+    wait_until(broker.socket.exists, "the socket", 2)
+    wait_until(lambda: Path(waiting.env["GPUPOOL_PAGE"]).exists(), "the pages", 2)
+    assert broker.status()["pid"] == pid
+    page = layout.Page.find(Path(third.env["GPUPOOL_PAGE"]), third.session)
+    assert {slot.pid for slot in page.read().slots} == {third.process.pid, child}
+    page.close()
+    wait_until(
+        lambda: third.status()["used_bytes"] == (32 + 8 + 2 * 32) * MiB, "one account for both"
+    )
+
+    assert running.do("calm")["error"] == 0
+    assert waiting.answer() is None
+    assert third.do("calm")["error"] == 0
+    assert suspended.do("check") == 32 * MiB
+    assert running.do("check") == 32 * MiB
+    assert third.do("check") == 32 * MiB
+    # The next login has another folder, or none; a new kernel comes to this broker.
+    assert ensure_broker(pool(clean)) == broker.socket
+    new = program(memory=50 * MiB)
+    new.begin(8 * MiB, byte=9)
+    assert len(broker.status()["sessions"]) == 5
+    assert broker.status()["pid"] == pid
+
+
+def test_broker_that_dies_after_a_logout_is_followed_by_one_that_finds_every_page(broker, program):
+    used, untouched = program(), program()
+    used.begin(32 * MiB, byte=1)
+    used.wait_state("idle")
+    log_out(broker)
+    wait_until(lambda: Path(untouched.env["GPUPOOL_PAGE"]).exists(), "the pages", 2)
+    wait_until(lambda: broker.socket.with_name("broker.sock.start.json").exists(), "the record")
+    pid = broker.status()["pid"]
+    with_pid(pid)
+    assert starting.revive(broker.socket)
+    assert broker.status()["pid"] != pid
+    assert used.status()["guard"]
+    assert untouched.status()["guard"]
+    assert used.do("check") == 32 * MiB
+    child = spawn(used)
+    page = layout.Page.find(Path(used.env["GPUPOOL_PAGE"]), used.session)
+    assert {slot.pid for slot in page.read().slots} == {used.process.pid, child}
+    page.close()
+    untouched.begin(16 * MiB, byte=2)
+    assert untouched.do("check") == 16 * MiB
+
+
+def test_logout_while_there_is_no_broker_is_survived_by_its_kernels(broker, program, clean):  # noqa: F811
+    used = program()
+    used.begin(32 * MiB, byte=1)
+    used.wait_state("idle")
+    with_pid(broker.status()["pid"])
+    log_out(broker)
+    (clean / "run").mkdir(mode=0o700)  # the next login
+    assert ensure_broker(pool(clean)) == broker.socket
+    child = spawn(used)
+    wait_until(lambda: used.status()["used_bytes"] == (32 + 8 + 2 * 32) * MiB, "one account")
+    assert used.do("check") == 32 * MiB
+    os.kill(child, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------- one file at a time
+
+
+@pytest.mark.parametrize("name", ["broker.sock", "broker.sock.lock", "broker.sock.start.json"])
+def test_file_beside_the_socket_is_back_within_two_seconds(broker, name):
+    path = broker.socket.with_name(name)
+    wait_until(path.exists, "the broker has written it")
+    pid = broker.status()["pid"]
+    before = path.read_bytes() if name != "broker.sock" else None
+    kit.remove(broker.socket.parent)
+    wait_until(path.exists, "it is back", 5)
+    wait_until(broker.socket.exists, "and the socket", 5)
+    assert path.stat().st_mode & 0o077 == 0
+    if before is not None:
+        wait_until(lambda: path.read_bytes() == before, "as it was")
+    assert broker.status()["pid"] == pid
+
+
+def test_log_goes_on_at_its_name(broker):
+    kit.remove(broker.socket.parent)
+    wait_until(lambda: "was deleted and is back" in broker.tail(), "the log's line", 5)
+
+
+def test_lost_journal_has_every_session_again(make_broker):
+    broker = make_broker().started
+    one = kit.Kernel(broker, "one")
+    one.attach()
+    kit.remove(broker.folder / "state")
+    path = Path(broker.status()["broker"]["journal"])
+    wait_until(path.exists, "the journal", 5)
+    wait_until(lambda: "its sessions are in it again" in broker.tail(), "the commit", 5)
+    broker.kill()
+    broker.started  # noqa: B018
+    assert one.state() in ("active", "idle")
+    one.close()
+
+
+# ---------------------------------------------------------------------- pages
+
+
+@pytest.fixture
+def guarded(make_broker):
+    broker = GuardedBroker(kit.short_folder()).started
+    yield broker
+    broker.close()
+    kit.remove(broker.folder)
+
+
+def test_new_kernel_after_a_logout_has_a_page(guarded):
+    kit.remove(SHARED_MEMORY / folder_name(guarded.socket))
+    k = Guarded(guarded, memory=BIG)
+    k.lease()
+    assert k.granted() == BIG
+    k.close()
+
+
+def test_page_of_a_session_that_has_ended_is_not_put_back(guarded):
+    k = Guarded(guarded, memory=BIG)
+    with guarded.client() as client:
+        client.call("close", session=k.session)
+    answer = k.ask("page")
+    assert answer["type"] == "error"
+    assert not k.path.exists()
+    k.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has a machine's broker")
+def test_pages_of_the_machines_broker_are_not_in_shared_memory(make_broker):
+    broker = make_broker(attach="lazy")
+    broker.module = GuardedBroker.module
+    folder = Path("/run") / f"gpb-{os.getpid()}-pages"
+    broker.socket = folder / "broker.sock"
+    try:
+        with Client(broker.started.socket) as client:
+            env = client.call("open", kernel_id="k")["env"]
+        assert Path(env["GPUPOOL_PAGE"]).parent == folder / "broker.sock.pages"
+    finally:
+        broker.close()
+        kit.remove(folder)
+
+
+# ---------------------------------------------------------------------- no room
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+@pytest.mark.parametrize("allowed", [False, True])
+def test_without_room_for_a_page_no_kernel_is_started_unguarded(make_broker, allowed):
+    broker = make_broker(attach="lazy", allow_unguarded=allowed)
+    broker.module = "tests.broker.crowded_broker"
+    assert broker.start()["ok"]
+    assert {d["tier"] for d in broker.status()["devices"]} == {"guarded"}
+    with broker.client() as client:
+        if allowed:
+            answer = client.call("open", kernel_id="k")
+            assert "GPUPOOL_PAGE" not in answer["env"]
+            assert "runs without the guard" in broker.tail()
+        else:
+            with pytest.raises(kit.GPUPoolError) as caught:
+                client.call("open", kernel_id="k")
+            assert caught.value.code == "no-page"
+            assert "No space left" in caught.value.message
+            assert "allow_unguarded" in caught.value.next_step
+            assert broker.status()["sessions"] == []
+            assert json.dumps(broker.status())
