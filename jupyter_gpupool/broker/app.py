@@ -47,6 +47,7 @@ from .health import Health
 from .journal import Journal
 from .journal_file import JournalLock, place, take_over
 from .keeper import Keeper
+from .leftovers import sweep
 from .listener import Claim, is_machine_wide
 from .lives import GRACE
 from .maintenance import Maintenance, untouchable
@@ -178,6 +179,7 @@ class BrokerApp:
             chores = [
                 loop.create_task(chore) for chore in (self._tidy(), self._linger(), keeper.run())
             ]
+            chores.append(loop.create_task(asyncio.to_thread(sweep, self.path, _LOG)))
             await self._ending.wait()
             remove_record(self.path)
             for chore in chores:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Sequence
 
@@ -87,8 +88,10 @@ class Guarding:
         pages = Pages(
             folder, runner.sessions, self._log,
             managed=settings.managed_memory == "allow", context_bytes=context_bytes,
-            machine_wide=machine_wide,
+            machine_wide=machine_wide, socket=socket,
         )  # fmt: skip
+        with suppress(OSError):  # tried again for each page
+            pages.make_folder()
         activity = Activity(runner, pages, self._log, quiet_after=settings.quiet_after)
         pages.on_lease = activity.lease
         self.rooms = Rooms(runner, pages, activity)

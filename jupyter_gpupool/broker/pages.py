@@ -32,6 +32,9 @@ __all__ = ["CLOSED", "OPEN", "PAUSED", "UNUSED", "Pages", "environment", "page_f
 #: Where shared memory is, if the machine has it.
 SHARED_MEMORY = Path("/dev/shm")
 
+#: In a folder of pages: the socket of the broker whose they are, and its PID namespace.
+SOCKET_FILE = "socket"
+
 _SUFFIX = ".page"
 
 ATTACHED = ("active", "idle")
@@ -59,8 +62,10 @@ class Pages:
         managed: bool = False,
         context_bytes: int = 0,
         machine_wide: bool = False,
+        socket: Path | None = None,
     ) -> None:
         self.folder = folder
+        self._socket = socket
         self._mode = 0o711 if machine_wide else 0o700
         #: When the folder last changed, as of the last look: its inode and time.
         self._seen = (0, 0)
@@ -73,6 +78,20 @@ class Pages:
 
     # ------------------------------------------------------------------ life
 
+    def make_folder(self) -> None:
+        """Make the folder if need be, and say in it whose it is (see ``leftovers``).
+
+        Raises
+        ------
+        OSError
+            If it cannot be made.
+        """
+        own_folder(self.folder, self._mode)
+        mark = self.folder / SOCKET_FILE
+        if self._socket is not None and not mark.exists():
+            with suppress(OSError):  # a full disk does not matter here
+                mark.write_text(f"{self._socket}\n{pid_namespace()}")
+
     def create(self, session: Session, devices: Sequence[str], limit: int) -> Path:
         """Make the page of a new session, its gate closed.
 
@@ -84,7 +103,7 @@ class Pages:
             If that is not possible, mostly because shared memory is full.
         """
         path = self._path(session)
-        own_folder(self.folder, self._mode)  # somebody may have deleted it
+        self.make_folder()  # somebody may have deleted it
         session.page = Page.create(path, session.id, session.uid)
         session.page.set_policy(managed=self.managed, context_bytes=self.context_bytes)
         session.page.set_devices(devices[:DEVICES])
@@ -126,7 +145,7 @@ class Pages:
         if session.uid != os.geteuid() or not _had_page(session, path):
             return None
         page = Page.find(path, session.id)
-        own_folder(self.folder, self._mode)
+        self.make_folder()
         if page is not None:
             page.restore()
             self._log.warning("The page of session %s was deleted and is back", session.id)
@@ -146,7 +165,7 @@ class Pages:
         OSError
             If that is not possible now.
         """
-        own_folder(self.folder, self._mode)
+        self.make_folder()
         now = _version(self.folder)
         if self._seen == now:
             return  # nothing came or went in it
@@ -173,7 +192,7 @@ class Pages:
             return
         if session.uid != os.geteuid():
             raise PermissionError(f"The page {page.path} of user id {session.uid} was deleted")
-        own_folder(self.folder, self._mode)
+        self.make_folder()
         page.restore()
         self._log.warning("The page of session %s was deleted and is back", session.id)
 
@@ -352,6 +371,13 @@ def _had_page(session: Session, path: Path) -> bool:
         environ = Path(f"/proc/{session.process.pid}/environ").read_bytes().split(b"\0")
         return b"GPUPOOL_PAGE=" + os.fsencode(path) in environ
     return False
+
+
+def pid_namespace() -> str:
+    """Return the namespace that this process's numbers count in."""
+    with suppress(OSError):
+        return str(Path("/proc/self/ns/pid").readlink())
+    return ""
 
 
 def own_folder(path: Path, mode: int) -> Path:

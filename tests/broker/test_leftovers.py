@@ -1,0 +1,136 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What killed brokers leave is removed by the next one of the user, and nothing that is in use."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool import machine
+from jupyter_gpupool.broker import leftovers
+from jupyter_gpupool.broker.leftovers import sweep
+from jupyter_gpupool.broker.pages import SHARED_MEMORY, folder_name
+
+from . import kit
+from .guardkit import Guarded, GuardedBroker
+from .kit import BIG, wait_until
+
+LOG = logging.getLogger("test")
+
+
+def age(*paths):
+    """Make files older than what somebody may just be starting."""
+    then = time.time() - leftovers.YOUNG - 10
+    for path in paths:
+        if os.path.lexists(path):
+            os.utime(path, (then, then), follow_symlinks=False)
+
+
+@pytest.fixture
+def dead(folder):
+    """A broker that was killed with a kernel, which still lives; in a folder of sockets."""
+    home = folder / f"gpupool-{os.geteuid()}"
+    home.mkdir(mode=0o700)
+    broker = GuardedBroker(home).started
+    kernel = Guarded(broker, memory=BIG)
+    broker.kill()
+    yield broker, kernel
+    kernel.close()
+    broker.close()
+
+
+def files(broker):
+    pages = SHARED_MEMORY / folder_name(broker.socket)
+    return [pages, *leftovers._files_of(broker.socket)]
+
+
+def living(kernel):
+    """A process of the session, as far as its environment says."""
+    return subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE,
+        env={"GPUPOOL_PAGE": str(kernel.path)},
+    )  # fmt: skip
+
+
+def test_leftovers_of_a_dead_broker_go_once_its_last_kernel_has_ended(dead, folder, monkeypatch):
+    broker, kernel = dead
+    monkeypatch.setattr(machine, "LOCAL_BASES", (folder,))
+    left = files(broker)
+    assert len(left) >= 4
+    age(*left)
+    process = living(kernel)
+    sweep(Path("/tmp/other.sock"), LOG)
+    assert files(broker) == left
+    process.communicate(b"\n", 30)
+    kernel.kill()
+    sweep(Path("/tmp/other.sock"), LOG)
+    assert [path for path in left if os.path.lexists(path)] == []
+
+
+def test_what_is_young_is_left_alone(dead, folder, monkeypatch):
+    broker, kernel = dead
+    monkeypatch.setattr(machine, "LOCAL_BASES", (folder,))
+    kernel.kill()
+    left = files(broker)
+    sweep(Path("/tmp/other.sock"), LOG)
+    assert files(broker) == left
+
+
+def test_living_broker_and_another_users_keep_everything(folder, monkeypatch):
+    home = folder / f"gpupool-{os.geteuid()}"
+    home.mkdir(mode=0o700)
+    monkeypatch.setattr(machine, "LOCAL_BASES", (folder,))
+    broker = GuardedBroker(home).started
+    left = files(broker)
+    age(*left)
+    sweep(Path("/tmp/other.sock"), LOG)
+    sweep(broker.socket, LOG)
+    assert [path for path in left if not os.path.lexists(path)] == []
+    assert broker.status()["pid"]
+    broker.close()
+    if os.geteuid() == 0:
+        pages = SHARED_MEMORY / folder_name(broker.socket)
+        pages.mkdir()
+        os.chown(pages, 65534, 65534)
+        age(pages)
+        sweep(Path("/tmp/other.sock"), LOG)
+        assert pages.exists()
+        kit.remove(pages)
+
+
+def test_folder_of_an_older_version_goes_when_nobody_can_need_it(tmp_path):
+    shared = tmp_path / "shm"
+    old = shared / f"gpupool-{os.geteuid()}-0123456789ab"
+    (old / "gpupool-guard").mkdir(parents=True)
+    age(old)
+    sweep(Path("/tmp/other.sock"), LOG, shared=shared)
+    assert old.exists()
+    then = time.time() - leftovers.UNKNOWN_YOUNG - 10
+    os.utime(old, (then, then))
+    sweep(Path("/tmp/other.sock"), LOG, shared=shared)
+    assert not old.exists()
+
+
+def test_pages_of_a_container_are_left_to_it(tmp_path):
+    folder = tmp_path / f"gpupool-{os.geteuid()}-0123456789ab"
+    folder.mkdir()
+    (folder / "socket").write_text("/nowhere/broker.sock\npid:[1]")
+    age(folder)
+    sweep(Path("/tmp/other.sock"), LOG, shared=tmp_path)
+    assert folder.exists()
+
+
+def test_broker_sweeps_as_it_starts(dead, make_broker):
+    broker, kernel = dead
+    kernel.kill()
+    pages = SHARED_MEMORY / folder_name(broker.socket)
+    age(pages)
+    make_broker().started  # noqa: B018
+    wait_until(lambda: not pages.exists(), "the pages of the dead broker are removed")
