@@ -450,6 +450,7 @@ class BrokerApp:
         written = -1
         while True:
             await asyncio.sleep(TIDY)
+            self.runner.note_missing()
             if self.runner.journal.seq != written:
                 written = self.runner.journal.seq
                 await asyncio.to_thread(self.runner.journal.tidy)

@@ -22,6 +22,7 @@ from ..pool.model import Refusal, SessionRecord, Slice
 from .journal import Journal, Row
 from .ledger import Ledger, steady
 from .records import slices_to_json, to_json
+from .rows import RowBudget
 from .sessions import Session, Sessions
 
 #: Seconds for which a changed hold may be missing in the journal. A restart does not need it: no
@@ -95,6 +96,7 @@ class Runner:
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakeup_at: float | None = None
         self.ledger = Ledger(self)
+        self._rows = RowBudget()
         self.stopped = False
 
     # ------------------------------------------------------------------ for the rest of the broker
@@ -145,8 +147,18 @@ class Runner:
             owner=session.owner.name if session else owner,
             **fields,
         )
-        self.on_row(self.journal.append(row))
-        self._flush_later()
+        if self._rows.admits(row, row.time):
+            self.on_row(self.journal.append(row))
+            self._flush_later()
+
+    def note_missing(self, *, all_of_them: bool = False) -> None:
+        """Say in one row for each user which rows of theirs were too many to be written."""
+        for owner, kinds in self._rows.summaries(self.now(), all_of_them=all_of_them):
+            self.note(
+                "omitted", owner=owner, detail={"rows": dict(kinds)},
+                reason=f"{kinds.total()} rows about this user's kernels without a slice were too "
+                "many to be kept.",
+            )  # fmt: skip
 
     def dirty(self, session: str) -> None:
         """The session's record, or what we keep beside it, is to be written."""
@@ -189,6 +201,7 @@ class Runner:
         self.stopped = True
         if self._wakeup is not None:
             self._wakeup.cancel()
+        self.note_missing(all_of_them=True)
         self.commit()
 
     # ------------------------------------------------------------------ the loop

@@ -1,0 +1,68 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What one user's requests without end do to the journal that everybody shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jupyter_gpupool.broker import journal as journal_module
+from jupyter_gpupool.broker import rows as module
+from jupyter_gpupool.broker.journal import Row
+from jupyter_gpupool.broker.rows import RowBudget
+
+
+def row(kind="open", owner="mallory", **fields):
+    return Row(time=0.0, kind=kind, owner=owner, **fields)
+
+
+def test_rows_beyond_the_allowance_are_counted_and_told_in_one():
+    budget = RowBudget()
+    admitted = [budget.admits(row(), 0.0) for _ in range(int(module.BURST) + 30)]
+    assert admitted.count(True) == module.BURST
+    assert not budget.admits(row("close"), 0.1)
+    assert budget.summaries(1.0) == []
+    assert budget.summaries(module.SUMMARY) == [("mallory", {"open": 30, "close": 1})]
+    assert budget.summaries(2 * module.SUMMARY) == []
+
+
+def test_rows_of_others_and_of_devices_are_always_written():
+    budget = RowBudget()
+    while budget.admits(row(), 0.0):
+        pass
+    assert budget.admits(row(owner="ada"), 0.0)
+    assert budget.admits(row("attach", device="GPU-a"), 0.0)
+    assert budget.admits(row("state", device="GPU-a"), 0.0)
+    assert not budget.admits(row("state"), 0.0)
+    assert budget.admits(row("device-lost", owner=""), 0.0)
+
+
+def test_allowance_comes_back_and_users_are_forgotten():
+    budget = RowBudget()
+    while budget.admits(row(), 0.0):
+        pass
+    budget.summaries(0.0, all_of_them=True)
+    assert [budget.admits(row(), 1.0) for _ in range(6)] == [True] * int(module.RATE) + [False]
+    budget.summaries(1.0, all_of_them=True)
+    budget.summaries(1.0 + module.FORGET)
+    assert budget._users == {}
+
+
+def test_sessions_that_open_and_close_without_a_pause_leave_a_bounded_journal(make_broker):
+    """1.6 GB of write-ahead log in 20 s, it was."""
+    broker = make_broker().started
+    log, most = Path(f"{broker.status()['broker']['journal']}-wal"), 0
+    with broker.client() as client:
+        for n in range(1300):
+            name = client.call("open", kernel_id="x" * 200, label="y" * 200)["session"]
+            client.call("close", session=name, reason="z" * 200)
+            if n % 50 == 0:
+                most = max(most, log.stat().st_size)
+    assert most < journal_module.MAX_LOG + (2 << 20)
+    broker.stop()
+    broker.started  # noqa: B018
+    rows = broker.rows()
+    counted = [row for row in rows if row["kind"] in ("open", "close", "state")]
+    assert len(counted) < module.BURST + 60 * module.RATE
+    (omitted,) = [row for row in rows if row["kind"] == "omitted"]
+    assert sum(omitted["detail"]["rows"].values()) + len(counted) == 3900
