@@ -125,13 +125,19 @@ class Activity:
         use.captures = reading.captures
         session.cuda = reading.cuda
         if record is not None:
-            pieces = zip(record.slices, reading.used, strict=False)
-            use.counted = {piece.device: size for piece, size in pieces}
+            beyond = [*use.beyond, *[0] * len(record.slices)]
+            pieces = zip(record.slices, reading.used, beyond, strict=False)
+            use.counted = {piece.device: max(0, size + more) for piece, size, more in pieces}
         if reading.pins != use.pins:
             use.pins = reading.pins
             if use.pins:
                 self._runner.note("pinned", session, reason=use.pins)
         return reading
+
+    def readings(self) -> dict[str, Reading]:
+        """Return what the page of each attached session says now."""
+        found = ((s.id, self._pages.read(s)) for s in [*self.attached.values()])
+        return {name: reading for name, reading in found if reading is not None}
 
     def counted(self, session: Session) -> Mapping[str, int]:
         """Return the bytes that it has on each device of its lease; {} without a page.

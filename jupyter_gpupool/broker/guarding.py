@@ -17,11 +17,12 @@ from ..errors import GPUPoolError
 from ..guard.install import guard_directory
 from ..pool.model import Device, SessionRecord
 from .activity import Activity
+from .beyond import Beyond
 from .effects import DeviceEffects
 from .guards import Guards
 from .handlers import Handlers
 from .monitor import Monitor
-from .pages import Pages, page_folder
+from .pages import ATTACHED, Pages, page_folder
 from .rooms import Rooms
 from .runner import Runner
 from .sessions import Session
@@ -101,12 +102,19 @@ class Guarding:
         runner.guard = guards
         self._effects.pages, self._effects.activity = pages, activity
         self._monitor.activity, self._monitor.watchdog = activity, watchdog
+        self._monitor.beyond = Beyond(runner, self._adjust)
         self._monitor.on_sample = self._sampled
         self._snapshots.activity = activity
         self._handlers.use_guard(pages, guards)
         self._handlers.agents.activity = activity
         self.pages, self.activity, self.guards, self.watchdog = pages, activity, guards, watchdog
         self._decide(bool(guarded), service.guard_problem)
+
+    def _adjust(self, session: Session) -> None:
+        """The driver takes another part of a session's slice than was known."""
+        record = self._runner.record(session.id)
+        if record is not None and self.pages is not None and record.state in ATTACHED:
+            self.pages.follow(session, record)
 
     def _decide(self, guarded: bool, problem: str) -> None:
         if guarded and self.pages is not None:

@@ -22,6 +22,7 @@ from ..errors import GPUPoolError
 from ..pool import events as e
 from . import host, processes
 from .activity import Activity
+from .beyond import Beyond
 from .effects import DeviceEffects
 from .runner import Runner
 from .watchdog import Watchdog
@@ -86,6 +87,8 @@ class Monitor:
         #: What the guard tells, and who compares; None where nobody runs under it.
         self.activity: Activity | None = None
         self.watchdog: Watchdog | None = None
+        #: Learns what the driver takes beyond what the guard counts.
+        self.beyond: Beyond | None = None
         #: Called after each sample, when what is free where is known again.
         self.on_sample: Callable[[], None] = lambda: None
         #: Called with each device that could be read.
@@ -150,6 +153,7 @@ class Monitor:
         if self._effects.down:
             return
         before, began = dict(self._runner.changes), self._runner.now()
+        pages = self.activity.readings() if self.activity is not None else {}
         samples = await self._effects.sample()
         await self._identify(samples)
         granted = self._granted()
@@ -176,6 +180,8 @@ class Monitor:
                         footprints=use.footprints,
                     )
                 )  # fmt: skip
+        if self.beyond is not None and self.activity is not None:
+            self.beyond.learn(samples, pages, self.activity.readings(), old)
         if self.settings.foreign_processes != "count":
             self._treat_foreign(samples)
         if self.watchdog is not None:

@@ -243,9 +243,12 @@ class Pages:
             if attached:
                 uuids = [piece.device for piece in record.slices]
                 sizes = [piece.bytes for piece in record.slices]
+                # What the driver takes by itself is a part of the slice.
+                beyond = [*session.use.beyond, *[0] * len(sizes)]
+                left = [max(0, s - more) for s, more in zip(sizes, beyond, strict=False)]
                 page.set_devices(uuids[:DEVICES])
                 session.home = tuple(uuids)
-                page.set_grant(sizes[:DEVICES], max(record.request.limit, *sizes), record.epoch)
+                page.set_grant(left[:DEVICES], max(record.request.limit, *sizes), record.epoch)
                 if not session.forced and page.gate() == CLOSED:
                     page.set_gate(UNUSED)
             elif record.state != "detaching":

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import secrets
 from dataclasses import dataclass, field
-from typing import Iterator, Mapping
+from typing import Collection, Iterator, Mapping
 
 from ..devices.model import ProcessId
 from ..errors import RefusedError
@@ -54,6 +54,12 @@ class Use:
     read_at: float = float("-inf")
     #: Seconds of its leases in which it used CUDA.
     busy_seconds: float = 0.0
+    #: Bytes that the driver takes beyond what the guard charges (less: negative), in the order in
+    #: which the processes see their devices; and what of it the last look explains, by device.
+    beyond: tuple[int, ...] = ()
+    explained: Mapping[str, int] = field(default_factory=dict)
+    #: The processes that its page showed when that was learnt.
+    processes: Collection[ProcessId] = ()
     #: Device bytes that it has beyond its slices, and in how many samples in a row.
     overuse: int = 0
     overused: int = 0

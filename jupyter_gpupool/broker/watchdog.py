@@ -22,9 +22,10 @@ from .pages import ATTACHED, CLOSED, Pages
 from .runner import Runner
 from .sessions import Session
 
-#: Bytes beyond a slice that nobody is blamed for: a part of the device, within bounds. The driver
-#: itself takes memory for code (cuBLAS, cuDNN) and for the local arrays of every thread that can
-#: run at once, which no allocation asked for and nobody counts; the larger the device, the more.
+#: Bytes beyond a slice that no kernel is blamed for: a part of the device, within bounds. The
+#: driver takes memory for the local arrays of every thread that can run at once, which no
+#: allocation asked for; the larger the device, the more. What it takes for each process that runs
+#: under the guard (its context, lazily loaded code) is explained by ``beyond``, and comes on top.
 LEAST_TOLERANCE, MOST_TOLERANCE, TOLERANCE_SHARE = 64 << 20, 512 << 20, 1 / 16
 
 #: Samples in a row that must agree: one may be of the moment between a suspend and its record.
@@ -70,7 +71,7 @@ class Watchdog:
         granted = {piece.device: piece.bytes for piece in record.slices}
         over = 0
         for device, size in used.items():
-            more = size - granted.get(device, 0)
+            more = size - granted.get(device, 0) - use.explained.get(device, 0)
             if more > self._tolerance(device):
                 over += more
         use.overuse = over

@@ -266,6 +266,8 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "init-suffices": ("pid",),
     "lock-ignores-timeout": ("pid",),
     "nvml-host-pids": ("pid", "device", "number"),
+    "context-more": ("pid", "device", "bytes"),
+    "loaded-code": ("pid", "device", "bytes"),
 }
 #: What a fault is not without.
 _NEEDED = {
@@ -276,6 +278,8 @@ _NEEDED = {
     "nvml-lag": ("ms", "in milliseconds"),
     "suspend-keeps": ("bytes", "such as 4MiB, or 0"),
     "restore-more": ("bytes", "such as 16MiB"),
+    "context-more": ("bytes", "such as 16MiB"),
+    "loaded-code": ("bytes", "such as 256MiB"),
 }
 _OPERATIONS = ("lock", "checkpoint", "restore", "unlock", "state")
 
@@ -314,6 +318,9 @@ class Faults:
     ``nvml-host-pids``        NVML lists processes by numbers of another PID namespace, as in a
                               container: a process is listed as ``number``, or by one that no
                               process here can have
+    ``context-more``          a context takes ``bytes`` more than the machine's text says
+    ``loaded-code``           the driver takes ``bytes`` more with a process's first work on a
+                              device, as lazily loaded modules do
     ========================  ==================================================================
 
     Each may be narrowed with ``pid`` (the target process), ``device`` (the machine's index) and

@@ -8,6 +8,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define STACK_DEPTH 64
 
@@ -49,7 +50,11 @@ CUresult context_new(int device, unsigned flags, struct context **out)
     if (result)
         return result;
     if (!d->charged) {
-        if (!machine_charge(driver.slot, d->physical, machine->spec.context))
+        struct fault more;
+        d->overhead = machine->spec.context;
+        if (fault_active(FAULT_CONTEXT_MORE, getpid(), (int)d->physical, &more))
+            d->overhead += more.bytes;
+        if (!machine_charge(driver.slot, d->physical, d->overhead))
             return CUDA_ERROR_OUT_OF_MEMORY;
         d->charged = true;
     }
@@ -104,8 +109,8 @@ void context_end(struct context *c)
         pools_trim_idle();
         if (d->graph_pool)
             pool_trim(d->graph_pool, 0);
-        machine_release(driver.slot, d->physical, machine->spec.context);
-        d->charged = false;
+        machine_release(driver.slot, d->physical, d->overhead);
+        d->charged = d->worked = false;
     }
 }
 

@@ -65,6 +65,8 @@ struct device {
     struct ranges free;
     uint64_t next_physical; /* file offset of the next VMM allocation, behind the window */
     bool charged;           /* context overhead is on the account */
+    uint64_t overhead;      /* how much that is, loaded code included */
+    bool worked;            /* something was submitted to it: what is loaded then is loaded */
     struct context *primary;
     unsigned primary_count;
     unsigned primary_flags;

@@ -41,6 +41,8 @@ static const char *const names[FAULT_KINDS] = {
     [FAULT_INIT_SUFFICES] = "init-suffices",
     [FAULT_LOCK_IGNORES_TIMEOUT] = "lock-ignores-timeout",
     [FAULT_NVML_HOST_PIDS] = "nvml-host-pids",
+    [FAULT_CONTEXT_MORE] = "context-more",
+    [FAULT_LOADED_CODE] = "loaded-code",
 };
 
 static struct fault_table env_table;

@@ -8,6 +8,7 @@
 #include "driver.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 struct stream *stream_new(struct context *context, unsigned flags, int priority)
 {
@@ -71,8 +72,22 @@ uint64_t stream_tail(const struct stream *stream)
     return tail;
 }
 
+/* Lazy loading: the driver takes memory for code when the first work needs it, as far as there is
+ * some. Nobody allocated it. */
+static void load_code(struct device *d)
+{
+    struct fault code;
+    d->worked = true;
+    if (fault_active(FAULT_LOADED_CODE, getpid(), (int)d->physical, &code) &&
+        machine_charge(driver.slot, d->physical, code.bytes))
+        d->overhead += code.bytes;
+}
+
 uint64_t stream_submit(struct stream *stream, uint64_t duration)
 {
+    struct device *d = &driver.device[stream->context->device];
+    if (!d->worked)
+        load_code(d);
     uint64_t start = stream_tail(stream), now = now_ns();
     if (start < now)
         start = now;

@@ -1,0 +1,148 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the driver takes for a process beyond what its guard charges: learnt, part of the slice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from jupyter_gpupool.broker.beyond import AGREE, Beyond, allowance
+from jupyter_gpupool.devices.model import DeviceSample, ProcessMemory
+from jupyter_gpupool.guard.page import Reading, Slot
+from jupyter_gpupool.pool.model import Device, Slice
+
+from . import kit
+from .kit import MiB, wait_until
+from .test_guarded import OUT_OF_MEMORY, Program
+
+#: As the machine's text says, and what is loaded lazily: more than the watchdog tolerates on a
+#: device of 2 GiB (128 MiB), and less than what is explained there for a process (256 MiB).
+CONTEXT, CODE = 32 * MiB, 200 * MiB
+
+
+@pytest.fixture
+def parts():
+    return kit.Broker, Program, {"emulate": "1x2GiB,context=32MiB", "attach": "lazy"}
+
+
+@pytest.fixture
+def begun(make_broker):
+    """Start a program on a broker whose driver has a temperament from now on."""
+    programs = []
+
+    def make(memory, *temperament, **config):
+        broker = make_broker(**config).started
+        if temperament:
+            broker.faults.set(temperament[0], bytes=temperament[1])
+        programs.append(Program(broker, memory=memory))
+        return broker, programs[-1]
+
+    yield make
+    for program in programs:
+        program.close()
+
+
+def used(program, size):
+    wait_until(lambda: program.status()["used_bytes"] == size, f"{size >> 20} MiB in use", 60)
+
+
+def test_lazily_loaded_code_is_never_taken_for_memory_allocated_around_the_guard(begun):
+    broker, program = begun(600 * MiB, "loaded-code", CODE, overuse="end")
+    program.begin(560 * MiB)  # with the context nearly all of its slice, then code beyond it
+    used(program, 560 * MiB + CONTEXT + CODE)
+    wait_until(lambda: broker.status()["devices"][0]["memory_used"] >= 792 * MiB, "NVML shows it")
+    assert program.status()["overuse_bytes"] == 0
+    assert not broker.rows("overuse", "lost")
+    assert program.do("check") == 560 * MiB
+
+
+def test_lazily_loaded_code_is_part_of_the_slice(begun):
+    _broker, program = begun(600 * MiB, "loaded-code", CODE)
+    program.begin(64 * MiB)
+    used(program, 64 * MiB + CONTEXT + CODE)
+    # 600 - 296 are left of it.
+    assert program.do("alloc", bytes=320 * MiB, byte=7) == OUT_OF_MEMORY
+    assert program.do("alloc", bytes=280 * MiB, byte=8) is None
+
+
+def test_context_that_costs_more_than_the_self_tests_is_charged_what_it_is(begun):
+    _broker, program = begun(600 * MiB, "context-more", 100 * MiB)
+    program.begin()
+    used(program, CONTEXT + 100 * MiB)
+    assert program.do("alloc", bytes=300 * MiB, byte=1) is None
+    used(program, CONTEXT + 400 * MiB)
+
+
+def test_what_was_learnt_is_part_of_the_slice_again_after_a_resume(begun):
+    broker, program = begun(600 * MiB, "loaded-code", CODE)
+    program.begin(64 * MiB)
+    used(program, 64 * MiB + CONTEXT + CODE)
+    program.wait_state("idle")
+    program.server.call("release", session=program.session)
+    program.wait_state("detached")
+    assert broker.session(program.session)["suspended_bytes"] == 64 * MiB + CONTEXT + CODE
+    assert program.do("check") == 64 * MiB
+    used(program, 64 * MiB + CONTEXT + CODE)
+
+
+# ---------------------------------------------------------------------- the rule by itself
+
+
+def look(beyond, session, shown, counted, constant=32, *, before=None, listed=None):
+    """One look at a process, sizes in MiB."""
+
+    def reading(size):
+        slot = Slot(7, 1, 0, 0, 0, 0, (size * MiB,), (constant * MiB,), 0)
+        return {"s": Reading(0, 1, 1, 0, (1,), (slot,))}
+
+    used = (shown if listed is None else listed) * MiB
+    sample = DeviceSample(
+        "G", 2048 * MiB, used, 0, 2048 * MiB - used, (ProcessMemory(7, shown * MiB),)
+    )
+    beyond.learn([sample], reading(counted if before is None else before), reading(counted), ())
+    return session.use.beyond[0] // MiB if session.use.beyond else 0
+
+
+@pytest.fixture
+def rule():
+    use = SimpleNamespace(beyond=(), explained={}, processes=())
+    session = SimpleNamespace(id="s", use=use)
+    record = SimpleNamespace(slices=(Slice("G", 600 * MiB),))
+    device = Device("G", 0, "test", "A", 2048 * MiB)
+    runner = SimpleNamespace(
+        sessions=[session],
+        record=lambda _name: record,
+        pool=SimpleNamespace(device=lambda _uuid: device),
+    )
+    return Beyond(runner, lambda _session: None), session
+
+
+def test_nothing_is_learnt_before_several_looks_agree(rule):
+    looks = [look(*rule, 300, 200) for _ in range(AGREE)]
+    assert looks == [0] * (AGREE - 1) + [100]
+
+
+def test_memory_freed_between_two_looks_is_not_learnt(rule):
+    for _ in range(10):
+        # NVML was asked before the program freed 100 MiB, the page read after that.
+        assert look(*rule, 200, 100, before=200) == 0
+
+
+def test_context_that_costs_less_is_charged_less_where_the_list_is_complete(rule):
+    for _ in range(AGREE):
+        cheaper = look(*rule, 20, 32)
+    assert cheaper == -12
+    assert look(*rule, 84, 96) == -12, "of the context, whatever is allocated beside it"
+
+
+def test_list_that_lacks_memory_makes_no_context_cheap(rule):
+    for _ in range(AGREE):
+        assert look(*rule, 20, 32, listed=32) == 0
+
+
+def test_only_so_much_of_a_process_is_explained(rule):
+    look(*rule, 1000, 100)
+    assert rule[1].use.explained == {"G": allowance(2048 * MiB)}
+    assert allowance(80 << 30) == 1 << 30
