@@ -191,7 +191,7 @@ class Books(Lanes):
         s.groups = groups_of(s.needs)
         # With the headroom, unless some device is so small that it would be the whole of it.
         smallest = self.inventory.smallest()
-        least = min(n.bytes if n.bytes <= smallest else n.least for n in s.needs)
+        least = min(n.least if n.at_origin or n.bytes > smallest else n.bytes for n in s.needs)
         return place, s.queued_at, number, least, s.id
 
     # ------------------------------------------------------------------ plans and claims

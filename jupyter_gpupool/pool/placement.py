@@ -11,7 +11,7 @@ the tightest device with room (best fit), which keeps the large holes for large 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Iterable, Mapping, Sequence
 
 from .inventory import DeviceLedger, Inventory
@@ -35,6 +35,8 @@ class Need:
     bytes: int
     #: The device whose state moves here; "" if nothing is suspended.
     origin: str = ""
+    #: Bytes to reserve on ``origin``; 0: as anywhere.
+    at_origin: int = 0
     #: The only device that will do; "" for any.
     fixed: str = ""
     #: The only model that will do; None for any.
@@ -54,8 +56,11 @@ class Need:
         exceed even an empty one: then it is the whole device. More can not be had anywhere, and
         the state was on such a device before.
         """
-        if self.bytes <= ledger.capacity:
-            return self.bytes
+        size = self.bytes
+        if self.at_origin and ledger.device.uuid == self.origin:
+            size = self.at_origin
+        if size <= ledger.capacity:
+            return size
         return max(self.least, ledger.capacity)
 
     def allows(self, ledger: DeviceLedger) -> bool:
@@ -101,6 +106,37 @@ def _most(origin: DeviceLedger, inventory: Inventory, enough: int, *, moves: boo
     return max(ledger.capacity - ledger.foreign for ledger in ledgers or [origin])
 
 
+def _fit(needs: Sequence[Need], inventory: Inventory) -> bool:
+    """Return whether devices that only others outside the pool use have room for all of these."""
+    used: set[str] = set()
+    for at in in_turn(needs):
+        for uuid, ledger in inventory.devices.items():
+            room = ledger.capacity - ledger.foreign
+            if uuid not in used and needs[at].allows(ledger) and room >= needs[at].amount(ledger):
+                used.add(uuid)
+                break
+        else:
+            return False
+    return True
+
+
+def _in_place(needs: Sequence[Need], inventory: Inventory) -> tuple[Need, ...] | None:
+    """Return needs that ask for no more on the devices they come from than there is; None if
+    these lack room for the state itself.
+
+    The roomiest device is there for one slice only: several that all ask for the headroom that
+    only it has, beside the memory that others use on the GPUs, would wait without end.
+    """
+    found = []
+    for need in needs:
+        ledger = inventory.placeholder(need.origin)
+        own = ledger.capacity - ledger.foreign
+        if ledger.drained or own < need.least:
+            return None
+        found.append(replace(need, at_origin=min(need.bytes, own)))
+    return tuple(found)
+
+
 def needs_of(session: Session, inventory: Inventory, settings: PoolSettings) -> tuple[Need, ...]:
     """Return what ``session`` needs to be attached, in the order in which it sees its devices."""
     memory = session.request.memory
@@ -125,6 +161,8 @@ def needs_of(session: Session, inventory: Inventory, settings: PoolSettings) -> 
                     model=device.model if moves else None,
                 )
             )
+        if len(found) > 1 and not _fit(found, inventory):
+            return _in_place(found, inventory) or tuple(found)
         return tuple(found)
     if session.bound:
         return tuple(Need(memory, memory, fixed=uuid) for uuid in session.bound)
@@ -150,7 +188,7 @@ def groups_at(ledger: DeviceLedger) -> tuple[str, ...]:
 
 def asked_of(needs: Sequence[Need]) -> Asked:
     """Return what is asked of which groups, to be compared by :func:`above`."""
-    return tuple(sorted((need.group, need.least, need.bytes) for need in needs))
+    return tuple(sorted((n.group, n.least, n.at_origin or n.bytes) for n in needs))
 
 
 def above(asked: Asked, less: Asked) -> bool:

@@ -126,6 +126,31 @@ def test_without_the_device_that_had_headroom_the_other_will_do(make):
     assert [(s.device, s.bytes) for s in attach.slices] == [("G0", 62)]
 
 
+def test_two_nearly_full_devices_beside_foreign_memory_come_back_in_place(make):
+    """Each slice asked for the headroom that only the roomier device had, without end."""
+    lab = make(device(0, 64), device(1, 64), resume_headroom=4)
+    lab.idle("a", memory=50, devices=2)
+    lab.release("a")
+    lab.suspended("a", ("G0", 61), ("G1", 57))
+    lab.seen("G0", foreign=2)
+    lab.seen("G1", foreign=6)
+    attach = got(lab.hold("a"), ev.Attach, session="a")
+    assert [(s.device, s.bytes) for s in attach.slices] == [("G0", 62), ("G1", 58)]
+
+
+def test_two_waiting_slices_are_placed_when_foreign_memory_takes_their_headroom(make):
+    lab = make(device(0, 64), device(1, 64), resume_headroom=4)
+    lab.idle("a", memory=50, devices=2)
+    lab.release("a")
+    lab.suspended("a", ("G0", 58), ("G1", 58))
+    lab.running("b", 60)
+    none(lab.hold("a"), ev.Attach)
+    lab.seen("G0", foreign=2, b=60)
+    none(lab.seen("G1", foreign=5), ev.Attach)
+    attach = got(lab.end("b"), ev.Attach, session="a")
+    assert [(s.device, s.bytes) for s in attach.slices] == [("G0", 62), ("G1", 59)]
+
+
 def test_state_that_is_more_than_the_pool_has_to_give_comes_back(make):
     """Without the guard a kernel takes what the driver, or the admin, keeps in reserve, too."""
     lab = make(device(0, 64, memory_reserved=2), reserve=1)
