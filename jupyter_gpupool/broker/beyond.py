@@ -11,7 +11,7 @@ soon as ``AGREE`` looks say so. It is then a part of the session's slice like an
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Callable, Collection, Mapping, Sequence
 
 from ..devices.model import DeviceSample, ProcessId
@@ -78,10 +78,12 @@ class Beyond:
         before: Mapping[str, Reading],
         after: Mapping[str, Reading],
         old: Collection[str],
+        owners: Mapping[ProcessId, str | None],
     ) -> None:
         """Compare samples with the pages as they were before and after them, by session.
 
-        ``old`` are devices of which the sample says nothing.
+        ``old`` are devices of which the sample says nothing; ``owners`` are the sessions of the
+        processes on the devices: a page may name processes that are not its session's.
         """
         shown = {s.uuid: {p.pid: p.bytes for p in s.processes} for s in samples}
         by_uuid = {s.uuid: s for s in samples if s.uuid not in old}
@@ -93,7 +95,15 @@ class Beyond:
                 living |= {key for key in self._known if key[0] in session.use.processes}
                 continue
             session.use.processes = {ProcessId(s.pid, s.start_time) for s in reading.slots}
-            living |= self._session(session, first, reading, by_uuid, shown)
+            own = replace(
+                reading,
+                slots=tuple(
+                    s
+                    for s in reading.slots
+                    if owners.get(ProcessId(s.pid, s.start_time)) == session.id
+                ),
+            )
+            living |= self._session(session, first, own, by_uuid, shown)
         self._known = {key: known for key, known in self._known.items() if key in living}
 
     def _session(

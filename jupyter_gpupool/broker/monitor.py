@@ -181,7 +181,7 @@ class Monitor:
                     )
                 )  # fmt: skip
         if self.beyond is not None and self.activity is not None:
-            self.beyond.learn(samples, pages, self.activity.readings(), old)
+            self.beyond.learn(samples, pages, self.activity.readings(), old, self._known)
         if self.settings.foreign_processes != "count":
             self._treat_foreign(samples)
         if self.watchdog is not None:

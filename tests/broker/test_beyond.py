@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from jupyter_gpupool.broker.beyond import AGREE, Beyond, allowance
-from jupyter_gpupool.devices.model import DeviceSample, ProcessMemory
+from jupyter_gpupool.devices.model import DeviceSample, ProcessId, ProcessMemory
 from jupyter_gpupool.guard.page import Reading, Slot
 from jupyter_gpupool.pool.model import Device, Slice
 
@@ -90,6 +90,9 @@ def test_what_was_learnt_is_part_of_the_slice_again_after_a_resume(begun):
 # ---------------------------------------------------------------------- the rule by itself
 
 
+OWNERS = {ProcessId(7, 1): "s"}
+
+
 def look(beyond, session, shown, counted, constant=32, *, before=None, listed=None):
     """One look at a process, sizes in MiB."""
 
@@ -101,7 +104,9 @@ def look(beyond, session, shown, counted, constant=32, *, before=None, listed=No
     sample = DeviceSample(
         "G", 2048 * MiB, used, 0, 2048 * MiB - used, (ProcessMemory(7, shown * MiB),)
     )
-    beyond.learn([sample], reading(counted if before is None else before), reading(counted), ())
+    beyond.learn(
+        [sample], reading(counted if before is None else before), reading(counted), (), OWNERS
+    )
     return session.use.beyond[0] // MiB if session.use.beyond else 0
 
 
