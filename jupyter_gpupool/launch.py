@@ -15,6 +15,9 @@ from .endpoint import user_runtime_dir
 from .errors import GPUPoolError
 
 AGENT = "jupyter_gpupool.kernel"
+
+#: In a kernel's environment: what its agent shows with the first cell.
+NOTICE_VARIABLE = "GPUPOOL_NOTICE"
 AGENT_FLAG = f"--IPKernelApp.extra_extensions={AGENT}"
 
 #: Variables of the session's environment that go in front of what the kernel has already.

@@ -53,7 +53,8 @@ _OPTIONAL_STR = (str, type(None))
 REQUESTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     # ---- a provisioner, about a kernel
     # request: {memory?, limit?, devices?, compute?, priority?}, sizes in bytes.
-    # ok: session, token, attach, request, env (variables for the kernel's process)
+    # ok: session, token, attach, request, env (variables for the kernel's process), config (the
+    # options in force that do not have their default, and their origins), pid, broker
     "open": ({"kernel_id": str}, {"label": str, "request": dict, "attach": _OPTIONAL_STR}),
     # pid of the process just started for the session. ok: -
     "launched": ({"session": str, "pid": int}, {}),

@@ -28,11 +28,13 @@ from traitlets import Int, TraitError, TraitType, Unicode
 from .autostart import ensure_broker
 from .client import Client
 from .config import load_settings
+from .config.differences import notice
 from .endpoint import SOCKET_VARIABLE, check_socket
 from .errors import ConfigError, GPUPoolError, RefusedError
 from .guard.install import without_guard
 from .launch import (
     AGENT_FLAG,
+    NOTICE_VARIABLE,
     agent_folder,
     merge_environment,
     runs_ipykernel,
@@ -42,6 +44,9 @@ from .startrecord import kernel_environment
 from .units import format_bytes, parse_bytes
 
 _Result = TypeVar("_Result")
+
+#: What this server's log has said of the configuration.
+_TOLD: set[str] = set()
 
 #: Options of a kernelspec's ``config``, and what each of them is.
 OPTIONS = ("memory", "limit", "devices", "compute", "priority", "attach", "broker_socket")
@@ -181,6 +186,9 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             merge_environment(environ, answer["env"])
             assert self._socket is not None
             environ.update(kernel_environment(self._socket))
+            text = await self._in_thread(self._other_configuration, answer)
+            if text:
+                environ[NOTICE_VARIABLE] = text
             if runs_ipykernel(command):
                 kwargs["cmd"] = [*command, AGENT_FLAG]
                 if not same_environment(command[0]):
@@ -291,6 +299,14 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             f", asks for {format_bytes(memory)}" if isinstance(memory, int) else "",
         )
         return answer
+
+    def _other_configuration(self, answer: Mapping[str, Any]) -> str:
+        """Return what to tell the user if the broker runs with another configuration than this."""
+        text = notice(self.config.get("GPUPool"), answer)
+        if text and text not in _TOLD:
+            _TOLD.add(text)
+            self.log.warning("GPU pool: %s", text)
+        return text
 
     def _launched(self, pid: int) -> None:
         assert self._client is not None

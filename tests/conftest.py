@@ -22,6 +22,7 @@ COSTS = {
     "e2e/test_soak": 50,
     "e2e/test_hard_use": 90,
     "e2e/test_broker_returns": 70,
+    "e2e/test_two_servers": 12,
     "e2e/test_lifecycle": 90,
     "e2e/test_languages": 30,
     "e2e/test_policy": 35,

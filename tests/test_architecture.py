@@ -36,7 +36,7 @@ ALLOWED: dict[str, str] = {
     "provisioner": "__init__ autostart client config endpoint errors guard kernelspecs launch "
     "protocol startrecord units",
     # emulator: whether a machine is emulated, and has a driver, is known without a broker.
-    "server": "__init__ client emulator endpoint errors protocol starting startrecord units",
+    "server": "__init__ client config emulator endpoint errors protocol starting startrecord units",
     "kernelspecs": "errors",
     "emulator": "compiling units",
     "demo": "__init__ autostart client emulator endpoint errors timeline units",

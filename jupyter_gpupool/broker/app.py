@@ -271,6 +271,7 @@ class BrokerApp:
             machine=f"EMULATED {settings.emulate}" if settings.emulate else versions,
             journal_note=self.journal_note,
         )  # fmt: skip
+        snapshots.settings = settings
         self.handlers = Handlers(
             runner, access, snapshots, attach=settings.attach, environment=kernel_env, log=_LOG
         )
@@ -437,6 +438,7 @@ class BrokerApp:
         access = Access(self.handlers.access.machine_wide, os.geteuid(), new.admins)
         self.handlers.access = self.snapshots.access = access
         self.handlers.attach = new.attach
+        self.snapshots.settings = new
         self.guarding.configure(new)
         self.monitor.settings = new
         self._measure()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable, Mapping, get_args
 
@@ -252,6 +253,9 @@ class Handlers:
                 "attach": attach,
                 "request": request_to_json(request),
                 "env": env,
+                "config": self._snapshots.config(peer),
+                "pid": os.getpid(),
+                "broker": {"machine_wide": self.access.machine_wide},
             },
         )
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Mapping
 
 from .. import __version__
+from ..config import BrokerSettings
+from ..config.differences import shown
 from ..pool.model import DeviceView, Owner, PoolView, Request, SessionRecord, SessionView
 from ..pool.quota import most_memory
 from . import host
@@ -155,6 +157,7 @@ class Snapshots:
                 "attach": self.attach,
                 "attach_reason": self.attach_reason,
             },
+            "config": self.config(peer),
             "broker": {
                 "machine_wide": self.access.machine_wide,
                 "journal": str(self._runner.journal.path),
@@ -172,6 +175,15 @@ class Snapshots:
     maintenance: Maintenance | None = None
     #: Why there is no device; empty if there are some. The application sets it.
     problem: str = ""
+
+    def config(self, peer: Peer) -> dict[str, Any]:
+        """Return the configuration in force, for servers with another one."""
+        if self.settings is None:
+            return {}
+        return shown(self.settings, private=self.access.is_admin(peer))
+
+    #: The configuration; the application sets it.
+    settings: BrokerSettings | None = None
 
     def _view(self) -> PoolView:
         return self._runner.pool.view(self._runner.now())

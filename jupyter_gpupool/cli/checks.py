@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Mapping, Sequence
 
 from ..config import BrokerSettings
+from ..config.differences import differences
 from ..config.quantities import memory_total
 from ..endpoint import check_socket, find_socket
 from ..errors import BrokerUnavailable, GPUPoolError
@@ -82,6 +83,19 @@ def configuration(settings: BrokerSettings) -> list[Finding]:
     files = ", ".join(map(str, settings.files)) or "no file, so every option has its default"
     notes = [Finding("warn", "config", note) for note in settings.notes]
     return [Finding("ok", "config", files), *notes]
+
+
+def in_force(settings: BrokerSettings, status: Mapping[str, Any]) -> list[Finding]:
+    """Whether the running broker works with the configuration that was read here."""
+    found = []
+    for d in differences(settings, status.get("config") or {}):
+        text = f"c.GPUPool.{d.option} is {d.here} here ({d.here_from}) and {d.in_force} in force"
+        todo = (
+            f"The running broker has it from {d.in_force_from}. Change that and send it SIGHUP, or "
+            "end it, so that it is started anew."
+        )
+        found.append(Finding("warn", "config", text, todo))
+    return found
 
 
 def driver(proc: Path = Path("/proc")) -> Finding:

@@ -78,6 +78,7 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     if status is not None:
         devices, problem = list(status["devices"]), ""
         found += checks.journal(status)
+        found += checks.in_force(settings, status)
         policies = status.get("settings") or {}
         attach, reason = policies.get("attach", ""), policies.get("attach_reason", "")
     else:

@@ -15,6 +15,7 @@ from typing import Any, Callable, Mapping, Sequence, TextIO
 from .. import starting, startrecord
 from ..client import Client
 from ..config import load_settings
+from ..config.differences import notice
 from ..endpoint import find_socket
 from ..errors import BrokerUnavailable, ConfigError, RefusedError
 from .picture import Style, draw
@@ -57,6 +58,9 @@ def show_status(socket: str, *, as_json: bool, watch: bool, interval: float) -> 
         print(json.dumps(snapshot, indent=2))
     else:
         print("\n".join(draw(snapshot, style_for(sys.stdout))))
+        text = notice(None, snapshot, who="This command")
+        if text:
+            print(f"\n{text}")
     return 0
 
 

@@ -23,7 +23,7 @@ from traitlets.config.loader import (
 
 from ..errors import ConfigError
 from .options import GPUPool
-from .settings import BrokerSettings, nearest, refuse
+from .settings import EMULATE_VARIABLE, BrokerSettings, nearest, refuse
 
 #: Jupyter Server's own files: later ones win over earlier ones in the same folder.
 _NAMES = (
@@ -59,6 +59,7 @@ def load_settings(
     """
     merged = Config()
     read: list[Path] = []
+    origins: dict[str, str] = {}
     for path, required in [
         *((found, False) for found in _candidates()),
         *((Path(given), True) for given in config_files or ()),
@@ -66,14 +67,32 @@ def load_settings(
         config = _read(path, required=required)
         if config is not None:
             check_config(config, origin=str(path))
+            _note_origins(origins, merged, config, str(path))
             merged.merge(config)
             read.append(path)
     if overrides is not None:
         section = Config({"GPUPool": overrides["GPUPool"]} if "GPUPool" in overrides else {})
         check_config(section, origin="the command line")
+        _note_origins(origins, merged, section, "the command line")
         merged.merge(section)
-    settings = GPUPool(config=merged).settings()
-    return replace(settings, files=tuple(read))
+    chosen = GPUPool(config=merged)
+    settings = chosen.settings()
+    options = chosen.chosen()
+    if settings.emulate and "emulate" not in options:
+        options["emulate"] = settings.emulate
+        origins["emulate"] = f"${EMULATE_VARIABLE}"
+    return replace(settings, files=tuple(read), options=options, origins=origins)
+
+
+def _note_origins(origins: dict[str, str], merged: Config, more: Config, origin: str) -> None:
+    """Note that options come from ``origin`` that ``more`` changes.
+
+    A server hands on all that it has read: what a file says as well keeps the file's name.
+    """
+    before = merged.get("GPUPool", {})
+    for name, value in more.get("GPUPool", {}).items():
+        if name not in before or before[name] != value:
+            origins[name] = origin
 
 
 def check_config(config: Config, *, origin: str = "") -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any, Callable, Mapping, TypeVar, cast
 
@@ -411,6 +412,15 @@ class GPUPool(Configurable):
             admins=tuple(self.admins),
             notes=tuple(notes),
         )
+
+    def chosen(self) -> dict[str, Any]:
+        """Return the options that do not have their default, as JSON values."""
+        found = {}
+        for name, trait in self.class_traits(config=True).items():
+            value = getattr(self, name)
+            if value != trait.default():
+                found[name] = json.loads(json.dumps(value, default=str))
+        return found
 
     def _check_sizes(self) -> int:
         """Return the default limit in bytes, once the three sizes fit together."""

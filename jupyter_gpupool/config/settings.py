@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Iterable, Literal, Mapping, NoReturn, Sequence
@@ -69,6 +69,9 @@ class BrokerSettings:
     notes: tuple[str, ...] = ()
     #: The configuration files that were read, lowest precedence first.
     files: tuple[Path, ...] = ()
+    #: Options that do not have their default, as JSON values; and which file or command set them.
+    options: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 #: Fields that a running broker can not change; SIGHUP says so and keeps the old value.

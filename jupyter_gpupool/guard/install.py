@@ -24,7 +24,13 @@ LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 FOLDER = "gpupool-guard"
 
 #: What a session's processes have and nobody outside the session may inherit, the paths aside.
-VARIABLES = ("GPUPOOL_PAGE", "GPUPOOL_VISIBLE", "GPUPOOL_REAL_LIBCUDA", "GPUPOOL_REVIVE")
+VARIABLES = (
+    "GPUPOOL_PAGE",
+    "GPUPOOL_VISIBLE",
+    "GPUPOOL_REAL_LIBCUDA",
+    "GPUPOOL_REVIVE",
+    "GPUPOOL_NOTICE",
+)
 
 _LIB = Path(__file__).resolve().parent / "lib"
 

@@ -18,6 +18,7 @@ from .magic import GPUMagics, complete_gpu
 SESSION_VARIABLE = "GPUPOOL_SESSION"
 TOKEN_VARIABLE = "GPUPOOL_TOKEN"
 ATTACH_VARIABLE = "GPUPOOL_ATTACH"
+NOTICE_VARIABLE = "GPUPOOL_NOTICE"
 
 _COMPLETED = ("%gpu", "%%gpu")
 
@@ -49,6 +50,10 @@ class Agent:
             )
             interrupts = Interrupts(self._on_main_loop)
             self.gate = CellGate(shell, self.link, guard, FrameworkCaps(probe), interrupts)
+            # Of this kernel, not of a server that somebody starts in it.
+            told = os.environ.pop(NOTICE_VARIABLE, "")
+            if told:
+                self.gate.notice(f"GPU pool: {told}")
         self.magics = GPUMagics(shell, self.link, self.gate)
 
     def load(self) -> None:

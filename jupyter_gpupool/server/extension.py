@@ -14,6 +14,7 @@ from jupyter_server.extension.application import ExtensionApp
 from traitlets import Float
 
 from .. import starting, startrecord
+from ..config.differences import notice
 from ..endpoint import find_socket
 from . import handlers, page, stream
 from .link import Link
@@ -72,6 +73,9 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     _watch: Watch | None = None
     #: The socket of the broker of the kernel that was started last.
     _socket: Path | None = None
+    #: The broker's configuration as last seen, and what is told of it.
+    _in_force: Any = None
+    _told = ""
 
     def initialize_settings(self) -> None:
         """Register the event schemas and make the watch; called by the server."""
@@ -95,6 +99,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
             slow_resume=self.slow_resume,
             log=self.log,
             revive=self._revive,
+            notice=self._notice,
         )
         self.settings["gpupool_watch"] = self._watch
         self.serverapp.event_logger.add_listener(
@@ -119,6 +124,16 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         config = self.serverapp.config
         named = config.get("GPUPoolProvisioner", {}).get("broker_socket", "")
         return Path(named) if named else find_socket(config.get("GPUPool", {}).get("socket", ""))
+
+    def _notice(self, status: dict[str, Any]) -> str:
+        """Return what to say of a broker with another configuration; once in the log."""
+        in_force = status.get("config")
+        if in_force != self._in_force:
+            self._in_force = in_force
+            self._told = notice(self.serverapp.config.get("GPUPool"), status)
+            if self._told:
+                self.log.warning("GPU pool: %s", self._told)
+        return self._told
 
     async def _revive(self) -> None:
         """Start a broker that has died again; called by the watch."""

@@ -68,6 +68,8 @@ class Watch:
         Seconds from which on bringing it back is worth that warning.
     revive:
         Starts a broker that has died again, or raises why it cannot; without effect on others.
+    notice:
+        Returns what to tell users of the broker's configuration; "" if it is this server's.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Watch:
         slow_resume: float,
         log: logging.Logger,
         revive: Callable[[], Awaitable[None]] | None = None,
+        notice: Callable[[View], str] = lambda _: "",
     ) -> None:
         self._link = link
         self._kernels = kernels
@@ -94,6 +97,7 @@ class Watch:
         self._slow_resume = slow_resume
         self._log = log
         self._revive = revive
+        self._notice = notice
         #: Kernels of this server that were seen to be of the pool.
         self._pooled: set[str] = set()
         self._subscribers: set[Subscriber] = set()
@@ -176,6 +180,7 @@ class Watch:
             raise
         local = self._kernels()
         view = views.visible(status, views.is_mine(local, self._user), local)
+        view["configuration_notice"] = self._notice(status)
         self._take(view)
         here = {str(s["kernel_id"]) for s in view["sessions"] if s["here"]}
         if not here <= self._pooled:

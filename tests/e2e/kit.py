@@ -160,6 +160,7 @@ class Kernel:
         *,
         memory: int | None = None,
         provisioner: dict[str, Any] | None = None,
+        server: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
         cwd: Path | None = None,
         timeout: float = PATIENCE,
@@ -176,7 +177,9 @@ class Kernel:
             kernel_name=KERNEL_NAME,
             transport="ipc",
             connection_file=str(self.pool.folder / f"k{uuid.uuid4().hex[:8]}.json"),
-            config=Config({"GPUPoolProvisioner": options}),
+            config=Config(
+                {"GPUPoolProvisioner": options, **({"GPUPool": server} if server else {})}
+            ),
         )
         # Stays open: jupyter_client hands the same files to a restarted kernel.
         name = f"kernel-{self.label.replace(' ', '-')}.log"

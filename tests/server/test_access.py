@@ -172,12 +172,12 @@ def test_two_users(two_users):
 # ---------------------------------------------------------------- the broker away and back
 
 
-def test_the_broker_killed_and_back(start, broker):
+def test_the_broker_ended_and_back(start, broker):
     server = start()
     kernel = server.start_kernel()
     events = server.events()
     events.kind("snapshot")
-    broker.kill()
+    broker.stop()
     told = events.kind("broker", available=False)
     assert told["code"] in ("broker-unavailable", "no-broker")
     for method, path, body in ROUTES[:7]:
@@ -188,7 +188,7 @@ def test_the_broker_killed_and_back(start, broker):
         assert str(broker.socket) in error["message"]
         assert error["next_step"]
     assert server.metrics()["jupyter_gpupool_broker_up"] == 0
-    # Nobody starts one because somebody looks.
+    # Nobody starts one that ended in order because somebody looks.
     assert not broker.socket.exists() or not answers(broker)
     assert broker.started
     events.kind("broker", available=True)
@@ -197,6 +197,33 @@ def test_the_broker_killed_and_back(start, broker):
     assert server.metrics()["jupyter_gpupool_broker_up"] == 1
     server.cells(kernel).run("1 + 1")
     server.stop_kernel(kernel)
+
+
+def test_a_broker_that_was_killed_is_started_again_by_the_server(start, broker):
+    server = start()
+    events = server.events()
+    events.kind("snapshot")
+    old = broker.process.pid
+    broker.kill()
+    events.kind("broker", available=False)
+    events.kind("broker", available=True)
+    try:
+        assert server.api("/pool")["devices"]
+        assert broker.status()["pid"] != old
+        wait_until(lambda: "was started again" in server.log.read_text(), "the line in the log")
+    finally:
+        os.kill(broker.status()["pid"], signal.SIGTERM)
+        wait_until(lambda: not broker.socket.exists(), "its end")
+        assert broker.started
+
+
+def test_a_server_says_which_configuration_is_in_force(start, broker):
+    config = f"from {broker.config_file}"
+    server = start("--GPUPool.idle_timeout=5")
+    text = server.api("/pool")["configuration_notice"]
+    assert f"c.GPUPool.emulate is '2x512MiB,context=32MiB' ({config})" in text
+    assert f"process {broker.process.pid}" in text
+    wait_until(lambda: "another configuration" in server.log.read_text(), "the line in the log")
 
 
 def answers(broker):

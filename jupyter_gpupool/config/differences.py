@@ -1,0 +1,138 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A server, or a user's command, whose configuration is not the one that its broker works with.
+
+One broker serves all of a user's servers, with the configuration of whoever started it. Who joins
+it with another one is told which options differ, where the values in force come from, and how to
+change them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Mapping, Sequence
+
+from traitlets.config import Config
+
+from ..errors import ConfigError
+from ..units import format_bytes
+from .files import load_settings
+from .options import GPUPool
+from .quantities import Seconds, Size
+from .settings import BrokerSettings
+
+#: What a broker on behalf of others does not tell: names of users.
+PRIVATE = ("quotas", "admins")
+
+#: How the broker was found; it says nothing about how it works.
+_ASIDE = ("socket",)
+
+#: Options named in one sentence.
+_MOST = 4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One option that has another value here than in the broker, values as people write them."""
+
+    option: str
+    here: str
+    here_from: str
+    in_force: str
+    in_force_from: str
+
+
+def shown(settings: BrokerSettings, *, private: bool) -> dict[str, Any]:
+    """Return what a broker tells of its configuration; ``private``: to whoever may see all."""
+    hidden = [] if private else [*PRIVATE]
+    return {
+        "options": {k: v for k, v in settings.options.items() if k not in hidden},
+        "origins": {k: v for k, v in settings.origins.items() if k not in hidden},
+        "hidden": hidden,
+    }
+
+
+def differences(own: BrokerSettings, in_force: Mapping[str, Any]) -> list[Difference]:
+    """Return the options in which ``own`` is not what the broker shows (:func:`shown`)."""
+    options, origins = in_force.get("options") or {}, in_force.get("origins") or {}
+    aside = {*_ASIDE, *(in_force.get("hidden") or ())}
+    known = GPUPool.class_traits(config=True)
+    found = []
+    for name in sorted({*own.options, *options} - aside):
+        default = _plain(known[name].default()) if name in known else None
+        here, there = own.options.get(name, default), options.get(name, default)
+        if here != there:
+            trait = known.get(name)
+            found.append(
+                Difference(
+                    name,
+                    _written(trait, here),
+                    own.origins.get(name, "the default"),
+                    _written(trait, there),
+                    str(origins.get(name, "the default")),
+                )
+            )
+    return found
+
+
+def notice(
+    section: Mapping[str, Any] | None, status: Mapping[str, Any], *, who: str = "This server"
+) -> str:
+    """Return what to tell the user of ``who``; empty if its configuration is the one in force.
+
+    Parameters
+    ----------
+    section:
+        The caller's own ``c.GPUPool``, besides what configuration files say.
+    status:
+        Of the broker, or the part of an answer that has its ``config`` and ``broker``.
+    who:
+        Begins the sentence.
+    """
+    in_force = status.get("config")
+    if not in_force:
+        return ""
+    try:
+        own = load_settings(overrides=Config({"GPUPool": dict(section)}) if section else None)
+    except ConfigError as error:
+        return f"{who} has a mistake in its configuration, which is not in force: {error}"
+    found = differences(own, in_force)
+    return sentence(found, status, who=who) if found else ""
+
+
+def sentence(found: Sequence[Difference], status: Mapping[str, Any], *, who: str) -> str:
+    """Return the differences as text for people, with what to do."""
+    parts = [
+        f"c.GPUPool.{d.option} is {d.in_force} (from {d.in_force_from}), not {d.here} (from "
+        f"{d.here_from})"
+        for d in found[:_MOST]
+    ]
+    if len(found) > _MOST:
+        parts.append(f"{len(found) - _MOST} more (`jupyter gpupool doctor` lists them)")
+    broker = status.get("broker") or {}
+    if broker.get("machine_wide"):
+        change = "It is the broker of the whole machine: ask your admin to change it."
+    else:
+        change = (
+            f"To change it, edit what it comes from and send SIGHUP to the broker (process "
+            f"{status.get('pid')}); or shut down all Pooled GPU kernels, wait until it has ended, "
+            "and start one here."
+        )
+    return (
+        f"{who} joins a GPU pool that runs with another configuration. In force: "
+        f"{'; '.join(parts)}. {change}"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` as JSON brings it back."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _written(trait: object, value: Any) -> str:
+    if isinstance(trait, Size) and isinstance(value, int):
+        return format_bytes(value)
+    if isinstance(trait, Seconds) and isinstance(value, (int, float)):
+        return f"{value:g} s"
+    return repr(value)
