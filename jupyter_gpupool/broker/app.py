@@ -380,6 +380,11 @@ class BrokerApp:
         )  # fmt: skip
         for note in self.settings.notes:
             _LOG.warning("%s", note)
+        if self.settings.emulate and self.handlers.access.machine_wide:
+            _LOG.warning(
+                "The emulated GPUs are memory that every user's programs write and this broker's "
+                "device processes read: only for users who trust each other"
+            )
         if not self.health.devices:
             _LOG.error("No GPU: %s", service.problem or "none was found.")
         largest = max(self.snapshots.capacities(), default=0)

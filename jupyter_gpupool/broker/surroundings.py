@@ -14,6 +14,7 @@ from ..config import BrokerSettings
 from ..devices.files import DEVICE_FILES
 from ..errors import DriverError
 from ..machine import removed_at_logout
+from .listener import is_machine_wide
 
 
 def machine_environment(
@@ -32,6 +33,10 @@ def machine_environment(
 
     folder = emulated_folder(socket, journal)
     folder.mkdir(mode=0o700, exist_ok=True)
+    if is_machine_wide(socket):
+        # The emulated devices are files that each process using them writes: every user enters, and
+        # finds what this broker's own processes have made; nobody else makes anything.
+        folder.chmod(0o711)
     try:
         return profiles.environment(profiles.parse_machine(settings.emulate), folder, base)
     except profiles.EmulatorError as error:

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpupool.client import Client
+from jupyter_gpupool.emulator.profiles import library_dir
 from jupyter_gpupool.errors import BrokerUnavailable, GPUPoolError, RefusedError
 
 from . import kit
-from .kit import Kernel, Raw, wait_until
+from .kit import Kernel, MiB, Raw, wait_until
 
 NOBODY = 65534
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -259,6 +260,55 @@ def test_rows_of_nobody_are_for_admins_and_a_refused_open_is_its_users(machine_w
         rows = client.call("journal")["rows"]
     assert {row["owner"] for row in rows if row["kind"] == "refuse"} == {"root", "nobody"}
     assert {row["owner"] for row in rows if row["kind"] in ("broker-start", "device-seen")} == {""}
+
+
+EMULATED = """
+import ctypes, json, os, sys
+from jupyter_gpupool.client import Client
+cuda = ctypes.CDLL(sys.argv[2])
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+client = Client(sys.argv[1])
+opened = client.call("open", kernel_id="k", attach="cell")
+os.environ.update({k: v for k, v in opened["env"].items() if not k.startswith("LD_")})
+context, pointer = ctypes.c_void_p(), ctypes.c_uint64()
+print(cuda.cuInit(0), flush=True)
+print(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0), flush=True)
+print(cuda.cuCtxSetCurrent(context), flush=True)
+print(cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(64 << 20)), flush=True)
+client.call("launched", session=opened["session"], pid=os.getpid())
+print("launched", flush=True)
+sys.stdin.read()
+"""
+
+
+@root_only
+def test_emulated_devices_of_the_machine_serve_every_user(machine_wide):
+    state = machine_wide.socket.with_name("broker.sock.emulated")
+    assert state.stat().st_mode & 0o777 == 0o711
+    program = subprocess.Popen(
+        [sys.executable, "-c", EMULATED, str(machine_wide.socket),
+         str(library_dir() / "libcuda.so.1")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=kit.ROOT,
+        env={**os.environ, "PYTHONPATH": kit.PYTHONPATH},
+    )  # fmt: skip
+    try:
+        said = [program.stdout.readline().strip() for _ in range(5)]
+        assert said == ["0", "0", "0", "0", "launched"]
+        wait_until(
+            lambda: (
+                sum(d["memory_used"] or 0 for d in machine_wide.status()["devices"]) >= 64 << 20
+            ),
+            "NVML shows its memory",
+        )
+        made = as_nobody(machine_wide.socket, ("ping", {}))
+        assert made[0]["type"] == "ok"
+    finally:
+        program.kill()
+        program.wait(20)
+        program.stdin.close()
+        program.stdout.close()
 
 
 @root_only
