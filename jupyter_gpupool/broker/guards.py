@@ -23,6 +23,7 @@ from .pages import ATTACHED, Pages
 from .rooms import Rooms
 from .runner import Runner, refused
 from .sessions import Session
+from .vain import CODES, Vain
 
 #: Threads of one session that may wait at once.
 MAX_GUARDS = 1000
@@ -56,6 +57,7 @@ class Guards:
         self._pages = pages
         self._activity = activity
         self._rooms = rooms
+        self._vain = Vain(pages)
         self._log = log
         self._sessions: dict[Connection, Session] = {}
         #: Growth asked of the pool, by connection: the answer's id.
@@ -127,6 +129,10 @@ class Guards:
             connection.refuse(request_id, refused(refusal))
 
     # ------------------------------------------------------------------ the session's life
+
+    def about_to_change(self) -> None:
+        """The pool is about to handle an event: what it refused until now it may grant after it."""
+        self._vain.withdraw()
 
     def changed(self, session: Session) -> None:
         """The session's state, lease or request has changed: its page must say so first."""
@@ -236,7 +242,8 @@ class Guards:
         record, ordinal = self._runner.record(session.id), message["device"]
         if record is None or record.state not in ATTACHED or ordinal >= len(record.slices):
             raise RefusedError("The session has no lease that could grow.", code="no-memory")
-        device = record.slices[ordinal].device
+        device, total = record.slices[ordinal].device, record.slices[ordinal].bytes
+        total += message["bytes"]
         self._asked += 1
         rid = f"g{self._asked}"
 
@@ -244,6 +251,8 @@ class Guards:
             self._growing.pop(connection, None)
             if refusal is not None:
                 self._tell(session, "grow", refusal)
+                if refusal.code in CODES:
+                    self._vain.refused(session, ordinal, total)
                 connection.refuse(message.get("id"), refused(refusal))
                 return
             now = self._runner.record(session.id)

@@ -315,6 +315,14 @@ class Pages:
         there = tuple(s for s in reading.slots if ProcessId(s.pid, s.start_time) in alive)
         return replace(reading, slots=there)
 
+    def set_vain(self, session: Session, totals: Sequence[int], until: int) -> None:
+        """Say from how many bytes in all growth is refused, or () that it is to be asked for."""
+        if session.page is not None:
+            try:
+                session.page.set_vain(totals[:DEVICES], until)
+            except OSError as error:
+                self._damaged(session, error)
+
     def notice(self, session: Session, text: str) -> None:
         """Leave a sentence for people in the page."""
         if session.page is not None:

@@ -44,6 +44,7 @@ class Effects(Protocol):
 class Guarding(Protocol):
     """Keeps the guard in the sessions' processes informed; see ``guards``."""
 
+    def about_to_change(self) -> None: ...
     def changed(self, session: Session) -> None: ...
     def granted(self, session: Session, epoch: int) -> None: ...
     def refused(self, session: Session, refusal: Refusal) -> None: ...
@@ -207,6 +208,8 @@ class Runner:
     # ------------------------------------------------------------------ the loop
 
     def _step(self, event: e.Event) -> None:
+        if self.guard is not None:
+            self.guard.about_to_change()
         actions = self.pool.handle(event)
         named = getattr(event, "session", "")
         if named:

@@ -56,6 +56,13 @@ def do_alloc(command):
     BUFFERS[command["byte"]] = pointer, command["bytes"]
 
 
+def do_exhaust(command):
+    """Ask for too much, again and again; what the answers were."""
+    pointer, size = POINTER(), ctypes.c_size_t(command["bytes"])
+    times = range(command["times"])
+    return sorted({CUDA.cuMemAlloc_v2(ctypes.byref(pointer), size) for _ in times})
+
+
 def do_check(_):
     for byte, (pointer, size) in BUFFERS.items():
         host = ctypes.create_string_buffer(size)

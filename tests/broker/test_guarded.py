@@ -184,6 +184,20 @@ def test_a_slice_grows_to_its_limit_out_of_free_memory(program):
     assert p.do("check") == 210 * MiB
 
 
+def test_a_storm_of_refused_allocations_is_no_storm_of_questions(program):
+    """The first is answered by the broker; the rest within the process, until something changes."""
+    p = program(memory=100 * MiB, limit=100 * MiB)
+    p.begin(60 * MiB)
+    before = p.status()["messages"]
+    storm = p.do("exhaust", bytes=100 * MiB, times=2000)
+    assert storm == [OUT_OF_MEMORY["cuda"]]
+    assert p.status()["messages"] - before < 200
+    # A larger slice is there at once.
+    p.server.call("request", session=p.session, memory=250 * MiB)
+    assert p.do("alloc", bytes=100 * MiB, byte=2) is None
+    assert p.do("check") == 160 * MiB
+
+
 def test_the_bytes_of_a_child_that_is_killed_come_back(program):
     p = program(memory=200 * MiB, limit=200 * MiB)
     p.begin(40 * MiB)

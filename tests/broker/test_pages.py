@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import os
 import stat
+import struct
 import subprocess
 import sys
 
 import pytest
+
+from jupyter_gpupool.guard import page as layout
 
 from . import kit
 from .guardkit import CAPTURES, CLOSED, INFLIGHT, OPEN, PINS, UNUSED, Guarded, GuardedBroker
@@ -290,6 +293,36 @@ def test_growth_into_a_neighbours_slice_is_refused(broker, kernel):
     assert answer["type"] == "error"
     assert answer["code"] == "no-memory"
     assert second.granted() == 100 * MiB
+
+
+def vain(k, device=0):
+    """Bytes in all from which the page says that growth is refused; 0: it is asked for."""
+    return struct.unpack_from("<Q", k.map, layout._VAIN_AT + 8 * device)[0]
+
+
+def test_what_was_refused_is_in_the_page_until_anything_changes(make_broker):
+    broker = make_broker(quiet_after=600).started
+    first = Guarded(broker, memory=BIG, devices=2)
+    second = Guarded(broker, memory=100 * MiB, limit=500 * MiB)
+    for k in (first, second):
+        k.lease()
+    assert vain(second) == 0
+
+    def refused():
+        # An event of the monitor's may come right after the answer: then it is asked once more.
+        assert second.ask("grow", device=0, bytes=200 * MiB)["code"] == "no-memory"
+        return vain(second)
+
+    wait_until(lambda: refused() == 300 * MiB, "the page says what was refused")
+    # Somebody else's memory comes free, and with it the room to grow.
+    first.server.call("close", session=first.session)
+    wait_until(lambda: first.status() is None or first.state() == "ended", "the first has ended")
+    assert vain(second) == 0
+    answer = second.ask("grow", device=0, bytes=200 * MiB)
+    assert answer["type"] == "ok", answer
+    assert second.granted() >= 300 * MiB
+    second.close()
+    first.close()
 
 
 # ---------------------------------------------------------------------- suspend

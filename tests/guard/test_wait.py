@@ -338,6 +338,40 @@ def test_growth_is_asked_in_the_session_s_devices(session):
     assert (message["session"], message["token"]) == ("s-1", 't"1')
 
 
+def test_what_was_just_refused_is_not_asked_again_until_something_changes(session):
+    """The page says from how many bytes in all; less is asked for, and so is all once it is not."""
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    session.broker.answer = lambda message: {"type": "error", "code": "limit", "message": "no"}
+    an_hour = time.monotonic_ns() + 3_600_000_000_000
+    session.page.set_vain([700 << 20], an_hour)
+    assert child.do("_ = [alloc(700 << 20) for _ in range(50)]") == [OUT_OF_MEMORY] * 50
+    assert session.broker.messages == []
+    assert session.slots()[0].refused == 50
+    assert child.do("_ = alloc(668 << 20)") == OUT_OF_MEMORY  # with the context's 32 exactly
+    assert session.broker.messages == []
+    assert child.do("_ = alloc(660 << 20)") == OUT_OF_MEMORY  # that much was not refused
+    assert len(session.broker.messages) == 1
+    assert child.do("_ = alloc(400 << 20) > 1 << 20") is True  # it fits
+    session.page.set_vain([], 0)
+    assert child.do("_ = alloc(700 << 20)") == OUT_OF_MEMORY
+    assert len(session.broker.messages) == 2
+    session.page.set_vain([1 << 20], time.monotonic_ns() - 1)  # over by itself
+    assert child.do("_ = alloc(700 << 20)") == OUT_OF_MEMORY
+    assert len(session.broker.messages) == 3
+
+
+def test_a_refusal_without_a_message_still_finds_the_bytes_of_the_dead(session):
+    child, other = session.child(), session.child()
+    assert child.do("_ = context()") == other.do("_ = context()") == 0
+    assert other.do("_ = alloc(300 << 20) > 1 << 20") is True
+    session.page.set_vain([513 << 20], time.monotonic_ns() + 3_600_000_000_000)
+    assert child.do("_ = alloc(300 << 20)") == OUT_OF_MEMORY
+    other.kill()
+    assert child.do("_ = alloc(300 << 20) > 1 << 20") is True
+    assert session.broker.messages == []
+
+
 def test_a_wait_for_growth_holds_no_suspend_up(session, until):
     """The call is not inside the driver: the session can be suspended, and must then wait."""
     child = session.child()

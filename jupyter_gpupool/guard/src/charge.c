@@ -88,6 +88,15 @@ static uint64_t missing(int ordinal, uint64_t bytes)
     return wanted > granted ? wanted - granted : 1;
 }
 
+/* Whether the broker has just refused as much, and nothing has changed for it since. */
+static bool in_vain(int ordinal, uint64_t bytes)
+{
+    uint64_t wanted, from = LOAD(guard_page->vain[ordinal]);
+    if (!from || monotonic() >= LOAD(guard_page->vain_until))
+        return false;
+    return __builtin_add_overflow(guard_used(ordinal), bytes, &wanted) || wanted >= from;
+}
+
 static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t bytes)
 {
     /* The broker has nothing to do with a process that the driver is going to refuse. */
@@ -99,9 +108,9 @@ static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t byte
     if (pools_reclaim(ordinal) && take_locked(slot, ordinal, bytes, false))
         return CUDA_SUCCESS;
     for (int tries = 0;; tries++) {
-        uint64_t more = missing(ordinal, bytes);
+        uint64_t more = in_vain(ordinal, bytes) ? 0 : missing(ordinal, bytes);
         CUresult refused = more ? broker_grow(ordinal, more) : CUDA_ERROR_OUT_OF_MEMORY;
-        if (take_locked(slot, ordinal, bytes, true))
+        if (more && take_locked(slot, ordinal, bytes, true))
             return CUDA_SUCCESS;
         if (refused || tries == TRIES) {
             __atomic_add_fetch(&slot->refused, 1, __ATOMIC_RELAXED);

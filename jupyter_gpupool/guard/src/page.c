@@ -122,7 +122,7 @@ void page_reap(void)
 {
     for (int i = 0; i < PAGE_SLOTS; i++) {
         struct page_slot *s = &guard_page->slot[i];
-        if (__atomic_load_n(&s->state, __ATOMIC_ACQUIRE) == SLOT_LIVE && !lives(s->pid, s->start_time))
+        if (s != guard_slot() && __atomic_load_n(&s->state, __ATOMIC_ACQUIRE) == SLOT_LIVE && !lives(s->pid, s->start_time))
             clear(s);
     }
 }
