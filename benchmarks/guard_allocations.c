@@ -3,7 +3,8 @@
  *
  * guard_allocations DRIVER ROUNDS: nanoseconds of allocating and of freeing, through the guard and
  * straight to the driver (the library at DRIVER, which is the one that the guard has opened), in
- * turns in one process. Prints lines of NAME ALLOC_GUARD ALLOC_BARE FREE_GUARD FREE_BARE.
+ * turns in one process. Prints lines of NAME ALLOC_GUARD ALLOC_BARE FREE_GUARD FREE_BARE, and of what
+ * a refusal takes: refused GUARD BARE.
  */
 #include <dlfcn.h>
 #include <stdint.h>
@@ -53,15 +54,30 @@ static void check(int error)
     }
 }
 
+static void *stream;
+
+/* More than there is: nanoseconds of a refusal. */
+static double refused(const struct calls *c)
+{
+    address p;
+    double begin = now();
+    for (int i = 0; i < AT_ONCE; i++)
+        if (c->alloc(&p, (size_t)1 << 40) != 2) {
+            fprintf(stderr, "it is not refused\n");
+            exit(2);
+        }
+    return (now() - begin) / AT_ONCE;
+}
+
 static void round_of(const struct calls *c, size_t bytes, int async, double *alloc, double *release)
 {
     address p[AT_ONCE];
     double begin = now();
     for (int i = 0; i < AT_ONCE; i++)
-        check(async ? c->alloc_async(&p[i], bytes, NULL) : c->alloc(&p[i], bytes));
+        check(async ? c->alloc_async(&p[i], bytes, stream) : c->alloc(&p[i], bytes));
     double middle = now();
     for (int i = 0; i < AT_ONCE; i++)
-        check(async ? c->free_async(p[i], NULL) : c->release(p[i]));
+        check(async ? c->free_async(p[i], stream) : c->release(p[i]));
     double end = now();
     *alloc = (middle - begin) / AT_ONCE;
     *release = (end - middle) / AT_ONCE;
@@ -75,6 +91,7 @@ int main(int argc, char **argv)
     check(((int (*)(unsigned))need(guard, "cuInit"))(0));
     check(((int (*)(void **, int))need(guard, "cuDevicePrimaryCtxRetain"))(&context, 0));
     check(((int (*)(void *))need(guard, "cuCtxSetCurrent"))(context));
+    check(((int (*)(void **, unsigned))need(guard, "cuStreamCreate"))(&stream, 1));
     void *driver = dlopen(argv[1], RTLD_NOW);
     if (!driver)
         return 2;
@@ -97,5 +114,7 @@ int main(int argc, char **argv)
                     round_of(&bare, rows[r].bytes, rows[r].async, &t[1], &t[3]);
             printf("%s %.1f %.1f %.1f %.1f\n", rows[r].name, t[0], t[1], t[2], t[3]);
         }
+    for (int i = 0; i < rounds; i++)
+        printf("refused %.1f %.1f\n", refused(&through), refused(&bare));
     return 0;
 }

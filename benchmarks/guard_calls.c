@@ -65,9 +65,12 @@ int main(int argc, char **argv)
         void *a;
         long b;
     } rows[] = {
-        {"free", "cuCtxGetCurrent", out, 0},
+        {"free", "cuCtxGetFlags", out, 0},
         {"gate", "cuCtxGetLimit", out, 1 /* CU_LIMIT_PRINTF_FIFO_SIZE */},
-        {"wait", "cuStreamQuery", NULL, 0},
+        {"peek", "cuDriverGetVersion", out, 0},
+        {"peek", "cuCtxGetCurrent", out, 0},
+        {"wait", "cuCtxSetLimit", (void *)1, 1 << 20},
+        {"wrap", "cuStreamQuery", NULL, 0},
         {"wrap", "cuDeviceGetCount", out, 0},
     };
     int rounds = atoi(argv[2]);

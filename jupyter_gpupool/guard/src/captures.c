@@ -35,6 +35,12 @@ static void count(int more)
         __atomic_add_fetch(&slot->captures, (uint32_t)more, __ATOMIC_SEQ_CST);
 }
 
+bool capture_any(void)
+{
+    const struct page_slot *slot = guard_slot();
+    return !slot || __atomic_load_n(&slot->captures, __ATOMIC_RELAXED);
+}
+
 void capture_over(const struct own *own)
 {
     (void)own;

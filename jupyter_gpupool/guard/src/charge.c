@@ -103,7 +103,7 @@ static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t byte
     if (!guard_initialised())
         return CUDA_ERROR_NOT_INITIALIZED;
     /* Live limits, dead neighbours, idle reserves of our own pools: then the broker. */
-    if (take_locked(slot, ordinal, bytes, true))
+    if (take_locked(slot, ordinal, bytes, !in_vain(ordinal, bytes) || page_deaths()))
         return CUDA_SUCCESS;
     if (pools_reclaim(ordinal) && take_locked(slot, ordinal, bytes, false))
         return CUDA_SUCCESS;

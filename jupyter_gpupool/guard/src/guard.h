@@ -127,6 +127,8 @@ void page_lock(void);
 void page_unlock(void);
 /* Under the lock: free the slots of processes that have ended. Reads /proc for each: slow. */
 void page_reap(void);
+/* Whether that may find any: exact for processes that were waited for, 10 ms late for others. */
+bool page_deaths(void);
 
 /* ---- what is owed to the driver once the gate is open (gate.c, later.c, current.c) */
 

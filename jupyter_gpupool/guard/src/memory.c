@@ -163,6 +163,12 @@ static bool take_address(uint64_t address, struct own *own)
            (table_seen(OWN_MANAGED) && table_take(OWN_MANAGED, address, own));
 }
 
+/* The same for a free in a stream's order, which is mostly of what was allocated so. */
+static bool take_ordered(uint64_t address, struct own *own)
+{
+    return (table_seen(OWN_POOLED) && table_take(OWN_POOLED, address, own)) || take_address(address, own);
+}
+
 static CUresult freed(CUresult result, const struct own *own)
 {
     struct own stale;
@@ -186,7 +192,7 @@ CUresult wrap_cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 {
     ENTER_BACK(cuMemFreeAsync, address, (uint64_t)stream);
     struct own own;
-    bool ours = guard_page && take_address(address, &own);
+    bool ours = guard_page && take_ordered(address, &own);
     CUresult result = REAL(cuMemFreeAsync)(address, stream);
     return ours ? freed(result, &own) : result;
 }
@@ -195,7 +201,7 @@ CUresult wrap_cuMemFreeAsync_ptsz(CUdeviceptr address, CUstream stream)
 {
     ENTER_BACK(cuMemFreeAsync_ptsz, address, (uint64_t)stream);
     struct own own;
-    bool ours = guard_page && take_address(address, &own);
+    bool ours = guard_page && take_ordered(address, &own);
     CUresult result = REAL(cuMemFreeAsync_ptsz)(address, stream);
     return ours ? freed(result, &own) : result;
 }

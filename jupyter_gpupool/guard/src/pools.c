@@ -52,6 +52,8 @@ static bool capturing(CUstream stream, bool per_thread)
 {
     typedef CUresult (*is)(CUstream, int *);
     int entry = per_thread ? E_cuStreamIsCapturing_ptsz : E_cuStreamIsCapturing, status = 0;
+    if (!capture_any())
+        return false;
     if ((uintptr_t)stream < 2 && !per_thread) /* the legacy stream cannot be captured */
         return false;
     return guard_has(entry) && !((is)guard_real[entry])(stream, &status) && status == 1;
