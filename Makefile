@@ -24,7 +24,7 @@ JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" PYTHON="$(abspath $(B
 .PHONY: run test test-python test-ui test-failed test-long lint lint-ui lab docs bench lock clean
 .PHONY: ui screenshots chromium gpu
 
-$(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES)
+$(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) $(wildcard share/jupyter/kernels/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "Python 3.10 or newer is needed: run make PYTHON=/path/to/python3.10"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \

@@ -18,6 +18,9 @@ from .errors import BrokerUnavailable
 #: Names the socket for everything below a process that sets it (the provisioner does).
 SOCKET_VARIABLE = "GPUPOOL_SOCKET"
 
+#: In the environment of a kernel that was started without a session: why, in a sentence.
+NO_SESSION_VARIABLE = "GPUPOOL_NO_SESSION"
+
 #: The broker an admin has set up for the whole machine.
 MACHINE_SOCKET = Path("/run/gpupool/broker.sock")
 

@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Pooled twins of installed kernelspecs: made, listed, removed.
 
-A twin is a copy that starts the same kernel through our provisioner. Everything else of the
-original stays: files, logos, environment, interrupt mode, metadata. The original is not touched.
+A twin is a copy that starts the same kernel through our provisioner, or through our launcher in
+clients that have no provisioners. Everything else of the original
+stays: files, logos, environment, interrupt mode, metadata. The original is not touched.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import difflib
 import json
 import re
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 from jupyter_client.kernelspec import KernelSpecManager
 
 from .errors import GPUPoolError
+from .launch import LAUNCHER
 
 PROVISIONER = "gpupool-provisioner"
 
@@ -112,6 +115,9 @@ def wrap(
     metadata = dict(spec.get("metadata") or {})
     metadata["kernel_provisioner"] = {"provisioner_name": PROVISIONER, "config": {}}
     metadata["gpupool"] = {"wraps": name}
+    # For clients without provisioners; the provisioner takes the launcher out again. It runs in
+    # this environment, whatever environment the kernel is of.
+    spec["argv"] = [sys.executable, "-m", LAUNCHER, "--kernel", target, "--", *spec["argv"]]
     spec["metadata"] = metadata
     spec["display_name"] = display_name or f"{spec.get('display_name', name)}{SUFFIX}"
     with tempfile.TemporaryDirectory() as scratch:

@@ -15,7 +15,6 @@ The same object serves a kernel's whole life, restarts included. jupyter_client 
 from __future__ import annotations
 
 import asyncio
-import difflib
 import os
 from functools import partial
 from pathlib import Path
@@ -33,25 +32,22 @@ from .endpoint import SOCKET_VARIABLE, check_socket
 from .errors import ConfigError, GPUPoolError, RefusedError
 from .guard.install import without_guard
 from .launch import (
-    AGENT_FLAG,
     NOTICE_VARIABLE,
-    agent_folder,
-    merge_environment,
+    OPENED_VARIABLE,
+    POLICIES,
+    check_options,
+    enter_session,
+    has_launcher,
+    kernel_command,
+    nearest,
     runs_ipykernel,
-    same_environment,
 )
-from .startrecord import kernel_environment
 from .units import format_bytes, parse_bytes
 
 _Result = TypeVar("_Result")
 
 #: What this server's log has said of the configuration.
 _TOLD: set[str] = set()
-
-#: Options of a kernelspec's ``config``, and what each of them is.
-OPTIONS = ("memory", "limit", "devices", "compute", "priority", "attach", "broker_socket")
-
-POLICIES = ("lazy", "cell", "manual")
 
 
 class Memory(TraitType[int, "int | str"]):
@@ -180,37 +176,26 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             raise KernelNotStarted(error) from error
         try:
             kwargs = await super().pre_launch(**kwargs)
-            command = list(kwargs["cmd"])
             # This server may itself run in a session: that one's page is not this kernel's.
             environ = kwargs["env"] = without_guard(kwargs["env"])
-            merge_environment(environ, answer["env"])
             assert self._socket is not None
-            environ.update(kernel_environment(self._socket))
             text = await self._in_thread(self._other_configuration, answer)
             if text:
                 environ[NOTICE_VARIABLE] = text
-            if runs_ipykernel(command):
-                kwargs["cmd"] = [*command, AGENT_FLAG]
-                if not same_environment(command[0]):
-                    merge_environment(environ, {"PYTHONPATH": str(agent_folder())})
-            elif "GPUPOOL_PAGE" not in answer["env"] or answer.get("attach") != "lazy":
-                self._without_gpu(environ, str(answer.get("attach", "")))
+            command, why_not = enter_session(
+                kernel_command(kwargs["cmd"]), environ, answer, self._socket
+            )
+            kwargs["cmd"] = command
+            if has_launcher(command):
+                environ[OPENED_VARIABLE] = str(answer["session"])
+            if why_not:
+                self.log.warning(
+                    "GPU pool: %s runs without a GPU: %s.", self.kernel_spec.display_name, why_not
+                )
         except BaseException:
             await self._release("the kernel could not be prepared")
             raise
         return kwargs
-
-    def _without_gpu(self, environ: dict[str, str], attach: str) -> None:
-        """Let a kernel start that nobody would ask for a slice for: it gets no device at all."""
-        environ["CUDA_VISIBLE_DEVICES"] = ""
-        self.log.warning(
-            "GPU pool: %s is not an ipykernel, so only the guard could ask for its GPU slice, %s: "
-            "it runs without a GPU.",
-            self.kernel_spec.display_name,
-            "and it has attach policy 'manual'"
-            if attach == "manual"
-            else "which this pool does not have (`jupyter gpupool doctor` says why)",
-        )
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> Any:
         """Start the process and tell the broker which one it is. Called after ``pre_launch``."""
@@ -269,7 +254,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         if self.attach and self.attach not in POLICIES:
             raise ConfigError(
                 f"GPUPoolProvisioner.attach is {self.attach!r}; there are {', '.join(POLICIES)}.",
-                next_step=_nearest(self.attach, POLICIES),
+                next_step=nearest(self.attach, POLICIES),
             )
         if self.broker_socket:
             # Somebody named a broker: a pool of our own beside it would grant what it grants.
@@ -361,7 +346,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
 
         Without ipykernel there is no agent that sees cells or knows %gpu: only the guard attaches.
         """
-        if self.attach != "manual" and not runs_ipykernel(list(self.kernel_spec.argv)):
+        if self.attach != "manual" and not runs_ipykernel(kernel_command(self.kernel_spec.argv)):
             return "lazy"
         return self.attach or None
 
@@ -381,26 +366,3 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             return configured
         # In nbclient or a console nobody has read the server's configuration files.
         return "" if section else load_settings().socket
-
-
-def check_options(stanza: Mapping[str, Any], kernel: str) -> None:
-    """Refuse options of a kernelspec that this provisioner does not have.
-
-    Raises
-    ------
-    ConfigError
-        Naming the unknown option and the nearest that there is.
-    """
-    for name in stanza:
-        if name not in OPTIONS:
-            raise ConfigError(
-                f"The kernelspec of {kernel!r} has the option {name!r} for its GPU pool "
-                f"provisioner, which does not exist; there are {', '.join(OPTIONS)}.",
-                code="unknown-option",
-                next_step=_nearest(name, OPTIONS),
-            )
-
-
-def _nearest(name: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"Did you mean {near[0]!r}?" if near else ""

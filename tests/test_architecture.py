@@ -32,12 +32,14 @@ ALLOWED: dict[str, str] = {
     "starting startrecord units",
     "autostart": "__init__ endpoint errors starting startrecord",
     "kernel": "__init__ client endpoint errors guard.page protocol startrecord units",
-    "launch": "endpoint errors",
+    "launch": "endpoint errors guard startrecord",
+    "launcher": "autostart client config endpoint errors guard launch starting units",
+    "ipykernel_launcher": "launch launcher",
     "provisioner": "__init__ autostart client config endpoint errors guard kernelspecs launch "
     "protocol startrecord units",
     # emulator: whether a machine is emulated, and has a driver, is known without a broker.
     "server": "__init__ client config emulator endpoint errors protocol starting startrecord units",
-    "kernelspecs": "errors",
+    "kernelspecs": "errors launch",
     "emulator": "compiling units",
     "demo": "__init__ autostart client emulator endpoint errors timeline units",
     "timeline": "units",
@@ -58,6 +60,7 @@ THIRD_PARTY = {
     },
     "kernelspecs": {"jupyter_client", "jupyter_core", "ipykernel"},
     "demo": {"nbclient", "nbformat", "jupyter_client", "traitlets"},
+    "launcher": {"jupyter_core"},
     "cli": {"traitlets", "jupyter_core", "jupyter_client"},
 }
 

@@ -350,7 +350,8 @@ def stanzas() -> list[Finding]:
     from traitlets import TraitError
 
     from ..kernelspecs import list_pooled
-    from ..provisioner import GPUPoolProvisioner, check_options
+    from ..launch import check_options
+    from ..provisioner import GPUPoolProvisioner
 
     found = []
     for kernel in list_pooled():

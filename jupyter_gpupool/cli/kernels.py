@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 
 from .. import kernelspecs
-from ..launch import runs_ipykernel
+from ..launch import kernel_command, runs_ipykernel
 
 
 def show_list() -> int:
@@ -34,7 +34,8 @@ def wrap(
         name, user=user, prefix=prefix, new_name=new_name, display_name=display_name
     )
     print(f"Kernel {folder.name!r} uses the pool: {folder}")
-    if not runs_ipykernel(json.loads((folder / "kernel.json").read_text())["argv"]):
+    argv = json.loads((folder / "kernel.json").read_text())["argv"]
+    if not runs_ipykernel(kernel_command(argv)):
         print(
             "Note: it is not an IPython kernel. It has no %gpu; the guard gives it its slice at "
             "its first CUDA call.\n`jupyter gpupool doctor` says whether this pool has the guard; "

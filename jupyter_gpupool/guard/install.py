@@ -12,7 +12,7 @@ import os
 import secrets
 import stat
 from pathlib import Path
-from typing import Mapping
+from typing import Mapping, MutableMapping
 
 from ..errors import GPUPoolError
 
@@ -30,7 +30,15 @@ VARIABLES = (
     "GPUPOOL_REAL_LIBCUDA",
     "GPUPOOL_REVIVE",
     "GPUPOOL_NOTICE",
+    "GPUPOOL_NO_SESSION",
 )
+
+#: In an environment whose devices the pool has hidden: what CUDA_VISIBLE_DEVICES was before.
+_HIDDEN = "GPUPOOL_HIDDEN"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+#: No value that anybody would give it; "" hides every device.
+_NONE = "unset"
 
 _LIB = Path(__file__).resolve().parent / "lib"
 
@@ -155,6 +163,17 @@ def _in_front(first: str, rest: str) -> str:
     return os.pathsep.join([first, *others])
 
 
+def hide_devices(env: MutableMapping[str, str]) -> None:
+    """Let a process with this environment, and its children, find no CUDA device.
+
+    What it said before is kept in it: a Jupyter server or a broker that is started from there is
+    a new beginning (:func:`without_guard`).
+    """
+    if _HIDDEN not in env:
+        env[_HIDDEN] = env.get(_VISIBLE, _NONE)
+    env[_VISIBLE] = "-1"
+
+
 def without_guard(env: Mapping[str, str]) -> dict[str, str]:
     """Return ``env`` for a process that must not run under the guard of the session around us.
 
@@ -162,6 +181,11 @@ def without_guard(env: Mapping[str, str]) -> dict[str, str]:
     pooled kernel; the outer session's page is nothing to its children.
     """
     found = {name: value for name, value in env.items() if name not in VARIABLES}
+    before = found.pop(_HIDDEN, None)
+    if before == _NONE:
+        found.pop(_VISIBLE, None)
+    elif before is not None:
+        found[_VISIBLE] = before
     for name in ("LD_PRELOAD", "LD_LIBRARY_PATH"):
         if name not in found:
             continue

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any, Callable
 
-from ..endpoint import SOCKET_VARIABLE
+from ..endpoint import NO_SESSION_VARIABLE, SOCKET_VARIABLE
 from .attach import CudaProbe, FrameworkCaps
 from .cells import CellGate
 from .guarded import Guard
@@ -26,7 +27,8 @@ _COMPLETED = ("%gpu", "%%gpu")
 class Agent:
     """Everything this package does inside one IPython kernel.
 
-    A kernel that no provisioner has given a session gets only ``%gpu``, which says so.
+    A kernel that was started without a session gets only ``%gpu``, which says so; where a launcher
+    has tried to open one, its first cell says why it has no GPU.
     """
 
     def __init__(self, shell: Any) -> None:
@@ -34,6 +36,8 @@ class Agent:
         self.link: Link | None = None
         self.gate: CellGate | None = None
         environ = os.environ
+        # Not for the programs that this kernel starts.
+        self._no_session = environ.pop(NO_SESSION_VARIABLE, "")
         if environ.get(SESSION_VARIABLE) and getattr(shell, "kernel", None) is not None:
             guard = Guard(environ)
             probe = CudaProbe()
@@ -54,7 +58,7 @@ class Agent:
             told = os.environ.pop(NOTICE_VARIABLE, "")
             if told:
                 self.gate.notice(f"GPU pool: {told}")
-        self.magics = GPUMagics(shell, self.link, self.gate)
+        self.magics = GPUMagics(shell, self.link, self.gate, self._no_session)
 
     def load(self) -> None:
         """Begin."""
@@ -64,6 +68,8 @@ class Agent:
         if self.gate is not None and self.link is not None:
             self.gate.install()
             self.link.start()
+        elif self._no_session:
+            self.shell.events.register("pre_run_cell", self._say_no_session)
 
     def unload(self) -> None:
         """End: the kernel is as it was, and the broker frees the slice when it ends."""
@@ -73,6 +79,11 @@ class Agent:
             self.gate.guard.close()
         for kind in ("line", "cell"):
             self.shell.magics_manager.magics[kind].pop("gpu", None)
+
+    def _say_no_session(self, *_: object) -> None:
+        """Print why this kernel has no GPU, under its first cell; called by IPython."""
+        self.shell.events.unregister("pre_run_cell", self._say_no_session)
+        print(f"GPU pool: this kernel runs without a GPU: {self._no_session}", file=sys.stderr)
 
     def _complete(self, shell: Any, event: Any) -> list[str]:
         return complete_gpu(shell, event, self.link.limits if self.link is not None else None)

@@ -34,8 +34,11 @@ _NOT_POOLED = (
 class GPUMagics(Magics):  # type: ignore[misc]
     """The ``%gpu`` line magic, and what is left of ``%%gpu`` when the gate has not taken it."""
 
-    def __init__(self, shell: Any, link: Link | None, gate: CellGate | None) -> None:
+    def __init__(
+        self, shell: Any, link: Link | None, gate: CellGate | None, no_session: str = ""
+    ) -> None:
         super().__init__(shell)
+        self._no_session = no_session
         self.link = link
         self.gate = gate
         self._ids = itertools.count(1)
@@ -75,6 +78,12 @@ class GPUMagics(Magics):  # type: ignore[misc]
             display(HelpView(request, guarded))
             return
         if self.link is None or self.gate is None:
+            if self._no_session:
+                raise GPUPoolError(
+                    f"This kernel runs without a GPU: {self._no_session}",
+                    code="not-pooled",
+                    next_step="Then restart the kernel.",
+                )
             raise GPUPoolError(_NOT_POOLED, code="not-pooled")
         if command.name == "status":
             self._status(self.link)

@@ -17,8 +17,8 @@ from jupyter_gpupool.config import GPUPool
 from jupyter_gpupool.config.settings import QUOTA_KEYS
 from jupyter_gpupool.kernel.command import SUBCOMMANDS
 from jupyter_gpupool.kernelspecs import PROVISIONER
+from jupyter_gpupool.launch import OPTIONS
 from jupyter_gpupool.pool.lease import TRANSITIONS
-from jupyter_gpupool.provisioner import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

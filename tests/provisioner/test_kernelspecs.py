@@ -47,7 +47,10 @@ def test_a_twin_keeps_everything_else(prefix: str) -> None:
     assert folder.name == "gpupool-ir"
     spec = json.loads((folder / "kernel.json").read_text())
     assert spec == {
-        "argv": ["R", "--args", "{connection_file}"],
+        "argv": [
+            *(sys.executable, "-m", "jupyter_gpupool.launcher", "--kernel", "gpupool-ir"),
+            *("--", "R", "--args", "{connection_file}"),
+        ],
         "display_name": "R (Pooled GPU)",
         "env": {"R_HOME": "{resource_dir}"},
         "interrupt_mode": "message",

@@ -19,7 +19,6 @@ from scripted_broker import DEVICE, GiB, ScriptedBroker
 from traitlets.config import Config
 
 from jupyter_gpupool import launch
-from jupyter_gpupool import provisioner as module
 from jupyter_gpupool.errors import GPUPoolError, RefusedError
 from jupyter_gpupool.launch import agent_folder, merge_environment, runs_ipykernel
 from jupyter_gpupool.provisioner import GPUPoolProvisioner, KernelNotStarted
@@ -255,8 +254,8 @@ def started(manager: KernelManager) -> dict[str, str]:
     [
         ({}, "lazy", True, "lazy", DEVICE, ""),
         ({"attach": "cell"}, "lazy", True, "lazy", DEVICE, ""),
-        ({}, "cell", False, "lazy", "", "which this pool does not have"),
-        ({"attach": "manual"}, "manual", True, "manual", "", "it has attach policy 'manual'"),
+        ({}, "cell", False, "lazy", "-1", "which this pool does not have"),
+        ({"attach": "manual"}, "manual", True, "manual", "-1", "it has attach policy 'manual'"),
     ],
     ids=["guard", "no-cells", "no-guard", "manual"],
 )
@@ -281,7 +280,7 @@ def test_a_kernel_without_an_agent_is_attached_by_the_guard_or_sees_no_device(
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == bool(warned)
     if warned:
-        assert "Test shell is not an ipykernel" in warnings[0]
+        assert "Test shell runs without a GPU: it is not an ipykernel" in warnings[0]
         assert warned in warnings[0]
 
 
@@ -362,7 +361,7 @@ def test_the_agents_folder_must_be_private(tmp_path: Path, monkeypatch: Any) -> 
 
 def test_every_option_is_described() -> None:
     options = GPUPoolProvisioner.class_own_traits(config=True)
-    assert set(options) == set(module.OPTIONS)
+    assert set(options) == set(launch.OPTIONS)
     for trait in options.values():
         assert "Example:" in trait.help
 

@@ -1,0 +1,24 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``python -m jupyter_gpupool.ipykernel_launcher -f FILE``: an ipykernel in a session of the pool.
+
+The ``argv`` of the Pooled GPU kernelspec, for clients that have no provisioners.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from .launch import IPYKERNEL_LAUNCHER
+from .launcher import become
+
+
+def main() -> None:
+    """Become ipykernel, with the options that this Python was started with."""
+    words = list(sys.orig_argv)
+    options = words[1 : words.index(IPYKERNEL_LAUNCHER) - 1] if IPYKERNEL_LAUNCHER in words else []
+    become([sys.executable, *options, "-m", "ipykernel_launcher", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A client without kernel provisioners: it starts the ``argv`` of a kernelspec by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+from jupyter_client import BlockingKernelClient
+from jupyter_client.connect import write_connection_file
+from jupyter_client.kernelspec import KernelSpecManager
+
+SHIPPED = "gpupool-python3"
+
+
+class PlainKernel:
+    """A kernel as VS Code starts it: the argv and the env of its kernelspec, a file, nothing else.
+
+    ``vscode``: as it treats the argv of an ipykernel, whose ``-f {connection_file}`` becomes
+    ``--f=FILE`` at the end. Other kernels get the file's name where the placeholder is.
+    """
+
+    def __init__(self, name: str, folder: Path, *, vscode: bool = False, **env: str) -> None:
+        spec = KernelSpecManager().get_kernel_spec(name)
+        self.file = folder / f"kernel-v2-{uuid.uuid4().hex[:8]}.json"
+        write_connection_file(str(self.file), transport="ipc", ip=str(self.file) + ".s")
+        argv = list(spec.argv)
+        if argv[0] == "python":
+            argv[0] = sys.executable  # it looks for the interpreter that the kernelspec belongs to
+        if vscode:
+            place = argv.index("{connection_file}")
+            argv[place - 1 : place + 1] = []
+            argv.append(f"--f={self.file}")
+        argv = [word.replace("{connection_file}", str(self.file)) for word in argv]
+        self.stderr_file = folder / f"{self.file.stem}.stderr"
+        with self.stderr_file.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                argv,
+                env={**os.environ, **spec.env, **env},
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+            )
+        self.client: Any = None
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_file.read_text()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def run(self, code: str) -> str:
+        """Run a cell; return what it printed, and the error it ended with."""
+        if self.client is None:
+            self.client = BlockingKernelClient(connection_file=str(self.file))
+            self.client.load_connection_file()
+            # Its heartbeat calls a kernel dead after a second, which is short for a busy machine.
+            self.client.start_channels(hb=False)
+            self.client.wait_for_ready(timeout=60)
+        text: list[str] = []
+
+        def hook(message: dict[str, Any]) -> None:
+            content = message["content"]
+            if message["msg_type"] == "stream":
+                text.append(content["text"])
+            elif message["msg_type"] == "display_data":
+                text.append(content["data"]["text/plain"])
+            elif message["msg_type"] == "error":
+                text.append(f"{content['ename']}: {content['evalue']}")
+
+        self.client.execute_interactive(code, timeout=60, output_hook=hook, allow_stdin=False)
+        return "".join(text)
+
+    def states(self, request: str) -> list[str]:
+        """Return the kernel's states that have come since the last look and belong to a request."""
+        found = []
+        while self.client.iopub_channel.msg_ready():
+            message = self.client.get_iopub_msg(timeout=1)
+            if message["parent_header"].get("msg_id") == request:
+                found.append(message["content"].get("execution_state", ""))
+        return found
+
+    def reply(self, request: str) -> dict[str, Any]:
+        """Return the answer to a request, waiting for it."""
+        while True:
+            message: dict[str, Any] = self.client.get_shell_msg(timeout=60)
+            if message["parent_header"].get("msg_id") == request:
+                return message
+
+    def close(self) -> None:
+        if self.client is not None:
+            self.client.stop_channels()
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
