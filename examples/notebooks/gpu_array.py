@@ -1,0 +1,140 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A NumPy array on the GPU, for the notebooks beside this file.
+
+NVIDIA's cuda-core and cuda-bindings, and two small kernels as PTX text, which real and emulated
+GPUs run. Nothing here asks the pool for anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+from cuda.core import Device, LaunchConfig, ObjectCode, launch
+
+from jupyter_gpupool.emulator.kernels import PTX
+
+
+class CUDAError(RuntimeError):
+    """A driver call failed; ``code`` is the driver's ``CUresult``."""
+
+    def __init__(self, code: driver.CUresult) -> None:
+        super().__init__(code.name)
+        self.code = code
+
+
+def call(answer: tuple[Any, ...]) -> Any:
+    """Return the value of a driver call; raise :class:`CUDAError` where it failed."""
+    code, *values = answer
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise CUDAError(code)
+    return values[0] if len(values) == 1 else values or None
+
+
+class GPUArray:
+    """A copy of a NumPy array in device memory, freed with the Python object.
+
+    Parameters
+    ----------
+    array:
+        What to copy; C-contiguous.
+    device:
+        CUDA ordinal.
+    """
+
+    def __init__(self, array: np.ndarray, device: int = 0) -> None:
+        self._address = 0
+        self.shape, self.dtype, self.nbytes = array.shape, array.dtype, array.nbytes
+        self.device = Device(device)
+        self.device.set_current()
+        self._address = int(call(driver.cuMemAlloc(array.nbytes)))
+        self.write(array)
+
+    @property
+    def address(self) -> int:
+        """The device address; a suspended and restored array keeps it."""
+        return self._address
+
+    def write(self, array: np.ndarray) -> GPUArray:
+        """Copy an array of the same size to the device."""
+        self.device.set_current()
+        call(
+            driver.cuMemcpyHtoD(self._address, np.ascontiguousarray(array).ctypes.data, self.nbytes)
+        )
+        return self
+
+    def read(self) -> np.ndarray:
+        """Return a copy in host memory."""
+        self.device.set_current()
+        found = np.empty(self.shape, self.dtype)
+        call(driver.cuMemcpyDtoH(found.ctypes.data, self._address, self.nbytes))
+        return found
+
+    def copy(self) -> GPUArray:
+        """Return a copy on the same device, made by the device."""
+        self.device.set_current()
+        other = object.__new__(GPUArray)
+        other._address = 0
+        other.shape, other.dtype, other.nbytes = self.shape, self.dtype, self.nbytes
+        other.device = self.device
+        other._address = int(call(driver.cuMemAlloc(self.nbytes)))
+        call(driver.cuMemcpyDtoD(other._address, self._address, self.nbytes))
+        return other
+
+    def fill(self, value: int) -> GPUArray:
+        """Set every byte to ``value``, by the device."""
+        self.device.set_current()
+        call(driver.cuMemsetD8(self._address, value, self.nbytes))
+        return self
+
+    def free(self) -> None:
+        """Give the memory back now."""
+        address, self._address = self._address, 0
+        if address:
+            self.device.set_current()
+            call(driver.cuMemFree(address))
+
+    def __del__(self) -> None:
+        address, self._address = getattr(self, "_address", 0), 0
+        if address:
+            driver.cuMemFree(address)  # garbage collection has nobody to tell of an error
+
+
+_KERNELS: dict[tuple[int, str], Any] = {}
+
+
+def _kernel(device: Device, name: str) -> Any:
+    """Return a kernel of the module, loaded once for each device."""
+    key = (device.device_id, name)
+    if key not in _KERNELS:
+        _KERNELS[key] = ObjectCode.from_ptx(PTX.encode()).get_kernel(name)
+    return _KERNELS[key]
+
+
+def add(array: GPUArray, value: int, stream: Any = None) -> None:
+    """Add ``value`` to each 32-bit unsigned element, on the GPU."""
+    array.device.set_current()
+    launch(
+        stream or array.device.default_stream,
+        LaunchConfig(grid=64, block=256),
+        _kernel(array.device, "gpupool_add_u32"),
+        array.address,
+        np.uint64(array.nbytes // 4),
+        np.uint32(value),
+    )
+
+
+def total(array: GPUArray) -> int:
+    """Return the sum of all 32-bit unsigned elements, computed on the GPU."""
+    result = GPUArray(np.zeros(1, np.uint64), array.device.device_id)
+    launch(
+        array.device.default_stream,
+        LaunchConfig(grid=64, block=256),
+        _kernel(array.device, "gpupool_sum_u32"),
+        result.address,
+        array.address,
+        np.uint64(array.nbytes // 4),
+    )
+    return int(result.read()[0])

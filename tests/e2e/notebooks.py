@@ -1,0 +1,228 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Run the example notebooks as different clients do, and compare what each cell shows.
+
+The committed outputs are those of a run alone on an empty pool; after a change of a notebook write
+them anew::
+
+    python -m tests.e2e.notebooks NAME ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+import tempfile
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, AsyncIterator, Callable
+
+import nbformat
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
+
+#: Three slices fit on a device, and more notebooks than six run at a time.
+MACHINE = "2x8GiB,context=64MiB"
+CONFIG = {"default_memory": 2 << 30}
+
+#: Seconds for one cell, waiting for a slice included.
+CELL_TIMEOUT = 300
+
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+
+
+def read(name: str) -> Any:
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+def shown(notebook: Any) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return each code cell's id with what it shows: (kind, text), adjacent streams joined."""
+    cells = []
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        found: list[tuple[str, str]] = []
+        for output in cell.outputs:
+            kind = output.output_type
+            if kind == "stream":
+                kind, text = output.name, output.text
+            elif kind == "error":
+                text = ESCAPE.sub("", f"{output.ename}: {output.evalue}")
+            else:
+                text = output.data.get("text/plain", "")
+            if found and found[-1][0] == kind and kind in ("stdout", "stderr"):
+                found[-1] = (kind, found[-1][1] + text)
+            else:
+                found.append((kind, text))
+        cells.append((cell.id, found))
+    return cells
+
+
+def _emptied(name: str) -> Any:
+    notebook = read(name)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return notebook
+
+
+def _client(name: str, connection: Path, think: Callable[[], float]) -> Any:
+    """Return what nbclient runs a notebook with, in a kernel of its own.
+
+    A failing cell does not end the run: its error is what it shows. ``think`` gives the seconds
+    that a person reads between two cells.
+    """
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
+
+    async def read_on(**_: Any) -> None:
+        await asyncio.sleep(think())
+
+    manager = AsyncKernelManager(
+        kernel_name="gpupool-python3", transport="ipc", connection_file=str(connection)
+    )
+    return NotebookClient(
+        _emptied(name), km=manager, timeout=CELL_TIMEOUT, allow_errors=True, record_timing=False,
+        resources={"metadata": {"path": str(FOLDER)}}, on_cell_executed=read_on,
+    )  # fmt: skip
+
+
+def _named(label: str) -> dict[str, str]:
+    return {**os.environ, "JPY_SESSION_NAME": label}
+
+
+@asynccontextmanager
+async def _kernel(client: Any, label: str) -> AsyncIterator[None]:
+    """Run the client's kernel; nbclient leaves one with a manager of our own running."""
+    try:
+        async with client.async_setup_kernel(env=_named(label)):
+            yield
+    finally:
+        await client.km.shutdown_kernel(now=True)
+
+
+def at_once() -> float:
+    return 0.0
+
+
+async def by_nbclient(
+    name: str, connection: Path, label: str, think: Callable[[], float] = at_once
+) -> Any:
+    """Run a notebook from its first to its last cell; return it with its outputs."""
+    client = _client(name, connection, think)
+    async with _kernel(client, label):
+        for index, cell in enumerate(client.nb.cells):
+            await client.async_execute_cell(cell, index)
+    return client.nb
+
+
+async def with_restart(
+    name: str, connection: Path, label: str, think: Callable[[], float] = at_once
+) -> Any:
+    """Run a notebook up to its middle, restart the kernel, run all of it."""
+    client = _client(name, connection, think)
+    cells = list(enumerate(client.nb.cells))
+    async with _kernel(client, label):
+        for index, cell in cells[: len(cells) // 2 + 1]:
+            await client.async_execute_cell(cell, index)
+        await client.km.restart_kernel()
+        await client.kc.wait_for_ready(timeout=CELL_TIMEOUT)
+        for index, cell in cells:
+            await client.async_execute_cell(cell, index)
+    return client.nb
+
+
+async def by_papermill(
+    name: str, connection: Path, label: str, think: Callable[[], float] = at_once
+) -> Any:
+    """Run a notebook as ``papermill IN OUT`` does, in a process of its own."""
+    written = connection.with_suffix(".ipynb")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "papermill", str(FOLDER / f"{name}.ipynb"), str(written),
+        "--kernel", "gpupool-python3", "--no-progress-bar", "--cwd", str(FOLDER),
+        env=_named(label), stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, said = await process.communicate()
+    assert process.returncode == 0, said.decode()
+    return nbformat.read(written, as_version=4)
+
+
+async def by_argv(
+    name: str, connection: Path, label: str, think: Callable[[], float] = at_once
+) -> Any:
+    """Run a notebook as VS Code does: start the kernelspec's ``argv``, without any provisioner."""
+    from jupyter_client import AsyncKernelClient
+    from jupyter_client.connect import write_connection_file
+    from jupyter_client.kernelspec import KernelSpecManager
+
+    notebook = _emptied(name)
+    write_connection_file(str(connection), transport="ipc", ip=str(connection.with_suffix("")))
+    spec = KernelSpecManager().get_kernel_spec("gpupool-python3")
+    process = await asyncio.create_subprocess_exec(
+        *(word.replace("{connection_file}", str(connection)) for word in spec.argv),
+        env={**_named(label), **spec.env}, cwd=FOLDER, stdin=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    client = AsyncKernelClient()
+    client.load_connection_file(str(connection))
+    client.start_channels()
+    try:
+        await client.wait_for_ready(timeout=CELL_TIMEOUT)
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+
+                def keep(message: Any, outputs: list[Any] = cell.outputs) -> None:
+                    with suppress(ValueError):  # neither an output nor an error
+                        outputs.append(nbformat.v4.output_from_msg(message))
+
+                await client.execute_interactive(
+                    cell.source, timeout=CELL_TIMEOUT, allow_stdin=False, output_hook=keep
+                )
+                await asyncio.sleep(think())
+    finally:
+        client.stop_channels()
+        process.kill()
+        await process.wait()
+    return notebook
+
+
+#: Who runs which notebook; nbclient the others.
+CLIENTS = {
+    "first_steps": by_argv,
+    "restart_and_run_all": with_restart,
+    "with_parameters": by_papermill,
+}
+
+
+async def _write(wanted: list[str], folder: Path) -> None:
+    for name in wanted:
+        notebook = await by_nbclient(name, folder / f"{name}.json", name)
+        nbformat.write(notebook, FOLDER / f"{name}.ipynb")
+        print(f"== {name}")
+        for cell, outputs in shown(notebook):
+            for kind, text in outputs:
+                print(f"{cell:28} {kind:8} {text.rstrip()}")
+
+
+def main(argv: list[str]) -> int:
+    from .kit import Pool
+
+    with tempfile.TemporaryDirectory(prefix="gpn") as folder, pytest.MonkeyPatch.context() as patch:
+        pool = Pool(Path(folder), MACHINE, CONFIG)
+        pool.take_environment(patch)
+        pool.begin()
+        try:
+            asyncio.run(_write(argv or names(), Path(folder)))
+        finally:
+            pool.end()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

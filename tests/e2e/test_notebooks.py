@@ -1,0 +1,88 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The example notebooks in a crowd: each cell shows what it shows alone on an empty pool.
+
+The committed outputs are those of the run alone, see ``notebooks.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from contextlib import suppress
+
+import pytest
+
+from jupyter_gpupool.errors import BrokerUnavailable
+
+from . import notebooks
+from .kit import PATIENCE, until
+
+
+async def one(pool, name, label, room):
+    """Run a notebook when there is room; return (label, its cells, what the run alone showed)."""
+    async with room:
+        run = notebooks.CLIENTS.get(name, notebooks.by_nbclient)
+        rng = random.Random(label)
+        ran = await run(
+            name, pool.folder / f"{label}.json", label, lambda: rng.choice([0.0, 0.2, 1.6])
+        )
+    return label, notebooks.shown(ran), notebooks.shown(notebooks.read(name))
+
+
+def answers(pool):
+    """Return whether somebody has started the broker again; this test does not."""
+    with suppress(BrokerUnavailable):
+        return pool.status()["pid"]
+
+
+async def killer(pool, every, killed):
+    """End the broker with SIGKILL, again and again; count in ``killed``."""
+    while True:
+        await asyncio.sleep(every)
+        await until(lambda: answers(pool), "the broker to be back", PATIENCE)
+        await asyncio.to_thread(pool.kill_broker)
+        killed.append(pool)
+
+
+async def crowd(pool, names, at_once, kill_every):
+    room, killed = asyncio.Semaphore(at_once), []
+    runs = [asyncio.create_task(one(pool, name, label, room)) for label, name in names]
+    enemy = asyncio.create_task(killer(pool, kill_every, killed))
+    try:
+        done = await asyncio.gather(*runs)
+    finally:
+        enemy.cancel()
+        for run in runs:
+            run.cancel()
+        await asyncio.gather(enemy, *runs, return_exceptions=True)
+    return done, len(killed)
+
+
+def differences(done):
+    return [
+        f"{label} {here[0]}: {here[1]} instead of {there[1]}"
+        for label, cells, alone in done
+        for here, there in itertools.zip_longest(cells, alone)
+        if here != there
+    ]
+
+
+def test_no_cell_differs_from_a_run_alone_while_the_broker_is_killed(pool):
+    pool = pool(notebooks.MACHINE, **notebooks.CONFIG)
+    names = [(name, name) for name in notebooks.names()[::2]]
+    done, killed = asyncio.run(crowd(pool, names, at_once=12, kill_every=5))
+    assert differences(done) == []
+    assert killed, "no broker was killed: nothing was tested"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_all_notebooks_twice_with_twelve_at_a_time(pool):
+    pool = pool(notebooks.MACHINE, **notebooks.CONFIG)
+    names = [(f"{name}-{turn}", name) for turn in range(2) for name in notebooks.names()]
+    done, killed = asyncio.run(crowd(pool, names, at_once=12, kill_every=20))
+    assert differences(done) == []
+    assert len(done) == 2 * len(notebooks.names())
+    assert killed >= 2, "the broker was hardly killed: nothing was tested"
