@@ -165,8 +165,10 @@ async def by_argv(
     notebook = _emptied(name)
     write_connection_file(str(connection), transport="ipc", ip=str(connection.with_suffix("")))
     spec = KernelSpecManager().get_kernel_spec("gpupool-python3")
+    # Clients put the interpreter of the chosen environment in the place of a bare "python".
+    argv = [sys.executable if word == "python" else word for word in spec.argv]
     process = await asyncio.create_subprocess_exec(
-        *(word.replace("{connection_file}", str(connection)) for word in spec.argv),
+        *(word.replace("{connection_file}", str(connection)) for word in argv),
         env={**_named(label), **spec.env}, cwd=FOLDER, stdin=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     client = AsyncKernelClient()
