@@ -82,6 +82,9 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "home": ({"session": str, "token": str}, {"pid": int, "tid": int}),
     # the session's page is not at its name any more: put it back. ok, once it is there: -
     "page": ({"session": str, "token": str}, {"pid": int, "tid": int}),
+    # its first context, and it saw another device at cuInit than that of the slice. step: begin
+    # (ok: there is room for a context where it is) | move (ok: it sees the slice now) | cancel
+    "land": ({"session": str, "token": str, "step": str}, {"pid": int, "tid": int}),
     # ``bytes`` more than is granted on the session's device number ``device``. ok: granted
     "grow": ({"session": str, "token": str, "device": int, "bytes": int}, {"pid": int, "tid": int}),
     # ---- its agent again

@@ -327,6 +327,7 @@ class BrokerApp:
             for name in journal.records():
                 journal.put(name, None)
         journal.remember("boot", boot_id())
+        await self.guarding.settle(stored)
         found, dead = await recover(stored, service, self.runner.now(), _LOG)
         for name, owner, reason in dead:
             journal.put(name, None)

@@ -224,7 +224,11 @@ class DeviceEffects:
         session = self._runner.sessions.find(action.session)
         if session is None:
             return
-        obstacle = await self._close_gate(session)
+        obstacle = (
+            ("drain", "a process of it is on its way to its GPU")
+            if session.landing
+            else await self._close_gate(session)
+        )
         if obstacle:
             self._refused(action, *obstacle)
             return

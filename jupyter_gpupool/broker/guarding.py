@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Sequence
+from typing import Iterable, Sequence
 
 from ..config import BrokerSettings
 from ..config.settings import usable_attach
@@ -21,6 +22,7 @@ from .beyond import Beyond
 from .effects import DeviceEffects
 from .guards import Guards
 from .handlers import Handlers
+from .landing import Landings
 from .monitor import Monitor
 from .pages import ATTACHED, Pages, page_folder
 from .rooms import Rooms
@@ -97,6 +99,7 @@ class Guarding:
         pages.on_lease = activity.lease
         self.rooms = Rooms(runner, pages, activity)
         guards = Guards(runner, pages, activity, self.rooms, self._log)
+        guards.landings = self.landings = Landings(runner, self._effects, service, pages, self._log)
         watchdog = Watchdog(runner, self._effects, pages, self._log, policy=settings.overuse)
         self.turns = TurnKeeper(runner, pages, activity, self._log, turn=settings.turn)
         runner.guard = guards
@@ -169,12 +172,18 @@ class Guarding:
         """The broker ends; the sessions go on."""
         if self.pages is not None:
             self.turns.close()
+            self.landings.close()
             self.rooms.close()
             self.activity.close()
             if self.pages.close() and self._links is not None:
                 shutil.rmtree(self._links, ignore_errors=True)
 
     # ------------------------------------------------------------------ recovery
+
+    async def settle(self, sessions: Iterable[str]) -> None:
+        """See to processes that an earlier broker was moving, before anybody asks the driver."""
+        if self.pages is not None:
+            await asyncio.gather(*(self.landings.recover(name) for name in sessions))
 
     def adopt(self, session: Session, record: SessionRecord) -> None:
         """Go on with the page of a session that an earlier broker had."""

@@ -19,6 +19,7 @@ from ..pool.model import Refusal, SessionRecord
 from ..protocol import Message
 from .activity import Activity
 from .connection import Connection
+from .landing import Landings
 from .pages import ATTACHED, Pages
 from .rooms import Rooms
 from .runner import Runner, refused
@@ -48,7 +49,7 @@ _NOBODY = -1
 
 
 class Guards:
-    """Handles ``attach``, ``grow``, ``home`` and ``page``."""
+    """Handles ``attach``, ``grow``, ``home``, ``page`` and ``land``."""
 
     def __init__(
         self, runner: Runner, pages: Pages, activity: Activity, rooms: Rooms, log: logging.Logger
@@ -59,6 +60,8 @@ class Guards:
         self._rooms = rooms
         self._vain = Vain(pages)
         self._log = log
+        #: Moves processes to their slice; None where no driver call can be made.
+        self.landings: Landings | None = None
         self._sessions: dict[Connection, Session] = {}
         #: Growth asked of the pool, by connection: the answer's id.
         self._growing: dict[Connection, str] = {}
@@ -96,8 +99,15 @@ class Guards:
         if self._may_ask(connection, session, message, self._page_now):
             self._page_now(connection, session, message)
 
+    def land(self, connection: Connection, message: Message) -> None:
+        session = self._session(connection, message)
+        if self._may_ask(connection, session, message, self._land_now):
+            self._land_now(connection, session, message)
+
     def gone(self, connection: Connection) -> None:
         """A thread waits no more: interrupted, ended, or answered before."""
+        if self.landings is not None:
+            self.landings.gone(connection)
         rid = self._growing.pop(connection, None)
         if rid is not None:
             self._runner.forget(rid)
@@ -229,6 +239,11 @@ class Guards:
                 next_step="Restart the kernel to use a GPU again.",
             ) from None
         connection.answer(message.get("id"))
+
+    def _land_now(self, connection: Connection, session: Session, message: Message) -> None:
+        if self.landings is None or session.page is None:
+            raise RefusedError("This broker moves no process.", code="not-moved")
+        self.landings.ask(connection, session, message)
 
     def _settled(self, session: Session, record: SessionRecord) -> bool:
         """Return whether a process of the session has looked at its devices before this one."""

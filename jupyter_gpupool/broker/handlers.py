@@ -117,6 +117,7 @@ class Handlers:
         self.pages, self.guards = pages, guards
         self._methods |= {"attach": guards.attach, "grow": guards.grow}
         self._methods |= {"home": guards.home, "page": guards.page}
+        self._methods |= {"land": guards.land}
 
     # ------------------------------------------------------------------ Service
 
@@ -213,6 +214,7 @@ class Handlers:
             e.SessionOpened(
                 now=self.runner.now(), session=session.id, owner=owner, request=request,
                 attach=attach, label=message.get("label", "")[:MAX_NAME], rid=rid,
+                lands=bool(guarded),
             )
         )  # fmt: skip
         self.runner.forget(rid)

@@ -265,6 +265,9 @@ class Monitor:
         # They have no slice here, so nobody's slice covers this. (What is more than a slice, the
         # pool itself counts.)
         left = {name: footprints.pop(name) for name in footprints.keys() - granted.keys()}
+        for name in [name for name in left if self._lands_on(name, sample.uuid)]:
+            # The capacity lacks this room already.
+            del left[name], shown[name]
         device = self._runner.pool.device(sample.uuid)
         context = (device and device.context_bytes) or assumed(sample.total)
         unseen = sum(
@@ -288,6 +291,10 @@ class Monitor:
             if size or name in footprints:
                 footprints[name] = max(size, footprints.get(name, 0))
         return _Use(foreign, footprints, shown)
+
+    def _lands_on(self, name: str, uuid: str) -> bool:
+        session = self._runner.sessions.find(name)
+        return session is not None and uuid in session.landing
 
     def _counted(self) -> dict[str, Mapping[str, int]]:
         """Return the bytes that the guard counts now, by session and device."""

@@ -213,8 +213,12 @@ class Pages:
                 if path.name.removesuffix(_SUFFIX) not in self._sessions:
                     path.unlink(missing_ok=True)
 
+    def path_of(self, name: str) -> Path:
+        """Return where the page of the session ``name`` is, or would be."""
+        return self.folder / f"{name}{_SUFFIX}"
+
     def _path(self, session: Session) -> Path:
-        return self.folder / f"{session.id}{_SUFFIX}"
+        return self.path_of(session.id)
 
     def close(self) -> bool:
         """Forget the pages; remove the folder, and say so, if no session needs it any more."""

@@ -353,6 +353,11 @@ class Runner:
             session.agent.close()
         self.on_population(len(self.sessions))
 
+    def moved(self, device: str) -> None:
+        """A process has left this device: what was seen of it before is old."""
+        self.changes[device] = self.changes.get(device, 0) + 1
+        self.on_change()
+
     def _changed(self, slices: tuple[Slice, ...]) -> None:
         for piece in slices:
             self.changes[piece.device] = self.changes.get(piece.device, 0) + 1

@@ -106,6 +106,8 @@ class Session:
     guards: dict[Connection, int | None] = field(default_factory=dict)
     #: What its page said when it was last read; see ``activity``.
     use: Use = field(default_factory=Use)
+    #: Devices on which processes of it take a context before they are moved to its slice.
+    landing: tuple[str, ...] = ()
     #: It is being suspended by a rule, whether it is at rest or not.
     forced: bool = False
 

@@ -74,6 +74,8 @@ class SessionCalls:
         Seconds that submitted work may take to drain.
     call_timeout:
         Seconds that any other driver call may take, besides the time for copying.
+    alone:
+        Only ``root`` itself, and no other process of the session.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class SessionCalls:
         *,
         lock_timeout: float,
         call_timeout: float,
+        alone: bool = False,
     ) -> None:
+        self._alone = alone
         self._worker = worker
         self._root = root
         self._session = session
@@ -131,6 +135,13 @@ class SessionCalls:
 
         ``again``: it was asked a moment ago, in the same operation.
         """
+        if self._alone:
+            self.pids.add(self._root.pid)
+            presence = processes.presence(self._root)
+            if presence != "alive":
+                status: SuspendStatus = "gone" if presence == "gone" else "drain"
+                raise Refused(status, checkpoint.absent(self._root, presence))
+            return [self._root]
         fields = {"root": _wire(self._root), "session": self._session, "again": again}
         try:
             answer = await self._worker.ask("find", self._call_timeout, **fields)

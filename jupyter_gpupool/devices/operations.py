@@ -61,6 +61,22 @@ class Operation:
         #: Processes that were to be locked, and may be yet: the driver has not said.
         self.late: list[ProcessId] = []
 
+    @property
+    def root(self) -> ProcessId:
+        """The session's first process."""
+        return self._root
+
+    @property
+    def driver_seconds(self) -> float:
+        """Seconds spent inside driver calls so far."""
+        return self._calls.driver_seconds
+
+    def again(self) -> Operation:
+        """Return a second operation on the same processes, whose leftovers are this one's."""
+        second = Operation(self._calls, self._sampler, self._root)
+        second.unsettled, second.late = self.unsettled, self.late
+        return second
+
     # ------------------------------------------------------------------ suspend
 
     async def suspend(self, devices: Sequence[str]) -> SuspendOutcome:

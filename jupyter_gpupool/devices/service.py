@@ -26,7 +26,7 @@ from typing import (
 
 from ..errors import DriverError
 from ..pool.model import Device
-from . import contexts, driver, processes, residue
+from . import contexts, driver, landing, processes, residue
 from .calls import SessionCalls
 from .children import Child, child_environment
 from .examiner import Examiner, Findings
@@ -175,6 +175,7 @@ class DeviceService:
         await asyncio.gather(*(test(uuid) for uuid in fresh))
         self._sampler.numbers.settle()
         await self._set_reserved(before)
+        self._devices = {uuid: self._with_landing(d) for uuid, d in self._devices.items()}
 
     # ------------------------------------------------------------------ maintenance
 
@@ -320,7 +321,8 @@ class DeviceService:
             found = await self._shielded(self._self_test(device, migrate=able.migrate))
         (self.untested.discard if found.verdict.tested else self.untested.add)(uuid)
         limits = able.reason if self._peers(device) else ""
-        self._devices[uuid] = tested = self._examiner.apply(found, self._device(uuid), limits)
+        tested = self._with_landing(self._examiner.apply(found, self._device(uuid), limits))
+        self._devices[uuid] = tested
         return tested
 
     async def _self_test(self, device: Device, *, migrate: bool) -> Findings:
@@ -356,6 +358,19 @@ class DeviceService:
         """
         device = self._device(uuid)
         return device.context_bytes or contexts.assumed(device.memory_total)
+
+    def _with_landing(self, device: Device) -> Device:
+        """Return a device with the room that it keeps for processes which must leave it.
+
+        A context's: a process that asked about the device, and whose session got its slice on
+        another of the model, takes its first context here and is moved there.
+        """
+        moves = any(d.can_migrate and d.tier == "guarded" for d in self._others(device))
+        lands = moves and device.can_migrate and device.tier == "guarded"
+        return replace(device, landing_bytes=self.context_bytes(device.uuid) if lands else 0)
+
+    def _others(self, device: Device) -> list[Device]:
+        return [self._devices[uuid] for uuid in self._peers(device)]
 
     def _peers(self, device: Device) -> list[str]:
         """Return the other devices of the same model, the next one by index first."""
@@ -438,6 +453,39 @@ class DeviceService:
 
         return await self._perform(run, root, session, devices)
 
+    async def land(
+        self,
+        process: ProcessId,
+        devices: Sequence[str],
+        origin: Sequence[str],
+        *,
+        session: str,
+        need: Mapping[str, int],
+        restoring: Callable[[], None],
+    ) -> ResumeOutcome:
+        """Move one process of a session to the session's devices. See :mod:`.landing`."""
+
+        async def run(operation: Operation) -> ResumeOutcome:
+            return await landing.land(
+                operation, devices, origin, need, self._physical(), restoring=restoring
+            )
+
+        both = [*dict.fromkeys((*devices, *origin))]
+        return await self._perform(run, process, session, both, alone=True)
+
+    async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
+        """Let a process run whose landing a broker left in its middle.
+
+        Return the driver's state as it was found, and what stands in the way.
+        """
+        if processes.presence(process) == "gone":
+            return "gone", ""
+
+        async def run(operation: Operation) -> tuple[str, str]:
+            return await landing.interrupted(operation, process)
+
+        return await self._perform(run, process, session, self._free_device(), alone=True)
+
     async def driver_state(self, root: ProcessId, *, session: str) -> SessionState:
         """Return what the driver says of a session: the worst over its processes.
 
@@ -491,7 +539,13 @@ class DeviceService:
         return (free or [*self._locks])[:1]
 
     def _operation(
-        self, worker: Child, root: ProcessId, session: str, call_timeout: float | None = None
+        self,
+        worker: Child,
+        root: ProcessId,
+        session: str,
+        call_timeout: float | None = None,
+        *,
+        alone: bool = False,
     ) -> Operation:
         calls = SessionCalls(
             worker,
@@ -499,6 +553,7 @@ class DeviceService:
             session,
             lock_timeout=self._lock_timeout,
             call_timeout=self._call_timeout if call_timeout is None else call_timeout,
+            alone=alone,
         )
         return Operation(calls, self._sampler, root)
 
@@ -508,11 +563,13 @@ class DeviceService:
         root: ProcessId,
         session: str,
         devices: Sequence[str],
+        *,
+        alone: bool = False,
     ) -> _T:
         async def perform() -> _T:
             async with self._locked(devices):
                 late = await self._forget_settling(root)
-                operation = self._operation(self._workers[devices[0]], root, session)
+                operation = self._operation(self._workers[devices[0]], root, session, alone=alone)
                 result = await run(operation)
             if not (isinstance(result, SuspendOutcome) and result.status == "suspended"):
                 operation.late += [process for process in late if process not in operation.late]

@@ -117,7 +117,10 @@ class Tick(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened(Event):
-    """A kernel (or command) joins, detached. Refused with :class:`Answer` if never satisfiable."""
+    """A kernel (or command) joins, detached. Refused with :class:`Answer` if never satisfiable.
+
+    ``lands``: its processes can be moved to their slice from another device of the model.
+    """
 
     session: str
     owner: Owner
@@ -125,6 +128,7 @@ class SessionOpened(Event):
     attach: AttachPolicy
     label: str = ""
     rid: str = ""
+    lands: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +157,7 @@ class HoldTaken(Event):
     hold again that the session already has is answered again and changes nothing.
 
     ``bound`` are the devices that its processes have settled on (cuInit needs no lease): without
-    suspended state, the lease must be there.
+    suspended state, the lease must be there, or on others of the model if the session lands.
     """
 
     session: str

@@ -255,6 +255,7 @@ class Handlers:
                 request=event.request,
                 attach=event.attach,
                 label=event.label,
+                lands=event.lands,
                 opened_at=books.now,
                 state_since=books.now,
             )
@@ -281,6 +282,7 @@ class Handlers:
             slices=record.slices if attached else (),
             suspended=() if attached else record.suspended,
             bound=record.bound,
+            lands=record.lands,
             last_devices=record.last_devices,
             pinned_reason=record.pinned_reason,
             pinned_at=record.pinned_at,

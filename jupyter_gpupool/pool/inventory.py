@@ -349,7 +349,8 @@ class Inventory:
 
     def _resize(self, ledger: DeviceLedger, settings: PoolSettings) -> None:
         device = ledger.device
-        ledger.capacity = max(0, device.memory_total - device.memory_reserved - settings.reserve)
+        kept = device.memory_reserved + device.landing_bytes + settings.reserve
+        ledger.capacity = max(0, device.memory_total - kept)
         ledger.excess = max(0, ledger.granted - ledger.capacity)
         self._total = None
         self._touch(ledger)

@@ -91,6 +91,7 @@ class Session:
     slices: tuple[Slice, ...] = ()
     suspended: tuple[Slice, ...] = ()
     bound: tuple[str, ...] = ()
+    lands: bool = False
     last_devices: tuple[str, ...] = ()
     pinned_reason: str = ""
     pinned_at: float = 0.0
@@ -232,6 +233,7 @@ class Session:
             slices=self.slices,
             suspended=self.suspended,
             bound=self.bound,
+            lands=self.lands,
             last_devices=self.last_devices,
             footprint=self.footprint,
             pinned_reason=self.pinned_reason,

@@ -115,6 +115,10 @@ class Pool:
         ledger = self._books.inventory.devices.get(uuid)
         return None if ledger is None else ledger.device
 
+    def devices(self) -> list[Device]:
+        """Return all devices as they were announced."""
+        return [ledger.device for ledger in self._books.inventory.devices.values()]
+
     def growable(self, session: str) -> tuple[int, ...]:
         """Return by how many bytes each slice of an attached session could grow now, in order.
 

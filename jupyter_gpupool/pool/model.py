@@ -77,6 +77,9 @@ class Device:
     tier_reason: str = ""
     #: Bytes that a process's first CUDA context takes here, as measured; 0: not known.
     context_bytes: int = 0
+    #: Bytes that no slice gets: room for the context of a process that saw this device when it
+    #: called cuInit, and is moved to its slice on another device with it. 0: nobody can be.
+    landing_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +186,8 @@ class SessionRecord:
     suspended: tuple[Slice, ...] = ()
     #: Devices this process can not leave except by suspend and restore: it has called cuInit.
     bound: tuple[str, ...] = ()
+    #: Its processes can be moved from there to their slice at their first context (see the guard).
+    lands: bool = False
     #: The devices of the last lease: placement prefers them.
     last_devices: tuple[str, ...] = ()
     footprint: int = 0

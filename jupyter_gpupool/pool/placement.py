@@ -4,9 +4,10 @@
 
 A session with suspended state needs, for each device that the state came from, a device of the
 same model that can take migrated state (or the very device), each on a distinct one. A session
-that has called cuInit but holds nothing can only go where it was: its process knows no other
-device. Everybody else goes anywhere. The devices of the last lease come first (no migration), then
-the tightest device with room (best fit), which keeps the large holes for large requests.
+that has called cuInit but holds nothing knows only the device that it saw: it can go to others of
+the model where its processes can be moved with their first context, else nowhere. Everybody else
+goes anywhere. The devices of the last lease come first (no migration), then the tightest device
+with room (best fit), which keeps the large holes for large requests.
 """
 
 from __future__ import annotations
@@ -165,8 +166,19 @@ def needs_of(session: Session, inventory: Inventory, settings: PoolSettings) -> 
             return _in_place(found, inventory) or tuple(found)
         return tuple(found)
     if session.bound:
-        return tuple(Need(memory, memory, fixed=uuid) for uuid in session.bound)
+        return tuple(_bound(memory, uuid, session, inventory) for uuid in session.bound)
     return (Need(memory, memory),) * session.request.devices
+
+
+def _bound(memory: int, uuid: str, session: Session, inventory: Inventory) -> Need:
+    """Return what a session needs in the place of a device that its processes have looked at.
+
+    Any of the model where they can be moved to it with their first context, else that device.
+    """
+    device = inventory.placeholder(uuid).device
+    if session.lands and device.landing_bytes:
+        return Need(memory, memory, model=device.model)
+    return Need(memory, memory, fixed=uuid)
 
 
 def charge_of(request: Request, needs: Sequence[Need]) -> int:
@@ -199,8 +211,8 @@ def above(asked: Asked, less: Asked) -> bool:
 
 
 def preferred(session: Session) -> tuple[str, ...]:
-    """Return the devices where it was last, in its order."""
-    return tuple(s.device for s in session.suspended) or session.last_devices
+    """Return the devices where it was last, or that it sees, in its order."""
+    return tuple(s.device for s in session.suspended) or session.bound or session.last_devices
 
 
 def in_turn(needs: Sequence[Need]) -> list[int]:
@@ -295,6 +307,6 @@ def in_order(
 ) -> tuple[Slice, ...]:
     """Return the chosen slices in the order of ``needs``; if that is none, by device number."""
     slices = [chosen[at] for at in range(len(needs))]
-    if not any(need.origin or need.fixed for need in needs):
+    if all(need.group == "any" for need in needs):
         slices.sort(key=lambda s: inventory[s.device].device.index)
     return tuple(slices)

@@ -162,6 +162,8 @@ def _busy(books: Books, memory: int, devices: int) -> str:
 def _settled(books: Books, s: Session) -> str:
     """Say why a session waits for devices of its own while others may be free: CUDA's rule."""
     ledgers = [books.inventory[uuid] for uuid in s.bound]
+    if s.needs and not any(need.fixed for need in s.needs):
+        return _of_model(books, s, [ledger.device.model for ledger in ledgers])
     free = format_bytes(max(0, min(ledger.avail for ledger in ledgers)))
     names = ", ".join(str(ledger.device.index) for ledger in ledgers)
     where = f"GPU {names}" if len(ledgers) == 1 else f"each of GPUs {names}"
@@ -172,6 +174,17 @@ def _settled(books: Books, s: Session) -> str:
         else "it has initialised CUDA there, and can move only once it has had its slice"
     )
     return f"{format_bytes(needed)} is needed on {where} and {free} is free there; {why}"
+
+
+def _of_model(books: Books, s: Session, models: list[str]) -> str:
+    names = " and ".join(dict.fromkeys(models))
+    free = max(
+        (d.avail for d in books.inventory.devices.values() if d.device.model in models), default=0
+    )
+    return (
+        f"{format_bytes(s.request.memory)} is needed on a GPU of the model {names}, and at most "
+        f"{format_bytes(max(0, free))} is free on one; CUDA was initialised on this model"
+    )
 
 
 class News:

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import threading
+import uuid
 
 CUDA = ctypes.CDLL("libcuda.so.1")
 POINTER = ctypes.c_uint64
@@ -37,6 +38,67 @@ def do_init(_):
     count = ctypes.c_int()
     call("cuDeviceGetCount", ctypes.byref(count))
     return count.value
+
+
+def do_ask(_):
+    """What programs ask of devices before they use one."""
+    call("cuInit", 0)
+    count, number, total = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
+    call("cuDeviceGetCount", ctypes.byref(count))
+    name = ctypes.create_string_buffer(100)
+    for device in range(count.value):
+        call("cuDeviceGetName", name, 100, device)
+        call("cuDeviceGetAttribute", ctypes.byref(number), 16, device)
+        call("cuDeviceTotalMem_v2", ctypes.byref(total), device)
+    return [f"GPU-{uuid.UUID(bytes=uuid_of(device))}" for device in range(count.value)]
+
+
+def uuid_of(device):
+    found = ctypes.create_string_buffer(16)
+    call("cuDeviceGetUuid_v2", found, device)
+    return found.raw
+
+
+def do_retain(command):
+    """The first call that needs a lease, on one of several devices."""
+    context = ctypes.c_void_p()
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), command["device"])
+    call("cuCtxSetCurrent", context)
+
+
+def do_release(command):
+    call("cuDevicePrimaryCtxRelease_v2", command["device"])
+
+
+def do_threads(command):
+    """Contexts in many threads at once; the results."""
+    found = []
+
+    def make():
+        context = ctypes.c_void_p()
+        found.append(CUDA.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
+
+    threads = [threading.Thread(target=make) for _ in range(command["count"])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def do_sub(command):
+    """Let a child process, which stays, do something."""
+    if not CHILDREN:
+        CHILDREN.append(
+            subprocess.Popen(
+                [sys.executable, "-m", __spec__.name],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+        CHILDREN[0].stdout.readline()
+    CHILDREN[0].stdin.write(json.dumps(command["command"]) + "\n")
+    CHILDREN[0].stdin.flush()
+    return json.loads(CHILDREN[0].stdout.readline())["ok"]
 
 
 def do_context(_):

@@ -30,7 +30,8 @@ PYTHONPATH = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "light")))
 
 #: Two small devices; a context costs something, as on real ones.
 MACHINE = "2x512MiB,context=32MiB"
-CAPACITY = 512 * MiB
+CAPACITY = (512 - 32) * MiB  # each keeps room for a context
+SINGLE = 512 * MiB  # where there is only one, it does not
 
 #: What a session asks for here: no two fit on one device.
 BIG = 300 * MiB

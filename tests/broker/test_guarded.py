@@ -4,7 +4,12 @@
 
 from __future__ import annotations
 
+import struct
+from pathlib import Path
+
 import pytest
+
+from jupyter_gpupool.guard import page as layout
 
 from . import kit
 from .kit import MiB, wait_until
@@ -42,6 +47,14 @@ class Program(kit.Kernel):
 
     def status(self):
         return self.broker.session(self.session)
+
+    def mark(self):
+        """How far its process is on its way to its slice, by the page."""
+        data = Path(self.env["GPUPOOL_PAGE"]).read_bytes()
+        for at in range(layout.HEADER_BYTES, layout.SIZE, layout.SLOT_BYTES):
+            if struct.unpack_from("<I", data, at + 4)[0] == self.process.pid:
+                return struct.unpack_from("<Q", data, at + layout._LANDING_AT)[0]
+        return None
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from jupyter_gpupool.broker.scrape import DEADLINE, MAX_HEAD, MOST
 from jupyter_gpupool.errors import RefusedError
 
-from .kit import BIG, CAPACITY, Broker, MiB, remove, short_folder, wait_until
+from .kit import BIG, SINGLE, Broker, MiB, remove, short_folder, wait_until
 
 PREFIX = "jupyter_gpupool_"
 
@@ -148,7 +148,7 @@ def test_a_session_waits_attaches_and_is_suspended(broker, port, kernel):
 
     first = sees(device_used_bytes=0)  # read although there is no session yet
     assert first["device_up", device] == 1
-    assert first["device_capacity_bytes", device] == CAPACITY
+    assert first["device_capacity_bytes", device] == SINGLE
     assert first["device_granted_bytes", device] == first["device_suspend_seconds_count", device]
     assert first["device_attached_seconds_total", device] == 0
     assert first["pool_host_budget_bytes",] == 2 << 30
@@ -161,7 +161,7 @@ def test_a_session_waits_attaches_and_is_suspended(broker, port, kernel):
     one.do("alloc", bytes=64 * MiB, byte=7)
     now = sees(device_granted_bytes=BIG, device_used_bytes=96 * MiB)
     assert sessions(now) == {("active", "notebook"): 1, ("detached", "interactive"): 1}
-    assert now["device_free_bytes", device] == CAPACITY - BIG
+    assert now["device_free_bytes", device] == SINGLE - BIG
     assert now["device_foreign_bytes", device] == 0
     assert 0 <= now["device_utilisation_ratio", device] <= 1
     assert now["device_wait_seconds_count", device] == 1

@@ -286,7 +286,7 @@ def test_growth_is_in_the_page_before_the_answer(broker, kernel):
 
 
 def test_growth_into_a_neighbours_slice_is_refused(broker, kernel):
-    first, second = kernel(memory=BIG, devices=2), kernel(memory=100 * MiB, limit=500 * MiB)
+    first, second = kernel(memory=BIG, devices=2), kernel(memory=100 * MiB, limit=400 * MiB)
     first.lease()
     second.lease()
     answer = second.ask("grow", device=0, bytes=200 * MiB)

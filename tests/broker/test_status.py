@@ -53,22 +53,22 @@ def test_limits_are_those_that_a_request_is_judged_by(make):
 def test_most_bytes_is_what_the_broker_gives(make):
     """Of a session on two devices: half of a quota, and of host memory."""
     broker = make(
-        emulate=MACHINE, host_memory="500MiB", quotas={"*": {"memory": "600MiB", "devices": 2}}
+        emulate=MACHINE, host_memory="400MiB", quotas={"*": {"memory": "600MiB", "devices": 2}}
     )
-    assert broker.status()["limits"]["memory"] == 500 * MiB
+    assert broker.status()["limits"]["memory"] == 400 * MiB
     kernel = Kernel(broker, "a", memory=100 * MiB, devices=2)
     try:
         assert broker.session(kernel.session)["slices"] == []
         kernel.attach()
         seen = broker.session(kernel.session)
-        assert seen["most_bytes"] == 250 * MiB
+        assert seen["most_bytes"] == 200 * MiB
         assert [s["device"] for s in seen["slices"]] == seen["devices"]
         assert [s["granted_bytes"] for s in seen["slices"]] == [100 * MiB] * 2
         with broker.client() as client:
             with pytest.raises(RefusedError) as error:
-                client.call("request", session=kernel.session, memory=251 * MiB)
+                client.call("request", session=kernel.session, memory=201 * MiB)
             assert error.value.code == "over-host"
-            client.call("request", session=kernel.session, memory=250 * MiB)
+            client.call("request", session=kernel.session, memory=200 * MiB)
     finally:
         kernel.close()
 

@@ -30,6 +30,16 @@ CUresult guard_settle(void)
     return 0;
 }
 
+bool landing_moves(void)
+{
+    return false;
+}
+
+CUresult landing_wait(void)
+{
+    return 0;
+}
+
 struct page_slot *guard_slot(void)
 {
     return &page.slot[0];

@@ -28,11 +28,27 @@ CHOICES = [
     ("0", [0]),
     ("1", [1]),
     ("1,0", [1, 0]),
-    ("0,7,1", [0]),
-    ("7", []),
+    ("0,-1,1", [0]),
     ("", []),
     ("-1", []),
-    ("GPU-00000000-0000-0000-0000-000000000000", []),
+    ("NoDevFiles", []),
+    ("0,0", []),  # a device that is named twice hides all
+    ("rubbish", []),
+    ("0,rubbish,1", [0]),
+    (" 1 , 0 ", [1, 0]),
+    ("1st", [1]),  # as strtoul reads it
+]
+#: Of these, GPUs that the session does not have: left out, but a session that has none of them
+#: means "a GPU".
+OTHERS = [
+    ("7", [0, 1]),
+    ("2,3", [0, 1]),
+    ("0,7,1", [0, 1]),
+    ("5,1", [1]),
+    ("GPU-00000000-0000-0000-0000-000000000000", [0, 1]),
+    ("MIG-00000000-0000-0000-0000-000000000000", [0, 1]),
+    ("MIG-GPU-00000000-0000-0000-0000-000000000000/1/0", [0, 1]),
+    ("{0},GPU-00000000-0000-0000-0000-000000000000", [0]),
 ]
 
 
@@ -515,26 +531,58 @@ def test_without_a_session_the_guard_only_passes_on(session):
 # ---------------------------------------------------------------------- devices
 
 
-@pytest.mark.parametrize(("visible", "expected"), CHOICES)
-def test_a_process_sees_the_devices_of_its_session(make_session, visible, expected):
-    session = make_session("4x1GiB,context=32MiB")
+def seen_by(session, visible, **variables):
+    """Return the session's ordinals of the devices that a process sees, its cuInit and stderr."""
     mine, home = [session.uuids[3], session.uuids[2]], session.uuids[:2]
     session.grant(mine)
-    names = {"h0": home[0], "h1": home[1]}
     if visible is not None:
-        visible = visible.format(*mine, **names)
-    found = session.python(
+        visible = visible.format(*mine, h0=home[0], h1=home[1])
+    code = (
         "import ctypes, uuid; C = ctypes.CDLL('libcuda.so.1'); n = ctypes.c_int()\n"
         "error = C.cuInit(0); C.cuDeviceGetCount(ctypes.byref(n))\n"
         "b = ctypes.create_string_buffer(16)\n"
         "for i in range(n.value):\n"
         "    C.cuDeviceGetUuid_v2(b, i); print('GPU-%s' % uuid.UUID(bytes=b.raw))\n"
-        "print(error)",
-        CUDA_VISIBLE_DEVICES=visible,
-        GPUPOOL_VISIBLE=",".join(home),
-    ).split()
-    assert found[:-1] == [mine[i] for i in expected]
-    assert found[-1] == ("0" if expected else "100")
+        "C.cuInit(0); print(error)"
+    )
+    done = session.run(
+        sys.executable, "-c", code, CUDA_VISIBLE_DEVICES=visible,
+        GPUPOOL_VISIBLE=",".join(home), **variables,
+    )  # fmt: skip
+    *found, error = done.stdout.split()
+    return [mine.index(uuid) for uuid in found], error, done.stderr
+
+
+@pytest.mark.parametrize(("visible", "expected"), CHOICES)
+def test_a_process_sees_the_devices_of_its_session(make_session, visible, expected):
+    session = make_session("4x1GiB,context=32MiB")
+    error = "0" if expected else "100"
+    assert seen_by(session, visible) == (expected, error, "")
+
+
+@pytest.mark.parametrize(("visible", "expected"), OTHERS)
+def test_a_gpu_that_the_session_lacks_means_a_gpu_and_one_line_says_so(
+    make_session, visible, expected
+):
+    session = make_session("4x1GiB,context=32MiB")
+    found, error, said = seen_by(session, visible)
+    assert (found, error) == (expected, "0")
+    assert said.count("\n") == 1
+    assert "names a GPU that this session does not have" in said
+
+
+@pytest.mark.parametrize("order", ["FASTEST_FIRST", "PCI_BUS_ID", "rubbish"])
+def test_the_order_of_the_driver_does_not_change_the_order_of_the_slice(make_session, order):
+    session = make_session("4x1GiB,context=32MiB")
+    assert seen_by(session, "1,0", CUDA_DEVICE_ORDER=order) == ([1, 0], "0", "")
+
+
+def test_a_variable_that_is_set_after_the_library_was_loaded_counts(session):
+    """Python's os.environ is seen by getenv(); cuInit has not been called yet."""
+    child = session.child()
+    assert child.do("_ = number(C.cuDriverGetVersion) > 0")
+    code = "os.environ['CUDA_VISIBLE_DEVICES'] = '1'; _ = C.cuInit(0), number(C.cuDeviceGetCount)"
+    assert child.do(code) == (0, 1)
 
 
 def test_devices_are_settled_at_the_first_cuinit(session):
@@ -571,14 +619,17 @@ def test_cuinit_with_a_lease_or_without_a_broker_asks_nobody(session):
 
 
 def test_a_context_is_never_made_where_nothing_is_granted(session):
-    """cuInit before the lease, which is on another device: an error, not a neighbour's GPU."""
+    """cuInit before the lease, which is on another device, and the broker does not move it."""
     home = session.uuids[0]
+    session.broker.answer = lambda _: {"type": "error", "code": "not-moved", "message": "no"}
     child = session.child(GPUPOOL_VISIBLE=home, CUDA_VISIBLE_DEVICES=home)
     session.grant(session.uuids[:1])
     assert child.do("_ = C.cuInit(0)") == 0
     session.grant(session.uuids[1:])
     assert child.do("_ = context()") == 46
+    assert [m["step"] for m in session.broker.messages] == ["begin"]
     assert session.slots()[0].used[0] == 0
+    assert session.slots()[0].landing == pages.LANDING_NONE
     session.grant(session.uuids[:1])
     assert child.do("_ = context()") == 0
 

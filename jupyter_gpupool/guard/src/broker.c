@@ -137,6 +137,10 @@ static int receive(int fd, char *answer, size_t *have)
     return strchr(answer, '\n') || *have == ANSWER_BYTES - 1;
 }
 
+/* This thread's question has been acted upon as soon as it was sent: an interrupt takes it back only
+ * while there is no broker, and none that is away for long is given up. */
+static __thread bool through;
+
 /* `at_most`: nanoseconds after which the answer is not worth waiting for, and a broker that is away
  * not worth looking for; 0: as long as it takes. */
 static enum answer ask(const struct text *question, bool for_gate, uint64_t at_most)
@@ -155,7 +159,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
     polite_begin(&p);
     for (;;) {
         result = ANSWER_INTERRUPTED;
-        if (polite_interrupted(&p))
+        if (polite_interrupted(&p) && !(through && fd >= 0))
             break;
         result = ANSWER_OK;
         if (for_gate && gate_lets(true))
@@ -166,9 +170,9 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
         if (fd < 0) {
             if (at_most && since)
                 break;
-            if (away && monotonic() - away >= revive(broker.socket))
+            if (away && monotonic() - away >= revive(broker.socket) && !through)
                 break;
-            if (hung && monotonic() - hung >= AWAY_NS)
+            if (hung && monotonic() - hung >= AWAY_NS && !through)
                 break;
             fd = dial();
             since = monotonic();
@@ -252,4 +256,18 @@ CUresult broker_grow(int ordinal, uint64_t more)
     if (answer == ANSWER_REFUSED)
         return CUDA_ERROR_OUT_OF_MEMORY;
     return answer == ANSWER_OK ? error : CUDA_ERROR_SYSTEM_NOT_READY;
+}
+
+CUresult broker_land(const char *step)
+{
+    struct text question = {.length = 0};
+    put_head(&question, "land");
+    put(&question, ",\"step\":\"%s\",\"pid\":%d,\"tid\":%ld}\n", step, (int)getpid(),
+        syscall(SYS_gettid));
+    through = !strcmp(step, "move");
+    enum answer answer = ask(&question, false, 0);
+    through = false;
+    return answer == ANSWER_OK        ? CUDA_SUCCESS
+           : answer == ANSWER_REFUSED ? CUDA_ERROR_DEVICE_UNAVAILABLE
+                                      : CUDA_ERROR_SYSTEM_NOT_READY;
 }

@@ -103,16 +103,27 @@ struct here here_of_stream(CUstream stream, bool per_thread)
 
 /* ---- the constant, and what ends with a context */
 
+/* What has a context has moved with its session. */
+static bool any_live(struct devices *d)
+{
+    bool live = false;
+    own_lock(&d->lock);
+    for (int i = 0; i < PAGE_DEVICES; i++)
+        live |= d->device[i].live != 0;
+    own_unlock(&d->lock);
+    return live;
+}
+
 /* Before a context is made: charged unless one is there. A second thread that makes one at the
  * same time charges too, and gets it back: nobody waits for a lock while the broker is asked. */
-static CUresult context_begin(CUdevice device, int ordinal, uint64_t *charged)
+static CUresult context_begin(int ordinal, uint64_t *charged)
 {
     struct devices *d = devices();
     struct page_slot *slot = guard_slot();
     *charged = 0;
     if (ordinal < 0 || !d || !slot)
         return CUDA_SUCCESS;
-    CUresult result = guard_sees_slice(device);
+    CUresult result = any_live(d) ? CUDA_SUCCESS : landing(ordinal);
     if (result)
         return result;
     own_lock(&d->lock);
@@ -124,6 +135,8 @@ static CUresult context_begin(CUdevice device, int ordinal, uint64_t *charged)
     result = guard_charge(ordinal, bytes);
     if (!result)
         *charged = bytes;
+    else
+        landing_over();
     return result;
 }
 
@@ -149,6 +162,8 @@ static CUresult context_end(CUresult result, int ordinal, uint64_t charged, CUco
         charged = 0;
     }
     own_unlock(&d->lock);
+    guard_follow(any_live(d));
+    landing_over();
     guard_credit(ordinal, charged);
     return result;
 }
@@ -187,6 +202,8 @@ static void context_gone(int ordinal, CUcontext context, bool was_primary)
         __atomic_store_n(&guard_slot()->context[ordinal], 0, __ATOMIC_RELAXED);
     }
     own_unlock(&d->lock);
+    if (!any_live(d))
+        guard_follow(false);
     guard_credit(ordinal, bytes);
     pools_settle(ordinal);
 }
@@ -197,7 +214,7 @@ static void context_gone(int ordinal, CUcontext context, bool was_primary)
     ENTER;                                                                         \
     int ordinal = here_of_device(device).ordinal;                                  \
     uint64_t charged;                                                              \
-    CUresult result = context_begin(device, ordinal, &charged);                            \
+    CUresult result = context_begin(ordinal, &charged);                              \
     if (result)                                                                    \
         return result;                                                             \
     result = context_end(call, ordinal, charged, NULL);                            \
@@ -243,7 +260,7 @@ CUresult wrap_cuGreenCtxCreate(CUgreenCtx *out, void *resources, CUdevice device
     ENTER;
     int ordinal = here_of_device(device).ordinal;
     uint64_t charged;
-    CUresult result = context_begin(device, ordinal, &charged);
+    CUresult result = context_begin(ordinal, &charged);
     if (result)
         return result;
     result = context_end(REAL(cuGreenCtxCreate)(out, resources, device, flags), ordinal, charged, NULL);
@@ -294,7 +311,7 @@ CUresult wrap_cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
     ENTER;
     int ordinal = here_of_device(device).ordinal;
     uint64_t charged;
-    CUresult result = context_begin(device, ordinal, &charged);
+    CUresult result = context_begin(ordinal, &charged);
     if (result)
         return result;
     result = REAL(cuDevicePrimaryCtxRetain)(out, device);

@@ -44,6 +44,8 @@ uint64_t monotonic(void)
 
 bool gate_lets(bool use)
 {
+    if (landing_moves())
+        return false;
     uint8_t gate = __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST);
     if (gate == GATE_OPEN)
         return true;
@@ -86,7 +88,8 @@ CUresult gate_pass(void)
          * without a lease. Frameworks know this answer from a driver that was unloaded first. */
         if (__atomic_load_n(&ending, __ATOMIC_ACQUIRE) || polite_finalizing())
             return CUDA_ERROR_DEINITIALIZED;
-        CUresult error = __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_PAUSED
+        CUresult error = landing_moves() ? landing_wait()
+                         : __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_PAUSED
                              ? sit_out()
                              : broker_attach();
         if (error)
@@ -112,13 +115,21 @@ void gate_at_exit(void)
 uint32_t guard_arrears;
 static uint32_t arrears_lock;
 
-/* While anything is owed the entry points take the slow path, whatever the gate says. */
+/* While anything is owed, or the process is moved, the entry points take the slow path, whatever the
+ * gate says. */
 static void point(void)
 {
-    bool shut = __atomic_load_n(&guard_arrears, __ATOMIC_SEQ_CST) != 0;
+    bool shut = __atomic_load_n(&guard_arrears, __ATOMIC_SEQ_CST) != 0 || landing_moves();
     const uint8_t *gate = shut ? &guard_shut : guard_page ? &guard_page->gate : &guard_open;
     bool blocks = __atomic_load_n(&context, __ATOMIC_ACQUIRE);
     guard_gates(gate, shut || blocks ? gate : &guard_open);
+}
+
+void gate_point(void)
+{
+    own_lock(&arrears_lock);
+    point();
+    own_unlock(&arrears_lock);
 }
 
 void gate_arrears(enum arrears what, bool more)
@@ -141,7 +152,7 @@ static bool owing(void)
 
 bool gate_closed(void)
 {
-    return __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_CLOSED;
+    return landing_moves() || __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_CLOSED;
 }
 
 /* Closed, and no lease any more: the broker takes it from the page once all processes of the session
@@ -348,6 +359,12 @@ CUresult gate_step_in(void)
             return error;
         }
     }
+}
+
+void gate_step_back(void)
+{
+    if (inside.inflight)
+        __atomic_add_fetch(inside.inflight, 1, __ATOMIC_SEQ_CST);
 }
 
 /* ---- what the process has done */

@@ -92,6 +92,10 @@ bool gate_closed(void);
 /* Inside a call that is counted, around a wait for the broker: a suspend need not wait for it. */
 void gate_step_out(void);
 CUresult gate_step_in(void);
+/* The entry points look at the gate again: a landing has begun or ended. */
+void gate_point(void);
+/* In place of gate_step_in where the call returns an error without entering the driver again. */
+void gate_step_back(void);
 
 /* Remember what the driver says of the devices, to answer while it would block (cached.c). */
 void cached_fill(void);
@@ -112,11 +116,24 @@ int guard_ordinal(CUdevice device);
 /* Ordinal in the session of the current context's device; -1 if there is none. */
 int guard_current(void);
 
-/* Before the first context of this process on `device`, with the gate open: whether what it sees
- * under that number is the slice. A process settles at cuInit, without a lease; if its session gets
- * or moves to another device before it has a context, it must not take memory where none was
- * granted. CUDA_ERROR_DEVICE_UNAVAILABLE then, and a sentence on standard error. */
-CUresult guard_sees_slice(CUdevice device);
+/* Whether what this process sees as the session's device `ordinal` is the slice. A process settles on
+ * devices at cuInit, without a lease; if its session gets or moves to others before it has a
+ * context, it must not take memory where none was granted. */
+bool guard_sees_slice(int ordinal);
+/* Where a process has contexts its devices are those of the slice, wherever that moves; from the end
+ * of the last one on those of now. */
+void guard_follow(bool follows);
+
+/* ---- to the slice before the first context (landing.c) */
+
+/* Inside a call that is counted, with the gate open: see to it that the process sees the slice. 0, or
+ * the error to return. */
+CUresult landing(int ordinal);
+/* After the context is made, or is not going to be. */
+void landing_over(void);
+/* Whether the broker may have this process suspended for it; wait until it has not. */
+bool landing_moves(void);
+CUresult landing_wait(void);
 
 void guard_pin(uint32_t pins); /* PIN_* */
 
@@ -182,6 +199,7 @@ void procaddr_fork(enum fork_when when);
 void gate_fork(enum fork_when when);
 void cached_fork(enum fork_when when);
 void current_fork(enum fork_when when);
+void landing_fork(enum fork_when when);
 void guard_at_fork(void); /* registers them */
 
 /* ---- bytes (charge.c) */
@@ -201,6 +219,8 @@ void broker_remember(void); /* where it is; before there are threads that wait *
 CUresult broker_attach(void);                            /* until the lease is there */
 CUresult broker_grow(int ordinal, uint64_t more);        /* 0: the page has a larger grant now */
 bool broker_page(void); /* the session's page has its name again */
+/* One step of a landing: "begin", "move" or "cancel". CUDA_ERROR_DEVICE_UNAVAILABLE: refused. */
+CUresult broker_land(const char *step);
 void broker_home(void); /* the page's devices are those of the lease to come; or as they were */
 
 /* ---- a broker that has died (revive.c) */

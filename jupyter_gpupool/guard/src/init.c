@@ -17,22 +17,29 @@
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bool chosen;
-/* The session's ordinal of each of this process's devices, and their names at the time. */
+/* The session's ordinal of each of this process's devices. */
 static int seen, ordinal_of[PAGE_DEVICES];
-static char name_of[PAGE_DEVICES][PAGE_UUID];
 
-/* The device that one entry of a list names: an index, or a UUID or the beginning of one. */
+#define ENDS (-1)      /* no device: such an entry ends the list, as it does for the driver */
+#define ELSEWHERE (-2) /* a device that the session does not have */
+
+/* The session's device that one entry of a list names: a number, or a UUID or the beginning of one. */
 static int by_text(const char *text, size_t length, const char *home)
 {
-    int found = -1;
+    int found = ELSEWHERE;
     if (!length)
-        return -1;
-    if (strspn(text, "0123456789") >= length)
-        return length < 4 && atoi(text) < (int)guard_page->devices ? atoi(text) : -1;
+        return ENDS;
+    if (strncasecmp(text, "GPU-", 4) && strncasecmp(text, "MIG-", 4)) {
+        char *end;
+        long number = strtol(text, &end, 10);
+        if (end == text || end > text + length || number < 0)
+            return ENDS;
+        return number < (long)guard_page->devices ? (int)number : ELSEWHERE;
+    }
     for (int i = 0; i < (int)guard_page->devices; i++)
         if (!strncasecmp(text, guard_page->uuid[i], length) && length < PAGE_UUID) {
             if (found >= 0)
-                return -1; /* of two devices: CUDA takes it for none */
+                return ENDS; /* the beginning of two: CUDA takes it for none */
             found = i;
         }
     /* A device of the time before the lease: the slice's device in its place. */
@@ -46,8 +53,34 @@ static int by_text(const char *text, size_t length, const char *home)
     return found;
 }
 
-/* Indices and UUIDs of the session become UUIDs of its devices; the list ends, as for the driver,
- * at the first entry that is none. A variable that hides all devices stays as it is. */
+/* Puts the session's devices that `asked` names into ordinal_of. Returns whether it also names
+ * others: they are left out, but where nothing would be left the program means "a GPU". */
+static bool choose(const char *asked, const char *home)
+{
+    bool taken[PAGE_DEVICES] = {false}, others = false;
+    for (;;) {
+        asked += strspn(asked, " ");
+        size_t n = strcspn(asked, ", ");
+        int device = by_text(asked, n, home);
+        if (device == ENDS)
+            return others;
+        if (device == ELSEWHERE) {
+            others = true;
+        } else if (taken[device]) {
+            seen = 0; /* a device that is named twice hides all */
+            return false;
+        } else {
+            taken[device] = true;
+            ordinal_of[seen++] = device;
+        }
+        asked += n;
+        asked += strspn(asked, " ");
+        if (*asked++ != ',')
+            return others;
+    }
+}
+
+/* Indices and UUIDs of the session become UUIDs of its devices. */
 static void choose_visible(void)
 {
     const char *home = getenv("GPUPOOL_VISIBLE"), *asked = getenv(VISIBLE);
@@ -56,35 +89,32 @@ static void choose_visible(void)
     seen = 0;
     if (!guard_page->devices)
         return;
-    if (asked && (!*asked || !strcmp(asked, "-1") || !strcasecmp(asked, "NoDevFiles")))
-        return;
     bool all = !asked || (home && !strcmp(asked, home));
-    for (int i = 0; i < (int)guard_page->devices; i++) {
-        int device = i;
-        if (!all) {
-            asked += strspn(asked, " ");
-            size_t n = strcspn(asked, ", ");
-            device = by_text(asked, n, home);
-            asked += n;
-            asked += strspn(asked, " ");
+    if (!all && choose(asked, home)) {
+        all = !seen;
+        dprintf(2,
+                "jupyter_gpupool: CUDA_VISIBLE_DEVICES=\"%.64s\" names a GPU that this session does not "
+                "have; %s.\n",
+                asked, all ? "CUDA uses the GPU of the session instead" : "it is left out");
+    }
+    if (all)
+        while (seen < (int)guard_page->devices) {
+            ordinal_of[seen] = seen;
+            seen++;
         }
-        if (device < 0)
-            break;
-        size_t n = strnlen(guard_page->uuid[device], PAGE_UUID - 1);
-        memcpy(name_of[seen], guard_page->uuid[device], n);
-        name_of[seen][n] = 0;
-        ordinal_of[seen] = device;
+    for (int d = 0; d < seen; d++) {
+        const char *uuid = guard_page->uuid[ordinal_of[d]];
+        size_t n = strnlen(uuid, PAGE_UUID - 1);
         if (length)
             list[length++] = ',';
-        memcpy(list + length, name_of[seen++], n);
+        memcpy(list + length, uuid, n);
         length += n;
-        if (!all && *asked++ != ',')
-            break;
     }
     list[length] = 0;
     setenv(VISIBLE, length ? list : "-1", 1);
     if (all)
         setenv("GPUPOOL_VISIBLE", list, 1); /* programs started from here follow the session, too */
+    guard_follow(false);
 }
 
 CUresult wrap_cuInit(unsigned flags)
@@ -149,19 +179,20 @@ int guard_ordinal(CUdevice device)
     return device < seen ? ordinal_of[device] : -1;
 }
 
-CUresult guard_sees_slice(CUdevice device)
+void guard_follow(bool follows)
 {
-    static bool told;
-    if (guard_has_context() || device < 0 || device >= seen ||
-        !strncmp(name_of[device], guard_page->uuid[ordinal_of[device]], PAGE_UUID))
-        return CUDA_SUCCESS;
-    if (!__atomic_exchange_n(&told, true, __ATOMIC_RELAXED))
-        dprintf(2,
-                "jupyter_gpupool: process %d called cuInit when its session was on %s; the session "
-                "has its slice on %s now, which this process cannot see. Start the process (or the "
-                "kernel) again.\n",
-                (int)getpid(), name_of[device], guard_page->uuid[ordinal_of[device]]);
-    return CUDA_ERROR_DEVICE_UNAVAILABLE;
+    struct page_slot *slot = guard_slot();
+    for (int d = 0; slot && d < seen; d++) {
+        uint64_t name = follows ? SEES_SLICE : page_name(guard_page->uuid[ordinal_of[d]]);
+        __atomic_store_n(&slot->sees[ordinal_of[d]], name, __ATOMIC_RELEASE);
+    }
+}
+
+bool guard_sees_slice(int ordinal)
+{
+    struct page_slot *slot = guard_slot();
+    uint64_t sees = slot ? __atomic_load_n(&slot->sees[ordinal], __ATOMIC_ACQUIRE) : SEES_NONE;
+    return sees <= SEES_SLICE || sees == page_name(guard_page->uuid[ordinal]);
 }
 
 int guard_current(void)
@@ -182,7 +213,8 @@ static void init_fork(enum fork_when when)
 }
 
 static void (*const parts[])(enum fork_when when) = {
-    init_fork, procaddr_fork, real_fork, cached_fork, wait_fork, page_fork, gate_fork, current_fork,
+    init_fork, landing_fork, procaddr_fork, real_fork, cached_fork, wait_fork, page_fork, gate_fork,
+    current_fork,
 };
 #define PARTS (sizeof parts / sizeof *parts)
 

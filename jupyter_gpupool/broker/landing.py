@@ -1,0 +1,359 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Processes that asked about one device and have their slice on another of the model.
+
+CUDA binds a process to the devices that it sees at cuInit, which needs no lease. At its first
+context such a process asks to *land*: it takes a context on the device that it sees, in the room
+that each device keeps for one (``Device.landing_bytes``), and is then suspended there and restored
+on its slice. One process at a time has that room; others wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+from typing import Any, Coroutine, Iterable
+
+from ..devices.model import ProcessId
+from ..devices.service import DeviceService
+from ..errors import GPUPoolError, RefusedError
+from ..guard.page import (
+    LANDING_MOVES,
+    LANDING_NONE,
+    LANDING_RESTORE,
+    SEES_NONE,
+    SEES_SLICE,
+    Page,
+    PageError,
+    Slot,
+    device_name,
+)
+from ..pool import events as e
+from ..pool.model import SessionRecord
+from ..protocol import Message
+from ..units import format_bytes
+from . import processes
+from .connection import Connection
+from .effects import DRAIN, DRAIN_POLL, DeviceEffects
+from .pages import ATTACHED, Pages
+from .quiesce import quiesce
+from .runner import Runner
+from .sessions import Session
+
+#: Seconds between looks for room for a context, and at a process that has it.
+ROOM_POLL, WATCH = 0.1, 0.5
+
+#: Seconds in which a process that was given the room makes its context and says so.
+PATIENCE = 60.0
+
+#: Tries to move a process, and seconds between them: its work may have to drain first.
+TRIES, PAUSE = 4, 0.5
+
+#: Seconds in which the thread that a dead broker was moving asks the next one.
+AGAIN = 10.0
+
+
+@dataclass(eq=False)
+class _Landing:
+    """One process that has the room."""
+
+    session: Session
+    process: ProcessId
+    origin: tuple[str, ...]
+    room: contextlib.AsyncExitStack
+    watch: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True)
+class _Way:
+    """From where to where, by the page: ``origin[i]`` to ``target[i]``."""
+
+    slot: Slot
+    origin: tuple[str, ...] = ()
+    target: tuple[str, ...] = ()
+
+    @property
+    def process(self) -> ProcessId:
+        return ProcessId(self.slot.pid, self.slot.start_time)
+
+
+class Landings:
+    """Handles the steps of ``land``."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        effects: DeviceEffects,
+        devices: DeviceService,
+        pages: Pages,
+        log: logging.Logger,
+    ) -> None:
+        self._runner = runner
+        self._effects = effects
+        self._devices = devices
+        self._pages = pages
+        self._log = log
+        self._room: dict[str, asyncio.Lock] = {}
+        self._under_way: dict[ProcessId, _Landing] = {}
+        #: Threads that wait for room.
+        self._waiting: dict[Connection, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------------ messages
+
+    def ask(self, connection: Connection, session: Session, message: Message) -> None:
+        """Answer one step of a process, at once or later."""
+        step, rid = message["step"], message.get("id")
+        if step not in ("begin", "move", "cancel"):
+            raise RefusedError(f"{step[:40]!r} is no step of a landing.", code="bad-request")
+        if step == "cancel":
+            for process in [p for p in self._under_way if p.pid == connection.peer.pid]:
+                self._over(process)
+            connection.answer(rid)
+            return
+        way = self._way(session, self._record(session), connection.peer.pid)
+        if not way.origin:
+            connection.answer(rid)  # it sees the slice
+        elif step == "begin":
+            self._waiting[connection] = self._start(self._begin(connection, session, way, rid))
+        else:
+            self._start(self._move(connection, session, way, rid))
+
+    def gone(self, connection: Connection) -> None:
+        """The thread that waits for room waits no more."""
+        task = self._waiting.pop(connection, None)
+        if task is not None:
+            task.cancel()
+
+    def close(self) -> None:
+        """The broker ends; a process that is being moved is for the next one."""
+        for task in self._tasks:
+            task.cancel()
+
+    # ------------------------------------------------------------------ which way
+
+    def _record(self, session: Session) -> SessionRecord:
+        record = self._runner.record(session.id)
+        if record is None or record.state not in ATTACHED or not record.slices:
+            raise RefusedError("The session has no slice now.", code="no-lease")
+        return record
+
+    def _way(self, session: Session, record: SessionRecord, pid: int) -> _Way:
+        reading = self._pages.read(session)
+        slots = [slot for slot in reading.slots if slot.pid == pid] if reading else []
+        if not slots:
+            raise RefusedError(f"The session has no process {pid}.", code="no-process")
+        known = {device_name(d.uuid): d for d in self._runner.pool.devices()}
+        pairs = []
+        for name, piece in zip(slots[0].sees, record.slices, strict=False):
+            if name in (SEES_NONE, SEES_SLICE, device_name(piece.device)):
+                continue
+            home, target = known.get(name), self._runner.pool.device(piece.device)
+            if home is None or target is None or home.model != target.model:
+                raise RefusedError(
+                    "It initialised CUDA on a GPU of another model than that of its slice.",
+                    code="not-moved",
+                    next_step="Start the process (or the kernel) again.",
+                )
+            if not (home.landing_bytes and target.can_migrate):
+                raise RefusedError(
+                    f"It initialised CUDA on GPU {home.index}, its slice is on GPU "
+                    f"{target.index}, and this driver does not move processes.",
+                    code="not-moved",
+                    next_step="Start the process (or the kernel) again.",
+                )
+            pairs.append((home.uuid, target.uuid))
+        return _Way(slots[0], tuple(o for o, _ in pairs), tuple(t for _, t in pairs))
+
+    # ------------------------------------------------------------------ room
+
+    async def _begin(
+        self, connection: Connection, session: Session, way: _Way, rid: int | None
+    ) -> None:
+        room = contextlib.AsyncExitStack()
+        try:
+            for uuid in sorted(way.origin):
+                await room.enter_async_context(self._room.setdefault(uuid, asyncio.Lock()))
+            while missing := await self._missing(way.origin):
+                self._pages.notice(session, missing)
+                await asyncio.sleep(ROOM_POLL)
+            self._record(session)  # the lease may have gone meanwhile
+            landing = _Landing(session, way.process, way.origin, room.pop_all())
+            session.landing = (*session.landing, *way.origin)
+            self._under_way[way.process] = landing
+            landing.watch = self._start(self._watch(landing))
+            connection.answer(rid)
+        except GPUPoolError as error:
+            connection.refuse(rid, error)
+        finally:
+            self._waiting.pop(connection, None)
+            await room.aclose()
+
+    async def _missing(self, origin: Iterable[str]) -> str:
+        """Return why there is no room for a context on each device; it comes back by itself."""
+        try:
+            samples = {sample.uuid: sample for sample in await self._effects.sample()}
+        except GPUPoolError as error:
+            return error.message
+        for uuid in origin:
+            sample, need = samples.get(uuid), self._devices.context_bytes(uuid)
+            if sample is None or sample.lost:
+                return f"{uuid} cannot be read."
+            if sample.free < need:
+                return (
+                    f"{format_bytes(need)} for a CUDA context must be free on {uuid}, where the "
+                    f"kernel initialised CUDA, and {format_bytes(sample.free)} is."
+                )
+        return ""
+
+    async def _watch(self, landing: _Landing) -> None:
+        """Take the room back from a process that does not come to use it."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + PATIENCE
+        while processes.alive(landing.process) and loop.time() < give_up:
+            await asyncio.sleep(WATCH)
+        landing.watch = None
+        self._over(landing.process)
+
+    def _over(self, process: ProcessId) -> None:
+        landing = self._under_way.pop(process, None)
+        if landing is None:
+            return
+        for uuid in landing.origin:
+            self._runner.moved(uuid)
+        if landing.watch is not None:
+            landing.watch.cancel()
+        self._start(landing.room.aclose())
+        self._tell(landing.session)
+
+    def _tell(self, session: Session) -> None:
+        mine = [landing for landing in self._under_way.values() if landing.session is session]
+        session.landing = tuple({uuid for landing in mine for uuid in landing.origin})
+
+    # ------------------------------------------------------------------ the move
+
+    async def _move(
+        self, connection: Connection, session: Session, way: _Way, rid: int | None
+    ) -> None:
+        landing = self._under_way.get(way.process)
+        if landing is not None and landing.watch is not None:
+            landing.watch.cancel()  # it has come
+            landing.watch = None
+        session.landing = (*session.landing, *way.origin)
+        problem, again = "", True
+        try:
+            for tries in range(TRIES):
+                if tries:
+                    await asyncio.sleep(PAUSE)
+                problem, again = await self._try(session, way)
+                if not again:
+                    break
+        except GPUPoolError as error:
+            problem = error.message
+        finally:
+            self._over(way.process)
+            self._tell(session)
+        if session.page is not None:
+            with contextlib.suppress(OSError):
+                if not problem:
+                    session.page.set_sees(way.slot, _on_slice(way.slot))
+                session.page.set_landing(way.slot, LANDING_NONE)
+        if problem:
+            text = f"It was not moved to the GPU of its slice. {problem}"
+            self._log.warning("Session %s, process %d: %s", session.id, way.process.pid, text)
+            self._pages.notice(session, text)
+            connection.refuse(rid, RefusedError(text, code="not-moved"))
+        else:
+            connection.answer(rid)
+
+    async def _try(self, session: Session, way: _Way) -> tuple[str, bool]:
+        """Move the process once; return why it did not, and whether to try again."""
+        if not await self._drained(session, way):
+            return "A CUDA call of the process did not return.", True
+        record, page = self._record(session), session.page
+        if page is None:
+            return "The page that it shares with the broker is lost.", False
+        sizes = {piece.device: piece.bytes for piece in record.slices}
+        need = {uuid: min(self._devices.context_bytes(uuid), sizes[uuid]) for uuid in way.target}
+        began = self._runner.now()
+        outcome = await self._devices.land(
+            way.process, way.target, way.origin, session=session.id, need=need,
+            restoring=lambda: page.set_landing(way.slot, LANDING_RESTORE),
+        )  # fmt: skip
+        if outcome.status == "resumed":
+            seconds = round(self._runner.now() - began, 3)
+            self._runner.note(
+                "land", session, device=way.target[0],
+                detail={"pid": way.process.pid, "from": way.origin[0], "seconds": seconds},
+            )  # fmt: skip
+            return "", False
+        if outcome.status in ("failed", "hung"):
+            message = f"{outcome.message} It was on its way to the GPU of its slice."
+            self._effects.end_session(e.EndSession(session=session.id, message=message))
+            return outcome.message, False
+        page.set_landing(way.slot, LANDING_MOVES)
+        return outcome.message or "It has ended.", outcome.status != "gone" and not outcome.stay
+
+    async def _drained(self, session: Session, way: _Way) -> bool:
+        """Wait until none of the process's calls can be on its way into the driver."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + DRAIN
+        while True:
+            reading = self._pages.read(session)
+            slots = [s for s in reading.slots if s.pid == way.slot.pid] if reading else []
+            if not any(slot.inflight for slot in slots):
+                return await quiesce([way.slot.pid])
+            if loop.time() >= give_up:
+                return False
+            await asyncio.sleep(DRAIN_POLL)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # ------------------------------------------------------------------ after another broker
+
+    async def recover(self, name: str) -> None:
+        """Let processes run that an earlier broker was moving, before session ``name`` goes on.
+
+        The thread that waits for the move asks again. One that was interrupted meanwhile does not:
+        then the process goes on where it is, and lands with its next context.
+        """
+        try:
+            page = Page.open(self._pages.path_of(name))
+        except PageError:
+            return
+        try:
+            for slot in page.read().slots:
+                process = ProcessId(slot.pid, slot.start_time)
+                if slot.landing < LANDING_MOVES or not processes.alive(process):
+                    continue
+                found, trouble = await self._devices.landed(process, session=name)
+                if trouble:
+                    self._log.error("Session %s: %s", name, trouble)
+                elif slot.landing == LANDING_RESTORE and found != "checkpointed":
+                    page.set_sees(slot, _on_slice(slot))
+                page.set_landing(slot, LANDING_MOVES)
+                asyncio.get_running_loop().call_later(AGAIN, self._forget, name, slot)
+        except (OSError, GPUPoolError) as error:
+            self._log.error("The landings of session %s are unknown: %s", name, error)
+        finally:
+            page.close()
+
+    def _forget(self, name: str, slot: Slot) -> None:
+        session = self._runner.sessions.find(name)
+        reading = self._pages.read(session) if session is not None else None
+        if session is None or session.page is None or reading is None or session.landing:
+            return
+        for now in reading.slots:
+            same = (now.pid, now.start_time) == (slot.pid, slot.start_time)
+            if same and now.landing >= LANDING_MOVES:
+                session.page.set_landing(now, LANDING_NONE)
+
+
+def _on_slice(slot: Slot) -> list[int]:
+    return [SEES_SLICE if name else SEES_NONE for name in slot.sees]

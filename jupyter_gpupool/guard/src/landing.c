@@ -1,0 +1,181 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * The first context of a process whose session has its slice on another device than those that the
+ * process saw at cuInit. Nothing but the driver can show it another device: so the process takes a
+ * context where it is, in the room that the broker keeps there for this, and the broker has the
+ * driver suspend it and restore it on the slice, as it does with every session that moves.
+ */
+#include "guard.h"
+#include "wraps.h"
+
+#include <stdio.h>
+#include <unistd.h>
+
+/* Whether a thread of this process is at it; the devices on which this thread keeps a context. */
+static uint32_t taken;
+static __thread struct {
+    int count;
+    CUdevice device[PAGE_DEVICES];
+} kept;
+
+bool landing_moves(void)
+{
+    struct page_slot *slot = guard_slot();
+    return slot && __atomic_load_n(&slot->landing, __ATOMIC_SEQ_CST) >= LANDING_MOVES;
+}
+
+static void set(uint64_t landing)
+{
+    struct page_slot *slot = guard_slot();
+    if (slot)
+        __atomic_store_n(&slot->landing, landing, __ATOMIC_SEQ_CST);
+}
+
+CUresult landing_wait(void)
+{
+    struct polite p;
+    CUresult error = CUDA_SUCCESS;
+    polite_begin(&p);
+    while (!error && landing_moves()) {
+        if (polite_interrupted(&p))
+            error = CUDA_ERROR_SYSTEM_NOT_READY;
+        else
+            nap(1);
+    }
+    polite_end(&p);
+    gate_point();
+    return error;
+}
+
+/* One thread at a time: without a lock, for who waits must not keep the interpreter's, and not
+ * counted, for the broker waits until no call is inside. */
+static CUresult take_turn(void)
+{
+    uint32_t free = 0;
+    struct polite p;
+    CUresult error = CUDA_SUCCESS;
+    if (__atomic_compare_exchange_n(&taken, &free, 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+        return CUDA_SUCCESS;
+    gate_step_out();
+    polite_begin(&p);
+    while (!error && (free = 0,
+                      !__atomic_compare_exchange_n(&taken, &free, 1, false, __ATOMIC_ACQ_REL,
+                                                   __ATOMIC_RELAXED))) {
+        if (polite_interrupted(&p))
+            error = CUDA_ERROR_SYSTEM_NOT_READY;
+        else
+            nap(1);
+    }
+    polite_end(&p);
+    if (error) {
+        gate_step_back();
+        return error;
+    }
+    error = gate_step_in();
+    if (error)
+        __atomic_store_n(&taken, 0, __ATOMIC_RELEASE);
+    return error;
+}
+
+void landing_over(void)
+{
+    while (kept.count)
+        REAL(cuDevicePrimaryCtxRelease_v2)(kept.device[--kept.count]);
+}
+
+/* A context on each device that this process sees in the place of one of the slice. */
+static CUresult take_contexts(void)
+{
+    CUcontext context;
+    for (CUdevice d = 0; d < PAGE_DEVICES; d++) {
+        int ordinal = guard_ordinal(d);
+        if (ordinal < 0)
+            break;
+        if (guard_sees_slice(ordinal))
+            continue;
+        CUresult error = REAL(cuDevicePrimaryCtxRetain)(&context, d);
+        if (error)
+            return error;
+        kept.device[kept.count++] = d;
+    }
+    return CUDA_SUCCESS;
+}
+
+static CUresult refused(CUresult error)
+{
+    if (error == CUDA_ERROR_DEVICE_UNAVAILABLE)
+        dprintf(2, "jupyter_gpupool: process %d cannot use the GPU of its session: %.511s\n",
+                (int)getpid(), guard_page->notice);
+    return error;
+}
+
+/* Inside a call that is counted. Success says that it is worth looking again. */
+static CUresult land(void)
+{
+    uint64_t epoch = __atomic_load_n(&guard_page->epoch, __ATOMIC_ACQUIRE);
+    set(LANDING_BEGUN);
+    gate_step_out();
+    CUresult error = broker_land("begin");
+    CUresult gate = gate_step_in();
+    if (gate || error) {
+        set(LANDING_NONE);
+        /* The lease went meanwhile, and another one has come. */
+        if (!gate && epoch != __atomic_load_n(&guard_page->epoch, __ATOMIC_ACQUIRE))
+            return CUDA_SUCCESS;
+        return gate ? gate : refused(error);
+    }
+    error = take_contexts();
+    if (error) {
+        landing_over();
+        gate_step_out();
+        broker_land("cancel");
+        set(LANDING_NONE);
+        gate = gate_step_in();
+        return gate ? gate : error;
+    }
+    /* From here on this process's calls wait, and questions are answered from memory. */
+    guard_note_init();
+    guard_note_context();
+    set(LANDING_MOVES);
+    gate_point();
+    gate_step_out();
+    error = broker_land("move");
+    if (error == CUDA_ERROR_SYSTEM_NOT_READY) {
+        /* Interrupted while there is no broker: nobody knows where the process is. The next broker
+         * says so, and until then all calls wait. */
+        gate_step_back();
+        kept.count = 0;
+        return error;
+    }
+    set(LANDING_NONE);
+    gate_point();
+    gate = gate_step_in();
+    if (gate || error)
+        landing_over();
+    else
+        cached_fill();
+    return gate ? gate : refused(error);
+}
+
+CUresult landing(int ordinal)
+{
+    CUresult error = CUDA_SUCCESS;
+    while (!error && !guard_sees_slice(ordinal)) {
+        error = take_turn();
+        if (error)
+            return error;
+        if (!guard_sees_slice(ordinal))
+            error = land();
+        __atomic_store_n(&taken, 0, __ATOMIC_RELEASE);
+    }
+    return error;
+}
+
+void landing_fork(enum fork_when when)
+{
+    if (when != FORK_CHILD)
+        return;
+    taken = 0;
+    kept.count = 0;
+}

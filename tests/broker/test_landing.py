@@ -1,0 +1,303 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Asking is free: who asked about one GPU gets its slice on any of the model."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import kit
+from .kit import MiB, wait_until
+from .test_guarded import BIG, CONTEXT, Program
+
+PATIENCE = 60
+
+#: The driver hands out memory in pages.
+PAGE = 2 * MiB
+
+
+@pytest.fixture
+def parts():
+    return kit.Broker, Program, {"attach": "lazy", "quiet_after": 0.3}
+
+
+def devices(broker):
+    return {d["uuid"]: d for d in broker.status()["devices"]}
+
+
+def occupy(kernel, but=(), memory=BIG):
+    """Take every GPU but those with programs that compute; return them by GPU."""
+    taken, spare = {}, []
+    for _ in range(64):
+        if not [u for u in devices(kernel.broker) if u not in taken and u not in but]:
+            break
+        one = kernel(memory=memory)
+        one.begin(MiB)
+        (place,) = one.status()["devices"]
+        if place in but or place in taken:
+            spare.append(one)
+            continue
+        one.do("storm")
+        taken[place] = one
+    for one in spare:
+        one.kill()
+    return taken
+
+
+@pytest.fixture
+def kernel(kernel, broker):
+    kernel.broker = broker
+    return kernel
+
+
+def test_who_asked_gets_its_slice_where_there_is_room(broker, kernel):
+    k = kernel(memory=BIG)
+    (home,) = k.do("ask")
+    assert k.state() == "detached"
+    occupy(kernel, but=[u for u in devices(broker) if u != home])
+    assert k.do("context") is None
+    status = k.status()
+    (place,) = status["devices"]
+    assert place != home
+    assert status["state"] == "active"
+    assert status["used_bytes"] == CONTEXT
+    assert k.do("alloc", bytes=64 * MiB, byte=3) is None
+    assert k.do("check") == 64 * MiB
+    assert k.status()["used_bytes"] == 64 * MiB + CONTEXT
+    (row,) = broker.rows("land")
+    assert row["device"] == place
+    assert row["detail"]["from"] == home
+
+    # NVML: all of it is on the slice's GPU, and nothing where it asked.
+    def settled():
+        found = devices(broker)
+        return found[place]["memory_used"] == 64 * MiB + CONTEXT and not any(
+            d["memory_foreign"] for d in found.values()
+        )
+
+    wait_until(settled, "NVML shows it on its slice", PATIENCE)
+
+
+def test_who_finds_room_where_it_asked_stays_there(broker, kernel):
+    k = kernel(memory=BIG)
+    (home,) = k.do("ask")
+    k.begin(MiB)
+    assert k.status()["devices"] == [home]
+    assert broker.rows("land") == []
+
+
+def test_a_landed_session_is_suspended_and_moves_on_with_its_bytes(broker, kernel):
+    k = kernel(memory=BIG)
+    (home,) = k.do("ask")
+    takers = occupy(kernel, but=[u for u in devices(broker) if u != home])
+    k.begin(32 * MiB, byte=5)
+    (place,) = k.status()["devices"]
+    k.wait_state("idle")
+    k.server.call("release", session=k.session)
+    k.wait_state("detached")
+    other = occupy(kernel, but=[home])  # where it was
+    takers[home].do("calm")
+    takers[home].kill()
+    assert place in other
+    assert k.do("check") == 32 * MiB
+    assert k.status()["devices"] == [home]
+    # It has let go of its context, and takes the next one wherever its slice is by then.
+    k.do("free", byte=5)
+    assert [k.do("release", device=0), k.do("release", device=0)][0] is None
+    assert k.do("retain", device=0) is None
+    assert k.status()["used_bytes"] == CONTEXT
+    assert len(broker.rows("land")) == 1
+
+
+def test_threads_that_make_the_first_context_together_land_once(broker, kernel):
+    k = kernel(memory=BIG)
+    (home,) = k.do("ask")
+    occupy(kernel, but=[u for u in devices(broker) if u != home])
+    assert k.do("threads", count=8) == [0] * 8
+    assert k.status()["used_bytes"] == CONTEXT
+    assert len(broker.rows("land")) == 1
+
+
+def test_a_child_that_asked_before_its_session_had_a_slice_lands_alone(broker, kernel):
+    k = kernel(memory=BIG)
+    (home,) = k.do("sub", command={"do": "ask"})
+    occupy(kernel, but=[u for u in devices(broker) if u != home])
+    k.begin(16 * MiB, byte=1)  # it has not asked: it sees the GPU that it gets
+    (place,) = k.status()["devices"]
+    assert place != home
+    k.do("storm")
+    assert k.do("sub", command={"do": "context"}) is None
+    assert k.do("sub", command={"do": "alloc", "bytes": 16 * MiB, "byte": 2}) is None
+    assert k.do("sub", command={"do": "check"}) == 16 * MiB
+    state = k.do("calm")
+    assert state["error"] == 0
+    assert k.do("check") == 16 * MiB
+    assert k.status()["used_bytes"] == 2 * (16 * MiB + CONTEXT)
+    k.do("kill")
+
+
+def test_two_gpus_land_on_two_others(make_broker, kernels):
+    broker = make_broker(emulate="4x512MiB,context=32MiB").started
+    k = kernels(broker, memory=BIG, devices=2)
+    homes = k.do("ask")
+    assert len(homes) == 2
+    occupy(maker(kernels, broker), but=[u for u in devices(broker) if u not in homes])
+    for device in (1, 0):
+        assert k.do("retain", device=device) is None
+        assert k.do("alloc", bytes=16 * MiB, byte=device + 1) is None
+    assert not {*k.status()["devices"]} & {*homes}
+    assert k.do("check") == 32 * MiB
+    used = {s["device"]: s["used_bytes"] for s in k.status()["slices"]}
+    assert used == dict.fromkeys(k.status()["devices"], 16 * MiB + CONTEXT)
+    assert len(broker.rows("land")) == 1
+
+
+def test_eight_kernels_that_asked_share_the_one_gpu_that_is_left(make_broker, kernels):
+    broker = make_broker(emulate="8x256MiB,context=16MiB", host_memory="4GiB").started
+    kernel = maker(kernels, broker)
+    asked = [kernel(memory=160 * MiB) for _ in range(8)]
+    homes = [k.do("ask")[0] for k in asked[:4]]
+    first = kernel(memory=160 * MiB)
+    first.begin(MiB)
+    assert first.status()["devices"] == homes[:1]
+    first.do("storm")
+    homes += [k.do("ask")[0] for k in asked[4:]]
+    assert len({*homes}) > 1
+    left = next(uuid for uuid in devices(broker) if uuid not in homes)
+    assert len(occupy(kernel, but=[left, homes[0]], memory=160 * MiB)) == 6
+    for k in asked:
+        k.tell("context")
+    for k in asked:
+        assert k.answer(PATIENCE) is None
+    placed = {uuid for k in asked for uuid in k.status()["devices"]}
+    assert placed == {left}
+    assert len(broker.rows("land")) == 8
+    for number, k in enumerate(asked, 1):
+        assert k.do("alloc", bytes=8 * MiB, byte=number) is None
+    for k in asked:
+        assert k.do("check") == 8 * MiB
+    wait_until(
+        lambda: not any(d["memory_foreign"] for d in devices(broker).values()),
+        "nothing is left where they asked",
+        PATIENCE,
+    )
+
+
+@pytest.fixture
+def kernels():
+    made = []
+
+    def make(broker, **request):
+        made.append(Program(broker, **request))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def maker(kernels, broker):
+    def make(**request):
+        return kernels(broker, **request)
+
+    make.broker = broker
+    return make
+
+
+# ---------------------------------------------------------------------- what landing costs
+
+
+def test_only_gpus_that_can_be_left_keep_room_for_a_context(make_broker):
+    broker = make_broker(emulate="1x512MiB,context=32MiB").started
+    (device,) = devices(broker).values()
+    assert device["memory_capacity"] == 512 * MiB
+    broker.close()
+    two = make_broker().started
+    assert {d["memory_capacity"] for d in devices(two).values()} == {512 * MiB - CONTEXT}
+
+
+def test_where_the_driver_does_not_move_processes_who_asked_waits_and_knows_why(
+    make_broker, kernels
+):
+    broker = make_broker()
+    broker.faults.set("migration-refused")
+    broker.started  # noqa: B018
+    assert {d["memory_capacity"] for d in devices(broker).values()} == {512 * MiB}
+    kernel = maker(kernels, broker)
+    k = kernel(memory=BIG)
+    (home,) = k.do("ask")
+    takers = occupy(kernel, but=[u for u in devices(broker) if u != home])
+    k.tell("context")
+    k.wait_state("queued")
+    index = devices(broker)[home]["index"]
+    wait_until(lambda: f"GPU {index} and" in k.status()["wait_reason"], "the reason", PATIENCE)
+    takers[home].do("calm")
+    assert k.answer(PATIENCE) is None
+    assert k.status()["devices"] == [home]
+    assert broker.rows("land") == []
+
+
+def test_a_driver_that_refuses_one_move_leaves_the_process_as_it_was(broker, kernel):
+    k = kernel(memory=BIG)
+    (home,) = k.do("ask")
+    takers = occupy(kernel, but=[u for u in devices(broker) if u != home])
+    broker.faults.set("migration-refused")
+    assert k.do("context") == {"cuda": 46}
+    status = k.status()
+    assert status["state"] in ("active", "idle")
+    assert status["used_bytes"] == 0
+    wait_until(
+        lambda: devices(broker)[home]["memory_used"] == PAGE + CONTEXT,
+        "nothing of it is where it asked",
+        PATIENCE,
+    )
+    broker.faults.clear()
+    assert k.do("context") is None
+    assert takers[home].do("calm")["error"] == 0
+
+
+# ---------------------------------------------------------------------- who dies meanwhile
+
+
+def landing(broker, kernel, fault, **params):
+    """Return a program whose landing is stuck in the driver, and where it asked."""
+    k = kernel(memory=BIG)
+    (home,) = k.do("ask")
+    occupy(kernel, but=[u for u in devices(broker) if u != home])
+    broker.faults.set(fault, pid=k.process.pid, **params)
+    k.tell("context")
+    return k, home
+
+
+@pytest.mark.parametrize("op", ["checkpoint", "restore"])
+def test_a_broker_killed_in_the_middle_of_a_landing_is_followed_by_one_that_ends_it(
+    broker, kernel, op
+):
+    k, _home = landing(broker, kernel, "hang", op=op)
+    wait_until(lambda: k.mark() >= 2, "the driver is asked", PATIENCE)
+    if op == "restore":
+        wait_until(lambda: k.mark() == 3, "the restore has begun", PATIENCE)
+    broker.kill()
+    broker.faults.clear()
+    broker.started  # noqa: B018
+    assert k.answer(PATIENCE) is None
+    assert k.do("alloc", bytes=16 * MiB, byte=1) is None
+    assert k.do("check") == 16 * MiB
+    assert k.mark() == 0
+    assert k.status()["used_bytes"] == 16 * MiB + CONTEXT
+
+
+def test_a_process_killed_in_the_middle_of_a_landing_leaves_room_for_the_next(broker, kernel):
+    k, home = landing(broker, kernel, "hang", op="checkpoint")
+    wait_until(lambda: k.mark() >= 2, "the driver is asked", PATIENCE)
+    k.kill()
+    broker.faults.clear()
+    wait_until(lambda: broker.session(k.session) is None, "its session ends", PATIENCE)
+    second = kernel(memory=BIG)
+    if second.do("ask") == [home]:
+        assert second.do("context") is None
+    wait_until(
+        lambda: not any(d["memory_foreign"] for d in devices(broker).values()),
+        "nothing is left of it",
+        PATIENCE,
+    )
