@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import re
 import sys
 import tempfile
@@ -154,6 +155,19 @@ async def by_papermill(
     return nbformat.read(written, as_version=4)
 
 
+async def _nudge(client: Any) -> None:
+    """Ask the kernel for its information until both channels bring something."""
+    heard: set[str] = set()
+    deadline = asyncio.get_running_loop().time() + CELL_TIMEOUT
+    while heard != {"shell", "iopub"}:
+        assert asyncio.get_running_loop().time() < deadline, "the kernel does not answer"
+        client.kernel_info()
+        for name, listen in (("shell", client.get_shell_msg), ("iopub", client.get_iopub_msg)):
+            with suppress(queue.Empty):
+                await listen(timeout=1)
+                heard.add(name)
+
+
 async def by_argv(
     name: str, connection: Path, label: str, think: Callable[[], float] = at_once
 ) -> Any:
@@ -175,7 +189,8 @@ async def by_argv(
     client.load_connection_file(str(connection))
     client.start_channels()
     try:
-        await client.wait_for_ready(timeout=CELL_TIMEOUT)
+        # Not wait_for_ready: without a manager it takes a kernel that is starting for a dead one.
+        await _nudge(client)
         for cell in notebook.cells:
             if cell.cell_type == "code":
 
