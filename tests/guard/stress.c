@@ -213,6 +213,7 @@ static struct {
     struct buffer at[GARBAGE];
     void *event[GARBAGE];
     size_t count;
+    bool complete; /* nothing more is thrown away */
     void *stream;
     uint64_t own, *collected;
 } garbage = {.lock = PTHREAD_MUTEX_INITIALIZER, .collected = &garbage.own};
@@ -253,9 +254,8 @@ static void *collect(void *unused)
 {
     (void)unused;
     for (bool over = false; !over;) {
-        over = __atomic_load_n(&stop, __ATOMIC_ACQUIRE);
         pthread_mutex_lock(&garbage.lock);
-        over = over && !garbage.count;
+        over = garbage.complete && !garbage.count;
         if (garbage.count) {
             size_t last = --garbage.count;
             if (cuEventQuery(garbage.event[last]) || cuStreamQuery(garbage.stream))
@@ -541,6 +541,9 @@ int main(int argc, char **argv)
         checks += workers[i].checks;
         refused += workers[i].refused;
     }
+    pthread_mutex_lock(&garbage.lock);
+    garbage.complete = true;
+    pthread_mutex_unlock(&garbage.lock);
     for (int i = 0; collects && i < 2; i++)
         pthread_join(collector[i], NULL);
     OK(cuStreamDestroy(garbage.stream));

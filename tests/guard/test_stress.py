@@ -165,7 +165,7 @@ def instrumented(tmp_path_factory, compiled):
 @pytest.mark.parametrize("kind", ["address", "thread"])
 def test_suspends_under_load_instrumented(make_session, instrumented, ptx, until, kind):
     program, variables = instrumented(kind)
-    _stress(make_session(), until, [_command(program, ptx)], 10, **variables)
+    _stress(make_session(), until, [_command(program, ptx, "collect")], 10, **variables)
 
 
 @pytest.mark.long
