@@ -17,8 +17,9 @@ c.GPUPool.default_memory = "4GiB"
 # The most that `%gpu 24GiB` may ask for. Without this line: the size of the GPU.
 c.GPUPool.max_memory_per_kernel = "24GiB"
 
-# "cell": the slice comes when a cell starts. "manual": only on `%gpu attach` or `%%gpu`.
-c.GPUPool.attach = "cell"
+# "lazy", the default: the slice comes at the first CUDA call, so cells without one take nothing.
+# "cell": it comes when a cell starts. "manual": only on `%gpu attach` or `%%gpu`.
+c.GPUPool.attach = "lazy"
 
 # ---- Who may have how much
 

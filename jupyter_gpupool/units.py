@@ -74,6 +74,16 @@ def parse_seconds(text: str | float) -> float:
     return value
 
 
+def format_wait(seconds: float) -> str:
+    """Return what to say of a wait for which there is no estimate; "" of a short one.
+
+    In steps of ten seconds, then of minutes: not every second is news.
+    """
+    step = 10 if seconds < 60 else 60
+    waited = seconds // step * step
+    return f"no estimate yet; waiting for {format_seconds(waited)}" if waited >= 10 else ""
+
+
 def format_seconds(value: float) -> str:
     """Return ``value`` seconds as people say them: ``"40 s"``, ``"3 min"``, ``"2.5 h"``."""
     if value < 90:

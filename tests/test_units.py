@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpupool.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from jupyter_gpupool.units import (
+    format_bytes,
+    format_seconds,
+    format_wait,
+    parse_bytes,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -68,3 +74,17 @@ def test_what_is_no_duration_is_refused_with_an_example(text):
 
 def test_durations_are_shown_in_the_unit_people_use():
     assert [format_seconds(s) for s in (0, 42, 180, 9000)] == ["0 s", "42 s", "3 min", "2.5 h"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (9.9, ""),
+        (10, "no estimate yet; waiting for 10 s"),
+        (59, "no estimate yet; waiting for 50 s"),
+        (119, "no estimate yet; waiting for 60 s"),
+        (3 * 3600, "no estimate yet; waiting for 3 h"),
+    ],
+)
+def test_a_wait_that_nobody_can_estimate(seconds, said):
+    assert format_wait(seconds) == said

@@ -263,6 +263,7 @@ class Snapshots:
             "queue_position": view.queue_position,
             "queue_length": view.queue_length,
             "eta_seconds": view.eta_seconds,
+            "queued_at": view.queued_at,
             "wait_reason": record.wait_reason,
             "pinned_reason": pinned,
             "stays_reason": "" if pinned else view.stays_reason,

@@ -10,7 +10,7 @@ import unicodedata
 from dataclasses import dataclass
 from typing import Any, Iterable, Mapping, Sequence
 
-from ..units import format_bytes, format_seconds
+from ..units import format_bytes, format_seconds, format_wait
 
 Snapshot = Mapping[str, Any]
 
@@ -101,7 +101,7 @@ def draw(snapshot: Snapshot, style: Style) -> list[str]:
         *(line for d in devices for line in _device(d, sessions, letters, style, beside)),
         *_legend(snapshot, style),
         *_table(sessions, letters, style),
-        *_queue(sessions, style),
+        *_queue(sessions, float(snapshot.get("now") or 0), style),
         *_host(snapshot, style),
     ]
 
@@ -273,7 +273,7 @@ def _size(value: int | None) -> str:
     return format_bytes(value) if value else ""
 
 
-def _queue(sessions: Sequence[Snapshot], style: Style) -> list[str]:
+def _queue(sessions: Sequence[Snapshot], now: float, style: Style) -> list[str]:
     waiting = [s for s in sessions if s["state"] == "queued"]
     if not waiting:
         return []
@@ -286,7 +286,11 @@ def _queue(sessions: Sequence[Snapshot], style: Style) -> list[str]:
             if request.get("devices", 1) > 1:
                 asks += f" on each of {request['devices']} GPUs"
         eta = session.get("eta_seconds")
-        soon = f", about {format_seconds(max(1.0, eta))}" if eta is not None else ""
+        if eta is not None:
+            soon = f", about {format_seconds(max(1.0, eta))}"
+        else:
+            waited = format_wait(now - (session.get("queued_at") or now))
+            soon = f" ({waited})" if waited else ""
         reason = f": {session['wait_reason']}" if session.get("wait_reason") else ""
         place = f"{session['queue_position']}." if session.get("queue_position") else "-"
         text = printable(f"{_short(session['id'])}{asks}{soon}{reason}")

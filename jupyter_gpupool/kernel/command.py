@@ -21,6 +21,10 @@ SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
         "ask for this much device memory, now and from now on",
     ),
     "devices": ("%gpu devices 2", "ask for this many devices, each with the memory above"),
+    "compute": (
+        "%gpu compute 50",
+        "ask for this share of a device's compute time, in per cent, while others compute there",
+    ),
     "priority": ("%gpu priority batch", "queue in this priority class"),
     "attach": ("%gpu attach", "wait for the slice now, and keep it until it is idle too long"),
     "release": ("%gpu release", "give the slice back; tensors stay, in host memory"),
@@ -222,7 +226,7 @@ def _option(name: str, text: str, example: str = "") -> Any:
     if name == "priority":
         return text
     try:
-        value = int(text)
+        value = int(text.removesuffix("%") if name == "compute" else text)
     except ValueError:
         value = 0
     top = 100 if name == "compute" else 1024

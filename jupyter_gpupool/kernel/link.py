@@ -118,6 +118,7 @@ class Link:
         #: Until when (``time.time()``) the user has asked to keep the slice; 0.0 if not at all.
         self.kept_until = 0.0
         self.queue: Queue | None = None
+        self._queued_since = 0.0
         self.reason = ""
         self.pinned_reason = ""
         #: What the pool last refused to a CUDA call of this session, and how often it refused.
@@ -132,6 +133,10 @@ class Link:
         """Begin to connect, in a daemon thread: the kernel's start does not wait for it."""
         self._thread = threading.Thread(target=self._run, name="gpupool-link", daemon=True)
         self._thread.start()
+
+    def queued_for(self) -> float:
+        """Return the seconds since the broker first said that this session waits; 0.0 if not."""
+        return time.monotonic() - self._queued_since if self.queue is not None else 0.0
 
     def close(self) -> None:
         """End the connection for good. The broker frees the slice when the process ends."""
@@ -461,6 +466,8 @@ class Link:
             self._changed()
         elif kind == "queue":
             with self._lock:
+                if self.queue is None:
+                    self._queued_since = time.monotonic()
                 self.queue = Queue(
                     int(message.get("position") or 0),
                     int(message.get("length") or 0),

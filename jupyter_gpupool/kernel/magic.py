@@ -51,6 +51,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         %gpu 12GiB                ask for 12 GiB of device memory
         %gpu memory 12GiB --limit 20GiB
         %gpu devices 2
+        %gpu compute 50           a share of compute time, in per cent
         %gpu attach / %gpu release / %gpu keep 10m
         %gpu pool                 the whole pool
         %%gpu 16GiB               16 GiB for this cell only (first line of a cell)
@@ -98,7 +99,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
             answer = self.link.call("keep", **command.fields)
             seconds = format_seconds(float(command.fields["seconds"]))
             print(answer.get("note") or f"The GPU slice is kept for {seconds}, even when idle.")
-        else:  # memory, devices, priority: the request
+        else:  # memory, devices, compute, priority: the request
             answer = self.link.call("request", **command.fields)
             print(_request_text(answer, self.gate.guard.on))
             self.gate.settle()
@@ -188,6 +189,8 @@ def _request_text(answer: Any, guarded: bool) -> str:
         parts.append(f"limit {format_bytes(request['limit'])}{recorded}")
     if isinstance(request.get("devices"), int) and request["devices"] > 1:
         parts.append(f"on each of {request['devices']} devices")
+    if isinstance(request.get("compute"), int) and request["compute"] != 100:
+        parts.append(f"{request['compute']} % of the compute time")
     if request.get("priority"):
         parts.append(f"in class {request['priority']}")
     text = "Asked for " + ", ".join(parts) + "." if parts else "The request is changed."
@@ -233,6 +236,7 @@ def complete_gpu(_shell: Any, event: Any, limits: Mapping[str, Any] | None = Non
     examples = {
         "keep": ["10m", "1h"],
         "devices": ["1", "2"] if limits.get("devices") != 1 else ["1"],
+        "compute": ["25", "50", "100"],
         "priority": [str(name) for name in limits.get("priorities") or ()],
         "memory": [*sizes, *(f"--{name}" for name in OPTIONS)],
     }

@@ -8,7 +8,7 @@ import html
 import time
 from typing import Any, Mapping, Sequence
 
-from ..units import format_bytes, format_seconds
+from ..units import format_bytes, format_seconds, format_wait
 from .command import SUBCOMMANDS
 from .guarded import Figures
 
@@ -123,7 +123,7 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
         threads = "1 thread waits" if figures.waiting == 1 else f"{figures.waiting} threads wait"
         rows.append(("CUDA calls", f"{threads} for the slice"))
     if session.get("queue_position"):
-        rows.append(("queue", _queue(session)))
+        rows.append(("queue", _queue(session, snapshot)))
     if session.get("wait_reason"):
         rows.append(("waits because", str(session["wait_reason"])))
     if session.get("pinned_reason"):
@@ -201,17 +201,22 @@ def _request(request: Mapping[str, Any], guarded: bool) -> str:
             text += " (recorded)"
     if isinstance(request.get("devices"), int) and request["devices"] > 1:
         text += f", on each of {request['devices']} devices"
+    if isinstance(request.get("compute"), int) and request["compute"] != 100:
+        text += f", {request['compute']} % of the compute time"
     if request.get("priority"):
         text += f", class {request['priority']}"
     return text
 
 
-def _queue(session: Mapping[str, Any]) -> str:
+def _queue(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> str:
     text = f"position {session['queue_position']}"
     if session.get("queue_length"):
         text += f" of {session['queue_length']}"
     if isinstance(session.get("eta_seconds"), (int, float)):
         text += f", about {format_seconds(session['eta_seconds'])}"
+    elif isinstance(session.get("queued_at"), (int, float)) and "now" in snapshot:
+        waited = format_wait(snapshot["now"] - session["queued_at"])
+        text += f", {waited}" if waited else ""
     return text
 
 

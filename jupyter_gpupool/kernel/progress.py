@@ -12,7 +12,7 @@ import html
 import time
 from typing import Any, Callable
 
-from ..units import format_bytes, format_seconds
+from ..units import format_bytes, format_seconds, format_wait
 from .link import Link
 from .values import Wait
 
@@ -41,6 +41,8 @@ def describe(link: Link) -> str:
     text = f"Waiting for {what}: position {queue.position} of {queue.length}"
     if queue.eta is not None:
         text += f", about {format_seconds(max(1.0, queue.eta))}"
+    elif waited := format_wait(link.queued_for()):
+        text += f". {sentence(waited).rstrip('.')}"
     return f"{text}. {sentence(queue.reason)}".rstrip()
 
 

@@ -5,24 +5,18 @@
 Leases come free at the rate *holders / mean time a holder stays busy*, so that the session at
 position p waits about p * mean / holders seconds. The mean is over the sessions that have a lease
 now, each with its own exponentially weighted mean of past busy spells (first hold to last drop).
-Nothing is said before a spell was observed. Schedules and time slices will bound the mean.
+There is no estimate before a spell was observed. Schedules and time slices will bound the mean.
 
-Who has waited longer than that is living proof that it was too short: from then on the estimate is
-that it takes as long again (for how long something lasts whose scale nobody knows, the time it has
-lasted is the median guess: Gott 1993, "Implications of the Copernican principle").
+A session that has waited for longer than its estimate has shown that the estimate was wrong; it
+gets none from then on, and its user is told how long it has waited.
 """
 
 from __future__ import annotations
-
-import math
 
 from .lease import Session
 
 #: Weight of the newest observation.
 WEIGHT = 0.3
-
-#: Between two estimates that only follow the time that has passed.
-STEP = 1.25
 
 
 def weighted(mean: float | None, seconds: float) -> float:
@@ -79,9 +73,4 @@ class Estimates:
         if not self._known or not self._holders:
             return None
         expected = position * (self._sum / self._known) / self._holders
-        return max(0.0, expected if waited <= expected else _stepped(waited))
-
-
-def _stepped(seconds: float) -> float:
-    """Return ``seconds`` or up to a fifth less, in steps: not every second is news."""
-    return STEP ** math.floor(math.log(seconds, STEP)) if seconds > 1 else 1.0
+        return max(0.0, expected) if waited <= expected else None

@@ -164,6 +164,7 @@ class Pool:
                     queue_position=position,
                     queue_length=len(positions),
                     eta_seconds=None if position is None else self._news.eta(s, position),
+                    queued_at=None if position is None else s.queued_at,
                     wait_seconds_total=waited,
                     attached_seconds_total=attached,
                     stays_reason=stays_reason(books, s, now),

@@ -238,7 +238,10 @@ class SessionView:
     record: SessionRecord
     queue_position: int | None
     queue_length: int
+    #: None where there is no evidence for an estimate.
     eta_seconds: float | None
+    #: When the wait that goes on began; None if it does not wait.
+    queued_at: float | None
     wait_seconds_total: float
     attached_seconds_total: float
     #: Why the slice does not leave although the session is idle for long enough; else empty.

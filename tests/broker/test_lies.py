@@ -17,7 +17,7 @@ from jupyter_gpupool.emulator.profiles import library_dir
 from jupyter_gpupool.errors import BrokerUnavailable, GPUPoolError, RefusedError
 
 from . import kit
-from .kit import Kernel, MiB, Raw, wait_until
+from .kit import Kernel, Raw, wait_until
 
 NOBODY = 65534
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

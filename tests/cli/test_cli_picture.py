@@ -76,6 +76,17 @@ def test_the_whole_picture():
     assert "\n".join(draw(BUSY, Style(width=100))) == WIDE
 
 
+def test_a_wait_without_an_estimate_shows_how_long_it_has_lasted():
+    waiting = session(
+        "77aa33", state="queued", queue_position=1, queued_at=100.0, request={"memory": GiB},
+        wait_reason="no GPU has 1 GiB free",
+    )  # fmt: skip
+    lines = draw(pool(sessions=[waiting], now=143.0), Style(width=100))
+    line = "1. 77aa33 asks for 1 GiB (no estimate yet; waiting for 40 s): no GPU has 1 GiB free"
+    assert line in lines
+    assert "no estimate" not in "".join(draw(pool(sessions=[waiting], now=105.0), Style(width=100)))
+
+
 def test_narrow_and_without_unicode():
     lines = draw(BUSY, Style(width=47, unicode=False))
     assert "\n".join(lines[:5]) == NARROW

@@ -56,6 +56,8 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("memory 12GiB --limit 20GiB", {"memory": 12 * GiB, "limit": 20 * GiB}),
     ("memory 12GiB --limit=20GiB --devices 2", {"memory": 12 * GiB, "devices": 2}),
     ("devices 2", {"devices": 2}),
+    ("compute 50", {"compute": 50}),
+    ("compute 25%", {"compute": 25}),
     ("priority batch", {"priority": "batch"}),
 ]
 
@@ -86,6 +88,7 @@ def test_a_new_request(broker: ScriptedBroker, start: Callable[..., Kernel]) -> 
         ("keep forever", "'forever' is not a duration."),
         ("devices two", "devices must be a whole number above zero, not 'two'."),
         ("devices 0", "not '0'. Write %gpu devices 2."),
+        ("compute 101", "a share from 1 to 100, not '101'. Write %gpu compute 50."),
         ("memory 1GiB --devices 0", "not '0'. Write for example --devices 2."),
         ("devices 1 2", "%gpu devices takes one value, and '1 2' was given."),
         ("memory", "%gpu memory needs a value."),

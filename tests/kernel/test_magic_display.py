@@ -50,6 +50,32 @@ def test_a_reason_is_shown_as_a_sentence(reason: str, said: str) -> None:
     assert describe(link) == expected
 
 
+def test_a_wait_without_an_estimate_says_how_long_it_has_lasted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    link = Link("/nowhere/broker.sock", "s1", "token")
+    link._down_since = None
+    for _ in range(2):
+        link._push({"type": "queue", "position": 2, "length": 3, "eta": None, "reason": "Why."})
+    assert describe(link) == "Waiting for a GPU slice: position 2 of 3. Why."
+    now += 47
+    link._push({"type": "queue", "position": 1, "length": 3, "eta": None, "reason": "Why."})
+    assert describe(link) == (
+        "Waiting for a GPU slice: position 1 of 3. No estimate yet; waiting for 40 s. Why."
+    )
+    queued = {"state": "queued", "queue_position": 1, "queued_at": 100.0}
+    assert rows(queued, {"now": 400.0})["queue"] == "position 1, no estimate yet; waiting for 5 min"
+    assert rows(queued, {"now": 104.0})["queue"] == "position 1"
+
+
+def test_a_compute_share_is_shown() -> None:
+    request = {"memory": 4 << 30, "limit": 4 << 30, "compute": 50}
+    assert rows({"request": request})["asks for"] == "4 GiB, 50 % of the compute time"
+    assert rows({"request": {**request, "compute": 100}})["asks for"] == "4 GiB"
+
+
 IDLE = {
     "state": "idle",
     "granted_bytes": 1 << 30,
@@ -85,6 +111,7 @@ def test_a_slice_where_nothing_can_be_suspended_stays() -> None:
         ("%gpu memory ", ["4GiB", "8GiB"]),
         ("%%gpu ", ["4GiB", "8GiB"]),
         ("%gpu devices ", ["1"]),
+        ("%gpu compute ", ["25", "50", "100"]),
     ],
 )
 def test_completion_offers_what_may_be_asked_for(line: str, offered: list[str]) -> None:
