@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Awaitable, Callable
@@ -25,6 +26,10 @@ from .runner import Runner
 
 #: Seconds between two looks.
 LOOK = 1.0
+
+#: Seconds between two times at which the kept files are made young: systemd-tmpfiles removes what
+#: nobody has used for 10 days in /tmp and for 30 in /var/tmp.
+TOUCH = 86400.0
 
 #: Bytes of a file beside the socket that is remembered to be written again.
 MAX_KEPT = 1 << 20
@@ -57,6 +62,7 @@ class Keeper:
         #: Of each file beside the socket: which version (inode, time), mode, content.
         self._kept: dict[Path, tuple[tuple[int, int], int, bytes]] = {}
         self._problems: dict[str, str] = {}
+        self._touch_at = time.monotonic() + TOUCH
 
     async def run(self) -> None:
         """Look for as long as the broker serves."""
@@ -86,6 +92,11 @@ class Keeper:
     async def _keep_socket(self) -> None:
         if not self._claim.is_lost():
             self._remember()
+            if time.monotonic() >= self._touch_at:
+                self._touch_at = time.monotonic() + TOUCH
+                for path in self._kept:
+                    with suppress(OSError):
+                        os.utime(path)
             return
         listening = self._claim.restore()
         if listening is not None:
