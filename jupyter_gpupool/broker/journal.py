@@ -306,8 +306,13 @@ class Journal:
             db.commit()
             time.sleep(BREATH)
         db.commit()
-        db.execute("PRAGMA incremental_vacuum").fetchall()
-        db.commit()
+        while db.execute("PRAGMA freelist_count").fetchone()[0]:
+            before = db.execute("PRAGMA page_count").fetchone()[0]
+            db.execute(f"PRAGMA incremental_vacuum({STEP})").fetchall()
+            db.commit()
+            if db.execute("PRAGMA page_count").fetchone()[0] == before:
+                return  # a file of the first version: it keeps its pages, and fills them again
+            time.sleep(BREATH)
 
     def _excess(self, db: sqlite3.Connection) -> int:
         """Return the bytes by which the rows and records take more than they may."""

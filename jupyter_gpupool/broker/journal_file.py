@@ -94,19 +94,19 @@ class JournalLock:
         OSError, BrokerUnavailable
             If that is not possible now, or another broker was faster.
         """
-        old, self._descriptor = self._descriptor, self._take()
+        old, self._descriptor = self._descriptor, self._take(tries=0)
         os.close(old)
 
     def close(self) -> None:
         """Let go. The file stays: one that is removed can be locked twice."""
         os.close(self._descriptor)
 
-    def _take(self) -> int:
+    def _take(self, tries: int = TRIES) -> int:
         descriptor = os.open(
             self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
         try:
-            for left in range(TRIES, -1, -1):
+            for left in range(tries, -1, -1):
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
