@@ -55,6 +55,7 @@ from .metrics import Metrics
 from .monitor import QUIET, Monitor
 from .records import devices_from_text, devices_to_text, numbers_from_text, numbers_to_text
 from .recovery import RECOVERED_HOLD, Recovered, check_reach, recover
+from .rest import Rest
 from .runner import Clock, Runner
 from .sessions import Sessions
 from .status import Snapshots
@@ -303,6 +304,7 @@ class BrokerApp:
             runner.note("journal-lost", reason=journal.set_aside)
         self.health.retest_after = settings.retest_after
         self.health.begin(runner, service, devices)
+        self.monitor.rest = Rest(runner, self.health, _LOG)
         self.maintenance = Maintenance(
             runner, service, self.health, self.handlers, log=_LOG,
             files=device_files(settings, self.path, journal.path),

@@ -254,7 +254,10 @@ class DeviceEffects:
         self._runner.commit()
         try:
             outcome = await self._devices.suspend(
-                session.process, [piece.device for piece in action.slices], session=session.id
+                session.process,
+                [piece.device for piece in action.slices],
+                session=session.id,
+                on_kept=lambda message: self._kept(session, message),
             )
         finally:
             session.moving = {}
@@ -272,6 +275,12 @@ class DeviceEffects:
             self._runner.handle(
                 e.SuspendFailed(now=now, session=name, epoch=action.epoch, message=outcome.message)
             )
+
+    def _kept(self, session: Session, message: str) -> None:
+        """A part of a session is still in host memory, though its suspend was refused."""
+        self._runner.note("kept", session, reason=message)
+        if session.agent is not None:
+            session.agent.send({"type": "notice", "message": f"CUDA calls wait. {message}"})
 
     async def _close_gate(self, session: Session) -> tuple[str, str] | None:
         """Let no call into the driver any more; return the kind of refusal, and why, if one runs.

@@ -24,6 +24,7 @@ from . import host, processes
 from .activity import Activity
 from .beyond import Beyond
 from .effects import DeviceEffects
+from .rest import LOOKS, Rest
 from .runner import Runner
 from .watchdog import Watchdog
 
@@ -87,6 +88,8 @@ class Monitor:
         #: What the guard tells, and who compares; None where nobody runs under it.
         self.activity: Activity | None = None
         self.watchdog: Watchdog | None = None
+        #: Measures what the driver takes by itself on devices at rest.
+        self.rest: Rest | None = None
         #: Learns what the driver takes beyond what the guard counts.
         self.beyond: Beyond | None = None
         #: Called after each sample, when what is free where is known again.
@@ -118,11 +121,11 @@ class Monitor:
             await asyncio.wait({self._task}, timeout=CLOSE)
 
     async def _run(self) -> None:
-        last = False  # no look has begun since the last session went
+        after = 0  # looks that have begun since the last session went
         while not self._closed:
-            if last and not self._ours:
+            if after >= LOOKS and not self._ours:
                 await self._wanted.wait()
-            last = not self._wanted.is_set()
+            after = 0 if self._wanted.is_set() else after + 1
             try:
                 await self.look()
             except GPUPoolError as error:
@@ -168,6 +171,9 @@ class Monitor:
             if self._runner.changes.get(sample.uuid) != before.get(sample.uuid):
                 continue  # something was attached or suspended there meanwhile: old news
             old.discard(sample.uuid)
+            if self.rest is not None:
+                owned = {p.pid for p, owner in self._known.items() if owner is not None}
+                self.rest.look(sample, owned, leased=bool(granted.get(sample.uuid)))
             use = self._attribute(sample, granted.get(sample.uuid, {}), counted)
             use.idle = frozenset(idle.get(sample.uuid, ()))
             for name, size in use.shown.items():

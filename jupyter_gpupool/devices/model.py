@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Mapping
 
-SuspendStatus = Literal["suspended", "nothing", "pinned", "drain", "gone", "failed", "hung"]
+SuspendStatus = Literal["suspended", "nothing", "pinned", "drain", "gone", "failed", "hung", "kept"]
 ResumeStatus = Literal["resumed", "no-room", "refused", "gone", "failed", "hung"]
 
 #: What the driver says of a session: the worst over its processes. ``none``: no CUDA context.
@@ -64,6 +64,8 @@ class SuspendOutcome:
     ``pinned``     the driver cannot suspend it; everything was undone and runs
     ``drain``      not now: its work did not drain in time, a process is stopped (SIGSTOP), or
                    nothing could be begun; it is where it was, and may be tried again
+    ``kept``       refused, and a part of the session could not be brought back yet; the driver has
+                   its state. (Of one operation; the service tries again until it is another one.)
     ``gone``       the root process has ended
     ``failed``     the driver lost the session's state: end it, so that what it holds is freed
     ``hung``       not even the state could be had from a fresh worker: treat as ``failed``

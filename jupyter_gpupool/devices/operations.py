@@ -39,6 +39,9 @@ ROOM_WAIT = 5.0
 #: when its GPU work has ended.
 _LATE_LOOKS, _LATE_POLL, _LATE_PAUSE, _LATE_PATIENCE = 60, 1.0, 60.0, 3600.0
 
+#: Answers of a process that has its state still, in host memory, where it should run.
+_NO_ROOM = "NO_ROOM"
+
 #: Refusals of a restore onto another device that will be the same the next time.
 _NOT_MOVED = {checkpoint.NOT_SUPPORTED, checkpoint.INVALID_VALUE}
 
@@ -60,6 +63,11 @@ class Operation:
         self.unsettled: list[ProcessId] = []
         #: Processes that were to be locked, and may be yet: the driver has not said.
         self.late: list[ProcessId] = []
+        #: What a refused suspend has left suspended, in the order in which that was done, and why.
+        self.kept: list[ProcessId] = []
+        self._kept_why = ""
+        #: How a suspend ends that was refused, once all of it is back.
+        self.refused: SuspendOutcome | None = None
 
     @property
     def root(self) -> ProcessId:
@@ -191,17 +199,46 @@ class Operation:
             return self._suspended(trouble[0], f"{refused.message} {trouble[1]}")
         # Not even the state was to be had, but by now every process runs.
         status = "drain" if refused.status == "hung" else refused.status
-        return self._suspended(status, refused.message)
+        outcome = self._suspended(status, refused.message)
+        if not self.kept:
+            return outcome
+        self.refused = outcome
+        return replace(outcome, status="kept", message=f"{refused.message} {self._kept_why}")
 
-    async def undo(self, touched: Collection[ProcessId]) -> tuple[SuspendStatus, str] | None:
-        """Bring processes back to running, parents first; return what stands in the way."""
+    async def bring_back(self, earlier: Operation) -> SuspendOutcome:
+        """Try again to bring back what ``earlier`` has left suspended; never without room."""
+        assert earlier.refused is not None
+        self._before, self.refused = earlier._before, earlier.refused
+        trouble = await self.undo(earlier.kept, patience=0.0)
+        if processes.ending(self._root):
+            return self._suspended("gone", checkpoint.absent(self._root, "gone"))
+        if trouble:
+            return self._suspended(trouble[0], trouble[1])
+        if self.kept:
+            return replace(self.refused, status="kept", message=self._kept_why)
+        return self.refused
+
+    async def undo(
+        self, touched: Collection[ProcessId], *, patience: float = ROOM_WAIT
+    ) -> tuple[SuspendStatus, str] | None:
+        """Bring processes back to running, parents first; return what stands in the way.
+
+        What stays suspended, with its state intact, is in :attr:`kept`.
+        """
         trouble: tuple[SuspendStatus, str] | None = None
         for process in reversed([*touched]):
             if process in self.late:
                 continue  # it runs, or will be seen to
             answer = await self._calls.state(process)
             if answer.value == "checkpointed":
-                answer = await self._back(process)
+                answer = await self._back(process, patience)
+                if answer.value == "checkpointed" and answer.outcome == "refused":
+                    self.kept.insert(0, process)
+                    self._kept_why = (
+                        f"Process {process.pid} is not back on its GPU yet ({answer.message}); "
+                        "the driver has its state, and it is tried again."
+                    )
+                    continue
             if answer.value == "locked":
                 answer = await self._calls.call("unlock", process)
                 if answer.outcome == "ok":
@@ -216,11 +253,16 @@ class Operation:
             trouble = status, f"Process {process.pid} could not be brought back: {what}"
         return trouble
 
-    async def _back(self, process: ProcessId) -> Answer:
-        """Restore a process where it was; for a while again, if that fails and costs nothing."""
-        deadline = time.monotonic() + ROOM_WAIT
-        await self._wait_for_room(process)
+    async def _back(self, process: ProcessId, patience: float) -> Answer:
+        """Restore a process where it was; for a while again, if that fails and costs nothing.
+
+        Not without room for what it had: that is fatal, and suspended it is safe.
+        """
+        deadline = time.monotonic() + patience
         while True:
+            problem = await self._wait_for_room(process, deadline)
+            if problem:
+                return Answer("refused", _NO_ROOM, problem, "checkpointed")
             answer = await self._copy("restore", process, mapping=None)
             if answer.outcome == "ok":
                 return replace(answer, value="locked")
@@ -230,17 +272,16 @@ class Operation:
                 return answer
             await asyncio.sleep(0.1)
 
-    async def _wait_for_room(self, process: ProcessId) -> None:
-        """Wait a little until what a process had is free again, if somebody took it.
+    async def _wait_for_room(self, process: ProcessId, deadline: float) -> str:
+        """Wait a little until what a process had is free again; return why it is not.
 
-        The lease has not been given away, so it is somebody outside the pool. If it stays taken
-        the restore is tried all the same: half a session suspended is a session lost.
+        The lease has not been given away, so somebody outside the pool took it.
         """
-        deadline = time.monotonic() + ROOM_WAIT
         had = {s.uuid: sum(p.bytes or 0 for p in s.processes if p.pid == process.pid)
                for s in self._before}  # fmt: skip
-        while await self._no_room(had) and time.monotonic() < deadline:
+        while (problem := await self._no_room(had)) and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
+        return problem
 
     def _nothing_held(self, before: Sequence[DeviceSample]) -> None:
         """Refuse "nothing" if NVML shows memory of the session: it must not be given away."""

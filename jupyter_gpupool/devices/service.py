@@ -44,6 +44,10 @@ _SELFTESTS = 4
 #: for, and where the test under the guard hangs there is another one to come.
 TEST_CALL_TIMEOUT = 15.0
 
+#: Seconds before what an undone suspend has left suspended is tried again, doubled each time, and
+#: the most.
+_KEPT_POLL, _KEPT_PAUSE = 0.5, 30.0
+
 #: Seconds between two looks at a stopped process that is to be brought back when it goes on.
 _SETTLE_POLL = 0.25
 
@@ -408,22 +412,47 @@ class DeviceService:
         return await self._sampler.sample()
 
     async def suspend(
-        self, root: ProcessId, devices: Sequence[str], *, session: str
+        self,
+        root: ProcessId,
+        devices: Sequence[str],
+        *,
+        session: str,
+        on_kept: Callable[[str], None] = lambda _message: None,
     ) -> SuspendOutcome:
         """Suspend every CUDA process of a session, all or nothing.
 
         These are ``root``, its descendants, and processes of the same user whose environment has
         ``GPUPOOL_SESSION=session``. ``devices`` are those of its lease. A caller that is cancelled
         does not stop the operation: a driver call cannot be.
+
+        Where a refused suspend cannot be undone (somebody outside the pool took the memory, or the
+        restore fails), it is tried again for as long as the driver has the state, and nobody else
+        of the pool waits for that; ``on_kept`` is called with the reason, once.
         """
         refused = [self._device(uuid) for uuid in devices if not self._device(uuid).can_suspend]
         if refused:
             return SuspendOutcome("pinned", f"{refused[0].name}: {refused[0].tier_reason}")
 
+        last: list[Operation] = []
+
         async def run(operation: Operation) -> SuspendOutcome:
+            last[:] = [operation]
             return await operation.suspend(devices)
 
-        return await self._perform(run, root, session, devices)
+        async def again(operation: Operation) -> SuspendOutcome:
+            (earlier,), last[:] = last, [operation]
+            return await operation.bring_back(earlier)
+
+        outcome = await self._perform(run, root, session, devices)
+        pause = _KEPT_POLL
+        while outcome.status == "kept":
+            if pause == _KEPT_POLL:
+                self._log.error("%s", outcome.message)
+                on_kept(outcome.message)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _KEPT_PAUSE)
+            outcome = await self._perform(again, root, session, devices)
+        return outcome
 
     async def resume(
         self,
@@ -613,11 +642,17 @@ class DeviceService:
             locked = await self._landed(late, root, session) if late else []
             if not stopped and not locked:
                 return
-            async with self._locked(devices):
-                again = self._operation(self._workers[devices[0]], root, session)
-                trouble = await again.undo([*stopped, *locked])
-            if trouble:
-                self._log.error("%s", trouble[1])
+            left, pause = [*stopped, *locked], _KEPT_POLL
+            while left:
+                async with self._locked(devices):
+                    again = self._operation(self._workers[devices[0]], root, session)
+                    trouble = await again.undo(left)
+                if trouble:
+                    self._log.error("%s", trouble[1])
+                left = again.kept
+                if left:
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _KEPT_PAUSE)
 
         task = asyncio.create_task(settle())
         self._settling[root] = task

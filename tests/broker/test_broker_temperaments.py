@@ -106,6 +106,31 @@ def test_a_residue_that_grows_is_said_to_be_outside_the_pool(ready, made):
     whole.do("got", hold="cell")
 
 
+def test_residue_that_grows_is_measured_again_when_the_device_is_at_rest(ready, made):
+    """residue: what the driver takes in weeks of use is not counted as used outside the pool."""
+    broker = ready(("residue", {"bytes": "40MiB"}), devices=["0"])
+    before = broker.status()["devices"][0]["memory_capacity"]
+    one = made(broker, "one", memory=SMALL)
+    one.attach()
+    one.do("alloc", bytes=32 * MiB, byte=2)  # all of its slice, so that this covers nothing
+    broker.faults.set("residue", bytes="60MiB")
+    wait_until(lambda: foreign(broker)[0] == 18 * MiB, "the growth to be seen", 60)
+    away(one)
+    wait_until(lambda: foreign(broker)[0] == 0, "the device was measured at rest", 60)
+    capacity = broker.status()["devices"][0]["memory_capacity"]
+    assert capacity == before - 20 * MiB
+    whole = made(broker, "whole", memory=capacity)
+    whole.attach()
+    # And again when there is less of it.
+    away(whole)
+    broker.faults.set("residue", bytes="40MiB")
+    wait_until(
+        lambda: broker.status()["devices"][0]["memory_capacity"] == before, "what it was", 60
+    )
+    one.attach()
+    assert one.do("check") == 32 * MiB
+
+
 def test_a_list_that_lacks_contexts_counts_nothing_twice(ready, made):
     """nvml-less: the context is in the slice, so it is not foreign memory beside it."""
     broker = ready(("nvml-less", {"bytes": "30MiB"}), devices=["0"])

@@ -8,6 +8,7 @@ Which these are is in the emulator's README; each test here names the temperamen
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 
@@ -341,6 +342,76 @@ async def test_what_an_undo_restores_is_tried_until_it_is_back(emulated):
         assert outcome.status == "pinned", outcome
         assert await target.do("digest", 1) == digest
         assert await target.child("digest", 2) == theirs
+
+
+async def test_undone_suspend_whose_restore_goes_on_failing_is_kept_and_retried(emulated, waiting):
+    """restore-keeps-state: the driver has the state, so the session is not lost."""
+    machine = emulated(ONE)
+    machine.faults.set("restore-keeps-state")
+    _, until = waiting
+    async with machine.started() as (service, devices), machine.target() as target:
+        digest = await filled(target)
+        child = await target.do("spawn")
+        await target.child("context")
+        theirs = await target.child("fill", 4 * MiB, 2)
+        machine.faults.set("checkpoint-refused", pid=target.pid)
+        machine.faults.set("restore-failed", pid=child)
+        told = []
+        suspending = asyncio.ensure_future(
+            service.suspend(target.root, [devices[0].uuid], session=SESSION, on_kept=told.append)
+        )
+        await until(lambda: told, 60)
+        assert f"Process {child} is not back on its GPU yet" in told[0]
+        # Others are served meanwhile, and nothing is given up.
+        async with machine.target() as other:
+            await other.do("context")
+            assert await service.driver_state(other.root, session="other") == "running"
+        assert not suspending.done()
+        machine.faults.clear("restore-failed")
+        outcome = await asyncio.wait_for(suspending, 90)
+        assert outcome.status == "pinned", outcome
+        assert await target.do("digest", 1) == digest
+        assert await target.child("digest", 2) == theirs
+
+
+async def test_undone_suspend_is_not_restored_without_room(emulated, waiting):
+    """A restore without room is fatal: the process stays suspended until the memory is free."""
+    machine = emulated("1x256MiB,context=16MiB")
+    _, until = waiting
+    async with machine.started() as (service, devices), machine.target() as target:
+        digest = await filled(target)
+        child = await target.do("spawn")
+        await target.child("context")
+        theirs = await target.child("fill", 64 * MiB, 2)
+        machine.faults.set("restore-keeps-state")
+        machine.faults.set("checkpoint-refused", pid=target.pid)
+        machine.faults.set("restore-failed", pid=child)
+        told = []
+        suspending = asyncio.ensure_future(
+            service.suspend(target.root, [devices[0].uuid], session=SESSION, on_kept=told.append)
+        )
+        async with machine.target() as thief:
+            await thief.do("context")
+            await until_taken(thief, suspending)
+            await until(lambda: told, 60)
+            assert "MiB free" in told[0]
+            machine.faults.clear("restore-failed")
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.shield(suspending), 2)
+        outcome = await asyncio.wait_for(suspending, 90)
+        assert outcome.status == "pinned", outcome
+        assert await target.do("digest", 1) == digest
+        assert await target.child("digest", 2) == theirs
+
+
+async def until_taken(thief, suspending):
+    """Have a process outside the pool take what the suspended child gave up, once it has."""
+    while True:
+        assert not suspending.done()
+        with contextlib.suppress(RuntimeError):
+            await thief.do("take", 140 * MiB)
+            return
+        await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("code", [1, 801])
