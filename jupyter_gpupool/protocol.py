@@ -54,10 +54,13 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     # ---- a provisioner, about a kernel
     # request: {memory?, limit?, devices?, compute?, priority?}, sizes in bytes.
     # ok: session, token, attach, request, env (variables for the kernel's process), config (the
-    # options in force that do not have their default, and their origins), pid, broker
+    # options in force that do not have their default, and their origins), pid, broker, retire
+    # (true where a kernel must be retired before it is killed)
     "open": ({"kernel_id": str}, {"label": str, "request": dict, "attach": _OPTIONAL_STR}),
     # pid of the process just started for the session. ok: -
     "launched": ({"session": str, "pid": int}, {}),
+    # its kernel is about to be killed: make that safe, where ``open`` answered ``retire``. ok: safe
+    "retire": ({"session": str}, {}),
     # the kernel is gone or never came; idempotent. ok: -
     "close": ({"session": str}, {"reason": str}),
     # ---- the agent inside the kernel process (identified by SO_PEERCRED and the token)

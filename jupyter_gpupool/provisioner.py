@@ -49,6 +49,9 @@ _Result = TypeVar("_Result")
 #: What this server's log has said of the configuration.
 _TOLD: set[str] = set()
 
+#: Seconds that a suspend before a kill may take, on the one driver that needs it.
+RETIRE_TIMEOUT = 12.0
+
 
 class Memory(TraitType[int, "int | str"]):
     """Bytes, or text like ``"12GiB"``; 0 leaves the choice to the pool's configuration."""
@@ -142,6 +145,8 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     _client: Client | None = None
     _socket: Path | None = None
     _session: str = ""
+    #: The driver hangs when this kernel is killed while it has been suspended and resumed.
+    _retires: bool = False
     #: The request as the kernel had it before a restart; its user may have changed it by %gpu.
     _request: Mapping[str, Any] | None = None
 
@@ -213,11 +218,39 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     async def shutdown_requested(self, restart: bool = False) -> None:
         """Remember the request as it is now, for a restart. Called while the kernel still runs."""
         await super().shutdown_requested(restart=restart)
+        await self._retire()  # its own end may be as bad as a kill
         if restart and self._session:
             try:
                 self._request = await self._in_thread(self._current_request)
             except GPUPoolError as error:
                 self.log.debug("GPU pool: the request before a restart is not known: %s", error)
+
+    async def kill(self, restart: bool = False) -> None:
+        """End the kernel at once; where its driver does not survive that, it is suspended first."""
+        await self._retire()
+        await super().kill(restart=restart)
+
+    async def terminate(self, restart: bool = False) -> None:
+        """Ask the kernel to end, by SIGTERM; as :meth:`kill`."""
+        await self._retire()
+        await super().terminate(restart=restart)
+
+    async def _retire(self) -> None:
+        """Have the broker make the kernel safe to kill, if this driver needs that; bounded."""
+        retires, self._retires = self._retires, False
+        if not retires or not self._session or self._socket is None:
+            return
+        try:
+            if not await self._in_thread(self._ask_to_retire):
+                self.log.warning("GPU pool: the kernel could not be suspended before its end")
+        except GPUPoolError as error:
+            self.log.warning("GPU pool: the kernel was not suspended before its end: %s", error)
+
+    def _ask_to_retire(self) -> bool:
+        assert self._socket is not None
+        with Client(self._socket) as client:
+            answer = client.call("retire", session=self._session, timeout=RETIRE_TIMEOUT)
+        return bool(answer.get("safe"))
 
     async def cleanup(self, restart: bool = False) -> None:
         """End the session: its slice goes back to the pool. Called when the kernel has ended."""
@@ -233,12 +266,14 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         info = await super().get_provisioner_info()
         socket = str(self._socket) if self._socket else ""
         info.update({"gpupool_session": self._session, "gpupool_socket": socket})
+        info["gpupool_retire"] = self._retires
         return dict(info)
 
     async def load_provisioner_info(self, provisioner_info: dict[str, Any]) -> None:
         """Take over what :meth:`get_provisioner_info` returned."""
         await super().load_provisioner_info(provisioner_info)
         self._session = str(provisioner_info.get("gpupool_session", ""))
+        self._retires = bool(provisioner_info.get("gpupool_retire"))
         socket = provisioner_info.get("gpupool_socket", "")
         self._socket = Path(socket) if socket else None
 
@@ -276,6 +311,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             self._disconnect()
             raise
         self._session = str(answer["session"])
+        self._retires = bool(answer.get("retire"))
         memory = (answer.get("request") or {}).get("memory")
         self.log.info(
             "GPU pool: session %s for %s%s",

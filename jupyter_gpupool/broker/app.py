@@ -27,6 +27,7 @@ from .. import __version__
 from ..config import BrokerSettings, load_settings
 from ..config.settings import needs_restart
 from ..devices import interpreter
+from ..devices.driver import kill_hazard
 from ..devices.service import DeviceService
 from ..endpoint import find_socket
 from ..errors import ConfigError, GPUPoolError
@@ -63,6 +64,7 @@ from .surroundings import (
     device_files,
     emulated_folder,
     machine_environment,
+    module_version,
     raise_descriptor_limit,
     report,
 )
@@ -310,12 +312,24 @@ class BrokerApp:
             files=device_files(settings, self.path, journal.path),
             renewed=lambda found: self._renewed(service, found),
         )  # fmt: skip
+        self._module = module_version(settings, self.path, journal.path)
+        self._look_at_driver()
+        self.handlers.retire = effects.retire_and_end
+        self.handlers.hazard = lambda: effects.hazard
         self.handlers.maintenance = snapshots.maintenance = self.maintenance
         self.maintenance.begin()
+
+    def _look_at_driver(self) -> None:
+        """Take note of what is known of the driver that is loaded."""
+        hazard = kill_hazard(self._module)
+        self.effects.hazard = self.snapshots.driver_warning = hazard
+        if hazard:
+            _LOG.warning("%s", hazard)
 
     def _renewed(self, service: DeviceService, found: Sequence[Device]) -> list[Device]:
         """Take note of the devices after a pause; return those of the pool."""
         devices = self._choose(found)
+        self._look_at_driver()
         self.runner.journal.remember("devices", devices_to_text(devices))
         if not self.settings.emulate:
             self.snapshots.machine = _versions(service)

@@ -41,6 +41,9 @@ RECORDING = "it records a CUDA graph"
 #: A process that has just ended may give its memory back a moment later: seconds, and between.
 ROOM_WAIT, ROOM_POLL = 1.0, 0.05
 
+#: Seconds that a suspend before a kill may take; and then for whoever asked for it to kill.
+RETIRE, RETIRED = 10.0, 30.0
+
 #: Seconds in which the agent can still show why its session is lost.
 LAST_WORDS = 0.3
 
@@ -62,6 +65,8 @@ class DeviceEffects:
         #: What the guard tells and is told; None where nobody runs under it.
         self.pages: Pages | None = None
         self.activity: Activity | None = None
+        #: Why a restored process must be suspended before it is killed; "" if it need not.
+        self.hazard = ""
         #: The broker ends: what is begun is finished, and nothing new is begun.
         self.closing = False
         #: Called with a device that failed its self-test, and why.
@@ -276,6 +281,50 @@ class DeviceEffects:
                 e.SuspendFailed(now=now, session=name, epoch=action.epoch, message=outcome.message)
             )
 
+    # ------------------------------------------------------------------ safe to kill
+
+    async def retire(self, session: Session) -> bool:
+        """Make a session's processes safe to kill, for it is about to end; return whether they are.
+
+        Where the driver hangs when a restored process is killed, that means to suspend them again;
+        elsewhere nothing has to be done. Bounded, and never an error: the session ends anyhow.
+        """
+        record = self._runner.record(session.id)
+        if not self.hazard or record is None or session.process is None:
+            return True
+        if not record.resumes or record.state not in ("active", "idle"):
+            return True  # never restored, or suspended (again)
+        if self.pages is not None:
+            self.pages.set_gate(session, CLOSED)
+        devices = [piece.device for piece in record.slices]
+        try:
+            outcome = await asyncio.wait_for(
+                self._devices.suspend(session.process, devices, session=session.id), RETIRE
+            )
+        except (asyncio.TimeoutError, GPUPoolError) as error:
+            what = str(error) or f"it took more than {RETIRE:g} s"
+            self._runner.log.error("Session %s is not safe to kill: %s", session.id, what)
+            return False
+        safe = outcome.status in ("suspended", "nothing", "gone")
+        self._runner.note("retired", session, reason=outcome.message, detail={"safe": safe})
+        return safe
+
+    def retire_and_end(self, session: Session, done: Callable[[bool], None]) -> None:
+        """Do what :meth:`retire` does and tell; end the session if nobody else does."""
+        was = session.process
+
+        def end() -> None:
+            if self._runner.sessions.find(session.id) is session and was is not None:
+                # Its processes are suspended, and the pool takes them for attached.
+                processes.kill([*reversed(processes.descendants(was)), was])
+
+        async def work() -> None:
+            done(await self.retire(session))
+
+        if self.hazard:
+            asyncio.get_running_loop().call_later(RETIRED, end)
+        self._start("", work())
+
     def _kept(self, session: Session, message: str) -> None:
         """A part of a session is still in host memory, though its suspend was refused."""
         self._runner.note("kept", session, reason=message)
@@ -419,6 +468,7 @@ class DeviceEffects:
             session.agent.send({"type": "lost", "message": action.message})
             await asyncio.sleep(LAST_WORDS)
         if session.process is not None:
+            await self.retire(session)
             # Children first: a parent that sees its child die may start another.
             ended = [*reversed(processes.descendants(session.process)), session.process]
             for problem in processes.kill(ended):

@@ -83,6 +83,9 @@ class Handlers:
         self.guard_directory = Path()
         self.pages: Pages | None = None
         self.guards: Guards | None = None
+        #: Makes a session safe to kill; and why this driver needs that ("": it does not).
+        self.retire: Callable[[Session, Callable[[bool], None]], None] = lambda _s, done: done(True)
+        self.hazard: Callable[[], str] = lambda: ""
         #: Takes devices out of service and gives them back; the application sets it.
         self.maintenance: Maintenance | None = None
         #: When (loop time) somebody last connected.
@@ -110,6 +113,7 @@ class Handlers:
             "watch": self._watch,
             "ping": self._ping,
             "maintain": self._maintain,
+            "retire": self._retire,
         }
 
     def use_guard(self, pages: Pages, guards: Guards) -> None:
@@ -258,6 +262,7 @@ class Handlers:
                 "config": self._snapshots.config(peer),
                 "pid": os.getpid(),
                 "broker": {"machine_wide": self.access.machine_wide},
+                "retire": bool(self.hazard()),
             },
         )
 
@@ -351,6 +356,11 @@ class Handlers:
     def _watch(self, connection: Connection, message: Message) -> None:
         connection.watching = True
         connection.answer(message.get("id"), {"seq": self.runner.journal.seq})
+
+    def _retire(self, connection: Connection, message: Message) -> None:
+        session = self._acting(connection, message)
+        request = message.get("id")
+        self.retire(session, lambda safe: connection.answer(request, {"safe": safe}))
 
     def _maintain(self, connection: Connection, message: Message) -> None:
         assert self.maintenance is not None

@@ -140,6 +140,7 @@ class Snapshots:
             "emulated": self._emulated,
             "machine": self.machine,
             "problem": self.problem,
+            "driver_warning": self.driver_warning,
             "limits": self._limits(owner_of(peer.uid, peer.gid), view),
             "devices": [self._device(v) for v in view.devices],
             "sessions": [self._session(v, view.now, peer, most) for v in view.sessions],
@@ -171,6 +172,8 @@ class Snapshots:
     #: application sets both.
     attach: str = "cell"
     attach_reason: str = ""
+    #: What is known to go wrong with the driver; the application sets it.
+    driver_warning: str = ""
     #: What an admin has taken out of service; the application sets it.
     maintenance: Maintenance | None = None
     #: Why there is no device; empty if there are some. The application sets it.

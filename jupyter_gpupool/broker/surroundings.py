@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Mapping
 
 from ..config import BrokerSettings
+from ..devices.driver import MODULE
 from ..devices.files import DEVICE_FILES
 from ..errors import DriverError
 from ..machine import removed_at_logout
@@ -52,6 +53,14 @@ def device_files(settings: BrokerSettings, socket: Path, journal: Path) -> str:
     from ..emulator import profiles
 
     return profiles.device_files(emulated_folder(socket, journal))
+
+
+def module_version(settings: BrokerSettings, socket: Path, journal: Path) -> Path:
+    """Return the file in which the loaded kernel module says which it is.
+
+    The emulated driver has no module, so there is no such file, unless a test pretends one.
+    """
+    return emulated_folder(socket, journal) / "version" if settings.emulate else MODULE
 
 
 def emulated_folder(socket: Path, journal: Path) -> Path:

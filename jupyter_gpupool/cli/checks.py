@@ -20,6 +20,7 @@ from typing import Any, Literal, Mapping, Sequence
 from ..config import BrokerSettings
 from ..config.differences import differences
 from ..config.quantities import memory_total
+from ..devices.driver import kill_hazard
 from ..endpoint import check_socket, find_socket
 from ..errors import BrokerUnavailable, GPUPoolError
 from ..units import format_bytes
@@ -109,6 +110,10 @@ def driver(proc: Path = Path("/proc")) -> Finding:
             "no NVIDIA kernel driver is loaded",
             "Install one (580 or newer is best), or emulate: c.GPUPool.emulate = '2x16GiB'.",
         )
+    hazard = kill_hazard(proc / "driver/nvidia/version")
+    if hazard:
+        todo = "Install the proprietary module or another branch."
+        return Finding("warn", "driver", hazard, todo)
     words = next((w for w in text.split() if w[:1].isdigit() and w.count(".") >= 1), "")
     major = int(words.split(".")[0]) if words else 0
     if words and major < 570:

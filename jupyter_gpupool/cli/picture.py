@@ -122,11 +122,18 @@ def _head(snapshot: Snapshot, style: Style) -> list[str]:
     problem = (snapshot.get("broker") or {}).get("journal_problem")
     if problem:
         lines.append(style.paint(style.cut(f"Journal: {problem}", style.width), "alarm"))
+    if snapshot.get("driver_warning"):
+        lines += style_warning(str(snapshot["driver_warning"]), style)
     for order in snapshot.get("maintenance") or ():
         lines.append(style.paint(style.cut(str(order["text"]), style.width), "alarm"))
     if not snapshot["devices"]:
         lines += ["", style.paint("No GPU.", "alarm") + " `jupyter gpupool doctor` says why."]
     return lines
+
+
+def style_warning(text: str, style: Style) -> list[str]:
+    """Return a sentence that nobody may miss, on as many lines as it needs."""
+    return [style.paint(line, "alarm") for line in textwrap.wrap(printable(text), style.width)]
 
 
 def _figures(device: Snapshot) -> str:

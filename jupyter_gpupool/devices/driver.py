@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 #: First driver with the checkpoint calls in its API (CUDA 12.8). cuda.core refuses older ones.
 SUSPEND_FLOOR = 570
 #: First driver that can restore a process on another device of the same model.
 MIGRATE_FLOOR = 580
+
+#: Where the loaded kernel module says which it is.
+MODULE = Path("/proc/driver/nvidia/version")
 
 WITHOUT_GPU = "To try the pool without a GPU, set c.GPUPool.emulate = '2x16GiB'."
 
@@ -43,6 +47,27 @@ class Capabilities:
     suspend: bool
     migrate: bool
     reason: str = ""
+
+
+def kill_hazard(module: Path = MODULE) -> str:
+    """Return why a process that was resumed must not just be killed on the driver that is loaded.
+
+    "" if nothing of the kind is known of it. Killing a restored process has hung the whole machine
+    on the open kernel module 595.71.05 (NVIDIA/cuda-checkpoint, issue 53); suspending it again
+    before that avoids it.
+    """
+    try:
+        text = module.read_text(errors="replace")
+    except OSError:
+        return ""
+    version = re.search(r"\b(595(?:\.\d+)+)\b", text)
+    if version is None or "open kernel module" not in text.lower():
+        return ""
+    return (
+        f"The open kernel module {version[1]} is known to hang the machine when a process that was "
+        "suspended and resumed is killed. The pool suspends such a kernel again before it ends "
+        "it; a kill from elsewhere (kill -9, out of memory) is not safe."
+    )
 
 
 def capabilities(driver_version: str) -> Capabilities:

@@ -302,3 +302,76 @@ def doctor(broker):
         check=False,
     )  # fmt: skip
     return done.stdout + done.stderr
+
+
+# ---------------------------------------------------------------------- a driver that hangs
+
+#: As /proc/driver/nvidia/version shows it.
+OPEN_595 = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  595.71.05  Release Build\n"
+
+
+@pytest.fixture
+def hanging(make_broker):
+    """A broker on a driver that is known to hang when a restored process is killed."""
+    broker = make_broker()
+    state = broker.folder / "broker.sock.emulated"
+    state.mkdir()
+    (state / "version").write_text(OPEN_595)
+    return broker.started
+
+
+@pytest.fixture
+def restored(hanging):
+    """A session that was suspended and resumed."""
+    with closing(Kernel(hanging, "restored", memory=400 * MiB)) as one:
+        one.attach()
+        one.do("alloc", bytes=64 * MiB, byte=1)
+        one.do("drop", hold="cell")
+        one.server.call("release", session=one.session)
+        one.wait_state("detached", seconds=60)
+        one.attach("again")
+        yield one
+
+
+def suspended_now(broker, kernel):
+    """Whether the driver has the process suspended: it has no device file open then."""
+    return not with_device_files(broker, kernel.process.pid)
+
+
+def test_driver_that_hangs_when_a_restored_process_is_killed_is_warned_of(hanging):
+    warning = hanging.status()["driver_warning"]
+    assert warning.startswith("The open kernel module 595.71.05 is known to hang the machine")
+    assert warning in hanging.tail()
+    done = subprocess.run(
+        [sys.executable, "-m", "jupyter_gpupool.cli", "status", "--socket", str(hanging.socket)],
+        capture_output=True, text=True, cwd=ROOT, env=environment(hanging.folder), timeout=120,
+        check=True,
+    )  # fmt: skip
+    assert warning in " ".join(done.stdout.split())
+
+
+def test_restored_kernel_is_suspended_before_it_is_killed_on_that_driver(hanging, restored):
+    with hanging.client() as client:
+        assert client.call("retire", session=restored.session, timeout=60)["safe"]
+    assert suspended_now(hanging, restored)
+    restored.kill()
+    wait_until(lambda: hanging.session(restored.session) is None, "its end", 60)
+    assert all(d["memory_granted"] == 0 for d in hanging.status()["devices"])
+
+
+def test_kernel_that_was_never_restored_needs_nothing_before_its_end(hanging):
+    with closing(Kernel(hanging, "fresh", memory=400 * MiB)) as one:
+        one.attach()
+        one.do("alloc", bytes=64 * MiB, byte=1)
+        with hanging.client() as client:
+            assert client.call("retire", session=one.session, timeout=60)["safe"]
+        assert not suspended_now(hanging, one)
+        assert one.do("check") == 64 * MiB
+
+
+def test_no_other_driver_delays_an_end(broker, one):
+    with broker.client() as client:
+        assert client.call("open", kernel_id="k")["retire"] is False
+        assert client.call("retire", session=one.session)["safe"]
+    assert one.do("check") == 64 * MiB
+    assert broker.status()["driver_warning"] == ""

@@ -52,6 +52,8 @@ class ScriptedBroker:
         }
         self.limits: dict[str, Any] = {"memory": 16 * GiB}
         self.env: dict[str, str] = {}
+        #: Whether kernels have to be retired before they are killed.
+        self.retire = False
         self.sessions: dict[str, dict[str, Any]] = {}
         self._opened = 0
         self.scripts: dict[str, Script] = {}
@@ -265,6 +267,7 @@ class ScriptedBroker:
             "attach": env["GPUPOOL_ATTACH"],
             "request": {**self.request, **message.get("request", {})},
             "env": env,
+            "retire": self.retire,
         }
 
     def _on_launched(self, message: Message) -> dict[str, Any]:

@@ -93,6 +93,28 @@ def test_a_restart_ends_the_session_and_keeps_the_request(broker: ScriptedBroker
     assert len(broker.seen("close")) == 2  # cleanup again changes nothing
 
 
+@pytest.mark.parametrize("now", [False, True], ids=["shutdown", "kill"])
+def test_kernel_is_retired_before_its_end_where_the_driver_needs_that(
+    broker: ScriptedBroker, now: bool
+) -> None:
+    broker.retire = True
+    manager = KernelManager(kernel_name="gpupool-python3")
+    manager.start_kernel()
+    broker.scripts["retire"] = lambda _message: {"safe": True}
+    manager.shutdown_kernel(now=now)
+    broker.wait_for("close")
+    kinds = [m["type"] for m in broker.messages if m["type"] in ("retire", "close")]
+    assert kinds == ["retire", "close"]
+
+
+def test_no_other_driver_costs_a_shutdown_a_message(broker: ScriptedBroker) -> None:
+    manager = KernelManager(kernel_name="gpupool-python3")
+    manager.start_kernel()
+    manager.shutdown_kernel(now=True)
+    broker.wait_for("close")
+    assert broker.seen("retire") == []
+
+
 def test_the_asynchronous_manager(broker: ScriptedBroker) -> None:
     async def scene() -> None:
         manager = AsyncKernelManager(kernel_name="gpupool-python3")
