@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from pathlib import Path
 
 import psutil
+
+from jupyter_gpupool.broker.pages import SHARED_MEMORY, folder_name
 
 from . import cells
 from .kit import MiB, until
@@ -363,6 +366,57 @@ def test_a_killed_kernel_leaves_the_queue_and_the_page_is_gone(pool):
         assert not page.exists()
         flag.touch()
         (await work).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+# ---------------------------------------------------------------------- a logout
+
+ALLOCATING = """
+import subprocess, sys
+code = (
+    "import ctypes; C = ctypes.CDLL('libcuda.so.1'); c, p = ctypes.c_void_p(), ctypes.c_uint64();"
+    "print(C.cuInit(0), C.cuDevicePrimaryCtxRetain(ctypes.byref(c), 0), C.cuCtxSetCurrent(c),"
+    "      C.cuMemAlloc_v2(ctypes.byref(p), ctypes.c_size_t(%d)))"
+)
+print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+"""
+
+
+def test_notebooks_go_on_when_a_logout_deletes_socket_locks_and_pages(pool):
+    """As logind does; the next login's kernel comes to the same broker."""
+    pool = pool(ONE, default_memory=SLICE)
+    flag = pool.folder / "go"
+
+    async def scenario():
+        idle = await with_blocks(pool, "idle")
+        (await idle.run("block = Block(64).allocate().write(2)")).check()
+        await release(pool, idle)
+        busy, work = await occupied(pool, flag)
+        waiting = await with_blocks(pool, "waiting")
+        cell = asyncio.create_task(waiting.run("block = Block(64).allocate().write(1)"))
+        await state(waiting, "queued")
+        pid = pool.status()["pid"]
+        for path in pool.folder.glob("b.*"):
+            if not path.name.endswith(".emulated"):
+                path.unlink()
+        shutil.rmtree(SHARED_MEMORY / folder_name(pool.socket))
+        await until(pool.socket.exists, "the socket is back")
+        assert pool.status()["pid"] == pid
+        flag.touch()
+        (await work).check()
+        (await cell).check()
+        for kernel in (waiting, busy, idle):
+            (await kernel.run("block.verify()")).check()
+        # A new process is in the session: it is served, and it is limited with it.
+        for size, result in ((8 * MiB, 0), (2 * SLICE, 2)):
+            done = await idle.run(ALLOCATING % size)
+            assert done.check().text.split() == ["0", "0", "0", str(result)], done
+        pool.start_broker()
+        assert pool.status()["pid"] == pid
+        new = await with_blocks(pool, "new")
+        (await new.run("block = Block(32).allocate().write(3).verify()")).check()
         await pool.stop_kernels()
 
     play(scenario())
