@@ -45,6 +45,8 @@ from .ending import Ending, Stopped
 from .guarding import Guarding
 from .handlers import Handlers
 from .health import Health
+from .host import Host
+from .hostroom import HostRoom
 from .journal import Journal
 from .journal_file import JournalLock, place, take_over
 from .keeper import Keeper
@@ -54,6 +56,7 @@ from .lives import GRACE
 from .maintenance import Maintenance, untouchable
 from .metrics import Metrics
 from .monitor import QUIET, Monitor
+from .pressure import Pressure
 from .records import devices_from_text, devices_to_text, numbers_from_text, numbers_to_text
 from .recovery import RECOVERED_HOLD, Recovered, check_reach, recover
 from .rest import Rest
@@ -81,6 +84,9 @@ LEAST_LINGER = 2.0
 
 #: Seconds between two tidyings of the journal.
 TIDY = 15.0
+
+#: Where memory and its limits are read.
+HOST = Host()
 
 _LOG = logging.getLogger("gpupool.broker")
 
@@ -165,6 +171,7 @@ class BrokerApp:
             stack.callback(self.health.close)
             stack.callback(self.maintenance.close)
             self.monitor.start()
+            stack.callback(self.effects.room.close)
             stack.push_async_callback(self.monitor.close)
             await self._ending.unless_asked(self._restore(journal, service))
             self.maintenance.go_on()
@@ -280,7 +287,9 @@ class BrokerApp:
         )
         if not devices:
             self.handlers.no_device = snapshots.problem = service.problem or "none was found."
+        effects.room = HostRoom(HOST, settings.host_reserve)
         self.monitor = Monitor(runner, effects, settings, _LOG)
+        self.monitor.pressure = Pressure(runner, effects.room, _LOG)
         self.monitor.on_healthy = self.health.readable
         self.handlers.wishes.look = self.monitor.look
         runner.on_change = self.monitor.look_soon
@@ -463,6 +472,7 @@ class BrokerApp:
         self.snapshots.settings = new
         self.guarding.configure(new)
         self.monitor.settings = new
+        self.effects.room.reserve = new.host_reserve
         self._measure()
         self.runner.note("config", reason="read again")
         self.runner.handle(e.SettingsChanged(now=self.runner.now(), settings=new.pool))

@@ -18,8 +18,9 @@ from ..errors import GPUPoolError
 from ..pool import events as e
 from ..pool.model import SessionRecord, Slice
 from ..units import format_bytes
-from . import host, processes
+from . import processes
 from .activity import Activity
+from .hostroom import HostRoom
 from .pages import CLOSED, Pages
 from .quiesce import quiesce
 from .runner import Runner
@@ -54,6 +55,8 @@ class DeviceEffects:
     def __init__(self, runner: Runner, devices: DeviceService) -> None:
         self._runner = runner
         self._devices = devices
+        #: What suspends may take of host memory.
+        self.room = HostRoom()
         self._running: set[asyncio.Task[None]] = set()
         #: Sessions with an effect under way.
         self.busy: set[str] = set()
@@ -245,19 +248,14 @@ class DeviceEffects:
             self._runner.handle(self._done(action, SuspendOutcome("nothing", cuda=False)))
             return
         before = await self._footprint(session, action.slices)
-        room = host.available(session.process.pid)
-        if sum(before.values()) > room:
-            self._refused(
-                action,
-                "host",
-                f"Its {format_bytes(sum(before.values()))} do not fit in the "
-                f"{format_bytes(room)} of host memory that it may still take.",
-            )
+        problem = await self.room.take(session.id, session.process.pid, sum(before.values()))
+        if problem:
+            self._refused(action, "host", problem)
             return
-        session.moving = before
-        self._runner.dirty(session.id)
-        self._runner.commit()
         try:
+            session.moving = before
+            self._runner.dirty(session.id)
+            self._runner.commit()
             outcome = await self._devices.suspend(
                 session.process,
                 [piece.device for piece in action.slices],
@@ -266,6 +264,7 @@ class DeviceEffects:
             )
         finally:
             session.moving = {}
+            self.room.give(session.id)
         name, now = session.id, self._runner.now()
         if outcome.status in ("suspended", "nothing"):
             self._runner.handle(self._done(action, outcome, before))

@@ -12,7 +12,7 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Callable, Mapping, Sequence
+from typing import Awaitable, Callable, Mapping, Sequence
 
 from ..config import BrokerSettings
 from ..devices.contexts import assumed
@@ -20,10 +20,11 @@ from ..devices.model import DeviceSample, ProcessId
 from ..devices.processes import identify, session_of
 from ..errors import GPUPoolError
 from ..pool import events as e
-from . import host, processes
+from . import processes
 from .activity import Activity
 from .beyond import Beyond
 from .effects import DeviceEffects
+from .pressure import Pressure
 from .rest import LOOKS, Rest
 from .runner import Runner
 from .watchdog import Watchdog
@@ -92,6 +93,8 @@ class Monitor:
         self.rest: Rest | None = None
         #: Learns what the driver takes beyond what the guard counts.
         self.beyond: Beyond | None = None
+        #: Who looks whether host memory is short; None in tests that have no use for it.
+        self.pressure: Pressure | None = None
         #: Called after each sample, when what is free where is known again.
         self.on_sample: Callable[[], None] = lambda: None
         #: Called with each device that could be read.
@@ -126,26 +129,36 @@ class Monitor:
             if after >= LOOKS and not self._ours:
                 await self._wanted.wait()
             after = 0 if self._wanted.is_set() else after + 1
-            try:
-                await self.look()
-            except GPUPoolError as error:
-                if self._failing != error.message:
-                    self._log.error("The devices were not read: %s", error)
-                self._failing = error.message
-            except Exception:
-                self._log.exception("A sample failed")
-            else:
-                self._failing = ""
+            await self._try(self.look)
             quiet = QUIET if not self._runner.busy else 1
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._soon.wait(), self.settings.sample_interval * quiet)
-                await asyncio.sleep(SETTLE)  # changes come in groups
+            for left in reversed(range(quiet)):
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._soon.wait(), self.settings.sample_interval)
+                    await asyncio.sleep(SETTLE)  # changes come in groups
+                    break
+                if left and self.pressure is not None:
+                    # Devices at rest change little; host memory is everybody's.
+                    await self._try(self.pressure.look)
             self._soon.clear()
+
+    async def _try(self, look: Callable[[], Awaitable[None]]) -> None:
+        """Look; one that fails is logged once, and the next one may do."""
+        try:
+            await look()
+        except (GPUPoolError, OSError) as error:
+            if self._failing != str(error):
+                self._log.error("Devices and host memory were not read: %s", error)
+            self._failing = str(error)
+        except Exception:
+            self._log.exception("A sample failed")
+        else:
+            self._failing = ""
 
     async def look(self) -> None:
         """Take one sample and tell the pool."""
         waited_for = "queued" in self._runner.busy.values()
-        available = host.available()
+        room = self._effects.room
+        available = await room.read(room.machine)
         # What was suspended since the last word is counted against it until there is a new one,
         # also when it has come back meanwhile: without news there would be no room in the end.
         moved = self._runner.changes != self._told_changes
@@ -153,6 +166,8 @@ class Monitor:
             self._told_host = available
             self._told_changes = dict(self._runner.changes)
             self._runner.handle(e.HostMemorySeen(now=self._runner.now(), available=available))
+        if self.pressure is not None:
+            await self.pressure.look()
         if self._effects.down:
             return
         before, began = dict(self._runner.changes), self._runner.now()

@@ -108,6 +108,10 @@ class Session:
     use: Use = field(default_factory=Use)
     #: Devices on which processes of it take a context before they are moved to its slice.
     landing: tuple[str, ...] = ()
+    #: Why its state could never be suspended where it runs, and what its user was told while host
+    #: memory is short there; "" if there is nothing to say.
+    host_limit: str = ""
+    host_short: str = ""
     #: It is being suspended by a rule, whether it is at rest or not.
     forced: bool = False
 

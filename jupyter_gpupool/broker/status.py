@@ -270,6 +270,7 @@ class Snapshots:
             "wait_reason": record.wait_reason,
             "pinned_reason": pinned,
             "stays_reason": "" if pinned else view.stays_reason,
+            "host_note": session.host_short or session.host_limit,
             "release_asked": record.release_asked,
             "wait_seconds_total": view.wait_seconds_total,
             "attached_seconds_total": view.attached_seconds_total,

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Mapping, Sequence
 
+from ..broker.host import Host
+from ..broker.hostroom import HostRoom
 from ..config import BrokerSettings
 from ..config.differences import differences
 from ..config.quantities import memory_total
@@ -276,6 +278,36 @@ def host_memory(settings: BrokerSettings, devices: Sequence[Mapping[str, Any]]) 
         )
         return Finding("warn", "host memory", text, todo)
     return Finding("ok", "host memory", text)
+
+
+def memory_limits(
+    settings: BrokerSettings, devices: Sequence[Mapping[str, Any]], host: Host | None = None
+) -> list[Finding]:
+    """Whether slices fit in what the machine and the control groups here allow a process.
+
+    Kernels that another program starts (a spawner, a service manager) may have other limits.
+    """
+    largest = max((int(d["memory_capacity"]) for d in devices), default=0)
+    wanted = min(settings.pool.default_memory, largest)
+    room = HostRoom(host, settings.host_reserve)
+    found = []
+    for level in room.host.levels():
+        most = room.most(level)
+        if most >= wanted:
+            continue
+        kept = f"{format_bytes(room.kept(level))} stays free (host_reserve)"
+        found.append(
+            Finding(
+                "warn",
+                "memory limit",
+                f"{level} may use {format_bytes(level.limit)}, of which {kept}: a slice of "
+                f"{format_bytes(wanted)} can never be suspended here",
+                "Such kernels keep their GPU while others wait. Raise the memory limit, lower "
+                "c.GPUPool.default_memory, or set c.GPUPool.max_memory_per_kernel.",
+            )
+        )
+    room.close()
+    return found
 
 
 def journal(status: Mapping[str, Any]) -> list[Finding]:

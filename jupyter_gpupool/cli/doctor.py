@@ -90,7 +90,8 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     if devices:
         found += [checks.attach(attach, reason, settings), *checks.guard_limits(devices)]
     found += checks.default_fits(settings, devices) + checks.reserve_fits(settings, devices)
-    found += [checks.host_memory(settings, devices), checks.ptrace_scope()]
+    found += [checks.host_memory(settings, devices), *checks.memory_limits(settings, devices)]
+    found += [checks.ptrace_scope()]
     found += checks.kernelspecs() + checks.stanzas()
     return found
 

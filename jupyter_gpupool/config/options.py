@@ -28,6 +28,7 @@ from .settings import (
     one_of,
     read_devices,
     read_host_memory,
+    read_host_reserve,
     read_path,
     read_port,
     read_priority_classes,
@@ -185,6 +186,17 @@ class GPUPool(Configurable):
         default="'50%'",
         example='host_memory = "64GiB"',
     )
+    host_reserve = _option(
+        AnyTrait("10%"),
+        "Host memory that a suspend leaves free, of the machine and of each control group "
+        "(cgroup) above the kernel. A percentage counts from each of these limits and is 1 GiB at "
+        "least, but at most a quarter of a small limit; of a control group, a size is a quarter at "
+        "most, too. Where less than this is free and kernels are suspended, the largest suspended "
+        "state that has room on a GPU goes back there, and its user is warned.",
+        unit="bytes, text such as '4GiB', or per cent such as '10%'; 0 for none",
+        default="'10%'",
+        example='host_reserve = "8GiB"',
+    )
     resume_headroom = _option(
         Size(_POOL.resume_headroom, zero=True),
         "Device memory that must be free beyond what a suspended kernel held before it is resumed, "
@@ -319,8 +331,8 @@ class GPUPool(Configurable):
         example='admins = ["ada"]',
     )
 
-    @validate("devices", "quotas", "priority_classes", "host_memory", "socket", "device_python",
-              "state_dir", "metrics_port")  # fmt: skip
+    @validate("devices", "quotas", "priority_classes", "host_memory", "host_reserve", "socket",
+              "device_python", "state_dir", "metrics_port")  # fmt: skip
     def _check_one(self, proposal: Mapping[str, Any]) -> Any:
         # Raises for a bad value, but keeps what the admin wrote: ``settings`` reads it.
         name, value = proposal["trait"].name, proposal["value"]
@@ -329,6 +341,7 @@ class GPUPool(Configurable):
             "quotas": read_quotas,
             "priority_classes": read_priority_classes,
             "host_memory": lambda v: read_host_memory(v, 1 << 40),
+            "host_reserve": read_host_reserve,
             "socket": read_socket,
             "device_python": lambda v: v and read_path(v),
             "state_dir": lambda v: v and read_path(v),
@@ -411,6 +424,7 @@ class GPUPool(Configurable):
             metrics_port=self.metrics_port,
             admins=tuple(self.admins),
             notes=tuple(notes),
+            host_reserve=read_host_reserve(self.host_reserve),
         )
 
     def chosen(self) -> dict[str, Any]:

@@ -28,6 +28,30 @@ OverusePolicy = Literal["report", "suspend", "end"]
 QUOTA_KEYS = tuple(f.name for f in fields(Quota))
 
 
+#: Bytes that stay free at least where the reserve is a share, and the part of a small limit that
+#: they are at most.
+LEAST_RESERVE, MOST_RESERVE_PART = 1 << 30, 4
+
+
+@dataclass(frozen=True, slots=True)
+class HostReserve:
+    """Host memory that a suspend leaves free: a share of what is limited, or a size (None: not)."""
+
+    share: float = 0.1
+    size: int | None = None
+
+    def of(self, limit: int, *, machine: bool) -> int:
+        """Return the bytes that stay free of ``limit`` bytes, the machine's or a control group's.
+
+        A share is 1 GiB at least; that, and a size, are at most a quarter of a control group, so
+        that a small one can still hold suspended state.
+        """
+        scaled = limit // MOST_RESERVE_PART
+        if self.size is not None:
+            return min(self.size, limit if machine else scaled)
+        return max(int(limit * self.share), min(LEAST_RESERVE, scaled)) if self.share else 0
+
+
 @dataclass(frozen=True)
 class BrokerSettings:
     """The configuration, checked. Sizes are bytes, times seconds."""
@@ -72,6 +96,8 @@ class BrokerSettings:
     #: Options that do not have their default, as JSON values; and which file or command set them.
     options: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
+    #: What a suspend leaves free of the machine's memory and of each control group's.
+    host_reserve: HostReserve = HostReserve()
 
 
 #: Fields that a running broker can not change; SIGHUP says so and keeps the old value.
@@ -217,6 +243,24 @@ def read_host_memory(value: Any, total: int) -> int:
         return parse_bytes(value)
     except ValueError as error:
         raise ValueError(f"{error} Per cent like '50%' is possible, too.") from None
+
+
+def read_host_reserve(value: Any) -> HostReserve:
+    """Return ``c.GPUPool.host_reserve``: a size in bytes, or per cent of each limit."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        try:
+            share = float(value.strip()[:-1]) / 100
+        except ValueError:
+            share = -1.0
+        if not 0 <= share < 1:
+            raise ValueError(f"{value!r} is not a share of memory. Write '0%' to '99%'.")
+        return HostReserve(share=share)
+    if not isinstance(value, (int, str)) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a size. Write '4GiB', bytes, or per cent like '10%'.")
+    try:
+        return HostReserve(size=0 if value in (0, "0") else parse_bytes(value))
+    except ValueError as error:
+        raise ValueError(f"{error} Per cent like '10%' is possible, too.") from None
 
 
 def check_machine(text: str, origin: str) -> None:

@@ -128,6 +128,10 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
         rows.append(("waits because", str(session["wait_reason"])))
     if session.get("pinned_reason"):
         rows.append(("cannot be moved", str(session["pinned_reason"])))
+    elif session.get("stays_reason"):
+        rows.append(("stays", str(session["stays_reason"])))
+    if session.get("host_note"):
+        rows.append(("host memory", str(session["host_note"])))
     if granted:
         rows += _leaving_rows(session, snapshot)
     if session.get("attach"):

@@ -58,6 +58,8 @@ class Books(Lanes):
         self.order = WaitQueue()
         #: Idle sessions whose time is over but whose state does not fit in host memory now.
         self.leaving: dict[str, Session] = {}
+        #: By idle session: why its last suspend was refused for want of host memory.
+        self.roomless: dict[str, str] = {}
         #: Idle sessions that may not be taken only because they have just been moved.
         self.staying: dict[str, Session] = {}
         #: Leased sessions by owner: an owner's own idle ones may make room in the quota.
@@ -96,7 +98,7 @@ class Books(Lanes):
         if new == "active":
             self.active += 1
             s.busy_since = self.now
-            s.no_host_room = ""
+            self.roomless.pop(s.id, None)
         if new == "idle":
             s.idle_since = self.now
         self.emit(
@@ -452,6 +454,7 @@ class Books(Lanes):
         self.timers.set(s, math.inf)
         s.timer = math.inf
         self.leaving.pop(s.id, None)
+        self.roomless.pop(s.id, None)
         del self.sessions[s.id]
 
 

@@ -137,7 +137,7 @@ class Effects:
         s.suspends += bool(state)
         s.failures = 0
         s.retry_at = 0.0
-        s.no_host_room = ""
+        books.roomless.pop(s.id, None)
         s.pinned_reason = ""
         s.release_asked = False
         books.return_lease(s)
@@ -155,7 +155,9 @@ class Effects:
             return
         books.suspend_over(s, None)
         idle_since = s.idle_since
-        s.no_host_room = event.message if event.kind == "host" else ""
+        books.roomless.pop(s.id, None)
+        if event.kind == "host" and not s.holds:
+            books.roomless[s.id] = event.message
         if event.kind == "pinned":
             s.pinned_reason = event.message or "the driver can not suspend it"
             s.pinned_at = books.now

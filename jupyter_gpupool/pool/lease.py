@@ -133,8 +133,6 @@ class Session:
     #: Not suspended (idle) or not attached (queued) before this time, after a failed try.
     retry_at: float = 0.0
     failures: int = 0
-    #: Why the last suspend was refused for want of host memory; "" if it was not.
-    no_host_room: str = ""
     #: Its machine or control group is short of memory: it must not be suspended.
     pressed: bool = False
     #: Idle, and may be taken by a waiting session now; counted so in the device ledgers.

@@ -263,7 +263,7 @@ class Requests:
             return
         if timeout_at(s, books) > books.now:
             books.offer(s)
-            if s.pressed or (s.no_host_room and not s.pinned_reason):
+            if s.pressed or (s.id in books.roomless and not s.pinned_reason):
                 self._answer(s, event.rid, stays_reason(books, s, books.now))
                 return
             why = s.pinned_reason or "the last try was refused"

@@ -150,6 +150,9 @@ def _busy(books: Books, memory: int, devices: int) -> str:
     best = books.inventory.best()
     total = format_bytes(books.inventory.total())
     users = "running cells" if books.active else "kernels that keep their slice"
+    if books.roomless:
+        idle = _count(len(books.roomless), "idle kernel")
+        users += f", and {idle} cannot be moved to host memory, which is short or limited there"
     if best <= 0:
         return f"all {total} in use by {users}"
     where = "" if devices == 1 else f" on each of {devices} GPUs"

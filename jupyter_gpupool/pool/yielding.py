@@ -130,8 +130,8 @@ def stays(s: Session, books: Books, now: float) -> tuple[Any, ...]:
     due = 0.0 if asked else max(s.idle_since + books.settings.idle_timeout, s.keep_until)
     if s.pressed and s.state_bound:
         return ("pressed",) if due <= now else ()
-    if s.no_host_room:
-        return "refused-host", s.no_host_room
+    if s.id in books.roomless:
+        return "refused-host", books.roomless[s.id]
     if s.failures and now < s.retry_at and due < s.retry_at:
         return ("refused",)
     if s.id not in books.leaving:

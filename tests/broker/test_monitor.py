@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jupyter_gpupool.broker import host
 from jupyter_gpupool.broker import monitor as monitoring
 from jupyter_gpupool.broker.effects import DeviceEffects
+from jupyter_gpupool.broker.hostroom import HostRoom
 from jupyter_gpupool.broker.monitor import Monitor
 from jupyter_gpupool.devices.model import DeviceSample, ProcessId, ProcessMemory
 from jupyter_gpupool.errors import DriverError
@@ -56,7 +56,8 @@ def look(monitor):
 
 
 def a_monitor(runner):
-    return Monitor(runner, SimpleNamespace(sample=unreadable), None, logging.getLogger("test"))
+    effects = SimpleNamespace(sample=unreadable, down="", room=HostRoom())
+    return Monitor(runner, effects, None, logging.getLogger("test"))
 
 
 def test_a_session_can_be_suspended_for_ever_though_host_memory_stays_as_it_is(monkeypatch):
@@ -64,7 +65,7 @@ def test_a_session_can_be_suspended_for_ever_though_host_memory_stays_as_it_is(m
 
     Without that word, room for three states was used up by three suspends, all of them over.
     """
-    monkeypatch.setattr(host, "available", lambda *_: 3 * GiB)
+    monkeypatch.setattr(HostRoom, "machine", lambda _: 3 * GiB)
     runner = Runner()
 
     async def made():
@@ -94,7 +95,7 @@ def test_a_session_can_be_suspended_for_ever_though_host_memory_stays_as_it_is(m
 
 
 def test_without_anything_new_the_pool_is_not_told(monkeypatch):
-    monkeypatch.setattr(host, "available", lambda *_: 3 * GiB)
+    monkeypatch.setattr(HostRoom, "machine", lambda _: 3 * GiB)
     runner = Runner()
 
     async def made():

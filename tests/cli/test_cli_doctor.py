@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from snapshots import GiB, device, pool
 
+from jupyter_gpupool.broker.host import Host
 from jupyter_gpupool.cli import checks, main
 from jupyter_gpupool.cli.checks import Finding
 from jupyter_gpupool.config import load_settings
@@ -234,6 +235,24 @@ def test_devices_that_cannot_suspend_or_are_lost():
     assert [f.verdict for f in found] == ["warn", "fail"]
     assert found[0].todo == "MIG cannot be suspended."
     assert found[1].todo == "not used: Xid 79"
+
+
+def test_a_control_group_below_the_slice_is_told(tmp_path):
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/job\n")
+    (tmp_path / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n")
+    group = tmp_path / "cgroup" / "job"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(f"{4 * GiB}\n")
+    (group / "memory.current").write_text("0\n")
+    here = Host(tmp_path / "cgroup", tmp_path)
+    (found,) = checks.memory_limits(load_settings(), [device(memory_capacity=80 * GiB)], here)
+    assert (found.verdict, found.name) == ("warn", "memory limit")
+    assert found.message == (
+        "control group /job may use 4 GiB, of which 1 GiB stays free (host_reserve): a slice of "
+        "4 GiB can never be suspended here"
+    )
+    assert checks.memory_limits(load_settings(), [device(memory_capacity=2 * GiB)], here) == []
 
 
 def test_host_memory_below_the_largest_gpu(monkeypatch):

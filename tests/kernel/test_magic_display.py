@@ -32,6 +32,14 @@ def test_how_to_get_a_slice_depends_on_the_policy(attach: str, words: str) -> No
     assert rows({"state": "detached", "attach": attach})["GPU slice"] == words
 
 
+def test_a_shortage_of_host_memory_has_a_line() -> None:
+    said = rows({"state": "detached", "host_note": "Host memory is short: ..."})
+    assert said["host memory"] == "Host memory is short: ..."
+    assert "host memory" not in rows({"state": "detached", "host_note": ""})
+    stays = rows({"state": "idle", "stays_reason": "Its state has no room.", "granted_bytes": 1})
+    assert stays["stays"] == "Its state has no room."
+
+
 @pytest.mark.parametrize(
     ("reason", "said"),
     [

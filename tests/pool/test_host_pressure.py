@@ -121,3 +121,15 @@ def test_a_hold_that_comes_meanwhile_is_granted_at_the_end(make):
     assert lab.record("a").epoch
     assert all_of(lab.done("a"), ev.HoldGranted)
     assert lab.record("a").state == "active"
+
+
+def test_a_suspend_that_host_memory_refused_says_why_it_stays(make):
+    lab = make(device(0))
+    lab.idle("a", 10)
+    lab.open("w", 10)
+    lab.hold("w")
+    lab.refused("a", "host", "control group /x has 1 GiB left.")
+    assert stays(lab, "a") == "control group /x has 1 GiB left."
+    assert "1 idle kernel cannot be moved to host memory" in lab.reason("w")
+    lab.hold("a")
+    assert "host memory" not in lab.reason("w")

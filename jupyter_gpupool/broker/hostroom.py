@@ -1,0 +1,106 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Room in host memory for suspended state: what is left of each level, less what must stay free.
+
+Suspends under way are counted: their copies are not in any figure yet, and two of them at once
+must not both count on the same bytes. Files are read in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Callable, TypeVar
+
+from ..config.settings import HostReserve
+from ..units import format_bytes
+from .host import Host, Level
+
+_T = TypeVar("_T")
+
+#: A suspend leaves this much more than the reserve (a part of it): else what is left would be
+#: short again with the next few bytes, and the state would go back and forth.
+SLACK = 8
+
+
+class HostRoom:
+    """The room of one broker's sessions."""
+
+    def __init__(self, host: Host | None = None, reserve: HostReserve | None = None) -> None:
+        self.host = host or Host()
+        self.reserve = reserve or HostReserve()
+        #: By session: the bytes of its suspend under way, and the levels that they count in.
+        self._going: dict[str, tuple[int, frozenset[str]]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpupool-host")
+
+    async def read(self, work: Callable[[], _T]) -> _T:
+        """Return what ``work`` does, which reads files, from the thread for that."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------------ figures
+
+    def kept(self, level: Level) -> int:
+        """Return the bytes of a level that stay free, whatever is suspended."""
+        return self.reserve.of(level.limit, machine=level.group is None)
+
+    def most(self, level: Level) -> int:
+        """Return the bytes that suspended state could take of a level with nothing else in it."""
+        return max(0, level.limit - self._margin(level))
+
+    def machine(self) -> int:
+        """Return the bytes that suspends may take of what limits the broker itself.
+
+        The machine's memory, and the broker's cgroup, which in a container is the kernels', too.
+        Suspends under way are not counted. Reads files.
+        """
+        return max(0, min(level.free - self._margin(level) for level in self.host.levels()))
+
+    def _margin(self, level: Level) -> int:
+        kept = self.kept(level)
+        return kept + kept // SLACK
+
+    def _spare(self, level: Level) -> int:
+        going = sum(size for size, keys in self._going.values() if level.key in keys)
+        return level.free - self._margin(level) - going
+
+    # ------------------------------------------------------------------ suspends
+
+    async def take(self, session: str, pid: int, size: int) -> str:
+        """Set ``size`` bytes aside for a suspend of process ``pid``; return why not, or "".
+
+        Until :meth:`give`.
+        """
+        levels = await self.read(lambda: self.host.levels(pid))
+        # From here on nothing waits: two suspends that were read at once are counted in turn.
+        tightest = min(levels, key=self._spare)
+        if size and size > self._spare(tightest):
+            return self._refusal(tightest, size)
+        self._going[session] = size, frozenset(level.key for level in levels)
+        return ""
+
+    def give(self, session: str) -> None:
+        """The suspend is over: its copy is in the figures, or was not made."""
+        self._going.pop(session, None)
+
+    def never(self, levels: list[Level], size: int) -> str:
+        """Return why ``size`` bytes of state can never be suspended below these levels, or ""."""
+        least = min(levels, key=self.most)
+        return self._refusal(least, size) if size > self.most(least) else ""
+
+    def _refusal(self, level: Level, size: int) -> str:
+        kept = f"{format_bytes(self.kept(level))} stays free (c.GPUPool.host_reserve)"
+        if size > self.most(level):
+            return (
+                f"{format_bytes(size)} of GPU state cannot be moved to host memory here: {level} "
+                f"may use {format_bytes(level.limit)} in all, of which {kept}. Free GPU memory in "
+                "the kernel, ask for a smaller slice with %gpu, or have the memory limit raised."
+            )
+        return (
+            f"{format_bytes(size)} of GPU state has no room in host memory now: {level} has "
+            f"{format_bytes(level.free)} left, of which {kept}. It is tried again by itself; "
+            "free host memory there, or end kernels that are not needed."
+        )

@@ -1,0 +1,188 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Notices that host memory becomes short where suspended state lies, and has it brought back.
+
+Suspended state cannot be swapped out or dropped: where a machine or a control group runs out of
+memory, the kernel that holds it may be ended with it. So the pool is told which sessions share a
+level that is short; it brings the largest state that has room back to a device (see
+``HostPressure``), and here its user is told, or that no device has room.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from ..devices.model import ProcessId
+from ..pool import events as e
+from ..units import format_bytes
+from .host import Group, Level
+from .hostroom import SLACK, HostRoom
+from .runner import Runner
+from .sessions import Session
+
+#: Per cent of the time for which something waits for memory in a level that is short of it.
+STALLED = 10.0
+
+#: Looks after which the control groups of a process are read again: it may have been moved.
+AGAIN = 60
+
+#: Sessions of which the limits are looked at for the first time, in one look.
+AT_ONCE = 50
+
+
+@dataclass
+class _Short:
+    """A level that is short of memory, since an earlier look or this one."""
+
+    level: Level
+    #: Sessions whose users were told, and whether that their state goes back.
+    told: set[tuple[str, bool]] = field(default_factory=set)
+
+
+class Pressure:
+    """Looks at the levels that hold suspended state, while there is some."""
+
+    def __init__(self, runner: Runner, room: HostRoom, log: logging.Logger) -> None:
+        self._runner = runner
+        self._room = room
+        self._log = log
+        self._looks = 0
+        #: By process: its control groups, and the look that read them.
+        self._groups: dict[ProcessId, tuple[int, tuple[Group, ...]]] = {}
+        #: By level: how often it had been at its limit.
+        self._events: dict[str, int] = {}
+        self._short: dict[str, _Short] = {}
+        self._concerned: frozenset[str] = frozenset()
+        #: By session: the request whose limits were looked at.
+        self._checked: dict[str, int] = {}
+
+    async def look(self) -> None:
+        """Take one look, tell the pool, and warn users."""
+        self._looks += 1
+        await self._look_at_limits()
+        held = self._runner.pool.suspended()
+        if not held and not self._concerned:
+            return
+        sessions = {s.id: s.process for s in self._runner.sessions if s.process is not None}
+        short = await self._room.read(lambda: self._find_short(sessions, held))
+        self._short = {
+            level.key: _Short(
+                level, before.told if (before := self._short.get(level.key)) else set()
+            )
+            for level in short
+        }
+        concerned = frozenset(
+            name for name, process in sessions.items() if self._short.keys() & self._keys(process)
+        )
+        if concerned or self._concerned:
+            self._concerned = concerned
+            self._runner.handle(e.HostPressure(now=self._runner.now(), sessions=concerned))
+        self._tell(sessions, held)
+
+    # ------------------------------------------------------------------ in the thread that reads
+
+    def _find_short(self, sessions: dict[str, ProcessId], held: dict[str, int]) -> list[Level]:
+        self._groups = {p: self._groups[p] for p in sessions.values() if p in self._groups}
+        machine = self._room.host.machine()
+        groups: dict[str, Group] = {}
+        for name in held:
+            if name in sessions:
+                for group in self._groups_of(sessions[name]):
+                    groups[str(group.folder)] = group
+        found = [self._room.host.level(group, machine.limit) for group in groups.values()]
+        levels = [machine, *(level for level in found if level is not None)]
+        short = [level for level in levels if self._is_short(level)]
+        if short:
+            for process in sessions.values():
+                self._groups_of(process)
+        return short
+
+    def _is_short(self, level: Level) -> bool:
+        kept = self._room.kept(level)
+        if level.key in self._short:
+            kept += kept // SLACK  # as much as a suspend must leave
+        if level.free < kept:
+            return True
+        if level.free >= 2 * kept:
+            self._events.pop(level.key, None)
+            return False
+        # Near its reserve: there, what the system itself notices counts. Further away it does not:
+        # a group that reads many files is at its limit all the time, and drops what it read.
+        stress = self._room.host.stress(level)
+        before = self._events.get(level.key, stress.events)
+        self._events[level.key] = stress.events
+        return stress.events > before or stress.stalled >= STALLED
+
+    def _groups_of(self, process: ProcessId) -> tuple[Group, ...]:
+        known = self._groups.get(process)
+        if known is None or self._looks - known[0] >= AGAIN:
+            known = self._looks, self._room.host.groups(process.pid)
+            self._groups[process] = known
+        return known[1]
+
+    # ------------------------------------------------------------------ who is told
+
+    def _keys(self, process: ProcessId) -> set[str]:
+        _, groups = self._groups.get(process, (0, ()))
+        return {"", *(str(group.folder) for group in groups)}
+
+    def _tell(self, sessions: dict[str, ProcessId], held: dict[str, int]) -> None:
+        for session in self._runner.sessions:
+            if session.host_short and session.id not in self._concerned:
+                session.host_short = ""
+        for short in self._short.values():
+            there = [
+                n for n, p in sessions.items() if n in held and short.level.key in self._keys(p)
+            ]
+            there.sort(key=lambda name: (-held[name], name))
+            moving = [n for n in there if self._runner.busy.get(n) in ("attaching", "queued")]
+            for name in moving or there[:1]:
+                found = self._runner.sessions.find(name)
+                if found is not None and (name, bool(moving)) not in short.told:
+                    short.told.add((name, bool(moving)))
+                    self._warn(found, short.level, held[name], moves=bool(moving))
+
+    def _warn(self, session: Session, level: Level, size: int, *, moves: bool) -> None:
+        what = (
+            f"so the GPU state of this kernel ({format_bytes(size)}) goes back to a GPU"
+            if moves
+            else f"and no GPU has room for the GPU state of this kernel ({format_bytes(size)}), "
+            "which is kept there"
+        )
+        message = (
+            f"Host memory is short: {level} has {format_bytes(level.free)} of "
+            f"{format_bytes(level.limit)} left, {what}. Delete large objects or shut down kernels "
+            "that are not needed, before the system ends a process for its memory."
+        )
+        session.host_short = message
+        self._log.warning("Session %s: %s", session.id, message)
+        self._runner.note("host-short", session, bytes=size, reason=message)
+        if session.agent is not None:
+            session.agent.send({"type": "notice", "message": message})
+
+    # ------------------------------------------------------------------ limits below the slice
+
+    async def _look_at_limits(self) -> None:
+        """Find out, once for each size asked for, whether the session could be suspended at all."""
+        todo: list[tuple[Session, ProcessId, int]] = []
+        for name in self._runner.busy:
+            session, record = self._runner.sessions.find(name), self._runner.record(name)
+            if session is None or record is None or session.process is None:
+                continue
+            size = record.request.memory * record.request.devices
+            if self._checked.get(name) != size:
+                self._checked[name] = size
+                todo.append((session, session.process, size))
+            if len(todo) >= AT_ONCE:
+                break
+        if len(self._checked) > 2 * len(self._runner.sessions) + AT_ONCE:
+            self._checked = {n: v for n, v in self._checked.items() if n in self._runner.sessions}
+        if not todo:
+            return
+        room = self._room
+        found = await room.read(
+            lambda: [room.never(room.host.levels(process.pid), size) for _, process, size in todo]
+        )
+        for (session, _, _), why in zip(todo, found, strict=True):
+            session.host_limit = why

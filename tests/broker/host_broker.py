@@ -1,0 +1,16 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A broker that reads host memory and control groups below ``host`` in its socket's folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from jupyter_gpupool.broker import app
+from jupyter_gpupool.broker.host import Host
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[sys.argv.index("--socket") + 1]).parent / "host"
+    app.HOST = Host(folder / "cgroup", folder / "proc")
+    sys.exit(app.main())

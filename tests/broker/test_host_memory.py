@@ -1,0 +1,387 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Host memory with a margin: what a suspend leaves free, and what happens where it is short."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import suppress
+
+import pytest
+
+from jupyter_gpupool.broker import host
+from jupyter_gpupool.broker.host import Host, Level
+from jupyter_gpupool.broker.hostroom import HostRoom
+from jupyter_gpupool.config.settings import HostReserve, read_host_reserve
+
+from . import kit
+from .kit import MiB, wait_until
+from .test_guarded import CONTEXT, Program
+
+GiB = 1 << 30
+
+
+class Tree:
+    """Memory and control groups of a machine that there is not."""
+
+    def __init__(self, folder, *, total=64 * GiB, free=32 * GiB):
+        self.root, self.proc = folder / "cgroup", folder / "proc"
+        self.root.mkdir(parents=True)
+        self.machine(total, free)
+        self.host = Host(self.root, self.proc)
+
+    def machine(self, total, free, psi="some avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"):
+        write(self.proc / "meminfo", f"MemTotal: {total >> 10} kB\nMemAvailable: {free >> 10} kB\n")
+        write(self.proc / "pressure" / "memory", psi)
+
+    def process(self, pid, line="0::/"):
+        write(self.proc / str(pid) / "cgroup", f"{line}\n")
+
+    def group(self, name, **files):
+        for file, text in files.items():
+            write(self.root / name / file.replace("__", "."), f"{text}\n")
+
+    def free(self, pid):
+        return [(str(level), level.limit, level.free) for level in self.host.levels(pid)]
+
+
+def write(path, text):
+    """Replace a file: who reads meanwhile sees the old text or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return Tree(tmp_path)
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def test_every_level_of_version_2_counts_with_the_lower_of_its_limits(tree):
+    tree.process(7, "0::/user/job")
+    tree.group("user", memory__max="max", memory__high=8 * GiB, memory__current=3 * GiB)
+    tree.group("user/job", memory__max=2 * GiB, memory__high="max", memory__current=GiB,
+               memory__stat=f"anon 5\ninactive_file {GiB // 4}")  # fmt: skip
+    assert tree.free(7) == [
+        ("this machine", 64 * GiB, 32 * GiB),
+        ("control group /user/job", 2 * GiB, GiB + GiB // 4),
+        ("control group /user", 8 * GiB, 5 * GiB),
+    ]
+
+
+def test_version_1_has_its_own_names_and_no_limit_that_is_beyond_the_machine(tree):
+    tree.process(7, "5:cpu:/a\n4:hugetlb,memory:/a/b\n0::/")
+    tree.group("memory/a/b", memory__limit_in_bytes=GiB, memory__usage_in_bytes=GiB // 2,
+               memory__stat="inactive_file 1\ntotal_inactive_file 1024")  # fmt: skip
+    tree.group("memory/a", memory__limit_in_bytes=(1 << 63) - 4096, memory__usage_in_bytes=5)
+    assert tree.free(7)[1:] == [("control group /a/b", GiB, GiB // 2 + 1024)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["0::/docker/4f2", "0::/../other", "4:memory:/docker/4f2"],
+    ids=["of the host's namespace", "outside this namespace", "version 1, of the host's"],
+)
+def test_in_a_container_the_mounted_group_counts_whatever_its_path_is(tree, line):
+    tree.process(7, line)
+    names = ("memory__max", "memory__current")
+    base = "."
+    if "memory" in line:
+        names, base = ("memory__limit_in_bytes", "memory__usage_in_bytes"), "memory"
+    tree.group(base, **dict(zip(names, (4 * GiB, GiB), strict=True)))
+    assert tree.free(7)[1:] == [("control group /", 4 * GiB, 3 * GiB)]
+
+
+def test_a_threaded_group_has_no_memory_and_the_one_above_it_counts(tree):
+    tree.process(7, "0::/job/threads")
+    tree.group("job", memory__max=GiB, memory__current=0)
+    tree.group("job/threads", cgroup__type="threaded")
+    assert tree.free(7)[1:] == [("control group /job", GiB, GiB)]
+
+
+def test_a_process_that_is_gone_is_bound_by_the_machine_only(tree):
+    assert tree.free(8) == [("this machine", 64 * GiB, 32 * GiB)]
+
+
+def test_stress_is_read_from_events_and_stalls(tree):
+    tree.process(7, "0::/job")
+    some = "some avg10={} avg60=1.00 avg300=0.50 total=9\nfull avg10=90.00 avg60=0 avg300=0 total=1"
+    tree.group("job", memory__max=GiB, memory__current=0, memory__events="low 9\nhigh 3\nmax 4",
+               memory__pressure=some.format("12.50"))  # fmt: skip
+    tree.machine(64 * GiB, GiB, some.format("2.25"))
+    machine, job = tree.host.levels(7)
+    assert tree.host.stress(job) == host.Stress(events=7, stalled=12.5)
+    assert tree.host.stress(machine) == host.Stress(stalled=2.25)
+    assert host.stalled("") == host.stalled("full avg10=3.00") == 0.0
+
+
+def test_a_real_control_group_is_read(tmp_path):
+    """On machines where this process may make one; elsewhere the files are as the tests say."""
+    made = None
+    for base, limit in ((host.ROOT, "memory.max"), (host.ROOT / "memory", "memory.limit_in_bytes")):
+        group = base / f"gpupool-test-{os.getpid()}"
+        with suppress(OSError):
+            group.mkdir()
+            if not (group / limit).exists():  # no group was made: this is another file system
+                group.rmdir()
+                continue
+            (group / limit).write_text(str(512 * MiB))
+            made = group
+            break
+    if made is None:
+        pytest.skip("this process may not make a control group")
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+        os._exit(0)
+    try:
+        (made / "cgroup.procs").write_text(str(child))
+        levels = Host().levels(child)
+        (found,) = [level for level in levels if level.key == str(made)]
+        assert found.limit == 512 * MiB
+        assert 0 < found.free <= 512 * MiB
+        assert Host().available(child) <= 512 * MiB
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        wait_until(lambda: _removed(made), "the group is empty")
+
+
+def _removed(group):
+    with suppress(OSError):
+        group.rmdir()
+    return not group.exists()
+
+
+# ---------------------------------------------------------------------- the reserve
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "machine", "group"),
+    [
+        ("10%", 64 * GiB, 64 * GiB // 10, 64 * GiB // 10),
+        ("10%", 5 * GiB, GiB, GiB),
+        ("10%", 2 * GiB, GiB // 2, GiB // 2),
+        ("50%", 2 * GiB, GiB, GiB),
+        ("0%", 2 * GiB, 0, 0),
+        (0, 2 * GiB, 0, 0),
+        ("3GiB", 64 * GiB, 3 * GiB, 3 * GiB),
+        ("3GiB", 8 * GiB, 3 * GiB, 2 * GiB),
+    ],
+)
+def test_the_reserve_is_a_part_of_each_limit(value, limit, machine, group):
+    reserve = read_host_reserve(value)
+    found = reserve.of(limit, machine=True), reserve.of(limit, machine=False)
+    assert found == (pytest.approx(machine, abs=1), pytest.approx(group, abs=1))
+
+
+@pytest.mark.parametrize("value", ["100%", "-1%", "much", True, 1.5])
+def test_a_reserve_that_makes_no_sense_is_refused(value):
+    with pytest.raises(ValueError, match=r"not a s|Per cent"):
+        read_host_reserve(value)
+
+
+def test_a_container_of_2_gib_can_suspend_a_gib(tree):
+    tree.process(7, "0::/job")
+    tree.group("job", memory__max=2 * GiB, memory__current=300 * MiB)
+
+    async def scenario():
+        room = HostRoom(tree.host)
+        assert await room.take("a", 7, GiB) == ""
+        room.give("a")
+        why = await room.take("a", 7, 1300 * MiB)
+        assert why.startswith("1.3 GiB of GPU state has no room in host memory now: control group")
+        why = await room.take("a", 7, 2 * GiB)
+        assert "cannot be moved to host memory here: control group /job may use 2 GiB" in why
+        assert "512 MiB stays free (c.GPUPool.host_reserve)" in why
+        room.close()
+
+    asyncio.run(scenario())
+
+
+def test_suspends_under_way_count_in_the_levels_that_they_share(tree):
+    for pid, name in ((7, "one"), (8, "two")):
+        tree.process(pid, f"0::/pod/{name}")
+    tree.process(9, "0::/other")
+    tree.group("pod", memory__max=16 * GiB, memory__current=GiB)
+
+    async def scenario():
+        room = HostRoom(tree.host, HostReserve())
+        # At once, each would fit: 16 - 1 - 1.6 - 0.2.
+        found = await asyncio.gather(room.take("a", 7, 8 * GiB), room.take("b", 8, 8 * GiB))
+        assert sorted(map(bool, found)) == [False, True]
+        assert await room.take("c", 9, 8 * GiB) == ""  # elsewhere on the same machine
+        room.give("a")
+        room.give("b")
+        assert await room.take("b", 8, 8 * GiB) == ""
+        assert await room.take("d", 9, 20 * GiB) != ""
+        assert await room.take("e", 9, 0) == ""  # nothing to move needs no room
+        room.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_the_pool_may_plan_with_lacks_the_reserve(tree):
+    tree.process("self", "0::/job")
+    tree.group("job", memory__max=8 * GiB, memory__current=2 * GiB)
+    room = HostRoom(tree.host, HostReserve(size=GiB))
+    assert room.machine() == 6 * GiB - GiB - GiB // 8
+    assert room.never([Level(None, 4 * GiB, 0)], 2 * GiB) == ""
+    room.close()
+
+
+# ---------------------------------------------------------------------- with a broker
+
+
+class HostBroker(kit.Broker):
+    """A broker that finds host memory in a folder beside its socket."""
+
+    module = "tests.broker.host_broker"
+
+    def __init__(self, folder, **config):
+        super().__init__(folder, **config)
+        self.tree = Tree(self.folder / "host")
+
+
+@pytest.fixture
+def parts():
+    return HostBroker, Program, {"attach": "lazy", "quiet_after": 0.3, "max_swap_overhead": 0}
+
+
+@pytest.fixture
+def broker(make_broker):
+    return make_broker().started
+
+
+@pytest.fixture
+def program(broker):
+    made = []
+
+    def make(name, group="", **request):
+        one = Program(broker, name, **{"memory": 400 * MiB, **request})
+        broker.tree.process(one.process.pid, f"0::/{group}")
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def in_group(broker, free, limit=2 * GiB, events=0):
+    broker.tree.group("job", memory__max=limit, memory__current=limit - free,
+                      memory__events=f"high 0\nmax {events}")  # fmt: skip
+
+
+def suspended(broker, one, size=64 * MiB):
+    """Let a program allocate, become idle and be suspended; its bytes are then checked."""
+    one.begin(size, byte=1)
+    one.wait_state("idle")
+    one.server.call("release", session=one.session)
+    one.wait_state("detached")
+    assert one.status()["suspended_bytes"] == size + CONTEXT
+
+
+def test_a_suspend_leaves_the_reserve_of_the_control_group(broker, program):
+    in_group(broker, 650 * MiB)  # 512 are kept of 2 GiB, and 64 more
+    one = program("one", "job")
+    one.begin(64 * MiB, byte=1)
+    one.wait_state("idle")
+    one.server.call("release", session=one.session)
+    row = wait_until(lambda: broker.rows("refuse"), "the refusal")[-1]
+    assert "control group /job has 650 MiB left, of which 512 MiB stays free" in row["reason"]
+    assert one.state() == "idle"
+    assert "It is tried again by itself" in one.status()["stays_reason"]
+    in_group(broker, 700 * MiB)
+    one.wait_state("detached", seconds=60)
+    assert one.do("check") == 64 * MiB
+
+
+def test_a_limit_below_the_slice_is_told_before_anybody_waits(broker, program):
+    in_group(broker, 150 * MiB, limit=256 * MiB)
+    one = program("one", "job")
+    one.begin(64 * MiB)
+    note = wait_until(lambda: one.status()["host_note"], "the note")
+    assert note.startswith("400 MiB of GPU state cannot be moved to host memory here: control ")
+    assert "have the memory limit raised" in note
+    two, three = program("two"), program("three")
+    two.begin(MiB)
+    assert two.do("storm") is None
+    one.wait_state("idle")
+    three.tell("context")
+    reason = "and 1 idle kernel cannot be moved to host memory, which is short or limited there"
+    wait_until(lambda: reason in (three.status()["wait_reason"] or ""), "the reason of the wait")
+    # Whichever GPU it called cuInit on.
+    in_group(broker, GiB)
+    assert two.do("calm")["error"] == 0
+    assert three.answer() is None
+
+
+def test_where_memory_becomes_short_the_largest_state_goes_back_and_its_user_is_told(
+    broker, program
+):
+    in_group(broker, 2 * GiB)
+    small, large, elsewhere = program("small", "job"), program("large", "job"), program("else")
+    suspended(broker, small, 16 * MiB)
+    suspended(broker, large, 128 * MiB)
+    suspended(broker, elsewhere, 200 * MiB)
+    busy = program("busy")
+    busy.begin(MiB)
+    assert busy.do("storm") is None  # one device is left
+    in_group(broker, 400 * MiB)
+    large.wait_state("idle")
+    assert large.status()["host_note"].startswith(
+        "Host memory is short: control group /job has 400 MiB of 2 GiB left, so the GPU state of "
+        "this kernel (160 MiB) goes back to a GPU."
+    )
+    note = wait_until(lambda: small.status()["host_note"], "what there is no room for")
+    assert "no GPU has room for the GPU state of this kernel (48 MiB)" in note
+    assert not elsewhere.status()["host_note"]
+    assert {small.state(), elsewhere.state()} == {"detached"}
+    # It stays while memory is short, whoever asks for the slice.
+    large.server.call("release", session=large.session)
+    assert "Host memory is short" in large.status()["stays_reason"]
+    assert large.state() == "idle"
+    in_group(broker, 2 * GiB)
+    large.wait_state("detached")
+    assert large.status()["host_note"] == ""
+    assert busy.do("calm")["error"] == 0
+    assert large.do("check") == 128 * MiB
+    assert small.do("check") == 16 * MiB
+
+
+def test_events_of_a_group_near_its_reserve_count(broker, program):
+    in_group(broker, 700 * MiB)
+    one = program("one", "job")
+    suspended(broker, one)
+    wait_until(lambda: one.status()["host_note"] == "", "nothing is short")
+    # Read at least once with this count, and then with a larger one.
+    in_group(broker, 700 * MiB, events=3)
+    events = 3
+
+    def back():
+        nonlocal events
+        events += 1
+        in_group(broker, 700 * MiB, events=events)
+        return one.state() in ("attaching", "idle")
+
+    wait_until(back, "its state goes back", 60)
+    assert one.do("check") == 64 * MiB
+
+
+def test_a_machine_that_is_short_counts_for_everybody(broker, program):
+    one = program("one")
+    suspended(broker, one)
+    broker.tree.machine(64 * GiB, 5 * GiB)
+    one.wait_state("idle")
+    assert "this machine has 5 GiB of 64 GiB left" in one.status()["host_note"]
+    broker.tree.machine(64 * GiB, 32 * GiB)
+    wait_until(lambda: one.status()["host_note"] == "", "the end of it")
+    one.server.call("release", session=one.session)
+    one.wait_state("detached")
