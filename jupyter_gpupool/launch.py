@@ -20,7 +20,7 @@ from typing import Any, Mapping, MutableMapping, Sequence
 
 from .endpoint import user_runtime_dir
 from .errors import ConfigError, GPUPoolError
-from .guard.install import hide_devices
+from .guard.install import hide_devices, remember_devices
 from .startrecord import kernel_environment
 
 AGENT = "jupyter_gpupool.kernel"
@@ -98,6 +98,7 @@ def enter_session(
     ``socket`` is where the broker is that opened it; None if there is no session. Return the
     command to start, and why it gets no GPU; "" if it may get one.
     """
+    remember_devices(environ)
     merge_environment(environ, answer["env"])
     if socket is not None:
         environ.update(kernel_environment(socket))

@@ -18,7 +18,7 @@ import sys
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 from traitlets.config import Config
 from traitlets.config.loader import DeferredConfigString
@@ -28,9 +28,11 @@ from ..config import BrokerSettings, load_settings
 from ..config.settings import needs_restart
 from ..devices import interpreter
 from ..devices.driver import kill_hazard
+from ..devices.given import Given, given
 from ..devices.service import DeviceService
 from ..endpoint import find_socket
 from ..errors import ConfigError, GPUPoolError
+from ..guard.install import without_guard
 from ..machine import boot_id, machine_id
 from ..pool import events as e
 from ..pool.machine import Pool
@@ -156,6 +158,7 @@ class BrokerApp:
                 numbers=numbers_from_text(journal.meta("numbers"), boot_id()),
                 on_device_lost=self.health.lost,
             )
+            service.choose = self._choose
             stack.push_async_callback(service.close, CLOSE)
             found = await self._ending.unless_asked(self._find(journal, service))
             if service.numbers is not None:
@@ -163,7 +166,7 @@ class BrokerApp:
             if journal.meta("boot") in ("", boot_id()):
                 uuids = [device.uuid for device in found]
                 check_reach(journal.records(), uuids, service.problem, journal.meta("emulate"))
-            devices = self._choose(found)
+            devices = [*found]
             journal.remember("devices", devices_to_text(devices))
             journal.remember("emulate", self.settings.emulate or "")
             self._build(claim, journal, service, kernel_env, devices)
@@ -236,28 +239,34 @@ class BrokerApp:
         known = devices_from_text(journal.meta("devices"))
         return {uuid: device for uuid, device in known.items() if device.can_suspend}
 
-    def _choose(self, found: Sequence[Device]) -> list[Device]:
-        """Return the devices of the pool, of those the machine has.
+    def _choose(self, rows: Sequence[Mapping[str, Any]]) -> Given:
+        """Return the GPUs of the pool, of those that NVML shows; no other is ever touched.
 
         Raises
         ------
         ConfigError
-            If ``c.GPUPool.devices`` names one that is not there.
+            If ``c.GPUPool.devices`` names one that is not there, or was not given to this user.
         """
+        # A broker may be started from within a kernel, whose variables are the pool's own.
+        found = given(rows, without_guard(os.environ))
         wanted = self.settings.devices
-        if wanted is None or not found:
-            return [*found]
-        chosen: dict[str, Device] = {}
+        if wanted is None or not found.rows:
+            return found
+        chosen: list[Mapping[str, Any]] = []
         for name in wanted:
-            matches = [d for d in found if name == str(d.index) or d.uuid.startswith(name)]
+            matches = [
+                row for row in found.rows
+                if name == str(row["index"]) or row["uuid"].startswith(name)
+            ]  # fmt: skip
             if not matches:
-                there = ", ".join(f"{d.index} ({d.uuid})" for d in found)
+                there = ", ".join(f"{row['index']} ({row['uuid']})" for row in found.rows)
                 raise ConfigError(
-                    f"c.GPUPool.devices names {name!r}, and this machine has: {there}.",
+                    f"c.GPUPool.devices names {name!r}, and this machine has: {there}."
+                    + (f" {found.limit}" if found.limit else ""),
                     next_step="Correct it, or remove it to use every GPU.",
                 )
-            chosen |= {d.uuid: d for d in matches}
-        return [*chosen.values()]
+            chosen += [row for row in matches if row not in chosen]
+        return Given(tuple(chosen), found.limit)
 
     def _build(
         self,
@@ -285,6 +294,7 @@ class BrokerApp:
         self.handlers = Handlers(
             runner, access, snapshots, attach=settings.attach, environment=kernel_env, log=_LOG
         )
+        snapshots.limited = service.limit
         if not devices:
             self.handlers.no_device = snapshots.problem = service.problem or "none was found."
         effects.room = HostRoom(HOST, settings.host_reserve)
@@ -337,8 +347,9 @@ class BrokerApp:
 
     def _renewed(self, service: DeviceService, found: Sequence[Device]) -> list[Device]:
         """Take note of the devices after a pause; return those of the pool."""
-        devices = self._choose(found)
+        devices = [*found]
         self._look_at_driver()
+        self.snapshots.limited = service.limit
         self.runner.journal.remember("devices", devices_to_text(devices))
         if not self.settings.emulate:
             self.snapshots.machine = _versions(service)
@@ -411,6 +422,8 @@ class BrokerApp:
                 "The emulated GPUs are memory that every user's programs write and this broker's "
                 "device processes read: only for users who trust each other"
             )
+        if service.limit:
+            _LOG.warning("%s", service.limit)
         if not self.health.devices:
             _LOG.error("No GPU: %s", service.problem or "none was found.")
         largest = max(self.snapshots.capacities(), default=0)

@@ -141,6 +141,7 @@ class Snapshots:
             "machine": self.machine,
             "problem": self.problem,
             "driver_warning": self.driver_warning,
+            "limited": self.limited,
             "limits": self._limits(owner_of(peer.uid, peer.gid), view),
             "devices": [self._device(v) for v in view.devices],
             "sessions": [self._session(v, view.now, peer, most) for v in view.sessions],
@@ -178,6 +179,8 @@ class Snapshots:
     maintenance: Maintenance | None = None
     #: Why there is no device; empty if there are some. The application sets it.
     problem: str = ""
+    #: What limits the pool to some of the machine's GPUs, in sentences. The application sets it.
+    limited: str = ""
 
     def config(self, peer: Peer) -> dict[str, Any]:
         """Return the configuration in force, for servers with another one."""

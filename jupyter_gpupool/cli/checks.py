@@ -358,6 +358,11 @@ def devices(found: Sequence[Mapping[str, Any]], problem: str) -> list[Finding]:
     return lines
 
 
+def limited(limit: str) -> list[Finding]:
+    """Which variable leaves GPUs of the machine out of the pool."""
+    return [Finding("ok", "devices", limit)] if limit else []
+
+
 def default_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Who does not ask gets at most what the largest GPU has; a larger default says otherwise."""
     largest = max((int(d["memory_capacity"]) for d in found), default=0)

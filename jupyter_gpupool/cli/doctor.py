@@ -16,6 +16,7 @@ from typing import Any, Mapping, Sequence
 from ..client import Client
 from ..config import BrokerSettings, load_settings, usable_attach
 from ..errors import ConfigError, GPUPoolError
+from ..guard.install import without_guard
 from . import checks, maintenance
 from .checks import Finding
 from .picture import Style
@@ -77,16 +78,17 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     found.append(checks.socket(path, status is not None))
     if status is not None:
         devices, problem = list(status["devices"]), ""
+        limit = str(status.get("limited", ""))
         found += checks.journal(status)
         found += checks.in_force(settings, status)
         policies = status.get("settings") or {}
         attach, reason = policies.get("attach", ""), policies.get("attach_reason", "")
     else:
-        devices, problem, unguarded = _probe(settings)
+        devices, problem, unguarded, limit = _probe(settings)
         found += checks.journal_place(settings, path)
         guarded = any(device["tier"] == "guarded" for device in devices)
         attach, reason = usable_attach(settings.attach, guarded, unguarded)
-    found += checks.devices(devices, problem)
+    found += checks.devices(devices, problem) + checks.limited(limit)
     if devices:
         found += [checks.attach(attach, reason, settings), *checks.guard_limits(devices)]
     found += checks.default_fits(settings, devices) + checks.reserve_fits(settings, devices)
@@ -104,21 +106,25 @@ def _ask_broker(path: Path) -> Mapping[str, Any] | None:
         return None  # the check of the socket says why
 
 
-def _probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str]:
+def _probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str, str]:
     """Find and test the devices as a broker would at its start, and let go of them.
 
-    Return them, why there are none, and why none is guarded.
+    Return them, why there are none, why none is guarded, and what leaves out others.
     """
     from ..devices import interpreter
+    from ..devices.given import given
     from ..devices.service import DeviceService
 
-    async def probe(env: Mapping[str, str] | None) -> tuple[list[Mapping[str, Any]], str, str]:
+    async def probe(
+        env: Mapping[str, str] | None,
+    ) -> tuple[list[Mapping[str, Any]], str, str, str]:
         service = DeviceService(
             env=env,
             lock_timeout=settings.lock_timeout,
             guard=settings.guard,
             python=interpreter.choose(settings.device_python),
         )
+        service.choose = lambda rows: given(rows, without_guard(os.environ))
         try:
             devices = await service.start()
             return (
@@ -126,6 +132,7 @@ def _probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str]
                  for d in devices],
                 service.problem,
                 service.guard_problem,
+                service.limit,
             )  # fmt: skip
         finally:
             await service.close()
@@ -134,7 +141,7 @@ def _probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str]
         try:
             return asyncio.run(probe(_environment(settings.emulate, Path(folder))))
         except GPUPoolError as error:
-            return [], str(error), ""
+            return [], str(error), "", ""
 
 
 def _environment(emulate: str, folder: Path) -> Mapping[str, str] | None:

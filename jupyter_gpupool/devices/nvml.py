@@ -78,8 +78,8 @@ class Nvml:
     def discover(self) -> tuple[list[dict[str, Any]], list[str]]:
         """Return what there is, and a sentence for each device that cannot be used.
 
-        One row per GPU, or per MIG instance of a GPU in MIG mode: ``uuid``, ``index``, ``name``,
-        ``total`` and ``reserved`` bytes, ``mig``.
+        One row per GPU, or per MIG instance of a GPU in MIG mode: ``uuid``, ``index``, ``minor``
+        (number of the device file), ``name``, ``total`` and ``reserved`` bytes, ``mig``.
         """
         n = self._n
         rows: list[dict[str, Any]] = []
@@ -108,11 +108,19 @@ class Nvml:
         return {
             "uuid": uuid,
             "index": index,
+            "minor": self._minor(handle, index),
             "name": name,
             "total": total,
             "reserved": reserved,
             "mig": mig,
         }
+
+    def _minor(self, handle: Any, index: int) -> int:
+        """Return the number of the device file, which is the machine's also in a container."""
+        try:
+            return int(self._n.nvmlDeviceGetMinorNumber(handle))
+        except self._n.NVMLError:
+            return index
 
     def _mig_mode(self, handle: Any) -> bool:
         n = self._n

@@ -30,6 +30,7 @@ from . import contexts, driver, landing, processes, residue
 from .calls import SessionCalls
 from .children import Child, child_environment
 from .examiner import Examiner, Findings
+from .given import Given
 from .model import DeviceSample, ProcessId, ResumeOutcome, SessionState, SuspendOutcome
 from .operations import Operation
 from .sampling import FREED_TIMEOUT, SAMPLE_TIMEOUT, Sampler
@@ -123,6 +124,11 @@ class DeviceService:
         self._examiner = Examiner(
             env=self._env, log=self._log, sampler=self._sampler, guard=guard, python=python
         )
+        #: Which of the machine's GPUs may be used, and why not all; set before :meth:`start`.
+        self.choose: Callable[[Sequence[Mapping[str, Any]]], Given] = lambda rows: Given((*rows,))
+        #: What limits the pool to some of the machine's GPUs, in sentences.
+        self.limit = ""
+        self._everything: tuple[str, ...] = ()
         self._devices: dict[str, Device] = {}
         self._workers: dict[str, Child] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -164,7 +170,12 @@ class DeviceService:
         if not rows:
             nothing = f"The NVIDIA driver {self.driver_version} sees no GPU. {driver.WITHOUT_GPU}"
             raise DriverError(" ".join(found["problems"]) or nothing, code="no-device")
-        return rows
+        self._everything = tuple(row["uuid"] for row in rows if not row["mig"])
+        chosen = self.choose(rows)
+        self.limit = chosen.limit
+        if not chosen.rows:
+            raise DriverError(chosen.limit, code="no-device")
+        return [dict(row) for row in chosen.rows]
 
     async def _test(self, fresh: Sequence[str]) -> None:
         """Test devices, and measure what the driver itself takes on them."""
@@ -558,7 +569,8 @@ class DeviceService:
 
     def _physical(self) -> tuple[str, ...]:
         """Return every GPU that the kernel driver sees: a restore map must name them all."""
-        return tuple(d.uuid for d in self._devices.values() if d.tier != "mig")
+        found = (d.uuid for d in self._devices.values() if d.tier != "mig")
+        return self._everything or tuple(found)
 
     def _free_device(self) -> Sequence[str]:
         """Return a device whose worker has nothing to do, if there is one."""

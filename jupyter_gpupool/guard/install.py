@@ -163,14 +163,19 @@ def _in_front(first: str, rest: str) -> str:
     return os.pathsep.join([first, *others])
 
 
+def remember_devices(env: MutableMapping[str, str]) -> None:
+    """Note in ``env`` which devices its user was given, before the pool shows it its own."""
+    if _HIDDEN not in env:
+        env[_HIDDEN] = env.get(_VISIBLE, _NONE)
+
+
 def hide_devices(env: MutableMapping[str, str]) -> None:
     """Let a process with this environment, and its children, find no CUDA device.
 
     What it said before is kept in it: a Jupyter server or a broker that is started from there is
     a new beginning (:func:`without_guard`).
     """
-    if _HIDDEN not in env:
-        env[_HIDDEN] = env.get(_VISIBLE, _NONE)
+    remember_devices(env)
     env[_VISIBLE] = "-1"
 
 

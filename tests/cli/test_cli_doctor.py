@@ -53,6 +53,22 @@ def test_without_a_broker_the_devices_are_tested_here(no_configuration, monkeypa
     assert "\x1b" not in out
 
 
+def test_which_variable_leaves_out_gpus_is_said(broker, capsys):
+    text = "CUDA_VISIBLE_DEVICES='1' limits the pool to GPU 1."
+    broker.answers["status"] = pool(limited=text)
+    _, found = doctor(capsys)
+    assert found["devices"]["message"] == text
+
+
+def test_a_doctor_without_a_broker_tests_no_gpu_that_was_not_given(monkeypatch, capsys):
+    monkeypatch.setenv("GPUPOOL_EMULATE", "2x256MiB,context=16MiB")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    _, found = doctor(capsys)
+    assert found["devices"]["message"] == "CUDA_VISIBLE_DEVICES='1' limits the pool to GPU 1."
+    assert "GPU 1" in found
+    assert "GPU 0" not in found
+
+
 def test_the_guard_is_tested_here_as_a_broker_would(monkeypatch, capsys):
     build.compile()
     monkeypatch.setenv("GPUPOOL_EMULATE", "1x256MiB,context=16MiB")

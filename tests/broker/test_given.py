@@ -1,0 +1,61 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A broker uses no GPU that its user was not given."""
+
+from __future__ import annotations
+
+import pytest
+
+from jupyter_gpupool.errors import RefusedError
+
+from . import kit
+
+
+def test_no_other_gpu_is_tested_or_handed_out(make_broker):
+    broker = make_broker(attach="cell")
+    answer = broker.start(env={**kit.environment(broker.folder), "CUDA_VISIBLE_DEVICES": "1"})
+    assert answer["ok"], answer
+    status = broker.status()
+    (device,) = status["devices"]
+    assert device["index"] == 1
+    assert device["can_suspend"]
+    assert status["limited"] == "CUDA_VISIBLE_DEVICES='1' limits the pool to GPU 1."
+    assert status["limited"] in broker.tail()
+    assert broker.tail().count("tier ") == 1
+    with broker.client() as client:
+        found = client.call("open", kernel_id="k")["env"]["CUDA_VISIBLE_DEVICES"]
+        assert found == device["uuid"]
+        with pytest.raises(RefusedError):
+            client.call("open", kernel_id="two", request={"devices": 2})
+
+
+def test_a_variable_that_names_nothing_is_an_error_with_a_sentence(make_broker):
+    broker = make_broker(attach="cell")
+    answer = broker.start(env={**kit.environment(broker.folder), "SLURM_JOB_GPUS": "5"})
+    assert answer["ok"], answer
+    status = broker.status()
+    assert status["devices"] == []
+    assert status["problem"].startswith("SLURM_JOB_GPUS='5' names none of the GPUs")
+    with broker.client() as client, pytest.raises(RefusedError) as error:
+        client.call("open", kernel_id="k")
+    assert "SLURM_JOB_GPUS='5'" in error.value.message
+
+
+def test_the_configuration_restricts_what_was_given(make_broker):
+    broker = make_broker(attach="cell", devices=["0"])
+    env = {**kit.environment(broker.folder), "CUDA_VISIBLE_DEVICES": "1"}
+    answer = broker.start(env=env)
+    assert not answer["ok"]
+    assert "c.GPUPool.devices names '0'" in answer["message"]
+    assert "CUDA_VISIBLE_DEVICES='1' limits the pool to GPU 1" in answer["message"]
+
+
+def test_the_pools_own_variable_does_not_limit_a_broker_started_in_a_kernel(make_broker):
+    broker = make_broker(attach="cell")
+    env = {
+        **kit.environment(broker.folder),
+        "CUDA_VISIBLE_DEVICES": "GPU-of-the-session",
+        "GPUPOOL_HIDDEN": "0",
+    }
+    assert broker.start(env=env)["ok"]
+    assert [d["index"] for d in broker.status()["devices"]] == [0]
