@@ -107,7 +107,8 @@ class WaitDisplay:
             kind,
             {
                 "data": {"text/plain": text, "text/html": markup},
-                "metadata": {},
+                # For a front end that must remove the line itself: the kernel was restarted.
+                "metadata": {"gpupool": {"wait": True}},
                 "transient": {"display_id": self._id},
             },
         )

@@ -19,6 +19,7 @@ import { notifyPlugin } from './notify';
 import { runningPlugin } from './running';
 import { statusbarPlugin } from './statusbar/plugin';
 import { popoverPlugin, toolbarPlugin } from './toolbar/plugin';
+import { waitsPlugin } from './waits/plugin';
 
 const plugins: JupyterFrontEndPlugin<unknown>[] = [
   settingsPlugin,
@@ -30,7 +31,8 @@ const plugins: JupyterFrontEndPlugin<unknown>[] = [
   commandsPlugin,
   launcherPlugin,
   notifyPlugin,
-  runningPlugin
+  runningPlugin,
+  waitsPlugin
 ];
 
 export default plugins;

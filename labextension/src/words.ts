@@ -289,7 +289,7 @@ export function describeWait(trans: TranslationBundle, wait: IWait): string[] {
   }
   lines.push(
     wait.eta_seconds === null
-      ? trans.__('Nobody can tell yet how long it takes.')
+      ? trans.__('There is no estimate yet.')
       : trans.__('It will probably take %1.', about(trans, wait.eta_seconds))
   );
   const { total, mine, by_priority: classes } = wait.ahead;

@@ -147,3 +147,4 @@ def test_the_example_configuration_is_loaded(monkeypatch):
     assert settings.notes == ()
     assert settings.pool.quotas["ada"].leases == 4
     assert settings.foreign_processes == "report"
+    assert settings.attach == GPUPool().attach

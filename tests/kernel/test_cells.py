@@ -44,6 +44,7 @@ def test_the_wait_is_shown_and_leaves_no_trace(broker: ScriptedBroker, kernel: K
         "Waiting for a GPU slice of 4 GiB: position 2 of 3, about 40 s. Alice has it."
     )
     assert "position 2 of 3" in shown["data"]["text/html"]
+    assert shown["metadata"] == {"gpupool": {"wait": True}}  # JupyterLab finds it by that
     broker.push("queue", position=1, length=2, eta=None, reason="")
     update = cell.until("update_display_data")["content"]
     assert update["transient"] == shown["transient"]

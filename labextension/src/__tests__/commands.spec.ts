@@ -41,7 +41,7 @@ describe('why a kernel waits', () => {
     });
     expect(lines).toEqual([
       'It is 4th of 5 in the queue.',
-      'Nobody can tell yet how long it takes.',
+      'There is no estimate yet.',
       'Ahead of it are 3 kernels: 1 of class interactive, 2 of class batch.',
       '2 of them are yours.'
     ]);
