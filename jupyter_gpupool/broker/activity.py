@@ -18,7 +18,7 @@ from typing import Callable, Mapping
 
 from ..guard.page import Reading
 from ..pool import events as e
-from .pages import OPEN, UNUSED, Pages
+from .pages import CLOSED, OPEN, UNUSED, Pages
 from .runner import Runner
 from .sessions import Session
 
@@ -103,6 +103,13 @@ class Activity:
             self._used(session, 0.0)
             return True
         return False
+
+    def untouched(self, session: Session) -> bool:
+        """Return whether its page says that nobody has used the device since somebody looked."""
+        gate, reading = self._pages.gate(session), self.read(session)
+        if reading is None or gate not in (UNUSED, CLOSED):
+            return False
+        return not (reading.inflight or reading.waiting or reading.captures)
 
     def recording(self, session: Session) -> bool:
         """Return whether it was recording a graph when last read: that is use.

@@ -60,7 +60,7 @@ from .metrics import Metrics
 from .monitor import QUIET, Monitor
 from .pressure import Pressure
 from .records import devices_from_text, devices_to_text, numbers_from_text, numbers_to_text
-from .recovery import RECOVERED_HOLD, Recovered, check_reach, recover
+from .recovery import GRACE_UNDER_GUARD, RECOVERED_HOLD, Recovered, check_reach, recover
 from .rest import Rest
 from .runner import Clock, Runner
 from .sessions import Sessions
@@ -370,6 +370,8 @@ class BrokerApp:
             self.runner.note("close", owner=owner, reason=reason, detail={"session": name})
         for one in found:
             self.guarding.adopt(one.session, one.record)
+            if one.idle_since and self.guarding.untouched(one.session):
+                one.at_rest()
         # Those that hold a slice first: nobody may be given what they have.
         for one in sorted(found, key=lambda r: not r.record.slices):
             self._go_on(one)
@@ -396,7 +398,8 @@ class BrokerApp:
         if one.lost:
             self.effects.end_session(e.EndSession(session=session.id, message=one.lost))
         elif any(hold.id == RECOVERED_HOLD for hold in one.record.holds):
-            self.handlers.lives.start_grace(session, GRACE)
+            grace = GRACE if session.page is None else GRACE_UNDER_GUARD
+            self.handlers.lives.start_grace(session, grace)
 
     def _write_record(self, claim: Claim) -> None:
         """Let others start this broker again should it die. The machine's has a service manager."""

@@ -192,6 +192,10 @@ class Guarding:
             self.pages.adopt(session, used=used)
             self.activity.read(session)
 
+    def untouched(self, session: Session) -> bool:
+        """Return whether nothing has used the session's device since an earlier broker looked."""
+        return self.pages is not None and self.activity.untouched(session)
+
     def recovered(self, session: Session) -> None:
         """Make the page true: a broker that was killed in a suspend left the gate closed."""
         if self.pages is not None:

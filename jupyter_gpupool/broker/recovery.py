@@ -42,8 +42,11 @@ from .processes import alive
 from .records import from_json
 from .sessions import Session
 
-#: A hold that stands for whatever the agent will say when it is back.
+#: A hold that stands for whatever the agent will say when it is back. Until then, or for so many
+#: seconds, nobody takes the slice. Where the guard shows what is used it is not needed for the
+#: state to be safe, only for a cell that holds without computing.
 RECOVERED_HOLD = "recovered"
+GRACE_UNDER_GUARD = 2.0
 
 ATTACHED = ("active", "idle")
 
@@ -55,6 +58,12 @@ class Recovered:
     session: Session
     record: SessionRecord
     lost: str = ""
+    #: Since when the session was idle with its slice, as the journal has it; 0.0 if it was not.
+    idle_since: float = 0.0
+
+    def at_rest(self) -> None:
+        """It was idle, and is known to have been since: nobody has to be waited for."""
+        self.record = replace(self.record, state="idle", holds=(), idle_since=self.idle_since)
 
 
 class OutOfReach(GPUPoolError):
@@ -184,7 +193,8 @@ async def _recover_one(
     if record.state in (*ATTACHED, "detaching") or (
         record.state == "attaching" and record.suspended and state == "running"
     ):
-        return Recovered(session, _attached(record, now))
+        idle_since = record.idle_since if record.state in ("idle", "detaching") else 0.0
+        return Recovered(session, _attached(record, now), idle_since=idle_since)
     if record.suspended:
         # It was suspended and runs: somebody resumed it behind our back, without a grant.
         log.warning("Session %s was suspended and runs without a slice", session.id)

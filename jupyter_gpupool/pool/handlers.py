@@ -269,6 +269,7 @@ class Handlers:
             books.log(record.id, "warning", "session-exists", "Recovered twice; ignored.")
             return
         attached = record.state in ATTACHED and bool(record.slices)
+        idle = attached and not record.holds
         s = Session(
             id=record.id,
             owner=record.owner,
@@ -288,7 +289,9 @@ class Handlers:
             pinned_at=record.pinned_at,
             release_asked=record.release_asked,
             keep_until=record.keep_until,
-            idle_since=books.now,
+            # Who was seen idle before has been idle since then: a broker that is killed again and
+            # again must not make those wait for ever who wait for an idle slice.
+            idle_since=min(books.now, record.idle_since or books.now) if idle else books.now,
             #: A session that was waiting keeps its place if it asks again soon.
             queued_at=0.0 if attached else record.queued_at,
             wait_total=record.wait_seconds_total,
@@ -414,7 +417,8 @@ class Handlers:
 
 
 #: Seconds after a restart of the broker in which no recovered lease is taken: all sessions must be
-#: counted first, and an agent that has not reconnected yet may have a running cell.
-GRACE = 10.0
+#: counted first. (For an agent that may have a running cell the broker keeps a hold.) Short, or a
+#: broker that is killed again and again would never come to take one.
+GRACE = 1.0
 #: Seconds after a restart of the broker in which a session that was waiting may claim its place.
 REJOIN = 60.0

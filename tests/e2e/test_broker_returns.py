@@ -10,13 +10,14 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from jupyter_gpupool import startrecord
 from jupyter_gpupool.errors import BrokerUnavailable
 
 from . import cells
-from .kit import MiB, reap, until
+from .kit import MiB, command_of, reap, until
 from .scenes import DATA, occupied, play, release, said, state, with_blocks
 
 ONE = "1x640MiB,context=32MiB"
@@ -184,6 +185,68 @@ def test_an_interrupt_ends_the_wait_for_a_broker(pool):
             await kernel.interrupt()
             assert not (await asyncio.wait_for(cell, 20)).ok
         (await kernel.run("block.verify()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+# ---------------------------------------------------------------------- served soon
+
+
+def begun(pool):
+    """Return when the broker that runs now began to serve, on its own clock."""
+    return [r["time"] for r in pool.journal() if r["kind"] == "broker-start"][-1]
+
+
+@pytest.mark.parametrize("victim", ["broker", "worker", "monitor"])
+def test_a_waiting_call_is_served_within_five_seconds_of_a_restart(pool, victim):
+    """A broker used to take no slice for ten seconds after its start: kills starved who waited."""
+    pool = pool(ONE, default_memory=SLICE)
+
+    async def scenario():
+        holder, waiting = await pool.kernel("holder"), await with_blocks(pool, "waiting")
+        (await holder.run(cells.setup(1, DATA))).check()
+        await state(holder, "idle")
+        cell = asyncio.create_task(waiting.run("block = Block(64).allocate().write(1).verify()"))
+        await state(waiting, "queued")
+        killed = time.time()
+        if victim == "broker":
+            await killed_and_back(pool)
+            killed = begun(pool)
+        else:
+            broker = psutil.Process(pool.status()["pid"])
+            found = [p for p in broker.children() if f"devices.{victim}" in command_of(p)]
+            found[0].kill()
+        (await cell).check()
+        session = waiting.session()["id"]
+        (granted,) = [r["time"] for r in pool.journal(session=session) if r["kind"] == "attach"]
+        print(f"served {granted - killed:.2f} s after the {victim} was there again")
+        assert granted - killed < 5.0
+        (await holder.run("block.verify()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_a_kernel_has_been_idle_since_it_was_whoever_dies(pool):
+    """Each start of a broker used to begin the idle time anew: nobody who waits was ever served."""
+    pool = pool(ONE, default_memory=SLICE, reclaim_after=3600)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(1, DATA))).check()
+        since = (await state(kernel, "idle"))["idle_since"]
+        for _ in range(2):
+            await asyncio.sleep(0.5)  # until the journal has it
+            await killed_and_back(pool)
+            assert (await state(kernel, "idle"))["idle_since"] == since
+        # Who used its GPU after the broker had died was not idle.
+        os.kill(pool.status()["pid"], signal.SIGSTOP)
+        broker = psutil.Process(int((pool.folder / "b.sock.lock").read_text()))
+        (await kernel.run("block.verify()")).check()
+        broker.kill()
+        await until(lambda: (reap(broker.pid), pid_of_broker(pool))[1], "the next broker")
+        assert (await state(kernel, "idle"))["idle_since"] > since
         await pool.stop_kernels()
 
     play(scenario())

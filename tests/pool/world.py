@@ -375,7 +375,7 @@ class World:
             )
             s.effect, s.host = "", 0
             s.state = "active" if attached and r.holds else "idle" if attached else "detached"
-            s.idle_since = self.now
+            s.idle_since = r.idle_since if attached and not r.holds else self.now
             s.forget()
             s.suspend_mean = s.resume_mean = 0.0
             if not attached:
