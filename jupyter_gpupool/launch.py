@@ -174,7 +174,8 @@ def agent_folder() -> Path:
     package = Path(__file__).resolve().parent
     base = user_runtime_dir()
     folder = base / f"agent-{hashlib.sha256(str(package).encode()).hexdigest()[:12]}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in (base, folder):  # one after the other: parents get no mode
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in (base, folder):
         found = path.lstat()
         if (

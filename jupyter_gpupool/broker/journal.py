@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from ..errors import GPUPoolError
+from .retention import LOCK_WAIT, tidy
 
 #: Of the tables below. A file of another version is set aside, not guessed at.
 SCHEMA_VERSION = 1
@@ -37,18 +38,11 @@ MAX_BYTES = 256 << 20
 #: Bytes of write-ahead log after which it is begun anew.
 MAX_LOG = 16 << 20
 
-#: Rows deleted in one transaction, and seconds between two: the event loop waits for each.
-STEP = 500
-BREATH = 0.002
-
 #: Rows kept in memory while the file cannot be written.
 MAX_PENDING = 20_000
 
 #: Rows that one answer may hold.
 MAX_ANSWER = 10_000
-
-#: Seconds to wait for another process that has the file locked. The event loop waits, too.
-LOCK_WAIT = 0.2
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -279,48 +273,12 @@ class Journal:
     def tidy(self) -> None:
         """Move the log into the file and drop the oldest rows. May be called in another thread.
 
-        On a connection of its own, so that the event loop does not wait for the disk; in small
-        steps, because it waits for the lock that each step takes.
+        On a connection of its own, so that the event loop does not wait for the disk.
         """
         try:
-            # Not to make it, if somebody has deleted it.
-            with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=rw", uri=True,
-                                         timeout=LOCK_WAIT)) as other:  # fmt: skip
-                self._drop(other, "seq <= ?", self.seq - MAX_ROWS)
-                while (excess := self._excess(other)) > 0:
-                    first, count = other.execute("SELECT min(seq), count(*) FROM events").fetchone()
-                    if not count:
-                        break
-                    # By their average size, and a look afterwards at what that gave back.
-                    rows = max(STEP, round(count * min(1.0, excess / self.max_bytes)))
-                    self._drop(other, "seq < ?", first + rows)
-                other.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            tidy(self.path, keep_above=self.seq - MAX_ROWS, max_bytes=self.max_bytes)
         except sqlite3.Error as error:
             self._log.info("The journal %s was not tidied up: %s", self.path, error)
-
-    @staticmethod
-    def _drop(db: sqlite3.Connection, which: str, value: int) -> None:
-        """Delete rows in steps, each a transaction of a few milliseconds."""
-        found = f"SELECT seq FROM events WHERE {which} ORDER BY seq LIMIT {STEP}"
-        while db.execute(f"DELETE FROM events WHERE seq IN ({found})", (value,)).rowcount:
-            db.commit()
-            time.sleep(BREATH)
-        db.commit()
-        while db.execute("PRAGMA freelist_count").fetchone()[0]:
-            before = db.execute("PRAGMA page_count").fetchone()[0]
-            db.execute(f"PRAGMA incremental_vacuum({STEP})").fetchall()
-            db.commit()
-            if db.execute("PRAGMA page_count").fetchone()[0] == before:
-                return  # a file of the first version: it keeps its pages, and fills them again
-            time.sleep(BREATH)
-
-    def _excess(self, db: sqlite3.Connection) -> int:
-        """Return the bytes by which the rows and records take more than they may."""
-        size, pages, free = (
-            db.execute(f"PRAGMA {name}").fetchone()[0]
-            for name in ("page_size", "page_count", "freelist_count")
-        )
-        return int(size * (pages - free)) - self.max_bytes
 
     def _bound_log(self) -> None:
         """Let the next transaction begin the log anew, if it has become long.
