@@ -319,6 +319,7 @@ class Maintenance:
                             continue
                         scanned = loop.time()
                         if await self._open_files():
+                            self._tell_holders(order)
                             continue
                     self._done(order)
             await asyncio.sleep(POLL)
@@ -370,20 +371,40 @@ class Maintenance:
     def _tell(self, order: Order) -> None:
         """Ask the users of sessions that cannot be suspended to restart them; each once."""
         for session, record in self._holding(order):
-            key = (order.device, order.since, session.id)
             why = self._pinned(session, record)
-            if not why or key in self._told or session.agent is None:
-                continue
-            self._told.add(key)
-            session.agent.send(
-                {
-                    "type": "notice",
-                    "message": f"The GPUs are being {order.text}. The GPU state of this kernel "
-                    f"cannot be moved to host memory ({why.rstrip('.')}): save what you need and "
-                    "restart the kernel, which the maintenance waits for.",
-                }
-            )
-            self._runner.note("restart-notice", session, reason=why)
+            if why:
+                self._ask_to_restart(
+                    order,
+                    session,
+                    f"The GPU state of this kernel cannot be moved to host memory "
+                    f"({why.rstrip('.')})",
+                )
+
+    def _tell_holders(self, order: Order) -> None:
+        """Ask the users of sessions without a slice that use the driver all the same."""
+        for _, whose in self._left:
+            session = self._runner.sessions.find(whose)
+            if session is not None:
+                self._ask_to_restart(
+                    order,
+                    session,
+                    "This kernel has initialised CUDA and holds no memory that could be moved, so "
+                    "it keeps the driver in use",
+                )
+
+    def _ask_to_restart(self, order: Order, session: Session, why: str) -> None:
+        key = (order.device, order.since, session.id)
+        if key in self._told or session.agent is None:
+            return
+        self._told.add(key)
+        session.agent.send(
+            {
+                "type": "notice",
+                "message": f"The GPUs are being {order.text}. {why}: save what you need and "
+                "restart the kernel, which the maintenance waits for.",
+            }
+        )
+        self._runner.note("restart-notice", session, reason=why)
 
     def _pinned(self, session: Session, record: SessionRecord) -> str:
         why = record.pinned_reason or session.use.pins

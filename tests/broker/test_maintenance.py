@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import pytest
 from jupyter_gpupool.broker.auth import Access, Peer
 from jupyter_gpupool.broker.health import Health
 from jupyter_gpupool.broker.maintenance import Maintenance
+from jupyter_gpupool.cli.maintenance import progress
 from jupyter_gpupool.errors import RefusedError
+from jupyter_gpupool.guard.install import without_guard
 
 from .kit import ROOT, Kernel, MiB, environment, wait_until
 from .test_faults import children
@@ -169,6 +172,34 @@ def test_kernel_that_cannot_be_suspended_is_named_and_told_to_restart(broker, on
     assert wait["pinned"]
     assert wait["why"].startswith("cannot be suspended: ")
     one.kill()
+    closed(broker)
+
+
+INITIALISED = """
+import ctypes, sys
+assert ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_process_that_only_initialised_cuda_keeps_the_pause_open_and_is_named(broker, kernel):
+    one = kernel("asks.ipynb", launch=False)
+    env = {**environment(broker.folder), **without_guard({**os.environ, **one.env})}
+    with subprocess.Popen(
+        [sys.executable, "-c", INITIALISED],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "ready\n"
+        one.server.call("launched", session=one.session, pid=process.pid)
+        maintain(broker, "pause")
+        files = wait_until(lambda: order(broker)["files"], "who has device files open", 60)
+        assert [(f["pid"], f["session"]) for f in files] == [(process.pid, one.session)]
+        assert not order(broker)["closed"]
+        lines = progress(order(broker))
+        assert lines[1].startswith(f"  process {process.pid} (session {one.session}): ")
+        assert lines[1].endswith("; restart that kernel")
+        process.stdin.close()
     closed(broker)
 
 

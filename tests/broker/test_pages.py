@@ -501,6 +501,27 @@ def test_overuse_is_suspended_and_comes_back_with_what_it_uses(make_broker):
     k.close()
 
 
+def test_kernel_that_a_rule_ends_is_suspended_first_where_the_driver_needs_that(make_broker):
+    broker = make_broker(overuse="end")
+    state = broker.folder / "broker.sock.emulated"
+    state.mkdir()
+    (state / "version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  595.71.05  Release Build\n"
+    )
+    assert broker.started
+    k = Guarded(broker, memory=100 * MiB)
+    k.lease()
+    k.do("alloc", bytes=20 * MiB, byte=5)
+    k.server.call("release", session=k.session)
+    k.wait_state("detached", seconds=60)
+    k.lease()
+    k.tell("alloc", bytes=220 * MiB, byte=6)  # it may be ended before it answers
+    k.process.wait(60)
+    row = wait_until(lambda: broker.rows("retired"), "suspended again", 60)[0]
+    assert row["detail"]["safe"]
+    k.close()
+
+
 def test_overuse_ends_the_kernel(make_broker):
     broker = make_broker(overuse="end").started
     k = Guarded(broker, memory=100 * MiB)
