@@ -64,16 +64,6 @@ This page is for people who write another client. Python programs use
 
 """
 
-_TYPES = {
-    str: "text",
-    int: "whole number",
-    float: "number",
-    bool: "true or false",
-    dict: "object",
-    list: "list",
-    type(None): "null",
-}
-
 
 def config_page() -> str:
     return NOTE + CONFIG + markdown_reference()
@@ -107,20 +97,16 @@ def protocol_page() -> str:
         rows.append(f"| `{name}` | {_fields(required)} | {_fields(optional)} |")
     return (
         f"{NOTE}{PROTOCOL}```{{eval-rst}}\n{(protocol.__doc__ or '').strip()}\n```\n\n"
-        f"## Requests\n\nThis is version {protocol.VERSION}; a line has at most "
-        f"{protocol.MAX_LINE} bytes.\n\n" + "\n".join(rows) + "\n"
+        f"## Requests\n\nThis is version {protocol.VERSION}; a request has at most "
+        f"{protocol.MAX_REQUEST} bytes and an answer {protocol.MAX_LINE}.\n\n"
+        + "\n".join(rows)
+        + "\n"
     )
 
 
 def _fields(fields: object) -> str:
     assert isinstance(fields, dict)
-    return ", ".join(f"`{name}` ({_type(accepted)})" for name, accepted in fields.items()) or "-"
-
-
-def _type(accepted: object) -> str:
-    types = accepted if isinstance(accepted, tuple) else (accepted,)
-    names = [_TYPES[t] for t in types if not (t is int and float in types)]
-    return " or ".join(names)
+    return ", ".join(f"`{name}` ({accepted.about})" for name, accepted in fields.items()) or "-"
 
 
 PAGES = {"config.md": config_page, "cli.md": cli_page, "protocol.md": protocol_page}

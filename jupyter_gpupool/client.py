@@ -12,17 +12,21 @@ import itertools
 import os
 import socket
 import threading
+import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any, Callable
 
-from .endpoint import check_socket
-from .errors import BrokerUnavailable, GPUPoolError, ProtocolError
+from .endpoint import check_socket, dial
+from .errors import BrokerUnavailable, GPUPoolError, ProtocolError, RefusedError
 from .protocol import MAX_LINE, Message, decode, encode, raise_for
 
 #: Seconds to wait for the answer to a call that should not have to wait for anybody.
 CALL_TIMEOUT = 10.0
+
+#: Seconds at least before a request is repeated that the broker was too busy for.
+MIN_PAUSE = 0.05
 
 
 class Client:
@@ -59,14 +63,11 @@ class Client:
         self._lock = threading.Lock()
         self._closed = False
         check_socket(self.path)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        #: What the broker said without being asked: why it closes the connection.
+        self._said: GPUPoolError | None = None
         try:
-            self._socket.settimeout(CALL_TIMEOUT)
-            self._socket.connect(str(self.path))
-            # The broker reads eagerly; a full buffer for this long means it hangs.
-            self._socket.settimeout(None)
+            self._socket = dial(self.path, CALL_TIMEOUT)
         except OSError as error:
-            self._socket.close()
             raise self._unavailable(f"cannot be reached ({error.strerror or error})") from None
         self._reader = threading.Thread(target=self._read, name="gpupool-client", daemon=True)
         self._reader.start()
@@ -107,15 +108,39 @@ class Client:
         Raises
         ------
         RefusedError
-            If the broker answers with an error.
+            If the broker answers with an error. If it is only that this user asks too much
+            (``busy``), the request is repeated as long as ``timeout`` allows.
         BrokerUnavailable
             If the connection ends or there is no answer in ``timeout`` seconds (None: wait).
         """
-        future = self.start(kind, **fields)
-        try:
-            return future.result(timeout)
-        except FutureTimeout:
-            raise self._unavailable(f"did not answer {kind!r} in {timeout:g} s") from None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            future = self.start(kind, **fields)
+            try:
+                return future.result(
+                    None if deadline is None else max(0.0, deadline - time.monotonic())
+                )
+            except FutureTimeout:
+                raise self._unavailable(f"did not answer {kind!r} in {timeout:g} s") from None
+            except RefusedError as error:
+                after = error.details.get("retry_after")
+                if error.code != "busy" or not isinstance(after, (int, float)):
+                    raise
+                pause = min(max(float(after), MIN_PAUSE), CALL_TIMEOUT)
+                if deadline is not None and time.monotonic() + pause >= deadline:
+                    raise
+                time.sleep(pause)
+
+    def journal(self, *, after: int = 0, session: str = "") -> list[Message]:
+        """Return all rows of the journal above ``after`` that this user may see, oldest first."""
+        found: list[Message] = []
+        fields: dict[str, Any] = {"session": session} if session else {}
+        while True:
+            page = self.call("journal", after=after, **fields)
+            found += page["rows"]
+            if not page["more"]:
+                return found
+            after = page["rows"][-1]["seq"]
 
     def send(self, kind: str, /, **fields: Any) -> None:
         """Send a message that has no answer."""
@@ -175,10 +200,22 @@ class Client:
                 future.set_result(raise_for(message))
             except GPUPoolError as error:
                 future.set_exception(error)
-        elif self._on_push is not None:
+            return
+        if message["type"] == "error":
+            try:
+                raise_for(message)
+            except GPUPoolError as error:
+                self._said = error
+        if self._on_push is not None:
             self._on_push(message)
 
     def _ended(self, error: BrokerUnavailable) -> None:
+        if self._said is not None:
+            error = BrokerUnavailable(
+                f"{error.message} It said: {self._said.message}",
+                code=error.code,
+                next_step=self._said.next_step or error.next_step,
+            )
         with self._lock:
             self._closed = True
             self._socket.close()

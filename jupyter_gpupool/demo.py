@@ -271,7 +271,7 @@ def run_demo(*, emulate: str = "", svg: str = "") -> int:
         say(f"  {_ATTACH[status['settings']['attach']]}")
         with tempfile.TemporaryDirectory(prefix="gpupool-demo-") as folder:
             asyncio.run(_run_notebook(broker, Path(folder)))
-        rows = broker.call("journal", limit=10000)["rows"]
+        rows = broker.journal()
     return _report(rows, devices, names, svg)
 
 

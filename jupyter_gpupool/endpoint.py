@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import socket
 import stat
+import struct
+import time
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -161,3 +165,44 @@ def check_socket(path: Path) -> None:
         code="bad-socket",
         next_step="Remove it, or set GPUPOOL_SOCKET to the right path.",
     )
+
+
+def dial(path: Path, seconds: float) -> socket.socket:
+    """Return a socket that is connected to ``path``, in blocking mode.
+
+    A broker that many processes call at once has a full queue of connections for a moment. The
+    operating system then lets a blocking ``connect`` wait its turn and makes any other fail with
+    EAGAIN, also one of Python's sockets with a time-out; so the time-out here is the system's.
+
+    Raises
+    ------
+    OSError
+        If nothing listens there, or its queue stays full for ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            left = max(0.001, deadline - time.monotonic())
+            _set_send_timeout(connection, left)
+            connection.connect(str(path))
+            # Python takes a connect that a signal interrupted for one that goes on by itself, as
+            # in TCP; here it has failed.
+            connection.getpeername()
+            _set_send_timeout(connection, 0.0)
+            return connection
+        except OSError as error:
+            connection.close()
+            if error.errno != errno.ENOTCONN:
+                raise
+            if time.monotonic() >= deadline:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _set_send_timeout(connection: socket.socket, seconds: float) -> None:
+    whole = int(seconds)
+    timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)

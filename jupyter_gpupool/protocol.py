@@ -5,8 +5,15 @@
 A *request* has ``v``, ``type`` and the fields below; with an ``id`` (a positive integer, unique on
 its connection) it is answered by exactly one ``ok`` or ``error`` with the same ``id``, at once or
 after a wait. Without an ``id`` there is no answer. A *push* comes from the broker unasked.
-Unknown fields are ignored, so that either side may be newer; unknown types and wrong field types
-are errors. Sizes are bytes, times seconds.
+Unknown fields are dropped, so that either side may be newer. Unknown types, wrong field types and
+values outside the ranges below are errors, and so are ``NaN``, ``Infinity`` and numbers of more
+than 19 digits. Sizes are bytes, times seconds.
+
+``status``, ``journal``, ``watch`` and ``ping`` are *reads*, all others are *acts*. Each has a
+price, and each user (by user id, over all connections) has one budget for reads and another for
+acts. The broker delays what is over the budget; it refuses a read that waited for 2 s with the code
+``busy``, and ``details.retry_after`` says in how many seconds it may be repeated. It never refuses
+acts for that reason. Acts of one connection are handled in their order; they may overtake one read.
 
 ===========  =====================================================================================
 ``ok``       ``id`` and the fields of the answer
@@ -35,95 +42,122 @@ before the ``ok`` is sent. Closing the connection ends the wait.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, Mapping
 
 from .errors import GPUPoolError, ProtocolError, RefusedError
+from .fields import Field, Flag, Hold, Items, Number, Object, OutOfRange, Scalar, Text, Whole
 
 VERSION = 1
 
-#: Bytes of one line, newline included. A longer one closes the connection.
-MAX_LINE = 1 << 20
+#: Bytes of one line from the broker, newline included. A longer one closes the connection.
+MAX_LINE = 1 << 24
+
+#: Bytes of one request, newline included: a ``hello`` with a thousand holds fits.
+MAX_REQUEST = 1 << 18
+
+#: Characters of a number in a request.
+MAX_DIGITS = 20
 
 Message = dict[str, Any]
 
-_OPTIONAL_INT = (int, type(None))
-_OPTIONAL_STR = (str, type(None))
+#: What a client writes for people to read; it is cut when it is kept.
+_WORDS = Text(4096)
+_PROCESS = Whole(-(1 << 32), 1 << 32)
+_COUNT = Whole(0)
+_REQUEST = Object(dict.fromkeys(("memory", "limit", "devices", "compute", "priority"), Scalar()))
 
-#: type -> (required fields, optional fields); a field's value is the accepted JSON type(s).
-REQUESTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+#: Holds that one session may have: cells cannot nest this deep.
+MAX_HOLDS = 1000
+
+#: type -> (required fields, optional fields); a field's value is what it accepts.
+REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ---- a provisioner, about a kernel
     # request: {memory?, limit?, devices?, compute?, priority?}, sizes in bytes.
     # ok: session, token, attach, request, env (variables for the kernel's process), config (the
     # options in force that do not have their default, and their origins), pid, broker, retire
     # (true where a kernel must be retired before it is killed)
-    "open": ({"kernel_id": str}, {"label": str, "request": dict, "attach": _OPTIONAL_STR}),
+    "open": (
+        {"kernel_id": _WORDS},
+        {"label": _WORDS, "request": _REQUEST, "attach": Text(null=True)},
+    ),
     # pid of the process just started for the session. ok: -
-    "launched": ({"session": str, "pid": int}, {}),
+    "launched": ({"session": Text(), "pid": _PROCESS}, {}),
     # its kernel is about to be killed: make that safe, where ``open`` answered ``retire``. ok: safe
-    "retire": ({"session": str}, {}),
+    "retire": ({"session": Text()}, {}),
     # the kernel is gone or never came; idempotent. ok: -
-    "close": ({"session": str}, {"reason": str}),
+    "close": ({"session": Text()}, {"reason": _WORDS}),
     # ---- the agent inside the kernel process (identified by SO_PEERCRED and the token)
     # after a reconnect: epoch and holds as the agent knows them.
     # ok: session, state, epoch, slices, attach, request, limits
     "hello": (
-        {"session": str, "token": str},
-        {"epoch": int, "holds": list, "cuda": (bool, type(None))},
+        {"session": Text(), "token": Text(500)},
+        {"epoch": _COUNT, "holds": Items(Hold(), MAX_HOLDS), "cuda": Flag(null=True)},
     ),
     # kind: cell | comm | manual | command. With wait: answered when granted or refused:
     # ok: epoch, slices. Without: no id, no answer; only legal while the agent has its lease.
-    "hold": ({"hold": str, "kind": str}, {"epoch": int, "wait": bool}),
+    "hold": ({"hold": Text(), "kind": Text()}, {"epoch": _COUNT, "wait": Flag()}),
     # cuda: has this process called cuInit? (null: cannot tell). No answer.
-    "drop": ({"hold": str}, {"cuda": (bool, type(None))}),
+    "drop": ({"hold": Text()}, {"cuda": Flag(null=True)}),
     # stop waiting for a hold. Ends that ``hold`` request with error code "cancelled". ok: -
-    "cancel": ({"hold": str}, {}),
+    "cancel": ({"hold": Text()}, {}),
     # ---- the guard in any process of a session (identified by SO_PEERCRED and the token)
     # a thread waits at the gate. ok, once the gate is open: epoch
-    "attach": ({"session": str, "token": str}, {"pid": int, "tid": int}),
+    "attach": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
     # cuInit is about to be called without a lease: make the page's devices those of the lease that
     # the session would get now. ok, also if nothing could be said: -
-    "home": ({"session": str, "token": str}, {"pid": int, "tid": int}),
+    "home": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
     # the session's page is not at its name any more: put it back. ok, once it is there: -
-    "page": ({"session": str, "token": str}, {"pid": int, "tid": int}),
+    "page": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
     # its first context, and it saw another device at cuInit than that of the slice. step: begin
     # (ok: there is room for a context where it is) | move (ok: it sees the slice now) | cancel
-    "land": ({"session": str, "token": str, "step": str}, {"pid": int, "tid": int}),
+    "land": (
+        {"session": Text(), "token": Text(500), "step": Text()},
+        {"pid": _PROCESS, "tid": _PROCESS},
+    ),
     # ``bytes`` more than is granted on the session's device number ``device``. ok: granted
-    "grow": ({"session": str, "token": str, "device": int, "bytes": int}, {"pid": int, "tid": int}),
+    "grow": (
+        {"session": Text(), "token": Text(500), "device": _COUNT, "bytes": _COUNT},
+        {"pid": _PROCESS, "tid": _PROCESS},
+    ),
     # ---- its agent again
     # answer to a yield: did the agent give up the lease of this epoch? No answer.
-    "yielded": ({"epoch": int, "yielded": bool}, {"cuda": (bool, type(None))}),
+    "yielded": ({"epoch": _COUNT, "yielded": Flag()}, {"cuda": Flag(null=True)}),
     # ---- anybody who may act on the session (its agent may leave ``session`` out)
     # ok: request (as it is now), note
     "request": (
         {},
         {
-            "session": str,
-            "memory": _OPTIONAL_INT,
-            "limit": _OPTIONAL_INT,
-            "devices": _OPTIONAL_INT,
-            "compute": _OPTIONAL_INT,
-            "priority": _OPTIONAL_STR,
+            "session": Text(),
+            "memory": Whole(null=True),
+            "limit": Whole(null=True),
+            "devices": Whole(null=True),
+            "compute": Whole(null=True),
+            "priority": Text(null=True),
         },
     ),
     # ok: note
-    "release": ({}, {"session": str}),
+    "release": ({}, {"session": Text()}),
     # keep the slice for so many seconds although idle. ok: note
-    "keep": ({"seconds": (int, float)}, {"session": str}),
+    "keep": ({"seconds": Number()}, {"session": Text()}),
     # ---- an admin
     # action: pause | drain | resume | retest; device: number or UUID (none: the whole pool).
     # ok: note, once it has begun (pause, drain; ``status`` says how far it is) or is done
-    "maintain": ({"action": str}, {"device": _OPTIONAL_STR, "reason": str}),
+    "maintain": ({"action": Text()}, {"device": Text(null=True), "reason": _WORDS}),
     # ---- anybody
     # ok: the snapshot described in ``broker/status.py``
     "status": ({}, {}),
-    # ok: rows, oldest first, with ``seq`` above ``after``; at most ``limit``
-    "journal": ({}, {"after": int, "limit": int, "session": str}),
+    # ok: rows, oldest first, with ``seq`` above ``after``, at most ``limit`` and 1,000;
+    # more: whether there are further ones; seq of the newest row of all
+    "journal": ({}, {"after": Whole(), "limit": Whole(), "session": Text()}),
     # from now on push ``event``. ok: seq of the newest row
     "watch": ({}, {}),
     # ok: -
     "ping": ({}, {}),
 }
+
+#: Requests that change nothing and can be repeated.
+READS = frozenset({"status", "journal", "watch", "ping"})
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -145,45 +179,81 @@ def decode(line: bytes) -> Message:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"A message is not JSON: {error}.") from None
+    return _checked(message)
+
+
+def _checked(message: Any) -> Message:
+    """Return ``message`` if it is an object of this version with a type."""
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
         raise ProtocolError("A message must be a JSON object with a text field 'type'.")
     version = message.get("v")
     if version != VERSION:
         raise ProtocolError(
-            f"The message has protocol version {version!r}; this side speaks {VERSION}.",
+            f"The message has protocol version {str(version)[:40]}; this side speaks {VERSION}.",
             code="version",
             next_step="Use the same version of jupyter_gpupool for the server and the kernel.",
         )
     return message
 
 
-def check_request(message: Message) -> Message:
-    """Return ``message`` if it is a well-formed request.
+def _whole(text: str) -> float:
+    # What is too long becomes a value that no field accepts: its refusal has the request's id.
+    return int(text) if len(text) <= MAX_DIGITS else math.inf
+
+
+_STRICT = json.JSONDecoder(parse_int=_whole)
+
+
+def decode_request(line: bytes) -> Message:
+    """Return the request on ``line``, with the declared fields and no others.
 
     Raises
     ------
     ProtocolError
-        Naming the field that is missing or wrong.
+        If it is no request; ``details["id"]`` is its id if it has one.
     """
+    if len(line) > MAX_REQUEST:
+        raise ProtocolError(f"A request has {len(line)} bytes; at most {MAX_REQUEST} are allowed.")
+    try:
+        message = _STRICT.decode(line.decode())
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"A message is not JSON: {str(error)[:200]}.") from None
+    return check_request(_checked(message))
+
+
+def check_request(message: Message) -> Message:
+    """Return ``message``, reduced to what is declared, if it is a well-formed request.
+
+    Raises
+    ------
+    ProtocolError
+        Naming the field that is missing or wrong; ``details["id"]`` is its id if it has one.
+    """
+    request_id = message.get("id")
+    if request_id is not None and (type(request_id) is not int or not 0 < request_id < 1 << 63):
+        raise ProtocolError("The field 'id' must be a positive whole number.")
+    about = {} if request_id is None else {"id": request_id}
     kind = message["type"]
     if kind not in REQUESTS:
-        raise ProtocolError(f"There is no message type {kind[:40]!r}.", code="unknown-type")
-    request_id = message.get("id")
-    if request_id is not None and (type(request_id) is not int or request_id <= 0):
-        raise ProtocolError("The field 'id' must be a positive whole number.")
+        raise ProtocolError(
+            f"There is no message type {kind[:40]!r}.", code="unknown-type", details=about
+        )
+    found: Message = {"type": kind, **about}
     required, optional = REQUESTS[kind]
     for name, accepted in (*required.items(), *optional.items()):
         if name not in message:
             if name in required:
-                raise ProtocolError(f"A {kind!r} message needs the field {name!r}.")
+                raise ProtocolError(f"A {kind!r} message needs the field {name!r}.", details=about)
             continue
-        value = message[name]
-        accepted_types = accepted if isinstance(accepted, tuple) else (accepted,)
-        if not isinstance(value, accepted) or (
-            isinstance(value, bool) and bool not in accepted_types
-        ):
-            raise ProtocolError(f"The field {name!r} of a {kind!r} message has the wrong type.")
-    return message
+        try:
+            found[name] = accepted.read(message[name])
+        except ValueError as error:
+            raise ProtocolError(
+                f"The field {name!r} of a {kind!r} message {error}.",
+                code="bad-request" if isinstance(error, OutOfRange) else None,
+                details=about,
+            ) from None
+    return found
 
 
 def error_message(error: GPUPoolError, request_id: int | None) -> Message:

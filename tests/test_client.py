@@ -4,13 +4,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import queue
+import signal
 import socket
 import threading
 
 import pytest
 
 from jupyter_gpupool.client import Client
+from jupyter_gpupool.endpoint import dial
 from jupyter_gpupool.errors import BrokerUnavailable, RefusedError
 from jupyter_gpupool.protocol import decode, encode
 
@@ -146,3 +150,85 @@ def test_a_dead_socket_file_is_an_unreachable_broker(tmp_path):
         dead.bind(str(tmp_path / "dead"))
     with pytest.raises(BrokerUnavailable, match="cannot be reached"):
         Client(tmp_path / "dead")
+
+
+# ---------------------------------------------------------------- a broker that is busy
+
+
+def test_a_client_waits_its_turn_while_the_queue_of_connections_is_full(tmp_path):
+    """Others have filled the backlog; the system keeps our place until somebody accepts."""
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(0)
+        others = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                others.append(socket.socket(socket.AF_UNIX))
+                others[-1].setblocking(False)
+                others[-1].connect(str(path))
+        made = []
+        threads = [
+            threading.Thread(target=lambda: made.append(Client(path)), daemon=True)
+            for _ in range(5)
+        ]
+        for thread in threads:
+            thread.start()
+        accepted = []
+        listener.settimeout(0.1)
+        while any(thread.is_alive() for thread in threads):
+            with contextlib.suppress(TimeoutError):
+                accepted.append(listener.accept()[0])
+        assert len(made) == 5
+        for one in (*accepted, *others, *made):
+            one.close()
+
+
+def test_a_signal_while_the_queue_is_full_is_no_connection(tmp_path):
+    """Python reports an interrupted connect of this kind as done; see ``dial``."""
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(0)
+        first = dial(path, 5)
+        signals: list[int] = []
+        before = signal.signal(signal.SIGALRM, lambda *_: signals.append(1))
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+            with pytest.raises(BlockingIOError):
+                dial(path, 0.5)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert signals
+        first.close()
+
+
+def test_a_request_for_which_the_broker_is_busy_is_repeated(server, client):
+    future = concurrent.futures.ThreadPoolExecutor(1).submit(client.call, "status")
+    server.write(
+        type="error", id=server.read()["id"], code="busy", message="M.",
+        details={"retry_after": 0.01},
+    )  # fmt: skip
+    server.write(type="ok", id=server.read()["id"], n=3)
+    assert future.result(30)["n"] == 3
+
+
+def test_a_broker_that_stays_busy_is_an_error_in_the_end(server, client):
+    future = concurrent.futures.ThreadPoolExecutor(1).submit(client.call, "status", timeout=1)
+    server.write(
+        type="error", id=server.read()["id"], code="busy", message="M.",
+        details={"retry_after": 60},
+    )  # fmt: skip
+    with pytest.raises(RefusedError) as caught:
+        future.result(30)
+    assert caught.value.code == "busy"
+
+
+def test_why_the_broker_hangs_up_is_in_the_error(server, client):
+    future = client.start("ping")
+    server.read()
+    server.write(type="error", id=None, code="too-many", message="Too many.", next_step="Fewer.")
+    server.close()
+    with pytest.raises(BrokerUnavailable, match=r"It said: Too many\. Fewer\."):
+        future.result(30)

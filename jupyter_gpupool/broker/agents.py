@@ -8,13 +8,13 @@ import logging
 
 from ..errors import ProtocolError, RefusedError
 from ..pool import events as e
-from ..protocol import Message
+from ..protocol import MAX_HOLDS, Message
 from . import processes
 from .activity import DEVICE_HOLD, Activity
 from .connection import MAX_WAITING, Connection
 from .lives import Lives
 from .records import request_to_json, slices_to_json
-from .requests import MAX_HOLDS, MAX_NAME, read_hold_kind, read_holds
+from .requests import MAX_NAME, read_hold_kind, read_holds
 from .runner import Runner
 from .sessions import Session, Wait
 from .status import Snapshots
@@ -44,7 +44,7 @@ class Agents:
             )
         if session.process is None:
             # A kernel can be faster than the server that started it.
-            session.early.append((connection, message))
+            session.put_early(connection, message)
             return
         if not processes.descends(connection.peer.pid, session.process):
             raise RefusedError(

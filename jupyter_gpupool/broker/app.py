@@ -42,6 +42,7 @@ from ..startrecord import remove_record, write_record
 from ..units import format_bytes
 from .auth import Access
 from .connection import Connection
+from .door import Door
 from .effects import DeviceEffects
 from .ending import Ending, Stopped
 from .guarding import Guarding
@@ -55,6 +56,7 @@ from .keeper import Keeper
 from .leftovers import sweep
 from .listener import Claim, is_machine_wide
 from .lives import GRACE
+from .loglimit import LogLimit
 from .maintenance import Maintenance, untouchable
 from .metrics import Metrics
 from .monitor import QUIET, Monitor
@@ -124,7 +126,7 @@ class BrokerApp:
         self._ending = ending or Ending()
         self._command = [*command]
         self._built = False
-        self._server: asyncio.Server | None = None
+        self._door: Door | None = None
         self.health = Health(_LOG)
 
     def _load(self) -> BrokerSettings:
@@ -292,8 +294,9 @@ class BrokerApp:
         )  # fmt: skip
         snapshots.settings = settings
         self.handlers = Handlers(
-            runner, access, snapshots, attach=settings.attach, environment=kernel_env, log=_LOG
-        )
+            runner, access, snapshots, attach=settings.attach, environment=kernel_env,
+            max_sessions=settings.max_sessions_per_user, log=_LOG,
+        )  # fmt: skip
         snapshots.limited = service.limit
         if not devices:
             self.handlers.no_device = snapshots.problem = service.problem or "none was found."
@@ -446,15 +449,13 @@ class BrokerApp:
 
     async def _serve(self, listening: socket.socket) -> None:
         """Accept connections at ``listening``, and no more where it did before."""
-        server = await asyncio.get_running_loop().create_unix_server(
-            lambda: Connection(self.handlers), sock=listening
-        )
+        door = Door(listening, lambda: Connection(self.handlers), self.handlers.dispatcher, _LOG)
         self._stop_serving()
-        self._server = server
+        self._door = door
 
     def _stop_serving(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._door is not None:
+            self._door.close()
 
     def _population(self, sessions: int) -> None:
         self.monitor.want(sessions or self.metrics.port)
@@ -486,6 +487,7 @@ class BrokerApp:
         self.handlers.access = self.snapshots.access = access
         self.handlers.attach = new.attach
         self.snapshots.settings = new
+        self.handlers.max_sessions = new.max_sessions_per_user
         self.guarding.configure(new)
         self.monitor.settings = new
         self.effects.room.reserve = new.host_reserve
@@ -586,6 +588,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
     )
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+    if not options.debug:
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(LogLimit())
+    # What the thread that reads the journal may keep the event loop waiting.
+    sys.setswitchinterval(0.001)
 
     async def run() -> None:
         app = BrokerApp(

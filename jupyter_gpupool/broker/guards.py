@@ -12,7 +12,7 @@ import asyncio
 import logging
 from typing import Callable
 
-from ..errors import GPUPoolError, RefusedError
+from ..errors import RefusedError
 from ..guard.page import SLOT_CUDA
 from ..pool import events as e
 from ..pool.model import Refusal, SessionRecord
@@ -203,7 +203,7 @@ class Guards:
             )
         if session.process is None:
             # A program can be faster than the server that started it.
-            session.early.append((connection, message))
+            session.put_early(connection, message)
             return
         if record.attach == "manual" and not record.slices and not record.holds:
             refusal = Refusal(
@@ -328,9 +328,5 @@ class Guards:
     def _later(
         self, connection: Connection, session: Session, message: Message, method: _Method
     ) -> None:
-        if not connection.open:
-            return
-        try:
-            method(connection, session, message)
-        except GPUPoolError as error:
-            connection.refuse(message.get("id"), error)
+        if connection.open:
+            connection.attempt(message, lambda asking, asked: method(asking, session, asked))

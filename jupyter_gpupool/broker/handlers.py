@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable, Mapping, get_args
 
@@ -14,12 +15,16 @@ from ..config.settings import usable_attach
 from ..errors import RefusedError
 from ..pool import events as e
 from ..pool.model import AttachPolicy, Refusal
-from ..protocol import Message
+from ..protocol import READS, VERSION, Message, encode
 from . import processes
+from .accounts import POINTS_PER_SECOND
 from .agents import Agents
 from .auth import Access, owner_of
 from .connection import Connection, Counters
+from .dispatch import Dispatcher
+from .door import connection_limit
 from .guards import Guards
+from .history import MAX_ROWS, History, Page, Query
 from .journal import Row
 from .lives import Lives
 from .pages import Pages, environment
@@ -27,17 +32,18 @@ from .records import request_to_json
 from .requests import MAX_NAME, blame_default, default_request, fit_unasked, read_request
 from .runner import Runner, refused
 from .sessions import Session
+from .shown import Shown
 from .status import Snapshots
-from .wishes import Wishes, attempt, note_refusal
+from .wishes import Wishes, note_refusal
 
 if TYPE_CHECKING:
     from .maintenance import Maintenance
 
-#: Sessions that one user may have: memory for an attack, not a quota (see c.GPUPool.quotas).
-MAX_SESSIONS = 5000
+#: Connections that one user may have, for each session allowed; of all connections a part.
+CONNECTIONS_PER_SESSION, USERS_SHARE = 8, 4
 
-#: Connections that one user may have.
-MAX_CONNECTIONS = 8000
+#: Connections of one user to which rows of the journal are pushed.
+MAX_WATCHERS = 64
 
 #: Messages by which a session's own processes first speak.
 _OF_PROCESSES = frozenset({"hello", "attach", "grow"})
@@ -59,6 +65,7 @@ class Handlers:
         snapshots: Snapshots,
         *,
         attach: AttachPolicy,
+        max_sessions: int,
         environment: Mapping[str, str],
         log: logging.Logger,
     ) -> None:
@@ -66,9 +73,13 @@ class Handlers:
         self.sessions = runner.sessions
         self.access = access
         self.attach = attach
+        self.max_sessions = max_sessions
         self.environment = dict(environment)
         self.log = log
         self.counters = Counters()
+        self.dispatcher = Dispatcher()
+        self.history = History(runner.journal.path)
+        self._shown = Shown(runner, snapshots)
         #: Why no device was found; empty if there are some.
         self.no_device = ""
         #: Whether kernels of this broker run under the guard on some device.
@@ -92,7 +103,8 @@ class Handlers:
         self.last_connection = asyncio.get_running_loop().time()
         self._snapshots = snapshots
         self._connections: set[Connection] = set()
-        self._per_user: dict[int, int] = {}
+        self._watchers: set[Connection] = set()
+        self._most_connections = connection_limit()
         self.lives = Lives(runner, log)
         self.agents = Agents(runner, self.lives, snapshots, log)
         self.wishes = Wishes(runner, self.lives, self._acting)
@@ -128,16 +140,28 @@ class Handlers:
     def connected(self, connection: Connection) -> None:
         uid = connection.peer.uid
         self.access.check_connect(connection.peer)
-        if self._per_user.get(uid, 0) >= MAX_CONNECTIONS:
+        most = min(
+            max(1000, self.max_sessions * CONNECTIONS_PER_SESSION),
+            self._most_connections // USERS_SHARE if self.access.machine_wide else 1 << 30,
+        )
+        if len(connection.account.connections) >= most:
             raise RefusedError(
-                f"User id {uid} has {MAX_CONNECTIONS} connections to the broker already.",
-                code="too-many",
+                f"User id {uid} has {most} connections to the broker already.", code="too-many"
             )
-        self._per_user[uid] = self._per_user.get(uid, 0) + 1
+        if len(self._connections) >= self._most_connections:
+            raise RefusedError(
+                f"The broker has {self._most_connections} connections, and no file descriptors "
+                "for more.",
+                code="too-many",
+                next_step="Close other kernels, or have an admin raise the broker's limit of open "
+                "files.",
+            )
         self._connections.add(connection)
         self.last_connection = asyncio.get_running_loop().time()
 
     def received(self, connection: Connection, message: Message) -> None:
+        if message["type"] not in READS:
+            self.runner.version += 1
         speaker = connection.session
         if speaker is None and message["type"] in _OF_PROCESSES:
             speaker = self.sessions.find(message["session"])
@@ -153,11 +177,13 @@ class Handlers:
         method(connection, message)
 
     def disconnected(self, connection: Connection) -> None:
-        uid = connection.peer.uid
+        self.runner.version += 1
         self._connections.discard(connection)
-        self._per_user[uid] -= 1
-        if not self._per_user[uid]:
-            del self._per_user[uid]
+        if connection in self._watchers:
+            self._watchers.remove(connection)
+            connection.account.watchers -= 1
+        if connection.early is not None:
+            connection.early.drop_early(connection)
         for name in list(connection.opened):
             session = self.sessions.find(name)
             if session is not None and session.process is None:
@@ -172,14 +198,17 @@ class Handlers:
 
     def close_all(self) -> None:
         """End every connection: the broker ends."""
+        self.dispatcher.close()
+        self.history.close()
         for connection in list(self._connections):
             connection.close()
 
     def show_row(self, row: Row) -> None:
         """Push a journal row to those who watch and may see it."""
-        for connection in self._connections:
-            if connection.watching and self._may_see(connection, row):
-                connection.send({"type": "event", **row.as_message()})
+        line = encode({"type": "event", **row.as_message()}) if self._watchers else b""
+        for connection in [*self._watchers]:
+            if self._may_see(connection, row):
+                connection.send_line(line)
 
     # ------------------------------------------------------------------ a provisioner
 
@@ -192,8 +221,14 @@ class Handlers:
                 code="no-device",
                 next_step="See `jupyter gpupool doctor`, or try c.GPUPool.emulate = '2x16GiB'.",
             )
-        if sum(1 for s in self.sessions if s.uid == peer.uid) >= MAX_SESSIONS:
-            raise RefusedError(f"You have {MAX_SESSIONS} sessions already.", code="too-many")
+        if sum(1 for s in self.sessions if s.uid == peer.uid) >= self.max_sessions:
+            raise RefusedError(
+                f"You have {self.max_sessions} sessions in this pool, and more are not allowed "
+                "(c.GPUPool.max_sessions_per_user).",
+                code="too-many",
+                next_step="Shut down kernels that you do not need, or ask your administrator.",
+                details={"allowed": self.max_sessions},
+            )
         attach = message.get("attach") or self.attach
         if attach not in _POLICIES:
             raise RefusedError(
@@ -325,10 +360,9 @@ class Handlers:
         self.runner.dirty(session.id)
         self.runner.commit()
         connection.answer(message.get("id"))
-        early, session.early = session.early, []
-        for sender, waiting in early:
+        for sender, waiting in session.take_early():
             if sender.open:
-                attempt(sender, waiting, self._methods[str(waiting["type"])])
+                sender.attempt(waiting, self._methods[waiting["type"]])
 
     def _close(self, connection: Connection, message: Message) -> None:
         session = self.sessions.find(message["session"])
@@ -340,21 +374,53 @@ class Handlers:
     # ------------------------------------------------------------------ anybody
 
     def _status(self, connection: Connection, message: Message) -> None:
-        connection.answer(
-            message.get("id"), self._snapshots.status(connection.peer, self.counters.snapshot())
+        if "id" not in message:
+            return
+        reads = connection.account.reads
+        frugal = reads.left(asyncio.get_running_loop().time()) < reads.size / 2
+        connection.send_line(
+            self._shown.line(
+                connection.peer, message["id"], self.counters.snapshot(), frugal=frugal
+            )
         )
 
     def _journal(self, connection: Connection, message: Message) -> None:
+        if "id" not in message:
+            return
         self.runner.commit()
         peer = connection.peer
-        whose = "" if self.access.is_admin(peer) else owner_of(peer.uid, peer.gid).name
-        rows = self.runner.journal.rows(
-            message.get("after", 0), message.get("limit", 1000), message.get("session", ""), whose
-        )
-        connection.answer(message.get("id"), {"rows": [row.as_message() for row in rows]})
+        owner = None if self.access.is_admin(peer) else owner_of(peer.uid, peer.gid).name
+        query = Query(
+            message.get("after", 0), message.get("limit", MAX_ROWS), message.get("session", ""),
+            owner,
+        )  # fmt: skip
+        newest = self.runner.journal.seq
+
+        def done(found: Page | sqlite3.Error) -> None:
+            if isinstance(found, Page):
+                head = f'{{"v":{VERSION},"type":"ok","id":{message["id"]},"seq":{newest},'
+                rest = f'"more":{"true" if found.more else "false"},"rows":[{found.rows}]}}\n'
+                connection.send_line((head + rest).encode())
+                connection.end_read(found.seconds * POINTS_PER_SECOND)
+            else:
+                connection.refuse(
+                    message["id"],
+                    RefusedError(f"The journal cannot be read now ({found}).", code="journal"),
+                )
+                connection.end_read(0.0)
+
+        connection.begin_read()
+        self.history.ask(peer.uid, query, done)
 
     def _watch(self, connection: Connection, message: Message) -> None:
-        connection.watching = True
+        if connection not in self._watchers:
+            if connection.account.watchers >= MAX_WATCHERS:
+                raise RefusedError(
+                    f"{MAX_WATCHERS} connections of user id {connection.peer.uid} watch already.",
+                    code="too-many",
+                )
+            connection.account.watchers += 1
+            self._watchers.add(connection)
         connection.answer(message.get("id"), {"seq": self.runner.journal.seq})
 
     def _retire(self, connection: Connection, message: Message) -> None:

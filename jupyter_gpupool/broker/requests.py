@@ -9,9 +9,7 @@ from typing import Any, Iterable, Mapping, cast, get_args
 
 from ..errors import ProtocolError, RefusedError
 from ..pool.model import Hold, HoldKind, PoolSettings, Refusal, Request
-
-#: Holds that one session may have: cells cannot nest this deep.
-MAX_HOLDS = 1000
+from ..protocol import MAX_HOLDS
 
 #: Characters of a name that a client chooses.
 MAX_NAME = 200

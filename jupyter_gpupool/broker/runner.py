@@ -99,6 +99,8 @@ class Runner:
         self.ledger = Ledger(self)
         self._rows = RowBudget()
         self.stopped = False
+        #: Grows with whatever a snapshot of the pool may show.
+        self.version = 0
 
     # ------------------------------------------------------------------ for the rest of the broker
 
@@ -108,6 +110,7 @@ class Runner:
         May be called from within (an action that fails at once is an event, too): then the event
         waits for its turn.
         """
+        self.version += 1
         self._events.append(event)
         if self._handling or self.stopped:
             return
@@ -163,6 +166,7 @@ class Runner:
 
     def dirty(self, session: str) -> None:
         """The session's record, or what we keep beside it, is to be written."""
+        self.version += 1
         self._dirty.add(session)
         self._flush_later()
 
@@ -344,6 +348,11 @@ class Runner:
                 refused(Refusal("ended", f"The session has ended: {event.reason}.")),
             )
         session.waits.clear()
+        for connection, message in session.take_early():
+            connection.refuse(
+                message.get("id"),
+                refused(Refusal("ended", f"The session has ended: {event.reason}.")),
+            )
         if self.guard is not None:
             self.guard.ended(session, event.reason)
         if session.yielding is not None and not session.yielding[1].done():

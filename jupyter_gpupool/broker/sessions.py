@@ -15,8 +15,12 @@ from ..devices.model import ProcessId
 from ..errors import RefusedError
 from ..guard.page import Page
 from ..pool.model import Owner
+from ..protocol import Message
 from .connection import Connection
 from .processes import Death
+
+#: Messages of one session, and of all sessions of a user, that may wait for their ``launched``.
+MAX_EARLY, MAX_EARLY_OF_USER = 16, 256
 
 
 def digest(token: str) -> str:
@@ -86,8 +90,8 @@ class Session:
     grace: asyncio.TimerHandle | None = None
     #: Runs from open to launched.
     launch_timer: asyncio.TimerHandle | None = None
-    #: What the process, or one of its children, said before its launched came.
-    early: list[tuple[Connection, dict[str, object]]] = field(default_factory=list)
+    #: What the process, or one of its children, said before its launched came; by connection.
+    early: dict[Connection, Message] = field(default_factory=dict)
     #: The yield asked of the agent: its epoch and who waits for (yielded, cuda).
     yielding: tuple[int, asyncio.Future[tuple[bool, bool | None]]] | None = None
     #: Whether the process has called cuInit, as its agent last said.
@@ -118,6 +122,41 @@ class Session:
     def token_is(self, token: str) -> bool:
         """Return whether ``token`` is the one this session was opened with."""
         return hmac.compare_digest(self.token_digest, digest(token))
+
+    def put_early(self, connection: Connection, message: Message) -> None:
+        """Keep a message until the session's process is known.
+
+        Raises
+        ------
+        RefusedError
+            If this connection, session or user has too many of them already.
+        """
+        if connection.early is not None:
+            raise RefusedError("One message may wait for the launch.", code="duplicate")
+        if len(self.early) >= MAX_EARLY or connection.account.early >= MAX_EARLY_OF_USER:
+            raise RefusedError(
+                f"The process of session {self.id} is not known yet, and too many messages wait "
+                "for it.",
+                code="not-launched",
+                next_step="Try again when the server has told the broker of the process.",
+            )
+        connection.early = self
+        connection.account.early += 1
+        # A process that the broker does not know has no lease, so its holds mean nothing yet.
+        self.early[connection] = {k: v for k, v in message.items() if k != "holds"}
+
+    def drop_early(self, connection: Connection) -> None:
+        """Forget what a connection that has ended said."""
+        if self.early.pop(connection, None) is not None:
+            connection.early = None
+            connection.account.early -= 1
+
+    def take_early(self) -> list[tuple[Connection, Message]]:
+        """Return the messages that were kept, and forget them."""
+        found = [*self.early.items()]
+        for connection, _ in found:
+            self.drop_early(connection)
+        return found
 
     def stop_timers(self) -> None:
         """Cancel everything that would act on the session later."""

@@ -128,8 +128,18 @@ class Snapshots:
 
     # ------------------------------------------------------------------ status
 
-    def status(self, peer: Peer, counters: Mapping[str, int]) -> dict[str, Any]:
-        """Return the snapshot as ``peer`` may see it."""
+    def broker(self, counters: Mapping[str, int]) -> dict[str, Any]:
+        """Return the part of the snapshot that is about the broker itself."""
+        return {
+            "machine_wide": self.access.machine_wide,
+            "journal": str(self._runner.journal.path),
+            "journal_problem": self._runner.journal.problem,
+            "journal_note": self._journal_note,
+            "counters": dict(counters),
+        }
+
+    def status(self, peer: Peer) -> dict[str, Any]:
+        """Return the snapshot as ``peer`` may see it, without :meth:`broker`."""
         view = self._view()
         settings, most = view.settings, Most(view)
         return {
@@ -160,13 +170,6 @@ class Snapshots:
                 "attach_reason": self.attach_reason,
             },
             "config": self.config(peer),
-            "broker": {
-                "machine_wide": self.access.machine_wide,
-                "journal": str(self._runner.journal.path),
-                "journal_problem": self._runner.journal.problem,
-                "journal_note": self._journal_note,
-                "counters": dict(counters),
-            },
         }
 
     #: The policy of a session that does not choose, and why it is not the configured one; the

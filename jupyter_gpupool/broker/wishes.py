@@ -64,7 +64,7 @@ class Wishes:
         with suppress(GPUPoolError):
             await self.look()
         if connection.open:
-            attempt(connection, message, self._request_now)
+            connection.attempt(message, self._request_now)
 
     def _request_now(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
@@ -125,16 +125,6 @@ class Wishes:
 
         self._runner.expect(rid, reply)
         self._runner.handle(event(rid))
-
-
-def attempt(
-    connection: Connection, message: Message, method: Callable[[Connection, Message], None]
-) -> None:
-    """Handle a message later than it came; a refusal is answered all the same."""
-    try:
-        method(connection, message)
-    except GPUPoolError as error:
-        connection.refuse(message.get("id"), error)
 
 
 def note_refusal(

@@ -26,6 +26,7 @@ from .settings import (
     check_machine,
     nearest,
     one_of,
+    read_count,
     read_devices,
     read_host_memory,
     read_host_reserve,
@@ -126,6 +127,14 @@ class GPUPool(Configurable):
         unit="dict of user name to dict",
         default="{} (no limits)",
         example='quotas = {"*": {"memory": "16GiB", "leases": 2}, "ada": {"memory": "48GiB"}}',
+    )
+    max_sessions_per_user = _option(
+        Int(256),
+        "Kernels that one user may have in the pool, with a slice or without. Not a quota of GPUs "
+        "but a bound on what one user can cost the broker.",
+        unit="whole number, 1 at least",
+        default="256",
+        example="max_sessions_per_user = 50",
     )
     priority_classes = _option(
         Dict(default_value=dict(_POOL.priority_classes)),
@@ -332,7 +341,7 @@ class GPUPool(Configurable):
     )
 
     @validate("devices", "quotas", "priority_classes", "host_memory", "host_reserve", "socket",
-              "device_python", "state_dir", "metrics_port")  # fmt: skip
+              "device_python", "state_dir", "metrics_port", "max_sessions_per_user")  # fmt: skip
     def _check_one(self, proposal: Mapping[str, Any]) -> Any:
         # Raises for a bad value, but keeps what the admin wrote: ``settings`` reads it.
         name, value = proposal["trait"].name, proposal["value"]
@@ -346,6 +355,7 @@ class GPUPool(Configurable):
             "device_python": lambda v: v and read_path(v),
             "state_dir": lambda v: v and read_path(v),
             "metrics_port": read_port,
+            "max_sessions_per_user": read_count,
         }
         try:
             readers[name](value)
@@ -421,6 +431,7 @@ class GPUPool(Configurable):
             sample_interval=self.sample_interval,
             lock_timeout=self.lock_timeout,
             linger=self.linger,
+            max_sessions_per_user=self.max_sessions_per_user,
             metrics_port=self.metrics_port,
             admins=tuple(self.admins),
             notes=tuple(notes),

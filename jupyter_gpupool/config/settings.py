@@ -86,6 +86,8 @@ class BrokerSettings:
     sample_interval: float
     lock_timeout: float
     linger: float
+    #: Sessions that one user may have in the pool.
+    max_sessions_per_user: int
     #: Where the broker's metrics are served on 127.0.0.1; 0: nowhere.
     metrics_port: int
     admins: tuple[str, ...]
@@ -273,6 +275,13 @@ def check_machine(text: str, origin: str) -> None:
         library_dir()
     except ValueError as error:
         raise ConfigError(f"{origin}: {error}") from None
+
+
+def read_count(value: Any) -> int:
+    """Return a number of things, one at least; raise ``ValueError`` with a sentence."""
+    if type(value) is not int or not 1 <= value <= 100_000:
+        raise ValueError(f"{value!r} is not a number of sessions. Write a whole number above zero.")
+    return value
 
 
 def read_port(value: Any) -> int:

@@ -432,3 +432,16 @@ def test_without_cuinit_nothing_waits_and_nobody_is_asked(session, call, hidden)
         assert child.do("_ = C.cuInit(0)") == 100
     assert child.do(f"x = ctypes.c_void_p(); _ = C.{call}") in (3, 201)
     assert session.broker.messages == []
+
+
+# ---------------------------------------------------------------------- a crowded broker
+
+
+def test_a_call_asks_again_when_the_broker_is_busy(session, waiting):
+    """Its user connects too often, which is no reason to fail a CUDA call."""
+    answers = [{"type": "error", "id": None, "code": "busy", "message": "M."}] * 3
+    session.broker.answer = lambda message: (
+        answers.pop() if answers else session.attach_on_request(message)
+    )
+    assert waiting.do("_ = C.cuCtxSynchronize()") == 0
+    assert not answers

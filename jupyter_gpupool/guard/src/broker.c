@@ -20,6 +20,7 @@
 #define LOOK_MS 50            /* between looks at the gate and at interrupts; a connection's retry */
 #define AWAY_NS 4500000000ull /* so long a broker may hang up on us before a call fails */
 #define HOME_NS 500000000ull  /* cuInit needs no lease, and waits for no broker */
+#define CROWD_MS 4            /* a connection's retry while the broker's queue of them is full */
 #define HELD_NS 1000000000ull /* a connection that lasted as long was to a broker that works */
 #define ANSWER_BYTES 4096     /* of an answer are read: its type comes first */
 
@@ -88,12 +89,13 @@ static void put_head(struct text *t, const char *type)
     put_string(t, broker.token);
 }
 
-/* Whether the line's object has `"type": "<value>"`. The broker escapes quotes inside strings. */
-static bool is_type(const char *line, const char *value)
+/* Whether the line's object has `<key>: "<value>"`; the key with its quotes. The broker escapes
+ * quotes inside strings. */
+static bool has(const char *line, const char *key, const char *value)
 {
     const char *at = line;
-    while ((at = strstr(at, "\"type\""))) {
-        at += 6;
+    while ((at = strstr(at, key))) {
+        at += strlen(key);
         at += strspn(at, " \t");
         if (*at != ':')
             continue;
@@ -107,14 +109,18 @@ static bool is_type(const char *line, const char *value)
 
 /* ---- one question */
 
-static int dial(void)
+/* -1 without a broker; *full then tells of one that has a full queue of connections. A blocking
+ * connect would wait in it, but could not be interrupted as the caller wants it. */
+static int dial(bool *full)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
+    *full = false;
     if (!broker.socket[0])
         return -1;
     strcpy(address.sun_path, broker.socket);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd >= 0 && connect(fd, (struct sockaddr *)&address, sizeof address)) {
+        *full = errno == EAGAIN;
         close(fd);
         fd = -1;
     }
@@ -174,11 +180,13 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
                 break;
             if (hung && monotonic() - hung >= AWAY_NS && !through)
                 break;
-            fd = dial();
-            since = monotonic();
+            bool full;
+            fd = dial(&full);
+            if (fd >= 0 || !full)
+                since = monotonic();
             have = 0;
-            if (fd >= 0)
-                away = 0;
+            if (fd >= 0 || full)
+                away = 0; /* somebody listens */
             else if (!away) {
                 away = since;
                 hung = 0; /* it did not hang up: it has died */
@@ -189,12 +197,20 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
                 fd = -1;
             }
             if (fd < 0)
-                nap(LOOK_MS);
+                nap(full ? CROWD_MS : LOOK_MS);
             continue;
         }
         int got = receive(fd, answer, &have);
+        if (got > 0 && has(answer, "\"code\"", "busy")) {
+            /* This user connects too often. The broker is there, and will take it later. */
+            hung = 0;
+            close(fd);
+            fd = -1;
+            nap(LOOK_MS);
+            continue;
+        }
         if (got > 0) {
-            result = is_type(answer, "ok") ? ANSWER_OK : ANSWER_REFUSED;
+            result = has(answer, "\"type\"", "ok") ? ANSWER_OK : ANSWER_REFUSED;
             break;
         }
         if (got < 0) {

@@ -1,0 +1,244 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a user with bad intent can send to the broker: one kind of attack for some seconds.
+
+``python benchmarks/attack.py SOCKET KIND SECONDS``; the standard library only, so that it runs as
+any user. The last line on stdout is JSON: what was sent and what came back. For the benchmark
+``neighbours`` and the tests of it; only ever against a broker of one's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import sys
+import time
+from collections import Counter
+from typing import Any, Callable
+
+#: Connections of a flood.
+CONNECTIONS = 32
+
+
+def line(kind: str, **fields: Any) -> bytes:
+    return json.dumps({"v": 1, "type": kind, **fields}).encode() + b"\n"
+
+
+class Attack:
+    """One attacker: its connections until ``seconds`` are over, and what it saw."""
+
+    def __init__(self, path: str, seconds: float) -> None:
+        self.path = path
+        self.ends = time.monotonic() + seconds
+        self.sent = 0
+        self.received = 0
+        self.closed = 0
+        self.failed = 0
+        #: Codes of the errors that came back; "ok" for the others.
+        self.codes: Counter[str] = Counter()
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self.ends
+
+    def connect(self, *, wait: bool = True) -> socket.socket | None:
+        """Return a connection; with ``wait`` try for as long as the attack lasts."""
+        while not self.over:
+            made = socket.socket(socket.AF_UNIX)
+            made.settimeout(5)
+            try:
+                made.connect(self.path)
+                return made
+            except OSError:
+                self.failed += 1
+                made.close()
+            if not wait:
+                break
+            time.sleep(0.01)
+        return None
+
+    def ask(self, connection: socket.socket, kind: str, **fields: Any) -> dict[str, Any]:
+        """Return the answer to one request."""
+        connection.sendall(line(kind, id=1, **fields))
+        data = b""
+        while not data.endswith(b"\n"):
+            chunk = connection.recv(1 << 16)
+            if not chunk:
+                raise ConnectionError("closed")
+            data += chunk
+        answer: dict[str, Any] = json.loads(data.splitlines()[-1])
+        self.codes[answer.get("code", "ok")] += 1
+        return answer
+
+    def flood(self, payload: bytes, *, connections: int = CONNECTIONS) -> None:
+        """Write ``payload`` again and again, read what comes, connect again where it is closed."""
+        selector = selectors.DefaultSelector()
+
+        def add() -> None:
+            made = self.connect()
+            if made is not None:
+                made.setblocking(False)
+                selector.register(made, selectors.EVENT_READ | selectors.EVENT_WRITE, [b"", b""])
+
+        for _ in range(connections):
+            add()
+        while not self.over and selector.get_map():
+            for key, events in selector.select(0.1):
+                connection, state = key.fileobj, key.data
+                assert isinstance(connection, socket.socket)
+                try:
+                    if events & selectors.EVENT_READ:
+                        data = connection.recv(1 << 18)
+                        if not data:
+                            raise ConnectionError("closed")
+                        self.received += len(data)
+                        state[1] = self._look_at(state[1] + data)
+                    if events & selectors.EVENT_WRITE:
+                        # What was cut goes on where it was cut: half a line is another attack.
+                        rest = state[0] or payload
+                        count = connection.send(rest)
+                        self.sent += count
+                        state[0] = rest[count:]
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    self.closed += 1
+                    selector.unregister(connection)
+                    connection.close()
+                    add()
+        for key in [*selector.get_map().values()]:
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+
+    def _look_at(self, data: bytes) -> bytes:
+        """Count the whole lines of ``data`` by their code; return the rest."""
+        *lines, rest = data.split(b"\n")
+        for text in lines:
+            head = text[:200]
+            code = head.partition(b'"code":"')[2].partition(b'"')[0].decode() or "ok"
+            self.codes[code] += 1
+        return rest[:1000]
+
+    # ------------------------------------------------------------------ kinds
+
+    def ping(self) -> None:
+        self.flood(line("ping", id=1) * 200)
+
+    def status(self) -> None:
+        self.flood(line("status", id=1) * 50)
+
+    def journal(self) -> None:
+        self.flood(line("journal", id=1, limit=10000) * 64)
+
+    def journal_of_nobody(self) -> None:
+        self.flood(line("journal", id=1, limit=10000, session="nobody") * 64)
+
+    def rubbish(self) -> None:
+        """What is no request: numbers that are too long, nesting, no JSON."""
+        self.flood(
+            b'{"v":1,"type":"keep","id":1,"session":"x","seconds":' + b"9" * 400 + b"}\n"
+            b'{"v":1,"type":"keep","id":1,"session":"x","seconds":1e999}\n'
+            b'{"v":1,"type":"hold","id":1,"hold":' + b"[" * 5000 + b"\n"
+            b"no JSON\n"
+        )  # fmt: skip
+
+    def refused(self) -> None:
+        """Requests that the pool refuses: each would be a row of the journal."""
+        self.flood(line("open", id=1, kernel_id="k", request={"memory": 1 << 50}) * 20)
+
+    def acts(self) -> None:
+        """Acts of sessions that do not exist."""
+        self.flood((line("yielded", id=1, epoch=1, yielded=True) + line("drop", hold="h")) * 100)
+
+    def churn(self) -> None:
+        """Connect, ask and leave."""
+        while not self.over:
+            made = self.connect(wait=False)
+            if made is not None:
+                with contextlib.suppress(OSError):
+                    self.sent += made.send(line("ping", id=1))
+                made.close()
+                self.closed += 1
+
+    def slow(self) -> None:
+        """A thousand connections that send a byte now and then."""
+        made = [one for _ in range(1000) if (one := self.connect())]
+        while not self.over:
+            for one in made:
+                with contextlib.suppress(OSError):
+                    self.sent += one.send(b"{")
+            time.sleep(0.2)
+        for one in made:
+            one.close()
+
+    def unfinished(self) -> None:
+        """Two hundred requests of 250 kB that never end."""
+        made = [one for _ in range(200) if (one := self.connect())]
+        for one in made:
+            one.settimeout(0.5)
+            with contextlib.suppress(OSError):
+                one.sendall(b'{"v":1,"x":"' + b"x" * 250_000)
+                self.sent += 250_000
+        time.sleep(max(0.0, self.ends - time.monotonic()))
+        for one in made:
+            one.close()
+
+    def open_close(self) -> None:
+        connection = self.connect()
+        with contextlib.suppress(OSError):
+            while not self.over and connection is not None:
+                answer = self.ask(connection, "open", kernel_id="x" * 200, label="y" * 200)
+                if "session" in answer:
+                    self.ask(connection, "close", session=answer["session"], reason="z" * 200)
+
+    def opens(self) -> None:
+        """As many sessions as there may be."""
+        connection = self.connect()
+        with contextlib.suppress(OSError):
+            while not self.over and connection is not None:
+                if "session" not in self.ask(connection, "open", kernel_id="x" * 200):
+                    time.sleep(0.05)
+
+    def early(self) -> None:
+        """Greetings of a process that the broker does not know yet, with a lot in them."""
+        connection = self.connect()
+        if connection is None:
+            return
+        opened = self.ask(connection, "open", kernel_id="x")
+        who = {"session": opened["session"], "token": opened["token"]}
+        holds = [{"id": f"{n:0200}", "kind": "cell"} for n in range(900)]
+        self.flood(line("hello", holds=holds, junk="j" * 20_000, **who), connections=100)
+        connection.close()
+
+    def unread(self) -> None:
+        """Ask for the largest answers and read none."""
+        made = [one for _ in range(300) if (one := self.connect())]
+        for one in made:
+            with contextlib.suppress(OSError):
+                one.sendall(line("journal", id=1, limit=9000) + line("status", id=2) * 50)
+        time.sleep(max(0.0, self.ends - time.monotonic()))
+        for one in made:
+            one.close()
+
+
+KINDS: dict[str, Callable[[Attack], None]] = {
+    name: method
+    for name, method in vars(Attack).items()
+    if callable(method) and name[0] != "_" and name not in ("connect", "ask", "flood")
+}
+
+
+def main_attack(path: str, kind: str, seconds: float) -> dict[str, Any]:
+    """Attack; return what was seen."""
+    attack = Attack(path, seconds)
+    KINDS[kind](attack)
+    return {
+        "sent": attack.sent, "received": attack.received, "closed": attack.closed,
+        "failed": attack.failed, "codes": dict(attack.codes),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(json.dumps(main_attack(sys.argv[1], sys.argv[2], float(sys.argv[3]))))

@@ -1,0 +1,212 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Whose request is handled next: deficit round robin between users, in short turns of the loop.
+
+A user's connections share that user's place. A turn of the event loop handles requests for about
+a millisecond, whoever sent them, and then lets the loop read, accept and run its timers. A request
+over its user's budget waits here; nothing more is read from its connection meanwhile, so a flood
+waits in its sender.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from ..errors import RefusedError
+from .accounts import POINTS_PER_SECOND, Account, Bucket
+
+if TYPE_CHECKING:
+    from .connection import Connection
+
+#: Points of one turn of the event loop, and of one user's part of it.
+TURN, QUANTUM = 20.0, 5.0
+
+#: Seconds that a read waits for its user's budget before it is refused.
+PATIENCE = 2.0
+
+#: Seconds between two looks at a budget.
+LOOK = 0.01
+
+#: Bytes of answers that all connections together, and those of one user, may leave unread.
+MAX_UNREAD, USER_UNREAD = 32 << 20, 8 << 20
+
+
+class Dispatcher:
+    """All users' accounts, and the turns between them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._accounts: dict[int, Account] = {}
+        self._active: deque[Account] = deque()
+        self._turn_handle: asyncio.Handle | None = None
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._unread = 0
+        #: Reads that waited for their user's budget, and those that were refused for it.
+        self.delayed = 0
+        self.busy = 0
+
+    def account(self, uid: int) -> Account:
+        """Return the account of a user."""
+        found = self._accounts.get(uid)
+        if found is None:
+            found = self._accounts[uid] = Account(uid, self._loop.time())
+        return found
+
+    def close(self) -> None:
+        """Handle nothing more."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self._active.clear()
+        if self._turn_handle is not None:
+            self._turn_handle.cancel()
+
+    # ------------------------------------------------------------------ what connections tell
+
+    def joined(self, connection: Connection) -> None:
+        """A connection begins."""
+        connection.account.connections.add(connection)
+
+    def left(self, connection: Connection) -> None:
+        """A connection has ended."""
+        account = connection.account
+        account.connections.discard(connection)
+        account.buffered -= connection.buffered
+        self.note_unread(connection, 0)
+        if not account.connections:
+            # Its budgets fill up within seconds; a connection before that finds them as they are.
+            self._arm(account)
+
+    def ready(self, connection: Connection) -> None:
+        """A connection has something that can be handled now."""
+        if connection.queued:
+            return
+        connection.queued = True
+        account = connection.account
+        account.ready.append(connection)
+        if not account.active:
+            account.active = True
+            self._active.append(account)
+        if self._turn_handle is None:
+            self._turn_handle = self._loop.call_soon(self._turn)
+
+    def wait_act(self, connection: Connection) -> None:
+        """The next act of a connection is over its user's budget."""
+        connection.account.waiting_acts.append(connection)
+        self._arm(connection.account)
+
+    def wait_read(self, connection: Connection) -> None:
+        """The same of a read."""
+        self.delayed += 1
+        connection.account.waiting_reads.append((connection, self._loop.time() + PATIENCE))
+        self._arm(connection.account)
+
+    def note_unread(self, connection: Connection, size: int) -> None:
+        """A connection has ``size`` bytes of answers that were not read; close the worst."""
+        account, more = connection.account, size - connection.unread
+        connection.unread = size
+        account.unread += more
+        self._unread += more
+        if more > 0 and account.unread > USER_UNREAD:
+            self._relieve(account, USER_UNREAD)
+        if more > 0 and self._unread > MAX_UNREAD:
+            worst = max(self._accounts.values(), key=lambda a: a.unread)
+            self._relieve(worst, worst.unread // 2)
+
+    # ------------------------------------------------------------------ turns
+
+    def _turn(self) -> None:
+        self._turn_handle = None
+        left = TURN
+        while self._active and left > 0:
+            account = self._active.popleft()
+            account.deficit = min(QUANTUM, account.deficit + QUANTUM)
+            while account.ready and account.deficit > 0 and left > 0:
+                connection = account.ready.popleft()
+                connection.queued = False
+                cost = self._serve(account, connection)
+                account.deficit -= cost
+                left -= cost
+                if connection.has_work():
+                    self.ready(connection)
+            if account.ready:
+                self._active.append(account)
+            else:
+                account.active = False
+                account.deficit = min(0.0, account.deficit)
+        if self._active and self._turn_handle is None:
+            self._turn_handle = self._loop.call_soon(self._turn)
+
+    def _serve(self, account: Account, connection: Connection) -> float:
+        """Have one request handled; return what it cost."""
+        # The processor's time, not the clock's: the user does not pay for other processes.
+        before = time.thread_time()
+        price, read = connection.step(self._loop.time())
+        cost = max(price, (time.thread_time() - before) * POINTS_PER_SECOND)
+        bucket = account.reads if read else account.acts
+        bucket.pay(cost, self._loop.time())
+        return cost
+
+    # ------------------------------------------------------------------ over the budget
+
+    def _arm(self, account: Account) -> None:
+        if account.uid not in self._timers:
+            self._timers[account.uid] = self._loop.call_later(LOOK, self._look, account)
+
+    def _look(self, account: Account) -> None:
+        """Let those go on that the budgets cover by now, and refuse reads that waited too long."""
+        del self._timers[account.uid]
+        now = self._loop.time()
+        for connection in self._covered(account.acts, account.waiting_acts, now):
+            account.waiting_acts.popleft()
+            connection.go_on(read=False)
+        reads = [entry[0] for entry in account.waiting_reads]
+        for connection in self._covered(account.reads, reads, now):
+            account.waiting_reads.popleft()
+            connection.go_on(read=True)
+        while account.waiting_reads and account.waiting_reads[0][1] <= now:
+            connection, _ = account.waiting_reads.popleft()
+            self.busy += 1
+            connection.give_up_read(self._busy(account, now))
+        if account.waiting_acts or account.waiting_reads:
+            self._arm(account)
+        elif account.rested(now):
+            self._accounts.pop(account.uid, None)
+        elif not account.connections:
+            self._timers[account.uid] = self._loop.call_later(1.0, self._look, account)
+
+    def _covered(
+        self, bucket: Bucket, waiting: deque[Connection] | list[Connection], now: float
+    ) -> list[Connection]:
+        """Return those at the head of ``waiting`` whose requests the budget covers together."""
+        left, count = bucket.left(now), 0
+        for connection in waiting:
+            if left <= 0:
+                break
+            left -= connection.next_price()
+            count += 1
+        return [*islice(waiting, count)]
+
+    def _busy(self, account: Account, now: float) -> RefusedError:
+        owed = sum(connection.next_price() for connection, _ in account.waiting_reads)
+        seconds = max(LOOK, round(account.reads.seconds_until(owed, now), 2))
+        return RefusedError(
+            "Your processes ask the broker for more than it answers one user: this request waited "
+            f"{PATIENCE:g} s.",
+            code="busy",
+            next_step=f"Try again in {seconds:g} s, and less often.",
+            details={"retry_after": seconds},
+        )
+
+    def _relieve(self, account: Account, most: int) -> None:
+        """Close the connections of a user that leave most unread, until ``most`` bytes are left."""
+        for connection in account.connections:
+            connection.count_unread()
+        while account.unread > most:
+            worst = max(account.connections, key=lambda c: c.unread)
+            worst.abuse("does not read its answers", abort=True)
+            self.note_unread(worst, 0)

@@ -1,0 +1,369 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Whose request is handled next, what waits for its user's budget, and what nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+
+import pytest
+
+from jupyter_gpupool.broker import accounts, dispatch
+from jupyter_gpupool.broker import connection as module
+from jupyter_gpupool.broker.accounts import PRICES, Bucket
+from jupyter_gpupool.broker.auth import Peer
+from jupyter_gpupool.broker.connection import Connection, Counters
+from jupyter_gpupool.broker.dispatch import Dispatcher
+from jupyter_gpupool.protocol import MAX_REQUEST, REQUESTS
+
+#: User ids; the peer of a connection is of the user that the test is.
+ADA, BEN = 21001, 21002
+
+
+class Service:
+    """Notes what it was asked in the order in which it was, and answers."""
+
+    def __init__(self):
+        self.counters = Counters()
+        self.dispatcher = Dispatcher()
+        self.log = logging.getLogger("test")
+        self.handled = []
+        self.connections = []
+        self.answer_reads = True
+        #: What an answer carries.
+        self.load = ""
+
+    def connected(self, connection):
+        self.connections.append(connection)
+
+    def received(self, connection, message):
+        self.handled.append((connection.peer.uid, message["type"]))
+        if message["type"] == "journal" and not self.answer_reads:
+            connection.begin_read()
+            return
+        connection.answer(message.get("id"), {"load": self.load})
+
+    def disconnected(self, connection):
+        self.connections.remove(connection)
+
+
+def run(folder, monkeypatch, scenario):
+    """Run ``scenario(service, connect)``; ``connect(uid)`` returns a socket of that user."""
+    users = []
+    monkeypatch.setattr(module, "peer_of", lambda _socket: Peer(1, users.pop(0), 0))
+
+    async def main():
+        service, path = Service(), str(folder / "s")
+        loop = asyncio.get_running_loop()
+        server = await loop.create_unix_server(lambda: Connection(service), path)
+        opened = []
+
+        async def connect(uid):
+            count = service.counters.connections
+            users.append(uid)
+            made = socket.socket(socket.AF_UNIX)
+            made.setblocking(False)
+            opened.append(made)
+            await loop.sock_connect(made, path)
+            await until(lambda: service.counters.connections > count)
+            return made
+
+        try:
+            await asyncio.wait_for(scenario(service, connect), 60)
+        finally:
+            for one in opened:
+                one.close()
+            await until(lambda: not service.connections)
+            service.dispatcher.close()
+            server.close()
+
+    asyncio.run(main())
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+async def messages(sock, count):
+    """Return so many messages from a socket."""
+    loop, data = asyncio.get_running_loop(), b""
+    while data.count(b"\n") < count:
+        chunk = await loop.sock_recv(sock, 1 << 16)
+        assert chunk, "the broker closed the connection"
+        data += chunk
+    return [json.loads(text) for text in data.splitlines()]
+
+
+def line(kind, **fields):
+    return json.dumps({"v": 1, "type": kind, **fields}).encode() + b"\n"
+
+
+def flood(count, kind="ping", **fields):
+    return b"".join(line(kind, id=n, **fields) for n in range(1, count + 1))
+
+
+# --------------------------------------------------------------------------- turns
+
+
+def test_every_kind_of_request_has_a_price():
+    assert set(PRICES) == set(REQUESTS)
+
+
+def test_requests_of_two_users_are_handled_in_turn(folder, monkeypatch):
+    """Ada has 30 connections full of requests; Ben's are between hers, not behind them."""
+
+    async def scenario(service, connect):
+        hers = [await connect(ADA) for _ in range(30)]
+        his = await connect(BEN)
+        for one in hers:
+            one.send(flood(200))
+        his.send(flood(20))
+        await messages(his, 20)
+        before_his_last = service.handled[: service.handled.index((BEN, "ping")) + 1]
+        last = max(n for n, (uid, _) in enumerate(service.handled) if uid == BEN)
+        between = sum(uid == ADA for uid, _ in service.handled[len(before_his_last) : last])
+        # Of equal prices, each of his waits for at most as many of hers as fit in her part.
+        assert between <= 20 * (dispatch.QUANTUM + 1)
+
+    run(folder, monkeypatch, scenario)
+
+
+def test_expensive_requests_get_fewer_turns(folder, monkeypatch):
+    """A status costs more than a ping: of equal shares there are fewer of them."""
+
+    async def scenario(service, connect):
+        hers, his = await connect(ADA), await connect(BEN)
+        hers.send(flood(150, "status"))
+        his.send(flood(150))
+        await messages(his, 150)
+        statuses = service.handled.count((ADA, "status"))
+        assert statuses <= 150 / PRICES["status"] + dispatch.QUANTUM
+
+    run(folder, monkeypatch, scenario)
+
+
+def test_other_connections_of_the_same_user_get_their_turn(folder, monkeypatch):
+    async def scenario(service, connect):
+        busy, quiet = await connect(ADA), await connect(ADA)
+        busy.send(flood(300))
+        quiet.send(line("drop", hold="h", id=7))
+        await messages(quiet, 1)
+        assert len(service.handled) < 300
+
+    run(folder, monkeypatch, scenario)
+
+
+# --------------------------------------------------------------------------- budgets
+
+
+def small_budgets(monkeypatch, *, reads=(1000.0, 20.0), acts=(1000.0, 50.0)):
+    monkeypatch.setattr(accounts, "READS", reads)
+    monkeypatch.setattr(accounts, "ACTS", acts)
+
+
+def test_the_budget_is_the_users_whatever_the_number_of_connections(folder, monkeypatch):
+    small_budgets(monkeypatch, reads=(0.001, 20.0))
+
+    async def scenario(service, connect):
+        hers = [await connect(ADA) for _ in range(10)]
+        for one in hers:
+            one.send(flood(5))
+        await until(lambda: service.dispatcher.delayed == 10)
+        assert len(service.handled) <= 20 + 1
+        # A new connection brings no new budget, and another user has one.
+        hers[0].close()
+        again, his = await connect(ADA), await connect(BEN)
+        again.send(line("ping", id=1))
+        his.send(line("ping", id=1))
+        await messages(his, 1)
+        await until(lambda: service.dispatcher.delayed == 11)
+
+    run(folder, monkeypatch, scenario)
+
+
+def test_reads_over_the_budget_are_only_delayed(folder, monkeypatch):
+    small_budgets(monkeypatch)
+
+    async def scenario(service, connect):
+        hers = await connect(ADA)
+        hers.send(flood(100))
+        found = await messages(hers, 100)
+        assert [m["id"] for m in found] == [*range(1, 101)]
+        assert {m["type"] for m in found} == {"ok"}
+        assert service.counters.throttled > 0
+        assert service.counters.closed_for_abuse == 0
+
+    run(folder, monkeypatch, scenario)
+
+
+def test_a_read_that_waits_too_long_is_refused_with_a_time(folder, monkeypatch):
+    small_budgets(monkeypatch, reads=(0.5, 1.0))
+    monkeypatch.setattr(dispatch, "PATIENCE", 0.05)
+
+    async def scenario(service, connect):
+        hers = await connect(ADA)
+        hers.send(flood(3))
+        first, second, _third = await messages(hers, 3)
+        assert (first["type"], second["type"]) == ("ok", "error")
+        assert second["code"] == "busy"
+        assert second["id"] == 2
+        assert second["details"]["retry_after"] > 0
+        assert service.dispatcher.busy >= 1
+        assert service.counters.closed_for_abuse == 0
+
+    run(folder, monkeypatch, scenario)
+
+
+def test_acts_do_not_wait_for_the_reads_of_their_user(folder, monkeypatch):
+    """Neither on another connection nor behind a read on the same one."""
+    small_budgets(monkeypatch, reads=(0.001, 1.0))
+
+    async def scenario(service, connect):
+        flooding, kernel = await connect(ADA), await connect(ADA)
+        flooding.send(flood(5))
+        await until(lambda: service.dispatcher.delayed == 1)
+        kernel.send(line("ping", id=1) + line("yielded", id=2, epoch=1, yielded=True))
+        (answer,) = await messages(kernel, 1)
+        assert answer["id"] == 2
+        assert service.dispatcher.delayed == 2
+
+    run(folder, monkeypatch, scenario)
+
+
+def test_acts_over_the_budget_are_delayed_and_never_refused(folder, monkeypatch):
+    small_budgets(monkeypatch, acts=(2000.0, 4.0))
+    monkeypatch.setattr(dispatch, "PATIENCE", 0.0)
+
+    async def scenario(service, connect):
+        hers = await connect(ADA)
+        hers.send(flood(60, "drop", hold="h"))
+        found = await messages(hers, 60)
+        assert [m["id"] for m in found] == [*range(1, 61)]
+        assert {m["type"] for m in found} == {"ok"}
+        assert service.counters.throttled > 0
+
+    run(folder, monkeypatch, scenario)
+
+
+def test_a_flood_waits_in_its_sender(folder, monkeypatch):
+    """What is over the budget is not read: the broker keeps a few kilobytes of any connection."""
+    small_budgets(monkeypatch, reads=(0.001, 1.0))
+
+    async def scenario(service, connect):
+        hers = await connect(ADA)
+        loop = asyncio.get_running_loop()
+        sending = asyncio.ensure_future(loop.sock_sendall(hers, flood(100_000)))
+        await until(lambda: service.dispatcher.delayed)
+        await asyncio.sleep(0.05)
+        assert not sending.done()
+        (account,) = {c.account for c in service.connections}
+        assert account.buffered <= 2 * module.CHUNK
+        sending.cancel()
+
+    run(folder, monkeypatch, scenario)
+
+
+def test_a_bucket_may_be_overdrawn_once_and_fills_again():
+    bucket = Bucket(10.0, 20.0, now=0.0)
+    bucket.pay(50.0, now=0.0)
+    assert bucket.left(0.0) == -30.0
+    assert bucket.seconds_until(1.0, now=0.0) == pytest.approx(3.1)
+    assert bucket.left(4.0) == 10.0
+    assert bucket.left(1000.0) == 20.0
+
+
+# --------------------------------------------------------------------------- what is kept
+
+
+def test_unfinished_requests_of_one_user_are_bounded(folder, monkeypatch):
+    monkeypatch.setattr(module, "MAX_UNFINISHED", 500_000)
+
+    async def scenario(service, connect):
+        loop = asyncio.get_running_loop()
+        for _ in range(4):
+            hers = await connect(ADA)
+            await loop.sock_sendall(hers, b'{"v":1,"x":"' + b"x" * (MAX_REQUEST - 50_000))
+            await asyncio.sleep(0)
+        await until(lambda: service.counters.closed_for_abuse)
+        assert sum(c.buffered for c in service.connections) <= 500_000 + module.CHUNK
+
+    run(folder, monkeypatch, scenario)
+
+
+def test_who_does_not_read_gets_no_further_answer(folder, monkeypatch):
+    """Requests wait once an answer is left unread; that is one answer for each connection."""
+
+    async def scenario(service, connect):
+        service.load = "y" * 400_000
+        hers = await connect(ADA)
+        hers.send(flood(8))
+        await until(lambda: service.handled)
+        await asyncio.sleep(0.05)
+        assert len(service.handled) <= 2
+        assert len(await messages(hers, 8)) == 8
+        (account,) = {c.account for c in service.connections}
+        await until(lambda: account.unread == 0)
+
+    run(folder, monkeypatch, scenario)
+
+
+def test_who_never_reads_is_disconnected(folder, monkeypatch):
+    monkeypatch.setattr(module, "READER_PATIENCE", 0.05)
+
+    async def scenario(service, connect):
+        service.load = "y" * 400_000
+        (await connect(ADA)).send(line("ping", id=1))
+        await until(lambda: service.handled and not service.connections)
+        assert service.counters.closed_for_abuse == 1
+
+    run(folder, monkeypatch, scenario)
+
+
+def test_pushes_that_nobody_reads_close_the_connection(folder, monkeypatch):
+    monkeypatch.setattr(module, "MAX_UNREAD", 300_000)
+
+    async def scenario(service, connect):
+        await connect(ADA)
+        (connection,) = service.connections
+        for _ in range(100):
+            if not connection.open:
+                break
+            connection.send({"type": "event", "load": "y" * 10_000})
+        assert service.counters.closed_for_abuse == 1
+        await until(lambda: connection.account.unread == 0)
+
+    run(folder, monkeypatch, scenario)
+
+
+def test_unread_answers_of_one_user_are_bounded_over_all_connections(folder, monkeypatch):
+    monkeypatch.setattr(dispatch, "USER_UNREAD", 2_000_000)
+
+    async def scenario(service, connect):
+        service.load = "y" * 700_000
+        his = await connect(BEN)
+        for _ in range(20):
+            (await connect(ADA)).send(line("ping", id=1))
+        await until(lambda: len(service.handled) == 20)
+        (hers,) = {c.account for c in service.connections if c.peer.uid == ADA}
+        assert hers.unread <= 2_000_000
+        assert service.counters.closed_for_abuse >= 10
+        his.send(line("ping", id=1))
+        assert len(await messages(his, 1)) == 1
+
+    run(folder, monkeypatch, scenario)
+
+
+def test_a_user_who_has_left_is_forgotten(folder, monkeypatch):
+    async def scenario(service, connect):
+        hers = await connect(ADA)
+        hers.send(line("ping", id=1))
+        await messages(hers, 1)
+        assert ADA in service.dispatcher._accounts
+        hers.close()
+        await until(lambda: ADA not in service.dispatcher._accounts)
+
+    run(folder, monkeypatch, scenario)
