@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Callable
 from urllib.parse import quote
 
-from .journal import LOCK_WAIT
+from .retention import LOCK_WAIT
 
 #: Rows, and bytes, that one answer has at most.
 MAX_ROWS, MAX_BYTES = 1000, 256 << 10
