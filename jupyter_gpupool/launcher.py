@@ -15,10 +15,11 @@ import json
 import os
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Mapping, NoReturn, Sequence
 
-from .client import Client
+from .again import ClientAgain
 from .endpoint import NO_SESSION_VARIABLE, check_socket, find_socket
 from .errors import BrokerUnavailable, ConfigError, GPUPoolError
 from .guard.install import hide_devices, without_guard
@@ -108,8 +109,8 @@ def _open(command: list[str], kernel: str, env: dict[str, str]) -> tuple[list[st
     request, attach = _wanted(stanza, shown)
     if attach != "manual" and not runs_ipykernel(command):
         attach = "lazy"  # as the provisioner does: it has no agent that sees cells
-    socket = _broker(str(stanza.get("broker_socket") or ""))
-    with Client(socket) as client:
+    named = str(stanza.get("broker_socket") or "")
+    with closing(ClientAgain(lambda: _broker(named), timeout=START_TIMEOUT)) as client:
         answer = client.call(
             "open",
             kernel_id=_kernel_id(command),
@@ -117,7 +118,7 @@ def _open(command: list[str], kernel: str, env: dict[str, str]) -> tuple[list[st
             request=request,
             attach=attach,
         )
-        final, why_not = enter_session(command, env, answer, socket)
+        final, why_not = enter_session(command, env, answer, client.path)
         text = notice(None, answer, who="This kernel's client")
         if text:
             env[NOTICE_VARIABLE] = text
@@ -173,11 +174,14 @@ def _kernel_id(command: Sequence[str]) -> str:
 def _broker(named: str) -> Path:
     """Return the socket of a living broker; start this user's own if there is none."""
     from .config import load_settings
-    from .starting import answers
+    from .starting import answers, revive
 
     if named:
-        check_socket(Path(named))
-        return Path(named)
+        path = Path(named)
+        if not answers(path):
+            revive(path, timeout=START_TIMEOUT)
+        check_socket(path)
+        return path
     configured = load_settings().socket
     path = find_socket(configured)
     return path if answers(path) else _start_broker(configured)

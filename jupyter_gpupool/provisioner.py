@@ -24,6 +24,7 @@ from jupyter_client.provisioning import LocalProvisioner
 from tornado.web import HTTPError
 from traitlets import Int, TraitError, TraitType, Unicode
 
+from .again import ClientAgain
 from .autostart import ensure_broker
 from .client import Client
 from .config import load_settings
@@ -42,6 +43,7 @@ from .launch import (
     nearest,
     runs_ipykernel,
 )
+from .starting import answers, revive
 from .units import format_bytes, parse_bytes
 
 _Result = TypeVar("_Result")
@@ -142,7 +144,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         c.GPUPoolProvisioner.broker_socket = "/run/gpupool/broker.sock" """,
     ).tag(config=True)
 
-    _client: Client | None = None
+    _client: ClientAgain | None = None
     _socket: Path | None = None
     _session: str = ""
     #: The driver hangs when this kernel is killed while it has been suspended and resumed.
@@ -291,14 +293,8 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
                 f"GPUPoolProvisioner.attach is {self.attach!r}; there are {', '.join(POLICIES)}.",
                 next_step=nearest(self.attach, POLICIES),
             )
-        if self.broker_socket:
-            # Somebody named a broker: a pool of our own beside it would grant what it grants.
-            self._socket = Path(self.broker_socket)
-            check_socket(self._socket)
-        else:
-            self._socket = ensure_broker(self._pool_config(), self._configured_socket())
         # Kept until the kernel is launched: if this server dies before, so does the session.
-        self._client = Client(self._socket)
+        self._client = ClientAgain(self._find_broker)
         try:
             answer = self._client.call(
                 "open",
@@ -321,6 +317,18 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         )
         return answer
 
+    def _find_broker(self) -> Path:
+        """Return the socket of a living broker."""
+        if self.broker_socket:
+            # Somebody named a broker: a pool of our own beside it would grant what it grants.
+            self._socket = Path(self.broker_socket)
+            if not answers(self._socket):
+                revive(self._socket)
+            check_socket(self._socket)
+        else:
+            self._socket = ensure_broker(self._pool_config(), self._configured_socket())
+        return self._socket
+
     def _other_configuration(self, answer: Mapping[str, Any]) -> str:
         """Return what to tell the user if the broker runs with another configuration than this."""
         text = notice(self.config.get("GPUPool"), answer)
@@ -340,11 +348,8 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             return dict(client.call("request", session=self._session)["request"])
 
     def _close(self, session: str, reason: str) -> None:
-        client, self._client = self._client, None
-        if client is None:
-            assert self._socket is not None
-            client = Client(self._socket)
-        with client:
+        assert self._socket is not None
+        with Client(self._socket) as client:
             client.call("close", session=session, reason=reason)
 
     async def _release(self, reason: str) -> None:

@@ -34,10 +34,11 @@ ALLOWED: dict[str, str] = {
     "autostart": "__init__ endpoint errors starting startrecord",
     "kernel": "__init__ client endpoint errors guard.page protocol startrecord units",
     "launch": "endpoint errors guard startrecord",
-    "launcher": "autostart client config endpoint errors guard launch starting units",
+    "again": "client errors protocol startrecord",
+    "launcher": "again autostart config endpoint errors guard launch starting units",
     "ipykernel_launcher": "launch launcher",
-    "provisioner": "__init__ autostart client config endpoint errors guard kernelspecs launch "
-    "protocol startrecord units",
+    "provisioner": "__init__ again autostart client config endpoint errors guard kernelspecs "
+    "launch protocol starting startrecord units",
     # emulator: whether a machine is emulated, and has a driver, is known without a broker.
     "server": "__init__ client config emulator endpoint errors protocol starting startrecord units",
     "kernelspecs": "errors launch",

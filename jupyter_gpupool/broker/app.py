@@ -389,7 +389,10 @@ class BrokerApp:
         self.guarding.recovered(session)
         if one.record.slices:
             runner.busy[session.id] = one.record.state
-        self.handlers.lives.watch_process(session)
+        if session.process is None:
+            self.handlers.lives.expect_launch(session)
+        else:
+            self.handlers.lives.watch_process(session)
         runner.dirty(session.id)
         runner.note(
             "recovered",

@@ -8,6 +8,7 @@ The journal says what had been begun, the driver says how far it came:
 journal      driver          result
 ===========  ==============  ======================================================================
 any          process gone    closed
+opened       no process yet  detached; its server says which process it started, or it is closed
 queued       any             detached; its agent asks again
 attaching    none            detached (nothing had been begun)
 attaching    checkpointed    detached, still suspended
@@ -134,9 +135,7 @@ async def recover(
             log.error("The journal's record of session %s cannot be read: %r", name, error)
             dead.append((name, "", "its journal record cannot be read"))
             continue
-        if session.process is None:
-            dead.append((name, record.owner.name, "its kernel had not started"))
-        elif not alive(session.process):
+        if session.process is not None and not alive(session.process):
             dead.append((name, record.owner.name, "its process ended while there was no broker"))
         else:
             living.append((session, record))
@@ -167,7 +166,9 @@ async def _recover_one(
     now: float,
     log: logging.Logger,
 ) -> Recovered:
-    assert session.process is not None
+    if session.process is None:
+        # Its server opened it and starts the kernel now: ``launched`` will say which process.
+        return Recovered(session, _detached(record, now))
     try:
         state = await devices.driver_state(session.process, session=session.id)
     except Exception:

@@ -1,0 +1,83 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A kernel's start survives the broker's death between any two of its steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import closing
+
+import pytest
+
+from jupyter_gpupool import starting
+from jupyter_gpupool.again import ClientAgain
+from jupyter_gpupool.errors import BrokerUnavailable
+
+from .kit import wait_until
+
+
+def kill(broker):
+    """SIGKILL whichever broker serves now; return when it does not answer any more."""
+    if broker.process is not None:
+        broker.kill()
+        return
+    os.kill(broker.status()["pid"], signal.SIGKILL)
+    wait_until(lambda: not starting.answers(broker.socket), "the broker to be gone")
+
+
+@pytest.fixture
+def client(make_broker):
+    """A client of a broker that somebody starts again; the last of them ends with the test."""
+    broker = make_broker().started
+
+    def find():
+        assert starting.answers(broker.socket) or starting.revive(broker.socket)
+        return broker.socket
+
+    with closing(ClientAgain(find)) as client:
+        client.broker = broker
+        yield client
+        kill(broker)
+
+
+@pytest.fixture
+def process():
+    """A process that does nothing until it is ended."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_session_opened_before_a_kill_is_launched_after_it(client, process):
+    opened = client.call("open", kernel_id="k", label="k")
+    kill(client.broker)
+    client.call("launched", session=opened["session"], pid=process.pid)
+    (session,) = client.broker.status()["sessions"]
+    assert (session["id"], session["pid"]) == (opened["session"], process.pid)
+    assert session["state"] == "detached"
+
+
+def test_session_is_opened_although_the_broker_died_before(client):
+    first = client.broker.status()["pid"]
+    client.call("ping")
+    kill(client.broker)
+    assert client.call("open", kernel_id="k", label="k")["pid"] != first
+
+
+def test_launch_is_told_again_when_the_answer_was_lost(client, process):
+    opened = client.call("open", kernel_id="k", label="k")
+    for _ in range(2):
+        client.call("launched", session=opened["session"], pid=process.pid)
+        kill(client.broker)
+    client.call("launched", session=opened["session"], pid=process.pid)
+
+
+def test_broker_that_cannot_be_started_is_an_error(tmp_path):
+    def find():
+        raise BrokerUnavailable("No GPU pool broker could be started.", code="start-failed")
+
+    with pytest.raises(BrokerUnavailable, match="could be started"):
+        ClientAgain(find).call("ping")
