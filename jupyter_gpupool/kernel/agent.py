@@ -15,6 +15,7 @@ from .guarded import Guard
 from .interrupts import Interrupts
 from .link import Link
 from .magic import GPUMagics, complete_gpu
+from .visible import Visible
 
 SESSION_VARIABLE = "GPUPOOL_SESSION"
 TOKEN_VARIABLE = "GPUPOOL_TOKEN"
@@ -35,6 +36,7 @@ class Agent:
         self.shell = shell
         self.link: Link | None = None
         self.gate: CellGate | None = None
+        self.visible: Visible | None = None
         environ = os.environ
         # Not for the programs that this kernel starts.
         self._no_session = environ.pop(NO_SESSION_VARIABLE, "")
@@ -54,6 +56,8 @@ class Agent:
             )
             interrupts = Interrupts(self._on_main_loop)
             self.gate = CellGate(shell, self.link, guard, FrameworkCaps(probe), interrupts)
+            if guard.on:
+                self.visible = Visible(guard.devices)
             # Of this kernel, not of a server that somebody starts in it.
             told = os.environ.pop(NOTICE_VARIABLE, "")
             if told:
@@ -67,6 +71,8 @@ class Agent:
             self.shell.set_hook("complete_command", self._complete, str_key=name)
         if self.gate is not None and self.link is not None:
             self.gate.install()
+            if self.visible is not None:
+                self.visible.install()
             self.link.start()
         elif self._no_session:
             self.shell.events.register("pre_run_cell", self._say_no_session)
@@ -75,6 +81,8 @@ class Agent:
         """End: the kernel is as it was, and the broker frees the slice when it ends."""
         if self.gate is not None and self.link is not None:
             self.gate.uninstall()
+            if self.visible is not None:
+                self.visible.uninstall()
             self.link.close()
             self.gate.guard.close()
         for kind in ("line", "cell"):

@@ -91,6 +91,13 @@ class Guard:
         slots = tuple(s for s in reading.slots if started(s.pid) == s.start_time)
         return replace(reading, slots=slots)
 
+    def devices(self) -> tuple[str, ...]:
+        """Return the UUIDs of the devices that the session's processes see, in their order."""
+        try:
+            return () if self._page is None else self._page.devices()
+        except (OSError, PageError):
+            return ()
+
     def cuda(self) -> bool | None:
         """Return whether a process of the session has called cuInit; None if nobody can tell."""
         reading = self.reading()

@@ -1,0 +1,79 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``os.environ["CUDA_VISIBLE_DEVICES"] = "1"`` in a cell, the first line of many notebooks."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import cells
+from .scenes import play
+
+#: As torch.cuda.device_count() counts before CUDA is initialised: by the variable and NVML.
+COUNT = """
+import pynvml
+def count():
+    pynvml.nvmlInit()
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return pynvml.nvmlDeviceGetCount()
+    found = 0
+    for entry in text.split(","):
+        if entry.startswith("GPU-"):
+            pynvml.nvmlDeviceGetHandleByUUID(entry)
+        elif not 0 <= int(entry or -1) < pynvml.nvmlDeviceGetCount():
+            break
+        found += 1
+    return found
+"""
+
+
+@pytest.mark.parametrize("value", ["1", "7", "2,3", "GPU-00000000-0000-0000-0000-000000000000"])
+def test_a_gpu_that_the_slice_lacks_means_a_gpu_and_one_line_says_so(pool, value):
+    pool = pool("2x512MiB,context=32MiB", default_memory="200MiB")
+
+    async def scenario():
+        kernel = await pool.kernel()
+        cell = f"import os\nos.environ['CUDA_VISIBLE_DEVICES'] = {value!r}\nSEED = 1\n"
+        first = (await kernel.run(cell + cells.DEFINE + COUNT + "print('count', count())")).check()
+        assert "count 1" in first.text
+        said = [line for line in first.text.splitlines() if "names a GPU" in line]
+        assert len(said) == 1, first.text
+        again = await kernel.run("block = Block(16).allocate().write(1).verify()\nprint(count())")
+        assert "names a GPU" not in again.check().text
+        assert again.text.strip() == "1"
+        # After the import it changes nothing, and says the same.
+        late = (
+            await kernel.run("os.environ['CUDA_VISIBLE_DEVICES'] = '5'\nblock.verify()")
+        ).check()
+        assert late.text.count("names a GPU") == 1
+        # What the kernel starts sees its GPU, too.
+        code = "import ctypes; print('child', ctypes.CDLL('libcuda.so.1').cuInit(0))"
+        child = (
+            await kernel.run(
+                f"import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', {code!r}],"
+                "env={**os.environ}, capture_output=True, text=True))"
+            )
+        ).check()
+        assert "child 0" in child.text
+        assert "names a GPU" not in child.text
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("value", ["", "-1"])
+def test_none_means_none(pool, value):
+    pool = pool("2x512MiB,context=32MiB", default_memory="200MiB")
+
+    async def scenario():
+        kernel = await pool.kernel()
+        cell = await kernel.run(
+            f"import os, ctypes\nos.environ['CUDA_VISIBLE_DEVICES'] = {value!r}\n"
+            "print('cuInit', ctypes.CDLL('libcuda.so.1').cuInit(0))"
+        )
+        assert "cuInit 100" in cell.check().text
+        assert "names a GPU" not in cell.text
+        await pool.stop_kernels()
+
+    play(scenario())
