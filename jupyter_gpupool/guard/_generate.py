@@ -16,7 +16,7 @@ from typing import Collection, Mapping, Sequence
 SPARES = 256
 
 _NAME = re.compile(r"(cu(?:[A-Z]|dbg)\w*?)(_v\d+)?(_ptds|_ptsz)?")
-_KINDS = ("never", "free", "gate", "wait", "back", "wrap", "peek", "same", "refuse")
+_KINDS = ("never", "free", "gate", "wait", "note", "back", "wrap", "peek", "same", "refuse")
 
 #: Arguments of a call that is noted: ``LATER_ARGUMENTS`` of ``src/guard.h``.
 _NOTED = 3
@@ -38,7 +38,7 @@ class Entry:
     #: Version from which cuGetProcAddress gives this form; 0: unknown.
     since: int
     kind: str
-    #: Number of arguments of ``wait`` and ``back``.
+    #: Number of arguments of ``wait``, ``note`` and ``back``.
     arguments: int = 0
     #: The symbol of ``same``.
     target: str = ""
@@ -72,10 +72,10 @@ def _entry(words: Sequence[str]) -> Entry | None:
     match = _NAME.fullmatch(symbol)
     if match is None or kind not in _KINDS or not (since == "-" or since.isdigit()):
         return None
-    counts = kind in ("wait", "back")
+    counts = kind in ("wait", "note", "back")
     if len(rest) != (counts or kind == "same") or (counts and not rest[0].isdigit()):
         return None
-    if kind == "back" and int(rest[0]) > _NOTED:
+    if kind in ("note", "back") and int(rest[0]) > _NOTED:
         return None
     return Entry(
         symbol, match[1], match[3] is not None, 0 if since == "-" else int(since), kind,

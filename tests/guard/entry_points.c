@@ -93,6 +93,16 @@ int guard_enter_back(uint32_t entry, const uint64_t *argument)
     return answer;
 }
 
+int guard_slow_note(uint32_t entry, const uint64_t *argument);
+int guard_slow_note(uint32_t entry, const uint64_t *argument)
+{
+    slow++;
+    CHECK(entry == E_cuNote && argument[0] == 1 && argument[1] == 2 && argument[2] == 3);
+    CHECK(unwinds() && aligned(__builtin_frame_address(0)));
+    overwrite();
+    return answer;
+}
+
 typedef int (*everything)(long a, long b, long c, long d, long e, long f, double g, double h,
                           double i, double j, double k, double l, double m, double n, long o,
                           long p, long q, long r, long s, long t, long u, long v, long w, long x);
@@ -125,7 +135,7 @@ extern void give_rax(void);
 extern int with_rax(void *entry);
 
 extern int cuGate(void), cuFree(void), cuNever(void), cuRefuse(void), cuWrap(void), cuSame(void),
-    cuWait3(void), cuWait24(void), cuWait17(void), cuBack(void), cuPeek(void);
+    cuWait3(void), cuWait24(void), cuWait17(void), cuBack(void), cuPeek(void), cuNote(void);
 int wrap_cuWrap(void), wrap_cuPeek(void);
 
 int wrap_cuWrap(void)
@@ -201,6 +211,12 @@ int main(void)
     CHECK(call((everything)cuPeek) == 98);
     answer = 0;
     try_back();
+    guard_gate = guard_free_gate = &open_byte;
+    try(E_cuNote, (void *)cuNote, 0);
+    guard_gate = &shut_byte;
+    answer = -1;
+    CHECK(call((everything)cuNote) == 0);
+    answer = 0;
     puts(failures ? "FAILED" : "right");
     return failures != 0;
 }

@@ -97,7 +97,7 @@ def test_the_package_build_needs_nothing_but_the_standard_library():
     "line",
     ["cuInit", "cuInit 2000", "cuInit x wrap", "cuInit 2000 gates", "init 2000 gate",
      "cuInit 2000 gate 3", "cuInit 2000 wait", "cuInit 2000 wait x", "cuInit 2000 same",
-     "cuInit 2000 back", "cuInit 2000 back 4",
+     "cuInit 2000 back", "cuInit 2000 back 4", "cuInit 2000 note 4",
      "cuOther 2000 gate", "cuInit 2000 same cuOther"],
 )  # fmt: skip
 def test_a_line_that_cannot_be_is_refused(generator, tmp_path, line):
@@ -173,7 +173,7 @@ def test_what_is_passed_arrives(generator, tmp_path):
     made.write_text(
         "cuGate 1 gate\ncuFree 1 free\ncuNever 1 never\ncuRefuse 1 refuse\ncuWrap 1 wrap\n"
         "cuSame 1 same cuWrap\ncuWait3 1 wait 3\ncuWait17 1 wait 17\ncuWait24 1 wait 24\n"
-        "cuBack 1 back 3\ncuPeek 1 peek\n"
+        "cuBack 1 back 3\ncuPeek 1 peek\ncuNote 1 note 3\n"
     )
     for name, text in generator.generate(generator.read(made), {"cuWrap", "cuPeek"}).items():
         (tmp_path / name).write_text(text)

@@ -155,6 +155,40 @@ _ = (C.cuStreamQuery(s), C.cuStreamQuery(None), C.cuStreamQuery_ptsz(None), C.cu
     assert child.reply() == 0
 
 
+def test_an_event_is_recorded_while_suspended(session, child, suspender, until):
+    """A caching allocator records one where memory is freed that several streams have used."""
+    child.do("calls = make(); s, e = calls[2][1], calls[1][1]; new = handle(C.cuEventCreate, 0)")
+    suspender.suspend([child.pid], until)
+    calls = "C.cuEventRecord(new, s), C.cuEventQuery(new), C.cuEventRecordWithFlags(e, s, 0)"
+    assert child.do(f"_ = {calls}") == (0,) * 3
+    assert session.broker.messages == []
+    suspender.resume([child.pid], until, used=False)
+    # Recorded now, both: otherwise there is no time between them.
+    child.do("ms = ctypes.c_float(-1)")
+    assert child.do("_ = C.cuEventSynchronize(e)") == 0
+    assert child.do("_ = C.cuEventElapsedTime(ctypes.byref(ms), new, e), ms.value >= 0") == (
+        0,
+        True,
+    )
+
+
+def test_an_event_that_was_noted_is_not_done_before_the_work_that_it_follows(session, child):
+    """The suspend is refused, and what was submitted before it still runs."""
+    child.do("""
+calls = make(); s, module = calls[2][1], calls[11][1]
+spin, new = handle(C.cuModuleGetFunction, module, b"gpupool_spin_ns"), handle(C.cuEventCreate, 2)
+time_ns = U(3_000_000_000)
+args = (V * 1)(ctypes.addressof(time_ns))
+good(C.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, s, args, None))
+""")
+    session.page.set_gate(pages.CLOSED)
+    assert child.do("_ = C.cuEventRecord(new, s)") == 0
+    session.page.set_gate(pages.UNUSED)
+    assert child.do("_ = C.cuEventQuery(new)") == 600  # not ready
+    assert child.do("_ = C.cuEventSynchronize(new), C.cuEventQuery(new)") == (0, 0)
+    assert session.broker.messages == []
+
+
 def test_a_question_while_the_suspend_is_under_way_waits_for_its_end(session, child, suspender):
     """Before the driver has drained the work nobody knows the answer."""
     session.page.set_gate(pages.CLOSED)

@@ -12,7 +12,7 @@
  * is empty then, is not used; the slow path loads the driver. */
     .hidden guard_gate, guard_free_gate, guard_unloaded, guard_real
     .hidden guard_slow_gate, guard_slow_free, guard_slow_never, guard_slow_refuse
-    .hidden guard_enter_entry, guard_enter_back, guard_leave
+    .hidden guard_enter_entry, guard_enter_back, guard_slow_note, guard_leave
 
     .text
 
@@ -85,6 +85,12 @@
     cmpb $0, (%r11)
     jne wrap_\name
     jmp *(guard_real + 8 * \index)(%rip)
+    END \name
+.endm
+
+.macro ENTRY_NOTE name, index
+    BEGIN \name, \index
+    BEHIND guard_gate, note, \index
     END \name
 .endm
 
@@ -222,6 +228,44 @@
     .cfi_endproc
 .endm
 
+/* The arguments that may be noted, in memory; 32 bytes of the stack. */
+.macro NOTABLE
+    pushq %rax
+    pushq %rdx
+    pushq %rsi
+    pushq -8(%rbp)
+    movq %rsp, %rsi
+.endm
+
+/* On to the driver, uncounted; or noted, and answered with success. */
+    .balign 16
+.Lsave_note:
+    .cfi_startproc
+    SAVE
+    movl %r11d, %edi
+    NOTABLE
+    call guard_slow_note
+    addq $32, %rsp
+    testl %eax, %eax
+    jne 6f
+    RESTORE
+    leave
+    .cfi_remember_state
+    .cfi_def_cfa %rsp, 8
+    .cfi_restore %rbp
+    leaq guard_real(%rip), %r10
+    jmp *(%r10, %r11, 8)
+6:
+    .cfi_restore_state
+    cmpl $-1, %eax
+    jne 7f
+    xorl %eax, %eax
+7:
+    leave
+    .cfi_def_cfa %rsp, 8
+    ret
+    .cfi_endproc
+
 /* A call that gives something back, with at most three arguments: in, the driver, out; or noted, and
  * answered with success. */
     .balign 16
@@ -229,11 +273,7 @@
     .cfi_startproc
     SAVE
     movl %r11d, %edi
-    pushq %rax
-    pushq %rdx
-    pushq %rsi
-    pushq -8(%rbp)
-    movq %rsp, %rsi
+    NOTABLE
     call guard_enter_back
     addq $32, %rsp
     testl %eax, %eax

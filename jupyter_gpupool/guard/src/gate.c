@@ -170,7 +170,7 @@ static bool drained(void)
 enum purpose {
     LOOK_UP, /* needs no lease, and may do without one */
     USE,     /* waits for the lease, and for the noted calls of all threads */
-    QUERY,   /* asks whether work is done */
+    QUERY,   /* asks whether work is done; one of the noted calls may have recorded the event */
     BACK,    /* frees or destroys */
 };
 
@@ -203,7 +203,7 @@ static bool in(enum purpose purpose, bool gated)
             return true;
         if (lets)
             current_apply();
-        if (!lets || purpose == LOOK_UP || purpose == QUERY || later_do())
+        if (!lets || purpose == LOOK_UP || later_do())
             return true;
     }
     __atomic_sub_fetch(inflight, 1, __ATOMIC_SEQ_CST);
@@ -274,12 +274,13 @@ CUresult guard_enter_query(void)
             return GUARD_NOTED;
         if (__atomic_load_n(&ending, __ATOMIC_ACQUIRE))
             return CUDA_ERROR_DEINITIALIZED;
-        /* It is being suspended, which ends soon: one way or the other there is an answer then. The
-         * caller may hold locks that a wait for a lease must not be under. */
+        /* It is being suspended, or another thread makes the noted calls, which ends soon: one way or
+         * the other there is an answer then. The caller may hold locks that a wait for a lease must not
+         * be under. */
         uint64_t now = monotonic();
         if (!began)
             began = now;
-        if (now - began > LONGEST_SUSPEND && (error = gate_pass()))
+        if (now - began > LONGEST_SUSPEND && ((error = gate_pass()) || (error = later_sit_out())))
             return error;
         nap(1);
     }
@@ -318,6 +319,16 @@ CUresult guard_slow_free(uint32_t entry)
     if (guard_blocked())
         error = gate_pass();
     return error ? error : pay(false);
+}
+
+CUresult guard_slow_note(uint32_t entry, const uint64_t *argument)
+{
+    CUresult error = guard_settle();
+    if (error || !guard_page || inside.depth)
+        return error;
+    if (guard_has_context() && gate_closed() && later_note(entry, argument))
+        return GUARD_NOTED;
+    return guard_slow_gate(entry);
 }
 
 CUresult guard_slow_refuse(uint32_t entry)

@@ -49,6 +49,7 @@ CUresult guard_slow_never(void);
 CUresult guard_slow_free(uint32_t entry);
 CUresult guard_slow_gate(uint32_t entry);
 CUresult guard_slow_refuse(uint32_t entry);
+CUresult guard_slow_note(uint32_t entry, const uint64_t *argument); /* or GUARD_NOTED */
 
 /* ---- the gate (gate.c, wait.c) */
 
