@@ -49,7 +49,11 @@ _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 PATH_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
 
 #: Variables that only replace a default of a library: what the user has set stays.
-USERS_CHOICE = ("XLA_PYTHON_CLIENT_PREALLOCATE", "TF_FORCE_GPU_ALLOW_GROWTH")
+USERS_CHOICE = (
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "TF_FORCE_GPU_ALLOW_GROWTH",
+    "CUDF_PANDAS_RMM_MODE",
+)
 
 
 def runs_ipykernel(command: list[str]) -> bool:

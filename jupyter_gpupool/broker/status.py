@@ -32,8 +32,14 @@ if TYPE_CHECKING:
 #: CUDA's numbering of devices must be NVML's, or an index means two devices.
 _ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
-#: Frameworks that would otherwise take the whole device at their first use.
-_FRUGAL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+#: Defaults of frameworks that would take the whole device at their first use, or memory that cannot
+#: be suspended.
+_FRUGAL = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    # cudf.pandas uses managed memory by default, which the driver cannot suspend.
+    "CUDF_PANDAS_RMM_MODE": "async",
+}
 
 #: Seconds for which a view serves new kernels: a class of a hundred starts at ten o'clock.
 RECENT = 0.5

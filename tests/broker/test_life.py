@@ -21,6 +21,7 @@ def test_a_new_session_has_nothing_and_knows_where_it_will_be(broker, kernel):
     one = kernel("one")
     devices = {d["uuid"]: d for d in broker.status()["devices"]}
     assert one.env["CUDA_VISIBLE_DEVICES"] in devices
+    assert one.env["CUDF_PANDAS_RMM_MODE"] == "async"  # its default cannot be suspended
     assert one.env["GPUPOOL_SOCKET"] == str(broker.socket)
     assert one.env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert one.env["LD_LIBRARY_PATH"].endswith("/emulator/lib")

@@ -340,6 +340,7 @@ def test_paths_are_put_in_front_and_choices_respected() -> None:
     env = {
         "LD_LIBRARY_PATH": "/mine:/emulator",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+        "CUDF_PANDAS_RMM_MODE": "pool",
         "CUDA_VISIBLE_DEVICES": "7",
     }
     merge_environment(
@@ -348,12 +349,14 @@ def test_paths_are_put_in_front_and_choices_respected() -> None:
             "LD_LIBRARY_PATH": "/emulator",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+            "CUDF_PANDAS_RMM_MODE": "async",
             "CUDA_VISIBLE_DEVICES": DEVICE,
         },
     )
     assert env == {
         "LD_LIBRARY_PATH": "/emulator:/mine",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+        "CUDF_PANDAS_RMM_MODE": "pool",
         "TF_FORCE_GPU_ALLOW_GROWTH": "true",
         "CUDA_VISIBLE_DEVICES": DEVICE,
     }
