@@ -196,7 +196,15 @@ def test_a_process_killed_with_the_lock_in_hand(session, process):
     assert process().do("_ = 1") == 1
 
 
-def test_processes_together_never_have_more_than_is_granted(session, process):
+#: Looks in a row that may find a pool's reserve before it is taken back. Each takes tens of
+#: milliseconds, and the reserve is taken back by the call that made it grow.
+LOOKS = 5
+
+
+@pytest.mark.parametrize("ways", ["[(alloc, free)]", "[(alloc, free), (alloc_async, free_async)]"],
+                         ids=["allocations", "and pools"])  # fmt: skip
+def test_processes_together_never_have_more_than_is_granted(session, process, ways):
+    """How far a pool grows the driver says only afterwards: what was too much goes back at once."""
     session.grant(session.uuids, each=512 * MIB, limit=512 * MIB)
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
     children = [process() for _ in range(3)]
@@ -210,7 +218,7 @@ def race(seed, rounds):
             p, how = held.pop(rng.randrange(len(held)))
             bad += [e for e in [how(p)] if e]
             continue
-        take, how = rng.choice([(alloc, free), (alloc_async, free_async)])
+        take, how = rng.choice(WAYS)
         p = take(rng.choice([4096, 2 << 20, 30 << 20, 64 << 20]))
         if p == 2:
             refused += 1
@@ -231,17 +239,17 @@ def all_threads(seed):
     return results
 """
     for child in children:
-        child.do(code)
+        child.do(code.replace("WAYS", ways))
     for i, child in enumerate(children):
         child.send(f"_ = all_threads({10 * i})")
-    busy, most = list(children), 0
+    busy, over = list(children), 0
     while busy:
-        most = max(most, taken(session))
+        over = over + 1 if taken(session) > 512 * MIB else 0
+        assert over <= LOOKS * ("async" in ways), "more than is granted, and it stays"
         busy = [child for child in busy if not child.answers(0)]
     results = [result for child in children for result in child.reply()]
     assert [bad for _, bad in results if bad] == []
     assert sum(refused for refused, _ in results) > 0  # it did get full
-    assert most <= 512 * MIB
     assert used(session) == taken(session) == 3 * 32 * MIB
 
 

@@ -2,10 +2,13 @@
 # Distributed under the terms of the Modified BSD License.
 """How a call waits for the lease: interrupts, the interpreter's lock, a broker that is gone."""
 
+import json
 import os
+import shutil
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -287,6 +290,83 @@ def test_a_restarted_broker_is_asked_again(session, waiting):
     session.broker.start()
     assert waiting.reply() == 0
     assert len(session.broker.messages) == 2
+
+
+@pytest.fixture
+def service(session):
+    """Return the socket of a service of the machine, which leads to the session's broker."""
+    folder = Path(f"/run/gpupool-test-{os.getpid()}")
+    try:
+        folder.mkdir()
+    except PermissionError:
+        pytest.skip("only root may write below /run")
+    path = folder / "b.sock"
+    path.symlink_to(session.broker.path)
+    yield path
+    shutil.rmtree(folder)
+
+
+def test_the_machine_s_broker_is_waited_for_and_never_started(session, service):
+    """A service manager may take its time, and nobody else may start it."""
+    Path(f"{service}.start.json").write_text("{}")
+    called = session.folder / "called"
+    child = session.child(GPUPOOL_SOCKET=str(service), GPUPOOL_REVIVE=f"touch {called}")
+    assert child.do("_ = context()") == 0
+    session.page.set_gate(pages.CLOSED)
+    session.broker.stop()
+    child.send("_ = C.cuCtxSynchronize()")
+    assert not child.answers(AWAY + 1)
+    session.broker.answer = session.attach_on_request
+    session.broker.start()
+    assert child.reply() == 0
+    assert not called.exists()
+
+
+def test_a_broker_that_died_is_started_by_one_process_at_a_time(session, until):
+    """By a program that is no child of the session's process, in a clean environment."""
+    out = session.folder / "out"
+    command = f"{{ echo $PPID; env; }} >> {out}; sleep 5 &"
+    child = session.child(GPUPOOL_REVIVE=command)
+    assert child.do("_ = context()") == 0
+    session.page.set_gate(pages.CLOSED)
+    record = Path(f"{session.broker.path}.start.json")
+    record.write_text("{}")
+    session.broker.stop()
+    child.do(
+        "waits = [threading.Thread(target=C.cuCtxSynchronize) for _ in range(4)]\n"
+        "for w in waits: w.start()\n_ = None"
+    )
+    until(lambda: out.exists() and "PATH=" in out.read_text())
+    lines = out.read_text().splitlines()
+    assert lines[0] == str(child.pid)
+    assert sum(line.startswith("PATH=") for line in lines) == 1
+    assert not any(line.startswith(("LD_PRELOAD", "GPUPOOL_")) for line in lines)
+    # The shell is gone, and what it left running is nobody's child here.
+    assert child.do("_ = open('/proc/self/task/%d/children' % os.getpid()).read()") == ""
+    session.broker.answer = session.attach_on_request
+    session.broker.start()
+    assert child.do("for w in waits: w.join()\n_ = C.cuCtxSynchronize()") == 0
+
+
+def test_where_starts_have_failed_a_call_fails_at_once(session, waiting):
+    failed = Path(f"{session.broker.path}.start.failed")
+    child = session.child(GPUPOOL_REVIVE="true")
+    session.page.set_gate(pages.UNUSED)
+    assert child.do("_ = context()") == 0
+    session.page.set_gate(pages.CLOSED)
+    Path(f"{session.broker.path}.start.json").write_text("{}")
+    failed.write_text(json.dumps({"count": 3, "due": time.time() + 60, "message": "no"}))
+    session.broker.stop()
+    begun = time.monotonic()
+    assert child.do("_ = C.cuCtxSynchronize()") == NOT_READY
+    assert time.monotonic() - begun < AWAY / 2
+    # The next attempt is due: it is made, and waited for.
+    failed.write_text(json.dumps({"count": 3, "due": time.time() - 1, "message": "no"}))
+    child.send("_ = C.cuCtxSynchronize()")
+    assert not child.answers(AWAY + 1)
+    session.broker.answer = session.attach_on_request
+    session.broker.start()
+    assert child.reply() == 0
 
 
 def test_a_broker_that_hangs_up_again_and_again_is_as_good_as_none(session, waiting):

@@ -1,0 +1,93 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a kernel makes of a broker that is away: whether it waits, for how long, what it says."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool import startrecord
+from jupyter_gpupool.errors import BrokerUnavailable
+from jupyter_gpupool.kernel.revive import GRACE, Reviver
+from jupyter_gpupool.starting import only_one
+from jupyter_gpupool.startrecord import ATTEMPTS, REVIVE_VARIABLE, START_TIMEOUT
+
+AWAY = BrokerUnavailable("No GPU pool broker listens.", code="no-broker")
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path / "b.sock"
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Path:
+    """The file that the command of these tests makes, a line for each call."""
+    return tmp_path / "started"
+
+
+def reviver(socket: Path, started: Path) -> Reviver:
+    return Reviver(socket, {REVIVE_VARIABLE: f"echo called >> {started}"})
+
+
+def test_a_broker_that_died_is_started_once_and_waited_for(socket: Path, started: Path) -> None:
+    startrecord.write_record(socket, ["/bin/true"], {})
+    one = reviver(socket, started)
+    for _ in range(3):  # each failed attempt to connect is told
+        assert one.away(AWAY) is AWAY
+    assert started.read_text() == "called\n"
+    assert one.expected
+    assert one.patience == START_TIMEOUT
+    assert one.describe() == "The GPU pool's broker ended; it is being started again."
+
+
+def test_one_that_ended_in_order_is_not_started(socket: Path, started: Path) -> None:
+    one = reviver(socket, started)
+    assert one.away(AWAY) is AWAY
+    assert not started.exists()
+    assert not one.expected
+    assert one.patience == GRACE
+    assert str(socket) in one.describe()
+
+
+def test_without_the_command_nothing_is_started(socket: Path) -> None:
+    startrecord.write_record(socket, ["/bin/true"], {})
+    one = Reviver(socket, {})
+    one.away(AWAY)
+    assert not one.expected
+
+
+def test_who_starts_one_is_waited_for_and_not_disturbed(socket: Path, started: Path) -> None:
+    one = reviver(socket, started)
+    with only_one(socket, time.monotonic() + 5):
+        one.away(AWAY)
+        assert one.expected
+        assert one.patience == START_TIMEOUT
+    assert not started.exists()
+    one.away(AWAY)
+    assert not one.expected
+
+
+def test_a_start_that_failed_is_told_and_not_waited_for(socket: Path, started: Path) -> None:
+    startrecord.write_record(socket, ["/bin/true"], {})
+    known = startrecord.read_failures(socket)
+    for _ in range(ATTEMPTS):
+        known = startrecord.note_failure(socket, known, "No such machine.", "See its log: /x.log")
+    one = reviver(socket, started)
+    told = one.away(AWAY)
+    assert "cannot be started again: No such machine." in told.message
+    assert "/x.log" in told.next_step
+    assert one.patience == 0.0
+    assert not started.exists()
+
+
+def test_the_machine_s_broker_is_waited_for_and_never_started(started: Path) -> None:
+    one = reviver(Path("/run/gpupool/broker.sock"), started)
+    assert one.away(AWAY) is AWAY
+    assert not started.exists()
+    assert one.patience == START_TIMEOUT
+    assert "service manager" in one.describe()
