@@ -1,0 +1,96 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A session whose processes have looked at a device, and can be moved with their first context."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jupyter_gpupool.broker.records import from_json, to_json
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.model import Owner, Request, Slice
+
+from .builders import Lab, device, got, none
+
+
+def landing(index, model="A", **fields):
+    return device(index, 17, model=model, landing_bytes=1, **fields)
+
+
+def asked(lab, name, *bound, memory=10, lands=True):
+    """Open a session whose process has looked at devices and now makes its first context."""
+    lab.send(
+        ev.SessionOpened, session=name, owner=Owner(name), attach="lazy", lands=lands,
+        request=Request(memory=memory, limit=memory, devices=len(bound)),
+    )  # fmt: skip
+    return lab.send(ev.HoldTaken, session=name, hold="device", kind="device", bound=bound)
+
+
+def test_room_for_a_context_is_nobodys_slice():
+    lab = Lab(landing(0), landing(1))
+    assert [view.capacity for view in lab.pool.view(lab.now).devices] == [16, 16]
+
+
+def test_it_stays_where_it_looked_if_there_is_room():
+    lab = Lab(landing(0), landing(1))
+    lab.running("b", 4)  # on 0, which best fit would take
+    got(asked(lab, "a", "G1"), ev.Attach, session="a", slices=(Slice("G1", 10),))
+
+
+def test_it_goes_wherever_there_is_room_on_its_model():
+    lab = Lab(landing(0), landing(1))
+    lab.running("b", 16)
+    got(asked(lab, "a", "G0"), ev.Attach, session="a", slices=(Slice("G1", 10),))
+
+
+def test_several_that_looked_at_one_device_wait_for_no_device_of_their_own():
+    lab = Lab(landing(0), landing(1), landing(2))
+    for name in ("b", "c", "d"):
+        lab.running(name, 16)
+    for name in ("w1", "w2"):
+        none(asked(lab, name, "G0"), ev.Attach)
+    got(lab.end("c"), ev.Attach, session="w1")
+    got(lab.end("d"), ev.Attach, session="w2")
+
+
+def test_another_model_is_not_for_it_and_its_user_knows():
+    lab = Lab(landing(0), landing(1), landing(2, "B"))
+    lab.running("b", 16)
+    lab.running("c", 16)
+    none(asked(lab, "a", "G0"), ev.Attach)
+    assert lab.reason("a") == (
+        "10 B is needed on a GPU of the model A, and at most 0 B is free on one; CUDA was "
+        "initialised on this model"
+    )
+    got(lab.end("c"), ev.Attach, session="a", slices=(Slice("G1", 10),))
+
+
+def test_each_device_of_several_is_replaced_by_one_of_its_model():
+    lab = Lab(landing(0, "B"), landing(1), landing(2), landing(3, "B"))
+    lab.running("x", 16, devices=1)  # on 0
+    got(
+        asked(lab, "a", "G1", "G0"), ev.Attach, session="a",
+        slices=(Slice("G1", 10), Slice("G3", 10)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("why", ["no room is kept", "no guard"])
+def test_where_nobody_can_be_moved_it_waits_for_the_device_that_it_saw(why):
+    devices = [landing(0), landing(1)]
+    if why == "no room is kept":
+        devices = [replace(d, landing_bytes=0) for d in devices]
+    lab = Lab(*devices)
+    lab.running("b", 16)
+    none(asked(lab, "a", "G0", lands=why != "no guard"), ev.Attach)
+    assert "GPU 0" in lab.reason("a")
+    got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
+
+
+def test_the_journal_knows_who_can_be_moved():
+    lab = Lab(landing(0), landing(1))
+    asked(lab, "a", "G0")
+    record = from_json(to_json(lab.pool.record("a")))
+    assert record.lands
+    assert record.bound == ("G0",)
