@@ -62,12 +62,20 @@ from .metrics import Metrics
 from .monitor import QUIET, Monitor
 from .pressure import Pressure
 from .records import devices_from_text, devices_to_text, numbers_from_text, numbers_to_text
-from .recovery import GRACE_UNDER_GUARD, RECOVERED_HOLD, Recovered, check_reach, recover
+from .recovery import (
+    GRACE_UNDER_GUARD,
+    RECOVERED_HOLD,
+    Recovered,
+    check_reach,
+    frozen_in,
+    recover,
+)
 from .rest import Rest
 from .runner import Clock, Runner
 from .sessions import Sessions
 from .status import Snapshots
 from .surroundings import (
+    Exhausted,
     device_files,
     emulated_folder,
     machine_environment,
@@ -142,7 +150,8 @@ class BrokerApp:
         """
         loop = asyncio.get_running_loop()
         self._ending.attach()
-        raise_descriptor_limit()
+        loop.set_exception_handler(Exhausted(_LOG))
+        raise_descriptor_limit(_LOG)
         async with AsyncExitStack() as stack:
             claim = Claim(self.path)
             self._ending.last_act = claim.close
@@ -284,6 +293,7 @@ class BrokerApp:
         runner = Runner(Pool(settings.pool), journal, Sessions(), clock, _LOG)
         effects = DeviceEffects(runner, service)
         runner.effects = effects
+        runner.on_gone = lambda session: effects.end_frozen(session.id, session.frozen)
         effects.on_bad_device = self.health.bad
         access = Access(claim.machine_wide, os.geteuid(), settings.admins)
         versions = _versions(service)
@@ -371,6 +381,7 @@ class BrokerApp:
         for name, owner, reason in dead:
             journal.put(name, None)
             self.runner.note("close", owner=owner, reason=reason, detail={"session": name})
+            self.effects.end_frozen(name, frozen_in(stored[name]))
         for one in found:
             self.guarding.adopt(one.session, one.record)
             if one.idle_since and self.guarding.untouched(one.session):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Callable, Coroutine, Mapping, Sequence
 
-from ..devices.model import DeviceSample, SuspendOutcome
+from ..devices.model import DeviceSample, ProcessId, SuspendOutcome
 from ..devices.residue import slack
 from ..devices.service import DeviceService
 from ..errors import GPUPoolError
@@ -158,6 +158,7 @@ class DeviceEffects:
         )
         now, name, epoch = self._runner.now(), session.id, action.epoch
         if outcome.status == "resumed":
+            session.frozen = ()
             return e.AttachDone(now=now, session=name, epoch=epoch, seconds=outcome.driver_seconds)
         if outcome.status == "gone":
             return e.SessionEnded(now=now, session=name, reason="its process has ended")
@@ -265,6 +266,10 @@ class DeviceEffects:
         finally:
             session.moving = {}
             self.room.give(session.id)
+        session.frozen = outcome.processes
+        self._runner.dirty(session.id)
+        if session.id not in self._runner.sessions:
+            self.end_frozen(session.id, session.frozen)  # it has ended meanwhile
         name, now = session.id, self._runner.now()
         if outcome.status in ("suspended", "nothing"):
             self._runner.handle(self._done(action, outcome, before))
@@ -477,6 +482,29 @@ class DeviceEffects:
                 now=self._runner.now(), session=action.session, reason=f"lost: {action.message}"
             )
         )
+
+    def end_frozen(self, name: str, frozen: Sequence[ProcessId]) -> None:
+        """End what is still suspended of a session whose kernel is gone.
+
+        Nobody could resume it any more, and its state would stay in host memory for good.
+        """
+        left = [process for process in frozen if processes.alive(process)]
+        if left:
+            self._start("", self._end_frozen(name, left))
+
+    async def _end_frozen(self, name: str, left: Sequence[ProcessId]) -> None:
+        for process in left:
+            state = await self._devices.driver_state(process, session=name)
+            if state == "locked":
+                # It has its memory on the device still, and can go on.
+                await self._devices.unlock(process, session=name)
+            elif state in ("checkpointed", "failed"):
+                self._runner.log.warning(
+                    "Process %d of session %s was suspended when its kernel ended: ended, too",
+                    process.pid, name,
+                )  # fmt: skip
+                for problem in processes.kill([process]):
+                    self._runner.log.error("Session %s: %s", name, problem)
 
     # ------------------------------------------------------------------ internals
 

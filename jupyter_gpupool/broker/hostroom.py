@@ -74,7 +74,10 @@ class HostRoom:
 
         Until :meth:`give`.
         """
-        levels = await self.read(lambda: self.host.levels(pid))
+        try:
+            levels = await self.read(lambda: self.host.levels(pid))
+        except OSError as error:
+            return f"Host memory cannot be read now: {error}. It is tried again by itself."
         # From here on nothing waits: two suspends that were read at once are counted in turn.
         tightest = min(levels, key=self._spare)
         if size and size > self._spare(tightest):

@@ -152,11 +152,20 @@ def _session(record: SessionRecord, entry: Mapping[str, Any]) -> Session:
         kernel_id=str(entry["kernel_id"]),
         moving={str(k): int(v) for k, v in entry.get("moving", {}).items()},
     )
+    session.frozen = frozen_in(entry)
     if entry["pid"] is not None:
         session.process = ProcessId(int(entry["pid"]), int(entry["start_time"]))
     if record.bound:
         session.cuda = True
     return session
+
+
+def frozen_in(entry: Mapping[str, Any]) -> tuple[ProcessId, ...]:
+    """Return the suspended processes of a journal's record; () if it names none."""
+    try:
+        return tuple(ProcessId(int(pid), int(start)) for pid, start in entry.get("frozen", ()))
+    except (TypeError, ValueError):
+        return ()
 
 
 async def _recover_one(

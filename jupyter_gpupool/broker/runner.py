@@ -79,6 +79,8 @@ class Runner:
         self.on_row: Callable[[Row], None] = lambda _row: None
         #: Called when the last session has ended, or the first has come.
         self.on_population: Callable[[int], None] = lambda _count: None
+        #: Called with a session that has ended.
+        self.on_gone: Callable[[Session], None] = lambda _session: None
         #: Called when a slice was given or given back.
         self.on_change: Callable[[], None] = lambda: None
         #: How often something happened on a device: a sample that was begun before is old news.
@@ -360,6 +362,7 @@ class Runner:
         if session.agent is not None:
             session.agent.session = None
             session.agent.close()
+        self.on_gone(session)
         self.on_population(len(self.sessions))
 
     def moved(self, device: str) -> None:
@@ -419,6 +422,7 @@ def journaled(session: Session, record: SessionRecord) -> dict[str, Any]:
         "pid": session.process.pid if session.process else None,
         "start_time": session.process.start_time if session.process else None,
         "moving": dict(session.moving),
+        "frozen": [[process.pid, process.start_time] for process in session.frozen],
         "queued_at": session.queued_at,
     }
 

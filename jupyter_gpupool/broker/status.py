@@ -166,7 +166,7 @@ class Snapshots:
             "host": {
                 "budget_bytes": view.host_budget,
                 "used_bytes": view.host_used,
-                "available_bytes": host.available(),
+                "available_bytes": _available(),
             },
             "settings": {
                 "idle_timeout": settings.idle_timeout,
@@ -354,6 +354,13 @@ class Most:
                 devices, owner, self._settings, self._capacities, suspends=self._suspends
             )
         return self._known[key]
+
+
+def _available() -> int | None:
+    try:
+        return host.available()
+    except OSError:
+        return None  # no descriptor is left, say
 
 
 def _has_room(view: DeviceView, request: Request) -> bool:

@@ -4,13 +4,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
+import logging
 import os
 import resource
 from pathlib import Path
-from typing import Mapping
+from typing import Any, Mapping
 
 from ..config import BrokerSettings
+from ..devices import processes
 from ..devices.driver import MODULE
 from ..devices.files import DEVICE_FILES
 from ..errors import DriverError
@@ -80,8 +84,53 @@ def report(descriptor: int, message: Mapping[str, object]) -> None:
         pass  # it did not wait
 
 
-def raise_descriptor_limit() -> None:
+#: Fewer open files than this are worth a word, and how often the lack of them is, in seconds.
+FEW_DESCRIPTORS, AGAIN = 1024, 60.0
+
+#: Open files that a broker needs at most: three for each of thousands of sessions.
+DESCRIPTORS = 1 << 16
+
+
+def raise_descriptor_limit(log: logging.Logger) -> None:
     """Allow as many open files as we may: a session takes two or three."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard == resource.RLIM_INFINITY:
+        hard = max(soft, DESCRIPTORS)  # above nr_open the kernel would refuse it
+    for most in (max(hard, DESCRIPTORS), hard):  # only root may have more than the hard limit
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        except (OSError, ValueError):
+            continue
+        soft = most
+        break
+    if soft < FEW_DESCRIPTORS:
+        log.warning(
+            "This broker may open %d files, enough for about %d kernels; raise its limit "
+            "(LimitNOFILE, ulimit -n)", soft, soft // 3,
+        )  # fmt: skip
+    processes.spare.keep()
+
+
+class Exhausted:
+    """The event loop's exception handler: accept() without a descriptor is logged once a minute.
+
+    asyncio reports it hundreds of times a second, once for each connection that could wait.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._logged_at = float("-inf")
+        self._count = 0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+            return
+        self._count += 1
+        if loop.time() - self._logged_at >= AGAIN:
+            self._log.error(
+                "No file descriptor is left (%s): new connections wait (%d times so far); raise "
+                "the broker's limit (LimitNOFILE, ulimit -n)", error.strerror, self._count,
+            )  # fmt: skip
+            self._logged_at = loop.time()

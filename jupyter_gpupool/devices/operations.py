@@ -105,7 +105,7 @@ class Operation:
         except DriverError as error:
             return await self._give_up(Refused("drain", f"It was not suspended. {error}"))
         if processes.ending(self._root):
-            return self._suspended("gone", checkpoint.absent(self._root, "gone"))
+            return self._suspended("gone", checkpoint.absent(self._root, "gone"), targets)
         if not targets:  # they have ended, and the root has no context
             return self._suspended("nothing", "")
         return await self._verify(targets, adopted, before)

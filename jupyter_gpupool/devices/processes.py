@@ -9,9 +9,11 @@ can be killed, not in the broker.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,6 +29,9 @@ _PROC = Path("/proc")
 
 #: In the path of a process's mapping of the guard, which is never that of its link.
 _GUARD = b"/jupyter_gpupool/guard/lib/"
+
+#: What says nothing about a process: we have no descriptor or no memory left.
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 #: In ``flags``: the first thread is past the point of no return.
 _PF_EXITING = 0x4
@@ -99,11 +104,29 @@ def identify(pid: int) -> ProcessId | None:
 
 
 def presence(process: ProcessId) -> Presence:
-    """Tell whether ``process`` (and no later one of the same number) is there and can answer."""
-    stat = read_stat(process.pid)
-    if stat is None or stat.start_time != process.start_time:
+    """Tell whether ``process`` (and no later one of the same number) is there and can answer.
+
+    Where that cannot be read for want of a descriptor, a process that exists is alive: nobody must
+    be taken for dead because we are short of something.
+    """
+    try:
+        stat = parse_stat(_read(process.pid, "stat").decode(errors="replace"))
+    except OSError as error:
+        there = error.errno in _EXHAUSTED and _exists(process.pid)
+        return "alive" if there else "gone"
+    except (ValueError, IndexError):
         return "gone"
-    return stat.presence
+    return stat.presence if stat.start_time == process.start_time else "gone"
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # another user's
+    return True
 
 
 def resident(process: ProcessId) -> tuple[int, int]:
@@ -124,10 +147,10 @@ def ending(process: ProcessId) -> bool:
 
     It may hold device memory for a while yet: giving back many GiB takes the kernel seconds.
     """
-    stat = read_stat(process.pid)
-    if stat is None or stat.start_time != process.start_time or stat.presence == "gone":
+    if presence(process) == "gone":
         return True
-    if stat.flags & _PF_EXITING:
+    stat = read_stat(process.pid)
+    if stat is not None and stat.flags & _PF_EXITING:
         return True
     try:
         status = _read(process.pid, "status").decode(errors="replace")
@@ -166,9 +189,54 @@ def maps_libcuda(pid: int) -> bool | None:
         return None
 
 
+class _Spare:
+    """One descriptor in reserve: a process that has no other left must still know who lives."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fd = -1
+
+    def keep(self) -> None:
+        """Hold one from now on, if there is one to be had."""
+        with self._lock:
+            self._take()
+
+    def open(self, path: str, error: OSError) -> int:
+        """Open a file in the place of the spare descriptor, or raise ``error`` if there is none."""
+        with self._lock:
+            if self._fd < 0:
+                raise error
+            os.close(self._fd)
+            self._fd = -1
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _take(self) -> None:
+        if self._fd < 0:
+            try:
+                self._fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                pass
+
+
+spare = _Spare()
+
+
 def _read(pid: int, name: str) -> bytes:
-    # A plain open() is three times as slow, and this is done for every process of the machine.
-    fd = os.open(f"{_PROC}/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    path = f"{_PROC}/{pid}/{name}"
+    try:
+        # A plain open() is three times as slow, and this is done for every process of the machine.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in _EXHAUSTED:
+            raise
+        try:
+            return _read_all(spare.open(path, error))
+        finally:
+            spare.keep()
+    return _read_all(fd)
+
+
+def _read_all(fd: int) -> bytes:
     try:
         chunks = [chunk := os.read(fd, 8192)]
         while len(chunk) > 0:

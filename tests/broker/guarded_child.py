@@ -194,6 +194,31 @@ def do_spawn(command):
     return {"pid": child.pid, "answers": answers[1:]}
 
 
+#: Takes device memory by itself and stays, whatever happens to its parent.
+ORPHAN = """
+import ctypes, sys, time
+C = ctypes.CDLL("libcuda.so.1")
+context, pointer = ctypes.c_void_p(), ctypes.c_uint64()
+assert C.cuInit(0) == 0
+assert C.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+assert C.cuCtxSetCurrent(context) == 0
+assert C.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(int(sys.argv[1]))) == 0
+print(flush=True)
+time.sleep(600)
+"""
+
+
+def do_orphan(command):
+    """Start a process that outlives this one; return its number."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, str(command["bytes"])],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    CHILDREN.append(child)
+    assert child.stdout.readline() == b"\n"
+    return child.pid
+
+
 def do_kill(_):
     child = CHILDREN.pop()
     child.kill()

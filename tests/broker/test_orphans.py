@@ -1,0 +1,145 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Processes that must be ended because nobody could resume them, and those that must not."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool.devices import processes
+from jupyter_gpupool.devices.processes import identify
+
+from . import kit
+from .kit import MiB, wait_until
+from .test_guarded import CONTEXT, Program
+
+
+@pytest.fixture
+def parts():
+    return kit.Broker, Program, {"attach": "lazy", "quiet_after": 0.3}
+
+
+@pytest.fixture
+def broker(make_broker):
+    return make_broker().started
+
+
+@pytest.fixture
+def family(broker):
+    """A kernel and its child, which outlives it; both are suspended."""
+    one = Program(broker, "one", memory=300 * MiB)
+    other = Program(broker, "other", memory=100 * MiB)
+    one.begin(32 * MiB)
+    child = one.do("orphan", bytes=48 * MiB)
+    try:
+        one.wait_state("idle")
+        one.server.call("release", session=one.session)
+        one.wait_state("detached")
+        assert one.status()["suspended_bytes"] == 80 * MiB + 2 * CONTEXT
+        yield one, child
+    finally:
+        one.close()
+        other.close()
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_suspended_child_of_a_dead_kernel_is_ended(broker, family):
+    one, child = family
+    assert identify(child) is not None
+    one.kill()
+    wait_until(lambda: identify(child) is None, "the child's end", 60)
+    assert f"Process {child} of session {one.session} was suspended" in broker.tail()
+
+
+def test_a_suspended_child_is_ended_whose_kernel_died_while_there_was_no_broker(broker, family):
+    one, child = family
+    broker.kill()
+    one.kill()
+    broker.start()
+    wait_until(lambda: identify(child) is None, "the child's end", 60)
+
+
+def test_a_child_that_runs_outlives_its_kernel(broker):
+    one = Program(broker, "one", memory=300 * MiB)
+    one.begin(32 * MiB)
+    child = one.do("orphan", bytes=48 * MiB)
+    try:
+        one.close()
+        wait_until(lambda: broker.rows("close"), "the end of the session")
+        two = Program(broker, "two", memory=100 * MiB)
+        two.begin(MiB)
+        two.close()
+        assert identify(child) is not None
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def descriptors(pid):
+    return len([*Path(f"/proc/{pid}/fd").iterdir()])
+
+
+def test_without_descriptors_nobody_is_taken_for_dead(broker):
+    one = Program(broker, "one", memory=300 * MiB)
+    one.begin(32 * MiB)
+    one.wait_state("idle")
+    pid = broker.process.pid
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    few = descriptors(pid)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (few, before[1]))
+    raws = []
+    try:
+        # Connections that the broker cannot accept.
+        for _ in range(5):
+            raws.append(kit.Raw(broker.socket))
+        wait_until(lambda: "No file descriptor is left" in broker.tail(), "the log")
+        one.server.call("release", session=one.session)
+
+        def looked():
+            (session,) = one.server.call("status")["sessions"]
+            return session["state"] == "detached" or session["stays_reason"]
+
+        wait_until(looked, "the suspend, or why not")
+        assert len(broker.tail(1 << 20).splitlines()) < 100
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        for raw in raws:
+            raw.close()
+    one.wait_state("detached", seconds=60)
+    assert one.do("check") == 32 * MiB
+    one.close()
+
+
+def test_the_broker_raises_its_limit_as_far_as_it_may(broker):
+    soft, hard = resource.prlimit(broker.process.pid, resource.RLIMIT_NOFILE)
+    assert soft == hard >= resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+
+def test_a_living_process_is_alive_when_no_file_can_be_opened():
+    me = identify(os.getpid())
+    gone = processes.ProcessId((1 << 22) + 1, 5)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes.spare.keep()
+    opened = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors(os.getpid()) + 8, before[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                opened.append(os.open("/dev/null", os.O_RDONLY))
+        # By the spare descriptor, and without it.
+        for _ in range(2):
+            assert processes.presence(me) == "alive"
+            assert processes.identify(os.getpid()) in (me, None)
+            assert processes.presence(gone) == "gone"
+            with suppress(OSError):
+                opened.append(os.dup(0))
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
