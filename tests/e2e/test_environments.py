@@ -80,7 +80,7 @@ try:
         run(client, f"setup({number + 1})")
     for _, client in kernels:
         run(client, "check()")
-    run(kernels[0][1], "import sys; assert not {'cuda', 'pynvml'} & {*sys.modules}")
+    run(kernels[0][1], "import sys; assert not {'cuda.core', 'pynvml'} & {*sys.modules}")
 finally:
     for manager, client in kernels:
         client.stop_channels()
