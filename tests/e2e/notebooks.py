@@ -195,6 +195,8 @@ async def by_argv(
             if cell.cell_type == "code":
 
                 def keep(message: Any, outputs: list[Any] = cell.outputs) -> None:
+                    if message["msg_type"] == "clear_output":
+                        outputs.clear()
                     with suppress(ValueError):  # neither an output nor an error
                         outputs.append(nbformat.v4.output_from_msg(message))
 
