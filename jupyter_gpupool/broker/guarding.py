@@ -98,7 +98,10 @@ class Guarding:
         activity = Activity(runner, pages, self._log, quiet_after=settings.quiet_after)
         pages.on_lease = activity.lease
         self.rooms = Rooms(runner, pages, activity)
-        guards = Guards(runner, pages, activity, self.rooms, self._log)
+        guards = Guards(
+            runner, pages, activity,
+            rooms=self.rooms, home_devices=self._snapshots.home_devices, log=self._log,
+        )  # fmt: skip
         guards.landings = self.landings = Landings(runner, self._effects, service, pages, self._log)
         watchdog = Watchdog(runner, self._effects, pages, self._log, policy=settings.overuse)
         self.turns = TurnKeeper(runner, pages, activity, self._log, turn=settings.turn)

@@ -15,7 +15,7 @@ from typing import Callable
 from ..errors import RefusedError
 from ..guard.page import SLOT_CUDA
 from ..pool import events as e
-from ..pool.model import Refusal, SessionRecord
+from ..pool.model import Refusal, Request, SessionRecord
 from ..protocol import Message
 from .activity import Activity
 from .connection import Connection
@@ -52,12 +52,20 @@ class Guards:
     """Handles ``attach``, ``grow``, ``home``, ``page`` and ``land``."""
 
     def __init__(
-        self, runner: Runner, pages: Pages, activity: Activity, rooms: Rooms, log: logging.Logger
+        self,
+        runner: Runner,
+        pages: Pages,
+        activity: Activity,
+        *,
+        rooms: Rooms,
+        home_devices: Callable[[Request], tuple[str, ...]],
+        log: logging.Logger,
     ) -> None:
         self._runner = runner
         self._pages = pages
         self._activity = activity
         self._rooms = rooms
+        self._home_devices = home_devices
         self._vain = Vain(pages)
         self._log = log
         #: Moves processes to their slice; None where no driver call can be made.
@@ -223,6 +231,9 @@ class Guards:
         record = self._runner.record(session.id)
         if record is not None and record.state == "detached" and not self._settled(session, record):
             devices = self._runner.pool.preferred(session.id)
+            if not devices and len(session.home) != record.request.devices:
+                # It asked for another number since, and must not settle on the old one.
+                devices = self._home_devices(record.request)
             if devices:
                 self._pages.set_home(session, devices)
         connection.answer(message.get("id"))

@@ -75,10 +75,15 @@ class Snapshots:
     # ------------------------------------------------------------------ for a new kernel
 
     def home(self, request: Request) -> dict[str, str]:
-        """Return the variables that show a new kernel its tentative devices.
+        """Return the variables that show a new kernel its tentative devices."""
+        chosen = self.home_devices(request)
+        return {"CUDA_VISIBLE_DEVICES": ",".join(chosen), **_ORDER, **_FRUGAL}
+
+    def home_devices(self, request: Request) -> tuple[str, ...]:
+        """Return the devices to show to a kernel that has no slice, by UUID.
 
         Those with room and the fewest kernels; never none, as the driver's "no device" answer
-        would stay with the process. The agent corrects them at the first attach.
+        would stay with the process. The first attach corrects them.
         """
         devices = self._recent_view().devices
         views = [v for v in devices if not v.drained_reason] or [*devices]
@@ -95,7 +100,7 @@ class Snapshots:
         chosen = [v.device.uuid for v in order[: max(1, request.devices)]]
         for uuid in chosen:
             self._homes[uuid] = self._homes.get(uuid, 0) + 1
-        return {"CUDA_VISIBLE_DEVICES": ",".join(chosen), **_ORDER, **_FRUGAL}
+        return tuple(chosen)
 
     def better_home(self, request: Request, home: tuple[str, ...]) -> tuple[str, ...] | None:
         """Return devices with room for ``request`` if those of ``home`` have none, else None."""

@@ -192,6 +192,16 @@ def test_before_cuinit_home_is_where_somebody_would_yield(broker, kernel):
     assert idle.state() == "detached"
 
 
+def test_home_has_as_many_devices_as_were_asked_for_last(broker, kernel):
+    """A number that was asked for while every device is busy counts for what cuInit shows."""
+    k = kernel(memory=BIG)
+    (home,) = k.devices()
+    taker_of(home, kernel)
+    k.server.call("request", session=k.session, devices=2)
+    assert k.ask("home")["type"] == "ok"
+    assert sorted(k.devices()) == sorted(d["uuid"] for d in broker.status()["devices"])
+
+
 def test_home_stays_for_who_has_looked_at_it(kernel):
     k = kernel(memory=BIG)
     (home,) = k.devices()

@@ -43,13 +43,17 @@ def read(name: str) -> Any:
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
-def shown(notebook: Any) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return each code cell's id with what it shows: (kind, text), adjacent streams joined."""
+def shown(notebook: Any) -> list[tuple[str, dict[str, str]]]:
+    """Return each code cell's id with what a person sees below it, by kind.
+
+    The order of standard output and standard error among each other is chance, with any kernel. A
+    display that was emptied again (a wait that is over) shows nothing.
+    """
     cells = []
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
-        found: list[tuple[str, str]] = []
+        found: dict[str, str] = {}
         for output in cell.outputs:
             kind = output.output_type
             if kind == "stream":
@@ -58,10 +62,8 @@ def shown(notebook: Any) -> list[tuple[str, list[tuple[str, str]]]]:
                 text = ESCAPE.sub("", f"{output.ename}: {output.evalue}")
             else:
                 text = output.data.get("text/plain", "")
-            if found and found[-1][0] == kind and kind in ("stdout", "stderr"):
-                found[-1] = (kind, found[-1][1] + text)
-            else:
-                found.append((kind, text))
+            if text:
+                found[kind] = found.get(kind, "") + text
         cells.append((cell.id, found))
     return cells
 
@@ -225,7 +227,7 @@ async def _write(wanted: list[str], folder: Path) -> None:
         nbformat.write(notebook, FOLDER / f"{name}.ipynb")
         print(f"== {name}")
         for cell, outputs in shown(notebook):
-            for kind, text in outputs:
+            for kind, text in outputs.items():
                 print(f"{cell:28} {kind:8} {text.rstrip()}")
 
 
