@@ -131,6 +131,7 @@ def broker(folder: Path, devices: int) -> Iterator[int]:
         "default_memory": SLICE,
         "idle_timeout": 86400,
         "linger": 86400,
+        "max_sessions_per_user": 100_000,
     }
     config.write_text(json.dumps({"GPUPool": settings}))
     reading, writing = os.pipe()

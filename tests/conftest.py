@@ -34,6 +34,7 @@ COSTS = {
     "e2e/test_plain_clients": 20,
     "broker/test_broker_temperaments": 70,
     "broker/test_restart": 50,
+    "broker/test_neighbours": 55,
     "broker/test_faults": 35,
     "broker/test_pages": 30,
     "broker/test_page_life": 40,
