@@ -303,7 +303,7 @@ def vain(k, device=0):
 def test_what_was_refused_is_in_the_page_until_anything_changes(make_broker):
     broker = make_broker(quiet_after=600).started
     first = Guarded(broker, memory=BIG, devices=2)
-    second = Guarded(broker, memory=100 * MiB, limit=500 * MiB)
+    second = Guarded(broker, memory=100 * MiB, limit=450 * MiB)
     for k in (first, second):
         k.lease()
     assert vain(second) == 0
