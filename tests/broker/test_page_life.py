@@ -278,7 +278,14 @@ def test_questions_in_a_row_read_the_page_once():
             reads.append(1)
             session.use.read_at = loop.time()
 
-        guards = Guards(runner, None, SimpleNamespace(read=read), None, logging.getLogger())
+        guards = Guards(
+            runner,
+            None,
+            SimpleNamespace(read=read),
+            rooms=None,
+            home_devices=None,
+            log=logging.getLogger(),
+        )
         for i in range(20):
             guards._grow_now(i, session, {"id": 1, "device": 0, "bytes": 1})
 
