@@ -448,8 +448,8 @@ async def test_a_device_that_is_lost_in_a_resume_costs_a_mild_driver_nothing(emu
         need = (await suspended(service, target, first)).freed[first]
         no_room = service._operation  # the look for room comes before the loss
 
-        def losing(*arguments):
-            operation = no_room(*arguments)
+        def losing(*arguments, **options):
+            operation = no_room(*arguments, **options)
             look = operation._no_room
 
             async def then_lost(wanted):
@@ -476,8 +476,8 @@ async def test_a_device_that_is_lost_as_a_suspend_ends_leaves_the_state_known(em
         digest = await filled(target)
         make = service._operation
 
-        def losing(*arguments):
-            operation = make(*arguments)
+        def losing(*arguments, **options):
+            operation = make(*arguments, **options)
             verify = operation._verify
 
             async def after_the_loss(*seen):
