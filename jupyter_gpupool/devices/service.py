@@ -24,7 +24,7 @@ from typing import (
     TypeVar,
 )
 
-from ..errors import DriverError
+from ..errors import DriverError, GPUPoolError
 from ..pool.model import Device
 from . import contexts, driver, landing, processes, residue
 from .calls import SessionCalls
@@ -251,7 +251,7 @@ class DeviceService:
         await self._sampler.renew(renewed)
         try:
             rows = await self._discover()
-        except DriverError:
+        except GPUPoolError:
             await self._sampler.child.hold(self.down)
             raise
         there, before = {row["uuid"] for row in rows}, {*self._devices}
