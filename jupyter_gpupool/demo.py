@@ -11,6 +11,7 @@ is no NVIDIA driver or where emulation is asked for.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -35,6 +36,7 @@ KERNEL_NAME = "gpupool-python3"
 EMULATED_MACHINE = "2x16GiB"
 
 _EMULATE = "GPUPOOL_EMULATE"
+_CONFIG_PATH = "JUPYTER_CONFIG_PATH"
 _LABEL = "EMULATED devices, real everything else"
 
 #: Each notebook asks for this part of a device, so that no two fit on one.
@@ -95,8 +97,12 @@ def private_broker(emulate: str) -> Iterator[Path]:
             "sample_interval": 0.5,
         }
     }
-    saved = os.environ.get(SOCKET_VARIABLE)
-    os.environ[SOCKET_VARIABLE] = str(socket)
+    # As a file as well: the notebooks' side has the same configuration, and needs no notice of it.
+    (folder / "jupyter_server_config.json").write_text(json.dumps(config))
+    paths = [str(folder), *filter(None, [os.environ.get(_CONFIG_PATH)])]
+    ours = {SOCKET_VARIABLE: str(socket), _CONFIG_PATH: os.pathsep.join(paths)}
+    saved = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
     try:
         yield ensure_broker(config, str(socket))
         with Client(socket) as client:
@@ -104,10 +110,11 @@ def private_broker(emulate: str) -> Iterator[Path]:
         # Only now: after a failure the broker's log in it is what to look at.
         shutil.rmtree(folder, ignore_errors=True)
     finally:
-        if saved is None:
-            del os.environ[SOCKET_VARIABLE]
-        else:
-            os.environ[SOCKET_VARIABLE] = saved
+        for name, value in saved.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def say(text: str) -> None:
