@@ -75,7 +75,6 @@ from .runner import Clock, Runner
 from .sessions import Sessions
 from .status import Snapshots
 from .surroundings import (
-    Exhausted,
     device_files,
     emulated_folder,
     machine_environment,
@@ -150,7 +149,6 @@ class BrokerApp:
         """
         loop = asyncio.get_running_loop()
         self._ending.attach()
-        loop.set_exception_handler(Exhausted(_LOG))
         raise_descriptor_limit(_LOG)
         async with AsyncExitStack() as stack:
             claim = Claim(self.path)

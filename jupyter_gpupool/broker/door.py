@@ -34,6 +34,9 @@ LOBBY = 128
 #: Seconds for which nothing is accepted when there are no descriptors left.
 PAUSE = 0.2
 
+#: Seconds between two words in the log about that.
+COMPLAIN = 60.0
+
 #: Descriptors that are for other things than connections.
 RESERVED = 64
 
@@ -66,6 +69,7 @@ class Door:
         self._timer: asyncio.TimerHandle | None = None
         self._starting: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._complained_at = float("-inf")
         listening.setblocking(False)
         self._loop.add_reader(listening.fileno(), self._accept)
 
@@ -94,11 +98,19 @@ class Door:
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     raise
-                self._log.error("No connection can be accepted now: %s", error.strerror)
+                self._complain(error)
                 self._loop.remove_reader(self._listening.fileno())
                 self._loop.call_later(PAUSE, self._again)
                 return
             self._admit(accepted)
+
+    def _complain(self, error: OSError) -> None:
+        if self._loop.time() - self._complained_at >= COMPLAIN:
+            self._complained_at = self._loop.time()
+            self._log.error(
+                "No connection can be accepted now: %s; raise the broker's limit (LimitNOFILE, "
+                "ulimit -n)", error.strerror,
+            )  # fmt: skip
 
     def _again(self) -> None:
         if not self._closed:

@@ -4,14 +4,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import json
 import logging
 import os
 import resource
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Mapping
 
 from ..config import BrokerSettings
 from ..devices import processes
@@ -84,8 +82,8 @@ def report(descriptor: int, message: Mapping[str, object]) -> None:
         pass  # it did not wait
 
 
-#: Fewer open files than this are worth a word, and how often the lack of them is, in seconds.
-FEW_DESCRIPTORS, AGAIN = 1024, 60.0
+#: Fewer open files than this are worth a word.
+FEW_DESCRIPTORS = 1024
 
 #: Open files that a broker needs at most: three for each of thousands of sessions.
 DESCRIPTORS = 1 << 16
@@ -109,28 +107,3 @@ def raise_descriptor_limit(log: logging.Logger) -> None:
             "(LimitNOFILE, ulimit -n)", soft, soft // 3,
         )  # fmt: skip
     processes.spare.keep()
-
-
-class Exhausted:
-    """The event loop's exception handler: accept() without a descriptor is logged once a minute.
-
-    asyncio reports it hundreds of times a second, once for each connection that could wait.
-    """
-
-    def __init__(self, log: logging.Logger) -> None:
-        self._log = log
-        self._logged_at = float("-inf")
-        self._count = 0
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
-            loop.default_exception_handler(context)
-            return
-        self._count += 1
-        if loop.time() - self._logged_at >= AGAIN:
-            self._log.error(
-                "No file descriptor is left (%s): new connections wait (%d times so far); raise "
-                "the broker's limit (LimitNOFILE, ulimit -n)", error.strerror, self._count,
-            )  # fmt: skip
-            self._logged_at = loop.time()

@@ -98,7 +98,7 @@ def test_without_descriptors_nobody_is_taken_for_dead(broker):
         # Connections that the broker cannot accept.
         for _ in range(5):
             raws.append(kit.Raw(broker.socket))
-        wait_until(lambda: "No file descriptor is left" in broker.tail(), "the log")
+        wait_until(lambda: "No connection can be accepted now" in broker.tail(), "the log")
         one.server.call("release", session=one.session)
 
         def looked():
