@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Whose request is handled next: deficit round robin between users, in short turns of the loop.
 
-A user's connections share that user's place. A turn of the event loop handles requests for about
-a millisecond, whoever sent them, and then lets the loop read, accept and run its timers. A request
-over its user's budget waits here; nothing more is read from its connection meanwhile, so a flood
-waits in its sender.
+A user's connections share that user's place. A turn of the event loop handles requests for a
+quarter of a millisecond, whoever sent them; then the loop reads, accepts and runs its timers. A
+request over its user's budget waits here; nothing more is read from its connection meanwhile, so a
+flood waits in its sender.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from .accounts import POINTS_PER_SECOND, Account, Bucket
 if TYPE_CHECKING:
     from .connection import Connection
 
-#: Points of one turn of the event loop, and of one user's part of it.
-TURN, QUANTUM = 20.0, 5.0
+#: Points of one turn of the event loop, and of one user's part of it. To be connected and to be
+#: answered takes others several turns, so a turn is short.
+TURN, QUANTUM = 5.0, 2.5
+
+#: Points owed at most: what a request took beyond that, turns without work do not make up for.
+MAX_OWED = 100.0
 
 #: Seconds that a read waits for its user's budget before it is refused.
 PATIENCE = 2.0
@@ -45,6 +49,8 @@ class Dispatcher:
         self._turn_handle: asyncio.Handle | None = None
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._unread = 0
+        #: Points that the last turn took too much.
+        self._owed = 0.0
         #: Reads that waited for their user's budget, and those that were refused for it.
         self.delayed = 0
         self.busy = 0
@@ -121,7 +127,9 @@ class Dispatcher:
 
     def _turn(self) -> None:
         self._turn_handle = None
-        left = TURN
+        # After an expensive request the loop looks at all other connections a few times, before the
+        # next one.
+        left = TURN - self._owed
         while self._active and left > 0:
             account = self._active.popleft()
             account.deficit = min(QUANTUM, account.deficit + QUANTUM)
@@ -138,6 +146,7 @@ class Dispatcher:
             else:
                 account.active = False
                 account.deficit = min(0.0, account.deficit)
+        self._owed = min(MAX_OWED, max(0.0, -left))
         if self._active and self._turn_handle is None:
             self._turn_handle = self._loop.call_soon(self._turn)
 
