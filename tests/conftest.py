@@ -17,6 +17,7 @@ LIGHT = Path(__file__).parent / "light"
 #: CPU seconds of the files that take long, roughly. Only their order counts: see below.
 COSTS = {
     "e2e/test_chaos": 60,
+    "e2e/test_notebooks": 70,
     "e2e/test_lazy": 75,
     "e2e/test_lazy_edges": 70,
     "e2e/test_soak": 50,
