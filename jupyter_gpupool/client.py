@@ -170,6 +170,8 @@ class Client:
             with self._lock:
                 self._socket.sendall(line)
         except OSError as error:
+            # Nothing can follow a line that was cut off; the reader may not have noticed yet.
+            self._closed = True
             raise self._unavailable(f"went away ({error.strerror or error})") from None
 
     def _read(self) -> None:

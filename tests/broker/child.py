@@ -115,8 +115,9 @@ def do_alloc(command):
     from cuda.core import Device
 
     if STATE["device"] is None:
-        if LINK.slices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(s.device for s in LINK.slices)
+        slices = command.get("devices") or [s.device for s in LINK.slices]
+        if slices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(slices)
         STATE["device"] = Device()
     device = STATE["device"]
     device.set_current()

@@ -24,7 +24,8 @@ def kill(broker):
     if broker.process is not None:
         broker.kill()
         return
-    os.kill(broker.status()["pid"], signal.SIGKILL)
+    if starting.answers(broker.socket):
+        os.kill(broker.status()["pid"], signal.SIGKILL)
     wait_until(lambda: not starting.answers(broker.socket), "the broker to be gone")
 
 

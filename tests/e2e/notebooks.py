@@ -16,9 +16,9 @@ import queue
 import re
 import sys
 import tempfile
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, AsyncIterator, Callable
+from typing import Any, Callable
 
 import nbformat
 import pytest
@@ -101,14 +101,9 @@ def _named(label: str) -> dict[str, str]:
     return {**os.environ, "JPY_SESSION_NAME": label}
 
 
-@asynccontextmanager
-async def _kernel(client: Any, label: str) -> AsyncIterator[None]:
-    """Run the client's kernel; nbclient leaves one with a manager of our own running."""
-    try:
-        async with client.async_setup_kernel(env=_named(label)):
-            yield
-    finally:
-        await client.km.shutdown_kernel(now=True)
+def _kernel(client: Any, label: str) -> Any:
+    """Run the client's kernel; nbclient leaves one with a manager of ours running if not told."""
+    return client.async_setup_kernel(cleanup_kc=True, env=_named(label))
 
 
 def at_once() -> float:

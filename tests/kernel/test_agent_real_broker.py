@@ -57,7 +57,7 @@ class Pool:
             kernel_name="gpupool-python3",
             transport="ipc",
             connection_file=private_connection_file(),
-            config=Config({"GPUPoolProvisioner": options}),
+            config=Config({"GPUPoolProvisioner": options, **self.config}),
         )
         manager.start_kernel()
         kernel = Kernel(manager)
