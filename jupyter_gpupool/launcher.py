@@ -17,7 +17,7 @@ import signal
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Mapping, NoReturn, Sequence
+from typing import Any, Callable, Mapping, NoReturn, Sequence
 
 from .again import ClientAgain
 from .endpoint import NO_SESSION_VARIABLE, check_socket, find_socket
@@ -173,29 +173,37 @@ def _kernel_id(command: Sequence[str]) -> str:
 
 def _broker(named: str) -> Path:
     """Return the socket of a living broker; start this user's own if there is none."""
+    from .autostart import ensure_broker
     from .config import load_settings
     from .starting import answers, revive
 
     if named:
         path = Path(named)
         if not answers(path):
-            revive(path, timeout=START_TIMEOUT)
+
+            def again() -> Path:
+                revive(path, timeout=START_TIMEOUT)
+                return path
+
+            _elsewhere(again)
         check_socket(path)
         return path
     configured = load_settings().socket
     path = find_socket(configured)
-    return path if answers(path) else _start_broker(configured)
+    if answers(path):
+        return path
+    return _elsewhere(lambda: ensure_broker(None, configured, timeout=START_TIMEOUT))
 
 
-def _start_broker(configured: str) -> Path:
-    """Start a broker that is not this process's child, or it would be the kernel's.
+def _elsewhere(start: Callable[[], Path]) -> Path:
+    """Have ``start`` start a broker that is not this process's child, or it would be the kernel's.
 
     Clients end a kernel's children together with it, and so does ipykernel as it ends.
     """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        _report_start(writing, configured)
+        _report_start(writing, start)
     os.close(writing)
     with os.fdopen(reading, encoding="utf-8") as pipe:
         text = pipe.read()
@@ -210,13 +218,11 @@ def _start_broker(configured: str) -> Path:
     return Path(said["path"])
 
 
-def _report_start(writing: int, configured: str) -> NoReturn:
+def _report_start(writing: int, start: Callable[[], Path]) -> NoReturn:
     """In the process between: start the broker, write how it went, and end."""
-    from .autostart import ensure_broker
-
     said: dict[str, str] = {}
     try:
-        said["path"] = str(ensure_broker(None, configured, timeout=START_TIMEOUT))
+        said["path"] = str(start())
     except GPUPoolError as error:
         said.update(message=error.message, code=error.code, next_step=error.next_step)
     finally:

@@ -152,7 +152,7 @@ class BrokerApp:
         raise_descriptor_limit(_LOG)
         async with AsyncExitStack() as stack:
             claim = Claim(self.path)
-            self._ending.last_act = claim.close
+            self._ending.last_act = partial(self._last_act, claim)
             stack.callback(claim.close)
             journal = self._open_journal(stack)
             stack.callback(self._forget_emulated, journal)
@@ -416,6 +416,11 @@ class BrokerApp:
             grace = GRACE if session.page is None else GRACE_UNDER_GUARD
             self.handlers.lives.start_grace(session, grace)
 
+    def _last_act(self, claim: Claim) -> None:
+        """Before an end by force: a broker that was told to end is not started again."""
+        remove_record(self.path)
+        claim.close()
+
     def _write_record(self, claim: Claim) -> None:
         """Let others start this broker again should it die. The machine's has a service manager."""
         if claim.machine_wide or not self._command:
@@ -611,7 +616,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.config, overrides, options.socket,
             ending=ending, command=command_of(options, words),
         )  # fmt: skip
-        await app.run(options.ready_fd)
+        try:
+            await app.run(options.ready_fd)
+        except Stopped:
+            remove_record(app.path)  # of the broker before: this one was told to end, too
+            raise
 
     try:
         asyncio.run(run())

@@ -166,6 +166,9 @@ class Connection(asyncio.BufferedProtocol):
         """Send what is to be sent, then end the connection."""
         if self._transport is not None:
             self._transport.close()
+            if self._transport.get_write_buffer_size():
+                # A peer that does not read must not keep the bytes and its place for good.
+                asyncio.get_running_loop().call_later(READER_PATIENCE, self._transport.abort)
 
     def attempt(self, message: Message, method: Callable[[Connection, Message], None]) -> None:
         """Have ``method`` handle a request, and answer whatever it raises.
@@ -420,6 +423,9 @@ class Connection(asyncio.BufferedProtocol):
     def abuse(self, what: str, abort: bool = False) -> None:
         """Close the connection of a peer that misbehaves."""
         if not self.open:
+            if abort and self._transport is not None:
+                # It closes already, but what it still has to send is not read.
+                self._transport.abort()
             return
         assert self._transport is not None
         self.service.counters.closed_for_abuse += 1

@@ -133,22 +133,31 @@ class Dispatcher:
         while self._active and left > 0:
             account = self._active.popleft()
             account.deficit = min(QUANTUM, account.deficit + QUANTUM)
-            while account.ready and account.deficit > 0 and left > 0:
-                connection = account.ready.popleft()
-                connection.queued = False
-                cost = self._serve(account, connection)
-                account.deficit -= cost
-                left -= cost
-                if connection.has_work():
-                    self.ready(connection)
-            if account.ready:
-                self._active.append(account)
-            else:
-                account.active = False
-                account.deficit = min(0.0, account.deficit)
+            try:
+                left -= self._spend(account, left)
+            finally:
+                # Whatever went wrong with one request, its user's others and all users go on.
+                if account.ready:
+                    self._active.append(account)
+                else:
+                    account.active = False
+                    account.deficit = min(0.0, account.deficit)
+                if self._active and self._turn_handle is None:
+                    self._turn_handle = self._loop.call_soon(self._turn)
         self._owed = min(MAX_OWED, max(0.0, -left))
-        if self._active and self._turn_handle is None:
-            self._turn_handle = self._loop.call_soon(self._turn)
+
+    def _spend(self, account: Account, left: float) -> float:
+        """Have a user's requests handled while its share and ``left`` last; return their cost."""
+        spent = 0.0
+        while account.ready and account.deficit > 0 and spent < left:
+            connection = account.ready.popleft()
+            connection.queued = False
+            cost = self._serve(account, connection)
+            account.deficit -= cost
+            spent += cost
+            if connection.has_work():
+                self.ready(connection)
+        return spent
 
     def _serve(self, account: Account, connection: Connection) -> float:
         """Have one request handled; return what it cost."""

@@ -14,6 +14,7 @@ import asyncio
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Callable, Coroutine, TypeVar
 
@@ -122,6 +123,7 @@ class Ending:
 
     def _end_now(self, why: str) -> None:
         # No logging: the thread that was interrupted may hold its lock.
-        os.write(2, f"{why}: ended by force; the next broker goes on from the journal\n".encode())
+        with suppress(OSError):  # nobody may read it any more
+            os.write(2, f"{why}: ended by force; the next goes on from the journal\n".encode())
         self.last_act()
         self._force(1)

@@ -270,6 +270,9 @@ class Guards:
             raise RefusedError("The session has no lease that could grow.", code="no-memory")
         device, total = record.slices[ordinal].device, record.slices[ordinal].bytes
         total += message["bytes"]
+        # What the driver takes beyond the charge is not in the sums that the guard compares.
+        beyond = session.use.beyond
+        vain = max(1, total - (beyond[ordinal] if ordinal < len(beyond) else 0))
         self._asked += 1
         rid = f"g{self._asked}"
 
@@ -278,7 +281,7 @@ class Guards:
             if refusal is not None:
                 self._tell(session, "grow", refusal)
                 if refusal.code in CODES:
-                    self._vain.refused(session, ordinal, total)
+                    self._vain.refused(session, ordinal, vain)
                 connection.refuse(message.get("id"), refused(refusal))
                 return
             now = self._runner.record(session.id)

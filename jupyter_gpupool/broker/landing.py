@@ -278,9 +278,15 @@ class Landings:
         sizes = {piece.device: piece.bytes for piece in record.slices}
         need = {uuid: min(self._devices.context_bytes(uuid), sizes[uuid]) for uuid in way.target}
         began = self._runner.now()
+
+        def restoring() -> None:
+            # A page that was given up meanwhile must not leave the process between the two calls.
+            with contextlib.suppress(OSError):
+                page.set_landing(way.slot, LANDING_RESTORE)
+
         outcome = await self._devices.land(
             way.process, way.target, way.origin, session=session.id, need=need,
-            restoring=lambda: page.set_landing(way.slot, LANDING_RESTORE),
+            restoring=restoring,
         )  # fmt: skip
         if outcome.status == "resumed":
             seconds = round(self._runner.now() - began, 3)
@@ -293,7 +299,8 @@ class Landings:
             message = f"{outcome.message} It was on its way to the GPU of its slice."
             self._effects.end_session(e.EndSession(session=session.id, message=message))
             return outcome.message, False
-        page.set_landing(way.slot, LANDING_MOVES)
+        with contextlib.suppress(OSError):
+            page.set_landing(way.slot, LANDING_MOVES)
         return outcome.message or "It has ended.", outcome.status != "gone" and not outcome.stay
 
     async def _drained(self, session: Session, way: _Way) -> bool:
@@ -346,6 +353,10 @@ class Landings:
 
     def _forget(self, name: str, slot: Slot) -> None:
         session = self._runner.sessions.find(name)
+        if session is None and processes.alive(ProcessId(slot.pid, slot.start_time)):
+            # The driver is still asked about the sessions that this broker goes on with.
+            asyncio.get_running_loop().call_later(AGAIN, self._forget, name, slot)
+            return
         reading = self._pages.read(session) if session is not None else None
         if session is None or session.page is None or reading is None or session.landing:
             return

@@ -263,6 +263,12 @@ class Maintenance:
                 note = await work
             except GPUPoolError as error:
                 connection.refuse(message.get("id"), error)
+            except Exception as error:  # the admin waits for an answer
+                self._log.exception("An order of the administrator failed")
+                connection.refuse(
+                    message.get("id"),
+                    RefusedError(f"The order failed: {error!r}.", code="internal"),
+                )
             else:
                 connection.answer(message.get("id"), {"note": note})
 
@@ -307,22 +313,30 @@ class Maintenance:
         scanned = float("-inf")
         loop = asyncio.get_running_loop()
         while any(not order.closed for order in self._orders.values()):
-            async with self._busy:
-                for order in [o for o in self._orders.values() if not o.closed]:
-                    self._tell(order)
-                    if self._holding(order):
-                        continue
-                    if order.kind == "pause":
-                        await self._stand_down(order)
-                    if order.kind == "pause" and not order.device:
-                        if loop.time() < scanned + SCAN:
-                            continue
-                        scanned = loop.time()
-                        if await self._open_files():
-                            self._tell_holders(order)
-                            continue
-                    self._done(order)
+            try:
+                scanned = await self._look(scanned, loop.time())
+            except OSError as error:  # /proc cannot be listed without a free descriptor
+                self._log.error("A pause goes on later: %s", error)
             await asyncio.sleep(POLL)
+
+    async def _look(self, scanned: float, now: float) -> float:
+        """Do what can be done for each order now; return when open files were looked for last."""
+        async with self._busy:
+            for order in [o for o in self._orders.values() if not o.closed]:
+                self._tell(order)
+                if self._holding(order):
+                    continue
+                if order.kind == "pause":
+                    await self._stand_down(order)
+                if order.kind == "pause" and not order.device:
+                    if now < scanned + SCAN:
+                        continue
+                    scanned = now
+                    if await self._open_files():
+                        self._tell_holders(order)
+                        continue
+                self._done(order)
+        return scanned
 
     def _done(self, order: Order) -> None:
         if self._orders.get(order.device) is order:

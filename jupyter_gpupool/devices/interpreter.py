@@ -49,6 +49,14 @@ def places() -> tuple[Path, Path]:
     return Path(sys.prefix, "share") / _BELOW, base / _BELOW
 
 
+def _is_ours(folder: Path) -> bool:
+    """Return whether nobody but us or root made it: root's broker runs no user's program."""
+    try:
+        return folder.stat().st_uid in (0, os.geteuid())
+    except OSError:
+        return False
+
+
 def choose(configured: str = "") -> str:
     """Return the interpreter for child processes.
 
@@ -70,7 +78,7 @@ def choose(configured: str = "") -> str:
         return configured
     for folder in places():
         python = folder / "bin" / "python"
-        if os.access(python, os.X_OK):
+        if os.access(python, os.X_OK) and _is_ours(folder):
             return str(python)
     return sys.executable
 

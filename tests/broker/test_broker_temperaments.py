@@ -116,9 +116,12 @@ def test_residue_that_grows_is_measured_again_when_the_device_is_at_rest(ready, 
     broker.faults.set("residue", bytes="60MiB")
     wait_until(lambda: foreign(broker)[0] == 18 * MiB, "the growth to be seen", 60)
     away(one)
-    wait_until(lambda: foreign(broker)[0] == 0, "the device was measured at rest", 60)
-    capacity = broker.status()["devices"][0]["memory_capacity"]
-    assert capacity == before - 20 * MiB
+    capacity = before - 20 * MiB
+    wait_until(
+        lambda: broker.status()["devices"][0]["memory_capacity"] == capacity,
+        "the device was measured at rest", 60,
+    )  # fmt: skip
+    wait_until(lambda: foreign(broker)[0] == 0, "what was measured is not foreign", 60)
     whole = made(broker, "whole", memory=capacity)
     whole.attach()
     # And again when there is less of it.

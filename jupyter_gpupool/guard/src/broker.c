@@ -269,9 +269,11 @@ CUresult broker_grow(int ordinal, uint64_t more)
     gate_step_out();
     enum answer answer = ask(&question, false, 0);
     CUresult error = gate_step_in();
+    if (error)
+        return error; /* the gate closed meanwhile, and the wait for the lease was ended */
     if (answer == ANSWER_REFUSED)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    return answer == ANSWER_OK ? error : CUDA_ERROR_SYSTEM_NOT_READY;
+    return answer == ANSWER_OK ? CUDA_SUCCESS : CUDA_ERROR_SYSTEM_NOT_READY;
 }
 
 CUresult broker_land(const char *step)

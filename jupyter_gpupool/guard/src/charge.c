@@ -110,7 +110,9 @@ static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t byte
     for (int tries = 0;; tries++) {
         uint64_t more = in_vain(ordinal, bytes) ? 0 : missing(ordinal, bytes);
         CUresult refused = more ? broker_grow(ordinal, more) : CUDA_ERROR_OUT_OF_MEMORY;
-        if (more && take_locked(slot, ordinal, bytes, true))
+        /* Not with an error of the gate: the process may be suspended, whatever the page grants. */
+        bool inside = !refused || refused == CUDA_ERROR_OUT_OF_MEMORY;
+        if (more && inside && take_locked(slot, ordinal, bytes, true))
             return CUDA_SUCCESS;
         if (refused || tries == TRIES) {
             __atomic_add_fetch(&slot->refused, 1, __ATOMIC_RELAXED);

@@ -95,7 +95,11 @@ void current_apply(void)
         REAL(cuCtxPopCurrent_v2)(&gone);
     for (; real->depth < wanted->depth; real->depth++) {
         real->at[real->depth] = wanted->at[real->depth];
-        REAL(cuCtxPushCurrent_v2)(real->at[real->depth]);
+        if (REAL(cuCtxPushCurrent_v2)(real->at[real->depth])) {
+            /* It has ended meanwhile: what was pushed above it has no place either. */
+            mine.wanted.depth = real->depth;
+            break;
+        }
     }
     changed();
 }

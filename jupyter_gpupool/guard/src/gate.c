@@ -19,7 +19,7 @@ const uint8_t guard_open = GATE_OPEN, guard_shut = GATE_CLOSED;
 const uint8_t *guard_gate = &guard_shut, *guard_free_gate = &guard_shut;
 
 /* Nanoseconds after which a suspend is taken for one that nobody ends: its broker is gone. */
-#define LONGEST_SUSPEND 20000000000ull
+#define LONGEST_SUSPEND 120000000000ull
 
 static bool initialised, context, ending;
 
@@ -412,7 +412,7 @@ void guard_note_context(void)
     cached_fill();
     __atomic_store_n(&context, true, __ATOMIC_RELEASE);
     /* From now on the driver's answers may have to wait for a lease, also those that need none. */
-    point();
+    gate_point();
 }
 
 void gate_fork(enum fork_when when)

@@ -80,8 +80,13 @@ static CUresult take_turn(void)
 
 void landing_over(void)
 {
-    while (kept.count)
-        REAL(cuDevicePrimaryCtxRelease_v2)(kept.device[--kept.count]);
+    while (kept.count) {
+        CUdevice device = kept.device[--kept.count];
+        uint64_t argument[LATER_ARGUMENTS] = {(uint64_t)device};
+        /* The caller is counted: a gate that is open now stays so until it has left. */
+        if (gate_lets(false) || !later_note(E_cuDevicePrimaryCtxRelease_v2, argument))
+            REAL(cuDevicePrimaryCtxRelease_v2)(device);
+    }
 }
 
 /* A context on each device that this process sees in the place of one of the slice. */

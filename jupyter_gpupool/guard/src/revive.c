@@ -96,13 +96,20 @@ static void start(void)
     char *arguments[] = {"/bin/sh", "-c", command, NULL};
     char *environment[] = {"PATH=/usr/local/bin:/usr/bin:/bin", NULL};
     posix_spawnattr_t attributes;
-    sigset_t none;
+    /* What this process ignores, the shell and the broker would ignore, too. */
+    static const int usual[] = {SIGINT, SIGQUIT, SIGPIPE, SIGCHLD, SIGHUP, SIGTERM};
+    sigset_t none, defaults;
     pid_t child;
     if (posix_spawnattr_init(&attributes))
         return;
     sigemptyset(&none);
     posix_spawnattr_setsigmask(&attributes, &none);
-    posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETPGROUP);
+    sigemptyset(&defaults);
+    for (size_t i = 0; i < sizeof usual / sizeof *usual; i++)
+        sigaddset(&defaults, usual[i]);
+    posix_spawnattr_setsigdefault(&attributes, &defaults);
+    posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETPGROUP |
+                                              POSIX_SPAWN_SETSIGDEF);
     if (!posix_spawn(&child, arguments[0], NULL, &attributes, arguments, environment))
         while (waitpid(child, NULL, 0) < 0 && errno == EINTR)
             ;
