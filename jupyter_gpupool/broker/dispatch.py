@@ -130,21 +130,26 @@ class Dispatcher:
         # After an expensive request the loop looks at all other connections a few times, before the
         # next one.
         left = TURN - self._owed
-        while self._active and left > 0:
-            account = self._active.popleft()
-            account.deficit = min(QUANTUM, account.deficit + QUANTUM)
-            try:
-                left -= self._spend(account, left)
-            finally:
-                # Whatever went wrong with one request, its user's others and all users go on.
-                if account.ready:
-                    self._active.append(account)
-                else:
-                    account.active = False
-                    account.deficit = min(0.0, account.deficit)
-                if self._active and self._turn_handle is None:
-                    self._turn_handle = self._loop.call_soon(self._turn)
-        self._owed = min(MAX_OWED, max(0.0, -left))
+        try:
+            while self._active and left > 0:
+                left -= self._serve_one(self._active.popleft(), left)
+        finally:
+            # Whatever went wrong with one request: all others go on.
+            self._owed = min(MAX_OWED, max(0.0, -left))
+            if self._active and self._turn_handle is None:
+                self._turn_handle = self._loop.call_soon(self._turn)
+
+    def _serve_one(self, account: Account, left: float) -> float:
+        """Serve one user as long as its share and ``left`` last; return what it cost."""
+        account.deficit = min(QUANTUM, account.deficit + QUANTUM)
+        try:
+            return self._spend(account, left)
+        finally:
+            if account.ready:
+                self._active.append(account)
+            else:
+                account.active = False
+                account.deficit = min(0.0, account.deficit)
 
     def _spend(self, account: Account, left: float) -> float:
         """Have a user's requests handled while its share and ``left`` last; return their cost."""
