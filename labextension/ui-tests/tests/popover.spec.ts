@@ -34,7 +34,7 @@ test('ask for another size: granted, and refused in the server’s words', async
   // More than any device has: within the quota, and refused by the server.
   await ask('options', { max_memory_per_kernel: null });
   await lab.execute('gpupool:refresh');
-  await expect(popover).toContainText('You may ask for up to 8.0 GiB per GPU.');
+  await expect(popover).toContainText('You may ask for up to 7.8 GiB per GPU.');
 });
 
 test('keep an idle slice, and give it back', async ({ lab }) => {
