@@ -368,3 +368,72 @@ def test_a_user_who_has_left_is_forgotten(folder, monkeypatch):
         await until(lambda: ADA not in service.dispatcher._accounts)
 
     run(folder, monkeypatch, scenario)
+
+
+class HalfClosed(asyncio.Transport):
+    """A transport whose peer has said all that it will, and reads nothing."""
+
+    def __init__(self, protocol):
+        super().__init__()
+        self.protocol, self.left, self.closing = protocol, 0, False
+
+    def get_extra_info(self, name, default=None):
+        return None
+
+    def set_write_buffer_limits(self, high=None, low=None):
+        pass
+
+    def pause_reading(self):
+        pass
+
+    def resume_reading(self):
+        pass
+
+    def write(self, data):
+        self.left += len(data)
+
+    def get_write_buffer_size(self):
+        return self.left
+
+    def is_closing(self):
+        return self.closing
+
+    def close(self):
+        self.closing = True
+        if not self.left:
+            self.abort()
+
+    def abort(self):
+        self.closing, self.left = True, 0
+        if self.protocol is not None:
+            protocol, self.protocol = self.protocol, None
+            protocol.connection_lost(None)
+
+
+def test_peers_that_say_no_more_and_read_nothing_hold_bounded_bytes(monkeypatch):
+    """The broker closes them, and what they left unread counts until it is given up."""
+    monkeypatch.setattr(module, "peer_of", lambda _socket: Peer(1, ADA, 0))
+    monkeypatch.setattr(dispatch, "USER_UNREAD", 300_000)
+
+    async def main():
+        service = Service()
+        made = []
+        for number in range(100):
+            # The first leave most: the one to close is always one that closes already.
+            service.load = "x" * (30_000 - 10 * number)
+            connection = Connection(service)
+            transport = HalfClosed(connection)
+            made.append(transport)
+            connection.connection_made(transport)
+            request = line("ping", id=1)
+            connection.get_buffer(-1)[: len(request)] = request
+            connection.buffer_updated(len(request))
+            connection.eof_received()
+            await until(lambda transport=transport: transport.closing)
+            assert sum(one.left for one in made) <= 400_000
+        for one in made:
+            one.abort()
+        assert not service.connections
+        service.dispatcher.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
