@@ -294,7 +294,7 @@ def test_questions_in_a_row_read_the_page_once():
     runner = SimpleNamespace(
         record=lambda _: record, expect=lambda *_: None, handle=asked.append, now=time.time
     )
-    session = SimpleNamespace(id="s", use=SimpleNamespace(read_at=float("-inf")))
+    session = SimpleNamespace(id="s", use=SimpleNamespace(read_at=float("-inf"), beyond=()))
     asyncio.run(ask())
     assert (len(reads), len(asked)) == (1, 20)
 

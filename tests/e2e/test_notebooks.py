@@ -57,6 +57,8 @@ async def crowd(pool, names, at_once, kill_every):
         for run in runs:
             run.cancel()
         await asyncio.gather(enemy, *runs, return_exceptions=True)
+    # Killed once all notebooks had ended, it has nobody who starts it again.
+    await asyncio.to_thread(pool.start_broker)
     return done, len(killed)
 
 
