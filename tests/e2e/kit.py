@@ -575,7 +575,7 @@ class Sampler:
                         compared += 1
                         # The context of a process on its way to the GPU of its slice is in the
                         # room that each GPU keeps for that, and in no grant.
-                        allowed = max(limits.get(pid, 0), self._landing)
+                        allowed = limits.get(pid) or self._landing
                         assert used <= allowed, (
                             f"process {pid} holds {used} bytes and was granted {allowed}: {sample}"
                         )
