@@ -28,7 +28,7 @@ from .inventory import HostLedger, Inventory
 from .lanes import Lanes
 from .lease import ATTACHED, Session
 from .model import PoolSettings, Refusal, Slice, State
-from .placement import groups_of, needs_of
+from .placement import needs_of
 from .policy import Plan
 from .queue import Entry, WaitQueue, rank
 from .quota import Quotas
@@ -190,7 +190,6 @@ class Books(Lanes):
         settings = self.settings
         place = rank(s.queued_at, s.request.priority, settings.priority_classes, settings.ageing)
         s.needs = needs_of(s, self.inventory, settings)
-        s.groups = groups_of(s.needs)
         # With the headroom, unless some device is so small that it would be the whole of it.
         smallest = self.inventory.smallest()
         least = min(n.least if n.at_origin or n.bytes > smallest else n.bytes for n in s.needs)

@@ -22,8 +22,7 @@ Bytes that a lease has grown by are granted like all others; :mod:`.growth` take
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from typing import Iterable, Iterator, Mapping
+from typing import Iterable, Mapping
 
 from .lease import Session
 from .model import Device, DeviceView, PoolSettings, Slice
@@ -122,8 +121,6 @@ class Inventory:
 
     def __init__(self) -> None:
         self.devices: dict[str, DeviceLedger] = {}
-        self._avail: list[tuple[int, int, str]] = []
-        self._pot: list[tuple[int, int, str]] = []
         self._total: int | None = None
         #: Devices that the head of the queue claims.
         self.watched: Mapping[str, int] = {}
@@ -278,30 +275,25 @@ class Inventory:
 
     # ------------------------------------------------------------------ questions
 
-    def by_avail(self, least: int) -> Iterator[DeviceLedger]:
-        """Yield the devices with at least ``least`` bytes available now, the tightest first."""
-        self.settle()
-        order = self._avail
-        for at in range(bisect_left(order, (least, -1, "")), len(order)):
-            yield self.devices[order[at][2]]
+    def by_avail(self, least: int) -> list[DeviceLedger]:
+        """Return the devices with at least ``least`` bytes available now, the tightest first."""
+        found = [d for d in self.devices.values() if not d.drained and d.avail >= least]
+        return sorted(found, key=lambda d: (d.avail, d.device.index)) if len(found) > 1 else found
 
-    def by_pot(self, least: int) -> Iterator[DeviceLedger]:
-        """Yield the devices that could have ``least`` bytes, the one with the most first."""
-        self.settle()
-        for pot, _, uuid in reversed(self._pot):
-            if pot < least:
-                return
-            yield self.devices[uuid]
+    def by_pot(self, least: int) -> list[DeviceLedger]:
+        """Return the devices that could have ``least`` bytes, the one with the most first."""
+        found = [d for d in self.devices.values() if not d.drained and d.pot >= least]
+        if len(found) < 2:
+            return found
+        return sorted(found, key=lambda d: (d.pot, d.device.index), reverse=True)
 
     def most(self) -> int:
         """Return the most bytes that any one device could give."""
-        self.settle()
-        return self._pot[-1][0] if self._pot else 0
+        return max((d.pot for d in self.devices.values() if not d.drained), default=0)
 
     def best(self) -> int:
         """Return the most bytes that are available now on any one device."""
-        self.settle()
-        return self._avail[-1][0] if self._avail else 0
+        return max((d.avail for d in self.devices.values() if not d.drained), default=0)
 
     def smallest(self) -> int:
         """Return the capacity of the smallest device."""
@@ -328,8 +320,7 @@ class Inventory:
             watched = uuid in self.watched and (
                 avail_key != ledger.avail_key or before != ledger.freed
             )
-            more = _move(self._avail, ledger.avail_key, avail_key) or watched
-            more = _move(self._pot, ledger.pot_key, pot_key) or more
+            more = watched or _rose(ledger.avail_key, avail_key) or _rose(ledger.pot_key, pot_key)
             ledger.avail_key, ledger.pot_key = avail_key, pot_key
             if before[0] < ledger.free or before[1] < ledger.avail:
                 self._freed[uuid] = ledger
@@ -356,18 +347,7 @@ class Inventory:
         self._touch(ledger)
 
 
-def _move(
-    order: list[tuple[int, int, str]],
-    old: tuple[int, int, str] | None,
-    new: tuple[int, int, str] | None,
-) -> bool:
-    """Replace ``old`` by ``new`` in a sorted list; return whether it rose."""
-    if old == new:
-        return False
-    if old is not None:
-        del order[bisect_left(order, old)]
-    if new is not None:
-        insort(order, new)
+def _rose(old: tuple[int, int, str] | None, new: tuple[int, int, str] | None) -> bool:
     return new is not None and (old is None or new[0] > old[0])
 
 

@@ -16,8 +16,6 @@ class Lanes:
         self.quotas = quotas
         #: The waiting sessions that the next free bytes could serve.
         self.open = WaitQueue()
-        #: The same by :func:`~.placement.groups_of`: a device that gains serves few groups.
-        self.groups: dict[str, WaitQueue] = {}
         #: Waiting sessions whose plan is under way.
         self.planned: dict[str, Session] = {}
         #: Waiting sessions held up by their owner's quota, in order, by owner.
@@ -38,10 +36,6 @@ class Lanes:
             return
         if old == "open":
             self.open.remove(entry)
-            for group in s.groups:
-                self.groups[group].remove(entry)
-                if not self.groups[group]:
-                    del self.groups[group]
         elif old == "quota":
             queue = self.by_quota[owner]
             queue.remove(entry)
@@ -56,8 +50,6 @@ class Lanes:
         s.lane = lane
         if lane == "open":
             self.open.add(entry)
-            for group in s.groups:
-                self.groups.setdefault(group, WaitQueue()).add(entry)
         elif lane == "quota":
             self.by_quota.setdefault(owner, WaitQueue()).add(entry)
         elif lane == "nowhere":

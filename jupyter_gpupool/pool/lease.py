@@ -145,7 +145,6 @@ class Session:
     head_since: float | None = None
     #: What it waits for, while it waits.
     needs: tuple[Need, ...] = ()
-    groups: tuple[str, ...] = ()
     #: A reservation under way: for a lease, or for the growth of one.
     plan: Plan | None = None
     #: Attached with less than it asks for, since then.

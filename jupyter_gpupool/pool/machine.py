@@ -53,7 +53,7 @@ class Pool:
         # The clock second: a hold that comes as the idle time-out passes must find its lease.
         self._handlers.handle(event)
         self._handlers.clock()
-        self._server.run(tick=isinstance(event, Tick))
+        self._server.run()
         steps = [a for a in books.actions if isinstance(a, StateChanged)]
         joined = dict.fromkeys(a.session for a in steps if a.new == "queued")
         touched = [books.sessions[name] for name in joined if name in books.sessions]
@@ -67,8 +67,6 @@ class Pool:
 
         None if nothing happens by itself. A time that has passed means: at once.
         """
-        if self._server.unfinished:
-            return self._books.now
         times = [t for t in (self._books.timers.next(), self._news.next_at()) if t is not None]
         return min(times, default=None)
 

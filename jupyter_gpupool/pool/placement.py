@@ -186,18 +186,6 @@ def charge_of(request: Request, needs: Sequence[Need]) -> int:
     return sum(min(need.least, request.limit) for need in needs)
 
 
-def groups_of(needs: Sequence[Need]) -> tuple[str, ...]:
-    """Return the groups, as :func:`groups_at` names them, of the devices that can serve a slice."""
-    several = "several " if len(needs) > 1 else ""
-    return tuple(dict.fromkeys(several + need.group for need in needs))
-
-
-def groups_at(ledger: DeviceLedger) -> tuple[str, ...]:
-    """Return the groups of sessions that a device can serve, alone or with others."""
-    own = "any", f"of {ledger.device.model}", f"at {ledger.device.uuid}"
-    return *own, *(f"several {group}" for group in own)
-
-
 def asked_of(needs: Sequence[Need]) -> Asked:
     """Return what is asked of which groups, to be compared by :func:`above`."""
     return tuple(sorted((n.group, n.least, n.at_origin or n.bytes) for n in needs))

@@ -4,9 +4,7 @@
 
 After each event only those are looked at whose case may have changed: plans on devices that
 gained memory, newcomers, the head of the queue, and behind it those that fit on a device that
-gained. The walk goes in the order of the queue, so that whoever is ahead chooses first. At most
-``LOOKS`` sessions that turn out to be blocked are looked at per event; the rest of the walk is done
-at the next ``Tick``, which ``Pool.next_wakeup`` then asks for at once.
+gained. The walk goes in the order of the queue, so that whoever is ahead chooses first.
 """
 
 from __future__ import annotations
@@ -15,20 +13,16 @@ from heapq import heapify, heappop, heappush
 from typing import Iterator
 
 from .books import Books
-from .candidates import Candidates
 from .claims import accumulates, make_claim
 from .growth import reclaim
 from .inventory import DeviceLedger
 from .lease import Session
 from .model import Slice
-from .placement import asked_of, groups_at, needs_of, place_now, spare
+from .placement import Asked, above, asked_of, needs_of, place_now, spare
 from .policy import Blocked, Plan, count_leaving, plan_attach, plan_growth, promised
 from .queue import Entry
 from .yielding import host_room, paused
 
-#: Blocked sessions looked at per event, when a device gained and when host memory did.
-LOOKS = 32
-HOST_LOOKS = 8
 #: Rounds per event; a round only follows when the last one took a promise back.
 ROUNDS = 8
 
@@ -44,15 +38,8 @@ class Server:
         self._eased = False
         #: Somebody was blocked for want of host memory since there last was more of it.
         self._host_short = False
-        #: Where an unfinished walk goes on, and the devices that it is about.
-        self._rest: tuple[Entry, dict[str, DeviceLedger]] | None = None
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether a ``Tick`` is needed now to finish the last walk."""
-        return self._rest is not None
-
-    def run(self, *, tick: bool) -> None:
+    def run(self) -> None:
         """Serve whoever can be served after an event."""
         books = self._books
         for _ in range(ROUNDS):
@@ -77,10 +64,6 @@ class Server:
                 self._walk(gained, fell, cancelled, host=host)
                 self._grow(gained)
             books.recheck_head = False
-        if tick and self._rest is not None:
-            after, gained = self._rest
-            self._rest = None
-            self._behind(after, gained, [])
 
     def _host_eased(self) -> bool:
         """Return whether more state may be suspended than at the last look."""
@@ -242,9 +225,7 @@ class Server:
             return
         self._claim_for(head)
         assert head.entry is not None
-        self._behind(head.entry, gained, new)
-        if host and (self._eased or self._room[1] > 0):
-            self._behind(head.entry, None, [])
+        self._behind([e for e in books.open if e > head.entry] + new if changed else new)
 
     def _newcomers(self, fell: dict[str, None], cancelled: list[Session]) -> list[Entry]:
         books = self._books
@@ -260,71 +241,45 @@ class Server:
         heapify(new)
         return new
 
-    def _behind(
-        self, after: Entry, gained: dict[str, DeviceLedger] | None, new: list[Entry]
-    ) -> None:
-        """Serve those behind the head: newcomers, and who may fit on a device that gained.
-
-        ``gained`` None: any device may do, because there is more host memory; a short walk then,
-        since nothing says whom that helps.
-        """
+    def _behind(self, heap: list[Entry]) -> None:
+        """Serve those behind the head, in order; nothing comes free on the way."""
         books = self._books
-        looks = HOST_LOOKS if gained is None else LOOKS
-        spot = after
-        walk = Candidates(books, self._reach(gained), after)
-        done: set[Entry] = set()
-        while True:
-            candidate = walk.peek() if looks > 0 else None
-            if candidate is not None and (not new or candidate <= new[0]):
-                entry, only = candidate, gained
-                walk.next()
-                spot = candidate
-                looks -= 1
-            elif new:
-                entry, only = heappop(new), None
-            else:
-                break
+        heapify(heap)
+        most = self._most()
+        failed: dict[str, list[Asked]] = {}
+        before: Entry | None = None
+        while heap:
+            entry = heappop(heap)
             s = books.sessions.get(entry[4])
-            if s is None or s.entry != entry or entry in done:
+            if s is None or s.entry != entry or entry == before:
                 continue
             if s.lane not in ("fresh", "open", "quota"):
                 continue
-            done.add(entry)
-            asked = asked_of(s.needs)
-            if only is not None and walk.hopeless(asked):
-                looks += 1
-            elif self._consider(s, new, guarded=True, only=only):
-                looks += 1
-                walk.fell(self._reach(gained))
-            elif only is not None and s.lane == "open" and s.why[0] in ("busy", "behind"):
-                walk.failed(asked)
-        if gained is not None and walk.peek() is not None:
-            rest = self._rest or (spot, gained)
-            self._rest = min(spot, rest[0]), {**rest[1], **gained}
-
-    def _reach(self, gained: dict[str, DeviceLedger] | None) -> dict[str, int] | None:
-        """Return the most bytes that each group, behind the head, finds on ``gained`` devices."""
-        if gained is None:
-            return None
-        claim = self._books.claim
-        room = max(0, self._room[1])
-        reach: dict[str, int] = {}
-        for uuid, ledger in gained.items():
-            if ledger.drained:
+            before = entry
+            if s.lane == "open" and entry[3] > most:
                 continue
-            most = ledger.avail
-            wanted = claim.wanted.get(uuid) if claim is not None else None
-            if wanted is not None:
-                most = min(most, spare(ledger, wanted))
-            else:
-                leases = ledger.leases
-                light = sum(leases[v.id] for v in ledger.idle.values() if v.state_bound <= room)
-                self._host_short = self._host_short or light < ledger.yieldable
-                most = max(most, ledger.expect + light)
-            if most > 0:
-                for group in groups_at(ledger):
-                    reach[group] = max(most, reach.get(group, 0))
-        return reach
+            asked = asked_of(s.needs)
+            tried = failed.setdefault(asked[0][0], [])
+            if s.lane == "open" and any(above(asked, less) for less in tried):
+                continue
+            served = self._consider(s, heap, guarded=True)
+            if served:
+                most = self._most()
+                failed.clear()  # its victims may leave more than it takes
+            elif s.lane == "open" and s.why[0] in ("busy", "behind"):
+                tried.append(asked)
+
+    def _most(self) -> int:
+        """Return the most bytes that anybody behind the head can find on one device."""
+        claimed = self._books.claim.wanted if self._books.claim is not None else {}
+        return max(
+            (
+                min(d.avail, spare(d, claimed[u])) if u in claimed else d.pot
+                for u, d in self._books.inventory.devices.items()
+                if not d.drained
+            ),
+            default=0,
+        )
 
     def _consider(
         self,

@@ -229,13 +229,13 @@ class News:
             return
         self._told_at = books.now
         self._stale = False
-        for at, entry in enumerate(books.order.slice(0, AT_A_TIME), 1):
+        for at, entry in enumerate(books.order[:AT_A_TIME], 1):
             self._tell(books.sessions[entry[4]], length, at)
         if length > AT_A_TIME:
             if self._spot >= length:
                 self._spot = AT_A_TIME
             stop = self._spot + AT_A_TIME
-            for at, entry in enumerate(books.order.slice(self._spot, stop), self._spot + 1):
+            for at, entry in enumerate(books.order[self._spot : stop], self._spot + 1):
                 self._tell(books.sessions[entry[4]], length, at)
             # Whoever was not reached hears at one of the next rounds.
             self._stale = length > 2 * AT_A_TIME or stop < length

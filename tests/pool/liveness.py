@@ -30,7 +30,7 @@ MOST_IDLE = 6
 
 def check_liveness(pool: Pool, naive: Naive) -> None:
     books = pool._books
-    if pool._server.unfinished or not len(books.order):
+    if not len(books.order):
         return
     settings, now = naive.settings, books.now
     idle = [

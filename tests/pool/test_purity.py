@@ -50,7 +50,6 @@ ORDER = [
     "lanes",
     "books",
     "growth",
-    "candidates",
     "serve",
     "wording",
     "requests",

@@ -104,7 +104,7 @@ class World:
         self.pool.check_invariants()
         if self.deep:
             check_liveness(self.pool, self.naive)
-        if isinstance(event, ev.Tick) and not self.pool._server.unfinished:
+        if isinstance(event, ev.Tick):
             at = self.pool.next_wakeup()
             assert at is None or at > self.now, "the pool asks for one Tick after another"
         return actions
