@@ -139,9 +139,12 @@ class Pool:
         return tuple(largest(books, s, books.inventory[x.device]) for x in s.slices)
 
     def headroom(self, uuid: str) -> int:
-        """Return the bytes beyond its state that a session is resumed with on a device."""
-        books = self._books
-        return headroom(books.inventory.placeholder(uuid), books.settings)
+        """Return the bytes beyond its state that a session is resumed with on a device.
+
+        0 for a device that is not there: nobody is resumed on it.
+        """
+        ledger = self._books.inventory.devices.get(uuid)
+        return 0 if ledger is None else headroom(ledger, self._books.settings)
 
     def records(self) -> list[SessionRecord]:
         """Return all sessions as they are now, in the order in which they were opened."""

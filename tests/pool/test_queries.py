@@ -1,0 +1,120 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Questions to the pool never change it, whatever they name."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from typing import Any, Callable, Iterable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.machine import Pool
+from jupyter_gpupool.pool.model import Device, Slice
+
+from . import world
+from .test_random import Draws
+from .world import World
+
+#: The methods of a pool that ask, and how: with nothing, sessions, devices or a time.
+QUERIES: dict[str, Callable[[Pool], Iterable[tuple[Any, ...]]]] = {
+    **dict.fromkeys(
+        ["next_wakeup", "devices", "suspended", "records", "check_invariants", "self_check"],
+        lambda _pool: [()],
+    ),
+    **dict.fromkeys(
+        ["__contains__", "record", "preferred", "growable", "story"],
+        lambda pool: [(name,) for name in (*[r.id for r in pool.records()], "nobody")],
+    ),
+    **dict.fromkeys(
+        ["device", "headroom"],
+        lambda pool: [(uuid,) for uuid in (*[d.uuid for d in pool.devices()], "GPU-none", "")],
+    ),
+    "view": lambda _pool: [(0.0,), (10.0**6,)],
+}
+
+
+def ask_everything(pool: Pool) -> None:
+    for name, arguments in QUERIES.items():
+        for args in arguments(pool):
+            with contextlib.suppress(KeyError):
+                getattr(pool, name)(*args)
+
+
+def seen(pool: Pool) -> Any:
+    return pool.view(0.0), pool.records(), pool.next_wakeup()
+
+
+class Asked(Pool):
+    """A pool that is asked everything before each event, beside one that is never asked."""
+
+    def __init__(self, rules: Any) -> None:
+        super().__init__(rules)
+        self.twin = Pool(rules)
+
+    def handle(self, event: ev.Event) -> list[ev.Action]:
+        before = seen(self)
+        ask_everything(self)
+        assert seen(self) == before
+        actions = super().handle(event)
+        assert actions == self.twin.handle(event), "a question has changed a later decision"
+        assert seen(self) == seen(self.twin)
+        return actions
+
+
+def test_every_public_method_but_handle_is_a_query():
+    public = {
+        name
+        for name, _ in inspect.getmembers(Pool, inspect.isfunction)
+        if not name.startswith("_") or name == "__contains__"
+    }
+    assert public == {*QUERIES, "handle"}
+
+
+@given(data=st.data())
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_no_query_changes_what_the_pool_shows_or_decides(data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "Pool", Asked)
+        one = World(Draws(data), devices=data.draw(st.integers(1, 3)), most=6, deep=False)
+        for _ in range(data.draw(st.integers(0, 60))):
+            one.step()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_query_changes_anything_in_many_random_events(seed, monkeypatch):
+    monkeypatch.setattr(world, "Pool", Asked)
+    one = World(random.Random(seed), deep=False)
+    while one.events < 600:
+        one.step()
+
+
+def test_asking_about_a_device_that_is_not_there_does_not_add_it(lab):
+    before = lab.pool.view(lab.now)
+    assert lab.pool.headroom("no-such-device") == 0
+    assert lab.pool.view(lab.now) == before
+    assert [d.uuid for d in lab.pool.devices()] == ["G0", "G1"]
+
+
+def test_asking_about_a_session_on_devices_that_are_gone_adds_none(lab):
+    """A broker that starts anew may not find the devices that its sessions name."""
+    lab.open("a", 4)
+    lab.send(ev.HoldTaken, session="a", hold="h", kind="device", bound=("GPU-gone",))
+    lab.parked("b", 4)
+    record = lab.record("b")
+    other = Asked(lab.pool.settings)
+    other.handle(ev.DeviceAppeared(now=0.0, device=Device("G5", 5, "test", "A", 16)))
+    for name, slices in (("b", (Slice("G0", 4),)), ("c", (Slice("G9", 4), Slice("G5", 4)))):
+        parked = type(record)(
+            id=name, owner=record.owner, request=record.request, attach="cell", suspended=slices
+        )
+        other.handle(ev.SessionRecovered(now=1.0, record=parked))
+    other.handle(ev.HoldTaken(now=2.0, session="b", hold="c", kind="cell"))
+    ask_everything(lab.pool)
+    ask_everything(other)
+    assert seen(other) == seen(other.twin)
