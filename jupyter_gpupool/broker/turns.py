@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Compute shares: while sessions contend for a device, the gate is open for one at a time.
 
-``pool/turns.py`` plans; this opens and pauses gates, and measures. Nothing runs, and no gate is
-ever paused, unless two sessions on one device were busy in the same look and one of them asked for
-less than the whole device: otherwise the driver shares it well enough, and without gaps.
+``pool/turns.py`` decides who contends and who is next; this opens and pauses gates, and measures.
+Nothing runs, and no gate is ever paused, unless sessions that were busy in the same look contend:
+otherwise the driver shares the device well enough, and without gaps.
 
 A pause ends by itself (``pause_until``), so a broker that dies in the middle blocks nobody.
 """
@@ -18,8 +18,8 @@ from typing import Iterable
 
 from ..pool.model import SessionRecord
 from ..pool.turns import Runner as Contender
-from ..pool.turns import Turns, plan
-from .activity import Activity, Seen
+from ..pool.turns import Turns, contended_devices, plan
+from .activity import Activity
 from .pages import PAUSED, UNUSED, Pages
 from .runner import Runner
 from .sessions import Session
@@ -29,9 +29,6 @@ PAUSE = 2
 
 #: Turns without contention after which there are none any more.
 REST = 10
-
-#: ``Request.compute`` of who wants all that there is.
-WHOLE = 100
 
 
 class TurnKeeper:
@@ -63,13 +60,9 @@ class TurnKeeper:
         """Begin to keep turns if these sessions, busy at the last look, contend."""
         if self.running:
             return
-        there: dict[str, list[SessionRecord]] = {}
-        for session in busy:
-            record = self._runner.record(session.id)
-            for piece in record.slices if record is not None else ():
-                assert record is not None
-                there.setdefault(piece.device, []).append(record)
-        if any(_contend(records) for records in there.values()):
+        records = [self._runner.record(session.id) for session in busy]
+        contenders = [_contender(record, busy=True) for record in records if record is not None]
+        if contended_devices(contenders):
             self._state, self._used, self._quiet = Turns(), {}, 0
             self._activity.elsewhere = True
             self._at = asyncio.get_running_loop().time()
@@ -111,37 +104,21 @@ class TurnKeeper:
             record = self._runner.record(session.id)
             if seen is None or record is None or session.id not in self._activity.attached:
                 continue
-            contenders.append(self._contender(session, record, seen, elapsed))
+            # A session that only waits for its turn uses nothing; a call that runs on into the
+            # turn of another does.
+            if seen.touched or seen.inflight:
+                self._used[session.id] = self._used.get(session.id, 0.0) + elapsed
+            used = self._used.get(session.id, 0.0)
+            contenders.append(_contender(record, busy=seen.busy, used=used))
         found = plan(self._state, contenders, now)
         self._state = found.state
-        shares = {c.session: c for c in contenders}
-        wait = {name for name in found.wait if self._matters(shares[name], contenders)}
-        for name in self._paused - wait:
+        for name in self._paused - found.wait:
             self._open(name)
         until = time.monotonic_ns() + int(PAUSE * self.turn * 1e9)
-        self._paused = {name for name in wait if name in self._activity.attached}
+        self._paused = {name for name in found.wait if name in self._activity.attached}
         for name in self._paused:
             self._pages.set_gate(self._activity.attached[name], PAUSED, pause_until=until)
         return bool(found.contended)
-
-    def _contender(
-        self, session: Session, record: SessionRecord, seen: Seen, elapsed: float
-    ) -> Contender:
-        # Who only waits for its turn uses nothing; a call that runs on into another's turn does.
-        if seen.touched or seen.inflight:
-            self._used[session.id] = self._used.get(session.id, 0.0) + elapsed
-        return Contender(
-            session=session.id,
-            share=record.request.compute,
-            devices=tuple(piece.device for piece in record.slices),
-            busy=seen.busy,
-            used=self._used.get(session.id, 0.0),
-        )
-
-    def _matters(self, one: Contender, contenders: Iterable[Contender]) -> bool:
-        """Return whether it shares a device with somebody busy, not all wanting the whole."""
-        others = [c for c in contenders if c.busy and not set(c.devices).isdisjoint(one.devices)]
-        return any(c.share < WHOLE for c in others)
 
     def _open(self, name: str) -> None:
         self._paused.discard(name)
@@ -150,5 +127,11 @@ class TurnKeeper:
             self._pages.set_gate(session, UNUSED)
 
 
-def _contend(records: list[SessionRecord]) -> bool:
-    return len(records) > 1 and any(record.request.compute < WHOLE for record in records)
+def _contender(record: SessionRecord, *, busy: bool, used: float = 0.0) -> Contender:
+    return Contender(
+        session=record.id,
+        share=record.request.compute,
+        devices=tuple(piece.device for piece in record.slices),
+        busy=busy,
+        used=used,
+    )

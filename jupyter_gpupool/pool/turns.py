@@ -24,7 +24,7 @@ who contend have asked for ``FULL``, nobody is paused: the driver's own time sli
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Mapping, Sequence
+from typing import Iterable, Mapping, Sequence
 
 #: The share of a session that has asked for nothing less than the device.
 FULL = 100
@@ -71,7 +71,7 @@ class Plan:
     """Who may run in the next turn, and what to remember."""
 
     run: frozenset[str]
-    #: Busy, and not in this turn.
+    #: Busy on a contended device, and not in this turn.
     wait: frozenset[str]
     #: Devices on which there are turns.
     contended: frozenset[str]
@@ -84,20 +84,13 @@ def plan(state: Turns, runners: Sequence[Runner], now: float) -> Plan:
     Sessions that are not among ``runners`` any more are forgotten. The same arguments give the same
     plan.
     """
-    busy: dict[str, list[Runner]] = {}
-    for r in runners:
-        for uuid in r.devices if r.busy else ():
-            busy.setdefault(uuid, []).append(r)
+    busy = _busy(runners)
     virtual = {r.session: _charged(state, r) for r in runners}
     clocks = dict(state.clocks)
     for uuid, there in busy.items():
         least = min(virtual[r.session][uuid] for r in there)
         clocks[uuid] = max(least, clocks.get(uuid, least))
-    contended = frozenset(
-        uuid
-        for uuid, there in busy.items()
-        if len(there) > 1 and any(r.share < FULL for r in there)
-    )
+    contended = contended_devices(runners)
     contenders = [r for r in runners if r.busy and not contended.isdisjoint(r.devices)]
     # It must have its turn on all of its devices: the one where that is the farthest off counts.
     ahead = {
@@ -135,6 +128,28 @@ def plan(state: Turns, runners: Sequence[Runner], now: float) -> Plan:
         contended=contended,
         state=Turns(accounts, {uuid: clock for uuid, clock in clocks.items() if uuid in devices}),
     )
+
+
+def contended_devices(runners: Iterable[Runner]) -> frozenset[str]:
+    """Return the devices for which there must be turns.
+
+    Two sessions or more are busy there, and not all of them have asked for the whole device: the
+    driver's own time slices are equal ones.
+    """
+    return frozenset(
+        uuid
+        for uuid, there in _busy(runners).items()
+        if len(there) > 1 and any(r.share < FULL for r in there)
+    )
+
+
+def _busy(runners: Iterable[Runner]) -> dict[str, list[Runner]]:
+    """Return the busy sessions by device."""
+    busy: dict[str, list[Runner]] = {}
+    for r in runners:
+        for uuid in r.devices if r.busy else ():
+            busy.setdefault(uuid, []).append(r)
+    return busy
 
 
 def _charged(state: Turns, r: Runner) -> dict[str, float]:

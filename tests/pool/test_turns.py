@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from jupyter_gpupool.pool.turns import Plan, Runner, Turns, plan
+from jupyter_gpupool.pool.turns import Plan, Runner, Turns, contended_devices, plan
 
 TURN = 0.1
 
@@ -91,6 +91,9 @@ class Machine:
                 full = all(busy[n].share == 100 for n in there)
                 assert len(there) < 2 or full, "contention that nobody sees"
         assert set(self.programs) - set(busy) <= found.run, "not busy, and paused"
+        assert found.contended == contended_devices(
+            Runner(n, p.share, p.devices, p.busy, p.used) for n, p in self.programs.items()
+        )
         for name in found.wait:
             mine = found.contended.intersection(self.programs[name].devices)
             holders = {n for n in found.run & set(busy) if mine & set(self.programs[n].devices)}
@@ -236,3 +239,31 @@ def test_a_session_that_left_is_forgotten():
 def test_without_anybody_there_is_nothing_to_plan():
     found = plan(Turns(), (), 0.0)
     assert (found.run, found.wait, found.contended) == (frozenset(), frozenset(), frozenset())
+
+
+@pytest.mark.parametrize(
+    ("programs", "want"),
+    [
+        ({"a": (50, "G0"), "b": (100, "G0")}, {"G0"}),
+        ({"a": (100, "G0"), "b": (100, "G0")}, set()),
+        ({"a": (50, "G0"), "b": (50, "G1")}, set()),
+        ({"a": (50, "G0"), "idle": (50, "G0")}, set()),
+        ({"idle": (50, "G0"), "b": (100, "G0"), "c": (100, "G0")}, set()),
+        ({"a": (50, "G0 G1"), "b": (100, "G1"), "c": (100, "G1 G2")}, {"G1"}),
+    ],
+    ids=[
+        "one of them wants less",
+        "all want the whole",
+        "not on one device",
+        "one is busy",
+        "the one that wants less is idle",
+        "on several devices",
+    ],
+)
+def test_sessions_contend_where_two_are_busy_and_one_wants_less(programs, want):
+    runners = [
+        Runner(name, share, tuple(devices.split()), name != "idle", 0.0)
+        for name, (share, devices) in programs.items()
+    ]
+    assert contended_devices(runners) == want
+    assert plan(Turns(), runners, 0.0).contended == want
