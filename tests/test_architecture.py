@@ -26,7 +26,7 @@ ALLOWED: dict[str, str] = {
     "pool": "errors units",
     "guard": "compiling errors",
     "config": "emulator endpoint errors guard machine pool.model units",
-    "devices": "errors guard pool.model units",
+    "devices": "errors guard pool.model pool.usage units",
     "startrecord": "endpoint errors",
     "starting": "__init__ client endpoint errors guard startrecord",
     "broker": "__init__ config devices emulator endpoint errors guard machine pool protocol "

@@ -17,7 +17,7 @@ Layout, in the order a message travels::
     pages         the shared pages, true to the pool's records
     guards        attach and grow, asked by threads that wait at the gate
     activity      who uses its device, read from the pages -> holds
-    watchdog      who has more than was granted, and what is done
+    watchdog      reports, suspends or ends sessions that have more than was granted
     turns         compute shares: whose gate is open
     sessions    what the broker knows about a kernel and the pool must not: pid, token, sockets
     processes   /proc and pidfd: identity, descent, death

@@ -1,64 +1,25 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the driver takes for a process beyond what its guard has charged, learnt from NVML.
+"""Reads how much the driver takes for each process beyond what its guard has charged.
 
-The guard charges a constant for a context (one self-test measured it) and the bytes that the
-program allocates. The driver takes more: contexts differ, and code is loaded lazily, 200 to 800 MiB
-for cuBLAS, cuDNN or Triton. NVML shows it, so that a look at both tells how much: per process, as
-soon as ``AGREE`` looks say so. It is then a part of the session's slice like any allocation.
+``pool/usage.py`` learns from it (:class:`~jupyter_gpupool.pool.usage.Overhead`); what it has learnt
+of a process is a part of the session's slice like any allocation.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Callable, Collection, Mapping, Sequence
 
 from ..devices.model import DeviceSample, ProcessId
-from ..devices.residue import unattributed
-from ..guard.page import Reading, Slot
+from ..guard.page import Reading
+from ..pool import usage
+from ..pool.usage import Listed, Observed, Overhead
 from .runner import Runner
 from .sessions import Session
 
-#: Looks in a row that must agree: between NVML's word and the guard's, the program goes on.
-AGREE = 3
-
-#: Bytes of one process that are taken for the driver's own and are not held against it: at most
-#: ``MOST`` and this part of the device, but not less than ``LEAST``.
-LEAST, MOST, PART = 64 << 20, 1 << 30, 8
-
 #: A change by less than this is not worth telling.
 STEP = 1 << 20
-
-
-@dataclass(slots=True)
-class _Known:
-    """What is known of one process on one device."""
-
-    #: What its context takes: seen while the process had nothing else. None: never seen alone.
-    context: int | None = None
-    alone: deque[int] = field(default_factory=lambda: deque(maxlen=2))
-    seen: deque[int] = field(default_factory=lambda: deque(maxlen=AGREE))
-    learnt: int = 0
-
-    def look(self, slot: Slot, ordinal: int, counted: int, shown: int, *, complete: bool) -> int:
-        """Take note of a look; return the bytes beyond the charge as it shows them."""
-        constant = slot.context[ordinal]
-        if constant and counted == constant and (complete or shown >= constant):
-            self.alone.append(shown)
-            if len(self.alone) == 2 and self.alone[0] == self.alone[1]:
-                self.context = shown
-        else:
-            self.alone.clear()
-        more = max(0, shown - counted - self.correction(constant))
-        self.seen.append(more)
-        if len(self.seen) == AGREE:
-            self.learnt = min(self.seen)
-        return more
-
-    def correction(self, constant: int) -> int:
-        """Return by how much its context takes more than was charged for it (less: negative)."""
-        return self.context - constant if self.context is not None and constant else 0
 
 
 class Beyond:
@@ -70,7 +31,7 @@ class Beyond:
     def __init__(self, runner: Runner, changed: Callable[[Session], None]) -> None:
         self._runner = runner
         self._changed = changed
-        self._known: dict[tuple[ProcessId, int], _Known] = {}
+        self._known: dict[tuple[ProcessId, int], Overhead] = {}
 
     def learn(
         self,
@@ -125,19 +86,19 @@ class Beyond:
             old = earlier.get((slot.pid, slot.start_time))
             for at, piece in enumerate(slices[: reading.devices]):
                 key = process, at
-                known = self._known.setdefault(key, _Known())
+                known = self._known.get(key, Overhead())
                 living.add(key)
                 sample = samples.get(piece.device)
                 size = shown[piece.device].get(slot.pid) if sample is not None else None
                 if sample is not None and old is not None and size is not None and slot.used[at]:
                     counted = max(slot.used[at], old.used[at])
                     complete = self._complete(sample)
-                    more = known.look(slot, at, counted, size, complete=complete)
-                    more += max(0, known.correction(slot.context[at]))
-                    mine = min(more, allowance(sample.total))
+                    known, more = known.look(slot.context[at], counted, size, complete=complete)
+                    mine = min(more, usage.excused(sample.total))
                     explained[piece.device] = explained.get(piece.device, 0) + mine
+                self._known[key] = known
                 if slot.used[at]:
-                    totals[at] += known.learnt + known.correction(slot.context[at])
+                    totals[at] += known.beyond(slot.context[at])
         session.use.explained = explained
         before = session.use.beyond
         if len(before) != len(totals) or any(
@@ -152,9 +113,5 @@ class Beyond:
         """Return whether NVML's list accounts for all that is in use: then a low figure is true."""
         device = self._runner.pool.device(sample.uuid)
         driver = max(0, device.memory_reserved - sample.reserved) if device is not None else 0
-        return bool(sample.processes) and unattributed(sample) <= driver
-
-
-def allowance(total: int) -> int:
-    """Return what the driver may take for one process on a device of ``total`` bytes."""
-    return max(LEAST, min(MOST, total // PART))
+        listed = [Listed(process.bytes) for process in sample.processes]
+        return usage.complete(Observed(sample.used, listed, driver))

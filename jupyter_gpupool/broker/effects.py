@@ -12,11 +12,11 @@ import asyncio
 from typing import Callable, Coroutine, Mapping, Sequence
 
 from ..devices.model import DeviceSample, ProcessId, SuspendOutcome
-from ..devices.residue import slack
 from ..devices.service import DeviceService
 from ..errors import GPUPoolError
 from ..pool import events as e
 from ..pool.model import SessionRecord, Slice
+from ..pool.usage import slack
 from ..units import format_bytes
 from . import processes
 from .activity import Activity

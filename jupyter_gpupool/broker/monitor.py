@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Awaitable, Callable, Mapping, Sequence
 
 from ..config import BrokerSettings
@@ -20,12 +19,13 @@ from ..devices.model import DeviceSample, ProcessId
 from ..devices.processes import identify, session_of
 from ..errors import GPUPoolError
 from ..pool import events as e
+from ..pool.usage import REST_LOOKS, Attribution, Holder, Listed, Observed, attribute
 from . import processes
 from .activity import Activity
 from .beyond import Beyond
 from .effects import DeviceEffects
 from .pressure import Pressure
-from .rest import LOOKS, Rest
+from .rest import Rest
 from .runner import Runner
 from .watchdog import Watchdog
 
@@ -46,19 +46,6 @@ HOST_STEP = 64 << 20
 ENVIRON_TIMEOUT = 1.0
 
 
-@dataclass
-class _Use:
-    """The memory of one device, by whom."""
-
-    foreign: int
-    footprints: dict[str, int]
-    #: The sessions' bytes by NVML alone.
-    shown: dict[str, int]
-    #: Who was idle before the look began, and since when: what the pool knows of an idle session
-    #: must have been seen since, or its whole slice counts as its state.
-    idle: frozenset[tuple[str, float]] = frozenset()
-
-
 class Monitor:
     """Samples devices and host while there are sessions, and until these are seen to be gone."""
 
@@ -73,7 +60,10 @@ class Monitor:
         self._soon = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
-        self._told: dict[str, _Use] = {}
+        #: By device: whose memory it is, and which sessions were idle before the look began, and
+        #: since when: what the pool knows of an idle session must have been seen since, or its
+        #: whole slice counts as its state.
+        self._told: dict[str, tuple[Attribution, frozenset[tuple[str, float]]]] = {}
         self._told_host = -1
         self._told_changes: dict[str, int] = {}
         #: Whose session each process on a device is; None: nobody's.
@@ -126,7 +116,7 @@ class Monitor:
     async def _run(self) -> None:
         after = 0  # looks that have begun since the last session went
         while not self._closed:
-            if after >= LOOKS and not self._ours:
+            if after >= REST_LOOKS and not self._ours:
                 await self._wanted.wait()
             after = 0 if self._wanted.is_set() else after + 1
             await self._try(self.look)
@@ -187,14 +177,14 @@ class Monitor:
                 continue  # something was attached or suspended there meanwhile: old news
             old.discard(sample.uuid)
             if self.rest is not None:
-                owned = {p.pid for p, owner in self._known.items() if owner is not None}
-                self.rest.look(sample, owned, leased=bool(granted.get(sample.uuid)))
+                leased = bool(granted.get(sample.uuid))
+                self.rest.look(sample, self._listed(sample), leased=leased)
             use = self._attribute(sample, granted.get(sample.uuid, {}), counted)
-            use.idle = frozenset(idle.get(sample.uuid, ()))
+            news = use, frozenset(idle.get(sample.uuid, ()))
             for name, size in use.shown.items():
                 shown.setdefault(name, {})[sample.uuid] = size
-            if waited_for or self._told.get(sample.uuid) != use:
-                self._told[sample.uuid] = use
+            if waited_for or self._told.get(sample.uuid) != news:
+                self._told[sample.uuid] = news
                 self._runner.handle(
                     e.DeviceMemorySeen(
                         now=self._runner.now(), device=sample.uuid, foreign=use.foreign,
@@ -250,72 +240,37 @@ class Monitor:
         same_user = found is not None and processes.real_uid(process.pid) == found.uid
         return found.id if found is not None and same_user else None
 
+    def _listed(self, sample: DeviceSample) -> tuple[Listed, ...]:
+        """Return the processes of a sample with their sessions, as :meth:`_identify` found them."""
+        owners = {process.pid: owner for process, owner in self._known.items()}
+        return tuple(Listed(p.bytes, owners.get(p.pid), p.pid > 0) for p in sample.processes)
+
     def _attribute(
         self,
         sample: DeviceSample,
         granted: Mapping[str, int],
         counted: Mapping[str, Mapping[str, int]],
-    ) -> _Use:
-        """Split a device's used bytes into the sessions', the driver's and everybody else's.
+    ) -> Attribution:
+        """Return whose memory a device's is, as :func:`jupyter_gpupool.pool.usage.attribute` says.
 
-        What is used and not listed counts first as the use of the sessions attached there, up to
-        their grants: all of it where NVML names no processes (in containers), else a context for
-        each. What is listed under a number of another PID namespace counts as not listed: it may
-        be theirs, which their slices cover already. The rest counts as the driver's own, up to
-        what the capacity lacks for that; with it goes what suspended sessions still show. Only
-        then is it foreign. A list may be older than the figures: nobody has more than is in use.
-
-        Of what NVML shows of a session and what its guard has counted the larger is true: NVML
-        sees what the driver takes by itself, and not processes of other pid namespaces; the guard
-        counts before the driver is asked, and so is never behind. But its word is the session's,
-        who may write what it likes: it is good for the slice, and for no byte beyond: that would be
-        taken from everybody else.
+        ``granted`` are the bytes of the sessions with a slice there, ``counted`` what the guard
+        counts, by session and device.
         """
-        footprints: dict[str, int] = {}
-        known = 0
-        for entry in sample.processes:
-            process = identify(entry.pid)
-            owner = self._known.get(process) if process else None
-            if entry.bytes is None or entry.pid < 0:
-                continue  # nobody knows whose it is: as if it was not listed
-            known += entry.bytes
-            if owner is not None:
-                footprints[owner] = footprints.get(owner, 0) + entry.bytes
-        foreign = known - sum(footprints.values())
-        shown = dict(footprints)
-        # They have no slice here, so nobody's slice covers this. (What is more than a slice, the
-        # pool itself counts.)
-        left = {name: footprints.pop(name) for name in footprints.keys() - granted.keys()}
-        for name in [name for name in left if self._lands_on(name, sample.uuid)]:
-            # The capacity lacks this room already.
-            del left[name], shown[name]
-        device = self._runner.pool.device(sample.uuid)
-        context = (device and device.context_bytes) or assumed(sample.total)
-        unseen = sum(
-            min(context, max(0, size - footprints[name])) if name in footprints else size
-            for name, size in granted.items()
+        uuid, device = sample.uuid, self._runner.pool.device(sample.uuid)
+        observed = Observed(
+            used=sample.used,
+            listed=self._listed(sample),
+            driver=max(0, device.memory_reserved - sample.reserved) if device else 0,
+            context=(device and device.context_bytes) or assumed(sample.total),
         )
-        driver = max(0, device.memory_reserved - sample.reserved) if device else 0
-        beside = max(0, sample.used - sum(footprints.values()))
-        loose = min(sum(left.values()) + max(0, sample.used - known - unseen),
-                    max(0, beside - foreign))  # fmt: skip
-        for name, size in left.items():
-            shown[name] = min(size, max(0, beside - foreign - driver))
-        foreign = min(foreign, beside) + max(0, loose - driver)
-        for name in granted.keys() - footprints.keys():
-            idler = self._runner.sessions.find(name)
-            if idler is not None and idler.cuda is False:
-                # It never called cuInit, so it holds nothing: its slice can go without host memory.
-                footprints[name] = 0
-        for name in granted.keys() & counted.keys():
-            size = min(counted[name].get(sample.uuid, 0), granted[name])
-            if size or name in footprints:
-                footprints[name] = max(size, footprints.get(name, 0))
-        return _Use(foreign, footprints, shown)
-
-    def _lands_on(self, name: str, uuid: str) -> bool:
-        session = self._runner.sessions.find(name)
-        return session is not None and uuid in session.landing
+        holders = {}
+        for name, size in granted.items():
+            session = self._runner.sessions.find(name)
+            cuda = session.cuda if session is not None else None
+            holders[name] = Holder(size, counted.get(name, {}).get(uuid, 0), cuda)
+        found = (self._runner.sessions.find(entry.session or "") for entry in observed.listed)
+        landing = {session.id for session in found if session and uuid in session.landing}
+        return attribute(observed, holders, landing)
 
     def _counted(self) -> dict[str, Mapping[str, int]]:
         """Return the bytes that the guard counts now, by session and device."""

@@ -3,7 +3,7 @@
 """What the driver takes by itself, measured again whenever a device is at rest.
 
 It grows in weeks of kernels that come and go. Measured only at the broker's start, the growth would
-count as used outside the pool, and the device would shrink.
+count as used outside the pool, and the device would shrink. ``pool/usage.py`` has the rules.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import replace
-from typing import Collection
+from typing import Sequence
 
-from ..devices import residue
 from ..devices.model import DeviceSample
 from ..pool import events as e
+from ..pool import usage
 from ..pool.model import Device
 from ..units import format_bytes
 from .health import Health
 from .runner import Runner
-
-#: Looks in a row at a device at rest that must agree: what has just ended shows for a moment more.
-LOOKS = 3
 
 
 class Rest:
@@ -36,29 +33,33 @@ class Rest:
         #: Devices on which NVML has named a process: elsewhere nobody knows whose memory is whose.
         self._named: set[str] = set()
 
-    def look(self, sample: DeviceSample, owned: Collection[int], *, leased: bool) -> None:
+    def look(self, sample: DeviceSample, listed: Sequence[usage.Listed], *, leased: bool) -> None:
         """Take note of a sample.
 
-        ``owned`` are the numbers of processes of sessions, which may keep a little while they are
-        suspended; ``leased``: some session has a slice there.
+        ``listed`` are its processes with their sessions; ``leased``: some session has a slice
+        there.
         """
         uuid = sample.uuid
-        if any(p.pid > 0 and p.bytes for p in sample.processes):
+        if any(entry.known and entry.bytes for entry in listed):
             self._named.add(uuid)
-        seen = self._seen.setdefault(uuid, deque(maxlen=LOOKS))
+        seen = self._seen.setdefault(uuid, deque(maxlen=usage.REST_LOOKS))
         device = self._health.devices.get(uuid)
-        at_rest = not leased and all(p.pid in owned for p in sample.processes)
-        if device is None or not at_rest or uuid not in self._named or uuid in self._health.failed:
+        if (
+            device is None
+            or not usage.at_rest(listed, leased=leased)
+            or uuid not in self._named
+            or uuid in self._health.failed
+        ):
             seen.clear()
             return
-        seen.append(residue.unattributed(sample))
-        if len(seen) == LOOKS:
-            self._settle(device, sample, min(seen))
+        seen.append(usage.unlisted(sample.used, (entry.bytes for entry in listed)))
+        was = device.memory_reserved
+        found = usage.measured_again([*seen], sample.reserved, sample.total, was)
+        if found is not None:
+            self._settle(device, found)
 
-    def _settle(self, device: Device, sample: DeviceSample, size: int) -> None:
-        found, was = residue.reserved(sample, size), device.memory_reserved
-        if was - residue.slack(sample.total) <= found <= was:
-            return
+    def _settle(self, device: Device, found: int) -> None:
+        was = device.memory_reserved
         self._log.info(
             "GPU %d at rest: the driver keeps %s for itself (%s before)",
             device.index, format_bytes(found), format_bytes(was),

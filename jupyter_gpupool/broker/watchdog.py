@@ -4,32 +4,24 @@
 
 The guard keeps ordinary software within its slice. What goes around it (a cleared ``LD_PRELOAD``,
 the driver opened by its path) is seen here, a few samples late, and treated as ``overuse`` says.
+``pool/usage.py`` decides what counts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
 from typing import Collection, Mapping
 
 from ..config.settings import OverusePolicy
 from ..pool import events as e
+from ..pool import usage
 from ..pool.model import Refusal
 from ..units import format_bytes
 from .effects import DeviceEffects
 from .pages import ATTACHED, CLOSED, Pages
 from .runner import Runner
 from .sessions import Session
-
-#: Bytes beyond a slice that no kernel is blamed for: a part of the device, within bounds. The
-#: driver takes memory for the local arrays of every thread that can run at once, which no
-#: allocation asked for; the larger the device, the more. What it takes for each process that runs
-#: under the guard (its context, lazily loaded code) is explained by ``beyond``, and comes on top.
-LEAST_TOLERANCE, MOST_TOLERANCE, TOLERANCE_SHARE = 64 << 20, 512 << 20, 1 / 16
-
-#: Samples in a row that must agree: one may be of the moment between a suspend and its record.
-SAMPLES = 3
 
 #: Seconds for which the gate stays closed for a suspend that does not begin.
 PATIENCE, POLL = 5.0, 0.02
@@ -69,20 +61,11 @@ class Watchdog:
         if record is None or session.id in self._effects.busy or session.forced:
             return
         granted = {piece.device: piece.bytes for piece in record.slices}
-        over = 0
-        for device, size in used.items():
-            more = size - granted.get(device, 0) - use.explained.get(device, 0)
-            if more > self._tolerance(device):
-                over += more
-        use.overuse = over
-        use.overused = use.overused + 1 if over else 0
-        if use.overused == SAMPLES:
-            self._act(session, used, granted, over)
-
-    def _tolerance(self, device: str) -> float:
-        sample = self._effects.samples.get(device)
-        share = sample.total * TOLERANCE_SHARE if sample is not None else 0
-        return min(max(LEAST_TOLERANCE, share), MOST_TOLERANCE)
+        totals = {uuid: sample.total for uuid, sample in self._effects.samples.items()}
+        use.overuse = usage.overuse(used, granted, use.explained, totals)
+        use.overused, act = usage.confirmed(use.overused, use.overuse)
+        if act:
+            self._act(session, used, granted, use.overuse)
 
     def _act(
         self, session: Session, used: Mapping[str, int], granted: Mapping[str, int], over: int
@@ -161,11 +144,8 @@ class Watchdog:
 
     def _ask_for_more(self, session: Session, used: Mapping[str, int]) -> None:
         record = self._runner.record(session.id)
-        if record is None or not used:
-            return
-        memory = max(record.request.memory, *used.values())
-        request = replace(record.request, memory=memory, limit=max(memory, record.request.limit))
-        if request == record.request:
+        request = usage.larger_request(record.request, used) if record is not None else None
+        if request is None:
             return
         rid = f"w{session.id}"
 

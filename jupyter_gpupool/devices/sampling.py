@@ -10,10 +10,10 @@ import logging
 from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
 
 from ..errors import DriverError
+from ..pool.usage import slack
 from .children import Child, ChildLost
 from .model import DeviceSample, ProcessMemory
 from .numbers import Numbers
-from .residue import slack
 
 #: Seconds that NVML may take for one look at the devices before its process is replaced.
 SAMPLE_TIMEOUT = 5.0

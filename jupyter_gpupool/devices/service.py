@@ -26,7 +26,8 @@ from typing import (
 
 from ..errors import DriverError, GPUPoolError
 from ..pool.model import Device
-from . import contexts, driver, landing, processes, residue
+from ..pool.usage import driver_share, unlisted
+from . import contexts, driver, landing, processes
 from .calls import SessionCalls
 from .children import Child, child_environment
 from .examiner import Examiner, Findings
@@ -272,7 +273,11 @@ class DeviceService:
         """Return what is in use on devices and nobody's; {} if NVML does not answer."""
         with contextlib.suppress(DriverError):
             samples = await self._sampler.sample(uuids)
-            return {s.uuid: residue.unattributed(s) for s in samples if not s.lost}
+            return {
+                s.uuid: unlisted(s.used, (p.bytes for p in s.processes))
+                for s in samples
+                if not s.lost
+            }
         return {}
 
     async def _set_reserved(self, before: Mapping[str, int]) -> None:
@@ -293,8 +298,9 @@ class DeviceService:
         with contextlib.suppress(DriverError):
             for sample in await self._sampler.sample([*before]):
                 size = max(before[sample.uuid], after.get(sample.uuid, 0))
+                share = driver_share(sample.reserved, size, sample.total)
                 self._devices[sample.uuid] = replace(
-                    self._devices[sample.uuid], memory_reserved=residue.reserved(sample, size)
+                    self._devices[sample.uuid], memory_reserved=share
                 )
 
     def _add(self, row: Mapping[str, Any]) -> None:

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from jupyter_gpupool.broker.beyond import AGREE, Beyond, allowance
+from jupyter_gpupool.broker.beyond import Beyond
 from jupyter_gpupool.devices.model import DeviceSample, ProcessId, ProcessMemory
 from jupyter_gpupool.guard.page import Reading, Slot
 from jupyter_gpupool.pool.model import Device, Slice
+from jupyter_gpupool.pool.usage import AGREE, excused
 
 from . import kit
 from .kit import MiB, wait_until
@@ -149,5 +150,5 @@ def test_list_that_lacks_memory_makes_no_context_cheap(rule):
 
 def test_only_so_much_of_a_process_is_explained(rule):
     look(*rule, 1000, 100)
-    assert rule[1].use.explained == {"G": allowance(2048 * MiB)}
-    assert allowance(80 << 30) == 1 << 30
+    assert rule[1].use.explained == {"G": excused(2048 * MiB)}
+    assert excused(80 << 30) == 1 << 30

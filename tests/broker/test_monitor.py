@@ -113,49 +113,37 @@ def test_without_anything_new_the_pool_is_not_told(monkeypatch):
 #: Of a device of 1600 bytes NVML calls 20 reserved, and the broker measured 80 more.
 TOTAL, RESERVED, KEPT = 1600, 20, 80
 
-#: Processes of a session that is attached, of one that is suspended, and of nobody.
-ATTACHED, SUSPENDED, STRANGER = 11, 12, 13
+#: Processes of sessions that are attached, suspended, landing; and of nobody.
+ATTACHED, SUSPENDED, LANDING, STRANGER = 11, 12, 13, 14
 
 
 @pytest.mark.parametrize(
-    ("used", "listed", "granted", "foreign"),
+    ("used", "listed", "granted", "want"),
     [
-        (70, {}, {}, 0),
-        (100, {}, {}, 20),
-        (120, {STRANGER: 50}, {}, 50),
-        (150, {STRANGER: 70}, {}, 70),
-        (250, {ATTACHED: 150}, {"a": 300}, 0),
-        (430, {ATTACHED: 150}, {"a": 300}, 100),
-        (400, {ATTACHED: 150}, {"a": 150}, 170),
-        (150, {STRANGER: 40}, {"a": 300}, 40),
-        (60, {SUSPENDED: 500}, {}, 0),
-        (60, {STRANGER: 500}, {}, 60),
-        (250, {SUSPENDED: 500, ATTACHED: 200}, {"a": 300}, 0),
-        (90, {SUSPENDED: 5}, {}, 10),
-        (500, {SUSPENDED: 420}, {}, 420),
+        (500, {ATTACHED: 150, STRANGER: 50}, {"a": 300}, (170, {"a": 150}, {"a": 150})),
+        (500, {ATTACHED: 150, -STRANGER: 50}, {"a": 300}, (170, {"a": 150}, {"a": 150})),
+        (200, {STRANGER: 50}, {"b": 100}, (50, {"b": 90}, {})),
+        (100, {-STRANGER: 100}, {"c": 100}, (0, {"c": 0}, {})),
+        (200, {SUSPENDED: 120}, {}, (120, {}, {"s": 120})),
+        (200, {LANDING: 120}, {}, (0, {}, {})),
     ],
     ids=[
-        "the driver's own",
-        "more than that",
-        "a listed process beside it",
-        "a listed process with all of it",
-        "a context that the list lacks",
-        "more than a context",
-        "beyond a slice that is full",
-        "unlisted sessions are covered by their slices",
-        "a list that is older than the figures",
-        "nobody has more than is in use",
-        "an old list beside an attached session",
-        "what is left of a suspended one",
-        "a suspended session that has memory again",
+        "a listed stranger",
+        "a number of the host's",
+        "what its guard counts",
+        "one that has not called cuInit",
+        "a suspended one that has memory again",
+        "one that is about to be moved to its slice",
     ],
 )
-def test_memory_in_use_is_the_sessions_the_drivers_or_foreign(
-    monkeypatch, used, listed, granted, foreign
-):
+def test_a_sample_is_attributed_by_what_the_broker_knows(monkeypatch, used, listed, granted, want):
     monkeypatch.setattr(monitoring, "identify", lambda pid: ProcessId(pid, 1))
     runner = Runner()
-    runner.sessions = SimpleNamespace(find=lambda _: None)
+    sessions = {
+        name: SimpleNamespace(id=name, cuda=name != "c", landing=("G0",) if name == "l" else ())
+        for name in "abcsl"
+    }
+    runner.sessions = SimpleNamespace(find=sessions.get)
     runner.send(
         e.DeviceAppeared,
         device=Device(
@@ -168,13 +156,12 @@ def test_memory_in_use_is_the_sessions_the_drivers_or_foreign(
         return a_monitor(runner)
 
     monitor = asyncio.run(made())
-    monitor._known = {ProcessId(ATTACHED, 1): "a", ProcessId(SUSPENDED, 1): "s"}
+    owners = {ATTACHED: "a", SUSPENDED: "s", LANDING: "l", STRANGER: None}
+    monitor._known = {ProcessId(pid, 1): owner for pid, owner in owners.items()}
     shown = tuple(ProcessMemory(pid, size) for pid, size in listed.items())
-    free = TOTAL - RESERVED - used
-    use = monitor._attribute(DeviceSample("G0", TOTAL, used, RESERVED, free, shown), granted, {})
-    assert use.foreign == foreign
-    # Whoever has no slice is not accused of more than there can be.
-    assert use.shown.get("s", 0) <= max(0, used - listed.get(ATTACHED, 0) - KEPT)
+    sample = DeviceSample("G0", TOTAL, used, RESERVED, TOTAL - RESERVED - used, shown)
+    found = monitor._attribute(sample, granted, {"b": {"G0": 90}})
+    assert (found.foreign, found.footprints, found.shown) == want
 
 
 def test_a_restore_waits_for_all_of_its_state_also_where_that_is_more_than_the_pool_gives():

@@ -14,10 +14,11 @@ import signal
 
 import pytest
 
-from jupyter_gpupool.devices import processes, residue
+from jupyter_gpupool.devices import processes
 from jupyter_gpupool.devices.calls import SessionCalls
 from jupyter_gpupool.devices.children import ChildLost
 from jupyter_gpupool.errors import DriverError
+from jupyter_gpupool.pool.usage import slack
 
 MiB = 1 << 20
 SESSION = "s1"
@@ -61,7 +62,7 @@ async def test_what_a_device_holds_before_the_first_session_is_the_drivers(emula
     machine.faults.set("residue", device=0, bytes="100MiB")
     async with machine.started() as (service, devices):
         assert [d.tier for d in devices] == ["unguarded"] * 2
-        assert devices[0].memory_reserved == 100 * MiB + residue.slack(1 << 30)
+        assert devices[0].memory_reserved == 100 * MiB + slack(1 << 30)
         assert devices[1].memory_reserved == 0
         machine.faults.clear()
     # What is in use when a broker comes back may be a session's: the earlier word stands.
@@ -75,7 +76,7 @@ async def test_what_no_driver_keeps_is_not_taken_for_its_own(emulated):
     machine = emulated(ONE)
     machine.faults.set("residue", bytes="600MiB")
     async with machine.started() as (_, devices):
-        assert devices[0].memory_reserved == 128 * MiB + residue.slack(1 << 30)
+        assert devices[0].memory_reserved == 128 * MiB + slack(1 << 30)
 
 
 async def test_a_resume_reserves_what_a_list_does_not_show(emulated):

@@ -36,6 +36,7 @@ FORBIDDEN = {
 ORDER = [
     "model",
     "turns",
+    "usage",
     "events",
     "lease",
     "queue",

@@ -1,0 +1,318 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Whose GPU memory is whose: what the driver's figures say of sessions, the driver and others.
+
+Plain functions over plain values; the broker reads the figures and acts on the answers. Sizes are
+bytes on one device unless a mapping names the devices. Four questions, in this order:
+
+* *Attribution* (:func:`attribute`): which part of the used memory belongs to which session, which
+  to the driver, and which to processes outside the pool.
+* *The driver's own memory* (:func:`unlisted`, :func:`driver_share`, :func:`measured_again`): what
+  is in use and no process's. Nobody can give it back, so it must not count as foreign: a request
+  for a whole device would wait without end.
+* *Overhead* (:class:`Overhead`): what the driver takes for one process beyond what the guard has
+  charged. The guard charges a constant for a context (one self-test measured it) and the bytes that
+  the program allocates. Contexts differ, and code is loaded lazily, 200 to 800 MiB for cuBLAS,
+  cuDNN or Triton. A comparison of the driver's figure with the guard's shows how much.
+* *Overuse* (:func:`overuse`, :func:`confirmed`, :func:`larger_request`): which session has more
+  than it was granted, from when on that counts, and which request would cover it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Collection, Iterable, Mapping, Sequence
+
+from .model import MiB, Request
+
+# ---------------------------------------------------------------------- attribution
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One process in the driver's list for a device."""
+
+    #: None where the driver does not know.
+    bytes: int | None
+    #: The session that it belongs to; None: no session's.
+    session: str | None = None
+    #: False: its number is of another PID namespace (a container lists the host's numbers), and
+    #: nobody can tell which process it is.
+    known: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the driver shows of one device."""
+
+    used: int
+    listed: Sequence[Listed] = ()
+    #: Bytes that the driver takes by itself beyond what it calls reserved: the device's capacity
+    #: does not contain them.
+    driver: int = 0
+    #: What a process's first context takes there.
+    context: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A session that has a slice of the device."""
+
+    granted: int
+    #: What the guard in its processes counts; 0 without a guard.
+    counted: int = 0
+    #: False: no process of it has called cuInit.
+    cuda: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """The memory of one device, by whom it is used."""
+
+    #: Bytes of processes that are outside the pool.
+    foreign: int
+    #: Bytes of sessions that have a slice there; absent where nobody can tell.
+    footprints: Mapping[str, int] = field(default_factory=dict)
+    #: Bytes of sessions by the driver's word alone, with a slice or without.
+    shown: Mapping[str, int] = field(default_factory=dict)
+
+
+def attribute(
+    observed: Observed, holders: Mapping[str, Holder], landing: Collection[str] = ()
+) -> Attribution:
+    """Split a device's used bytes into the sessions', the driver's and everybody else's.
+
+    ``holders`` are the sessions with a slice of the device. ``landing`` are sessions whose
+    processes take their first context there before they are moved to their slice; the device's
+    capacity does not contain the room for these contexts.
+
+    Each byte is used up once, in this order:
+
+    1. Listed bytes of a session with a slice are that session's.
+    2. Used bytes that the list does not explain lie in the slices, up to the grants: the whole
+       slice of a session that is not listed, one context of a session that is. A process listed
+       under a number of another PID namespace counts as not listed: it may be a session's.
+    3. The rest, and what suspended sessions still show, is the driver's own, up to ``driver``.
+    4. What remains is foreign, as are the listed bytes of processes without a session.
+
+    The list may be older than the figures: nobody has more than is in use.
+
+    A session's footprint is the larger of what the driver shows and what its guard counts. The
+    driver sees what it takes by itself, and does not see processes of other PID namespaces; the
+    guard counts before it asks the driver, and so is never behind. But the guard's count is written
+    by the session's own processes: it is believed within the slice and for no byte beyond, because
+    that byte would be taken from everybody else.
+    """
+    named: dict[str, int] = {}
+    listed = 0
+    for entry in observed.listed:
+        if entry.bytes is None or not entry.known:
+            continue
+        listed += entry.bytes
+        if entry.session is not None:
+            named[entry.session] = named.get(entry.session, 0) + entry.bytes
+    strangers = listed - sum(named.values())
+    footprints = {name: size for name, size in named.items() if name in holders}
+    # No slice covers these. (The pool itself counts what a session has beyond its slice.)
+    left = {n: size for n, size in named.items() if n not in holders and n not in landing}
+    in_slices = sum(
+        min(observed.context, max(0, holder.granted - footprints[name]))
+        if name in footprints
+        else holder.granted
+        for name, holder in holders.items()
+    )
+    beside = max(0, observed.used - sum(footprints.values()))
+    loose = min(
+        sum(left.values()) + max(0, observed.used - listed - in_slices), max(0, beside - strangers)
+    )
+    foreign = min(strangers, beside) + max(0, loose - observed.driver)
+    most = max(0, beside - strangers - observed.driver)
+    shown = {**footprints, **{name: min(size, most) for name, size in left.items()}}
+    for name, holder in holders.items():
+        if name not in footprints and holder.cuda is False:
+            # It holds nothing: its slice can be taken without host memory.
+            footprints[name] = 0
+        counted = min(holder.counted, holder.granted)
+        if counted or name in footprints:
+            footprints[name] = max(counted, footprints.get(name, 0))
+    return Attribution(foreign, footprints, shown)
+
+
+# ---------------------------------------------------------------------- the driver's own memory
+
+#: More than this is not the driver's, but memory of processes that it does not list: bytes, and
+#: the device divided by so much.
+DRIVER_MOST, DRIVER_PART = 1 << 30, 8
+
+#: By so much may the driver's own memory differ from one look to the next, at most this part.
+SLACK, SLACK_PART = 64 * MiB, 256
+
+#: Looks in a row at a device at rest that must agree: a process that has just ended may still show.
+REST_LOOKS = 3
+
+
+def unlisted(used: int, sizes: Iterable[int | None]) -> int:
+    """Return the used bytes that the list of ``sizes`` gives to no process.
+
+    0 where a process is listed without its bytes: they may be all of these.
+    """
+    known = [*sizes]
+    if None in known:
+        return 0
+    return max(0, used - sum(size or 0 for size in known))
+
+
+def slack(total: int) -> int:
+    """Return by how much the driver's own memory may vary on a device of ``total`` bytes."""
+    return min(SLACK, total // SLACK_PART)
+
+
+def driver_share(reserved: int, residue: int, total: int) -> int:
+    """Return the bytes of a device that are the driver's.
+
+    ``reserved`` is what the driver itself says, ``residue`` what is in use and no process's. Room
+    to vary comes on top, except where the driver shows none at all, neither before nor after a
+    context was made: such a driver is exact.
+    """
+    kept = reserved + min(residue, DRIVER_MOST, total // DRIVER_PART)
+    return kept + slack(total) if kept else 0
+
+
+def at_rest(listed: Iterable[Listed], *, leased: bool) -> bool:
+    """Return whether used memory of a device that no process has must be the driver's.
+
+    No session may have a slice there (``leased``), and nobody else a process; what suspended
+    sessions still show is listed as theirs.
+    """
+    return not leased and all(entry.session is not None for entry in listed)
+
+
+def measured_again(looks: Sequence[int], reserved: int, total: int, was: int) -> int | None:
+    """Return the bytes that are the driver's, measured at rest; None if they are as before.
+
+    ``looks`` are the latest figures of :func:`unlisted`, ``was`` what has counted so far. The
+    driver's own memory grows in weeks of kernels that come and go; measured only once, the growth
+    would count as foreign. A little less than before is no news: it comes and goes.
+    """
+    if len(looks) < REST_LOOKS:
+        return None
+    found = driver_share(reserved, min(looks[-REST_LOOKS:]), total)
+    return None if was - slack(total) <= found <= was else found
+
+
+# ---------------------------------------------------------------------- overhead of a process
+
+#: Looks in a row that must agree: between the driver's figure and the guard's, the program runs on.
+AGREE = 3
+
+#: Bytes of one process that count as the driver's own and not as overuse: at most ``EXCUSED_MOST``
+#: and the device divided by ``EXCUSED_PART``, but not less than ``EXCUSED_LEAST``.
+EXCUSED_LEAST, EXCUSED_MOST, EXCUSED_PART = 64 * MiB, 1 << 30, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """What the driver takes for one process on one device beyond the guard's charge."""
+
+    #: Bytes of its context, seen while the process had nothing else. None: never seen alone.
+    context: int | None = None
+    #: The latest figures of the process with nothing but its context, at most 2.
+    alone: tuple[int, ...] = ()
+    #: The latest figures of what is beyond charge and context, at most AGREE.
+    seen: tuple[int, ...] = ()
+    #: What AGREE looks in a row have agreed on.
+    learnt: int = 0
+
+    def look(
+        self, constant: int, counted: int, shown: int, *, complete: bool
+    ) -> tuple[Overhead, int]:
+        """Take note of a look; return what is known now, and the bytes that this look shows beyond.
+
+        The guard has charged ``constant`` for the context and ``counted`` in all, the driver shows
+        ``shown``. ``complete``: the driver's list accounts for all that is in use, so that less
+        than the charge is true.
+        """
+        context = self.context
+        alone: tuple[int, ...] = ()
+        if constant and counted == constant and (complete or shown >= constant):
+            alone = (*self.alone, shown)[-2:]
+            if len(alone) == 2 and alone[0] == alone[1]:
+                context = shown
+        known = replace(self, context=context, alone=alone)
+        correction = known.correction(constant)
+        more = max(0, shown - counted - correction)
+        seen = (*self.seen, more)[-AGREE:]
+        learnt = min(seen) if len(seen) == AGREE else self.learnt
+        return replace(known, seen=seen, learnt=learnt), more + max(0, correction)
+
+    def correction(self, constant: int) -> int:
+        """Return by how much its context takes more than was charged (less: negative)."""
+        return self.context - constant if self.context is not None and constant else 0
+
+    def beyond(self, constant: int) -> int:
+        """Return the bytes beyond the charge that are a part of its slice (less: negative)."""
+        return self.learnt + self.correction(constant)
+
+
+def complete(observed: Observed) -> bool:
+    """Return whether the list accounts for all that is in use."""
+    sizes = [entry.bytes for entry in observed.listed]
+    return bool(sizes) and unlisted(observed.used, sizes) <= observed.driver
+
+
+def excused(total: int) -> int:
+    """Return the most that the driver may take for one process on a device of ``total`` bytes."""
+    return max(EXCUSED_LEAST, min(EXCUSED_MOST, total // EXCUSED_PART))
+
+
+# ---------------------------------------------------------------------- overuse
+
+#: Bytes beyond a slice that no kernel is blamed for: a part of the device, within bounds. The
+#: driver takes memory for the local arrays of every thread that can run at once, which no
+#: allocation asked for; the larger the device, the more. What the driver takes for each process
+#: (see :class:`Overhead`) is explained there, and comes on top.
+TOLERATED_LEAST, TOLERATED_MOST, TOLERATED_PART = 64 * MiB, 512 * MiB, 16
+
+#: Samples in a row that must agree: one may be of the moment between a suspend and its record.
+SAMPLES = 3
+
+
+def tolerated(total: int) -> int:
+    """Return the bytes beyond a slice for which no kernel is blamed; ``total`` 0: not known."""
+    return min(max(TOLERATED_LEAST, total // TOLERATED_PART), TOLERATED_MOST)
+
+
+def overuse(
+    used: Mapping[str, int],
+    granted: Mapping[str, int],
+    explained: Mapping[str, int],
+    totals: Mapping[str, int],
+) -> int:
+    """Return by how many bytes a session is beyond its slices, over all devices.
+
+    All arguments are bytes by device: what the driver shows of the session, its slices, what the
+    driver takes for its processes by itself, and the devices' sizes. What is tolerated on one
+    device does not make up for more on another.
+    """
+    over = 0
+    for device, size in used.items():
+        more = size - granted.get(device, 0) - explained.get(device, 0)
+        if more > tolerated(totals.get(device, 0)):
+            over += more
+    return over
+
+
+def confirmed(samples: int, over: int) -> tuple[int, bool]:
+    """Return the samples in a row that show overuse, and whether it is time to act: once.
+
+    ``samples`` is the number before this sample, which shows ``over`` bytes.
+    """
+    samples = samples + 1 if over else 0
+    return samples, samples == SAMPLES
+
+
+def larger_request(request: Request, used: Mapping[str, int]) -> Request | None:
+    """Return the request that covers what a session uses by device; None if its own one does."""
+    memory = max(request.memory, *used.values()) if used else request.memory
+    found = replace(request, memory=memory, limit=max(memory, request.limit))
+    return None if found == request else found
