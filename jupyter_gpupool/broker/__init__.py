@@ -9,7 +9,8 @@ Layout, in the order a message travels::
     auth        peer credentials -> Owner; who may see and do what
     handlers    requests -> pool events; answers
     agents      the same, for what kernels' agents say; wishes: for what people ask of a session
-    requests    what may be asked for
+    requests    what a message asks for
+    homes       the devices that kernels see before they have a slice
     lives       processes that die, agents that go away, waits that end
     runner      the loop: event -> Pool -> journal -> actions
     effects     Attach and Suspend: the agent's consent, then the driver; results -> events

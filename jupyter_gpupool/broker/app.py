@@ -48,6 +48,7 @@ from .ending import Ending, Stopped
 from .guarding import Guarding
 from .handlers import Handlers
 from .health import Health
+from .homes import Homes
 from .host import Host
 from .hostroom import HostRoom
 from .journal import Journal
@@ -301,8 +302,9 @@ class BrokerApp:
             journal_note=self.journal_note,
         )  # fmt: skip
         snapshots.settings = settings
+        homes = Homes(runner, snapshots.recent)
         self.handlers = Handlers(
-            runner, access, snapshots, attach=settings.attach, environment=kernel_env,
+            runner, access, snapshots, homes, attach=settings.attach, environment=kernel_env,
             max_sessions=settings.max_sessions_per_user, log=_LOG,
         )  # fmt: skip
         snapshots.limited = service.limit
@@ -317,7 +319,7 @@ class BrokerApp:
         self.runner, self.effects, self.snapshots = runner, effects, snapshots
         self.guarding = Guarding(
             runner, effects, handlers=self.handlers, monitor=self.monitor, snapshots=snapshots,
-            settings=settings, log=_LOG,
+            homes=homes, settings=settings, log=_LOG,
         )  # fmt: skip
         self.guarding.start(
             self.path, journal.path.with_suffix(".guard"), devices, service,

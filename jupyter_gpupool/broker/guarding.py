@@ -22,6 +22,7 @@ from .beyond import Beyond
 from .effects import DeviceEffects
 from .guards import Guards
 from .handlers import Handlers
+from .homes import Homes
 from .landing import Landings
 from .monitor import Monitor
 from .pages import ATTACHED, Pages, page_folder
@@ -48,6 +49,7 @@ class Guarding:
         handlers: Handlers,
         monitor: Monitor,
         snapshots: Snapshots,
+        homes: Homes,
         settings: BrokerSettings,
         log: logging.Logger,
     ) -> None:
@@ -56,6 +58,7 @@ class Guarding:
         self._handlers = handlers
         self._monitor = monitor
         self._snapshots = snapshots
+        self._homes = homes
         self._log = log
         self._problem = ""
         self.settings = settings
@@ -100,7 +103,7 @@ class Guarding:
         self.rooms = Rooms(runner, pages, activity)
         guards = Guards(
             runner, pages, activity,
-            rooms=self.rooms, home_devices=self._snapshots.home_devices, log=self._log,
+            rooms=self.rooms, homes=self._homes, log=self._log,
         )  # fmt: skip
         guards.landings = self.landings = Landings(runner, self._effects, service, pages, self._log)
         watchdog = Watchdog(runner, self._effects, pages, self._log, policy=settings.overuse)
@@ -212,31 +215,6 @@ class Guarding:
     # ------------------------------------------------------------------ after a sample
 
     def _sampled(self) -> None:
-        self.refresh_homes()
         if self.pages is not None:
+            self._homes.refresh(self.pages, self.activity)
             self.rooms.refresh()
-
-    def refresh_homes(self) -> None:
-        """Let sessions that have not called cuInit see devices with room for them.
-
-        A process is bound to the devices that it sees when it calls cuInit, and that needs no
-        lease; so they should be those where it would get one.
-        """
-        if self.pages is None:
-            return
-        for session in self._runner.sessions:
-            record = self._runner.record(session.id)
-            if (
-                session.page is None
-                or record is None
-                or record.state != "detached"
-                or record.suspended
-                or record.bound
-            ):
-                continue
-            better = self._snapshots.better_home(record.request, session.home)
-            if better is None:
-                continue
-            reading = self.activity.read(session)
-            if reading is not None and not reading.cuda:
-                self.pages.set_home(session, better)

@@ -15,10 +15,11 @@ from typing import Callable
 from ..errors import RefusedError
 from ..guard.page import SLOT_CUDA
 from ..pool import events as e
-from ..pool.model import Refusal, Request, SessionRecord
+from ..pool.model import Refusal, SessionRecord
 from ..protocol import Message
 from .activity import Activity
 from .connection import Connection
+from .homes import Homes
 from .landing import Landings
 from .pages import ATTACHED, Pages
 from .rooms import Rooms
@@ -58,14 +59,14 @@ class Guards:
         activity: Activity,
         *,
         rooms: Rooms,
-        home_devices: Callable[[Request], tuple[str, ...]],
+        homes: Homes,
         log: logging.Logger,
     ) -> None:
         self._runner = runner
         self._pages = pages
         self._activity = activity
         self._rooms = rooms
-        self._home_devices = home_devices
+        self._homes = homes
         self._vain = Vain(pages)
         self._log = log
         #: Moves processes to their slice; None where no driver call can be made.
@@ -230,12 +231,7 @@ class Guards:
         """A process settles on its devices now, and mostly asks for the lease a moment later."""
         record = self._runner.record(session.id)
         if record is not None and record.state == "detached" and not self._settled(session, record):
-            devices = self._runner.pool.preferred(session.id)
-            if not devices and len(session.home) != record.request.devices:
-                # It asked for another number since, and must not settle on the old one.
-                devices = self._home_devices(record.request)
-            if devices:
-                self._pages.set_home(session, devices)
+            self._pages.set_home(session, self._homes.now(record, session.home))
         connection.answer(message.get("id"))
 
     def _page_now(self, connection: Connection, session: Session, message: Message) -> None:

@@ -15,6 +15,7 @@ from ..config.settings import usable_attach
 from ..errors import RefusedError
 from ..pool import events as e
 from ..pool.model import AttachPolicy, Refusal
+from ..pool.unasked import blame_default, default_request, fit_unasked
 from ..protocol import READS, VERSION, Message, encode
 from . import processes
 from .accounts import POINTS_PER_SECOND
@@ -25,11 +26,13 @@ from .dispatch import Dispatcher
 from .door import connection_limit
 from .guards import Guards
 from .history import MAX_ROWS, History, Page, Query
+from .homes import Homes
+from .homes import environment as home_environment
 from .journal import Row
 from .lives import Lives
 from .pages import Pages, environment
 from .records import request_to_json
-from .requests import MAX_NAME, blame_default, default_request, fit_unasked, read_request
+from .requests import MAX_NAME, named, read_request
 from .runner import Runner, refused
 from .sessions import Session
 from .shown import Shown
@@ -63,6 +66,7 @@ class Handlers:
         runner: Runner,
         access: Access,
         snapshots: Snapshots,
+        homes: Homes,
         *,
         attach: AttachPolicy,
         max_sessions: int,
@@ -102,6 +106,7 @@ class Handlers:
         #: When (loop time) somebody last connected.
         self.last_connection = asyncio.get_running_loop().time()
         self._snapshots = snapshots
+        self._homes = homes
         self._connections: set[Connection] = set()
         self._watchers: set[Connection] = set()
         self._most_connections = connection_limit()
@@ -238,9 +243,11 @@ class Handlers:
         settings, fields = self.runner.pool.settings, message.get("request", {})
         request = read_request(default_request(settings), fields)
         capacities = self._snapshots.capacities()
-        request = fit_unasked(request, fields, settings, owner.name, capacities)
+        asked = named(fields)
+        request = fit_unasked(request, asked, settings, owner.name, capacities)
         session, token = self.sessions.new(owner, peer.uid, message["kernel_id"][:MAX_NAME])
-        env = {**self.environment, **self._snapshots.home(request)}
+        session.home = self._homes.first(request)
+        env = {**self.environment, **home_environment(session.home)}
         guarded = self._guard_environment(session, env, request.limit)
         if not guarded:
             # Without a page nobody would ask at the first call.
@@ -261,7 +268,7 @@ class Handlers:
             self.sessions.remove(session.id)
             if self.pages is not None:
                 self.pages.remove(session)
-            refusal = blame_default(outcome[0][0], fields)
+            refusal = blame_default(outcome[0][0], asked)
             note_refusal(self.runner, None, "open", refusal, owner=owner.name)
             raise refused(refusal)
         session.opener = connection

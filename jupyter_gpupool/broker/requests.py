@@ -4,29 +4,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Iterable, Mapping, cast, get_args
+from typing import Any, Mapping, cast, get_args
 
 from ..errors import ProtocolError, RefusedError
-from ..pool.model import Hold, HoldKind, PoolSettings, Refusal, Request
+from ..pool.model import Hold, HoldKind, Request
+from ..pool.unasked import changed_request
 from ..protocol import MAX_HOLDS
 
 #: Characters of a name that a client chooses.
 MAX_NAME = 200
 
-#: Codes of refusals that are about how much memory was asked for.
-_ABOUT_SIZE = frozenset({"over-kernel-limit", "over-device", "over-quota", "over-host"})
-
 _HOLD_KINDS = frozenset(get_args(HoldKind))
-
-
-def default_request(settings: PoolSettings) -> Request:
-    """Return what a kernel gets that does not ask."""
-    return Request(
-        memory=settings.default_memory,
-        limit=settings.default_limit,
-        priority=settings.default_priority,
-    )
 
 
 def read_request(base: Request, fields: Mapping[str, Any]) -> Request:
@@ -54,52 +42,12 @@ def read_request(base: Request, fields: Mapping[str, Any]) -> Request:
         if not isinstance(priority, str):
             raise RefusedError("A priority class is a name.", code="bad-request")
         wanted["priority"] = priority
-    if "memory" in wanted and "limit" not in wanted:
-        # Who asks for memory alone and had no burst means just that memory.
-        plain = base.limit == base.memory
-        wanted["limit"] = wanted["memory"] if plain else max(base.limit, wanted["memory"])
-    return replace(base, **wanted)
+    return changed_request(base, wanted)
 
 
-def fit_unasked(
-    request: Request,
-    fields: Mapping[str, Any],
-    settings: PoolSettings,
-    owner: str,
-    capacities: Iterable[int],
-) -> Request:
-    """Return ``request`` with the sizes that ``fields`` does not name cut to what can be had.
-
-    Nobody asked for those, so a machine with smaller devices (``capacities``, in bytes) gives what
-    it has instead of refusing.
-    """
-    sizes = sorted((size for size in capacities if size), reverse=True)
-    if not 0 < request.devices <= len(sizes):
-        return request
-    most = sizes[request.devices - 1]
-    if settings.max_memory_per_kernel is not None:
-        most = min(most, settings.max_memory_per_kernel)
-    memory, limit = request.memory, request.limit
-    if fields.get("memory") is None:
-        memory = min(memory, most)
-    if fields.get("limit") is None:
-        quota = settings.quotas.get(owner) or settings.quotas.get("*")
-        if quota is not None and quota.memory is not None:
-            most = min(most, quota.memory // request.devices)
-        limit = max(memory, min(limit, most))
-    return replace(request, memory=memory, limit=limit)
-
-
-def blame_default(refusal: Refusal, fields: Mapping[str, Any]) -> Refusal:
-    """Return ``refusal`` of a new session, naming the option that asked if nobody else did."""
-    if fields.get("memory") is not None or refusal.code not in _ABOUT_SIZE:
-        return refusal
-    return replace(
-        refusal,
-        message=f"{refusal.message} Nobody asked for that size: it is c.GPUPool.default_memory.",
-        next_step="Ask for less memory in the kernelspec, or have an admin lower "
-        "c.GPUPool.default_memory.",
-    )
+def named(fields: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the fields that somebody has given a value."""
+    return frozenset(name for name, value in fields.items() if value is not None)
 
 
 def read_hold_kind(kind: str) -> HoldKind:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Mapping
 from .. import __version__
 from ..config import BrokerSettings
 from ..config.differences import shown
-from ..pool.model import DeviceView, Owner, PoolView, Request, SessionRecord, SessionView
+from ..pool.model import DeviceView, Owner, PoolView, SessionRecord, SessionView
 from ..pool.quota import most_memory
 from . import host
 from .activity import Activity
@@ -28,18 +28,6 @@ from .sessions import Session
 
 if TYPE_CHECKING:
     from .maintenance import Maintenance
-
-#: CUDA's numbering of devices must be NVML's, or an index means two devices.
-_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-
-#: Defaults of frameworks that would take the whole device at their first use, or memory that cannot
-#: be suspended.
-_FRUGAL = {
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
-    # cudf.pandas uses managed memory by default, which the driver cannot suspend.
-    "CUDF_PANDAS_RMM_MODE": "async",
-}
 
 #: Seconds for which a view serves new kernels: a class of a hundred starts at ten o'clock.
 RECENT = 0.5
@@ -66,65 +54,30 @@ class Snapshots:
         self._emulated = emulated
         self.machine = machine
         self._journal_note = journal_note
-        #: How many kernels began on each device, to spread them.
-        self._homes: dict[str, int] = {}
         self._recent: PoolView | None = None
         #: What the guard tells; None where nobody runs under it.
         self.activity: Activity | None = None
 
-    # ------------------------------------------------------------------ for a new kernel
+    # ------------------------------------------------------------------ for kernels
 
-    def home(self, request: Request) -> dict[str, str]:
-        """Return the variables that show a new kernel its tentative devices."""
-        chosen = self.home_devices(request)
-        return {"CUDA_VISIBLE_DEVICES": ",".join(chosen), **_ORDER, **_FRUGAL}
-
-    def home_devices(self, request: Request) -> tuple[str, ...]:
-        """Return the devices to show to a kernel that has no slice, by UUID.
-
-        Those with room and the fewest kernels; never none, as the driver's "no device" answer
-        would stay with the process. The first attach corrects them.
-        """
-        devices = self._recent_view().devices
-        views = [v for v in devices if not v.drained_reason] or [*devices]
-        order = sorted(
-            views,
-            key=lambda v: (
-                v.capacity < request.memory,
-                v.free < request.memory,
-                self._homes.get(v.device.uuid, 0),
-                v.granted,
-                v.device.index,
-            ),
-        )
-        chosen = [v.device.uuid for v in order[: max(1, request.devices)]]
-        for uuid in chosen:
-            self._homes[uuid] = self._homes.get(uuid, 0) + 1
-        return tuple(chosen)
-
-    def better_home(self, request: Request, home: tuple[str, ...]) -> tuple[str, ...] | None:
-        """Return devices with room for ``request`` if those of ``home`` have none, else None."""
-        views = {view.device.uuid: view for view in self._recent_view().devices}
-        if all(uuid in views and _has_room(views[uuid], request) for uuid in home):
-            return None
-        free = [view for view in views.values() if _has_room(view, request)]
-        if len(free) < len(home):
-            return None
-        free.sort(key=lambda view: (self._homes.get(view.device.uuid, 0), view.device.index))
-        chosen = tuple(view.device.uuid for view in free[: len(home)])
-        for uuid in home:
-            self._homes[uuid] = max(0, self._homes.get(uuid, 0) - 1)
-        for uuid in chosen:
-            self._homes[uuid] = self._homes.get(uuid, 0) + 1
-        return chosen
+    def recent(self) -> PoolView:
+        """Return a view that may be RECENT seconds old: it reads all sessions."""
+        view = self._recent
+        if (
+            view is None
+            or view.settings is not self._runner.pool.settings
+            or self._runner.now() - view.now > RECENT
+        ):
+            view = self._recent = self._view()
+        return view
 
     def capacities(self) -> list[int]:
         """Return the bytes that each device can give at most."""
-        return [view.capacity for view in self._recent_view().devices]
+        return [view.capacity for view in self.recent().devices]
 
     def limits(self, owner: Owner) -> dict[str, Any]:
         """Return what a session of ``owner`` may ask for: ``memory`` per device, ``devices``."""
-        return self._limits(owner, self._recent_view())
+        return self._limits(owner, self.recent())
 
     def _limits(self, owner: Owner, view: PoolView) -> dict[str, Any]:
         settings = view.settings
@@ -207,17 +160,6 @@ class Snapshots:
 
     def _view(self) -> PoolView:
         return self._runner.pool.view(self._runner.now())
-
-    def _recent_view(self) -> PoolView:
-        """Return a view that may be RECENT seconds old: it reads all sessions."""
-        view = self._recent
-        if (
-            view is None
-            or view.settings is not self._runner.pool.settings
-            or self._runner.now() - view.now > RECENT
-        ):
-            view = self._recent = self._view()
-        return view
 
     def _device(self, view: DeviceView) -> dict[str, Any]:
         device = view.device
@@ -366,10 +308,6 @@ def _available() -> int | None:
         return host.available()
     except OSError:
         return None  # no descriptor is left, say
-
-
-def _has_room(view: DeviceView, request: Request) -> bool:
-    return not view.drained_reason and view.free >= request.memory
 
 
 def measured(record: SessionRecord, cuda: bool | None) -> int | None:

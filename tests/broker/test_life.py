@@ -37,6 +37,16 @@ def test_homes_are_spread_over_the_devices(broker, kernel):
     assert sorted(homes.count(d["uuid"]) for d in broker.status()["devices"]) == [2, 2]
 
 
+def test_kernels_that_have_ended_do_not_count_where_homes_are_spread(broker, kernel):
+    first, second = (kernel(name, launch=False) for name in ("first", "second"))
+    homes = [one.env["CUDA_VISIBLE_DEVICES"] for one in (first, second)]
+    assert len({*homes}) == 2
+    with broker.client() as client:
+        client.call("close", session=second.session)
+    wait_until(lambda: len(broker.status()["sessions"]) == 1, "the second one has ended")
+    assert kernel("third", launch=False).env["CUDA_VISIBLE_DEVICES"] == homes[1]
+
+
 def test_a_cell_holds_and_drops(broker, kernel):
     one = kernel("one")
     got = one.attach("c1")

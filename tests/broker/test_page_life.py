@@ -283,7 +283,7 @@ def test_questions_in_a_row_read_the_page_once():
             None,
             SimpleNamespace(read=read),
             rooms=None,
-            home_devices=None,
+            homes=None,
             log=logging.getLogger(),
         )
         for i in range(20):

@@ -37,6 +37,7 @@ ORDER = [
     "model",
     "turns",
     "usage",
+    "unasked",
     "events",
     "lease",
     "queue",
