@@ -16,7 +16,7 @@ from ..devices.service import DeviceService
 from ..errors import GPUPoolError
 from ..pool import events as e
 from ..pool.model import SessionRecord, Slice
-from ..pool.usage import slack
+from ..pool.usage import restore_room, slack, state_moved, state_to_move
 from ..units import format_bytes
 from . import processes
 from .activity import Activity
@@ -186,11 +186,9 @@ class DeviceEffects:
         held = {piece.device: piece.bytes for piece in record.suspended}
         need: dict[str, int] = {}
         for origin, piece in zip(action.origin, action.slices, strict=True):
-            # No more than was reserved: a state that fills a device leaves no room for headroom.
-            # But all of the state, also where that is more than the pool has to give.
-            state = held.get(origin, piece.bytes)
-            wanted = min(state + self._runner.pool.headroom(piece.device), max(state, piece.bytes))
-            need[piece.device] = need.get(piece.device, 0) + wanted
+            headroom = self._runner.pool.headroom(piece.device)
+            room = restore_room(held.get(origin, piece.bytes), piece.bytes, headroom)
+            need[piece.device] = need.get(piece.device, 0) + room
         return need
 
     async def _wait_for_room(self, slices: Sequence[Slice]) -> str:
@@ -390,31 +388,22 @@ class DeviceEffects:
         return yielded, "a cell has begun" if session.agent else "its agent went away"
 
     async def _footprint(self, session: Session, slices: Sequence[Slice]) -> dict[str, int]:
-        """Return the bytes that a suspend will move, by device: seen now, else the whole slice."""
+        """Return the bytes that a suspend will move, by device, as far as can be seen now."""
         try:
             samples = await self.sample()
         except GPUPoolError:
             samples = []  # the suspend itself will say what is wrong
         assert session.process is not None
-        ours: dict[str, int] = {}
+        shown: dict[str, int] = {}
         for sample in samples:
             for process in sample.processes:
                 if process.bytes and processes.descends(process.pid, session.process):
-                    ours[sample.uuid] = ours.get(sample.uuid, 0) + process.bytes
-        for uuid, size in session.use.counted.items():
-            # NVML does not name processes everywhere, and the guard does not count everything.
-            if size:
-                ours[uuid] = max(ours.get(uuid, 0), size)
-        if not ours and session.cuda is False:
-            return {}
-        # What nobody sees: under the guard, which counts every allocation, a context at most.
-        return {
-            piece.device: ours.get(piece.device)
-            or min(piece.bytes, self._devices.context_bytes(piece.device))
-            if session.page is not None
-            else ours.get(piece.device) or piece.bytes
-            for piece in slices
-        }
+                    shown[sample.uuid] = shown.get(sample.uuid, 0) + process.bytes
+        contexts = {piece.device: self._devices.context_bytes(piece.device) for piece in slices}
+        return state_to_move(
+            slices, shown, session.use.counted, contexts,
+            guarded=session.page is not None, cuda=session.cuda,
+        )  # fmt: skip
 
     def _done(
         self, action: e.Suspend, outcome: SuspendOutcome, before: Mapping[str, int] | None = None
@@ -422,13 +411,7 @@ class DeviceEffects:
         session = self._runner.sessions.find(action.session)
         suspended: tuple[Slice, ...] = ()
         if outcome.status == "suspended":
-            # Zero freed bytes is a device that NVML cannot tell about: then what was seen before.
-            suspended = tuple(
-                Slice(
-                    s.device, outcome.freed.get(s.device) or (before or {}).get(s.device, s.bytes)
-                )
-                for s in action.slices
-            )
+            suspended = state_moved(action.slices, outcome.freed, before or {})
         cuda = outcome.cuda
         if session is not None and (cuda is None or session.page is not None):
             cuda = session.cuda

@@ -3,7 +3,7 @@
 """Whose GPU memory is whose: what the driver's figures say of sessions, the driver and others.
 
 Plain functions over plain values; the broker reads the figures and acts on the answers. Sizes are
-bytes on one device unless a mapping names the devices. Four questions, in this order:
+bytes on one device unless a mapping names the devices. Five questions, in this order:
 
 * *Attribution* (:func:`attribute`): which part of the used memory belongs to which session, which
   to the driver, and which to processes outside the pool.
@@ -16,6 +16,8 @@ bytes on one device unless a mapping names the devices. Four questions, in this 
   cuDNN or Triton. A comparison of the driver's figure with the guard's shows how much.
 * *Overuse* (:func:`overuse`, :func:`confirmed`, :func:`larger_request`): which session has more
   than it was granted, from when on that counts, and which request would cover it.
+* *State* (:func:`state_to_move`, :func:`state_moved`, :func:`restore_room`): how many bytes a
+  suspend will move, how many it has moved, and how many must be free for the way back.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Collection, Iterable, Mapping, Sequence
 
-from .model import MiB, Request
+from .model import MiB, Request, Slice
 
 # ---------------------------------------------------------------------- attribution
 
@@ -316,3 +318,56 @@ def larger_request(request: Request, used: Mapping[str, int]) -> Request | None:
     memory = max(request.memory, *used.values()) if used else request.memory
     found = replace(request, memory=memory, limit=max(memory, request.limit))
     return None if found == request else found
+
+
+# ---------------------------------------------------------------------- state that is moved
+
+
+def state_to_move(
+    slices: Sequence[Slice],
+    shown: Mapping[str, int],
+    counted: Mapping[str, int],
+    contexts: Mapping[str, int],
+    *,
+    guarded: bool,
+    cuda: bool | None,
+) -> dict[str, int]:
+    """Return the bytes by device that a suspend will move; host memory is reserved for them.
+
+    ``shown`` is what the driver lists of the session, ``counted`` what its guard counts,
+    ``contexts`` what a context takes on each device, ``cuda`` whether it has called cuInit. The
+    driver does not list processes everywhere and the guard does not count everything, so the larger
+    figure is the better one. Where neither shows anything, a session under the guard, which counts
+    every allocation, has a context at most; any other may have its whole slice.
+    """
+    seen = {uuid: max(shown.get(uuid, 0), counted.get(uuid, 0)) for uuid in {*shown, *counted}}
+    if cuda is False and not any(seen.values()):
+        return {}
+    return {
+        piece.device: seen.get(piece.device)
+        or (min(piece.bytes, contexts.get(piece.device, 0)) if guarded else piece.bytes)
+        for piece in slices
+    }
+
+
+def state_moved(
+    slices: Sequence[Slice], freed: Mapping[str, int], before: Mapping[str, int]
+) -> tuple[Slice, ...]:
+    """Return the state that a suspend has moved off ``slices``, one part for each of them.
+
+    That is what it ``freed``. 0 freed bytes mean that the driver cannot tell: then it is what
+    :func:`state_to_move` said ``before``, else the whole slice.
+    """
+    return tuple(
+        Slice(s.device, freed.get(s.device) or before.get(s.device, s.bytes)) for s in slices
+    )
+
+
+def restore_room(state: int, granted: int, headroom: int) -> int:
+    """Return the bytes that a device must show as free before a restore of ``state`` is tried.
+
+    No more than was ``granted``: a state that fills a device leaves no room for ``headroom``. But
+    all of the state, also where that is more than the pool has to give: a restore that lacks room
+    costs the process.
+    """
+    return min(state + headroom, max(state, granted))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whose GPU memory is whose; the driver's own, a process's overhead, overuse. Plain values."""
+"""Whose GPU memory is whose; the driver's own, overhead, overuse, state. Plain values only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpupool.pool.model import GiB, MiB, Request
+from jupyter_gpupool.pool.model import GiB, MiB, Request, Slice
 from jupyter_gpupool.pool.usage import (
     AGREE,
     REST_LOOKS,
@@ -26,7 +26,10 @@ from jupyter_gpupool.pool.usage import (
     larger_request,
     measured_again,
     overuse,
+    restore_room,
     slack,
+    state_moved,
+    state_to_move,
     tolerated,
     unlisted,
 )
@@ -324,3 +327,55 @@ def test_larger_request_covers_what_is_used():
     assert larger_request(request, {"G0": 9}) == Request(memory=9, limit=9)
     assert larger_request(request, {"G0": 4}) is None
     assert larger_request(request, {}) is None
+
+
+# ---------------------------------------------------------------------- state that is moved
+
+SLICES = (Slice("G0", 300), Slice("G1", 200))
+
+
+@pytest.mark.parametrize(
+    ("shown", "counted", "guarded", "cuda", "want"),
+    [
+        ({"G0": 120, "G1": 30}, {"G0": 90, "G1": 80}, True, True, {"G0": 120, "G1": 80}),
+        ({}, {"G0": 90, "G1": 0}, True, True, {"G0": 90, "G1": 40}),
+        ({"G0": 120}, {}, False, None, {"G0": 120, "G1": 200}),
+        ({}, {}, False, True, {"G0": 300, "G1": 200}),
+        ({}, {"G0": 0, "G1": 0}, True, False, {}),
+        ({"G0": 5}, {}, True, False, {"G0": 5, "G1": 40}),
+        ({"G7": 5}, {}, True, False, {"G0": 40, "G1": 40}),
+    ],
+    ids=[
+        "the larger figure",
+        "under the guard a context at most",
+        "without the guard the whole slice",
+        "nobody sees anything",
+        "it has not called cuInit",
+        "it has not, and is listed all the same",
+        "it is listed elsewhere",
+    ],
+)
+def test_state_to_move_is_what_is_seen_else_the_most_that_there_can_be(
+    shown, counted, guarded, cuda, want
+):
+    contexts = {"G0": 40, "G1": 40}
+    found = state_to_move(SLICES, shown, counted, contexts, guarded=guarded, cuda=cuda)
+    assert found == want
+
+
+def test_state_to_move_is_at_most_a_small_slice_where_a_context_is_larger():
+    found = state_to_move((Slice("G0", 30),), {}, {}, {"G0": 40}, guarded=True, cuda=True)
+    assert found == {"G0": 30}
+
+
+def test_state_moved_is_what_came_free_else_what_was_seen_before_else_the_slice():
+    assert state_moved(SLICES, {"G0": 7}, {"G0": 5, "G1": 6}) == (Slice("G0", 7), Slice("G1", 6))
+    assert state_moved(SLICES, {"G0": 0}, {}) == SLICES
+
+
+@given(state=st.integers(0, 100), granted=st.integers(0, 100), headroom=st.integers(0, 50))
+def test_restore_has_room_for_all_of_its_state(state, granted, headroom):
+    room = restore_room(state, granted, headroom)
+    assert state <= room <= max(state, granted)
+    assert room <= state + headroom
+    assert room == state + headroom or granted < state + headroom
