@@ -21,6 +21,8 @@ acts for that reason. Acts of one connection are handled in their order; they ma
 ``queue``    push to a waiting agent: ``position``, ``length``, ``eta`` (or null), ``reason``
 ``lease``    push to an agent: ``state``, ``epoch``, ``slices``, ``reason``, ``pinned_reason``
 ``yield``    push to an agent: ``epoch``; the broker wants the slice, answer with ``yielded``
+``wanted``   push to an agent: somebody waits for its slice; until the lease is over, send
+             ``resting`` whenever no cell runs (now, or at the end of the last one that does)
 ``lost``     push to an agent: ``message``; the driver lost this session's device state
 ``notice``   push to an agent: ``message``; a sentence for the user, shown in the notebook
 ``refused``  push to an agent: ``what`` (``attach`` or ``grow``), ``code``, ``message``,
@@ -123,6 +125,8 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ---- its agent again
     # answer to a yield: did the agent give up the lease of this epoch? No answer.
     "yielded": ({"epoch": _COUNT, "yielded": Flag()}, {"cuda": Flag(null=True)}),
+    # after ``wanted``: no cell, and no widget callback, runs in the kernel. No answer.
+    "resting": ({}, {}),
     # ---- anybody who may act on the session (its agent may leave ``session`` out)
     # ok: request (as it is now), note
     "request": (

@@ -34,6 +34,7 @@ PRICES: Mapping[str, float] = {
     "page": 10.0,
     "land": 10.0,
     "yielded": 2.0,
+    "resting": 2.0,
     "request": 10.0,
     "release": 10.0,
     "keep": 10.0,

@@ -4,7 +4,8 @@
 
 All CUDA activity of a session is one hold, :data:`DEVICE_HOLD`. It is taken when a call waits for
 a lease (see ``guards``) or the gate was passed, and dropped when nothing was seen for
-``quiet_after`` seconds, no call is inside the driver and no graph is being recorded. One byte is
+``quiet_after`` seconds, no call is inside the driver and no graph is being recorded; or at once
+when somebody waits and the agent says that no cell runs (:meth:`Activity.resting`). One byte is
 read for each attached session and look; its whole page only if that byte says that something may
 have changed.
 """
@@ -27,6 +28,9 @@ DEVICE_HOLD = "device"
 
 #: Seconds between two looks at the gates.
 LOOK = 0.25
+
+#: Seconds between the two looks at a kernel in which no cell runs any more.
+SETTLE = 0.02
 
 #: Seconds without a CUDA call after which a graph that is being recorded counts as abandoned.
 ABANDONED = 120.0
@@ -242,11 +246,32 @@ class Activity:
             return
         if any(hold.id != DEVICE_HOLD for hold in record.holds):
             return
-        reading = self.read(session)
-        if reading is None or reading.inflight or reading.waiting or self.recording(session):
+        if not self._occupied(session):
+            self._touched(session)
+            self.drop(session)
+
+    def resting(self, session: Session) -> None:
+        """No cell of it runs any more, and somebody waits: idle, unless something goes on.
+
+        A thread that the cell has left behind may be between two calls: one look more, a moment
+        later, and whoever has called meanwhile is busy until the rounds say otherwise.
+        """
+        if session.use.held and not self._occupied(session):
+            self._touched(session)
+            asyncio.get_running_loop().call_later(SETTLE, self._settled, session)
+
+    def _settled(self, session: Session) -> None:
+        if self.attached.get(session.id) is not session or not session.use.held or session.forced:
             return
-        self._touched(session)
-        self.drop(session)
+        if self._pages.gate(session) != OPEN and not self._occupied(session):
+            self.drop(session)
+
+    def _occupied(self, session: Session) -> bool:
+        """Return whether a call is inside the driver, or waits, or a graph is being recorded."""
+        reading = self.read(session)
+        if reading is None:
+            return True
+        return bool(reading.inflight or reading.waiting) or self.recording(session)
 
     def drop(self, session: Session) -> None:
         """Drop the hold: nothing uses the device, or waits for it."""

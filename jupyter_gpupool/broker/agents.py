@@ -90,6 +90,8 @@ class Agents:
                 "limits": self._snapshots.limits(session.owner),
             },
         )
+        if session.wanted == record.epoch:
+            connection.send({"type": "wanted"})
 
     def hold(self, connection: Connection, message: Message) -> None:
         session = self.session_of(connection)
@@ -153,6 +155,11 @@ class Agents:
         elif message["yielded"]:
             # Too late: the suspend was given up, and the agent has its lease.
             self._runner.push_lease(session, "too late to yield")
+
+    def resting(self, connection: Connection, _message: Message) -> None:
+        session = self.session_of(connection)
+        if self.activity is not None:
+            self.activity.resting(session)
 
     def session_of(self, connection: Connection) -> Session:
         if connection.session is None:

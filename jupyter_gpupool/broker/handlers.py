@@ -122,6 +122,7 @@ class Handlers:
             "drop": self.agents.drop,
             "cancel": self.agents.cancel,
             "yielded": self.agents.yielded,
+            "resting": self.agents.resting,
             "request": self.wishes.request,
             "release": self.wishes.release,
             "keep": self.wishes.keep,

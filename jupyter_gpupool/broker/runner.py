@@ -285,6 +285,11 @@ class Runner:
                             "reason": action.reason,
                         }
                     )
+            case e.Wanted():
+                if session is not None:
+                    session.wanted = action.epoch
+                    if session.agent is not None:
+                        session.agent.send({"type": "wanted"})
             case e.Answer():
                 reply = self._replies.pop(action.rid, None)
                 if reply is not None:

@@ -106,6 +106,8 @@ class Session:
     page: Page | None = None
     #: The devices that its processes see before a lease.
     home: tuple[str, ...] = ()
+    #: The epoch of the lease for which somebody is known to wait; its agent tells when it rests.
+    wanted: int = -1
     #: Threads that wait at the gate and asked for a lease: the id of each one's request.
     guards: dict[Connection, int | None] = field(default_factory=dict)
     #: What its page said when it was last read; see ``activity``.

@@ -161,7 +161,8 @@ class GPUPool(Configurable):
     quiet_after = _option(
         Seconds(1.0),
         "Under 'lazy', a kernel that has made no CUDA call for so long, with none running, counts "
-        "as not using its GPU, whatever its cell does meanwhile.",
+        "as not using its GPU, whatever its cell does meanwhile. While somebody waits, the end of "
+        "its cell counts at once.",
         unit="seconds, or text such as '5s'",
         default="1",
         example="quiet_after = 5",
@@ -218,9 +219,10 @@ class GPUPool(Configurable):
     )
     max_swap_overhead = _option(
         Share(_POOL.max_swap_overhead, zero=True),
-        "The part of a GPU's time that suspending and resuming kernels may take while several "
-        "want it in turn: the more memory there is to move, the longer each of them stays. 0 takes "
-        "the bound away: who waits gets an idle slice at once, whatever moving it costs.",
+        "The part of the time that moving kernels may take while they contend for a GPU. A kernel "
+        "with short pauses stays until it has used its GPU for so long that its move is this part "
+        "of it. A kernel that computes nothing stays no longer than its move takes while somebody "
+        "waits. 0: who waits gets an idle slice at once, whatever moving it costs.",
         unit="number from 0 to below 1, or per cent such as '10%'",
         default="0.1",
         example="max_swap_overhead = 0.05",

@@ -127,6 +127,13 @@ class CellGate:
 
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> Any:
         """Run a cell with the slice held. ipykernel calls this for each execute request."""
+        key = self.link.begin_request()
+        try:
+            return await self._execute(code, silent, *args, **kwargs)
+        finally:
+            self._over(key)
+
+    async def _execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> Any:
         header = cell_header(code)
         plan = self.plan(code, silent, kwargs.get("cell_meta"), header)
         if plan == "pass":
@@ -184,7 +191,11 @@ class CellGate:
     async def comm_msg(self, stream: Any, ident: Any, message: Any) -> Any:
         """Run a widget callback with the slice held. ipykernel calls this for each comm_msg."""
         if self.lazy:
-            return await _result(self._originals["comm_msg"](stream, ident, message))
+            key = self.link.begin_request()
+            try:
+                return await _result(self._originals["comm_msg"](stream, ident, message))
+            finally:
+                self._over(key)
         hold = f"comm-{next(self._ids)}"
         try:
             if not self.link.take(hold, "comm") and self._must_wait("soft"):
@@ -327,6 +338,13 @@ class CellGate:
                 return self.link.drop(hold)
             except KeyboardInterrupt:
                 continue  # the cell is over; a hold left behind would keep the slice for ever
+
+    def _over(self, key: object) -> None:
+        while True:
+            try:
+                return self.link.end_request(key)
+            except KeyboardInterrupt:
+                continue  # a request left behind would never let the kernel count as at rest
 
     def settle(self) -> None:
         """Make this process fit the lease it has: visible devices, framework caps."""

@@ -98,6 +98,9 @@ class Link:
         self._untold = Untold(self._lock, self._tell_hold, self._tell_over)
         self._waits: dict[str, Wait] = {}
         self._owed: dict[str, Any] | None = None
+        #: Cells and widget callbacks that run; and whether somebody waits for the slice.
+        self._requests: set[object] = set()
+        self._wanted = False
         self._down_since: float | None = time.monotonic()
         #: Since when a broker that took the connection has not answered the hello.
         self._greeting_since: float | None = None
@@ -449,6 +452,25 @@ class Link:
 
     # ------------------------------------------------------------------ pushes (reader thread)
 
+    # ------------------------------------------------------------------ at rest
+
+    def begin_request(self) -> object:
+        """Note that a cell or a widget callback begins; return what :meth:`end_request` takes."""
+        key = object()
+        with self._lock:
+            self._requests.add(key)
+        return key
+
+    def end_request(self, key: object) -> None:
+        """Note that it is over; if it was the last one and somebody waits for the slice, say so."""
+        with self._lock:
+            self._requests.discard(key)
+            self._rest()
+
+    def _rest(self) -> None:
+        if self._wanted and not self._requests:
+            self._tell("resting")
+
     def _push(self, message: Message) -> None:
         try:
             self._take_push(message)
@@ -481,6 +503,10 @@ class Link:
                 self.refused = Refused(*(str(message.get(name) or "") for name in names))
                 self.refusals += 1
             self._changed()
+        elif kind == "wanted":
+            with self._lock:
+                self._wanted = True
+                self._rest()
         elif kind == "lost":
             with self._lock:
                 self.attached, self.slices, self.state = False, (), "ended"
@@ -510,6 +536,7 @@ class Link:
             if given and self.attached:
                 self.attached, self.slices, self.state = False, (), "detaching"
                 self.suspended = cuda is not False
+                self._wanted = False
             self._tell("yielded", epoch=epoch, yielded=given, cuda=cuda)
 
     def _probe(self) -> bool | None:
@@ -534,6 +561,7 @@ class Link:
                 seen = self._cuda_seen if self._cuda_blocks else self._probe()
                 self.suspended = seen is not False
             self.epoch, self.attached, self.slices = epoch, False, ()
+            self._wanted = False
 
     def _take_lease(self, epoch: int, slices: Sequence[Slice]) -> None:
         if epoch < self.epoch:

@@ -9,8 +9,10 @@ and writes the actions that follow. Nothing outside this file changes them.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Sequence
 
+from . import residence
 from .claims import Claim
 from .estimate import Estimates
 from .events import (
@@ -32,6 +34,7 @@ from .placement import needs_of
 from .policy import Plan
 from .queue import Entry, WaitQueue, rank
 from .quota import Quotas
+from .residence import Gap, Stay
 from .timers import Timers
 from .yielding import host_bound, host_room, stays_until, timeout_at, yield_at
 
@@ -91,16 +94,20 @@ class Books(Lanes):
             self.active -= 1
         if old == "active" and s.slices:
             self.estimates.busy(s, self.now - s.busy_since)
+            s.stay = residence.computed(s.stay, self.now - s.busy_since)
         if old == "idle":
             self._withdraw(s)
             self.leaving.pop(s.id, None)
             self.staying.pop(s.id, None)
+        if new in ATTACHED:
+            self.recheck_waiters = True
         if new == "active":
             self.active += 1
             s.busy_since = self.now
             self.roomless.pop(s.id, None)
         if new == "idle":
             s.idle_since = self.now
+            s.gap = replace(s.gap, taken=math.inf) if s.gap is not None else Gap(self.now)
         self.emit(
             StateChanged(
                 session=s.id,
@@ -264,6 +271,7 @@ class Books(Lanes):
         s.measured_at.clear()
         s.restored = {}
         s.resumed_at = -math.inf
+        s.stay = Stay()
         leases = self.leased[s.owner.name]
         del leases[s.id]
         if not leases:
@@ -286,6 +294,7 @@ class Books(Lanes):
             self.quotas.suspended(s.owner.name, s.suspended_bytes)
         if s.state == "active":
             self.active += 1
+        self.recheck_waiters = True
         self.offer(s)
 
     def resize(self, s: Session, slices: Sequence[Slice]) -> None:
@@ -338,12 +347,16 @@ class Books(Lanes):
         self.drop_plan(s)
         if s.growing:
             s.growing = False
+            self.recheck_waiters = True
             for x in s.slices:
                 self.inventory[x.device].growers.pop(s.id, None)
 
     def grow_later(self, s: Session) -> None:
         """Remember that ``s`` asks for more than it has."""
+        if not s.growing:
+            s.growing_since = self.now
         s.growing = True
+        self.recheck_waiters = True
         for x in s.slices:
             self.inventory[x.device].growers[s.id] = s
 
@@ -367,6 +380,9 @@ class Books(Lanes):
         """Ask for the suspend of an idle session; its lease counts until that is done."""
         s.host_bound = s.state_bound
         self.host.begin(s.host_bound)
+        if s.gap is not None:
+            cost, share = s.moving, self.settings.max_swap_overhead
+            s.gap = residence.taken(s.gap, s.stay, s.habits, self.now, cost=cost, share=share)
         self.quotas.suspended(s.owner.name, s.host_bound)
         self.drop_plan(s)
         self.move(s, "detaching", reason)

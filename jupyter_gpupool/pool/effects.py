@@ -15,6 +15,7 @@ from .events import Log
 from .growth import trim
 from .lease import Session
 from .model import Slice, State
+from .residence import Stay
 from .serve import Server
 
 
@@ -59,6 +60,7 @@ class Effects:
                 books.estimates.swapped(event.seconds)
                 s.resume_mean = weighted(s.resume_mean, event.seconds)
             s.resumed_at = books.now
+            s.stay = Stay()
             books.drop_suspended(s)
         s.wait_total += max(0.0, books.now - s.queued_at)
         s.queued_at = 0.0
@@ -166,6 +168,7 @@ class Effects:
             # later: who has short cells all the time would have one again.
             self._back_off(s, event.kind)
         books.move(s, "active" if s.holds else "idle", f"{event.kind}: {event.message}")
+        s.told_wanted = -1  # its agent has given the slice up, and forgotten it
         if s.state == "idle":
             # It has been idle all the time, or since a hold was dropped meanwhile.
             s.idle_since = idle_since

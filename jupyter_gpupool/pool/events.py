@@ -329,6 +329,17 @@ class Suspend(Action):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted(Action):
+    """Somebody waits for what this session has; once for each lease, in ``lazy`` policy.
+
+    Its agent is to tell when no cell runs: then it is idle if nothing is in flight, without the
+    wait for calls that may still come. (In the other policies it tells so anyhow.)
+    """
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resize(Action):
     """The lease of an attached session has a new size (same devices). No completion."""
 

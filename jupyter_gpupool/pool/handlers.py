@@ -19,6 +19,7 @@ from .placement import headroom
 from .quota import never
 from .requests import Requests
 from .serve import Server
+from .wanted import wish
 from .wording import reason
 from .yielding import timeout_at
 
@@ -159,6 +160,7 @@ class Handlers:
         """A device changed in what it can do at all, not only in what is free."""
         books = self._books
         books.recheck_head = True
+        books.recheck_waiters = True
         for s in list(books.nowhere.values()):
             books.set_lane(s, "fresh")
         for name in books.inventory[uuid].leases:
@@ -230,6 +232,7 @@ class Handlers:
                 self._stop_waiting(s, "the rules changed")
             else:
                 books.requeue(s)
+        books.recheck_waiters = True
         for s in books.sessions.values():
             books.offer(s)
 
@@ -356,6 +359,7 @@ class Handlers:
     def held(self, s: Session) -> None:
         """Let a session with at least one hold be active or wait."""
         books = self._books
+        wish(books, s)
         if s.state == "idle":
             books.move(s, "active", "a hold was taken")
         elif s.state == "detached":

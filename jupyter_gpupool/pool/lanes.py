@@ -22,6 +22,10 @@ class Lanes:
         self.by_quota: dict[str, WaitQueue] = {}
         #: Owners for whom more host memory would make room in the quota.
         self.host_waits: dict[str, None] = {}
+        #: Who waits, or which idle slices are waited for, has changed since the last look.
+        self.recheck_waiters = False
+        #: Somebody waited at that look.
+        self.waited = False
         #: Waiting sessions for which no device will do at present.
         self.nowhere: dict[str, Session] = {}
         #: Waiting sessions that must be looked at again.
@@ -48,6 +52,7 @@ class Lanes:
         elif old == "fresh":
             self.fresh.pop(s.id, None)
         s.lane = lane
+        self.recheck_waiters = True
         if lane == "open":
             self.open.add(entry)
         elif lane == "quota":

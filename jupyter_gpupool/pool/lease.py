@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
 from ..errors import GPUPoolError
 from .model import AttachPolicy, Hold, Owner, Request, SessionRecord, Slice, State
+from .residence import Gap, Habits, Stay
 
 if TYPE_CHECKING:
     from .placement import Need
@@ -149,12 +150,20 @@ class Session:
     plan: Plan | None = None
     #: Attached with less than it asks for, since then.
     growing: bool = False
+    growing_since: float = 0.0
     #: Why it waits, as (code, figures...); :mod:`.wording` makes the sentence.
     why: tuple[Any, ...] = ()
     #: What its user was last told: position, length, eta, why.
     told: tuple[Any, ...] | None = None
     #: When the resume to the present lease was done; minus infinity if nothing was moved for it.
     resumed_at: float = -math.inf
+    #: What it has done with its slice since then, and its present or last spell without work (None:
+    #: it works), in the words of :mod:`.residence`; and what its earlier ones were like.
+    stay: Stay = field(default_factory=Stay)
+    gap: Gap | None = None
+    #: The epoch of the lease for which it has been told that somebody waits.
+    told_wanted: int = -1
+    habits: Habits = field(default_factory=Habits)
     #: Exponentially weighted seconds that its suspends and its resumes take; None: never measured.
     suspend_mean: float | None = None
     resume_mean: float | None = None

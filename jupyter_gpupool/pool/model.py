@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Mapping
 
+from .residence import ResidenceRule
+
 MiB = 1 << 20
 GiB = 1 << 30
 
@@ -138,9 +140,11 @@ class PoolSettings:
     pinned_retry: float = 60.0
     #: Least bytes by which a lease grows beyond what is guaranteed, if there are that many.
     growth_step: int = 64 * MiB
-    #: Share of a slice's life that moving its state may cost: a session whose moves took so long
-    #: keeps a slice that it has just been resumed to for at least seconds / share. 0: not at all.
+    #: Share of the time in which a slice is used that moving its state may cost; see
+    #: :mod:`.residence`. 0: who waits gets an idle slice at once.
     max_swap_overhead: float = 0.1
+    #: How long an idle kernel that was moved to its slice keeps it from those who wait.
+    residence: ResidenceRule = "work"
 
 
 @dataclass(frozen=True, slots=True)

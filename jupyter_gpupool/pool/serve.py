@@ -12,6 +12,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import Iterator
 
+from . import wanted
 from .books import Books
 from .claims import accumulates, make_claim
 from .growth import reclaim
@@ -43,6 +44,7 @@ class Server:
         """Serve whoever can be served after an event."""
         books = self._books
         for _ in range(ROUNDS):
+            wanted.note(books)
             inventory = books.inventory
             cancelled: list[Session] = []
             for ledger in inventory.shrunk().values():

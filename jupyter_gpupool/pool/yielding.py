@@ -18,6 +18,7 @@ from .inventory import DeviceLedger
 from .lease import Session
 from .model import Slice
 from .placement import Need, in_order, in_turn, preferred, spare
+from .residence import STAY_MOST, Gap, protected_until
 
 if TYPE_CHECKING:
     from .books import Books
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 #: When idle leases must yield, the best of so many devices is taken, those with the most to give
 #: first; and after so many that will not do for want of host memory, no more are looked at.
 WIDTH = 4
-#: Longest that a session keeps its slice because it was moved to it, in seconds.
-STAY_MOST = 600.0
 FAILURES = 16
 
 
@@ -62,16 +61,17 @@ def _not_before(s: Session, books: Books) -> float:
 
 
 def stays_until(s: Session, books: Books) -> float:
-    """Return until when ``s`` keeps its slice from those who wait because it was just resumed.
+    """Return until when idle ``s`` keeps its slice from those who wait because it was moved there.
 
-    A session that is idle between its bursts of work would else lose its slice after each of them,
-    and two of them would only move each other. Moving takes at most ``max_swap_overhead`` of the
-    time if whoever was moved here stays for seconds to suspend and resume it / that share.
+    Infinity while nobody waits for it: see :mod:`.residence`.
     """
     share = books.settings.max_swap_overhead
     if share <= 0 or s.resumed_at == -math.inf:
         return -math.inf
-    return s.resumed_at + min(STAY_MOST, s.moving / share)
+    if books.settings.residence == "clock":
+        return s.resumed_at + min(STAY_MOST, s.moving / share)
+    gap = s.gap or Gap(books.now)
+    return protected_until(gap, s.stay, s.habits, cost=s.moving, share=share)
 
 
 def stayer(s: Session, books: Books) -> Session | None:
@@ -81,6 +81,8 @@ def stayer(s: Session, books: Books) -> Session | None:
         for x in v.slices:
             ledger = books.inventory[x.device]
             room = ledger.pot + x.bytes
+            if stays_until(v, books) == math.inf:
+                continue  # it is not known yet that somebody waits, or another rule keeps it
             if any(n.allows(ledger) and n.amount(ledger) <= room for n in s.needs) and (
                 found is None or stays_until(v, books) < stays_until(found, books)
             ):

@@ -138,3 +138,11 @@ def test_a_state_without_a_place_is_noticed():
 
     with pytest.raises(ValueError, match="has no place for the state 'new'"):
         state_diagram.steps("active --> new")
+
+
+def test_the_page_of_residence_is_what_the_figures_say():
+    import make_residence
+
+    assert text_of("residence.md") == make_residence.page(make_residence.latest()), (
+        "run: python docs/make_residence.py"
+    )

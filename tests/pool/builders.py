@@ -78,7 +78,7 @@ class Lab:
             session=name,
             owner=Owner(owner),
             request=request,
-            attach="cell",
+            attach=fields.pop("attach", "cell"),
             rid=fields.pop("rid", ""),
             **fields,
         )

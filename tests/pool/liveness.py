@@ -21,6 +21,7 @@ from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Slice
 from jupyter_gpupool.pool.placement import spare
 from jupyter_gpupool.pool.policy import Plan
+from jupyter_gpupool.pool.yielding import stays_until
 
 from .naive import Naive
 
@@ -41,6 +42,7 @@ def check_liveness(pool: Pool, naive: Naive) -> None:
         and now >= s.keep_until
         and now >= s.retry_at
         and now >= naive.stays_until(naive.sessions[s.id])
+        and now >= stays_until(s, books)
         and not (s.pinned_reason and now < s.pinned_at + settings.pinned_retry)
         and _can_suspend(naive, s)
         and not (s.id in naive.pressed and _bound(naive, s))

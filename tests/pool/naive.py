@@ -90,9 +90,9 @@ class Naive:
         return s.charge if s.lease else 0
 
     def stays_until(self, s: NaiveSession) -> float:
-        """Until when its state may not be moved again for somebody who waits."""
+        """Until when its state may not be moved again for somebody who waits, by the clock."""
         share = self.settings.max_swap_overhead
-        if not share:
+        if not share or self.settings.residence != "clock":
             return float("-inf")
         return s.resumed_at + min(600.0, (s.suspend_mean + s.resume_mean) / share)
 
@@ -212,7 +212,7 @@ class Naive:
     # ------------------------------------------------------------------ actions
 
     def action(self, a: ev.Action) -> None:
-        if isinstance(a, ev.Log):
+        if isinstance(a, (ev.Log, ev.Wanted)):
             return None
         if isinstance(a, ev.Answer):
             return self._answer(a)
@@ -287,7 +287,9 @@ class Naive:
         if s.suspended:
             assert len(a.slices) == len(s.suspended)
             for x, (origin, size) in zip(a.slices, s.suspended.items(), strict=True):
-                most = max(self.capacity(u) - self.foreign.get(u, 0) for u in {x.device, origin})
+                # A state that came from a device out of service asks for no more than there is.
+                there = {x.device, origin} - self.drained
+                most = max(self.capacity(u) - self.foreign.get(u, 0) for u in there)
                 enough = min(size + self.settings.resume_headroom, self.capacity(x.device), most)
                 least = min(size, self.capacity(origin))
                 assert x.bytes >= max(least, enough), f"{a}: {size} suspended"

@@ -34,6 +34,7 @@ FORBIDDEN = {
 
 #: A module may import those to the left of it (at run time).
 ORDER = [
+    "residence",
     "model",
     "turns",
     "usage",
@@ -51,6 +52,7 @@ ORDER = [
     "claims",
     "lanes",
     "books",
+    "wanted",
     "growth",
     "serve",
     "wording",

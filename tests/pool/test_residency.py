@@ -1,6 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A slice to which state has just been moved stays for a while: moving must not become the work."""
+"""A slice to which state was moved stays for a while: moving must not become the work.
+
+And nobody waits for an idle GPU. The rule by itself is tested in ``test_residence``; the one before
+it, which is kept for comparison, here.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from typing import Any
 import pytest
 
 from jupyter_gpupool.pool import events as ev
-from jupyter_gpupool.pool.yielding import STAY_MOST
+from jupyter_gpupool.pool.model import Quota
+from jupyter_gpupool.pool.residence import STAY_MOST
 
 from .builders import Lab, all_of, device, got
 
@@ -26,9 +31,9 @@ def suspends(actions):
     return [a.session for a in all_of(actions, ev.Suspend)]
 
 
-def moved(lab, name="a", suspend=1.0, resume=1.0, memory=10):
+def moved(lab, name="a", suspend=1.0, resume=1.0, memory=10, **fields):
     """Let a session be idle on the slice to which it has just been resumed."""
-    lab.idle(name, memory)
+    lab.idle(name, memory, **fields)
     lab.release(name)
     lab.suspended(name, ("G0", memory), seconds=suspend)
     lab.hold(name)
@@ -36,8 +41,183 @@ def moved(lab, name="a", suspend=1.0, resume=1.0, memory=10):
     lab.drop(name)
 
 
-def test_who_was_just_moved_stays_for_what_moving_takes_by_the_share(make):
+CLOCK = {"residence": "clock"}
+
+
+def test_idle_holder_keeps_its_slice_for_as_long_as_the_move_takes(make):
     lab = make(device(0))
+    moved(lab)
+    lab.after(100)
+    lab.open("w", 10)
+    told = got(lab.hold("w"), ev.QueueMoved, session="w")
+    assert told.reason == (
+        "the idle kernel there was moved 2 min ago; moving takes 2 s, so it keeps its slice for "
+        "2 s more"
+    )
+    # And then one second to suspend it.
+    assert told.eta == 3.0
+    assert lab.pool.next_wakeup() == 102.0, "the timer is exact"
+    assert suspends(lab.after(1.99)) == []
+    assert suspends(lab.after(0.01)) == ["a"]
+
+
+def test_idle_time_before_somebody_waits_does_not_count_against_the_holder(make):
+    """It has been there for long, and pauses for a moment as somebody comes: it stays."""
+    lab = make(device(0))
+    moved(lab)
+    lab.after(200)
+    for _ in range(5):
+        lab.hold("a")
+        lab.after(0.1)
+        lab.drop("a")
+        lab.after(0.2)
+    lab.open("w", 10)
+    assert suspends(lab.hold("w")) == []
+    lab.after(0.1)
+    lab.hold("a")
+    assert suspends(lab.after(1)) == []
+    assert suspends(lab.drop("a")) == []
+
+
+def test_who_has_computed_enough_for_its_move_goes_at_its_first_idle_moment(make):
+    lab = make(device(0))
+    moved(lab)
+    lab.hold("a")
+    lab.open("w", 10)
+    lab.hold("w")
+    lab.after(20)  # 2 s / 0.1
+    assert suspends(lab.drop("a")) == ["a"]
+
+
+def test_time_withheld_from_who_waits_counts_as_use(make):
+    lab = make(device(0))
+    moved(lab)
+    lab.open("w", 10)
+    lab.hold("w")
+    for _ in range(11):  # one second of each pair is kept idle
+        lab.hold("a")
+        lab.after(0.9)
+        lab.drop("a")
+        if lab.state("a") == "detaching":
+            break
+        lab.after(1)
+    assert lab.state("a") == "detaching"
+    assert 20.0 <= lab.now <= 22.0
+
+
+def test_who_never_comes_back_soon_is_not_waited_for(make):
+    lab = make(device(0))
+    moved(lab)
+    for _ in range(4):
+        lab.after(30)
+        lab.hold("a")
+        lab.after(0.1)
+        lab.drop("a")
+    lab.open("w", 10)
+    assert suspends(lab.hold("w")) == ["a"]
+
+
+def test_protection_does_not_begin_again_with_the_next_one_who_waits(make):
+    lab = make(device(0))
+    moved(lab)
+    for name in ("v", "w"):
+        lab.open(name, 10)
+    lab.hold("v")
+    lab.after(1)
+    lab.hold("w")
+    lab.drop("v")
+    assert suspends(lab.after(0.9)) == []
+    assert suspends(lab.after(0.1)) == ["a"]
+
+
+def test_protection_begins_again_when_nobody_waited_meanwhile(make):
+    lab = make(device(0))
+    moved(lab)
+    lab.open("w", 10)
+    lab.hold("w")
+    lab.after(1)
+    lab.drop("w")
+    lab.after(50)
+    lab.hold("w")
+    assert suspends(lab.after(1.9)) == []
+    assert suspends(lab.after(0.1)) == ["a"]
+
+
+def test_own_quota_that_is_in_use_by_an_idle_kernel_counts_as_waiting(make):
+    lab = make(quotas={"me": Quota(leases=1)})
+    moved(lab, owner="me")
+    lab.open("w", 4, owner="me")
+    lab.hold("w")
+    assert suspends(lab.after(1.9)) == []
+    assert suspends(lab.after(0.1)) == ["a"]
+
+
+def test_who_would_grow_counts_as_waiting(make):
+    lab = make(device(0))
+    moved(lab, memory=8)
+    lab.running("g", 8)
+    lab.change("g", 10)
+    assert suspends(lab.after(1.9)) == []
+    assert suspends(lab.after(0.1)) == ["a"]
+
+
+def test_two_holders_that_must_both_go_lose_their_protection_together(make):
+    lab = make(device(0))
+    moved(lab, "a", memory=5)
+    moved(lab, "b", memory=5)
+    lab.open("w", 16)
+    lab.hold("w")
+    assert suspends(lab.after(1.9)) == []
+    assert sorted(suspends(lab.after(0.1))) == ["a", "b"]
+
+
+def test_who_waits_for_another_device_does_not_count(make):
+    lab = make(device(0), device(1, model="B"))
+    moved(lab)
+    lab.parked("w", 10, memory=16)  # on the other device, since here is no room
+    assert lab.record("w").suspended[0].device == "G1"
+    lab.running("x", 10)
+    lab.hold("w")
+    assert suspends(lab.after(60)) == []
+
+
+def test_a_lazy_kernel_is_told_once_that_somebody_waits(make):
+    lab = make(device(0))
+    lab.running("a", 10, attach="lazy")
+    lab.open("w", 10)
+    got(lab.hold("w"), ev.Wanted, session="a")
+    lab.open("v", 10)
+    assert not all_of(lab.hold("v"), ev.Wanted)
+    # The lease is over: for the next one it is told anew.
+    got(lab.drop("a"), ev.Suspend, session="a")
+    lab.suspended("a", ("G0", 10))
+    lab.done("w")
+    assert not all_of(lab.hold("a"), ev.Wanted), "w is told by its own agent when its cell ends"
+    lab.drop("w")
+    lab.suspended("w")
+    lab.done("v")
+    lab.drop("v")
+    lab.suspended("v")
+    got(lab.done("a"), ev.HoldGranted, session="a")
+    lab.hold("w")
+    got(lab.past[-8:], ev.Wanted, session="a")
+
+
+def test_a_refused_suspend_tells_a_lazy_kernel_again(make):
+    lab = make(device(0))
+    lab.running("a", 10, attach="lazy")
+    lab.open("w", 10)
+    lab.hold("w")
+    lab.drop("a")
+    lab.hold("a")
+    got(lab.refused("a", "busy"), ev.Wanted, session="a")
+
+
+# ------------------------------------------------------------------ the rule before
+
+
+def test_who_was_just_moved_stays_for_what_moving_takes_by_the_share(make):
+    lab = make(device(0), **CLOCK)
     moved(lab)
     lab.after(3)
     lab.open("w", 10)
@@ -54,7 +234,7 @@ def test_who_was_just_moved_stays_for_what_moving_takes_by_the_share(make):
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_the_share_is_a_setting_and_0_is_without(make, share):
-    lab = make(device(0), max_swap_overhead=share)
+    lab = make(device(0), max_swap_overhead=share, **CLOCK)
     moved(lab)
     lab.open("w", 10)
     actions = lab.hold("w")
@@ -85,7 +265,7 @@ def test_a_slice_to_which_nothing_was_moved_goes_at_once(make):
 
 
 def test_the_stay_is_bounded(make):
-    lab = make(device(0), idle_timeout=10_000.0)
+    lab = make(device(0), idle_timeout=10_000.0, **CLOCK)
     moved(lab, suspend=100.0, resume=100.0)
     lab.open("w", 10)
     lab.hold("w")
@@ -105,7 +285,7 @@ def test_release_and_the_idle_time_out_do_not_wait_for_it(make):
 
 
 def test_the_newest_times_weigh_more(make):
-    lab = make(device(0))
+    lab = make(device(0), **CLOCK)
     moved(lab, suspend=1.0, resume=1.0)
     lab.release("a")
     lab.suspended("a", ("G0", 10), seconds=11.0)
@@ -127,83 +307,139 @@ def test_others_that_may_be_taken_are_taken_instead(make):
     assert suspends(lab.hold("w")) == ["b"]
 
 
+class Loops(Quick):
+    """Two sessions that compute in bursts and want the whole device for each of them."""
+
+    def __init__(self, rng, swap, burst, pause, **rules):
+        super().__init__(device(0), idle_timeout=1e6, **rules)
+        self.rng, self.swap, self.burst, self.pause = rng, swap, burst, pause
+        self.alarms: list[tuple[float, int, str, str]] = []
+        self.count = self.moves = 0
+        self.moving = 0.0
+        #: Seconds for which each burst waited for its slice.
+        self.waits: dict[str, list[float]] = {"a": [], "b": []}
+        self.asked: dict[str, float] = {}
+        for name in self.waits:
+            self.open(name, 16)
+
+    def later(self, seconds, what, name):
+        self.count += 1
+        self.alarms.append((self.now + seconds, self.count, what, name))
+        self.alarms.sort()
+
+    def act(self, actions):
+        for a in actions:
+            if isinstance(a, ev.Attach):
+                seconds = self.swap / 2 * self.rng.uniform(0.8, 1.2) if a.origin else 0.0
+                self.moving += seconds
+                self.later(seconds, f"done {seconds}", a.session)
+            elif isinstance(a, ev.Suspend):
+                seconds = self.swap / 2 * self.rng.uniform(0.8, 1.2)
+                self.moving += seconds
+                self.moves += 1
+                self.later(seconds, f"suspended {seconds}", a.session)
+            elif isinstance(a, ev.HoldGranted):
+                self.waits[a.session].append(self.now - self.asked[a.session])
+                self.later(self.burst * self.rng.uniform(0.5, 1.5), "drop", a.session)
+
+    def wants(self, name):
+        self.asked[name] = self.now
+        self.act(self.send(ev.HoldTaken, session=name, hold="device", kind="device"))
+
+    def run(self, until, on_step=lambda: None):
+        while self.now < until:
+            wake = self.pool.next_wakeup()
+            if wake is not None and (not self.alarms or wake <= self.alarms[0][0]):
+                self.now = max(self.now, wake)
+                self.act(self.send(ev.Tick))
+                continue
+            at, _, what, name = self.alarms.pop(0)
+            self.now = max(self.now, at)
+            kind, _, seconds = what.partition(" ")
+            if kind == "done":
+                self.act(self.done(name, seconds=float(seconds)))
+            elif kind == "suspended":
+                self.act(self.suspended(name, ("G0", 16), seconds=float(seconds)))
+            elif kind == "drop":
+                self.act(self.drop(name, "device"))
+                self.later(self.pause * self.rng.uniform(0.5, 1.5), "want", name)
+            else:
+                self.wants(name)
+            on_step()
+
+
+@pytest.mark.parametrize("rule", ["work", "clock"])
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5])
 @pytest.mark.parametrize("seed", range(4))
-def test_two_sessions_in_turns_spend_no_more_than_the_share_on_moving(seed, share):
-    """Each computes in bursts and wants the whole device for each of them, again and again.
+def test_two_loops_that_contend_spend_no_more_than_the_share_on_moving(seed, share, rule):
+    """With pauses that are shorter than the move: the holder is back before it would be away.
 
     Whatever the bursts, the pauses, and how long moving takes: over a long time moving takes at
     most the share of it, and neither waits longer for the other than it must.
     """
     rng = random.Random(seed)
-    lab = Quick(device(0), max_swap_overhead=share, idle_timeout=1e6)
-    suspend, resume = rng.uniform(0.2, 3.0), rng.uniform(0.2, 3.0)
+    swap = rng.uniform(0.4, 6.0)
     burst, pause = rng.choice([(0.2, 0.3), (2.0, 0.1), (1.0, 5.0), (0.3, 0.02)])
-    for name in ("a", "b"):
-        lab.open(name, 16)
-    alarms: list[tuple[float, int, str, str]] = []
-    moving, moves, count = 0.0, 0, 0
-    bursts = {"a": 0, "b": 0}
-    asked: dict[str, float] = {}
-    longest = 0.0
+    if rule == "work":
+        pause = min(pause, 0.6 * swap)
+    lab = Loops(rng, swap, burst, pause, max_swap_overhead=share, residence=rule)
+    start: list[tuple[float, float]] = []
 
-    def later(seconds: float, what: str, name: str) -> None:
-        nonlocal count
-        count += 1
-        alarms.append((lab.now + seconds, count, what, name))
-        alarms.sort()
+    def note() -> None:
+        if not start and lab.moves >= 4:  # the first moves come before anything was measured
+            start.append((lab.now, lab.moving))
 
-    def act(actions: list[ev.Action]) -> None:
-        nonlocal moving, moves, longest
-        for a in actions:
-            if isinstance(a, ev.Attach):
-                seconds = resume * rng.uniform(0.8, 1.2) if a.origin else 0.0
-                moving += seconds
-                later(seconds, f"done {seconds}", a.session)
-            elif isinstance(a, ev.Suspend):
-                seconds = suspend * rng.uniform(0.8, 1.2)
-                moving += seconds
-                moves += 1
-                later(seconds, f"suspended {seconds}", a.session)
-            elif isinstance(a, ev.HoldGranted):
-                bursts[a.session] += 1
-                longest = max(longest, lab.now - asked[a.session])
-                later(burst * rng.uniform(0.5, 1.5), "drop", a.session)
-
-    def wants(name: str) -> None:
-        asked[name] = lab.now
-        act(lab.send(ev.HoldTaken, session=name, hold="device", kind="device"))
-
-    wants("a")
-    wants("b")
-    # The first moves come before anything was measured.
-    horizon = 50 * (suspend + resume) / share
-    start: tuple[float, float] | None = None
-    while lab.now < horizon:
-        wake = lab.pool.next_wakeup()
-        if wake is not None and (not alarms or wake <= alarms[0][0]):
-            lab.now = max(lab.now, wake)
-            act(lab.send(ev.Tick))
-            continue
-        at, _, what, name = alarms.pop(0)
-        lab.now = max(lab.now, at)
-        kind, _, seconds = what.partition(" ")
-        if kind == "done":
-            act(lab.done(name, seconds=float(seconds)))
-        elif kind == "suspended":
-            act(lab.suspended(name, ("G0", 16), seconds=float(seconds)))
-        elif kind == "drop":
-            act(lab.drop(name, "device"))
-            later(pause * rng.uniform(0.5, 1.5), "want", name)
-        else:
-            wants(name)
-        if start is None and moves == 4:
-            start = lab.now, moving
-    assert start is not None
-    used = (moving - start[1]) / (lab.now - start[0])
+    lab.wants("a")
+    lab.wants("b")
+    lab.run(50 * swap / share, note)
+    used = (lab.moving - start[0][1]) / (lab.now - start[0][0])
     assert used <= share * 1.1
-    assert moves > 15, "they do take turns"
-    assert min(bursts.values()) > 15
+    assert lab.moves > 15, "they do take turns"
+    assert min(map(len, lab.waits.values())) > 15
     lab.pool.check_invariants()
     # A stay, the burst that was running at its end, and the move.
-    assert longest <= 1.5 * (suspend + resume) * (1 / share + 1) + 2 * burst + 1
+    longest = max(map(max, lab.waits.values()))
+    assert longest <= 1.5 * swap * (1 / share + 1) + 2 * burst + pause + 1
+
+
+@pytest.mark.parametrize("swap", [0.4, 2.4, 16.0])
+@pytest.mark.parametrize("think", [1.1, 3.0, 40.0])
+def test_two_people_who_alternate_wait_for_the_move_and_no_longer(swap, think):
+    """They think for longer than the move takes: nobody waits for a GPU that computes nothing."""
+    rng = random.Random(int(10 * swap))
+    lab = Loops(rng, swap, 0.1, 2 * think * swap)
+    lab.wants("a")
+    lab.later(think * swap, "want", "b")
+    lab.run(60 * think * swap)
+    for waits in lab.waits.values():
+        late = sorted(waits[10:])
+        assert len(late) > 5
+        assert late[len(late) // 2] <= 2.5 * swap + 0.2
+        # While the other's state moves in, its cell runs, and then both move.
+        assert late[-1] <= 4 * swap + 0.2
+
+
+def test_two_people_who_take_strict_turns_wait_for_the_move_only(make):
+    """Each begins when the other is done: after three gaps nobody is waited for."""
+    lab = make(device(0))
+    for name in ("a", "b"):
+        lab.open(name, 10)
+    waits = []
+    names = ["a", "b"] * 10
+    for before, name in zip(["", *names], names, strict=False):
+        asked = lab.now
+        lab.hold(name)
+        if before:
+            while lab.state(before) == "idle":
+                lab.now = min(lab.pool.next_wakeup(), asked + 60)
+                lab.send(ev.Tick)
+            lab.after(1)
+            lab.suspended(before, ("G0", 10), seconds=1.0)
+        lab.after(1)
+        lab.done(name, seconds=1.0 if lab.record(name).suspended else 0.0)
+        waits.append(lab.now - asked)
+        lab.after(0.1)
+        lab.drop(name)
+        lab.after(1)
+    assert max(waits) <= 4.0
+    assert all(wait <= 2.01 for wait in waits[10:]), waits

@@ -51,6 +51,7 @@ def random_settings(c: Chooser) -> PoolSettings:
         resume_headroom=c.choice([0, 1]),
         pinned_retry=20.0,
         max_swap_overhead=c.choice([0.0, 0.1, 0.5]),
+        residence=c.choice(["work", "work", "clock"]),
         growth_step=c.choice([1, 1, 3]),
         max_memory_per_kernel=c.choice([None, None, 10]),
     )
@@ -151,7 +152,7 @@ class World:
                 session=f"s{self.count}",
                 owner=self.c.choice(OWNERS),
                 request=self.request(),
-                attach="cell",
+                attach=self.c.choice(["cell", "lazy"]),
                 rid=self.c.choice(["", "r"]),
             )
         )

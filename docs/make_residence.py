@@ -1,0 +1,134 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Write ``residence.md`` from the latest figures of ``benchmarks/residence.py``.
+
+``python docs/make_residence.py``; with ``--check``, only tell whether the page is up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGE = HERE / "residence.md"
+RESULTS = HERE.parent / "benchmarks" / "results"
+
+BEFORE = """\
+<!-- Written by docs/make_residence.py from benchmarks/results; do not edit. -->
+
+# How long an idle kernel keeps its GPU
+
+Where two kernels want the same GPU in turn, each change moves the state of one to host memory and
+that of the other back. While it copies, the GPU computes nothing. If a kernel that pauses for a
+moment lost its slice at once, the two would move each other all day; if it kept the slice for
+long, the other would wait for an idle GPU. When the kernel comes back, nobody knows beforehand.
+That is the *ski-rental problem*: to rent day by day, or to buy.
+
+The rule is for kernels that were moved to their slice, and does nothing while nobody waits:
+
+- A kernel that computes nothing is protected until somebody has waited for as long as its move
+  takes (out and in again, as measured). By itself this never loses more than twice what the best
+  decision in hindsight would have lost (Karlin, Manasse, Rudolph and Sleator, *Competitive snoopy
+  caching*, Algorithmica 3, 1988).
+- Its last eight pauses may shorten that: a kernel that always stays away for longer than a move
+  takes is not waited for at all (Karlin, Li, Manasse and Owicki, *Empirical studies of
+  competitive spinning for a shared-memory multiprocessor*, SOSP 1991). A wrong guess costs one
+  move at most until right ones have made up for it, so that over any sequence of pauses no more
+  is lost than twice the best in hindsight and one move.
+- What it has computed since it came back, and the time for which it kept the GPU idle while
+  somebody waited, pay for the move: after (time of the move) ÷ `max_swap_overhead`, ten minutes
+  at most, its next idle moment is free to take. So moving takes at most that share of the time of
+  loops that contend without end, and a loop that computes little cannot keep others out.
+- Under `lazy`, a kernel counts as idle `quiet_after` after its last CUDA call. While somebody
+  waits, the end of its cell counts at once, if no call is in flight and no thread goes on.
+  (Kernels in other languages than Python have no agent that could say so; for them it is
+  `quiet_after`.)
+
+`pool/residence.py` has the rule and its worst cases, `tests/pool/test_residence.py` plays the
+adversary.
+
+## Figures
+"""
+
+INTRODUCTION = """
+Simulated: two kernels on one GPU, each of which needs all of it. A cell computes for {cell:g} s
+(from half to one and a half times that), then its user thinks (likewise). Copying goes at 4 GB/s
+out and 7 GB/s in, and 0.3 s each, which is what others have measured of NVIDIA's driver; nothing
+here was measured on a GPU. `max_swap_overhead` is {share:g}. *Now* is the rule above. *Before* is
+the rule until then: a kernel stays for (time of the move) ÷ `max_swap_overhead` from its return,
+whether it computes or not. *Moving* is the part of the time in which the GPU copies, *idle* that
+in which it does nothing while somebody waits. A cell whose kernel still has its slice waits 0 s,
+so where cells come in quick succession the median is 0 and the longest wait tells more.
+"""
+
+AFTER = """
+How to read it: with pauses that are short against the move (upper rows) both rules are the same:
+a stay pays for the move, and moving takes a tenth of the time. With pauses that are long against
+it (lower rows) the GPU has time for both, and a cell waits for the move and little else. Between
+them, where pauses are about as long as the move, moving takes about half of the time, most of
+which the GPU would else have spent idle with somebody waiting. In the worst row the GPU computes
+{worst:.0f} % less than by the rule before, in the best one {best:.0f} % more.
+"""
+
+
+HEADER = (
+    "| think time | wait p50, now | before | p90, now | before | longest, now | before "
+    "| moving, now | before | idle, now | before |"
+)
+
+
+def latest() -> dict[str, Any]:
+    """Return the newest result."""
+    files = sorted(RESULTS.glob("residence-*.json"), key=lambda path: path.stem[-10:])
+    found: dict[str, Any] = json.loads(files[-1].read_text())
+    return found
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return the page."""
+    lines = [BEFORE, INTRODUCTION.format(cell=result["cell_s"], share=result["share"]).lstrip()]
+    for gib in dict.fromkeys(row["gib"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["gib"] == gib]
+        lines += [
+            f"### State of {gib:g} GiB: a move takes {rows[0]['work']['swap_s']:.1f} s",
+            "",
+            HEADER,
+            "|---|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for row in rows:
+            pairs = [
+                f"{row[rule][name]:.1f} s"
+                for name in ("wait_p50_s", "wait_p90_s", "wait_max_s")
+                for rule in ("work", "clock")
+            ]
+            pairs += [
+                f"{100 * row[rule][name]:.0f} %"
+                for name in ("moving_share", "idle_share")
+                for rule in ("work", "clock")
+            ]
+            lines.append(f"| {row['think_s']:g} s | {' | '.join(pairs)} |")
+        lines.append("")
+    gains = [
+        100 * (row["work"]["computing_share"] / row["clock"]["computing_share"] - 1)
+        for row in result["rows"]
+    ]
+    return "\n".join(lines) + AFTER.format(worst=-min(gains), best=max(gains))
+
+
+def main() -> int:
+    """Write the page, or with ``--check`` compare it."""
+    text = page(latest())
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"{PAGE.name} is out of date: run `python docs/make_residence.py`.", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

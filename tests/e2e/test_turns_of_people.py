@@ -1,0 +1,94 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Two people whose short cells take turns on one GPU: nobody waits for a GPU that is idle."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+
+from . import cells
+from .kit import MiB, until
+from .scenes import DATA, play, state
+
+ONE = "1x640MiB,context=32MiB"
+SLICE = 400 * MiB  # two do not fit
+
+
+def swap(pool):
+    """Return the seconds that one suspend and one resume take, by the journal."""
+    rows = [row for row in pool.journal() if row["seconds"]]
+    kinds = {kind: [r["seconds"] for r in rows if r["kind"] == kind] for kind in MOVES}
+    return sum(statistics.median(found) for found in kinds.values())
+
+
+MOVES = ("suspend", "resume")
+
+
+def test_short_cells_in_turns_wait_for_the_move_only(pool):
+    """The cell has ended and nothing is in flight: idle at once, whatever ``quiet_after``.
+
+    And not protected for a hundred times what the move takes, as the share alone would have it.
+    """
+    pool = pool(ONE, default_memory=SLICE, quiet_after=600.0, max_swap_overhead=0.01)
+
+    async def scenario():
+        people = [await pool.kernel("ann"), await pool.kernel("bob")]
+        for n, kernel in enumerate(people):
+            (await kernel.run(cells.setup(n, DATA))).check()
+        waits = []
+        for _ in range(5):
+            for kernel in people:
+                waits.append((await kernel.run("block.verify()")).check().seconds)
+        seconds = swap(pool)
+        assert statistics.median(waits[4:]) <= 5 * seconds + 2.0, (waits, seconds)
+        for kernel in people:
+            assert kernel.session()["suspends"] >= 4
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_a_thread_that_goes_on_after_its_cell_keeps_the_slice(pool):
+    """Its agent says that no cell runs; the calls of the thread say that it is in use."""
+    pool = pool(ONE, default_memory=SLICE, quiet_after=0.5, max_swap_overhead=0.0)
+    stop, count = pool.folder / "stop", pool.folder / "count"
+
+    async def scenario():
+        busy, late = await pool.kernel("busy"), await pool.kernel("late")
+        (await busy.run(cells.setup(1, DATA))).check()
+        (await busy.run(THREAD.format(stop=str(stop), count=str(count)))).check()
+        told = busy.session()["messages"]
+        cell = asyncio.create_task(late.run(cells.setup(2, DATA)))
+        await state(late, "queued")
+        await until(lambda: busy.session()["messages"] > told, "its agent to say that it rests")
+        seen = int(count.read_text() or 0)
+        await until(lambda: int(count.read_text() or 0) > seen + 200, "the thread to go on")
+        assert late.session()["state"] == "queued"
+        assert busy.session()["suspends"] == 0
+        stop.touch()
+        (await cell).check()
+        (await busy.run("thread.join(); block.verify()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+THREAD = """
+import threading, time
+from pathlib import Path
+
+def work():
+    context = call(driver.cuDevicePrimaryCtxRetain(call(driver.cuDeviceGet(0))))
+    call(driver.cuCtxSetCurrent(context))
+    done = 0
+    while not Path({stop!r}).exists():
+        call(driver.cuCtxSynchronize())
+        done += 1
+        Path({count!r}).write_text(str(done))
+        time.sleep(0.002)
+
+Path({count!r}).write_text("0")
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+"""

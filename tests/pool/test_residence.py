@@ -1,0 +1,193 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The rule of minimum residence by itself: its bounds, whatever an adversary does."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jupyter_gpupool.pool import residence
+from jupyter_gpupool.pool.residence import ENOUGH, GAPS, STAY_MOST, Gap, Habits, Stay
+
+COSTS = st.floats(0.05, 50.0)
+GAP = st.floats(0.0, 200.0)
+HABITS = st.builds(
+    Habits,
+    gaps=st.lists(GAP, max_size=GAPS).map(tuple),
+    trust=st.floats(0.0, 1.0),
+)
+INF = math.inf
+
+
+def play(habits: Habits, gap: float, cost: float) -> tuple[float, Habits]:
+    """Let somebody wait all through a gap; return the GPU seconds lost and the habits after it."""
+    there = Gap(0.0, wanted=-1.0)
+    until = residence.protected_until(there, Stay(), habits, cost=cost, share=0.001)
+    assert until >= 0
+    if gap < until:
+        return gap, residence.returned(habits, there, gap, cost)
+    there = residence.taken(there, Stay(), habits, until, cost=cost, share=0.001)
+    return until + cost, residence.returned(habits, there, gap, cost)
+
+
+# ------------------------------------------------------------------ worst cases
+
+
+@given(COSTS, GAP)
+def test_without_history_a_gap_costs_at_most_twice_the_best_in_hindsight(cost, gap):
+    lost, _ = play(Habits(), gap, cost)
+    assert lost <= 2 * min(gap, cost) + 1e-9
+
+
+@given(COSTS, st.lists(GAP, min_size=1, max_size=60))
+def test_any_gaps_cost_at_most_twice_the_best_in_hindsight_and_one_move(cost, gaps):
+    habits, lost = Habits(), 0.0
+    for gap in gaps:
+        more, habits = play(habits, gap, cost)
+        lost += more
+    best = sum(min(gap, cost) for gap in gaps)
+    assert lost <= 2 * best + cost * (1 + 1e-6)
+
+
+def test_an_adversary_that_returns_just_when_it_is_taken_gains_no_more_than_twice():
+    """It knows the rule: it returns at once after the move, or stays just away, whichever is worse.
+
+    It looks two gaps ahead and takes the worst pair, over 400 gaps.
+    """
+    cost, habits, lost, best = 1.0, Habits(), 0.0, 0.0
+    ratios = []
+    for _ in range(400):
+        x = residence.patience(habits, cost)
+        options = [x, x + 1e-6, cost + 1e-6, 10 * cost, 1e-6]
+        worst, chosen = -INF, 0.0
+        for first in options:
+            one, then = play(habits, first, cost)
+            y = residence.patience(then, cost)
+            for second in (y, y + 1e-6, 10 * cost):
+                two, _ = play(then, second, cost)
+                regret = one + two - 2 * (min(first, cost) + min(second, cost))
+                if regret > worst:
+                    worst, chosen = regret, first
+        more, habits = play(habits, chosen, cost)
+        lost += more
+        best += min(chosen, cost)
+        ratios.append((lost - cost) / max(best, 1e-9))
+    assert ratios[-1] <= 2.0
+    assert lost <= 2 * best + cost + 1e-6
+
+
+# ------------------------------------------------------------------ patience
+
+
+@given(HABITS, COSTS, GAP)
+def test_patience_is_at_most_the_move_and_at_least_what_trust_pays_for(habits, cost, away):
+    found = residence.patience(habits, cost, away)
+    assert cost * (1 - habits.trust) - 1e-9 <= found <= cost
+
+
+@given(COSTS, st.lists(st.floats(0.001, 0.999), min_size=ENOUGH, max_size=GAPS))
+def test_who_has_always_come_back_before_the_move_would_end_is_waited_for(cost, shares):
+    habits = Habits(tuple(share * cost for share in shares))
+    assert residence.patience(habits, cost) >= min(cost, max(habits.gaps))
+
+
+@given(COSTS, st.lists(st.floats(1.001, 50.0), min_size=ENOUGH, max_size=GAPS))
+def test_who_has_always_been_away_for_longer_than_the_move_is_not_waited_for(cost, factors):
+    assert residence.patience(Habits(tuple(f * cost for f in factors)), cost) == 0.0
+
+
+def test_two_gaps_are_no_history():
+    assert residence.patience(Habits((100.0, 100.0)), 2.0) == 2.0
+    assert residence.patience(Habits((100.0,) * 3), 2.0) == 0.0
+
+
+def test_who_is_away_for_longer_than_ever_has_left():
+    habits = Habits((0.3, 0.4, 0.3))
+    assert residence.patience(habits, 2.0) == 2.0
+    assert residence.patience(habits, 2.0, away=0.59) > 0.0
+    assert residence.patience(habits, 2.0, away=0.61) == 0.0
+
+
+def test_a_wrong_guess_ends_trust_and_returns_bring_it_back():
+    habits = Habits((100.0,) * GAPS)
+    lost, habits = play(habits, 0.0, 1.0)
+    assert lost == 1.0, "it was moved at once, and wanted to go on at once"
+    assert habits.trust == 0.0
+    assert residence.patience(habits, 1.0) == 1.0
+    _, habits = play(habits, 0.4, 1.0)
+    assert habits.trust == 0.4
+
+
+# ------------------------------------------------------------------ allowance
+
+
+@given(HABITS, COSTS, st.floats(0.01, 0.9), st.floats(0, 1000), st.floats(0, 1000))
+def test_what_it_computed_and_kept_idle_is_bounded(habits, cost, share, computed, withheld):
+    stay = Stay(computed, withheld)
+    until = residence.protected_until(Gap(0.0, 0.0), stay, habits, cost=cost, share=share)
+    most = min(STAY_MOST, cost / share)
+    if computed + withheld >= most:
+        assert until == -INF
+    else:
+        assert 0 <= until <= min(cost, most - computed - withheld) + 1e-9
+
+
+@given(COSTS, st.floats(0.02, 0.5), st.data())
+@settings(max_examples=200)
+def test_moving_takes_at_most_its_share_of_two_loops_that_contend(cost, share, data):
+    """Pauses that are shorter than the move, whatever they and the bursts are."""
+    used = moved = now = 0.0
+    habits = Habits()
+    burst, pause = data.draw(st.floats(0.05, 3.0)), data.draw(st.floats(0.01, 0.95)) * cost
+    for _ in range(3):  # stays, one after the other, of loops that are alike
+        stay = Stay()
+        while True:
+            jitter = data.draw(st.floats(0.5, 1.0))
+            now += burst * jitter
+            used += burst * jitter
+            stay = residence.computed(stay, burst * jitter)
+            gap = Gap(now, wanted=-1.0)
+            until = residence.protected_until(gap, stay, habits, cost=cost, share=share)
+            length = pause * jitter
+            if now + length >= until:
+                used += max(0.0, until - now)
+                moved += cost
+                now += length
+                break
+            now += length
+            used += length
+            stay = residence.kept_idle(stay, gap, now)
+            habits = residence.returned(habits, gap, now, cost)
+        assert stay.computed + stay.withheld <= min(STAY_MOST, cost / share) + burst + pause
+    assert moved <= max(share, cost / STAY_MOST) * (used + 1e-6) * (1 + 1e-6)
+
+
+def test_nobody_is_taken_while_nobody_waits_and_idle_time_that_harms_nobody_is_free():
+    until = residence.protected_until(Gap(0.0), Stay(), Habits(), cost=2.0, share=0.1)
+    assert until == INF
+    stay = residence.kept_idle(Stay(), Gap(0.0), 1000.0)
+    assert stay == Stay()
+    assert residence.kept_idle(stay, Gap(0.0, wanted=999.0), 1000.0).withheld == 1.0
+
+
+def test_the_clock_starts_when_somebody_waits_and_the_holder_computes_nothing():
+    rules = {"cost": 2.0, "share": 0.1}
+    assert residence.protected_until(Gap(10.0, 3.0), Stay(), Habits(), **rules) == 12.0
+    assert residence.protected_until(Gap(10.0, 30.0), Stay(), Habits(), **rules) == 32.0
+    assert residence.protected_until(Gap(10.0, 3.0), Stay(19.5), Habits(), **rules) == 10.5
+    assert residence.protected_until(Gap(10.0, 3.0), Stay(20.0), Habits(), **rules) == -INF
+
+
+def test_no_share_and_no_cost_protect_nobody():
+    assert residence.protected_until(Gap(0.0), Stay(), Habits(), cost=0.0, share=0.1) == -INF
+    assert residence.protected_until(Gap(0.0), Stay(), Habits(), cost=2.0, share=0.0) == -INF
+
+
+def test_a_move_that_use_has_paid_for_says_nothing_of_the_guess():
+    gap = Gap(0.0, 0.0)
+    early = residence.taken(gap, Stay(19.5), Habits(), 0.5, cost=2.0, share=0.1)
+    assert residence.returned(Habits(), early, 0.6, 2.0).trust == 1.0
+    assert residence.taken(gap, Stay(), Habits(), 2.0, cost=2.0, share=0.1).taken == 2.0
