@@ -27,6 +27,7 @@ COSTS = {
     "e2e/test_lifecycle": 90,
     "e2e/test_languages": 30,
     "e2e/test_policy": 35,
+    "e2e/test_turns_of_people": 20,
     "e2e/test_temperaments": 65,
     "broker/test_logout": 35,
     "broker/test_journal_file": 25,

@@ -98,6 +98,57 @@ def test_where_cells_hold_the_end_of_a_cell_is_the_end_of_its_use(make_broker, i
     k.close()
 
 
+def test_when_somebody_waits_a_kernel_without_a_cell_is_idle_at_once(make_broker):
+    """Whatever ``quiet_after``: its agent says that it rests. Its gate was passed before."""
+    broker = make_broker(quiet_after=600, attach="lazy").started
+    kernels = [Guarded(broker, memory=BIG, agent=True) for _ in range(3)]
+    *holders, late = kernels
+    for k in holders:  # one on each device
+        k.lease()
+        assert k.touch()
+    assert [k.state() for k in holders] == ["active", "active"]
+    late.lease()
+    assert [k.state() for k in holders].count("detached") == 1
+    for k in kernels:
+        k.close()
+
+
+def test_when_somebody_waits_a_call_inside_the_driver_is_still_use(make_broker):
+    broker = make_broker(quiet_after=QUIET, attach="lazy").started
+    kernels = [Guarded(broker, memory=BIG, agent=True) for _ in range(3)]
+    *holders, late = kernels
+    for k in holders:
+        k.set(INFLIGHT, 1)
+        k.lease()
+        assert k.touch()
+    with late.asking() as waiting:
+        late.wait_state("queued")
+        for k in holders:
+            wait_until(lambda k=k: k.status()["messages"] >= 2, "it says that it rests")
+        assert [k.state() for k in holders] == ["active", "active"]
+        assert late.state() == "queued"
+        holders[0].set(INFLIGHT, 0)
+        assert waiting.read()["type"] == "ok"
+    for k in kernels:
+        k.close()
+
+
+def test_an_agent_that_comes_back_is_told_again_that_somebody_waits(make_broker):
+    broker = make_broker(quiet_after=600, attach="lazy").started
+    kernels = [Guarded(broker, memory=BIG) for _ in range(3)]
+    *holders, late = kernels
+    for k in holders:
+        k.lease()
+        assert k.touch()
+    with late.asking() as waiting:
+        late.wait_state("queued")
+        # Nobody could be told: their agents come only now.
+        holders[0].do("start")
+        assert waiting.read()["type"] == "ok"
+    for k in kernels:
+        k.close()
+
+
 def test_a_call_inside_the_driver_is_no_silence(broker, kernel):
     k = kernel()
     k.set(INFLIGHT, 1)

@@ -305,6 +305,9 @@ class ScriptedBroker:
     def _on_yielded(self, message: Message) -> None:
         return None
 
+    def _on_resting(self, message: Message) -> None:
+        return None
+
     def _on_request(self, message: Message) -> dict[str, Any]:
         for name in ("memory", "limit", "devices", "compute", "priority"):
             if message.get(name) is not None:

@@ -177,6 +177,68 @@ def test_a_yield_is_answered_at_once_in_the_middle_of_a_cell(
     assert set(kinds(broker)) == {"hello", "yielded"}
 
 
+# ---------------------------------------------------------------------- somebody waits
+
+
+def test_who_is_waited_for_says_at_once_that_no_cell_runs(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
+) -> None:
+    kernel = start()
+    kernel.run("x = 1")
+    granted(broker)
+    broker.push("wanted")
+    broker.wait_for("resting")
+
+
+def test_who_is_waited_for_in_a_cell_says_so_at_its_end_and_at_that_of_the_next_ones(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
+) -> None:
+    kernel = start()
+    granted(broker)
+    cell = kernel.start(INSIDE.format(flag=str(flag)))
+    inside(flag)
+    broker.push("wanted")
+    # Told with a lease that is not new: what is behind it has been read.
+    broker.push("yield", epoch=0)
+    assert broker.wait_for("yielded")["yielded"] is False
+    assert not broker.seen("resting")
+    flag.touch()
+    assert cell.done().status == "ok"
+    broker.wait_for("resting")
+    kernel.run("1/0")
+    broker.wait_for("resting", count=2)
+
+
+def test_a_widget_callback_is_a_cell_to_who_waits(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
+) -> None:
+    kernel = start()
+    kernel.run(COMM)
+    granted(broker)
+    broker.push("wanted")
+    broker.wait_for("resting")
+    send_comm(kernel, "comm_open", target_name="test")
+    comm_done(kernel, send_comm(kernel, "comm_msg", data={"n": 1}))
+    broker.wait_for("resting", count=2)
+
+
+def test_when_the_lease_is_over_cells_send_nothing_again(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
+) -> None:
+    kernel = start()
+    granted(broker)
+    broker.push("wanted")
+    broker.wait_for("resting")
+    assert broker.ask_back()["yielded"] is True
+    kernel.run("x = 1")
+    kernel.run("x = 2")
+    granted(broker, epoch=2)
+    kernel.run("x = 3")
+    broker.push("wanted")
+    broker.wait_for("resting", count=2)
+    assert len(broker.seen("resting")) == 2
+
+
 def test_without_a_broker_cells_run_and_say_nothing(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
