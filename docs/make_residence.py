@@ -74,15 +74,23 @@ which the GPU would else have spent idle with somebody waiting. In the worst row
 """
 
 
+KERNELS = """
+Two real kernels on an *emulated* GPU with {gib:g} GiB each, whose cells of a millisecond take
+turns (each begins when the other's is done; `python -m benchmarks.residence --kernels`): by the
+rule before a cell took {before[cell_p50_s]:.1f} s (p50; longest {before[cell_max_s]:.1f} s) with
+a move of {before[swap_s]:.1f} s, now {now[cell_p50_s]:.1f} s ({now[cell_max_s]:.1f} s) with one
+of {now[swap_s]:.1f} s.
+"""
+
 HEADER = (
     "| think time | wait p50, now | before | p90, now | before | longest, now | before "
     "| moving, now | before | idle, now | before |"
 )
 
 
-def latest() -> dict[str, Any]:
-    """Return the newest result."""
-    files = sorted(RESULTS.glob("residence-*.json"), key=lambda path: path.stem[-10:])
+def latest(name: str = "residence") -> dict[str, Any]:
+    """Return the newest result of this name."""
+    files = sorted(RESULTS.glob(f"{name}-*.json"), key=lambda path: path.stem[-10:])
     found: dict[str, Any] = json.loads(files[-1].read_text())
     return found
 
@@ -115,7 +123,8 @@ def page(result: dict[str, Any]) -> str:
         100 * (row["work"]["computing_share"] / row["clock"]["computing_share"] - 1)
         for row in result["rows"]
     ]
-    return "\n".join(lines) + AFTER.format(worst=-min(gains), best=max(gains))
+    after = AFTER.format(worst=-min(gains), best=max(gains))
+    return "\n".join(lines) + after + KERNELS.format(**latest("residence_kernels"))
 
 
 def main() -> int:
