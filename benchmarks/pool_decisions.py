@@ -185,8 +185,7 @@ class Lab:
 
     def sample(self, uuid: str) -> None:
         # A broker samples every device; which sessions it finds there it knows from NVML.
-        ledger = self.pool._books.inventory[uuid]
-        prints = {name: size * 8 // 10 for name, size in ledger.leases.items()}
+        prints = {name: size * 8 // 10 for name, size in self.pool.leases(uuid).items()}
         self.send(ev.DeviceMemorySeen(now=self.now, device=uuid, foreign=0, footprints=prints))
         self.at(self.now + SAMPLE, "sample", uuid)
 

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from jupyter_gpupool.pool.lease import ATTACHED, HAS_LEASE, TRANSITIONS
-from jupyter_gpupool.pool.model import State
+from jupyter_gpupool.pool.model import ATTACHED, HAS_LEASE, State
+from jupyter_gpupool.pool.transitions import TRANSITIONS
 
 PAGE = Path(__file__).parent / "states.md"
 
@@ -31,7 +31,7 @@ MEANING: dict[State, str] = {
 def page() -> str:
     """Return the page."""
     lines = [
-        "<!-- Written by docs/make_states.py from jupyter_gpupool/pool/lease.py; do not edit. -->",
+        "<!-- Written by docs/make_states.py from pool/transitions.py; do not edit. -->",
         "",
         "# The states of a session",
         "",
@@ -63,7 +63,7 @@ def page() -> str:
         "| from | to | when |",
         "|---|---|---|",
     ]
-    lines += [f"| `{old}` | `{new}` | {when} |" for (old, new), when in TRANSITIONS.items()]
+    lines += [f"| `{old}` | `{new}` | {step.when} |" for (old, new), step in TRANSITIONS.items()]
     lines += [
         "",
         "A slice counts as granted in every state that has one: from before the driver begins to",

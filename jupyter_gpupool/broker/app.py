@@ -386,8 +386,11 @@ class BrokerApp:
             self.guarding.adopt(one.session, one.record)
             if one.idle_since and self.guarding.untouched(one.session):
                 one.at_rest()
-        # Those that hold a slice first: nobody may be given what they have.
-        for one in sorted(found, key=lambda r: not r.record.slices):
+        for one in found:
+            self.runner.sessions.add(one.session)
+        records = tuple(one.record for one in found)
+        self.runner.handle(e.Recovered(now=self.runner.now(), records=records))
+        for one in found:
             self._go_on(one)
         self.guarding.all_recovered()
         self.runner.commit()
@@ -395,8 +398,6 @@ class BrokerApp:
 
     def _go_on(self, one: Recovered) -> None:
         session, runner = one.session, self.runner
-        runner.sessions.add(session)
-        runner.handle(e.SessionRecovered(now=runner.now(), record=one.record))
         self.guarding.recovered(session)
         if one.record.slices:
             runner.busy[session.id] = one.record.state

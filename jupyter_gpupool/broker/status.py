@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Mapping
 from .. import __version__
 from ..config import BrokerSettings
 from ..config.differences import shown
+from ..pool.limits import most_memory
 from ..pool.model import DeviceView, Owner, PoolView, SessionRecord, SessionView
-from ..pool.quota import most_memory
 from . import host
 from .activity import Activity
 from .auth import Access, Peer, owner_of

@@ -132,13 +132,13 @@ class SessionOpened(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionRecovered(Event):
-    """After a restart of the broker: a session as the journal and the driver know it.
+class Recovered(Event):
+    """After a restart of the broker: all sessions as the journal and the driver know them.
 
-    ``record.state`` has been reconciled with the driver: it is detached, active or idle.
+    The ``state`` of each record has been reconciled with the driver: detached, active or idle.
     """
 
-    record: SessionRecord
+    records: tuple[SessionRecord, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,39 +2,44 @@
 # Distributed under the terms of the Modified BSD License.
 """The pool: events in, actions out.
 
-One event passes through four steps: the event itself (:mod:`.handlers`: what it means for one
-session), the clock (sessions whose time has come), the queue (:mod:`.serve`: who is served now) and
-the news (:mod:`.wording`: who is told what).
+One event passes through four steps: what it changes in the facts (:mod:`.updates`), who has waited
+for too long, the plan (:mod:`.schedule`), carried out until it is at rest, and the news for those
+who wait (:mod:`.explain`).
 """
 
 from __future__ import annotations
 
-from . import checks
-from .books import Books
-from .events import Action, Event, StateChanged, Tick
-from .growth import largest
-from .handlers import Handlers
-from .lease import ATTACHED
-from .model import Device, PoolSettings, PoolView, SessionRecord, SessionView
-from .placement import headroom, needs_of
-from .policy import Plan, plan_attach
-from .serve import Server
-from .wording import News, reason, seconds, stays_reason
+import math
+from dataclasses import replace
+
+from . import invariants, requests
+from .events import Action, Event, HostPressure, ReleaseAsked, RequestChanged, Tick, Wanted
+from .explain import Explanation, News, eta, explain, reason, seconds, stays_reason
+from .model import ATTACHED, Device, PoolSettings, PoolView, Refusal, SessionRecord, SessionView
+from .needs import asking, headroom
+from .schedule import Plan, forecast, next_recheck, plan
+from .session import NEVER, Session, record
+from .state import State
+from .transitions import Actions, grant, move, refuse_holds, resize
+from .updates import update
+
+#: Plans per event at most. One is nearly always enough and a second shows that; this many would be
+#: a bug, and then the pool rather acts on the last one than not at all.
+ROUNDS = 16
 
 
 class Pool:
     """Decides who gets which slice of which device, and when; performs nothing itself."""
 
     def __init__(self, settings: PoolSettings) -> None:
-        self._books = Books(settings)
-        self._server = Server(self._books)
-        self._handlers = Handlers(self._books, self._server)
-        self._news = News(self._books)
+        self._state = State(settings)
+        self._plan = Plan()
+        self._news = News()
 
     @property
     def settings(self) -> PoolSettings:
         """The rules in force."""
-        return self._books.settings
+        return self._state.settings
 
     def handle(self, event: Event) -> list[Action]:
         """Take note of ``event`` and return what is to be done, in this order.
@@ -47,19 +52,62 @@ class Pool:
         InvalidTransition
             If the pool is broken; the message asks for a report and holds the session's history.
         """
-        books = self._books
-        books.now = max(books.now, event.now)
-        books.actions = []
+        state = self._state
+        state.now = max(state.now, event.now)
         # The clock second: a hold that comes as the idle time-out passes must find its lease.
-        self._handlers.handle(event)
-        self._handlers.clock()
-        self._server.run()
-        steps = [a for a in books.actions if isinstance(a, StateChanged)]
-        joined = dict.fromkeys(a.session for a in steps if a.new == "queued")
-        touched = [books.sessions[name] for name in joined if name in books.sessions]
-        self._news.run(touched, changed=bool(steps) or isinstance(event, Tick))
-        books.timers.trim(len(books.sessions))
-        actions, books.actions = books.actions, []
+        actions = update(state, event, self._plan)
+        if state.settings.max_wait is not None:
+            actions += self._give_up(state.settings.max_wait)
+        actions += self._settle(event.sessions if isinstance(event, HostPressure) else ())
+        if isinstance(event, (RequestChanged, ReleaseAsked)):
+            actions += requests.reply(state, event, self._plan, actions)
+        if self._plan.order:
+            actions += self._news.run(state, self._plan, actions, tick=isinstance(event, Tick))
+        return actions
+
+    def _give_up(self, most: float) -> Actions:
+        """Let those who have waited for too long wait no more."""
+        state = self._state
+        actions: Actions = []
+        for s in [s for s in state.waiting.values() if s.queued_at + most <= state.now]:
+            last = reason(state, self._plan, s)
+            refusal = Refusal(
+                "wait-timeout",
+                f"No GPU slice came free within {most:g} s (c.GPUPool.max_wait)"
+                + (f"; at the end: {last}." if last else "."),
+                "Run the cell again to wait once more, or ask for less with %gpu.",
+                {"max_wait": most, "reason": last},
+            )
+            actions += refuse_holds(s, refusal)
+            actions += move(state, s, "detached", "waited too long")
+        return actions
+
+    def _settle(self, relieve: frozenset[str] | tuple[()]) -> Actions:
+        """Plan, and carry that out, until to plan again would change nothing."""
+        state = self._state
+        actions: Actions = []
+        for _ in range(ROUNDS):
+            new = plan(state, self._plan, relieve)
+            if new.short and state.grown:
+                # What others have grown and do not use goes first, before anybody is suspended.
+                found = requests.reclaim(state)
+                if found:
+                    actions += found
+                    continue
+            before, self._plan = self._plan, new
+            relieve = ()
+            if new.complete:
+                actions += carry_out(state, new)
+                self._plan = Plan()
+                if before.reasons or before.promises:
+                    actions += note_waiting(state, self._plan)[0]
+                break
+            if new.settled(before):
+                told, changed = note_waiting(state, new)
+                actions += told
+                if not changed:
+                    break
+            actions += carry_out(state, new)
         return actions
 
     def next_wakeup(self) -> float | None:
@@ -67,11 +115,14 @@ class Pool:
 
         None if nothing happens by itself. A time that has passed means: at once.
         """
-        times = [t for t in (self._books.timers.next(), self._news.next_at()) if t is not None]
-        return min(times, default=None)
+        at, told = next_recheck(self._state, self._plan), self._news.next_at(self._plan)
+        at = at if told is None else min(at, told)
+        return None if at == float("inf") else at
+
+    # ------------------------------------------------------------------ questions
 
     def __contains__(self, session: str) -> bool:
-        return session in self._books.sessions
+        return session in self._state.sessions
 
     def record(self, session: str) -> SessionRecord:
         """Return a session as it is now.
@@ -81,8 +132,22 @@ class Pool:
         KeyError
             If there is no such session.
         """
-        found = self._books.sessions[session]
-        return found.record(reason(self._books, found))
+        found = self._state.sessions[session]
+        return record(found, reason(self._state, self._plan, found))
+
+    def records(self) -> list[SessionRecord]:
+        """Return all sessions as they are now, in the order in which they were opened."""
+        return [self.record(name) for name in self._state.sessions]
+
+    def explain(self, session: str) -> Explanation:
+        """Return why a session waits, or keeps its slice, and what would change that.
+
+        Raises
+        ------
+        KeyError
+            If there is no such session.
+        """
+        return explain(self._state, self._plan, self._state.sessions[session])
 
     def preferred(self, session: str) -> tuple[str, ...]:
         """Return the devices that the session would get if it asked now; nothing is promised.
@@ -95,31 +160,33 @@ class Pool:
         KeyError
             If there is no such session.
         """
-        books = self._books
-        s = books.sessions[session]
-        settled = [x.device for x in s.slices or s.suspended] or [*s.bound]
-        if settled or s.entry is not None:
-            return tuple(settled)
-        claimed = books.claim.wanted if books.claim is not None else {}
-        before, s.needs = s.needs, needs_of(s, books.inventory, books.settings)
-        try:
-            plan = plan_attach(books, s, claimed, guarded=bool(claimed))
-        finally:
-            s.needs = before
-        return tuple(x.device for x in plan.takes) if isinstance(plan, Plan) else ()
+        s = self._state.sessions[session]
+        settled = tuple(x.device for x in s.lease.slices or s.suspended) or s.bound
+        if settled or s.state == "queued":
+            return settled
+        return tuple(x.device for x in forecast(self._state, self._plan, s))
 
     def device(self, uuid: str) -> Device | None:
         """Return a device as it was announced; None if there is no such."""
-        ledger = self._books.inventory.devices.get(uuid)
+        ledger = self._state.devices.get(uuid)
         return None if ledger is None else ledger.device
 
     def devices(self) -> list[Device]:
         """Return all devices as they were announced."""
-        return [ledger.device for ledger in self._books.inventory.devices.values()]
+        return [ledger.device for ledger in self._state.devices.values()]
+
+    def leases(self, uuid: str) -> dict[str, int]:
+        """Return the bytes of every lease on a device, by session."""
+        return {
+            s.id: x.bytes
+            for s in self._state.leased.values()
+            for x in s.lease.slices
+            if x.device == uuid
+        }
 
     def suspended(self) -> dict[str, int]:
         """Return the host bytes of suspended state, by session; cheap for many of them."""
-        return {s.id: s.suspended_bytes for s in self._books.sessions.values() if s.suspended}
+        return {s.id: s.suspended_bytes for s in self._state.sessions.values() if s.suspended}
 
     def growable(self, session: str) -> tuple[int, ...]:
         """Return by how many bytes each slice of an attached session could grow now, in order.
@@ -132,60 +199,54 @@ class Pool:
         KeyError
             If there is no such session.
         """
-        books = self._books
-        s = books.sessions[session]
-        if s.state not in ATTACHED:
-            return ()
-        return tuple(largest(books, s, books.inventory[x.device]) for x in s.slices)
+        s = self._state.sessions[session]
+        return requests.growable(self._state, s, self._plan) if s.state in ATTACHED else ()
 
     def headroom(self, uuid: str) -> int:
         """Return the bytes beyond its state that a session is resumed with on a device.
 
         0 for a device that is not there: nobody is resumed on it.
         """
-        ledger = self._books.inventory.devices.get(uuid)
-        return 0 if ledger is None else headroom(ledger, self._books.settings)
-
-    def records(self) -> list[SessionRecord]:
-        """Return all sessions as they are now, in the order in which they were opened."""
-        return [self.record(name) for name in self._books.sessions]
+        ledger = self._state.devices.get(uuid)
+        return 0 if ledger is None else headroom(ledger, self._state.settings)
 
     def story(self, session: str) -> list[str]:
         """Return the last steps of a session as lines of text, oldest first; [] if unknown."""
-        found = self._books.sessions.get(session)
+        found = self._state.sessions.get(session)
         return [] if found is None else found.story_lines()
 
     def view(self, now: float) -> PoolView:
         """Return everything at ``now``; for status, not for decisions (it reads all sessions)."""
-        books = self._books
-        positions = {entry[4]: at for at, entry in enumerate(books.order, 1)}
-        sessions = []
-        for s in books.sessions.values():
-            position = positions.get(s.id)
-            waited, attached = seconds(s, now)
-            sessions.append(
-                SessionView(
-                    record=s.record(reason(books, s)),
-                    queue_position=position,
-                    queue_length=len(positions),
-                    eta_seconds=None if position is None else self._news.eta(s, position),
-                    queued_at=None if position is None else s.queued_at,
-                    wait_seconds_total=waited,
-                    attached_seconds_total=attached,
-                    stays_reason=stays_reason(books, s, now),
-                    footprints=dict(s.footprints),
-                )
-            )
+        state = self._state
+        positions = {s.id: at for at, s in enumerate(self._plan.order, 1)}
         return PoolView(
             now=now,
             devices=tuple(
                 ledger.view()
-                for ledger in sorted(books.inventory.devices.values(), key=lambda d: d.device.index)
+                for ledger in sorted(state.devices.values(), key=lambda d: d.device.index)
             ),
-            sessions=tuple(sessions),
-            host_budget=books.host.budget,
-            host_used=books.host.used,
-            settings=books.settings,
+            sessions=tuple(
+                self._view(s, positions.get(s.id), len(positions), now)
+                for s in state.sessions.values()
+            ),
+            host_budget=state.settings.host_memory,
+            host_used=state.host_used,
+            settings=state.settings,
+        )
+
+    def _view(self, s: Session, position: int | None, length: int, now: float) -> SessionView:
+        state = self._state
+        waited, attached = seconds(s, now)
+        return SessionView(
+            record=self.record(s.id),
+            queue_position=position,
+            queue_length=length,
+            eta_seconds=None if position is None else eta(state, self._plan, s, position),
+            queued_at=None if position is None else s.queued_at,
+            wait_seconds_total=waited,
+            attached_seconds_total=attached,
+            stays_reason=stays_reason(state, s, now),
+            footprints=dict(s.lease.footprints),
         )
 
     def check_invariants(self) -> None:
@@ -196,9 +257,95 @@ class Pool:
         AssertionError
             Saying what does not agree, with the story of the session concerned.
         """
-        problems = checks.everything(self._books)
+        problems = invariants.everything(self._state, self._plan)
         assert not problems, "\n".join(problems)
 
     def self_check(self) -> list[str]:
         """Return what is wrong, as sentences with history; cheap enough for every minute."""
-        return checks.cheap(self._books)
+        return invariants.cheap(self._state)
+
+
+def carry_out(state: State, new: Plan) -> Actions:
+    """Make a plan true: what differs from the present becomes actions."""
+    actions: Actions = []
+    held = new.reservation
+    if held is not None:
+        head = state.sessions[held.session].wait
+        head.head_since = state.now if head.head_since is None else head.head_since
+    for s, slices in new.grows:
+        actions += resize(state, s, slices)
+    for s, takes, why in new.grants:
+        actions += grant(state, s, takes, why)
+    for s, why in new.suspends:
+        actions += move(state, s, "detaching", why, why)
+    return actions
+
+
+# --------------------------------------------------------------------------- who is waited for
+
+#: Rules by which a session waits for memory of any device that it could use.
+_MEMORY = ("busy", "behind-head", "host")
+
+
+def note_waiting(state: State, plan: Plan) -> tuple[Actions, bool]:
+    """Note since when somebody waits for each idle slice, and tell lazy kernels that one does.
+
+    Return the actions, and whether that changes from when on a slice may be taken.
+    """
+    actions: Actions = []
+    changed = False
+    if state.settings.residence == "clock":
+        return actions, changed
+    devices, owners = _waited_for(state, plan)
+    for v in state.leased.values():
+        gap = v.measured.gap
+        moved = v.state == "idle" and gap is not None and v.lease.resumed_at > NEVER
+        untold = v.attach == "lazy" and v.state == "active" and not v.lease.told_wanted
+        if not (moved or untold):
+            continue
+        since = min(
+            owners.get(v.owner.name, math.inf),
+            *(at for x in v.lease.slices for who, at in devices.get(x.device, ()) if who is not v),
+            math.inf,
+        )
+        if untold and since < math.inf:
+            v.lease.told_wanted = True
+            actions.append(Wanted(session=v.id, epoch=v.epoch))
+        if moved and gap is not None:
+            if since < math.inf:
+                # Whoever waited first may be served by now; the slice was waited for all the time.
+                since = min(since, gap.wanted)
+            if since != gap.wanted:
+                v.measured.gap = replace(gap, wanted=since)
+                state.touch(v)
+                changed = True
+    return actions, changed
+
+
+def _waited_for(
+    state: State, plan: Plan
+) -> tuple[dict[str, list[tuple[Session, float]]], dict[str, float]]:
+    """Return who waits, and since when: by device, and by owner for those that the quota keeps.
+
+    By device the first in the queue that could use it, whether or not there is room with it alone,
+    and who would grow there; by owner its first one that the quota keeps back.
+    """
+    devices: dict[str, list[tuple[Session, float]]] = {}
+    owners: dict[str, float] = {}
+    for s in state.short.values():
+        for x in s.lease.slices:
+            devices.setdefault(x.device, []).append((s, s.lease.short_since))
+    found: set[str] = set()
+    for s in plan.order:
+        why = plan.reasons.get(s.id)
+        if why is None or s.state != "queued":
+            continue
+        if why.rule in ("quota", "quota-host"):
+            owners.setdefault(s.owner.name, s.queued_at)
+        elif why.rule in _MEMORY and len(found) < len(state.devices):
+            needs = asking(s, state).needs
+            for uuid, ledger in state.devices.items():
+                if uuid not in found and any(need.allows(ledger) for need in needs):
+                    found.add(uuid)
+                    devices.setdefault(uuid, []).append((s, s.queued_at))
+    return devices, owners

@@ -24,12 +24,58 @@ AttachPolicy = Literal["lazy", "cell", "manual"]
 Tier = Literal["driver", "guarded", "unguarded", "mps", "mig", "none"]
 
 #: The states of a session. ``attaching`` and ``detaching`` are states and not flags because a
-#: driver call cannot be cancelled. The table of transitions is in ``lease.py``.
+#: driver call cannot be cancelled. The table of transitions is in ``transitions.py``.
 State = Literal["detached", "queued", "attaching", "active", "idle", "detaching", "ended"]
 
 #: Why a lease is in use. A lease without a hold is idle. ``device`` is the session's CUDA activity
 #: as the broker sees it; all others are taken by the session's own side.
 HoldKind = Literal["cell", "comm", "manual", "command", "device"]
+
+#: The session has (part of) a device: its slices count as granted.
+HAS_LEASE: frozenset[State] = frozenset({"attaching", "active", "idle", "detaching"})
+
+#: The session may use its slice now.
+ATTACHED: frozenset[State] = frozenset({"active", "idle"})
+
+#: Which rule of the planner keeps a session waiting (see :class:`Reason`).
+Rule = Literal[
+    "planned",
+    "busy",
+    "behind-head",
+    "host",
+    "quota",
+    "quota-host",
+    "behind-own",
+    "paused",
+    "drained",
+    "foreign",
+    "nowhere",
+    "retry",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a session waits: the rule that stopped it, and the figures that the rule compared.
+
+    ``planned``: its place is chosen (``devices``), and suspends under way make room there.
+    ``busy``: ``bytes`` on each of ``count`` devices are in use. ``behind-head``: they are free, and
+    reserved for the head of the queue. ``host``: idle leases would make room, and host memory has
+    none for their state. ``quota``: the owner's ``limit`` of ``most`` is in use by ``count``
+    sessions. ``quota-host``: the owner's own idle lease would have to yield, and host memory has no
+    room. ``behind-own``: an earlier session of the owner waits for the quota. ``paused``,
+    ``drained``, ``foreign``, ``nowhere``: no device would do, even an empty one. ``retry``: the
+    last attach failed.
+    """
+
+    rule: Rule
+    bytes: int = 0
+    count: int = 0
+    limit: str = ""
+    most: int = 0
+    devices: tuple[str, ...] = ()
+    #: The sentence of whoever caused it (an admin, the driver); "" where the rule is enough.
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,27 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Where a session may go, and how many bytes it takes there.
+"""Where slices fit: devices as a draft of the plan leaves them, and what is taken from them.
 
-A session with suspended state needs, for each device that the state came from, a device of the
-same model that can take migrated state (or the very device), each on a distinct one. A session
-that has called cuInit but holds nothing knows only the device that it saw: it can go to others of
-the model where its processes can be moved with their first context, else nowhere. Everybody else
-goes anywhere. The devices of the last lease come first (no migration), then the tightest device
-with room (best fit), which keeps the large holes for large requests.
+A :class:`Draft` is a copy of the accounts on which the plan is tried; nothing in it changes the
+state. It begins with the facts, less what the last plan promised, and becomes smaller as one
+session after the other takes its part. Growth and forecasts ask a draft, too: what it has left is
+what nobody is promised and what the head of the queue does not wait for.
+
+The devices of a session's last lease come first (no migration), then the tightest device with room
+(best fit), which keeps the large holes for large requests.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Callable, Iterable, Mapping, Sequence
 
-from .inventory import DeviceLedger, Inventory
-from .lease import Session
-from .model import PoolSettings, Request, Slice
+from .limits import Charge, lacking
+from .model import Slice
+from .session import Session
+from .state import Ledger, State, Usage
 
-#: What a session asks for: (group, least bytes, bytes with headroom) of each slice, sorted.
-Asked = tuple[tuple[str, int, int], ...]
-
-#: The headroom of a resume is at most this part of a device.
-HEADROOM_PART = 16
+NOTHING: Charge = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,258 +41,325 @@ class Need:
     #: The only model that will do; None for any.
     model: str | None = None
 
-    @property
-    def group(self) -> str:
-        """The name of the set of devices that will do."""
-        if self.fixed:
-            return f"at {self.fixed}"
-        return "any" if self.model is None else f"of {self.model}"
-
-    def amount(self, ledger: DeviceLedger) -> int:
+    def amount(self, device: Ledger | Room) -> int:
         """Return the bytes to reserve on this device.
 
         That is all of ``bytes``, except where the state fits the device but state and headroom
-        exceed even an empty one: then it is the whole device. More can not be had anywhere, and
-        the state was on such a device before.
+        exceed even an empty one: then it is the whole device. No device has more, and the state was
+        on such a device before.
         """
         size = self.bytes
-        if self.at_origin and ledger.device.uuid == self.origin:
+        if self.at_origin and device.device.uuid == self.origin:
             size = self.at_origin
-        if size <= ledger.capacity:
-            return size
-        return max(self.least, ledger.capacity)
+        return size if size <= device.capacity else max(self.least, device.capacity)
 
-    def allows(self, ledger: DeviceLedger) -> bool:
+    def allows(self, device: Ledger | Room) -> bool:
         """Return whether this device will do, room aside."""
-        return not ledger.drained and self.suits(ledger)
+        return not device.drained and self.suits(device)
 
-    def suits(self, ledger: DeviceLedger) -> bool:
+    def suits(self, device: Ledger | Room) -> bool:
         """Return whether this device would do if it were in service, room aside."""
-        device = ledger.device
+        found = device.device
         if self.fixed:
-            return device.uuid == self.fixed
+            return found.uuid == self.fixed
         if self.model is None:
             return True
-        return device.model == self.model and (device.can_migrate or device.uuid == self.origin)
+        return found.model == self.model and (found.can_migrate or found.uuid == self.origin)
 
 
-def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
-    """Return the bytes beyond its state that a session is resumed with on such a device.
+class Room:
+    """One device in a draft of the plan: what is left there for those who come later."""
 
-    At most a sixteenth of the device: what a driver takes by itself is less on a small one.
-    """
-    return min(settings.resume_headroom, max(1, ledger.capacity // HEADROOM_PART))
-
-
-def _most(origin: DeviceLedger, inventory: Inventory, enough: int, *, moves: bool) -> int:
-    """Return the most that the pool has on a device which state from ``origin`` can go to.
-
-    Or what it has on ``origin``, if that is ``enough``.
-
-    A display server, say, takes a little of a device for ever. State that fills the rest came from
-    there, and would wait for ever for headroom which is nowhere to be had.
-    """
-    own = origin.capacity - origin.foreign
-    if not moves or (not origin.drained and own >= enough):
-        return own
-    ledgers = [
-        ledger
-        for ledger in inventory.devices.values()
-        if ledger.device.model == origin.device.model
-        and ledger.device.can_migrate
-        and not ledger.drained
-    ]
-    return max(ledger.capacity - ledger.foreign for ledger in ledgers or [origin])
-
-
-def _fit(needs: Sequence[Need], inventory: Inventory) -> bool:
-    """Return whether devices that only others outside the pool use have room for all of these."""
-    used: set[str] = set()
-    for at in in_turn(needs):
-        for uuid, ledger in inventory.devices.items():
-            room = ledger.capacity - ledger.foreign
-            if uuid not in used and needs[at].allows(ledger) and room >= needs[at].amount(ledger):
-                used.add(uuid)
-                break
-        else:
-            return False
-    return True
-
-
-def _in_place(needs: Sequence[Need], inventory: Inventory) -> tuple[Need, ...] | None:
-    """Return needs that ask for no more on the devices they come from than there is; None if
-    these lack room for the state itself.
-
-    The roomiest device is there for one slice only: several that all ask for the headroom that
-    only it has, beside the memory that others use on the GPUs, would wait without end.
-    """
-    found = []
-    for need in needs:
-        ledger = inventory.placeholder(need.origin)
-        own = ledger.capacity - ledger.foreign
-        if ledger.drained or own < need.least:
-            return None
-        found.append(replace(need, at_origin=min(need.bytes, own)))
-    return tuple(found)
-
-
-def needs_of(session: Session, inventory: Inventory, settings: PoolSettings) -> tuple[Need, ...]:
-    """Return what ``session`` needs to be attached, in the order in which it sees its devices."""
-    memory = session.request.memory
-    if session.suspended:
-        found = []
-        for s in session.suspended:
-            ledger = inventory.placeholder(s.device)
-            device = ledger.device
-            # Where nothing enforces its slice, it may have had more than the pool has to give: of
-            # what the driver may take, or the admin keeps.
-            state = min(s.bytes, ledger.capacity) if ledger.capacity else s.bytes
-            least = max(memory, state)
-            moves = device.can_migrate and (not session.immovable or bool(ledger.drained))
-            wanted = s.bytes + headroom(ledger, settings)
-            most = _most(ledger, inventory, wanted, moves=moves)
-            found.append(
-                Need(
-                    least=least,
-                    bytes=max(least, min(wanted, most)),
-                    origin=s.device,
-                    fixed="" if moves else s.device,
-                    model=device.model if moves else None,
-                )
-            )
-        if len(found) > 1 and not _fit(found, inventory):
-            return _in_place(found, inventory) or tuple(found)
-        return tuple(found)
-    if session.bound:
-        return tuple(_bound(memory, uuid, session, inventory) for uuid in session.bound)
-    return (Need(memory, memory),) * session.request.devices
-
-
-def _bound(memory: int, uuid: str, session: Session, inventory: Inventory) -> Need:
-    """Return what a session needs in the place of a device that its processes have looked at.
-
-    Any of the model where they can be moved to it with their first context, else that device.
-    """
-    device = inventory.placeholder(uuid).device
-    if session.lands and device.landing_bytes:
-        return Need(memory, memory, model=device.model)
-    return Need(memory, memory, fixed=uuid)
-
-
-def charge_of(request: Request, needs: Sequence[Need]) -> int:
-    """Return what the owner's quota is charged for a lease that meets ``needs``."""
-    return sum(min(need.least, request.limit) for need in needs)
-
-
-def asked_of(needs: Sequence[Need]) -> Asked:
-    """Return what is asked of which groups, to be compared by :func:`above`."""
-    return tuple(sorted((n.group, n.least, n.at_origin or n.bytes) for n in needs))
-
-
-def above(asked: Asked, less: Asked) -> bool:
-    """Return whether ``asked`` can not be met where ``less`` can not."""
-    return len(asked) == len(less) and all(
-        a[0] == b[0] and a[1] >= b[1] and a[2] >= b[2] for a, b in zip(asked, less, strict=True)
+    __slots__ = (
+        "avail",
+        "candidates",
+        "capacity",
+        "device",
+        "drained",
+        "expect",
+        "leases",
+        "offered",
+        "promised",
+        "uuid",
     )
 
+    def __init__(self, ledger: Ledger) -> None:
+        self.device = ledger.device
+        self.uuid = ledger.device.uuid
+        self.capacity = ledger.capacity
+        self.drained = ledger.drained
+        #: Bytes that are free now, and those that are once all suspends under way are done; both
+        #: without what is promised to others.
+        self.avail = ledger.free
+        self.expect = self.avail + ledger.incoming
+        self.promised = 0
+        self.leases: list[tuple[Session, int]] = []
+        #: Those of the leases that may yield to somebody, and their bytes in all.
+        self.candidates: list[tuple[Session, int]] = []
+        self.offered = 0
 
-def preferred(session: Session) -> tuple[str, ...]:
+    def promise(self, size: int) -> None:
+        """Keep ``size`` bytes (may be negative) for somebody."""
+        self.avail -= size
+        self.expect -= size
+        self.promised += size
+
+    def spare(self, wanted: int) -> int:
+        """Return the bytes that can go to others without harm to whom ``wanted`` are reserved for.
+
+        The head of the queue waits until leases here end. Giving ``x`` bytes away is harmless if
+        the head starts no later in any order in which the present leases may end (so no estimate of
+        their ends is needed). That is so if all leases smaller than what is missing do not suffice
+        together: then a larger one must end in any case, and what the smallest of the larger ones
+        has beyond the missing bytes can go.
+        """
+        if self.promised:
+            return 0
+        missing = wanted - self.avail
+        if missing <= 0:
+            return -missing
+        small, large = 0, 0
+        for _, size in self.leases:
+            if size < missing:
+                small += size
+            elif not large or size < large:
+                large = size
+        return large - missing if large and small < missing else 0
+
+
+def preferred(s: Session) -> tuple[str, ...]:
     """Return the devices where it was last, or that it sees, in its order."""
-    return tuple(s.device for s in session.suspended) or session.bound or session.last_devices
+    if s.suspended:
+        return tuple(x.device for x in s.suspended)
+    return s.bound or s.last_devices
 
 
-def in_turn(needs: Sequence[Need]) -> list[int]:
+def in_turn(needs: Sequence[Need]) -> Sequence[int]:
     """Return the order in which needs choose: those without a choice first, then the largest.
 
     Needs of one model differ only in size, so what suits a larger one suits a smaller one, and
     choosing in this order finds a place for all whenever there is one.
     """
     if len(needs) == 1:
-        return [0]
+        return (0,)
     return sorted(
         range(len(needs)),
         key=lambda i: (not needs[i].fixed, -needs[i].least, -needs[i].bytes, i),
     )
 
 
-def spare(ledger: DeviceLedger, wanted: int) -> int:
-    """Return the bytes on a claimed device that can go to others without harm to the claimant.
-
-    The claimant wants ``wanted`` bytes and waits until leases here end. Giving ``x`` bytes away is
-    harmless if it starts no later in any order in which the present leases may end. That is so if
-    all leases smaller than what is missing do not suffice together: then a larger one must end in
-    any case, and what the smallest of the larger ones has beyond the missing bytes can go.
-    """
-    if ledger.reserved:
-        return 0
-    missing = wanted - ledger.avail
-    if missing <= 0:
-        return -missing
-    small, large = 0, 0
-    for size in ledger.leases.values():
-        if size < missing:
-            small += size
-        elif not large or size < large:
-            large = size
-    return large - missing if large and small < missing else 0
-
-
-def place_now(
-    session: Session,
+def choose(
     needs: Sequence[Need],
-    inventory: Inventory,
-    claimed: Mapping[str, int],
-    only: Mapping[str, DeviceLedger] | None = None,
+    devices: Mapping[str, Ledger] | Mapping[str, Room],
+    room: Callable[..., int],
+    last: Sequence[str] = (),
 ) -> tuple[Slice, ...] | None:
-    """Return slices for all ``needs`` out of what is free now, or None.
+    """Return slices for all ``needs`` where ``room(device)`` has the bytes for them, or None.
 
-    ``claimed`` maps devices that somebody ahead accumulates memory on to the bytes wanted there;
-    with ``only``, no other devices are looked at.
+    All on the devices of ``last`` if they will do, else each on the tightest that will.
     """
-
-    def room(ledger: DeviceLedger) -> int:
-        wanted = claimed.get(ledger.device.uuid)
-        return ledger.avail if wanted is None else min(ledger.avail, spare(ledger, wanted))
-
-    last = preferred(session)
-    if len(last) == len(needs):
+    if last and len(last) == len(needs):
         same = []
         for need, uuid in zip(needs, last, strict=True):
-            ledger = inventory.devices.get(uuid)
-            if ledger is None or not need.allows(ledger) or room(ledger) < need.amount(ledger):
+            device = devices.get(uuid)
+            if device is None or not need.allows(device) or room(device) < need.amount(device):
                 break
-            if only is not None and uuid not in only:
-                break
-            same.append(Slice(uuid, need.amount(ledger)))
+            same.append(Slice(uuid, need.amount(device)))
         else:
             return tuple(same)
     chosen: dict[int, Slice] = {}
     used: set[str] = set()
     for at in in_turn(needs):
         need = needs[at]
-        options: Iterable[DeviceLedger]
-        if need.fixed:
-            options = [inventory.placeholder(need.fixed)]
-        elif only is not None:
-            options = sorted(only.values(), key=lambda d: (d.avail, d.device.index))
-        else:
-            options = inventory.by_avail(need.least)
-        for ledger in options:
-            uuid = ledger.device.uuid
-            if uuid not in used and need.allows(ledger) and room(ledger) >= need.amount(ledger):
-                used.add(uuid)
-                chosen[at] = Slice(uuid, need.amount(ledger))
-                break
-        else:
+        best: tuple[int, int] | None = None
+        options = (devices[need.fixed],) if need.fixed else devices.values()
+        for device in options:
+            left = room(device)
+            # The cheap comparison first: most devices fail it.
+            if left < need.least or device.device.uuid in used or not need.allows(device):
+                continue
+            size = need.amount(device)
+            key = left, device.device.index
+            if left >= size and (best is None or key < best):
+                best, chosen[at] = key, Slice(device.device.uuid, size)
+        if best is None:
             return None
-    return in_order(needs, chosen, inventory)
+        used.add(chosen[at].device)
+    return (chosen[0],) if len(needs) == 1 else in_order(needs, chosen, devices)
 
 
 def in_order(
-    needs: Sequence[Need], chosen: Mapping[int, Slice], inventory: Inventory
+    needs: Sequence[Need],
+    chosen: Mapping[int, Slice],
+    devices: Mapping[str, Ledger] | Mapping[str, Room],
 ) -> tuple[Slice, ...]:
     """Return the chosen slices in the order of ``needs``; if that is none, by device number."""
     slices = [chosen[at] for at in range(len(needs))]
-    if all(need.group == "any" for need in needs):
-        slices.sort(key=lambda s: inventory[s.device].device.index)
+    if len(slices) > 1 and all(need.model is None and not need.fixed for need in needs):
+        slices.sort(key=lambda x: devices[x.device].device.index)
     return tuple(slices)
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What the head of the queue accumulates memory on: bytes wanted, by device.
+
+    Sessions behind the head get there only what :meth:`~.placement.Room.spare` proves harmless.
+    """
+
+    session: str
+    wanted: Mapping[str, int]
+    #: The slices that it needs; ``wanted`` may name more devices, as alternatives.
+    count: int
+    charge: Charge
+    #: When it next takes one device more.
+    next_at: float
+
+
+@dataclass(slots=True)
+class Draft:
+    """What is left for those who are planned later."""
+
+    state: State
+    rooms: dict[str, Room] = field(default_factory=dict)
+    #: Host bytes that suspends may still take.
+    host: int = 0
+    reservation: Reservation | None = None
+    #: Sessions that leave by this plan, and why.
+    leaving: dict[str, str] = field(default_factory=dict)
+    #: By session: what was promised to it, and the charge of that.
+    promises: dict[str, tuple[tuple[Slice, ...], Charge]] = field(default_factory=dict)
+    #: Sessions that this plan attaches or lets grow: no session has two parts in one plan.
+    settled: set[str] = field(default_factory=set)
+    _usage: dict[str, Usage] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        state, rooms = self.state, self.rooms
+        for uuid, ledger in state.devices.items():
+            rooms[uuid] = Room(ledger)
+        for s in state.leased.values():
+            for x in s.lease.slices:
+                rooms[x.device].leases.append((s, x.bytes))
+        self.host = state.host_room
+
+    # ------------------------------------------------------------------ what is left
+
+    def usage(self, owner: str) -> Usage:
+        """Return what the owner has and is promised by this draft."""
+        found = self._usage.get(owner)
+        if found is None:
+            known = self.state.usage.get(owner)
+            found = Usage()
+            if known is not None:
+                found.add(known.memory, known.devices, known.leases)
+                found.suspended = known.suspended
+            self._usage[owner] = found
+        return found
+
+    def lacking(self, owner: str, more: Charge, less: Charge = NOTHING) -> tuple[str, int] | None:
+        """Return which limit of the owner ``more`` would exceed, as (name, limit), or None."""
+        if not self.state.settings.quotas:
+            return None
+        return lacking(self.state.limit(owner), self.usage(owner), more, less)
+
+    def coming_back(self, owner: str) -> Charge:
+        """Return what the owner gets back when suspends under way, and of this plan, are done."""
+        memory = devices = leases = 0
+        for s in self.state.leases_of(owner):
+            if s.state == "detaching" or s.id in self.leaving:
+                memory += s.lease.charge
+                devices += len(s.lease.slices)
+                leases += 1
+        return memory, devices, leases
+
+    def left(self, room: Room) -> int:
+        """Return the bytes there that somebody behind the head may have at once."""
+        wanted = self.reservation.wanted.get(room.uuid) if self.reservation else None
+        return room.avail if wanted is None else min(room.avail, room.spare(wanted))
+
+    def reserved(self, room: Room) -> bool:
+        """Return whether the head of the queue accumulates memory there."""
+        return self.reservation is not None and room.uuid in self.reservation.wanted
+
+    def now(self, s: Session, needs: Sequence[Need]) -> tuple[Slice, ...] | None:
+        """Return where ``s``, which needs ``needs``, could be attached at once, or None."""
+        return choose(needs, self.rooms, self.left, preferred(s))
+
+    def host_left(self, devices: Iterable[str] = ()) -> int:
+        """Return the host bytes that a suspend may take without what the head is to need.
+
+        All of them if everything that comes free, on ``devices``, is the head's.
+        """
+        held, room = self.reservation, self.host
+        if held is None:
+            return room
+        freed = set(devices)
+        if freed and freed <= held.wanted.keys():
+            return room
+        missing = (max(0, size - self.rooms[uuid].expect) for uuid, size in held.wanted.items())
+        # It may have reserved more devices than it needs: the cheapest of them count.
+        return room - sum(sorted(missing)[: held.count])
+
+    def host_fits(self, victims: Iterable[Session], room: int) -> bool:
+        """Return whether the state of all ``victims`` has room: ``room`` bytes, and by quota."""
+        total = 0
+        owners: dict[str, int] = {}
+        for v in victims:
+            bound = v.state_bound
+            if bound:
+                total += bound
+                owners[v.owner.name] = owners.get(v.owner.name, 0) + bound
+        if not total:
+            return True
+        if total > room:
+            return False
+        for owner, size in owners.items():
+            most = self.state.limit(owner).suspended
+            if most is not None and self.usage(owner).suspended + size > most:
+                return False
+        return True
+
+    # ------------------------------------------------------------------ what is taken
+
+    def take(self, s: Session, takes: Iterable[Slice], charge: Charge) -> None:
+        """Grant ``takes`` to ``s``: they are gone for all that come later."""
+        self.settled.add(s.id)
+        usage = self.usage(s.owner.name)
+        usage.memory += charge[0]
+        usage.devices += charge[1]
+        usage.leases += charge[2]
+        for x in takes:
+            room = self.rooms[x.device]
+            room.avail -= x.bytes
+            room.expect -= x.bytes
+
+    def promise(self, s: Session, takes: tuple[Slice, ...], charge: Charge) -> None:
+        """Keep ``takes`` for ``s`` until suspends under way have freed them."""
+        self.promises[s.id] = takes, charge
+        for x in takes:
+            self.rooms[x.device].promise(x.bytes)
+        self.usage(s.owner.name).add(*charge)
+
+    def unpromise(self, s: Session) -> tuple[tuple[Slice, ...], Charge]:
+        """Take back what ``s`` was promised, and return it."""
+        takes, charge = self.promises.pop(s.id)
+        for x in takes:
+            self.rooms[x.device].promise(-x.bytes)
+        memory, devices, leases = charge
+        self.usage(s.owner.name).add(-memory, -devices, -leases)
+        return takes, charge
+
+    def suspend(self, v: Session, reason: str) -> None:
+        """Let ``v`` leave; its bytes are on their way, and its state takes host memory."""
+        if v.id in self.promises:
+            self.unpromise(v)  # of growth, which is over with the lease
+        self.leaving[v.id] = reason
+        self.host -= v.state_bound
+        self.usage(v.owner.name).suspended += v.state_bound
+        for x in v.lease.slices:
+            self.rooms[x.device].expect += x.bytes
+
+    def reserve(self, held: Reservation, owner: str) -> None:
+        """Let the head of the queue accumulate memory, and its part of its owner's quota."""
+        self.reservation = held
+        self.usage(owner).add(*held.charge)

@@ -1,304 +1,455 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What people ask of a session: another size, release, keep; and what its measured size means."""
+"""What people ask of one session: another size, growth, release, keep; and what they are told.
+
+Another size and a release are answered after the plan, for only then it is known what became of
+them: :func:`reply`.
+"""
 
 from __future__ import annotations
 
+import math
+
 from ..units import format_bytes, format_seconds
 from . import events as ev
-from . import growth
-from .books import Books
-from .growth import SETTLE, trim
-from .lease import ATTACHED, HAS_LEASE, Session
-from .model import MiB, Refusal, Request
-from .policy import Blocked, plan_growth
-from .quota import check_form, never
-from .serve import Server
-from .wording import explain, stays_reason
-from .yielding import empty, suspendable, timeout_at
+from .explain import in_words, stays_reason
+from .limits import never
+from .model import ATTACHED, HAS_LEASE, MiB, Refusal, Request, Slice
+from .placement import Draft
+from .preemption import leaves_at, suspendable
+from .schedule import Plan, outlook
+from .session import Session
+from .state import NO_LIMIT, State, charge_of
+from .transitions import Actions, resize
+
+#: A sample may be older than the last change of the session by up to so many seconds.
+SETTLE = 2.0
+#: Seconds for which grown bytes stay although they are not used and nobody needs them.
+UNUSED = 60.0
+#: A lease grows at least by its limit through this, if there is room and nobody waits.
+STEPS = 16
 
 
-class Requests:
-    """Answers what people ask of one session."""
+def _find(state: State, name: str, rid: str) -> tuple[Session | None, Actions]:
+    s = state.sessions.get(name)
+    if s is not None and s.state != "ended":
+        return s, []
+    refusal = Refusal(
+        "unknown-session",
+        f"There is no session {name}.",
+        "Run `jupyter gpupool status` to see those that there are.",
+        {"session": name},
+    )
+    return None, [ev.Answer(session=name, rid=rid, refusal=refusal)]
 
-    def __init__(self, books: Books, server: Server) -> None:
-        self._books = books
-        self._server = server
 
-    # ------------------------------------------------------------------ can it be met?
+def _answer(s: Session, rid: str, note: str) -> Actions:
+    return [ev.Answer(session=s.id, rid=rid, note=note)]
 
-    def capacities(self) -> list[int]:
-        """Return what each device can give at most, largest first."""
-        devices = self._books.inventory.devices.values()
-        return sorted((d.capacity for d in devices if d.capacity), reverse=True)
 
-    def suspends(self) -> bool:
-        """Return whether any device can suspend."""
-        return any(d.device.can_suspend for d in self._books.inventory.devices.values())
+def _refuse(s: Session, rid: str, refusal: Refusal) -> Actions:
+    return [ev.Answer(session=s.id, rid=rid, refusal=refusal)]
 
-    def never(self, request: Request, s: Session) -> Refusal | None:
-        """Return why ``request`` of session ``s`` can never be met, or None."""
-        return never(
-            request, s.owner, self._books.settings, self.capacities(), suspends=self.suspends()
-        )
 
-    def _session(self, name: str, rid: str) -> Session | None:
-        s = self._books.sessions.get(name)
-        if s is not None and s.state != "ended":
-            return s
-        refusal = Refusal(
-            "unknown-session",
-            f"There is no session {name}.",
-            "Run `jupyter gpupool status` to see those that there are.",
-            {"session": name},
-        )
-        self._books.emit(ev.Answer(session=name, rid=rid, refusal=refusal))
+# --------------------------------------------------------------------------- another size
+
+
+def changed(state: State, event: ev.RequestChanged, plan: Plan) -> Actions:
+    """Take note of another request, and give back at once what it does not ask for any more."""
+    s, unknown = _find(state, event.session, event.rid)
+    if s is None:
+        return unknown
+    new = event.request
+    refusal = (
+        never(new, s.owner, state.settings, state.capacities, suspends=state.suspends)
+        or _bound(s, new)
+        or _in_use(s, new)
+    )
+    if refusal is not None:
+        return _refuse(s, event.rid, refusal)
+    old = s.request
+    with state.change(s):
+        s.request = new
+    less = new.memory < old.memory or new.limit < old.limit
+    if s.state not in ATTACHED:
+        return _answer(s, event.rid, _size_note(state, s, plan))
+    if less or new.devices != len(s.lease.slices):
+        return resize(state, s, trimmed(s, reclaim=True))
+    return []
+
+
+def _bound(s: Session, new: Request) -> Refusal | None:
+    """Return why the number of devices can not change, or None."""
+    slices = s.lease.slices
+    here = len(s.suspended) or len(slices) or len(s.bound) or s.request.devices
+    if new.devices in (here, s.request.devices):
         return None
+    if not (s.suspended or s.bound or (slices and not s.empty)):
+        return None
+    return Refusal(
+        "devices-bound",
+        f"{new.devices} GPUs were asked for; this kernel has begun to use CUDA on {here}, and "
+        "a process can not change that.",
+        "Restart the kernel and ask before the first use of the GPU.",
+        {"devices": new.devices, "bound": here},
+    )
 
-    def _answer(self, s: Session, rid: str, note: str) -> None:
-        self._books.emit(ev.Answer(session=s.id, rid=rid, note=note))
 
-    def _refuse(self, s: Session, rid: str, refusal: Refusal) -> None:
-        self._books.emit(ev.Answer(session=s.id, rid=rid, refusal=refusal))
+def _in_use(s: Session, new: Request) -> Refusal | None:
+    """Return why the lease can not shrink that far, or None.
 
-    # ------------------------------------------------------------------ another size
-
-    def changed(self, event: ev.RequestChanged) -> None:
-        s = self._session(event.session, event.rid)
-        if s is None:
-            return
-        new = event.request
-        refusal = (
-            check_form(new, self._books.settings)
-            or self.never(new, s)
-            or self._bound(s, new)
-            or self._in_use(s, new)
-        )
-        if refusal is not None:
-            self._refuse(s, event.rid, refusal)
-            return
-        old, s.request = s.request, new
-        books = self._books
-        books.note_grown(s)
-        if s.state in ATTACHED:
-            note = self._resize(s, old)
-        elif s.state == "queued":
-            books.requeue(s)
-            note = "The kernel waits for the new size."
-        elif s.state in HAS_LEASE:
-            note = "It applies as soon as the change under way is done."
-        else:
-            note = "It applies when the kernel next gets its slice."
-        if new.limit > new.memory and new.limit != old.limit:
-            note += (
-                f" It may grow to {format_bytes(new.limit)} while that much is free; "
-                f"{format_bytes(new.memory)} are guaranteed."
+    What counts is the device where the kernel uses the most, for it asks for the same on each.
+    """
+    sizes = s.lease.restored | s.lease.footprints | {x.device: x.bytes for x in s.suspended}
+    used = max(sizes.values(), default=0)
+    for name, wanted, had in (
+        ("memory", new.memory, s.request.memory),
+        ("limit", new.limit, s.request.limit),
+    ):
+        if wanted < had and wanted < used:
+            what = "A limit of " if name == "limit" else ""
+            # Rounded up: who asks for that much has enough.
+            enough = f"{-(-used // MiB)} MiB" if used >= MiB else format_bytes(used)
+            return Refusal(
+                "in-use",
+                f"{what}{format_bytes(wanted)} was asked for; the kernel uses {enough} now.",
+                f"Free memory first, or ask for at least {enough}.",
+                {"memory": new.memory, name: wanted, "in_use": used},
             )
-        self._answer(s, event.rid, note)
+    return None
 
-    def _bound(self, s: Session, new: Request) -> Refusal | None:
-        """Return why the number of devices can not change, or None."""
-        here = len(s.suspended) or len(s.slices) or len(s.bound) or s.request.devices
-        if new.devices in (here, s.request.devices):
-            return None
-        if not (s.suspended or s.bound or (s.slices and not empty(s))):
-            return None
-        return Refusal(
-            "devices-bound",
-            f"{new.devices} GPUs were asked for; this kernel has begun to use CUDA on {here}, and "
-            "a process can not change that.",
-            "Restart the kernel and ask before the first use of the GPU.",
-            {"devices": new.devices, "bound": here},
+
+def _size_note(state: State, s: Session, plan: Plan) -> str:
+    """Return what has become of another request, now that the plan is made."""
+    note, request = _what_became(state, s, plan), s.request
+    if request.limit > request.memory:
+        note += (
+            f" It may grow to {format_bytes(request.limit)} while that much is free; "
+            f"{format_bytes(request.memory)} are guaranteed."
         )
+    return note
 
-    def _in_use(self, s: Session, new: Request) -> Refusal | None:
-        """Return why the lease can not shrink that far, or None.
 
-        What counts is the device where the kernel uses the most, for it asks for the same on each.
-        """
-        sizes = s.restored | s.footprints | {x.device: x.bytes for x in s.suspended}
-        used = max(sizes.values(), default=0)
-        for name, wanted, had in (
-            ("memory", new.memory, s.request.memory),
-            ("limit", new.limit, s.request.limit),
-        ):
-            if wanted < had and wanted < used:
-                what = "A limit of " if name == "limit" else ""
-                return Refusal(
-                    "in-use",
-                    f"{what}{format_bytes(wanted)} was asked for; the kernel uses "
-                    f"{_not_less(used)} now.",
-                    f"Free memory first, or ask for at least {_not_less(used)}.",
-                    {"memory": new.memory, name: wanted, "in_use": used},
-                )
-        return None
-
-    def _resize(self, s: Session, old: Request) -> str:
-        books = self._books
-        memory = s.request.memory
-        books.drop_plan(s)
-        if s.request.devices != len(s.slices):
-            trim(books, s, reclaim=True)
-            return "It applies at the next attach: release the slice first (%gpu release)."
-        if memory <= old.memory or all(x.bytes >= memory for x in s.slices):
-            if memory < old.memory or s.request.limit < old.limit:
-                trim(books, s, reclaim=True)
-            limit = s.request.limit
-            if all(x.bytes <= max(limit, s.footprints.get(x.device, 0)) for x in s.slices):
-                return f"The slice is {format_bytes(s.slices[0].bytes)} now."
-            return "It applies once the memory in use has been measured."
-        books.grow_later(s)
-        if self._server.grow(s):
-            return f"The slice is {format_bytes(s.slices[0].bytes)} now."
-        have = format_bytes(s.slices[0].bytes)
-        if s.plan is not None:
-            return f"The slice stays {have} until idle kernels have made room."
-        plan = plan_growth(books, s)
-        if isinstance(plan, Blocked) and plan.why[0] == "quota":
-            code, name, limit, used, kernels = plan.why
-            why = explain(books, (code, name, limit, used, kernels - 1))  # not counting itself
-            return f"The slice stays {have}: {why}. It grows as soon as it is not."
+def _what_became(state: State, s: Session, plan: Plan) -> str:
+    if s.state == "queued":
+        return "The kernel waits for the new size."
+    if s.state not in HAS_LEASE:
+        return "It applies when the kernel next gets its slice."
+    if s.state not in ATTACHED:
+        return "It applies as soon as the change under way is done."
+    slices, limit = s.lease.slices, s.request.limit
+    if s.request.devices != len(slices):
+        return "It applies at the next attach: release the slice first (%gpu release)."
+    have = format_bytes(slices[0].bytes)
+    if s.id in plan.promises:
+        return f"The slice stays {have} until idle kernels have made room."
+    if s.id in state.short:
+        why = plan.reasons.get(s.id)
+        if why is not None and why.rule == "quota":
+            return f"The slice stays {have}: {in_words(state, why)}. It grows as soon as it is not."
         return (
             f"The slice stays {have}: there is no more on this GPU now. It grows as soon as "
             "memory comes free."
         )
+    if all(x.bytes <= max(limit, s.lease.footprints.get(x.device, 0)) for x in slices):
+        return f"The slice is {have} now."
+    return "It applies once the memory in use has been measured."
 
-    # ------------------------------------------------------------------ more than guaranteed
 
-    def grow(self, event: ev.GrowAsked) -> None:
-        s = self._session(event.session, event.rid)
-        if s is None:
-            return
-        if s.growing:
-            # What it was promised of its own guarantee must not be kept from it.
-            self._books.drop_plan(s)
-        refusal = growth.answer(self._books, s, event)
-        if s.growing:
-            self._server.grow(s)
-        if refusal is not None:
-            self._refuse(s, event.rid, refusal)
-            return
-        held = self._books.inventory[event.device].leases[s.id]
-        self._answer(s, event.rid, f"The slice is {format_bytes(held)} now.")
+# --------------------------------------------------------------------------- more than guaranteed
+#
+# Burst: a lease is guaranteed ``request.memory`` and may grow to ``request.limit`` out of free
+# memory: nobody is suspended for it, and nothing is taken that a waiting session was promised. It
+# grows in steps, so that a program which allocates little by little does not ask each time; while
+# somebody waits, in steps of just what is missing. Grown bytes that are not in use are the first to
+# be reclaimed: at once when somebody waits, else after ``UNUSED`` seconds. Those in use come back
+# like all others, by suspending the session when it is idle.
 
-    def measured(self, s: Session, device: str, size: int) -> int:
-        """Take note of what ``s`` was seen to use; return the bytes that no grant covers."""
-        books = self._books
-        held = books.inventory[device].leases.get(s.id, 0)
-        if s.state not in ATTACHED:
-            if s.suspended or s.state != "detached" or books.now < s.state_since + SETTLE:
-                # Older than the suspend (or resume) that it would contradict.
-                return 0
-            return size
-        before, bound = s.footprints.get(device, -1), s.state_bound
-        fresh = s.state == "active" or s.sampled_at >= s.idle_since
-        plain = size <= held <= s.request.memory
-        if before == size and plain and fresh and (s.bound or not size):
-            # Nothing new, as nearly always.
-            s.sampled_at = books.now
-            return 0
-        s.footprints[device] = size
-        before = max(before, 0)
-        s.footprint += size - before
-        if held:
-            s.sampled_at = books.now
-            if size:
-                s.bound = tuple(x.device for x in s.slices)
-        if held and (size > held or held > s.request.memory):
-            growth.measured(books, s, books.inventory[device], size, before)
-            held = books.inventory[device].leases[s.id]
-        elif size > before:
-            s.rose_at = books.now
-        if size > held >= before:
-            books.log(
-                s.id,
-                "warning",
-                "overuse",
-                f"It uses {format_bytes(size)} of a slice of {format_bytes(held)} on {device}.",
-            )
-        if s.state == "idle":
-            books.offer(s)
-            if s.state_bound < bound:
-                # It may fit in host memory now.
-                books.quotas.eased = True
-                books.quotas.note(s.owner.name)
-        return max(0, size - held)
 
-    # ------------------------------------------------------------------ release and keep
+def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
+    """Return the slices of an attached session without what it must, or need not, keep.
 
-    def release(self, event: ev.ReleaseAsked) -> None:
-        s = self._session(event.session, event.rid)
-        if s is None:
-            return
-        books = self._books
-        if s.state == "queued":
-            refusal = Refusal(
-                "nothing-to-release",
-                "The kernel waits for a slice and has none.",
-                "Interrupt the cell to stop waiting.",
-            )
-            self._refuse(s, event.rid, refusal)
-            return
-        if s.state == "detached":
-            self._answer(s, event.rid, "The kernel has no slice.")
-            return
-        if s.state == "detaching":
-            self._answer(s, event.rid, "The slice is on its way back already.")
-            return
-        if not suspendable(s, books) and (s.state == "idle" or s.footprint):
-            name = books.inventory[s.slices[0].device].device.name
-            refusal = Refusal(
-                "cannot-suspend",
-                f"The state of this kernel can not be moved off its GPU ({name}).",
-                "Free the memory in the kernel, or restart it, to give the slice back.",
-            )
-            self._refuse(s, event.rid, refusal)
-            return
-        s.release_asked = True
-        s.keep_until = 0.0
-        if s.state != "idle":
-            cell = any(h.kind != "device" for h in s.holds.values())
-            when = "the running cell is done" if cell else "its work on the GPU is done"
-            self._answer(s, event.rid, f"The slice goes back when {when}.")
-            return
-        if timeout_at(s, books) > books.now:
-            books.offer(s)
-            if s.pressed or (s.id in books.roomless and not s.pinned_reason):
-                self._answer(s, event.rid, stays_reason(books, s, books.now))
-                return
-            why = s.pinned_reason or "the last try was refused"
-            left = format_seconds(timeout_at(s, books) - books.now)
-            self._answer(s, event.rid, f"The slice can not be moved now ({why}); again in {left}.")
-        elif self._server.expire(s):
-            self._answer(s, event.rid, "The slice goes back to the pool.")
+    Nothing is taken below what is guaranteed or was last measured in use. Above that, everything
+    beyond the limit goes, and with ``reclaim`` what has grown, too, once a sample shows that it is
+    not used. ``only``: on this device.
+    """
+    memory, limit, lease = s.request.memory, s.request.limit, s.lease
+    slices = []
+    for x in lease.slices:
+        used = lease.footprints.get(x.device)
+        if used is not None and x.bytes > memory and only in ("", x.device):
+            most = max(memory, used)
+            # A sample that is not younger than the growth says nothing about it.
+            settled = lease.measured_at.get(x.device, -math.inf) >= lease.grown_at + SETTLE
+            if not (reclaim and settled):
+                most = max(most, limit)
+            slices.append(Slice(x.device, min(x.bytes, most)))
         else:
-            books.offer(s)
-            full = (
-                "There is no room for its state in host memory; the slice goes back once there is."
-            )
-            self._answer(s, event.rid, stays_reason(books, s, books.now) or full)
-
-    def keep(self, event: ev.KeepAsked) -> None:
-        s = self._session(event.session, event.rid)
-        if s is None:
-            return
-        books = self._books
-        s.keep_until = event.until
-        s.release_asked = False
-        left = event.until - books.now
-        if s.state == "idle":
-            if left > 0:
-                books.leaving.pop(s.id, None)
-            books.offer(s)
-        if left <= 0:
-            note = "The slice is not kept any longer when idle."
-        elif s.state in HAS_LEASE:
-            note = f"The slice stays for {format_seconds(left)}, even when idle."
-        else:
-            note = f"Its next slice stays for {format_seconds(left)} from now, even when idle."
-        self._answer(s, event.rid, note)
+            slices.append(x)
+    return tuple(slices)
 
 
-def _not_less(size: int) -> str:
-    """Return ``size`` for people, rounded up: whoever asks for that much has enough."""
-    return f"{-(-size // MiB)} MiB" if size >= MiB else format_bytes(size)
+def unused_for_long(s: Session, now: float) -> bool:
+    """Return whether what has grown was not used for so long that it goes back to the pool."""
+    return now >= max(s.lease.rose_at, s.lease.grown_at) + UNUSED
+
+
+def held_on(s: Session, uuid: str) -> int:
+    """Return the bytes of the slice on a device; 0 if there is none."""
+    return next((x.bytes for x in s.lease.slices if x.device == uuid), 0)
+
+
+def refused(draft: Draft, s: Session, uuid: str, more: int, *, waits: bool) -> Refusal | None:
+    """Return why a slice can not grow by ``more`` bytes now, or None.
+
+    ``draft``: what the plan leaves; ``waits``: another session of the owner waits for its quota.
+    """
+    held, limit = held_on(s, uuid), s.request.limit
+    asked = f"{format_bytes(more)} beyond the slice of {format_bytes(held)} were asked for"
+    numbers = {"device": uuid, "bytes": more, "granted": held, "limit": limit}
+    if held + more > limit:
+        return Refusal(
+            "limit",
+            f"{asked}; the limit of this kernel is {format_bytes(limit)} on a GPU.",
+            "Free memory in the kernel, or ask for a higher limit with %gpu.",
+            numbers,
+        )
+    free = _room(draft, uuid)
+    if free < more:
+        kept = draft.state.devices[uuid].free > free >= 0
+        without = " without what is kept for waiting kernels" if kept else ""
+        return Refusal(
+            "no-memory",
+            f"{asked}; {format_bytes(max(0, free))} are free on this GPU now{without}.",
+            "Free memory in the kernel, or try again when other kernels have gone idle; "
+            "what %gpu asks for is guaranteed.",
+            {**numbers, "free": max(0, free)},
+        )
+    most = _host_most(draft.state, s)
+    if most is not None and s.lease.granted + more > most:
+        return Refusal(
+            "no-memory",
+            f"{asked}; when idle the kernel must fit in host memory, of which it may have "
+            f"{format_bytes(most)}.",
+            "Free memory in the kernel, or ask an admin for more host memory.",
+            {**numbers, "most": most},
+        )
+    left = _quota_left(draft, s, waits=waits)
+    if left is not None and left < more:
+        why = (
+            "another kernel of yours waits for what is left of your quota of GPU memory."
+            if waits
+            else f"your quota of GPU memory has {format_bytes(max(0, left))} left."
+        )
+        return Refusal(
+            "quota",
+            f"{asked}; {why}",
+            "Free memory in the kernel, or end another kernel of yours.",
+            {**numbers, "left": max(0, left)},
+        )
+    return None
+
+
+def step(draft: Draft, s: Session, uuid: str, missing: int, *, wanted: bool, waits: bool) -> int:
+    """Return by how much to grow a slice that :func:`refused` lets grow by ``missing``.
+
+    ``wanted``: somebody waits for memory, so no more than what is missing.
+    """
+    if wanted:
+        return missing
+    most = max(missing, s.request.limit // STEPS, draft.state.settings.growth_step)
+    return min(most, largest(draft, s, uuid, waits=waits))
+
+
+def largest(draft: Draft, s: Session, uuid: str, *, waits: bool) -> int:
+    """Return the most bytes that :func:`refused` lets a slice grow by now."""
+    most = min(s.request.limit - held_on(s, uuid), _room(draft, uuid))
+    left = _quota_left(draft, s, waits=waits)
+    if left is not None:
+        most = min(most, left)
+    host = _host_most(draft.state, s)
+    if host is not None:
+        most = min(most, host - s.lease.granted)
+    return max(0, most)
+
+
+def _room(draft: Draft, uuid: str) -> int:
+    room = draft.rooms[uuid]
+    return 0 if room.drained else draft.left(room)
+
+
+def _quota_left(draft: Draft, s: Session, *, waits: bool) -> int | None:
+    """Return the bytes that the owner's quota leaves for growth, None if there is no limit."""
+    owner = s.owner.name
+    limit = draft.state.limit(owner).memory
+    if limit is None:
+        return None
+    if waits:
+        return 0  # growth that took what comes free would keep the other one waiting
+    return limit - draft.usage(owner).memory - (charge_of(s, s.lease.slices) - s.lease.charge)
+
+
+def _host_most(state: State, s: Session) -> int | None:
+    """Return the bytes that a session may have so that it can be suspended, None: any."""
+    if not any(state.devices[x.device].device.can_suspend for x in s.lease.slices):
+        return None
+    most, quota = state.settings.host_memory, state.limit(s.owner.name)
+    own = None if quota is NO_LIMIT else quota.suspended
+    return most if own is None else min(most, own)
+
+
+def grow(state: State, event: ev.GrowAsked, plan: Plan) -> Actions:
+    """Let an attached session grow out of what the plan leaves, and answer."""
+    s, unknown = _find(state, event.session, event.rid)
+    if s is None:
+        return unknown
+    uuid, missing = event.device, max(0, event.bytes)
+    if s.state not in ATTACHED or all(x.device != uuid for x in s.lease.slices):
+        refusal = Refusal(
+            "no-memory",
+            "More memory was asked for on a GPU where the kernel has no slice now.",
+            "Try again once it has its slice.",
+            {"device": uuid, "bytes": event.bytes, "granted": 0},
+        )
+        return _refuse(s, event.rid, refusal)
+    actions: Actions = []
+    if missing:
+        why, more = _growth(state, s, uuid, missing, plan)
+        if why is not None and why.code != "limit":
+            # What others have grown and do not use; not of ``s``, which is about to use all it has.
+            actions = reclaim(state, but=s)
+            if actions:
+                why, more = _growth(state, s, uuid, missing, plan)
+        if why is not None:
+            return [*actions, *_refuse(s, event.rid, why)]
+        actions += _grown(state, s, uuid, more)
+    have = next(x.bytes for x in s.lease.slices if x.device == uuid)
+    return [*actions, *_answer(s, event.rid, f"The slice is {format_bytes(have)} now.")]
+
+
+def grow_by(state: State, s: Session, uuid: str, more: int, plan: Plan) -> Actions:
+    """Let a slice grow by just ``more`` if nothing speaks against it."""
+    draft = outlook(state, plan, but=s.id)
+    if refused(draft, s, uuid, more, waits=s.owner.name in plan.held) is not None:
+        return []
+    return _grown(state, s, uuid, more)
+
+
+def growable(state: State, s: Session, plan: Plan) -> tuple[int, ...]:
+    """Return by how many bytes each slice of an attached session could grow now."""
+    draft, waits = outlook(state, plan), s.owner.name in plan.held
+    return tuple(largest(draft, s, x.device, waits=waits) for x in s.lease.slices)
+
+
+def _growth(
+    state: State, s: Session, uuid: str, missing: int, plan: Plan
+) -> tuple[Refusal | None, int]:
+    """Return why a slice can not grow by ``missing``, or by how much it is to grow."""
+    draft: Draft = outlook(state, plan, but=s.id)
+    waits = s.owner.name in plan.held
+    why = refused(draft, s, uuid, missing, waits=waits)
+    if why is not None:
+        return why, 0
+    wanted = bool(state.waiting) or any(
+        x.device == uuid for o in state.short.values() for x in o.lease.slices
+    )
+    return None, step(draft, s, uuid, missing, wanted=wanted, waits=waits)
+
+
+def _grown(state: State, s: Session, uuid: str, more: int) -> Actions:
+    s.lease.grown_at = state.now
+    slices = (Slice(x.device, x.bytes + more * (x.device == uuid)) for x in s.lease.slices)
+    return resize(state, s, tuple(slices))
+
+
+def reclaim(state: State, but: Session | None = None) -> Actions:
+    """Take back what has grown anywhere and is not used."""
+    actions: Actions = []
+    for s in list(state.grown.values()):
+        if s is not but:
+            actions += resize(state, s, trimmed(s, reclaim=True))
+    return actions
+
+
+# --------------------------------------------------------------------------- release and keep
+
+
+def release(state: State, event: ev.ReleaseAsked, _plan: Plan) -> Actions:
+    """Let the slice go back, now or when the last hold is dropped."""
+    s, unknown = _find(state, event.session, event.rid)
+    if s is None:
+        return unknown
+    if s.state == "queued":
+        refusal = Refusal(
+            "nothing-to-release",
+            "The kernel waits for a slice and has none.",
+            "Interrupt the cell to stop waiting.",
+        )
+        return _refuse(s, event.rid, refusal)
+    if s.state == "detached":
+        return _answer(s, event.rid, "The kernel has no slice.")
+    if s.state == "detaching":
+        return _answer(s, event.rid, "The slice is on its way back already.")
+    if not suspendable(s, state) and (s.state == "idle" or s.lease.footprint):
+        name = state.devices[s.lease.slices[0].device].device.name
+        refusal = Refusal(
+            "cannot-suspend",
+            f"The state of this kernel can not be moved off its GPU ({name}).",
+            "Free the memory in the kernel, or restart it, to give the slice back.",
+        )
+        return _refuse(s, event.rid, refusal)
+    s.release_asked = True
+    s.keep_until = 0.0
+    state.touch(s)
+    if s.state != "idle":
+        cell = any(h.kind != "device" for h in s.holds.values())
+        when = "the running cell is done" if cell else "its work on the GPU is done"
+        return _answer(s, event.rid, f"The slice goes back when {when}.")
+    return []
+
+
+def _release_note(state: State, s: Session) -> str:
+    """Return what has become of the release of an idle slice, now that the plan is made."""
+    if s.state != "idle":
+        return "The slice goes back to the pool."
+    why = stays_reason(state, s, state.now)
+    if leaves_at(s, state) > state.now and not (s.pressed or (s.roomless and not s.pinned_reason)):
+        why = s.pinned_reason or "the last try was refused"
+        left = format_seconds(leaves_at(s, state) - state.now)
+        return f"The slice can not be moved now ({why}); again in {left}."
+    return why or (
+        "There is no room for its state in host memory; the slice goes back once there is."
+    )
+
+
+def keep(state: State, event: ev.KeepAsked, _plan: Plan) -> Actions:
+    """Let the slice stay, although idle, until a time."""
+    s, unknown = _find(state, event.session, event.rid)
+    if s is None:
+        return unknown
+    s.keep_until = event.until
+    s.release_asked = False
+    state.touch(s)
+    left = event.until - state.now
+    if left <= 0:
+        note = "The slice is not kept any longer when idle."
+    elif s.state in HAS_LEASE:
+        note = f"The slice stays for {format_seconds(left)}, even when idle."
+    else:
+        note = f"Its next slice stays for {format_seconds(left)} from now, even when idle."
+    return _answer(s, event.rid, note)
+
+
+# --------------------------------------------------------------------------- after the plan
+
+
+def reply(
+    state: State, event: ev.RequestChanged | ev.ReleaseAsked, plan: Plan, actions: Actions
+) -> Actions:
+    """Return the answer to an event that only the plan could answer; [] if there is one."""
+    if any(isinstance(a, ev.Answer) and a.rid == event.rid for a in actions):
+        return []
+    s = state.sessions[event.session]
+    if isinstance(event, ev.ReleaseAsked):
+        return _answer(s, event.rid, _release_note(state, s))
+    return _answer(s, event.rid, _size_note(state, s, plan))

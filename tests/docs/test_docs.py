@@ -18,7 +18,7 @@ from jupyter_gpupool.config.settings import QUOTA_KEYS
 from jupyter_gpupool.kernel.command import SUBCOMMANDS
 from jupyter_gpupool.kernelspecs import PROVISIONER
 from jupyter_gpupool.launch import OPTIONS
-from jupyter_gpupool.pool.lease import TRANSITIONS
+from jupyter_gpupool.pool.transitions import TRANSITIONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -5,77 +5,123 @@
 A plan for a waiting session is a set of idle leases that may be taken (possibly none) and a place
 for each of its slices. It is feasible if the places have the bytes once the suspends under way and
 those of the set are done, host memory has room for the set, and no quota is exceeded. It harms
-nobody if it takes nothing that was promised to another plan under way, nothing on the devices that
-the head of the queue claims except what ``spare`` allows (which has its own brute-force test), no
-host memory and no quota that the head is going to need.
+nobody if it takes nothing that is promised, nothing on the devices that the head of the queue has
+reserved except what it can spare, no host memory and no
+quota that the head is going to need.
+
+Everything here is the naive model's, or what ``Pool.explain`` and ``Pool.view`` tell anybody.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain, combinations, permutations
-from typing import Sequence
+from typing import Any, Iterable, Sequence
 
-from jupyter_gpupool.pool.growth import SETTLE
-from jupyter_gpupool.pool.lease import Session
+from jupyter_gpupool.pool.explain import Explanation
 from jupyter_gpupool.pool.machine import Pool
-from jupyter_gpupool.pool.model import Slice
-from jupyter_gpupool.pool.placement import spare
-from jupyter_gpupool.pool.policy import Plan
-from jupyter_gpupool.pool.yielding import stays_until
+from jupyter_gpupool.pool.model import Device
+from jupyter_gpupool.pool.placement import Room
+from jupyter_gpupool.pool.requests import SETTLE
+from jupyter_gpupool.pool.schedule import Plan
+from jupyter_gpupool.pool.state import Ledger
 
-from .naive import Naive
+from .naive import Naive, NaiveSession
 
 #: Larger pools have too many subsets.
 MOST_IDLE = 6
 
 
+@dataclass
+class Look:
+    """What can be seen of a pool after an event."""
+
+    pool: Pool
+    naive: Naive
+    told: dict[str, Explanation]
+    #: Bytes that neither a lease nor a process outside the pool has, by device.
+    free: dict[str, int]
+    promised: dict[str, int]
+    head: str = ""
+
+    @classmethod
+    def at(cls, pool: Pool, naive: Naive) -> Look:
+        told = {name: pool.explain(name) for name in naive.sessions}
+        devices = pool.view(naive.now).devices
+        free = {d.device.uuid: d.capacity - d.granted - d.foreign for d in devices}
+        promised: dict[str, int] = {}
+        for e in told.values():
+            for x in e.promised:
+                promised[x.device] = promised.get(x.device, 0) + x.bytes
+        head = next((n for n, e in told.items() if e.reserved), "")
+        return cls(pool, naive, told, free, promised, head)
+
+    def reserved(self) -> dict[str, int]:
+        return {x.device: x.bytes for x in self.told[self.head].reserved} if self.head else {}
+
+    def leaving(self, uuid: str) -> int:
+        sessions = self.naive.sessions.values()
+        return sum(s.lease.get(uuid, 0) for s in sessions if s.state == "detaching")
+
+    def leases(self, uuid: str) -> list[int]:
+        return [s.lease[uuid] for s in self.naive.sessions.values() if uuid in s.lease]
+
+
 def check_liveness(pool: Pool, naive: Naive) -> None:
-    books = pool._books
-    if not len(books.order):
+    look = Look.at(pool, naive)
+    order = sorted((e.position, n) for n, e in look.told.items() if e.position is not None)
+    if not order:
         return
-    settings, now = naive.settings, books.now
-    idle = [
-        s
-        for s in books.sessions.values()
-        if s.state == "idle"
-        and now >= s.idle_since + settings.reclaim_after
-        and now >= s.keep_until
-        and now >= s.retry_at
-        and now >= naive.stays_until(naive.sessions[s.id])
-        and now >= stays_until(s, books)
-        and not (s.pinned_reason and now < s.pinned_at + settings.pinned_retry)
-        and _can_suspend(naive, s)
-        and not (s.id in naive.pressed and _bound(naive, s))
-    ]
+    idle = [n for n, s in naive.sessions.items() if _may_be_taken(look, n, s)]
     if len(idle) > MOST_IDLE:
         return
-    _check_growth(pool, naive)
-    head = books.open.first()
-    first_of: set[str] = set()
-    for entry in books.order:
-        s = books.sessions[entry[4]]
-        owner = s.owner.name
-        blocked_before = owner in first_of
-        if s.lane == "quota":
-            first_of.add(owner)
-        if s.lane in ("later", "planned") or blocked_before:
-            if s.lane == "planned":
-                _check_plan(pool, s)
+    _check_growth(look)
+    held: set[str] = set()
+    passed_head = False
+    for _, name in order:
+        e, s = look.told[name], naive.sessions[name]
+        assert e.reason is not None
+        rule, owner = e.reason.rule, s.owner.name
+        if rule == "planned":
+            busy = any(v.state == "detaching" for v in naive.sessions.values())
+            assert busy, f"{name} waits for suspends, and none is under way"
             continue
-        behind = head is not None and entry > head
+        if rule == "retry" or owner in held:
+            continue
+        if rule in ("quota", "quota-host"):
+            held.add(owner)
+        behind = passed_head
+        passed_head = passed_head or name == look.head
         for group in chain.from_iterable(combinations(idle, n) for n in range(len(idle) + 1)):
-            places = _feasible(pool, naive, s, group, behind=behind)
-            assert not places, (
-                f"{s.id} ({s.lane}, {s.why}) waits, but could go to {places} "
-                f"after {[v.id for v in group]} yield"
-            )
+            places = _feasible(look, name, group, behind=behind)
+            assert not places, f"{name} waits ({e.text}), but could go to {places} after {group}"
 
 
-def _check_growth(pool: Pool, naive: Naive) -> None:
+def _may_be_taken(look: Look, name: str, s: NaiveSession) -> bool:
+    """Return whether an idle lease may be taken; for residence and retries by the pool's word."""
+    naive, now = look.naive, look.naive.now
+    if s.state != "idle" or now < s.idle_since + naive.settings.reclaim_after:
+        return False
+    if now < s.keep_until or now < naive.stays_until(s):
+        return False
+    known = s.sampled_at >= s.idle_since and set(s.lease) <= set(s.footprints)
+    empty = known and not any(s.footprints.values())
+    if not empty and not all(naive.devices[u].can_suspend for u in s.lease):
+        return False
+    if name in naive.pressed and _bound(s):
+        return False
+    if not s.refused and (s.resumed_at == float("-inf") or naive.settings.residence == "clock"):
+        return True
+    at = look.told[name].taken_from
+    return at is not None and at <= now
+
+
+def _check_growth(look: Look) -> None:
     """While somebody waits, nobody keeps grown bytes that a sample has shown to be unused."""
-    if all(pool._books.sessions[entry[4]].lane == "later" for entry in pool._books.order):
+    reasons = [e.reason for e in look.told.values() if e.position is not None]
+    if all(why is not None and why.rule == "retry" for why in reasons):
         return
-    for name, n in naive.sessions.items():
+    for name, n in look.naive.sessions.items():
         for uuid, size in n.lease.items():
             known = n.sampled.get(uuid, float("-inf")) >= n.grown_at + SETTLE
             if known and n.state in ("active", "idle") and n.grown_at > float("-inf"):
@@ -83,80 +129,70 @@ def _check_growth(pool: Pool, naive: Naive) -> None:
                 assert size <= used, f"{name} keeps {size} on {uuid} and uses {used}"
 
 
-def _check_plan(pool: Pool, s: Session) -> None:
-    """A plan under way waits for something that is under way."""
-    books = pool._books
-    assert s.plan is not None
-    assert any(v.state == "detaching" for v in books.sessions.values()), f"{s.id}: {s.plan}"
-
-
-def _can_suspend(naive: Naive, s: Session) -> bool:
-    known = s.sampled_at >= s.idle_since and all(x.device in s.footprints for x in s.slices)
-    if known and not any(s.footprints.values()):
-        return True
-    return all(naive.devices[x.device].can_suspend for x in s.slices)
-
-
-def _bound(naive: Naive, s: Session) -> int:
-    n = naive.sessions[s.id]
-    known = n.sampled_at >= n.idle_since and set(n.lease) <= set(n.footprints)
-    used = sum(n.footprints.values())
-    return used if known else max(used, sum(n.lease.values()))
+def _bound(s: NaiveSession) -> int:
+    known = s.sampled_at >= s.idle_since and set(s.lease) <= set(s.footprints)
+    used = sum(s.footprints.values())
+    return used if known else max(used, sum(s.lease.values()))
 
 
 def _feasible(
-    pool: Pool, naive: Naive, s: Session, group: tuple[Session, ...], *, behind: bool
+    look: Look, name: str, group: tuple[str, ...], *, behind: bool
 ) -> tuple[str, ...] | None:
-    books, settings = pool._books, naive.settings
-    claim = books.claim if behind else None
-    n = naive.sessions[s.id]
-    freed: dict[str, int] = {}
-    for v in group:
-        for x in v.slices:
-            freed[x.device] = freed.get(x.device, 0) + x.bytes
-    # host memory
-    if group:
-        need = sum(_bound(naive, v) for v in group)
-        room = settings.host_memory - naive.host_used()
-        available, taken = books.host._available, books.host._taken
-        if available is not None:
-            room = min(room, available - taken)
-        if claim is not None:
-            short = sorted(
-                max(0, wanted - books.inventory[u].expect) for u, wanted in claim.wanted.items()
-            )
-            room -= sum(short[: claim.devices])
-        if need > max(0, room):
-            return None
-        for owner in {v.owner.name for v in group}:
-            limit = naive.quota(owner).suspended
-            have = sum(sum(o.suspended.values()) + o.host for o in naive.of(owner))
-            more = sum(_bound(naive, v) for v in group if v.owner.name == owner)
-            if limit is not None and more and have + more > limit:
-                return None
-    # quota
-    if n.suspended:
-        count = len(n.suspended)
-    else:
-        count = len(n.bound) or n.request.devices
-    if not _quota(pool, naive, s, group, count, claim is not None):
+    naive, s = look.naive, look.naive.sessions[name]
+    victims = [naive.sessions[n] for n in group]
+    reserved = look.reserved() if behind else {}
+    if group and not _host(look, victims, reserved):
         return None
-    # places
-    needs = []
-    if n.suspended:
-        for origin, size in n.suspended.items():
-            needs.append((max(size, n.request.memory), size, origin))
-    else:
-        needs = [(n.request.memory, 0, "")] * count
+    count = len(s.suspended) or len(s.bound) or s.request.devices
+    if not _quota(look, name, group, count, behind=behind):
+        return None
+    needs: Sequence[tuple[int, int, str]] = [
+        (max(size, s.request.memory), size, origin) for origin, size in s.suspended.items()
+    ] or [(s.request.memory, 0, "")] * count
+    freed: dict[str, int] = {}
+    for v in victims:
+        for uuid, size in v.lease.items():
+            freed[uuid] = freed.get(uuid, 0) + size
     for places in permutations(sorted(naive.devices), count):
-        if n.bound and not n.suspended and places != n.bound:
+        if s.bound and not s.suspended and places != s.bound:
             continue
-        if all(_place(pool, naive, u, *need, freed, claim) for u, need in zip(places, needs)):  # noqa: B905
+        pairs = zip(places, needs, strict=True)
+        if all(_place(look, uuid, need, freed, reserved) for uuid, need in pairs):
             return places
     return None
 
 
-def _place(pool, naive, uuid, least, size, origin, freed, claim) -> bool:
+def _host(look: Look, victims: list[NaiveSession], reserved: dict[str, int]) -> bool:
+    naive = look.naive
+    room = naive.host_room()
+    if reserved:
+        count = len(look.told[look.head].reserved)
+        s = naive.sessions[look.head]
+        count = len(s.suspended) or len(s.bound) or s.request.devices
+        short = sorted(
+            max(0, size - look.free[u] + look.promised.get(u, 0) - look.leaving(u))
+            for u, size in reserved.items()
+        )
+        room -= sum(short[:count])
+    if sum(map(_bound, victims)) > max(0, room):
+        return False
+    for owner in {v.owner.name for v in victims}:
+        limit = naive.quota(owner).suspended
+        have = sum(sum(o.suspended.values()) + o.host for o in naive.of(owner))
+        more = sum(_bound(v) for v in victims if v.owner.name == owner)
+        if limit is not None and more and have + more > limit:
+            return False
+    return True
+
+
+def _place(
+    look: Look,
+    uuid: str,
+    need: tuple[int, int, str],
+    freed: dict[str, int],
+    reserved: dict[str, int],
+) -> bool:
+    naive, (least, size, origin) = look.naive, need
     if uuid in naive.drained:
         return False
     device = naive.devices[uuid]
@@ -164,110 +200,109 @@ def _place(pool, naive, uuid, least, size, origin, freed, claim) -> bool:
         old = naive.devices[origin]
         if old.model != device.model or not (old.can_migrate and device.can_migrate):
             return False
-    ledger = pool._books.inventory[uuid]
-    want = least
-    if size or origin:
-        want = max(least, size + naive.settings.resume_headroom)
-        if want > ledger.capacity:
-            want = max(least, ledger.capacity)
-    if claim is not None and uuid in claim.wanted:
-        return min(ledger.avail, spare(ledger, claim.wanted[uuid])) >= want
-    leaving = sum(s.lease.get(uuid, 0) for s in naive.sessions.values() if s.state == "detaching")
-    room = naive.free(uuid) - ledger.overuse - ledger.reserved + leaving + freed.get(uuid, 0)
-    return room >= want
+    capacity = naive.capacity(uuid)
+    want = max(least, size + naive.settings.resume_headroom) if size or origin else least
+    if want > capacity:
+        want = max(least, capacity)
+    promised = look.promised.get(uuid, 0)
+    room = look.free[uuid] - promised
+    if uuid in reserved:
+        return min(room, spare(device, room, promised, look.leases(uuid), reserved[uuid])) >= want
+    return room + look.leaving(uuid) + freed.get(uuid, 0) >= want
 
 
-def _quota(pool, naive, s, group, count, behind) -> bool:
+def spare(device: Device, free: int, promised: int, leases: list[int], wanted: int) -> int:
+    """Return what :meth:`Room.spare` says, which has its own test by brute force."""
+    room = Room(Ledger(device))
+    room.avail, room.promised = free, promised
+    room.leases = [(None, size) for size in leases]  # type: ignore[misc]
+    return room.spare(wanted)
+
+
+def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
+    """Return whether whoever waits for ``wanted`` starts no later if ``more`` is given away.
+
+    In every order in which the leases may end. If their ends are not enough, something else must
+    change first, and what that is nobody knows: then it is not.
+    """
+    sizes = list(leases)
+    if free + sum(sizes) < wanted:
+        return False
+    for group in chain.from_iterable(combinations(sizes, n) for n in range(len(sizes) + 1)):
+        if free + sum(group) >= wanted > free - more + sum(group):
+            return False
+    return True
+
+
+def _quota(look: Look, name: str, group: tuple[str, ...], count: int, *, behind: bool) -> bool:
+    naive, s = look.naive, look.naive.sessions[name]
     owner = s.owner.name
     limit = naive.quota(owner)
-    books = pool._books
-    own = naive.of(owner)
-    leaving = {v.id for v in group if v.owner.name == owner}
     memory = devices = leases = 0
-    for name, o in naive.sessions.items():
-        if o.owner.name == owner and name not in leaving and o.state != "detaching":
+    for other, o in naive.sessions.items():
+        if o.owner.name != owner:
+            continue
+        if other not in group and o.state != "detaching":
             memory += naive.charge(o)
             devices += len(o.lease)
             leases += bool(o.lease)
-    for other in books.sessions.values():
-        if other.owner.name == owner and other.plan is not None:
-            memory += other.plan.charge
-            devices += other.plan.devices
-            leases += other.plan.leases
-    claim = books.claim
-    if claim is not None and claim.owner == owner and claim.session != s.id:
-        memory += claim.charge
-        devices += claim.devices
-        leases += 1
-    del own, behind
-    n = naive.sessions[s.id]
-    sizes = [max(size, n.request.memory) for size in n.suspended.values()]
-    charge = sum(min(size, n.request.limit) for size in sizes or [n.request.memory] * count)
+        promised = look.told[other].promised
+        if promised and o.lease:
+            memory += sum(x.bytes for x in promised)
+        elif promised or (behind and other == look.head):
+            memory += _charge(o, len(promised) or _count(o))
+            devices += len(promised) or _count(o)
+            leases += 1
     return (
-        (limit.memory is None or memory + charge <= limit.memory)
+        (limit.memory is None or memory + _charge(s, count) <= limit.memory)
         and (limit.devices is None or devices + count <= limit.devices)
         and (limit.leases is None or leases + 1 <= limit.leases)
     )
 
 
-def watch_order(pool: Pool) -> None:
-    """Let every grant of ``pool`` prove that it does not delay the head of the queue.
+def _count(s: NaiveSession) -> int:
+    return len(s.suspended) or len(s.bound) or s.request.devices
 
-    Whoever is behind the head and gets (or is promised) bytes on a device that the head claims must
-    leave the head as well off in every order in which the leases there may end. To keep a promise
-    needs no proof: it was given before.
+
+def _charge(s: NaiveSession, count: int) -> int:
+    sizes = [max(size, s.request.memory) for size in s.suspended.values()]
+    return sum(min(size, s.request.limit) for size in sizes or [s.request.memory] * count)
+
+
+def check_backfill(state: Any, plan: Plan, before: Plan) -> None:
+    """Let a plan prove that nobody behind the head of the queue delays it.
+
+    Whoever is behind the head and gets (or is promised) bytes on a device that the head has
+    reserved must leave the head as well off in every order in which the leases there may end. To
+    keep a promise needs no proof: it was given before.
     """
-    books = pool._books
-    grant, resize = books.grant, books.resize
-    begin_plan, drop_plan = books.begin_plan, books.drop_plan
-    kept: tuple[str, int] = ("", 0)
-
-    def prove(s: Session, takes: dict[str, int]) -> None:
-        claim = books.claim
-        head = books.open.first()
-        if claim is None or head is None or claim.session != head[4] or s.id == claim.session:
-            return
-        if s.entry is not None and s.entry < head:
-            return
-        for uuid, more in takes.items():
-            wanted = claim.wanted.get(uuid)
-            if wanted is None or more <= 0:
-                continue
-            ledger = books.inventory[uuid]
-            # Its own promise, if it had one, is not counted twice.
-            avail = ledger.avail + sum(
-                x.bytes for x in (s.plan.takes if s.plan else ()) if x.device == uuid
+    held = plan.reservation
+    if held is None:
+        return
+    turn = {s.id: at for at, s in enumerate(plan.order)}
+    given = [(s, takes) for s, takes, _ in plan.grants]
+    given += [(state.sessions[n], takes) for n, takes in plan.promises.items()]
+    for s, slices in plan.grows:
+        more = ((x, o) for x, o in zip(slices, s.lease.slices, strict=True) if x.bytes > o.bytes)
+        given.append((s, tuple(type(x)(x.device, x.bytes - o.bytes) for x, o in more)))
+    given = [
+        (s, takes)
+        for s, takes in given
+        if turn.get(s.id, len(turn)) > turn[held.session] and before.promises.get(s.id) != takes
+    ]
+    for uuid, wanted in held.wanted.items():
+        ledger = state.devices[uuid]
+        size = sum(x.bytes for _, takes in given for x in takes if x.device == uuid)
+        # What is granted or kept for others is gone before.
+        others = [takes for s, takes, _ in plan.grants if (s, takes) not in given]
+        others += [t for n, t in plan.promises.items() if (state.sessions[n], t) not in given]
+        gone = sum(x.bytes for takes in others for x in takes if x.device == uuid)
+        free = ledger.free - gone
+        leases = [
+            x.bytes for s in state.leased.values() for x in s.lease.slices if x.device == uuid
+        ]
+        if size:
+            assert harmless(free, size, wanted, leases), (
+                f"{given} get {size} on {uuid}: {held.session} reserves {wanted} of {free} free, "
+                f"leases {leases}"
             )
-            others = [size for name, size in ledger.leases.items() if name != s.id]
-            for group in chain.from_iterable(
-                combinations(others, n) for n in range(len(others) + 1)
-            ):
-                if avail + sum(group) >= wanted:
-                    assert avail - more + sum(group) >= wanted, (
-                        f"{s.id} gets {more} on {uuid}: {head[4]} claims {wanted} of {avail} "
-                        f"free, leases {others}"
-                    )
-
-    def proven_grant(s: Session, takes: Sequence[Slice], reason: str) -> None:
-        if kept != (s.id, len(books.actions)):
-            prove(s, {x.device: x.bytes for x in takes})
-        grant(s, takes, reason)
-
-    def proven_resize(s: Session, slices: Sequence[Slice]) -> None:
-        held = {x.device: x.bytes for x in s.slices}
-        if kept != (s.id, len(books.actions)):
-            prove(s, {x.device: x.bytes - held[x.device] for x in slices})
-        resize(s, slices)
-
-    def proven_plan(s: Session, plan: Plan) -> None:
-        prove(s, {x.device: x.bytes for x in plan.takes})
-        begin_plan(s, plan)
-
-    def noted_drop(s: Session) -> None:
-        nonlocal kept
-        if s.plan is not None:
-            kept = (s.id, len(books.actions))
-        drop_plan(s)
-
-    books.grant, books.resize = proven_grant, proven_resize  # type: ignore[method-assign]
-    books.begin_plan, books.drop_plan = proven_plan, noted_drop  # type: ignore[method-assign]

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jupyter_gpupool.pool import events as ev
-from jupyter_gpupool.pool.lease import TRANSITIONS
 from jupyter_gpupool.pool.model import Device, Owner, PoolSettings, Quota, Request
+from jupyter_gpupool.pool.transitions import TRANSITIONS
 
 
 @dataclass
@@ -40,6 +40,8 @@ class NaiveSession:
     #: When the lease last grew, and the last sample by device while it was more than guaranteed.
     grown_at: float = float("-inf")
     sampled: dict[str, float] = field(default_factory=dict)
+    #: A suspend was refused, or the broker restarted: it may be left alone for a while.
+    refused: bool = False
     asked: dict[str, Request] = field(default_factory=dict)
     position: int = 0
 
@@ -62,6 +64,9 @@ class Naive:
         #: Sessions for which host memory is short.
         self.pressed: frozenset[str] = frozenset()
         self.foreign: dict[str, int] = {}
+        #: Bytes that the host could give when last seen, and that suspends have taken since.
+        self.available: int | None = None
+        self.taken = 0
         self.sessions: dict[str, NaiveSession] = {}
         self.opening: dict[str, ev.SessionOpened] = {}
         self.now = 0.0
@@ -85,6 +90,10 @@ class Naive:
 
     def host_used(self) -> int:
         return sum(sum(s.suspended.values()) + s.host for s in self.sessions.values())
+
+    def host_room(self) -> int:
+        room = self.settings.host_memory - self.host_used()
+        return room if self.available is None else min(room, self.available - self.taken)
 
     def charge(self, s: NaiveSession) -> int:
         return s.charge if s.lease else 0
@@ -124,6 +133,9 @@ class Naive:
         s = self.sessions.get(name)
         if isinstance(event, ev.HostPressure):
             self.pressed = event.sessions
+        elif isinstance(event, ev.HostMemorySeen):
+            self.available = event.available
+            self.taken = sum(x.host for x in self.sessions.values())
         elif isinstance(event, ev.DeviceAppeared):
             self.devices[event.device.uuid] = event.device
             self.faulty.discard(event.device.uuid)
@@ -152,6 +164,7 @@ class Naive:
                 self.opening[name] = event
         elif isinstance(event, ev.SessionEnded):
             if s is not None:
+                self.taken = max(0, self.taken - s.host)
                 s.lease, s.suspended, s.effect, s.host = {}, {}, "", 0
         elif s is None or s.state == "ended":
             return
@@ -192,7 +205,10 @@ class Naive:
         elif s.effect == "suspend" and s.epoch == getattr(event, "epoch", None):
             s.effect = ""
             if not isinstance(event, ev.SuspendFailed):
+                state = event.suspended if isinstance(event, ev.SuspendDone) else ()
+                self.taken = max(0, self.taken - s.host + sum(x.bytes for x in state))
                 s.host = 0
+            s.refused = isinstance(event, ev.SuspendRefused)
             if isinstance(event, ev.SuspendDone):
                 if event.suspended or event.cuda:
                     s.bound = tuple(s.lease)
@@ -332,6 +348,7 @@ class Naive:
         if a.reason not in ("idle", "release") and not self.paused & s.lease.keys():
             assert self.now >= self.stays_until(s), f"{a}: it was just moved"
         s.effect, s.host = "suspend", size
+        self.taken += size
 
     def _resize(self, s: NaiveSession, a: ev.Resize) -> None:
         assert s.state in ("active", "idle"), a

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from jupyter_gpupool.pool import events as ev
-from jupyter_gpupool.pool.growth import SETTLE, UNUSED
 from jupyter_gpupool.pool.model import Quota, Slice
+from jupyter_gpupool.pool.requests import SETTLE, UNUSED
 
 from .builders import all_of, device, got, none
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from jupyter_gpupool.pool.limits import most_memory, never
 from jupyter_gpupool.pool.model import MiB, Owner, PoolSettings, Quota, Request
-from jupyter_gpupool.pool.quota import most_memory, never
 
 SIZES = st.integers(0, 40 * MiB)
 QUOTAS = st.builds(

@@ -4,25 +4,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpupool.pool.inventory import DeviceLedger
-from jupyter_gpupool.pool.lease import InvalidTransition, Session
-from jupyter_gpupool.pool.model import Owner, Request
-from jupyter_gpupool.pool.placement import spare
-from jupyter_gpupool.pool.queue import WaitQueue, rank
-from jupyter_gpupool.pool.timers import Timers
+from jupyter_gpupool.pool.model import Owner, PoolSettings, Request, SessionRecord, Slice
+from jupyter_gpupool.pool.placement import Room
+from jupyter_gpupool.pool.schedule import order
+from jupyter_gpupool.pool.session import Session, Wait, record, restored
+from jupyter_gpupool.pool.state import Ledger, State
+from jupyter_gpupool.pool.transitions import InvalidTransition, move
 
 from .builders import device
 
 
-def session(name: str = "s") -> Session:
-    return Session(id=name, owner=Owner("ann"), request=Request(4, 4), attach="cell")
+def session(name: str = "s", **fields: Any) -> Session:
+    request = Request(4, 4, priority=fields.pop("priority", "notebook"))
+    return Session(id=name, owner=Owner("ann"), request=request, attach="cell", **fields)
 
 
 @given(
@@ -30,13 +32,11 @@ def session(name: str = "s") -> Session:
     free=st.integers(0, 12),
     wanted=st.integers(1, 24),
 )
-def test_spare_bytes_never_delay_the_claimant(leases, free, wanted):
+def test_spare_bytes_never_delay_the_head_of_the_queue(leases, free, wanted):
     """In whatever order the present leases end, it starts as early as without the gift."""
-    ledger = DeviceLedger(device(0))
-    ledger.leases = {str(i): size for i, size in enumerate(leases)}
-    ledger.granted = sum(leases)
-    ledger.capacity = ledger.granted + free
-    given_away = spare(ledger, wanted)
+    room = Room(Ledger(device(0), capacity=sum(leases) + free, granted=sum(leases)))
+    room.leases = [(session(), size) for size in leases]
+    given_away = room.spare(wanted)
     assert given_away >= 0
     given_away = min(given_away, free)
     for count in range(len(leases) + 1):
@@ -45,74 +45,69 @@ def test_spare_bytes_never_delay_the_claimant(leases, free, wanted):
                 assert free - given_away + sum(ended) >= wanted
 
 
-def test_the_queue_is_a_sorted_list():
-    rng = random.Random(0)
-    queue, plain = WaitQueue(), []
-    for number in range(400):
-        entry = (rng.random(), rng.random(), number, rng.randint(1, 50), f"s{number}")
-        queue.add(entry)
-        plain.append(entry)
-        if rng.random() < 0.3:
-            gone = plain.pop(rng.randrange(len(plain)))
-            queue.remove(gone)
-    plain.sort()
-    assert list(queue) == plain
-    assert len(queue) == len(plain)
-    assert queue.first() == plain[0]
-    assert [queue.position(e) for e in plain] == list(range(1, len(plain) + 1))
-    for entry in plain:
-        queue.remove(entry)
-    assert queue.first() is None
-    with pytest.raises(KeyError):
-        queue.remove(plain[0])
+def waiting(now: float, ageing: float, *sessions: Session) -> State:
+    classes = {"high": 10, "low": 0}
+    state = State(PoolSettings(ageing=ageing, priority_classes=classes))
+    state.now = now
+    for number, s in enumerate(sessions):
+        s.state, s.wait = "queued", Wait(number=number)
+        state.add(s)
+    return state
 
 
 @given(
-    a=st.tuples(st.floats(0, 1e9), st.integers(-500, 500)),
-    b=st.tuples(st.floats(0, 1e9), st.integers(-500, 500)),
+    since=st.lists(st.floats(0, 1e6), min_size=2, max_size=2),
+    classes=st.lists(st.sampled_from(["high", "low"]), min_size=2, max_size=2),
     later=st.floats(0, 1e6),
 )
-def test_who_goes_first_never_changes_while_both_wait(a, b, later):
-    """The rank orders as points + waited / ageing does, at any time."""
-    classes = {"a": a[1], "b": b[1]}
-    now = max(a[0], b[0]) + later
-    points = [points + (now - since) / 60.0 for since, points in (a, b)]
-    ranks = [rank(a[0], "a", classes, 60.0), rank(b[0], "b", classes, 60.0)]
+def test_who_goes_first_never_changes_while_both_wait(since, classes, later):
+    """The order is by points + waited / ageing, at any time."""
+    pair = [
+        session(name, queued_at=at, priority=priority)
+        for name, at, priority in zip("ab", since, classes, strict=True)
+    ]
+    now = max(since)
+    first = order(waiting(now, 60.0, *pair))[0].id
+    assert order(waiting(now + later, 60.0, *pair))[0].id == first
+    points = [(10 if c == "high" else 0) + (now - at) / 60.0 for at, c in zip(since, classes)]  # noqa: B905
     if abs(points[0] - points[1]) > 1e-3:
-        assert (points[0] > points[1]) == (ranks[0] < ranks[1])
+        assert first == ("a" if points[0] > points[1] else "b")
 
 
 def test_without_ageing_only_the_class_counts():
-    classes = {"high": 1, "low": 0}
-    assert rank(1e9, "high", classes, 0.0) < rank(0.0, "low", classes, 0.0)
-
-
-def test_timers_ring_once_each_and_not_before_their_time():
-    rng = random.Random(1)
-    timers, sessions = Timers(), [session(str(i)) for i in range(50)]
-    due: dict[str, float] = {}
-    now = 0.0
-    for _ in range(3000):
-        s = rng.choice(sessions)
-        at = now + rng.choice([0.5, 1.0, 5.0, 100.0])
-        timers.set(s, at)
-        due[s.id] = at
-        if rng.random() < 0.3:
-            now += rng.random()
-            rung = {x.id for x in timers.due(now)}
-            assert rung == {name for name, t in due.items() if t <= now}
-            for name in rung:
-                del due[name]
-        assert timers.next() == min(due.values(), default=None)
-        timers.trim(len(sessions))
-    assert len(timers) <= 4 * len(sessions) + 65
+    late = session("late", queued_at=1e9, priority="high")
+    early = session("early", queued_at=0.0, priority="low")
+    assert [s.id for s in order(waiting(1e9, 0.0, early, late))] == ["late", "early"]
 
 
 def test_a_step_that_the_table_does_not_have_is_an_error_with_a_story():
-    s = session()
-    s.move("queued", 1.0, "test")
+    state, s = State(PoolSettings()), session()
+    state.now = 1.0
+    state.add(s)
+    move(state, s, "queued", "test", 1.0)
     with pytest.raises(InvalidTransition) as caught:
-        s.move("idle", 2.0, "nonsense")
+        move(state, s, "idle", "nonsense")
     assert caught.value.code == "invalid-transition"
     assert "detached -> queued" in str(caught.value)
     assert "please report" in str(caught.value)
+
+
+def test_session_is_recorded_and_restored_with_every_field():
+    values = {
+        "str": "text",
+        "int": 7,
+        "float": 7.0,
+        "bool": True,
+        "tuple[Slice, ...]": (Slice("G0", 3),),
+        "tuple[str, ...]": ("G0",),
+    }
+    own = {"id": "s", "owner": Owner("ann"), "request": Request(4, 4), "attach": "lazy"}
+    fixed = {**own, "state": "detached", "holds": (), "slices": (), "wait_reason": "busy"}
+    fixed |= {"footprint": 0}
+    full = {f.name: values.get(str(f.type)) for f in dataclasses.fields(SessionRecord)}
+    before = SessionRecord(**{**full, **fixed})  # type: ignore[arg-type]
+    after = record(restored(before, 100.0), "busy")
+    changed = {"state_since", "idle_since"}  # both begin anew
+    for field in dataclasses.fields(SessionRecord):
+        if field.name not in changed:
+            assert getattr(after, field.name) == getattr(before, field.name), field.name

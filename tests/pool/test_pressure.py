@@ -353,7 +353,7 @@ def test_the_claim_of_an_old_head_grows_device_by_device(make):
     lab.hold("head")
     widths = []
     for _ in range(4):
-        widths.append(len(lab.pool._books.claim.wanted))
+        widths.append(len(lab.pool.explain("head").reserved))
         lab.after(60)
     assert widths == sorted(widths)
     assert widths[0] == 1

@@ -32,7 +32,7 @@ FORBIDDEN = {
     "uuid",
 }
 
-#: A module may import those to the left of it (at run time).
+#: A module may import those to the left of it; imports for types alone count like all others.
 ORDER = [
     "residence",
     "model",
@@ -40,26 +40,18 @@ ORDER = [
     "usage",
     "unasked",
     "events",
-    "lease",
-    "queue",
-    "timers",
-    "estimate",
-    "inventory",
-    "quota",
+    "session",
+    "state",
+    "limits",
     "placement",
-    "yielding",
-    "policy",
-    "claims",
-    "lanes",
-    "books",
-    "wanted",
-    "growth",
-    "serve",
-    "wording",
+    "needs",
+    "preemption",
+    "schedule",
+    "explain",
+    "transitions",
     "requests",
-    "effects",
-    "handlers",
-    "checks",
+    "updates",
+    "invariants",
     "machine",
 ]
 
@@ -97,14 +89,8 @@ def test_a_module_imports_only_what_is_below_it(file):
     if file.stem == "__init__":
         return
     tree = ast.parse(file.read_text())
-    typing_only = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
-        for node in ast.walk(block)
-    }
     for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or id(node) in typing_only:
+        if not isinstance(node, ast.ImportFrom):
             continue
         if node.level == 2:
             assert node.module in ("errors", "units")
@@ -116,4 +102,4 @@ def test_a_module_imports_only_what_is_below_it(file):
 
 def test_no_module_is_too_long():
     lengths = {f.stem: len(f.read_text().splitlines()) for f in FILES}
-    assert {name: n for name, n in lengths.items() if n > 480} == {}
+    assert {name: n for name, n in lengths.items() if n > 610} == {}

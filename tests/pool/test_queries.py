@@ -28,11 +28,11 @@ QUERIES: dict[str, Callable[[Pool], Iterable[tuple[Any, ...]]]] = {
         lambda _pool: [()],
     ),
     **dict.fromkeys(
-        ["__contains__", "record", "preferred", "growable", "story"],
+        ["__contains__", "record", "preferred", "growable", "story", "explain"],
         lambda pool: [(name,) for name in (*[r.id for r in pool.records()], "nobody")],
     ),
     **dict.fromkeys(
-        ["device", "headroom"],
+        ["device", "headroom", "leases"],
         lambda pool: [(uuid,) for uuid in (*[d.uuid for d in pool.devices()], "GPU-none", "")],
     ),
     "view": lambda _pool: [(0.0,), (10.0**6,)],
@@ -113,7 +113,7 @@ def test_asking_about_a_session_on_devices_that_are_gone_adds_none(lab):
         parked = type(record)(
             id=name, owner=record.owner, request=record.request, attach="cell", suspended=slices
         )
-        other.handle(ev.SessionRecovered(now=1.0, record=parked))
+        other.handle(ev.Recovered(now=1.0, records=(parked,)))
     other.handle(ev.HoldTaken(now=2.0, session="b", hold="c", kind="cell"))
     ask_everything(lab.pool)
     ask_everything(other)

@@ -366,8 +366,7 @@ def test_a_restarted_broker_goes_on_with_what_the_journal_says(make):
     records = old.pool.records()
     lab = make(device(0))
     lab.now = 1000.0
-    for record in records:
-        lab.send(ev.SessionRecovered, record=record)
+    lab.send(ev.Recovered, records=tuple(records))
     assert lab.state("p") == "detached"
     assert lab.state("i") == "idle"
     assert lab.free() == [8]
@@ -391,9 +390,10 @@ def test_a_session_that_waited_keeps_its_place_over_a_restart(make):
     records = old.pool.records()
     lab = make(device(0))
     lab.now = 200.0
-    for record in records:
-        state = "detached" if record.state == "queued" else record.state
-        lab.send(ev.SessionRecovered, record=dataclasses.replace(record, state=state))
+    detached = (
+        dataclasses.replace(r, state="detached") if r.state == "queued" else r for r in records
+    )
+    lab.send(ev.Recovered, records=tuple(detached))
     lab.open("later", 16)
     lab.hold("later")
     lab.hold("w")
@@ -406,7 +406,7 @@ def test_a_recovered_lease_on_a_device_that_is_gone_is_kept_on_the_books(make):
     old.idle("a", 10)
     (record,) = old.pool.records()
     lab = make(device(1))
-    lab.send(ev.SessionRecovered, record=record)
+    lab.send(ev.Recovered, records=(record,))
     assert lab.state("a") == "idle"
     lab.open("b", 16)
     assert got(lab.hold("b"), ev.Attach).slices[0].device == "G1"

@@ -12,13 +12,26 @@ import dataclasses
 from typing import Any, Protocol, Sequence, TypeVar
 
 from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool import machine
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Device, Hold, Owner, PoolSettings, Quota, Request, Slice
 
-from .liveness import check_liveness, watch_order
+from .liveness import check_backfill, check_liveness
 from .naive import Naive
 
 T = TypeVar("T")
+
+_plan = machine.plan
+
+
+def _proven(state: Any, before: Any, relieve: Any = ()) -> Any:
+    """Plan, and let the plan prove that it does not delay the head of the queue."""
+    new = _plan(state, before, relieve)
+    check_backfill(state, new, before)
+    return new
+
+
+machine.plan = _proven  # type: ignore[assignment]
 
 
 class Chooser(Protocol):
@@ -67,7 +80,6 @@ class World:
         self.now = 1000.0
         self.settings = random_settings(c)
         self.pool = Pool(self.settings)
-        watch_order(self.pool)
         self.naive = Naive(self.settings)
         self.count = 0
         self.events = 0
@@ -109,6 +121,9 @@ class World:
             at = self.pool.next_wakeup()
             assert at is None or at > self.now, "the pool asks for one Tick after another"
         return actions
+
+    def _promised(self) -> set[str]:
+        return {n for n in self._sessions("queued") if self.pool.explain(n).promised}
 
     def _sessions(self, *states: str) -> list[str]:
         return [n for n, s in self.naive.sessions.items() if not states or s.state in states]
@@ -269,11 +284,11 @@ class World:
         # What is due by the clock happens first, and is none of the growth's doing.
         self.send(ev.Tick(now=self.now))
         before = dict(s.lease) if s else {}
-        planned = set(self.pool._books.planned)
+        planned = self._promised()
         actions = self.send(
             ev.GrowAsked(now=self.now, session=name, device=uuid, bytes=more, rid=rid)
         )
-        gone = {n for n in planned - set(self.pool._books.planned) if n in self.pool}
+        gone = planned - self._promised()
         waits = {n for n in gone if self.naive.sessions[n].state == "queued"}
         assert not waits, f"{waits} had a plan before {name} grew"
         (answer,) = [a for a in actions if isinstance(a, ev.Answer) and a.rid == rid]
@@ -346,8 +361,9 @@ class World:
         records = old.records()
         self.pool = Pool(self.settings)
         self.naive.pressed = frozenset()
-        watch_order(self.pool)
+        self.naive.available, self.naive.taken = None, 0
         self.now += 1
+        found = []
         for d in self.naive.devices.values():
             self.pool.handle(ev.DeviceAppeared(now=self.now, device=d))
         for uuid in self.naive.faulty:
@@ -383,7 +399,9 @@ class World:
                 s.lease = {}
             s.holds = {h.id: True for h in r.holds}
             s.charge = self.naive.due(s)
-            self.send(ev.SessionRecovered(now=self.now, record=r))
+            s.refused = True
+            found.append(r)
+        self.send(ev.Recovered(now=self.now, records=tuple(found)))
 
 
 _WEIGHTS = {

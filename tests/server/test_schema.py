@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode, checks
 from schemathesis.specs.openapi import checks as openapi_checks
 
-from jupyter_gpupool.pool.lease import TRANSITIONS
+from jupyter_gpupool.pool.transitions import TRANSITIONS
 from jupyter_gpupool.server import openapi
 from jupyter_gpupool.server.extension import ROUTES
 

@@ -1,0 +1,148 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""How long kernels wait, how often state moves: on workloads that no decision of the pool alters.
+
+Every session has its own random numbers: how long it thinks, computes and how much it holds is the
+same whatever the pool decides, so that two versions of the pool can be compared seed by seed. Run
+it in the tree of each: ``python -m benchmarks.pool_waits --seeds 5``. Prints one JSON line per
+workload: the seconds of waiting per cell, the suspends, and the cells that were computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from heapq import heappop, heappush
+from typing import Any
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.machine import Pool
+from jupyter_gpupool.pool.model import Device, GiB, Owner, PoolSettings, Quota, Request, Slice
+
+#: (sessions, devices, pretended seconds): little, much, and far too much for the devices.
+WORKLOADS = ((60, 4, 1800), (100, 4, 1800), (300, 16, 900), (300, 4, 900))
+SIZES, WEIGHTS = (2, 4, 8, 16, 40), (20, 45, 20, 10, 5)
+
+
+class Workload:
+    """Kernels that think and compute, and a driver that takes its time."""
+
+    def __init__(self, sessions: int, devices: int, seed: int, **rules: Any) -> None:
+        quotas = {"user0": Quota(memory=64 * GiB)}
+        self.pool = Pool(PoolSettings(host_memory=64 << 40, quotas=quotas, **rules))
+        self.now, self.count = 0.0, 0
+        self.heap: list[tuple[float, int, str, tuple[Any, ...]]] = []
+        self.asked: dict[str, float] = {}
+        self.waits: list[float] = []
+        self.suspends = self.moves = 0
+        for i in range(devices):
+            model = "H100" if i % 5 < 3 else "A100"
+            self.send(
+                ev.DeviceAppeared(
+                    now=0.0,
+                    device=Device(f"GPU-{i:02}", i, model, model, memory_total=80 * GiB),
+                )
+            )
+        self.chance: dict[str, random.Random] = {}
+        for i in range(sessions):
+            name = f"s{i}"
+            chance = self.chance[name] = random.Random(f"{seed} {name}")
+            memory = chance.choices(SIZES, WEIGHTS)[0] * GiB
+            self.send(
+                ev.SessionOpened(
+                    now=0.0,
+                    session=name,
+                    owner=Owner(f"user{i % 50}"),
+                    request=Request(memory, memory, 2 if chance.random() < 0.03 else 1),
+                    attach="cell",
+                )
+            )
+            self.at(chance.uniform(0, 120), "hold", name)
+
+    def at(self, when: float, what: str, *args: Any) -> None:
+        self.count += 1
+        heappush(self.heap, (when, self.count, what, args))
+
+    def send(self, event: ev.Event) -> None:
+        for a in self.pool.handle(event):
+            chance = self.chance.get(a.session)
+            if isinstance(a, ev.Attach):
+                seconds = 0.05 + (0.3 + sum(s.bytes for s in a.slices) / 14e9 if a.origin else 0)
+                self.moves += bool(a.origin)
+                self.at(self.now + seconds, "attached", a.session, a.epoch, seconds)
+            elif isinstance(a, ev.Suspend):
+                self.suspends += 1
+                size = sum(s.bytes for s in a.slices) // 2
+                self.at(self.now + 0.3 + size / 4e9, "suspended", a.session, a.epoch, a.slices)
+            elif isinstance(a, ev.HoldGranted):
+                self.waits.append(self.now - self.asked.pop(a.session))
+                assert chance is not None
+                self.at(self.now + chance.lognormvariate(3.0, 1.0), "drop", a.session)
+
+    def run(self, until: float) -> None:
+        while self.heap[0][0] < until:
+            wake = self.pool.next_wakeup()
+            if wake is not None and wake < self.heap[0][0]:
+                self.now = max(self.now, wake)
+                self.send(ev.Tick(now=self.now))
+                continue
+            self.now, _, what, args = heappop(self.heap)
+            getattr(self, what)(*args)
+        self.now = until
+
+    def hold(self, name: str) -> None:
+        self.asked[name] = self.now
+        self.send(ev.HoldTaken(now=self.now, session=name, hold="c", kind="cell"))
+
+    def drop(self, name: str) -> None:
+        self.send(ev.HoldDropped(now=self.now, session=name, hold="c", cuda=True))
+        self.at(self.now + self.chance[name].lognormvariate(4.1, 1.0), "hold", name)
+
+    def attached(self, name: str, epoch: int, seconds: float) -> None:
+        done = ev.AttachDone(now=self.now, session=name, epoch=epoch, seconds=seconds)
+        self.send(done)
+
+    def suspended(self, name: str, epoch: int, slices: tuple[Slice, ...]) -> None:
+        state = tuple(Slice(s.device, s.bytes // 2) for s in slices)
+        self.send(
+            ev.SuspendDone(
+                now=self.now,
+                session=name,
+                epoch=epoch,
+                suspended=state,
+                cuda=True,
+                seconds=0.3 + sum(s.bytes for s in state) / 4e9,
+            )
+        )
+
+
+def measure(sessions: int, devices: int, until: float, seeds: int, **rules: Any) -> dict[str, Any]:
+    """Return waits and moves of one workload, over all seeds."""
+    cells = suspends = 0
+    waited = 0.0
+    for seed in range(seeds):
+        work = Workload(sessions, devices, seed, **rules)
+        work.run(until)
+        cells += len(work.waits)
+        suspends += work.suspends
+        waited += sum(work.waits) + sum(until - at for at in work.asked.values())
+    return {
+        "sessions": sessions,
+        "devices": devices,
+        "cells": cells,
+        "wait_per_cell": round(waited / cells, 3),
+        "suspends": suspends,
+        "suspends_per_cell": round(suspends / cells, 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    for sessions, devices, until in WORKLOADS:
+        print(json.dumps(measure(sessions, devices, until, parser.parse_args().seeds)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

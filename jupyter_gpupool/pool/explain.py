@@ -1,0 +1,466 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Why a session waits, or keeps what it has: data from the plan, and the words for people.
+
+:func:`explain` is the data: the rule, who holds what the session needs, what would change it. The
+sentences for all reasons are here and nowhere else, and none of them names another owner.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Iterable
+
+from ..units import format_bytes, format_seconds
+from .events import Action, QueueMoved, StateChanged
+from .model import ATTACHED, HAS_LEASE, Reason, Slice
+from .needs import asking
+from .preemption import leaves_at, stays_until, suspendable, yields_at
+from .schedule import Plan
+from .session import Session
+from .state import State
+
+#: Queues up to this length are told of every change at once, longer ones ...
+AT_ONCE = 8
+#: ... at most once in so many seconds. (Who has just begun to wait is told at once.)
+INTERVAL = 1.0
+
+
+# --------------------------------------------------------------------------- data
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A lease on a device that a waiting session could use."""
+
+    session: str
+    device: str
+    bytes: int
+    #: ``busy``, ``idle``, or ``leaving``: its suspend is under way.
+    use: str
+    #: From when on whoever waits may take it; None while it is in use.
+    yields_at: float | None
+    #: When it leaves without being asked; None while it is in use, infinity if it can not.
+    leaves_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What the plan says of one session."""
+
+    session: str
+    #: Why it waits; None if it does not.
+    reason: Reason | None
+    #: Its place in the queue, 1 for the first, and who is served before it.
+    position: int | None
+    ahead: tuple[str, ...]
+    #: What it will get once suspends under way are done.
+    promised: tuple[Slice, ...]
+    #: What it has reserved as the head of the queue: bytes wanted, by device.
+    reserved: tuple[Slice, ...]
+    #: Who has the devices that it could use.
+    holders: tuple[Holder, ...]
+    #: Each of these would change it: ``lease-ends``, ``idle-lease-yields``, ``host-memory``,
+    #: ``own-lease-ends``, ``head-is-served``, ``device-returns``, ``outside-use-ends``, ``time``.
+    changes: tuple[str, ...]
+    #: When the clock alone changes it, None if that is not known.
+    changes_at: float | None
+    #: For a lease: who waits for (part of) its devices, and from when on they may take it.
+    takers: tuple[str, ...]
+    taken_from: float | None
+    #: The reason, or why an idle lease stays, in words; "" if there is nothing to tell.
+    text: str
+
+
+_CHANGES: dict[str, tuple[str, ...]] = {
+    "planned": ("suspend-ends",),
+    "busy": ("lease-ends", "idle-lease-yields"),
+    "behind-head": ("head-is-served",),
+    "host": ("host-memory", "lease-ends"),
+    "quota": ("own-lease-ends",),
+    "quota-host": ("own-lease-ends", "host-memory"),
+    "behind-own": ("own-lease-ends",),
+    "paused": ("device-returns",),
+    "drained": ("device-returns",),
+    "foreign": ("outside-use-ends",),
+    "nowhere": ("device-returns",),
+    "retry": ("time",),
+}
+
+
+def explain(state: State, plan: Plan, s: Session) -> Explanation:
+    """Return what the plan says of ``s``: who holds what it needs, which rule, what changes it."""
+    why = plan.reasons.get(s.id)
+    names = [w.id for w in plan.order]
+    position = names.index(s.id) + 1 if s.id in names else None
+    held = plan.reservation
+    reserved = held.wanted if held is not None and held.session == s.id else {}
+    holders: tuple[Holder, ...] = ()
+    if why is not None:
+        holders = tuple(_holders(state, s, why))
+    times = [h.yields_at for h in holders if h.yields_at is not None and h.yields_at > state.now]
+    if why is not None and why.rule == "retry":
+        times = [s.retry_at]
+    takers: tuple[str, ...] = ()
+    taken_from = None
+    if s.lease.slices:
+        own = {x.device for x in s.lease.slices}
+        takers = tuple(w.id for w in plan.order if _wants(state, w, own))
+        taken_from = yields_at(s, state) if s.state == "idle" else None
+    return Explanation(
+        session=s.id,
+        reason=why,
+        position=position,
+        ahead=tuple(names[: position - 1]) if position else (),
+        promised=plan.promises.get(s.id, ()),
+        reserved=tuple(Slice(uuid, size) for uuid, size in reserved.items()),
+        holders=holders,
+        changes=_CHANGES[why.rule] if why is not None else (),
+        changes_at=min((t for t in times if t < math.inf), default=None),
+        takers=takers,
+        taken_from=taken_from,
+        text=reason(state, plan, s) or stays_reason(state, s, state.now),
+    )
+
+
+def _holders(state: State, s: Session, why: Reason) -> Iterable[Holder]:
+    needs = asking(s, state).needs if s.state == "queued" else ()
+    own = why.rule in ("quota", "quota-host", "behind-own")
+    for v in state.leased.values():
+        if v is s or (own and v.owner.name != s.owner.name):
+            continue
+        for x in v.lease.slices:
+            if not own and not any(n.allows(state.devices[x.device]) for n in needs):
+                continue
+            idle = v.state == "idle"
+            use = "idle" if idle else "leaving" if v.state == "detaching" else "busy"
+            yields = yields_at(v, state) if idle else None
+            leaves = leaves_at(v, state) if idle else None
+            yield Holder(v.id, x.device, x.bytes, use, yields, leaves)
+
+
+def _wants(state: State, w: Session, devices: set[str]) -> bool:
+    needs = asking(w, state).needs
+    return any(need.allows(state.devices[uuid]) for uuid in devices for need in needs)
+
+
+# --------------------------------------------------------------------------- why it waits, in words
+
+
+def reason(state: State, plan: Plan, s: Session) -> str:
+    """Return why ``s`` waits, in words; "" if it does not."""
+    why = plan.reasons.get(s.id)
+    if why is None or s.state != "queued":
+        return ""
+    v = _stayer(state, plan, s)
+    if v is not None:
+        ago = format_seconds(state.now - v.lease.resumed_at)
+        left = format_seconds(stays_until(v, state) - state.now)
+        return (
+            f"the idle kernel there was moved {ago} ago; moving takes {v.measured.moving:.2g} s, "
+            f"so it keeps its slice for {left} more"
+        )
+    settled = why.rule == "busy" and s.bound and (s.immovable or not s.suspended)
+    if settled and _best(state, plan) >= s.request.memory:
+        return _settled(state, plan, s)
+    if why.rule == "planned":
+        return _planned(state, why.devices)
+    if why.rule == "busy":
+        return _busy(state, plan, why)
+    return in_words(state, why)
+
+
+def in_words(state: State, why: Reason) -> str:
+    """Return the sentence of a rule that needs nothing but its figures."""
+    if why.rule in ("host", "quota-host"):
+        used, budget = state.host_used + state.host_going, state.settings.host_memory
+        text = f"{format_bytes(used)} of {format_bytes(budget)} in use"
+        return f"host memory for suspended state is full ({text})"
+    if why.rule == "quota":
+        names = {"devices": "GPUs", "leases": "slices"}
+        size = format_bytes(why.most) if why.limit == "memory" else f"{why.most} {names[why.limit]}"
+        return f"your quota of {size} is in use by your other {_count(why.count, 'kernel')}"
+    if why.rule == "drained":
+        name = state.devices[why.devices[0]].device.name
+        return f"its GPU ({name}) is out of service: {why.text}"
+    if why.rule == "foreign":
+        size = format_bytes(why.bytes)
+        return f"{size} is not free while processes outside the pool use the GPUs"
+    return why.text or _SENTENCES[why.rule]
+
+
+_SENTENCES = {
+    "behind-head": "the free memory is kept for the kernel that is next in the queue",
+    "behind-own": "another kernel of yours is ahead and waits for your quota",
+    "nowhere": "no GPU that it can use is in service",
+    "retry": "the last try to attach failed",
+}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _avail(state: State, plan: Plan) -> dict[str, int]:
+    """Return the bytes that are free and promised to nobody, by device in service."""
+    found = {uuid: d.free for uuid, d in state.devices.items() if not d.drained}
+    for takes in plan.promises.values():
+        for x in takes:
+            if x.device in found:
+                found[x.device] -= x.bytes
+    return found
+
+
+def _best(state: State, plan: Plan) -> int:
+    return max(_avail(state, plan).values(), default=0)
+
+
+def _planned(state: State, devices: tuple[str, ...]) -> str:
+    leaving = [
+        s
+        for s in state.leased.values()
+        if s.state == "detaching" and any(x.device in devices for x in s.lease.slices)
+    ]
+    if not leaving:
+        return "waiting for memory to come free"
+    return f"waiting for {_count(len(leaving), 'idle kernel')} to be suspended"
+
+
+def _busy(state: State, plan: Plan, why: Reason) -> str:
+    best = _best(state, plan)
+    active = any(s.state == "active" for s in state.leased.values())
+    users = "running cells" if active else "kernels that keep their slice"
+    roomless = sum(1 for s in state.leased.values() if s.state == "idle" and s.roomless)
+    if roomless:
+        idle = _count(roomless, "idle kernel")
+        users += f", and {idle} cannot be moved to host memory, which is short or limited there"
+    if best <= 0:
+        total = sum(d.capacity for d in state.devices.values() if not d.drained)
+        return f"all {format_bytes(total)} in use by {users}"
+    where = "" if why.count == 1 else f" on each of {why.count} GPUs"
+    return (
+        f"{format_bytes(why.bytes)}{where} is needed and at most {format_bytes(best)} is free on a "
+        f"GPU; the rest is in use by {users}"
+    )
+
+
+def _settled(state: State, plan: Plan, s: Session) -> str:
+    """Say why a session waits for devices of its own while others may be free: CUDA's rule."""
+    needs, avail = asking(s, state).needs, _avail(state, plan)
+    ledgers = [state.devices[uuid] for uuid in s.bound]
+    if not any(need.fixed for need in needs):
+        models = [ledger.device.model for ledger in ledgers]
+        same = (n for u, n in avail.items() if state.devices[u].device.model in models)
+        free = format_bytes(max(0, max(same, default=0)))
+        names = " and ".join(dict.fromkeys(models))
+        return (
+            f"{format_bytes(s.request.memory)} is needed on a GPU of the model {names}, and at "
+            f"most {free} is free on one; CUDA was initialised on this model"
+        )
+    free = format_bytes(max(0, min(avail.get(uuid, 0) for uuid in s.bound)))
+    names = ", ".join(str(ledger.device.index) for ledger in ledgers)
+    where = f"GPU {names}" if len(ledgers) == 1 else f"each of GPUs {names}"
+    needed = max([s.request.memory, *(need.bytes for need in needs)])
+    why = (
+        "its state is from there, and the driver does not move it"
+        if s.suspended
+        else "it has initialised CUDA there, and can move only once it has had its slice"
+    )
+    return f"{format_bytes(needed)} is needed on {where} and {free} is free there; {why}"
+
+
+def _stayer(state: State, plan: Plan, s: Session) -> Session | None:
+    """Return the idle session for which the head of the queue waits as it was just moved, or None.
+
+    For those behind the head that is only a part of the wait.
+    """
+    held, now = plan.reservation, state.now
+    if held is None or held.session != s.id or plan.reasons[s.id].rule != "busy":
+        return None
+    found: Session | None = None
+    for v in state.leased.values():
+        if v.state != "idle" or not now < stays_until(v, state) == yields_at(v, state):
+            continue
+        if stays_until(v, state) == math.inf:
+            continue  # another rule keeps it
+        if found is not None and stays_until(found, state) <= stays_until(v, state):
+            continue
+        if _could_use(state, plan, s, v):
+            found = v
+    return found
+
+
+def _could_use(state: State, plan: Plan, s: Session, v: Session) -> bool:
+    """Return whether what ``v`` has would make room for ``s`` on some device."""
+    avail = _avail(state, plan)
+    for x in v.lease.slices:
+        ledger = state.devices[x.device]
+        idle = (
+            size
+            for name, size in _leases_on(state, x.device)
+            if name.state == "idle" and yields_at(name, state) <= state.now
+        )
+        room = avail.get(x.device, 0) + ledger.incoming + sum(idle) + x.bytes
+        if any(n.allows(ledger) and n.amount(ledger) <= room for n in asking(s, state).needs):
+            return True
+    return False
+
+
+def _leases_on(state: State, uuid: str) -> Iterable[tuple[Session, int]]:
+    return ((s, x.bytes) for s in state.leased.values() for x in s.lease.slices if x.device == uuid)
+
+
+# --------------------------------------------------------------------------- why it stays, in words
+
+
+def stays_reason(state: State, s: Session, now: float) -> str:
+    """Return in one sentence why idle ``s`` keeps its slice although its time is over; or "".
+
+    A pinned session is not meant: its ``pinned_reason`` says why.
+    """
+    if s.state != "idle" or s.pinned_reason:
+        return ""
+    if not suspendable(s, state):
+        # Where it was seen to hold nothing, the next measurement will most likely say so again.
+        lease = s.lease
+        nothing = len(lease.footprints) >= len(lease.slices) and not lease.footprint
+        return "" if nothing else _STAYS["fixed"]
+    asked = s.release_asked or any(state.devices[x.device].paused for x in s.lease.slices)
+    due = 0.0 if asked else max(s.idle_since + state.settings.idle_timeout, s.keep_until)
+    if s.pressed and s.state_bound:
+        return _STAYS["pressed"] if due <= now else ""
+    if s.roomless:
+        return s.roomless
+    if s.failures and now < s.retry_at and due < s.retry_at:
+        return _STAYS["refused"]
+    if max(due, s.retry_at) > now:
+        return ""
+    bound, budget = s.state_bound, state.settings.host_memory
+    free = budget - state.host_used - state.host_going
+    if bound > budget:
+        return (
+            f"Its state may take {format_bytes(bound)}, and this machine keeps at most "
+            f"{format_bytes(budget)} in host memory; the slice stays until the kernel frees memory "
+            "or ends."
+        )
+    own = state.limit(s.owner.name).suspended
+    usage = state.usage.get(s.owner.name)
+    if own is not None and usage is not None and bound > own - usage.suspended:
+        size = format_bytes(own)
+        return f"Your quota of {size} of suspended state is full; the slice leaves {_ROOM}."
+    if bound > free:
+        return (
+            f"Its state may take {format_bytes(bound)}, and of {format_bytes(budget)} of host "
+            f"memory for suspended kernels {format_bytes(free)} is free; the slice leaves {_ROOM}."
+        )
+    return _STAYS["machine"] if bound > state.host_room else _STAYS["kept"]
+
+
+_ROOM = "as soon as there is room"
+
+_STAYS = {
+    "fixed": (
+        "This GPU cannot be suspended; the slice stays until the kernel frees its memory or ends."
+    ),
+    "refused": "The last try to move it to host memory was refused; it is tried again by itself.",
+    "pressed": (
+        "Host memory is short where the kernel runs, so its state is not moved there; the slice "
+        f"leaves {_ROOM}."
+    ),
+    "machine": f"This machine has too little free memory now; the slice leaves {_ROOM}.",
+    "kept": (
+        "The host memory that is left is kept for the kernel that is next in the queue; the slice "
+        f"leaves {_ROOM}."
+    ),
+}
+
+
+# --------------------------------------------------------------------------- how long
+
+
+def eta(state: State, plan: Plan, s: Session, position: int) -> float | None:
+    """Return the seconds that ``s`` will probably wait, None if nothing is known.
+
+    Leases come free at the rate *holders / mean time a holder stays busy*, so that the session at
+    position p waits about p * mean / holders seconds. The mean is over the sessions that have a
+    lease now, each with its own mean of past busy spells (first hold to last drop). A session that
+    has waited for longer than its estimate has shown that the estimate was wrong, and gets none.
+    """
+    v = _stayer(state, plan, s)
+    if v is not None:
+        left = stays_until(v, state) - state.now + _moving(state, v)
+        return left + (_moving(state, s) if s.suspended else 0.0)
+    if s.id in plan.promises:
+        return None if state.swap is None else 2 * state.swap
+    pace = _pace(state)
+    if pace is None:
+        return None
+    expected = position * pace
+    return expected if state.now - s.queued_at <= expected else None
+
+
+def _pace(state: State) -> float | None:
+    """Return the seconds after which some lease comes free, on average; None if unknown."""
+    known = [s.measured.busy for s in state.leased.values() if s.measured.busy is not None]
+    return sum(known) / len(known) / len(state.leased) if known else None
+
+
+def _moving(state: State, s: Session) -> float:
+    """Return the seconds that suspending ``s`` (or resuming it) will probably take."""
+    return s.measured.moving / 2 or state.swap or 0.0
+
+
+class News:
+    """Tells waiting sessions where they stand, as often as is useful and no more."""
+
+    def __init__(self) -> None:
+        self._told_at = -INTERVAL
+        self._stale = False
+
+    def next_at(self, plan: Plan) -> float | None:
+        """Return when somebody must be told something, None if all know."""
+        return self._told_at + INTERVAL if self._stale and plan.order else None
+
+    def run(self, state: State, plan: Plan, actions: list[Action], *, tick: bool) -> list[Action]:
+        """Tell those who have just begun to wait at once, all others now or later.
+
+        ``actions`` are those of the event: without a change of state there is no news.
+        """
+        steps = [a for a in actions if isinstance(a, StateChanged)]
+        joined = {a.session for a in steps if a.new == "queued"}
+        self._stale = self._stale or bool(steps) or tick
+        if not self._stale:
+            return []
+        everybody = len(plan.order) <= AT_ONCE or state.now >= self._told_at + INTERVAL
+        if everybody:
+            self._stale = False
+            if len(plan.order) > AT_ONCE:
+                self._told_at = state.now
+        news = []
+        for position, s in enumerate(plan.order, 1):
+            if everybody or s.id in joined:
+                news += _tell(state, plan, s, position)
+        return news
+
+
+def _tell(state: State, plan: Plan, s: Session, position: int) -> list[Action]:
+    left = eta(state, plan, s, position)
+    told: tuple[Any, ...] = position, len(plan.order), reason(state, plan, s), left
+    before = s.wait.told
+    if before and before[:3] == told[:3]:
+        old = before[3]
+        if old == left or (old is not None and left is not None and abs(left - old) <= 0.2 * old):
+            return []
+    s.wait.told = told
+    return [QueueMoved(session=s.id, position=position, length=told[1], eta=left, reason=told[2])]
+
+
+def seconds(s: Session, now: float) -> tuple[float, float]:
+    """Return the seconds that ``s`` has waited and been attached so far."""
+    waited, attached = s.wait_seconds_total, s.attached_seconds_total
+    if s.state in ("queued", "attaching"):
+        waited += max(0.0, now - s.queued_at)
+    if s.state in HAS_LEASE or s.state in ATTACHED:
+        attached += max(0.0, now - s.lease.attached_at)
+    return waited, attached

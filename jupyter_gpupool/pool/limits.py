@@ -1,0 +1,250 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Limits: what a kernel and an owner may have. A refusal is a value, not an exception.
+
+Two questions, kept apart because their answers differ. *Can it ever be met?* (:func:`never`) No is
+a :class:`Refusal`, at once. *Does it fit beside what the owner has now?* (:func:`lacking`) No means
+waiting.
+
+An owner is charged the granted bytes, grown ones included, but not the headroom that a resume
+reserves for a moment; a lease on two devices counts as two devices. To add a limit on size: a
+:class:`_Bound` in :func:`_bounds`; refusals and the largest size on offer both follow from it. To
+add a limit on what an owner has at once: a field of ``Quota`` and a line in :func:`lacking`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Sequence
+
+from ..units import format_bytes
+from .model import Owner, PoolSettings, Quota, Refusal, Request
+from .state import NO_LIMIT, Usage
+
+#: Bytes, devices and leases.
+Charge = tuple[int, int, int]
+
+
+def lacking(quota: Quota, usage: Usage, more: Charge, less: Charge) -> tuple[str, int] | None:
+    """Return which limit ``more`` would exceed, as (name, limit), or None.
+
+    ``less`` is what comes back of what the owner has: of suspends under way, say.
+    """
+    if quota is NO_LIMIT:
+        return None
+    for name, most, used, add, back in (
+        ("memory", quota.memory, usage.memory, more[0], less[0]),
+        ("devices", quota.devices, usage.devices, more[1], less[1]),
+        ("leases", quota.leases, usage.leases, more[2], less[2]),
+    ):
+        if most is not None and add > 0 and used - back + add > most:
+            return name, most
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """The most bytes on each device, by one rule."""
+
+    code: str
+    #: On each device; and as the rule names it (over all devices, for a quota).
+    most: int
+    whole: int
+    #: The rule in words, and what an admin could give; "" if nobody can.
+    rule: str
+    admin: str
+    #: Whether the limit of a request counts, and not only what is guaranteed.
+    limit: bool
+
+
+def _bounds(
+    devices: int,
+    owner: Owner,
+    settings: PoolSettings,
+    capacities: Sequence[int],
+    *,
+    suspends: bool,
+) -> list[_Bound]:
+    """Return every rule about the size of a slice on each of ``devices``, in order of telling."""
+    found = []
+    most = settings.max_memory_per_kernel
+    if most is not None:
+        rule = f"a kernel may have at most {format_bytes(most)} on a GPU (max_memory_per_kernel)"
+        found.append(_Bound("over-kernel-limit", most, most, rule, "more", True))
+    room = capacities[devices - 1]
+    where = "the largest GPU" if devices == 1 else f"{devices} GPUs at once"
+    rule = f"{where} can give at most {format_bytes(room)}"
+    found.append(_Bound("over-device", room, room, rule, "", True))
+    quota = settings.quotas.get(owner.name) or settings.quotas.get("*") or NO_LIMIT
+    if quota.memory is not None:
+        size = quota.memory
+        rule = f"your quota is {format_bytes(size)} of GPU memory over all your kernels"
+        found.append(_Bound("over-quota", size // devices, size, rule, "a larger quota", True))
+    if suspends:
+        for code, keep, whose in (
+            ("over-host", settings.host_memory, "this machine keeps at most"),
+            ("over-quota", quota.suspended, "your quota of suspended state is"),
+        ):
+            if keep is not None:
+                rule = (
+                    f"when idle it must fit in host memory, and {whose} {format_bytes(keep)} there"
+                )
+                admin = "more host memory"
+                found.append(_Bound(code, keep // devices, keep, rule, admin, False))
+    return found
+
+
+def check_form(request: Request, settings: PoolSettings) -> Refusal | None:
+    """Return why ``request`` makes no sense, or None."""
+    if request.memory <= 0:
+        return Refusal(
+            "bad-request",
+            f"{request.memory} bytes of GPU memory were asked for; it must be more than nothing.",
+            "Ask for a size like 4GiB.",
+            {"memory": request.memory},
+        )
+    if request.limit < request.memory:
+        return Refusal(
+            "bad-request",
+            f"The memory limit {format_bytes(request.limit)} is below the guaranteed memory "
+            f"{format_bytes(request.memory)}.",
+            "Give a limit that is at least the memory.",
+            {"memory": request.memory, "limit": request.limit},
+        )
+    if request.devices < 1:
+        return Refusal(
+            "bad-request",
+            f"{request.devices} GPUs were asked for; it must be at least 1.",
+            "Ask for 1 GPU or more.",
+            {"devices": request.devices},
+        )
+    if not 1 <= request.compute <= 100:
+        return Refusal(
+            "bad-request",
+            f"A compute share of {request.compute} % was asked for; it must be from 1 to 100.",
+            "Ask for a share from 1 to 100 per cent.",
+            {"compute": request.compute},
+        )
+    if request.priority not in settings.priority_classes:
+        names = ", ".join(sorted(settings.priority_classes))
+        return Refusal(
+            "unknown-priority",
+            f"There is no priority class {request.priority!r}.",
+            f"Use one of: {names}.",
+            {"priority": request.priority, "known": sorted(settings.priority_classes)},
+        )
+    return None
+
+
+def never(
+    request: Request,
+    owner: Owner,
+    settings: PoolSettings,
+    capacities: Sequence[int],
+    *,
+    suspends: bool,
+) -> Refusal | None:
+    """Return why ``request`` can never be met on this machine by these rules, or None.
+
+    ``capacities`` are the bytes that each device can give at most, largest first, drained devices
+    included (they may come back). ``suspends``: some device can suspend; the host's budget only
+    matters then.
+    """
+    refusal = check_form(request, settings)
+    if refusal is not None:
+        return refusal
+    numbers: dict[str, Any] = {"memory": request.memory, "devices": request.devices}
+    if not capacities:
+        return Refusal(
+            "no-device",
+            "There is no GPU in this pool.",
+            "Run `jupyter gpupool doctor` to see why.",
+            numbers,
+        )
+    if request.devices > len(capacities):
+        return Refusal(
+            "too-many-devices",
+            f"{request.devices} GPUs were asked for; this machine has {len(capacities)}.",
+            f"Ask for at most {len(capacities)}.",
+            {**numbers, "most": len(capacities)},
+        )
+    bounds = _bounds(request.devices, owner, settings, capacities, suspends=suspends)
+    for bound in bounds:
+        if request.memory > bound.most and bound.limit:
+            return _above(request, "memory", bound)
+    for bound in bounds:
+        if request.limit > bound.most and bound.limit:
+            return _above(request, "limit", bound)
+    refusal = _too_many(request, owner, settings)
+    if refusal is not None:
+        return refusal
+    for bound in bounds:
+        if request.memory > bound.most:
+            return _above(request, "memory", bound)
+    return None
+
+
+def _above(request: Request, name: str, bound: _Bound) -> Refusal:
+    """Return the refusal of a bound that is less than the memory, or limit, asked for."""
+    value: int = getattr(request, name)
+    asked, ask = format_bytes(value), "Ask for"
+    if bound.code == "over-kernel-limit":
+        asked = f"A {name} of {asked}"
+    elif name == "limit":
+        asked = f"A limit of {asked}" + " on each GPU" * (request.devices > 1)
+        ask = "Give a limit of"
+    elif request.devices > 1:
+        asked = f"{asked} on each of {request.devices} GPUs"
+    admin = f", or ask an admin for {bound.admin}" if bound.admin else ""
+    numbers = {"memory": request.memory, "devices": request.devices, name: value}
+    return Refusal(
+        bound.code,
+        f"{asked} was asked for; {bound.rule}.",
+        f"{ask} at most {format_bytes(bound.most)}{admin}.",
+        {**numbers, "most": bound.whole},
+    )
+
+
+def _too_many(request: Request, owner: Owner, settings: PoolSettings) -> Refusal | None:
+    """Return why the owner may not have that many devices, or any slice, or None."""
+    quota = settings.quotas.get(owner.name) or settings.quotas.get("*") or NO_LIMIT
+    numbers = {"memory": request.memory, "devices": request.devices, "limit": request.limit}
+    if quota.devices is not None and request.devices > quota.devices:
+        return Refusal(
+            "over-quota",
+            f"{request.devices} GPUs were asked for; your quota is {quota.devices}.",
+            "Ask for fewer GPUs, or ask an admin for a larger quota.",
+            {**numbers, "most": quota.devices},
+        )
+    if quota.leases is not None and quota.leases < 1:
+        return Refusal(
+            "over-quota",
+            "A GPU slice was asked for; your quota allows no slice.",
+            "Ask an admin for a quota.",
+            {**numbers, "most": quota.leases},
+        )
+    return None
+
+
+def most_memory(
+    devices: int,
+    owner: Owner,
+    settings: PoolSettings,
+    capacities: Sequence[int],
+    *,
+    suspends: bool,
+) -> int | None:
+    """Return the most bytes on each of ``devices`` that :func:`never` lets pass; None if none do.
+
+    The arguments are those of :func:`never`; the limit is meant to be no more than the memory.
+    """
+    if not 1 <= devices <= len(capacities):
+        return None
+    quota = settings.quotas.get(owner.name) or settings.quotas.get("*") or NO_LIMIT
+    if (quota.devices is not None and devices > quota.devices) or (
+        quota.leases is not None and quota.leases < 1
+    ):
+        return None
+    bounds = _bounds(devices, owner, settings, capacities, suspends=suspends)
+    most = min(bound.most for bound in bounds)
+    return most if most > 0 else None

@@ -1,0 +1,314 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The facts, and the accounts that follow from them: devices, host memory, owners.
+
+Every change of a session is made inside :meth:`State.change`, which takes the session out of all
+accounts and counts it again afterwards. So an account can not disagree with the sessions, and there
+is no step that could forget one. Device memory is counted in bytes:
+
+=============  ====================================================================================
+``granted``    sum of all leases, those on their way in and on their way out included
+``foreign``    seen in use by processes that are no session's
+``overuse``    seen in use by sessions beyond what they were granted
+``incoming``   the part of ``granted`` whose suspend is under way
+=============  ====================================================================================
+
+``free = capacity - granted - foreign - overuse`` may be negative: then nobody is ended, but nothing
+is granted. What is promised to whom is not a fact but a part of the plan (:mod:`.schedule`).
+Queries change nothing; a device comes into being only by an event that names it.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Iterable, Iterator, Sequence
+
+from .model import ATTACHED, Device, DeviceView, PoolSettings, Quota, Slice
+from .session import Lease, Session
+
+NO_LIMIT = Quota()
+
+
+@dataclass(slots=True, eq=False)
+class Ledger:
+    """The account of one device."""
+
+    device: Device
+    capacity: int = 0
+    foreign: int = 0
+    overuse: int = 0
+    granted: int = 0
+    incoming: int = 0
+    #: The most that ``granted`` may be: a lease stays when the capacity falls below it.
+    allowed: int = 0
+    #: Why nothing is granted here: a failure, or an admin's word; empty if there is none.
+    fault: str = ""
+    paused: str = ""
+    #: The one of them that people are told; empty if the device is in service.
+    drained: str = ""
+
+    @property
+    def free(self) -> int:
+        """Bytes that no lease and no process outside the pool has; may be negative."""
+        return self.capacity - self.granted - self.foreign - self.overuse
+
+    def view(self) -> DeviceView:
+        """Return the public form; overuse is shown as foreign (bytes that no grant covers)."""
+        return DeviceView(
+            device=self.device,
+            capacity=self.capacity,
+            granted=self.granted,
+            foreign=self.foreign + self.overuse,
+            drained_reason=self.drained,
+        )
+
+
+@dataclass(slots=True)
+class Usage:
+    """What one owner has."""
+
+    memory: int = 0
+    devices: int = 0
+    leases: int = 0
+    #: Host bytes of suspended state, suspends under way included.
+    suspended: int = 0
+
+    def add(self, memory: int, devices: int, leases: int) -> None:
+        """Count one lease more (or, with negative figures, one less)."""
+        self.memory += memory
+        self.devices += devices
+        self.leases += leases
+
+
+def charge_of(s: Session, slices: Sequence[Slice]) -> int:
+    """Return the bytes that the owner's quota is charged for ``slices``.
+
+    That is all of them up to the request's limit, but for the headroom of a resume.
+    """
+    limit, memory, state = s.request.limit, s.request.memory, s.suspended
+    charge = 0
+    for at, x in enumerate(slices):
+        most = max(memory, state[at].bytes) if state else x.bytes
+        charge += min(x.bytes, limit, most)
+    return charge
+
+
+class State:
+    """Everything the pool knows."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        self.settings = settings
+        self.now = -math.inf
+        self.sessions: dict[str, Session] = {}
+        self.devices: dict[str, Ledger] = {}
+        #: Counts changes of devices and rules; what was derived from an older one is void.
+        self.version = 0
+        #: What each device can give at most, largest first; and whether any can suspend.
+        self.capacities: list[int] = []
+        self.suspends = False
+        #: Sessions by what they have: subsets of ``sessions``, kept by :meth:`change`.
+        self.waiting: dict[str, Session] = {}
+        self.leased: dict[str, Session] = {}
+        #: Attached with less than is guaranteed, and with more, on some device.
+        self.short: dict[str, Session] = {}
+        self.grown: dict[str, Session] = {}
+        self.usage: dict[str, Usage] = {}
+        #: Host bytes of suspended state, and set aside for suspends under way.
+        self.host_used = 0
+        self.host_going = 0
+        #: Bytes the host could give when last seen (None: never seen), and taken since.
+        self.host_available: int | None = None
+        self.host_taken = 0
+        #: Weighted seconds of one suspend or resume, of any session.
+        self.swap: float | None = None
+        #: How many have come to wait so far.
+        self.arrivals = 0
+
+    # ------------------------------------------------------------------ sessions
+
+    @contextmanager
+    def change(self, s: Session) -> Iterator[None]:
+        """Count ``s`` out of every account, and in again as it is at the end of the block."""
+        self._count(s, -1)
+        try:
+            yield
+        finally:
+            self.touch(s)
+            self._count(s, 1)
+
+    @staticmethod
+    def touch(s: Session) -> None:
+        """Forget what was derived from the facts about ``s``, of which some have changed.
+
+        Facts that no account counts are changed outside :meth:`change`, with this call.
+        """
+        s.asking = s.times = None
+
+    def add(self, s: Session) -> None:
+        """Count a session that is new here."""
+        self.sessions[s.id] = s
+        self.set_slices(s, s.lease.slices)
+        self._count(s, 1)
+        for x in s.lease.slices:
+            ledger = self.devices[x.device]
+            ledger.allowed = max(ledger.allowed, ledger.granted)
+
+    def remove(self, s: Session) -> None:
+        """Count a session no more."""
+        self._count(s, -1)
+        del self.sessions[s.id]
+        for index in (self.waiting, self.leased, self.short, self.grown):
+            index.pop(s.id, None)
+
+    def _count(self, s: Session, sign: int) -> None:
+        lease, parked = s.lease, s.suspended_bytes if s.suspended else 0
+        if lease.slices:
+            for x in lease.slices:
+                ledger = self.devices[x.device]
+                ledger.granted += sign * x.bytes
+                if s.state == "detaching":
+                    ledger.incoming += sign * x.bytes
+        if lease.slices or parked:
+            usage = self.usage.get(s.owner.name)
+            if usage is None:
+                usage = self.usage[s.owner.name] = Usage()
+            usage.suspended += sign * (parked + lease.host_bound)
+            if lease.slices:
+                usage.add(sign * lease.charge, sign * len(lease.slices), sign)
+        self.host_used += sign * parked
+        self.host_going += sign * lease.host_bound
+        if sign > 0:
+            self._index(s)
+
+    def _index(self, s: Session) -> None:
+        slices, memory = s.lease.slices, s.request.memory
+        attached = s.state in ATTACHED
+        short = attached and len(slices) == s.request.devices
+        short = short and any(x.bytes < memory for x in slices)
+        if short and s.id not in self.short:
+            s.lease.short_since = self.now
+        for where, belongs in (
+            (self.waiting, s.state == "queued"),
+            (self.leased, bool(slices)),
+            (self.short, short),
+            (self.grown, attached and any(x.bytes > memory for x in slices)),
+        ):
+            if belongs:
+                where[s.id] = s
+            else:
+                where.pop(s.id, None)
+
+    def set_slices(self, s: Session, slices: tuple[Slice, ...], most: float = math.inf) -> None:
+        """Give ``s`` these slices, inside :meth:`change`; the owner is charged at most ``most``.
+
+        By the request at this moment: a later one counts when the lease has changed with it.
+        """
+        s.lease.slices = slices
+        s.lease.granted = 0
+        for x in slices:
+            s.lease.granted += x.bytes
+        s.lease.charge = int(min(most, charge_of(s, slices))) if slices else 0
+
+    def end_lease(self, s: Session) -> None:
+        """Take the lease from ``s``, inside :meth:`change`."""
+        s.last_devices = tuple(x.device for x in s.lease.slices)
+        s.attached_seconds_total += self.now - s.lease.attached_at
+        s.lease = Lease()
+        for ledger in self.devices.values():
+            ledger.allowed = max(ledger.capacity, min(ledger.allowed, ledger.granted))
+
+    # ------------------------------------------------------------------ devices
+
+    def device(self, uuid: str) -> Ledger:
+        """Return the ledger of ``uuid`` for an event that names it.
+
+        A device that is not there gets one that can do nothing: a recovered lease, say, may name a
+        device that this broker has not found.
+        """
+        if uuid not in self.devices:
+            device = Device(
+                uuid=uuid,
+                index=len(self.devices),
+                name="not found",
+                model="",
+                memory_total=0,
+                can_suspend=False,
+                can_migrate=False,
+                tier="none",
+            )
+            self.devices[uuid] = Ledger(device)
+            self.shut(uuid, fault="the device was not found")
+            self.version += 1
+        return self.devices[uuid]
+
+    def appeared(self, device: Device) -> None:
+        """Add a device, or take note that it is healthy (again)."""
+        ledger = self.devices.setdefault(device.uuid, Ledger(device))
+        ledger.device = device
+        self.shut(device.uuid, fault="")
+        self._resize(ledger)
+
+    def configure(self, settings: PoolSettings) -> None:
+        """Apply other rules."""
+        self.settings = settings
+        for ledger in self.devices.values():
+            self._resize(ledger)
+        self.version += 1
+
+    def shut(self, uuid: str, *, fault: str | None = None, paused: str | None = None) -> None:
+        """Grant nothing on a device for these reasons; "" takes one back."""
+        ledger = self.devices[uuid]
+        ledger.fault = ledger.fault if fault is None else fault
+        ledger.paused = ledger.paused if paused is None else paused
+        ledger.drained = ledger.paused or ledger.fault
+        self.version += 1
+
+    def seen(self, uuid: str, foreign: int, overuse: int) -> None:
+        """Take note of bytes in use that no grant covers."""
+        ledger = self.devices[uuid]
+        if (foreign, overuse) != (ledger.foreign, ledger.overuse):
+            ledger.foreign, ledger.overuse = foreign, overuse
+            self.version += 1
+
+    def _resize(self, ledger: Ledger) -> None:
+        device = ledger.device
+        kept = device.memory_reserved + device.landing_bytes + self.settings.reserve
+        ledger.capacity = max(0, device.memory_total - kept)
+        ledger.allowed = max(ledger.capacity, ledger.granted)
+        sizes = (d.capacity for d in self.devices.values() if d.capacity)
+        self.capacities = sorted(sizes, reverse=True)
+        self.suspends = any(d.device.can_suspend for d in self.devices.values())
+        self.version += 1
+
+    # ------------------------------------------------------------------ host memory
+
+    @property
+    def host_room(self) -> int:
+        """Bytes that a new suspend may take; may be negative."""
+        room = self.settings.host_memory - self.host_used - self.host_going
+        if self.host_available is not None:
+            # The sample already lacks what was suspended before it, and may or may not lack
+            # what was on its way: counted as lacking nothing of it.
+            room = min(room, self.host_available - self.host_taken)
+        return room
+
+    def host_seen(self, available: int) -> None:
+        """Take note of what the host could give."""
+        self.host_available, self.host_taken = available, self.host_going
+
+    def host_takes(self, size: int) -> None:
+        """Count ``size`` bytes (may be negative) as taken from the host since it was seen."""
+        self.host_taken = max(0, self.host_taken + size)
+
+    # ------------------------------------------------------------------ owners
+
+    def limit(self, owner: str) -> Quota:
+        """Return the owner's limits; ``"*"`` is everybody who is not named."""
+        quotas = self.settings.quotas
+        return (quotas.get(owner) or quotas.get("*") or NO_LIMIT) if quotas else NO_LIMIT
+
+    def leases_of(self, owner: str) -> Iterable[Session]:
+        """Return the owner's sessions that have a lease."""
+        return [s for s in self.leased.values() if s.owner.name == owner]

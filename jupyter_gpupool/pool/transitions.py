@@ -1,0 +1,383 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The states of a session: every step that there is, when it happens, and what it does.
+
+:data:`TRANSITIONS` maps (old, new) to a sentence and a function; ``docs/states.md`` is made from
+it. :func:`move` is the only way from one state to another. It returns the actions that follow, as
+everything here does: nobody but :class:`~.machine.Pool` collects them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Callable, Mapping, NamedTuple, Sequence
+
+from ..errors import GPUPoolError
+from . import residence
+from .events import (
+    Action,
+    Attach,
+    EndSession,
+    HoldGranted,
+    HoldRefused,
+    Resize,
+    StateChanged,
+    Suspend,
+)
+from .model import Refusal, Slice, State
+from .placement import preferred
+from .residence import Gap
+from .session import Session, Wait, weighted
+from .state import State as Facts
+
+Actions = list[Action]
+
+
+class InvalidTransition(GPUPoolError):
+    """A session was to make a step that the table does not have; a bug in this package.
+
+    ``story`` holds the last steps of the session, oldest first.
+    """
+
+    code = "invalid-transition"
+
+    def __init__(self, session: Session, new: State, reason: str) -> None:
+        self.story = session.story_lines()
+        super().__init__(
+            f"Session {session.id} can not go from {session.state} to {new} ({reason}).",
+            next_step="This should never happen: please report it with the history below.\n"
+            + "\n".join(self.story),
+            details={"session": session.id, "old": session.state, "new": new},
+        )
+
+
+class Step(NamedTuple):
+    """When a step happens, and what it does to the facts."""
+
+    when: str
+    act: Callable[..., Actions]
+
+
+# --------------------------------------------------------------------------- what the steps do
+#
+# Each gets the facts, the session as it was, and what the event tells; it runs inside
+# ``Facts.change``. What it returns comes after the StateChanged of the step.
+
+
+def _nothing(_facts: Facts, _s: Session) -> Actions:
+    return []
+
+
+def _join(facts: Facts, s: Session, since: float) -> Actions:
+    """Begin to wait, with the age that it has."""
+    s.queued_at = since
+    facts.arrivals += 1
+    s.wait = Wait(number=facts.arrivals)
+    return []
+
+
+def _stop_waiting(facts: Facts, s: Session) -> Actions:
+    s.wait_seconds_total += max(0.0, facts.now - s.queued_at)
+    s.queued_at = 0.0
+    return []
+
+
+def _begin_attach(facts: Facts, s: Session, takes: tuple[Slice, ...]) -> Actions:
+    s.epoch += 1
+    s.retry_at = 0.0
+    facts.set_slices(s, takes)
+    s.lease.attached_at = facts.now
+    origin = preferred(s) if s.suspended else ()
+    return [Attach(session=s.id, epoch=s.epoch, slices=takes, origin=origin)]
+
+
+def _attached(facts: Facts, s: Session, seconds: float) -> Actions:
+    """The lease is true: what was suspended is on its devices."""
+    state, s.suspended = s.suspended, ()
+    s.failures = 0
+    if state:
+        s.resumes += 1
+        s.bound = tuple(x.device for x in s.lease.slices)
+        s.migrations += tuple(x.device for x in state) != s.bound
+        s.lease.resumed_at = facts.now
+        # It uses at least this much, whenever the first sample comes.
+        sizes = zip(s.lease.slices, state, strict=True)
+        s.lease.restored = {x.device: old.bytes for x, old in sizes}
+        if seconds > 0:
+            facts.swap = weighted(facts.swap, seconds)
+            s.measured.resume = weighted(s.measured.resume, seconds)
+    _stop_waiting(facts, s)
+    if s.holds:
+        s.measured.busy_since = facts.now
+    else:
+        _gap(facts, s)
+    return []
+
+
+def _gap(facts: Facts, s: Session) -> None:
+    """Begin a spell without work, or go on with the one that a suspend was to use."""
+    s.idle_since = facts.now
+    gap = s.measured.gap
+    s.measured.gap = Gap(facts.now) if gap is None else replace(gap, taken=math.inf)
+
+
+def _not_attached(facts: Facts, s: Session) -> Actions:
+    """Nothing was begun; the devices of its last lease are still the last that it was on."""
+    last = s.last_devices
+    facts.end_lease(s)
+    s.last_devices = last
+    return []
+
+
+def _back_to_queue(facts: Facts, s: Session, failed: str) -> Actions:
+    _not_attached(facts, s)
+    _join(facts, s, s.queued_at)
+    s.wait.failed = failed
+    return []
+
+
+def _give_up(facts: Facts, s: Session) -> Actions:
+    _not_attached(facts, s)
+    return _stop_waiting(facts, s)
+
+
+def _rest(facts: Facts, s: Session) -> Actions:
+    spell = facts.now - s.measured.busy_since
+    s.measured.busy = weighted(s.measured.busy, spell)
+    s.lease.stay = residence.computed(s.lease.stay, spell)
+    _gap(facts, s)
+    return []
+
+
+def _work(facts: Facts, s: Session) -> Actions:
+    s.measured.busy_since = facts.now
+    s.roomless = ""
+    return []
+
+
+def _begin_suspend(facts: Facts, s: Session, reason: str) -> Actions:
+    s.lease.host_bound = s.state_bound
+    facts.host_takes(s.lease.host_bound)
+    gap, known = s.measured.gap, s.measured
+    if gap is not None:
+        cost, share = known.moving, facts.settings.max_swap_overhead
+        stay, now = s.lease.stay, facts.now
+        known.gap = residence.taken(gap, stay, known.habits, now, cost=cost, share=share)
+    slices = s.lease.slices
+    return [Suspend(session=s.id, epoch=s.epoch, slices=slices, reason=reason)]
+
+
+def _suspended(facts: Facts, s: Session, state: tuple[Slice, ...], cuda: bool | None) -> Actions:
+    """The device memory is free."""
+    devices = tuple(x.device for x in s.lease.slices)
+    state = _in_order(state, devices)
+    for x in state:
+        facts.device(x.device)
+    if state or cuda:
+        s.bound = devices
+    elif cuda is False:
+        s.bound = ()
+    s.suspends += bool(state)
+    s.failures, s.retry_at = 0, 0.0
+    s.roomless = s.pinned_reason = ""
+    s.release_asked = False
+    facts.host_takes(sum(x.bytes for x in state) - s.lease.host_bound)
+    facts.end_lease(s)
+    s.suspended = state
+    return []
+
+
+def _suspended_and_wanted(
+    facts: Facts, s: Session, state: tuple[Slice, ...], cuda: bool | None
+) -> Actions:
+    _suspended(facts, s, state, cuda)
+    return _join(facts, s, min(h.since for h in s.holds.values()))
+
+
+def _stays(facts: Facts, s: Session) -> Actions:
+    facts.host_takes(-s.lease.host_bound)
+    s.lease.host_bound = 0
+    s.lease.told_wanted = False  # its agent has given the slice up, and forgotten it
+    if s.holds:
+        return _work(facts, s)
+    since = s.idle_since  # idle all the time, or since a hold was dropped meanwhile
+    _gap(facts, s)
+    s.idle_since = since
+    return []
+
+
+def _end(facts: Facts, s: Session, *, lost: bool) -> Actions:
+    """The process is gone; or the driver ``lost`` it.
+
+    In that case it must end, and until it has it may still hold all of its lease and its host
+    bytes, so these go on counting.
+    """
+    if lost:
+        return []
+    facts.host_takes(-s.lease.host_bound)
+    s.lease.host_bound = 0
+    if s.lease.slices:
+        facts.end_lease(s)
+    s.suspended = ()
+    return []
+
+
+def _in_order(state: Sequence[Slice], devices: Sequence[str]) -> tuple[Slice, ...]:
+    """Return the suspended state in the order in which the process sees its devices.
+
+    A device of the lease that held nothing is kept with 0 bytes: the process is bound to it too,
+    and its resume must name a new place for it. () if nothing is suspended at all.
+    """
+    if not state:
+        return ()
+    size = {x.device: x.bytes for x in state}
+    return tuple(Slice(u, size.get(u, 0)) for u in dict.fromkeys((*devices, *size)))
+
+
+#: Every step that may happen. Anything else is a bug in this package.
+TRANSITIONS: Mapping[tuple[State, State], Step] = {
+    ("detached", "queued"): Step(
+        "a hold is taken and needs a slice, or host memory is short", _join
+    ),
+    ("queued", "detached"): Step(
+        "the last waiting hold is cancelled, refused or waited too long", _stop_waiting
+    ),
+    ("queued", "attaching"): Step(
+        "a plan gives it a slice; the driver is asked to attach", _begin_attach
+    ),
+    ("attaching", "active"): Step("attached, and a hold is there", _attached),
+    ("attaching", "idle"): Step("attached, but every hold was dropped meanwhile", _attached),
+    ("attaching", "queued"): Step(
+        "not attached (nothing lost); back to its old place", _back_to_queue
+    ),
+    ("attaching", "detached"): Step("not attached (nothing lost), and no hold is left", _give_up),
+    ("active", "idle"): Step("the last hold is dropped", _rest),
+    ("idle", "active"): Step("a hold is taken", _work),
+    ("idle", "detaching"): Step(
+        "idle time-out, pressure or release; the driver is asked to suspend", _begin_suspend
+    ),
+    ("detaching", "detached"): Step(
+        "the device memory is free; the slice is back in the pool", _suspended
+    ),
+    ("detaching", "queued"): Step(
+        "the slice is back in the pool, and a hold was taken meanwhile", _suspended_and_wanted
+    ),
+    ("detaching", "idle"): Step("the suspend was refused; the lease stays", _stays),
+    ("detaching", "active"): Step(
+        "the suspend was refused, and a hold was taken meanwhile", _stays
+    ),
+    ("detached", "ended"): Step("the process is gone", _end),
+    ("queued", "ended"): Step("the process is gone", _end),
+    ("attaching", "ended"): Step("the process is gone, or the driver lost its state", _end),
+    ("active", "ended"): Step("the process is gone", _end),
+    ("idle", "ended"): Step("the process is gone", _end),
+    ("detaching", "ended"): Step("the process is gone, or the driver lost its state", _end),
+}
+
+
+# --------------------------------------------------------------------------- doing them
+
+
+def move(
+    facts: Facts, s: Session, new: State, reason: str, *told: object, **more: object
+) -> Actions:
+    """Make one step of the table; return what follows from it.
+
+    Raises
+    ------
+    InvalidTransition
+        If the table has no such step.
+    """
+    old = s.state
+    step = TRANSITIONS.get((old, new))
+    if step is None:
+        raise InvalidTransition(s, new, reason)
+    with facts.change(s):
+        s.story.append((facts.now, old, new, reason, s.epoch))
+        follows = step.act(facts, s, *told, **more)
+        s.state = new
+        s.state_since = facts.now
+    slices = s.lease.slices
+    changed = StateChanged(
+        session=s.id, now=facts.now, old=old, new=new, reason=reason, epoch=s.epoch, slices=slices
+    )
+    return [changed, *follows]
+
+
+def grant(facts: Facts, s: Session, takes: tuple[Slice, ...], reason: str) -> Actions:
+    """Give a session its slices and ask the driver to make it true.
+
+    Raises
+    ------
+    ValueError
+        If a device has not that much free memory: the plan is wrong. Nothing is granted then.
+    """
+    for x in takes:
+        if facts.devices[x.device].free < x.bytes:
+            raise ValueError(f"{x.bytes} bytes are not free on {x.device}")
+    actions: Actions = []
+    if s.state == "detached":
+        actions += move(facts, s, "queued", reason, facts.now)
+    return [*actions, *move(facts, s, "attaching", reason, takes)]
+
+
+def resize(facts: Facts, s: Session, slices: tuple[Slice, ...]) -> Actions:
+    """Change the size of a lease in place.
+
+    Raises
+    ------
+    ValueError
+        If a device has not that much free memory: the plan is wrong.
+    """
+    old = s.lease.slices
+    if slices == old:
+        return []
+    grows = False
+    for x, before in zip(slices, old, strict=True):
+        if x.bytes > before.bytes:
+            grows = True
+            if facts.devices[x.device].free < x.bytes - before.bytes:
+                raise ValueError(f"{x.bytes - before.bytes} more bytes are not free on {x.device}")
+    with facts.change(s):
+        # A lease that becomes smaller is not charged more, whatever the limit has become.
+        if grows:
+            facts.set_slices(s, slices)
+        else:
+            facts.set_slices(s, slices, s.lease.charge)
+    return [Resize(session=s.id, epoch=s.epoch, slices=slices)]
+
+
+def grant_holds(s: Session) -> Actions:
+    """Answer every hold of a session that is attached."""
+    slices = s.lease.slices
+    return [HoldGranted(session=s.id, hold=h, epoch=s.epoch, slices=slices) for h in s.holds]
+
+
+def wish(facts: Facts, s: Session) -> None:
+    """Take note that a session wants to work again, after a spell without."""
+    gap, s.measured.gap = s.measured.gap, None
+    if gap is not None:
+        facts.touch(s)
+        known = s.measured
+        known.habits = residence.returned(known.habits, gap, facts.now, known.moving)
+        if s.state == "idle":
+            s.lease.stay = residence.kept_idle(s.lease.stay, gap, facts.now)
+
+
+def refuse_holds(s: Session, refusal: Refusal) -> Actions:
+    """Refuse and forget every hold of a session that is not attached."""
+    holds, s.holds = s.holds, {}
+    return [HoldRefused(session=s.id, hold=h, refusal=refusal) for h in holds]
+
+
+def lose(facts: Facts, s: Session, message: str) -> Actions:
+    """The driver lost the session: it must end."""
+    refusal = Refusal(
+        "lost", f"The GPU state of this kernel was lost: {message}", "Restart the kernel."
+    )
+    return [
+        *refuse_holds(s, refusal),
+        *move(facts, s, "ended", message, lost=True),
+        EndSession(session=s.id, message=message),
+    ]

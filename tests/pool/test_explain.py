@@ -1,0 +1,163 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the plan tells of itself: who holds what a session needs, which rule, what changes it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.model import Quota, Slice
+
+from .builders import device, got
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def told(lab, name):
+    return lab.pool.explain(name)
+
+
+def test_waiting_session_knows_who_has_what_it_needs(make):
+    lab = make(device(0), device(1))
+    lab.running("a", 12)
+    lab.running("b", 10)
+    lab.open("w", 16)
+    lab.hold("w")
+    found = told(lab, "w")
+    assert found.reason.rule == "busy"
+    assert [(h.session, h.device, h.bytes, h.use) for h in found.holders] == [
+        ("a", "G0", 12, "busy"),
+        ("b", "G1", 10, "busy"),
+    ]
+    assert found.reserved == (Slice("G1", 16),), "the least is missing there"
+    assert found.changes == ("lease-ends", "idle-lease-yields")
+    assert found.text == lab.reason("w")
+
+
+def test_promise_names_its_place_and_the_suspend_that_it_waits_for(make):
+    lab = make(device(0))
+    lab.idle("a", 12)
+    lab.open("w", 10)
+    lab.hold("w")
+    found = told(lab, "w")
+    assert (found.reason.rule, found.promised) == ("planned", (Slice("G0", 10),))
+    assert [(h.session, h.use) for h in found.holders] == [("a", "leaving")]
+
+
+def test_time_at_which_an_idle_lease_yields_is_told_on_both_sides(make):
+    lab = make(device(0), reclaim_after=5.0)
+    lab.idle("a", 16)
+    lab.open("w", 16)
+    lab.hold("w")
+    assert told(lab, "w").changes_at == 5.0
+    assert told(lab, "a").taken_from == 5.0
+    assert told(lab, "a").takers == ("w",)
+    lab.keep("a", 50)
+    assert told(lab, "w").changes_at == 50.0
+
+
+def test_quota_names_only_the_owners_own_leases(make):
+    lab = make(quotas={"ann": Quota(leases=1)})
+    lab.running("a", 4, owner="ann")
+    lab.running("b", 4)
+    lab.open("w", 4, owner="ann")
+    lab.hold("w")
+    lab.open("v", 4, owner="ann")
+    lab.hold("v")
+    found = told(lab, "w")
+    assert found.reason.rule == "quota"
+    assert [h.session for h in found.holders] == ["a"]
+    assert told(lab, "v").reason.rule == "behind-own"
+    assert told(lab, "v").ahead == ("w",)
+
+
+def test_session_that_does_not_wait_has_no_reason(make):
+    lab = make(device(0))
+    lab.running("a", 4)
+    found = told(lab, "a")
+    assert (found.reason, found.position, found.holders, found.text) == (None, None, (), "")
+    with pytest.raises(KeyError):
+        lab.pool.explain("nobody")
+
+
+def test_retry_tells_when(make):
+    lab = make(device(0))
+    lab.open("a", 4)
+    lab.hold("a")
+    lab.failed("a", "memory was not free")
+    found = told(lab, "a")
+    assert (found.reason.rule, found.changes_at) == ("retry", lab.now + 1.0)
+
+
+# --------------------------------------------------------------------------- stability
+
+
+def test_promise_stays_where_it_is_although_a_better_place_appears(make):
+    """Another plan could use another device; the suspends under way must not be in vain."""
+    lab = make(device(0), device(1))
+    lab.idle("a", 16)
+    lab.running("b", 16)
+    lab.open("w", 10)
+    got(lab.hold("w"), ev.Suspend, session="a")
+    assert told(lab, "w").promised == (Slice("G0", 10),)
+    lab.drop("b")
+    for _ in range(3):
+        lab.after(1.0)
+        assert told(lab, "w").promised == (Slice("G0", 10),)
+    assert lab.state("b") == "idle", "one victim is enough"
+
+
+def test_whoever_waited_before_a_promise_was_made_does_not_take_it_later(make):
+    lab = make(device(0), device(1), priority_classes={"high": 100, "notebook": 0})
+    lab.running("a", 12)
+    lab.running("b", 10)
+    lab.idle("c", 6)  # beside b
+    lab.open("head", 16, priority="high")
+    lab.hold("head")
+    lab.open("w", 4)
+    actions = lab.hold("w")
+    got(actions, ev.Attach, session="w")  # beside a, where the head can spare it, or not reserved
+    before = told(lab, "head").reserved
+    for _ in range(3):
+        lab.after(1.0)
+        assert told(lab, "head").reserved == before
+
+
+def test_newcomer_of_a_higher_class_takes_over_a_promise(make):
+    lab = make(device(0), priority_classes={"high": 100, "notebook": 0})
+    lab.idle("a", 16)
+    lab.open("low", 16)
+    lab.hold("low")
+    assert told(lab, "low").promised
+    lab.open("high", 16, priority="high")
+    lab.hold("high")
+    assert told(lab, "high").promised == (Slice("G0", 16),)
+    assert not told(lab, "low").promised
+
+
+def test_worked_example_of_the_documentation_is_what_the_pool_does():
+    done = subprocess.run(
+        [sys.executable, str(DOCS / "make_planner.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --------------------------------------------------------------------------- budget
+
+
+def test_one_event_stays_within_the_budget_of_calls_and_files():
+    from benchmarks.pool_trace import story
+
+    figures = story()["HoldTaken"]
+    assert figures["calls"] <= 80
+    assert figures["files"] <= 9
+    assert figures["changes_of_file"] <= 30
