@@ -175,6 +175,11 @@ def in_words(state: State, why: Reason) -> str:
     """Return the sentence of a rule that needs nothing but its figures."""
     if why.rule in ("host", "quota-host"):
         used, budget = state.host_used + state.host_going, state.settings.host_memory
+        if state.host_room < budget - used:
+            return (
+                "the state of idle kernels has no room in host memory: of this machine's memory "
+                f"{format_bytes(max(0, state.host_room))} may be used for it now"
+            )
         text = f"{format_bytes(used)} of {format_bytes(budget)} in use"
         return f"host memory for suspended state is full ({text})"
     if why.rule == "quota":
@@ -265,6 +270,8 @@ def _settled(state: State, plan: Plan, s: Session) -> str:
     why = (
         "its state is from there, and the driver does not move it"
         if s.suspended
+        else "it has initialised CUDA there, and the driver did not move it to another GPU"
+        if s.immovable
         else "it has initialised CUDA there, and can move only once it has had its slice"
     )
     return f"{format_bytes(needed)} is needed on {where} and {free} is free there; {why}"
@@ -393,6 +400,9 @@ def eta(state: State, plan: Plan, s: Session, position: int) -> float | None:
         return left + (_moving(state, s) if s.suspended else 0.0)
     if s.id in plan.promises:
         return None if state.swap is None else 2 * state.swap
+    why = plan.reasons.get(s.id)
+    if why is not None and why.rule in ("host", "quota-host"):
+        return None  # how long GPUs were used says nothing about when host memory comes free
     pace = _pace(state)
     if pace is None:
         return None

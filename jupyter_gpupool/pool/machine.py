@@ -152,8 +152,8 @@ class Pool:
     def preferred(self, session: str) -> tuple[str, ...]:
         """Return the devices that the session would get if it asked now; nothing is promised.
 
-        Those that it has or is bound to, else those of the plan that would be made for it (idle
-        leases may have to yield); empty if it would have to wait for a lease in use.
+        Those that it has or is bound to, else those of the plan that was or would be made for it
+        (idle leases may have to yield); empty if it has to wait for a lease in use.
 
         Raises
         ------
@@ -162,8 +162,13 @@ class Pool:
         """
         s = self._state.sessions[session]
         settled = tuple(x.device for x in s.lease.slices or s.suspended) or s.bound
-        if settled or s.state == "queued":
+        if settled:
             return settled
+        if s.state == "queued":
+            held = self._plan.reservation
+            if held is not None and held.session == s.id:
+                return tuple(held.wanted)[: s.request.devices]
+            return tuple(x.device for x in self._plan.promises.get(s.id, ()))
         return tuple(x.device for x in forecast(self._state, self._plan, s))
 
     def device(self, uuid: str) -> Device | None:

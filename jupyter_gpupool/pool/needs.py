@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Iterable, Mapping, Sequence
 
-from .limits import Charge
-from .model import PoolSettings, Reason
+from .limits import Charge, never, never_there
+from .model import PoolSettings, Reason, Refusal, Request
 from .placement import Need, choose, in_turn
 from .session import Session
 from .state import NO_LIMIT, Ledger, State
@@ -60,7 +60,7 @@ def asking(s: Session, state: State) -> Asking:
         for need in needs:
             size += min(need.least, s.request.limit)
         charge = size, len(needs), 1
-        free = state.limit(s.owner.name) is NO_LIMIT
+        free = not state.settings.quotas or state.limit(s.owner.name) is NO_LIMIT
         where = (needs[0].fixed, needs[0].model) if free and len(needs) == 1 else None
         found = Asking(needs, charge, _impossible(needs, state), where, state.version)
         s.asking = found
@@ -103,7 +103,7 @@ def _bound(memory: int, ledger: Ledger, s: Session) -> Need:
 
     Any of the model where they can be moved to it with their first context, else that device.
     """
-    if s.lands and ledger.device.landing_bytes:
+    if s.lands and ledger.device.landing_bytes and not s.immovable:
         return Need(memory, memory, model=ledger.device.model)
     return Need(memory, memory, fixed=ledger.device.uuid)
 
@@ -177,4 +177,31 @@ def _impossible(needs: Sequence[Need], state: State) -> Reason | None:
                 return Reason("foreign", bytes=need.least)
             paused = next((d.paused for d in ledgers if d.paused and need.suits(d)), "")
             return Reason("paused", text=paused) if paused else Reason("nowhere", count=len(needs))
+    return None
+
+
+def ever(request: Request, s: Session, state: State) -> Refusal | None:
+    """Return why ``request`` of ``s`` can never be met, by the rules or for want of a device."""
+    refusal = never(request, s.owner, state.settings, state.capacities, suspends=state.suspends)
+    if refusal is None and s.bound and not (s.lease.slices or s.suspended):
+        refusal = _never_there(request, s, state)
+    return refusal
+
+
+def _never_there(request: Request, s: Session, state: State) -> Refusal | None:
+    """Return why no device that the processes of ``s`` can use will ever do, or None.
+
+    Without a lease: what is attached or suspended stays with the device of its state.
+    """
+    needs = _needs(s, state)
+    for need in needs:
+        fit = sorted(
+            d.capacity
+            for d in state.devices.values()
+            if need.fixed == d.device.uuid or need.model == d.device.model
+        )
+        count = sum((n.fixed, n.model) == (need.fixed, need.model) for n in needs)
+        if len(fit) >= count and 0 < fit[-count] < request.memory:
+            model = state.devices[need.fixed].device.model if need.fixed else need.model
+            return never_there(request, str(model), fit[-count], count, fixed=bool(need.fixed))
     return None

@@ -13,8 +13,8 @@ import math
 from ..units import format_bytes, format_seconds
 from . import events as ev
 from .explain import in_words, stays_reason
-from .limits import never
 from .model import ATTACHED, HAS_LEASE, MiB, Refusal, Request, Slice
+from .needs import ever
 from .placement import Draft
 from .preemption import leaves_at, suspendable
 from .schedule import Plan, outlook
@@ -60,11 +60,7 @@ def changed(state: State, event: ev.RequestChanged, plan: Plan) -> Actions:
     if s is None:
         return unknown
     new = event.request
-    refusal = (
-        never(new, s.owner, state.settings, state.capacities, suspends=state.suspends)
-        or _bound(s, new)
-        or _in_use(s, new)
-    )
+    refusal = ever(new, s, state) or _bound(s, new) or _in_use(s, new)
     if refusal is not None:
         return _refuse(s, event.rid, refusal)
     old = s.request

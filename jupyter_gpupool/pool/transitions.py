@@ -142,6 +142,12 @@ def _give_up(facts: Facts, s: Session) -> Actions:
     return _stop_waiting(facts, s)
 
 
+def _not_landed(facts: Facts, s: Session) -> Actions:
+    """The session has never been on these devices."""
+    s.measured.busy = weighted(s.measured.busy, facts.now - s.measured.busy_since)
+    return _not_attached(facts, s)
+
+
 def _rest(facts: Facts, s: Session) -> Actions:
     spell = facts.now - s.measured.busy_since
     s.measured.busy = weighted(s.measured.busy, spell)
@@ -252,6 +258,9 @@ TRANSITIONS: Mapping[tuple[State, State], Step] = {
         "not attached (nothing lost); back to its old place", _back_to_queue
     ),
     ("attaching", "detached"): Step("not attached (nothing lost), and no hold is left", _give_up),
+    ("active", "detached"): Step(
+        "nothing of it is on the slice, and it cannot be moved there", _not_landed
+    ),
     ("active", "idle"): Step("the last hold is dropped", _rest),
     ("idle", "active"): Step("a hold is taken", _work),
     ("idle", "detaching"): Step(

@@ -15,6 +15,7 @@ from . import events as ev
 from . import requests
 from .limits import never
 from .model import ATTACHED, Hold, Refusal, Slice
+from .needs import ever
 from .requests import SETTLE, grow_by, held_on, trimmed, unused_for_long
 from .schedule import Plan
 from .session import Session, restored, weighted
@@ -41,14 +42,6 @@ REJOIN = 60.0
 def update(state: State, event: ev.Event, plan: Plan) -> Actions:
     """Take note of one event; ``plan`` is what was decided before it."""
     return _TABLE[type(event)](state, event, plan)
-
-
-def _ever(state: State, s: Session) -> Refusal | None:
-    """Return why what ``s`` asks for can never be met, or None; suspended state comes back."""
-    if s.suspended:
-        return None
-    settings = state.settings
-    return never(s.request, s.owner, settings, state.capacities, suspends=state.suspends)
 
 
 def _log(session: str, level: str, code: str, message: str) -> Actions:
@@ -176,7 +169,7 @@ def _settings(state: State, event: ev.SettingsChanged, _plan: Plan) -> Actions:
     state.configure(event.settings)
     actions: Actions = []
     for s in list(state.waiting.values()):
-        refusal = _ever(state, s)
+        refusal = None if s.suspended else ever(s.request, s, state)
         if refusal is not None:
             actions += refuse_holds(s, refusal)
             actions += move(state, s, "detached", "the rules changed")
@@ -258,14 +251,13 @@ def _hold_taken(state: State, event: ev.HoldTaken, _plan: Plan) -> Actions:
         )
         refusal = Refusal("unknown-session" if s is None else "lost", text, "Restart the kernel.")
         return [ev.HoldRefused(session=event.session, hold=event.hold, refusal=refusal)]
-    if event.bound and s.state in ("detached", "queued") and not s.suspended:
-        for uuid in event.bound:
-            state.device(uuid)
-        with state.change(s):
-            s.bound = event.bound
-    if event.hold not in s.holds:
+    known = event.hold in s.holds
+    actions = _settle(state, s, event.bound) if event.bound else []
+    if known and event.hold not in s.holds:
+        return actions  # refused just now, with the others
+    if not known:
         s.holds[event.hold] = Hold(event.hold, event.kind, state.now)
-    actions = _held(state, s)
+    actions += _held(state, s)
     if s.state in ATTACHED:
         slices = s.lease.slices
         actions.append(ev.HoldGranted(session=s.id, hold=event.hold, epoch=s.epoch, slices=slices))
@@ -280,13 +272,52 @@ def _held(state: State, s: Session) -> Actions:
         return move(state, s, "active", "a hold was taken")
     if s.state != "detached":
         return []
-    refusal = _ever(state, s)
+    refusal = None if s.suspended else ever(s.request, s, state)
     if refusal is not None:
         return refuse_holds(s, refusal)
     since = s.queued_at
     if not since or state.now - s.state_since > REJOIN:
         since = state.now
     return move(state, s, "queued", "a hold needs a slice", since)
+
+
+def _devices_settled(state: State, event: ev.DevicesSettled, _plan: Plan) -> Actions:
+    s = state.sessions.get(event.session)
+    return [] if s is None else _settle(state, s, event.bound)
+
+
+def _settle(state: State, s: Session, bound: tuple[str, ...]) -> Actions:
+    """Take note of the devices that the processes of a session without a lease see."""
+    if not bound or s.state not in ("detached", "queued") or s.suspended:
+        return []
+    for uuid in bound:
+        state.device(uuid)
+    before = s.bound
+    with state.change(s):
+        s.bound = bound
+    if s.state == "queued" and bound != before:
+        refusal = ever(s.request, s, state)
+        if refusal is not None:
+            why = "no GPU that its processes can use is large enough"
+            return [*refuse_holds(s, refusal), *move(state, s, "detached", why)]
+    return []
+
+
+def _landing_refused(state: State, event: ev.LandingRefused, _plan: Plan) -> Actions:
+    s = state.sessions.get(event.session)
+    if s is None or s.state != "active" or s.epoch != event.epoch:
+        text = "A landing in no lease refused."
+        return _log(event.session, "debug", "stale-landing", text)
+    for uuid in event.bound:
+        state.device(uuid)
+    s.bound = event.bound
+    s.immovable = s.immovable or event.stay
+    actions = move(state, s, "detached", event.message)
+    s.queued_at = min(hold.since for hold in s.holds.values())  # as if it had waited on
+    actions += _held(state, s)
+    if s.id not in state.waiting:
+        s.queued_at = 0.0
+    return actions
 
 
 def _hold_dropped(state: State, event: ev.HoldDropped, _plan: Plan) -> Actions:
@@ -435,6 +466,8 @@ _TABLE: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.SessionEnded: _ended,
     ev.HoldTaken: _hold_taken,
     ev.HoldDropped: _hold_dropped,
+    ev.DevicesSettled: _devices_settled,
+    ev.LandingRefused: _landing_refused,
     ev.HoldsReplaced: _holds_replaced,
     ev.RequestChanged: requests.changed,
     ev.GrowAsked: requests.grow,
