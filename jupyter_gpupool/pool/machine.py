@@ -84,7 +84,7 @@ class Pool:
 
     def _settle(self, relieve: frozenset[str] | tuple[()]) -> Actions:
         """Plan, and carry that out, until to plan again would change nothing."""
-        state = self._state
+        state, first = self._state, self._plan
         actions: Actions = []
         for _ in range(ROUNDS):
             new = plan(state, self._plan, relieve)
@@ -96,10 +96,11 @@ class Pool:
                     continue
             before, self._plan = self._plan, new
             relieve = ()
-            if new.complete:
+            self._note_head(new)
+            if new.complete and before.reservation is None:
                 actions += carry_out(state, new)
                 self._plan = Plan()
-                if before.reasons or before.promises:
+                if first.reasons or first.promises:
                     actions += note_waiting(state, self._plan)[0]
                 break
             if new.settled(before):
@@ -109,6 +110,13 @@ class Pool:
                     break
             actions += carry_out(state, new)
         return actions
+
+    def _note_head(self, new: Plan) -> None:
+        """Note since when the head of the queue is the head, in this wait."""
+        if new.reservation is not None:
+            wait = self._state.sessions[new.reservation.session].wait
+            if wait.head_since is None:
+                wait.head_since = self._state.now
 
     def next_wakeup(self) -> float | None:
         """Return when the broker must send a ``Tick`` at the latest, on the clock of ``now``.
@@ -273,10 +281,6 @@ class Pool:
 def carry_out(state: State, new: Plan) -> Actions:
     """Make a plan true: what differs from the present becomes actions."""
     actions: Actions = []
-    held = new.reservation
-    if held is not None:
-        head = state.sessions[held.session].wait
-        head.head_since = state.now if head.head_since is None else head.head_since
     for s, slices in new.grows:
         actions += resize(state, s, slices)
     for s, takes, why in new.grants:
@@ -333,7 +337,8 @@ def _waited_for(
     """Return who waits, and since when: by device, and by owner for those that the quota keeps.
 
     By device the first in the queue that could use it, whether or not there is room with it alone,
-    and who would grow there; by owner its first one that the quota keeps back.
+    and who would grow there; by owner its first one for which the quota is too small, whether or
+    not memory is short as well.
     """
     devices: dict[str, list[tuple[Session, float]]] = {}
     owners: dict[str, float] = {}
@@ -345,9 +350,9 @@ def _waited_for(
         why = plan.reasons.get(s.id)
         if why is None or s.state != "queued":
             continue
-        if why.rule in ("quota", "quota-host"):
+        if why.limit:
             owners.setdefault(s.owner.name, s.queued_at)
-        elif why.rule in _MEMORY and len(found) < len(state.devices):
+        if why.rule in _MEMORY and len(found) < len(state.devices):
             needs = asking(s, state).needs
             for uuid, ledger in state.devices.items():
                 if uuid not in found and any(need.allows(ledger) for need in needs):

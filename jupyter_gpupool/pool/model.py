@@ -65,7 +65,8 @@ class Reason:
     sessions. ``quota-host``: the owner's own idle lease would have to yield, and host memory has no
     room. ``behind-own``: an earlier session of the owner waits for the quota. ``paused``,
     ``drained``, ``foreign``, ``nowhere``: no device would do, even an empty one. ``retry``: the
-    last attach failed.
+    last attach failed. Where memory and the quota are both short, the rule is that of the memory,
+    and ``limit`` is set all the same.
     """
 
     rule: Rule

@@ -20,7 +20,7 @@ from itertools import combinations
 from typing import Any, Callable, Collection, Iterable, Sequence
 
 from .limits import Charge
-from .model import Reason, Slice
+from .model import Reason, Rule, Slice
 from .needs import Asking
 from .placement import NOTHING, Draft, Need, Reservation, Room, choose, in_order, in_turn, preferred
 from .residence import STAY_MOST, Gap, protected_until
@@ -403,12 +403,15 @@ def attempt(draft: Draft, s: Session, found: Asking, *, guarded: bool) -> Offer 
         placed, trial = other is not None, other or trial
     if placed:
         return Offer(trial.takes, trial.chosen, reason=WAITS if name is None else OWN)
+    # What the owner has idle would be needed for its quota, too: who waits for memory waits for it.
+    limit = name[0] if name is not None else ""
     if name is not None and not own:
-        why = Reason("quota-host") if short else quota_reason(draft, s, name)
+        why = Reason("quota-host", limit=limit) if short else quota_reason(draft, s, name)
         return Blocked(why, quota=True)
+    rule: Rule = "host" if short else "busy"
     if guarded and fits_now(draft, needs):
-        return Blocked(Reason("behind-head", bytes=s.request.memory, count=len(needs)))
-    return Blocked(Reason("host" if short else "busy", bytes=s.request.memory, count=len(needs)))
+        rule = "behind-head"
+    return Blocked(Reason(rule, bytes=s.request.memory, count=len(needs), limit=limit))
 
 
 def fits_now(draft: Draft, needs: Sequence[Need]) -> bool:

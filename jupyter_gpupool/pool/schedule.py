@@ -111,8 +111,9 @@ class Plan:
     def complete(self) -> bool:
         """Whether everybody who wanted something has it, and is attached.
 
-        Then to plan again would change nothing: nobody is left to serve, and what keeps an idle
-        lease whose time is over (host memory) has not become more by this plan.
+        Then to plan again would change nothing, if nothing was reserved before: nobody is left to
+        serve, and what keeps an idle lease whose time is over (host memory, some of it kept for the
+        head of the queue) has not become more by this plan.
         """
         return len(self.grants) == len(self.order) and not (
             self.grows or self.reasons or self.promises

@@ -151,6 +151,25 @@ def test_worked_example_of_the_documentation_is_what_the_pool_does():
     assert done.returncode == 0, done.stderr
 
 
+def test_wait_for_memory_and_for_the_own_quota_at_once_is_at_rest(make):
+    """Its owner's idle lease would have to go for the quota, and there is no memory even then."""
+    lab = make(device(0), device(1), quotas={"ann": Quota(leases=1)})
+    lab.idle("a", 10, owner="ann")
+    lab.release("a")
+    lab.suspended("a", ("G0", 10), seconds=1.0)
+    lab.hold("a")
+    lab.done("a", seconds=1.0)
+    lab.drop("a")
+    lab.running("b", 16)
+    lab.open("w", 4, owner="ann")
+    # That to plan again changes nothing is checked after each event.
+    lab.send(ev.HoldTaken, session="w", hold="h", kind="device", bound=("G1",))
+    lab.after(10)
+    assert (told(lab, "w").reason.rule, told(lab, "w").reason.limit) == ("busy", "leases")
+    got(lab.end("b"), ev.Suspend, session="a")
+    got(lab.suspended("a", ("G0", 10)), ev.Attach, session="w")
+
+
 # --------------------------------------------------------------------------- budget
 
 
