@@ -41,9 +41,6 @@ MAX_LOG = 16 << 20
 #: Rows kept in memory while the file cannot be written.
 MAX_PENDING = 20_000
 
-#: Rows that one answer may hold.
-MAX_ANSWER = 10_000
-
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE sessions (id TEXT PRIMARY KEY, record TEXT NOT NULL) WITHOUT ROWID;
@@ -172,31 +169,6 @@ class Journal:
     @property
     def _log_path(self) -> Path:
         return self.path.with_name(f"{self.path.name}-wal")
-
-    def rows(
-        self, after: int = 0, limit: int = 1000, session: str = "", owner: str = ""
-    ) -> list[Row]:
-        """Return committed rows above ``after``, oldest first, at most ``limit``.
-
-        With ``session`` or ``owner`` only those of it.
-        """
-        where, values = "seq > ?", [after]  # type: str, list[Any]
-        if owner:
-            where += " AND owner = ?"
-            values.append(owner)
-        if session:
-            where += " AND session = ?"
-            values.append(session.encode("utf-8", "replace").decode())
-        limit = max(0, min(limit, MAX_ANSWER))
-        values[0] = max(0, min(after, 1 << 62))
-        query = f"SELECT {_COLUMNS} FROM events WHERE {where} ORDER BY seq LIMIT ?"
-        return [
-            Row(
-                seq=r[0], time=r[1], kind=r[2], session=r[3], owner=r[4], device=r[5],
-                bytes=r[6], seconds=r[7], reason=r[8], detail=json.loads(r[9]),
-            )
-            for r in self._db.execute(query, (*values, limit))
-        ]  # fmt: skip
 
     # ------------------------------------------------------------------ writing
 
