@@ -19,7 +19,10 @@ TEST_TIMEOUT = 600.0
 
 
 def pause(socket: str, device: str, reason: str) -> int:
-    """Pause the pool or one GPU; return 0 when no device file is open, 130 if interrupted."""
+    """Pause the pool or one GPU; return 0 when no kernel uses it any more, 130 if interrupted.
+
+    Nor does a process of the pool then have its device file open.
+    """
     return _until_done(socket, "pause", device, reason)
 
 
@@ -98,7 +101,8 @@ def progress(order: Mapping[str, Any]) -> list[str]:
         return lines
     files = [row for row in order.get("files") or () if row["session"]]
     if files:
-        lines.append("No kernel has a slice; these still have device files open:")
+        what = "its device file" if order.get("device") else "device files"
+        lines.append(f"No kernel has a slice there; these still have {what} open:")
         lines += [_process(row) for row in files]
     return lines
 
@@ -120,7 +124,8 @@ def _outside(order: Mapping[str, Any]) -> Sequence[str]:
     lines = []
     files = [row for row in order.get("files") or () if not row["session"]]
     if files:
-        lines.append("Processes outside the pool that have device files open:")
+        what = "its device file" if order.get("device") else "device files"
+        lines.append(f"Processes outside the pool that have {what} open:")
         lines += [f"  {row['pid']} (user id {row['uid']}): {row['command']}" for row in files]
     if order.get("unseen"):
         lines.append(

@@ -27,6 +27,7 @@ from typing import (
 from ..errors import DriverError, GPUPoolError
 from ..pool.model import Device
 from . import contexts, driver, landing, processes, residue
+from .aside import Aside
 from .calls import SessionCalls
 from .children import Child, child_environment
 from .examiner import Examiner, Findings
@@ -111,6 +112,7 @@ class DeviceService:
         self._log = log or logging.getLogger(__name__)
         self._python = python
         self._env = child_environment(env, python)
+        self._aside = Aside(self._env)
         self._lock_timeout = lock_timeout
         self._call_timeout = call_timeout
         self._sampler = Sampler(
@@ -171,6 +173,7 @@ class DeviceService:
             nothing = f"The NVIDIA driver {self.driver_version} sees no GPU. {driver.WITHOUT_GPU}"
             raise DriverError(" ".join(found["problems"]) or nothing, code="no-device")
         self._everything = tuple(row["uuid"] for row in rows if not row["mig"])
+        self._aside.learn(rows)
         chosen = self.choose(rows)
         self.limit = chosen.limit
         if not chosen.rows:
@@ -207,8 +210,8 @@ class DeviceService:
     async def stand_down(self, reason: str, uuids: Sequence[str] | None = None) -> None:
         """End the children that have device files open, once they have nothing to do.
 
-        Those of ``uuids``; None: all, so that nothing of this service uses the driver. Calls fail
-        with ``reason`` until :meth:`renew`.
+        Those of ``uuids``, whose files no other child opens from now on; None: all, so that nothing
+        of this service uses the driver. Calls fail with ``reason`` until :meth:`renew`.
         """
         chosen = [*self._devices] if uuids is None else [*uuids]
         async with self._locked(chosen):
@@ -216,6 +219,27 @@ class DeviceService:
                 self.down = reason
                 await self._sampler.child.hold(reason)
             await asyncio.gather(*(self._workers[uuid].hold(reason) for uuid in chosen))
+        if uuids is not None and self._aside.put(chosen, reason, self._physical()):
+            await self._look_away()
+
+    async def _look_away(self) -> None:
+        """End the children that may have the files of devices open that are set aside.
+
+        Those that take their place do not open them.
+        """
+        for uuid in [uuid for uuid in self._devices if uuid not in self._aside]:
+            async with self._locked([uuid]):
+                await self._workers[uuid].kill()
+        await self._sampler.watch([uuid for uuid in self._devices if uuid not in self._aside])
+        await self._sampler.child.kill()
+
+    def is_aside(self, uuid: str) -> bool:
+        """Return whether no child of this service has the device's file open."""
+        return uuid in self._aside
+
+    def device_file(self, uuid: str) -> int | None:
+        """Return the number of a GPU's device file; None for a MIG instance, or if not known."""
+        return self._aside.numbers.get(uuid)
 
     async def retest(self, uuid: str) -> Device:
         """Test a device that was lost, and return it as it is now.
@@ -226,6 +250,7 @@ class DeviceService:
             If it cannot be read, or has no room for the test.
         """
         self._device(uuid)
+        self._aside.check(uuid)
         if self.down:
             raise DriverError(self.down, code="paused")
         await self._sampler.renew([uuid])
@@ -254,6 +279,7 @@ class DeviceService:
         except GPUPoolError:
             await self._sampler.child.hold(self.down)
             raise
+        self._aside.take(renewed, self._everything)
         there, before = {row["uuid"] for row in rows}, {*self._devices}
         for uuid in before - there:
             await self._workers.pop(uuid).close()
@@ -262,9 +288,12 @@ class DeviceService:
             if row["uuid"] in renewed or row["uuid"] not in self._devices:
                 self._add(row)
         self.down = self.problem = ""
-        for worker in self._workers.values():
-            await worker.hold("")
-        await self._sampler.watch([*self._devices])
+        for uuid, worker in self._workers.items():
+            if uuid not in self._aside:
+                await worker.hold("")
+        await self._sampler.watch([uuid for uuid in self._devices if uuid not in self._aside])
+        if self._aside:
+            await self._sampler.child.kill()  # to find the devices, it has opened all
         await self._test([uuid for uuid in self._devices if uuid in renewed | (there - before)])
         return [*self._devices.values()]
 
@@ -326,6 +355,7 @@ class DeviceService:
         takes a CUDA context and a few MiB for about a second.
         """
         device = self._device(uuid)
+        self._aside.check(uuid)
         if self.down:
             raise DriverError(self.down, code="paused")
         if device.tier == "mig":
@@ -390,7 +420,7 @@ class DeviceService:
     def _peers(self, device: Device) -> list[str]:
         """Return the other devices of the same model, the next one by index first."""
         same = [d for d in self._devices.values() if d.model == device.model and d.tier != "mig"]
-        others = [d for d in same if d.uuid != device.uuid]
+        others = [d for d in same if d.uuid != device.uuid and d.uuid not in self._aside]
         return [d.uuid for d in sorted(others, key=lambda d: (d.index < device.index, d.index))]
 
     async def close(self, grace: float = 10.0) -> None:
@@ -576,8 +606,9 @@ class DeviceService:
         """Return a device whose worker has nothing to do, if there is one."""
         if not self._devices:
             raise DriverError(self.problem or "There is no device.", code="no-driver")
-        free = [uuid for uuid, lock in self._locks.items() if not lock.locked()]
-        return (free or [*self._locks])[:1]
+        serving = [uuid for uuid in self._locks if uuid not in self._aside] or [*self._locks]
+        free = [uuid for uuid in serving if not self._locks[uuid].locked()]
+        return (free or serving)[:1]
 
     def _operation(
         self,

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import types
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from jupyter_gpupool.broker.auth import Access, Peer
 from jupyter_gpupool.broker.health import Health
 from jupyter_gpupool.broker.maintenance import Maintenance
 from jupyter_gpupool.cli.maintenance import progress
+from jupyter_gpupool.devices.files import holders
 from jupyter_gpupool.errors import RefusedError
 from jupyter_gpupool.guard.install import without_guard
 
@@ -151,13 +152,112 @@ def test_paused_gpu_loses_its_worker_and_is_tested_when_it_comes_back(broker, on
     before = set(children(broker, "worker"))
     maintain(broker, "pause", uuid)
     closed(broker, uuid)
-    assert len(before - set(children(broker, "worker"))) == 1
+    assert before.isdisjoint(children(broker, "worker")), "also the other GPU's, which saw this one"
     broker.faults.set("checkpoint-refused", device=0)
     broker.faults.set("checkpoint-refused", device=1)
     note = maintain(broker, "resume", uuid)
     assert note.startswith("The GPU is in service again.")
     (device,) = (d for d in broker.status()["devices"] if d["uuid"] == uuid)
     assert not device["can_suspend"], "it was tested"
+
+
+def users_of(broker, index):
+    """Return who has a GPU's device file open: the process numbers, as /proc shows them now."""
+    path = str(broker.folder / "broker.sock.emulated" / f"nvidia{index}")
+    return {holder.process.pid for holder in holders(path)[0] if path in holder.paths}
+
+
+def test_paused_gpu_has_its_device_file_closed_by_the_pool_which_names_everybody_else(
+    broker, kernel, one
+):
+    """Before, the monitor and the workers of the other GPUs kept the file open, unmentioned."""
+    uuid = broker.session(one.session)["device"]
+    index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == uuid)
+    one.do("drop", hold="cell")
+    # Its self-test and its suspend start what keeps files open: both workers and the monitor.
+    elsewhere = kernel("elsewhere.ipynb", memory=400 * MiB)
+    idler = kernel("asks.ipynb", launch=False)
+    env = {**environment(broker.folder), **without_guard({**os.environ, **idler.env})}
+    env.pop("CUDA_VISIBLE_DEVICES", None)
+    own = {child for module in ("worker", "monitor") for child in children(broker, module)}
+    assert own & users_of(broker, index), "who uses a GPU has its file open"
+    with ExitStack() as stack:
+        programs = [
+            stack.enter_context(subprocess.Popen(
+                [sys.executable, "-c", INITIALISED],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=chosen,
+            ))
+            for chosen in (env, {k: v for k, v in env.items() if "GPUPOOL_SESSION" not in k})
+        ]  # fmt: skip
+        assert [program.stdout.readline() for program in programs] == ["ready\n"] * 2
+        inside, outside = programs
+        idler.server.call("launched", session=idler.session, pid=inside.pid)
+        maintain(broker, "pause", uuid)
+        wait_until(
+            lambda: users_of(broker, index) == {inside.pid, outside.pid},
+            "the pool's own processes have closed the file", 60,
+        )  # fmt: skip
+        files = wait_until(lambda: order(broker, uuid)["files"], "who has it open", 60)
+        assert {(f["pid"], f["session"]) for f in files} == {
+            (inside.pid, idler.session),
+            (outside.pid, None),
+        }
+        assert not order(broker, uuid)["closed"]
+        lines = progress(order(broker, uuid))
+        assert lines[0] == "No kernel has a slice there; these still have its device file open:"
+        assert lines[1].startswith(f"  process {inside.pid} (session {idler.session}): ")
+        inside.stdin.close()
+        closed(broker, uuid)
+        text = order(broker, uuid)["text"]
+        assert text == f"GPU {index} is {WHY}; no process of the pool has its device file open."
+        assert [f["pid"] for f in order(broker, uuid)["files"]] == [outside.pid]
+        # The other GPU is used as before, and is looked at: by processes that do not see this one.
+        elsewhere.attach()
+        elsewhere.do("alloc", bytes=32 * MiB, byte=3)
+        elsewhere.do("drop", hold="cell")
+        elsewhere.server.call("release", session=elsewhere.session)
+        elsewhere.wait_state("detached", seconds=60)
+        elsewhere.attach("again")
+        assert elsewhere.do("check") == 32 * MiB
+        assert children(broker, "worker")
+        wait_until(lambda: children(broker, "monitor"), "a sample", 60)
+        assert users_of(broker, index) == {outside.pid}
+        outside.stdin.close()
+    maintain(broker, "resume", uuid)
+    elsewhere.do("drop", hold="again")
+    assert not broker.status()["maintenance"]
+    one.attach("more")
+    assert one.do("check") == 64 * MiB
+
+
+def test_restarted_broker_closes_the_device_file_of_a_paused_gpu_again(broker, one):
+    broker.disturbed = True
+    uuid = broker.session(one.session)["device"]
+    index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == uuid)
+    one.do("drop", hold="cell")
+    maintain(broker, "pause", uuid)
+    closed(broker, uuid)
+    broker.kill()
+    assert broker.started
+    closed(broker, uuid)
+    assert not users_of(broker, index)
+
+
+def test_resume_of_a_gpu_before_its_file_is_closed_gives_it_back(broker, one):
+    uuid = broker.session(one.session)["device"]
+    one.do("drop", hold="cell")
+    env = {**environment(broker.folder), **without_guard({**os.environ, **one.env})}
+    with subprocess.Popen(
+        [sys.executable, "-c", INITIALISED],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "ready\n"
+        maintain(broker, "pause", uuid)
+        wait_until(lambda: order(broker, uuid)["files"], "who has the file open", 60)
+        maintain(broker, "resume", uuid)
+        process.stdin.close()
+    one.attach("again")
+    assert one.do("check") == 64 * MiB
 
 
 def test_kernel_that_cannot_be_suspended_is_named_and_told_to_restart(broker, one):
