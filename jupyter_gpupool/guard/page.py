@@ -260,15 +260,24 @@ class Page:
             If that is not possible now.
         """
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
-        temporary.symlink_to(f"/proc/{os.getpid()}/fd/{self._fd}")
+        temporary.symlink_to(self._link())
         try:
             temporary.replace(self.path)
         finally:
             temporary.unlink(missing_ok=True)
 
+    def _link(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
     def close(self) -> None:
-        """Forget the file; the session's processes keep theirs."""
+        """Forget the file; the session's processes keep theirs.
+
+        A link of :meth:`restore` goes with the descriptor, whose number another file gets next.
+        """
         if self._fd >= 0:
+            with contextlib.suppress(OSError):  # mostly: it is no link
+                if str(self.path.readlink()) == self._link():
+                    self.path.unlink()
             os.close(self._fd)
             self._fd = -1
 

@@ -3,9 +3,11 @@
 """The gate, the count of calls inside, slots, and which devices a process sees."""
 
 import os
+import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -499,6 +501,113 @@ def test_link_of_a_broker_that_has_died_is_asked_for_again(session):
     child = session.child()
     assert child.do("_ = context()") == 0
     assert len(session.page.read().slots) == 1
+
+
+def put_back(session):
+    """Give the page its name again, as the broker does."""
+    session.page_path.unlink(missing_ok=True)
+    session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/{session.page._fd}")
+    return True
+
+
+def test_two_threads_with_the_interpreter_s_lock_can_both_ask_for_a_lost_page(session, until):
+    """The first one gives that lock up while it waits, and needs it again to return."""
+    session.page_path.unlink()
+    answer = threading.Event()
+    session.broker.page = lambda: answer.wait(60) and put_back(session)
+    child = session.child()
+    child.do("""
+results = []
+thread = threading.Thread(target=lambda: results.append(P.cuInit(0)), daemon=True)
+thread.start()
+""")
+    until(lambda: len(session.broker.pages) == 1)
+    child.send("results.append(P.cuInit(0)); thread.join(); _ = results")
+    until(lambda: len(session.broker.pages) == 2)
+    answer.set()
+    assert child.reply() == [0, 0]
+    (slot,) = session.page.read().slots
+    assert (slot.pid, slot.waiting, slot.inflight) == (child.pid, 0, 0)
+
+
+def test_fork_while_a_thread_asks_for_a_lost_page(session, until):
+    session.page_path.unlink()
+    answer = threading.Event()
+    session.broker.page = lambda: answer.wait(60) and put_back(session)
+    child = session.child()
+    child.do("""
+results = []
+thread = threading.Thread(target=lambda: results.append(P.cuInit(0)), daemon=True)
+thread.start()
+""")
+    until(lambda: len(session.broker.pages) == 1)
+    child.send("""
+pid = os.fork()
+if not pid:
+    os._exit(P.cuInit(0))
+_ = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+""")
+    until(lambda: len(session.broker.pages) == 2)  # the child asks for itself
+    answer.set()
+    assert child.reply() == 0
+    assert child.do("thread.join(); _ = results") == [0]
+
+
+def test_interrupt_of_the_wait_for_a_lost_page_is_no_answer(session, until):
+    session.page_path.unlink()
+    answer = threading.Event()
+    session.broker.page = lambda: answer.wait(60) and put_back(session)
+    child = session.child()
+    child.do("seen = []; signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))")
+    child.send("_ = P.cuInit(0), seen")
+    until(lambda: len(session.broker.pages) == 1)
+    child.process.send_signal(signal.SIGINT)
+    assert child.reply() == (NOT_READY, [signal.SIGINT])
+    answer.set()
+    assert child.do("_ = context()") == 0
+
+
+def test_broker_that_refuses_a_lost_page_is_asked_again_later(session, until):
+    """It may have had no room for the link; the kernel need not be started again for that."""
+    session.page_path.unlink()
+    child = session.child()
+    assert child.do("_ = [C.cuInit(0) for _ in range(100)]") == [NOT_READY] * 100
+    asked = len(session.broker.pages)
+    assert asked < 50  # not at each call
+    session.broker.page = lambda: put_back(session)
+    until(lambda: child.do("_ = C.cuInit(0)") == 0)
+    assert child.do("_ = context()") == 0
+
+
+def test_process_without_descriptors_at_its_first_call_gets_its_slot_later(session, until):
+    child = session.child()
+    child.do("import resource; limits = resource.getrlimit(resource.RLIMIT_NOFILE)")
+    assert child.do("_ = C.cuGetErrorName(0, ctypes.byref(ctypes.c_void_p()))") == 0  # loaded
+    child.do("resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))")
+    assert child.do("_ = C.cuInit(0)") == NOT_READY
+    child.do("resource.setrlimit(resource.RLIMIT_NOFILE, limits)")
+    until(lambda: child.do("_ = C.cuInit(0)") == 0)
+    assert child.do("_ = context()") == 0
+
+
+@pytest.mark.parametrize("way", ["link", "file"])
+def test_page_of_another_session_is_not_used(session, way):
+    """A link to a descriptor's number that was used again leads to another session's page."""
+    other = pages.Page.create(session.folder / "other", "s-2", os.getuid())
+    other.set_devices(session.uuids)
+    other.set_gate(pages.OPEN)
+    session.page_path.unlink()
+    if way == "link":
+        session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/{other._fd}")
+    else:
+        other.path.rename(session.page_path)
+    session.broker.page = lambda: put_back(session)
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    assert len(session.broker.pages) == 1
+    assert [slot.pid for slot in session.page.read().slots] == [child.pid]
+    assert other.read().slots == ()
+    other.close()
 
 
 def test_process_keeps_the_page_open_for_a_broker_that_comes_later(session):

@@ -24,8 +24,6 @@
 #define HELD_NS 1000000000ull /* a connection that lasted as long was to a broker that works */
 #define ANSWER_BYTES 4096     /* of an answer are read: its type comes first */
 
-enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_INTERRUPTED, ANSWER_AWAY };
-
 /* Copies: another thread may be changing the environment while this one waits. Too long for what it
  * is means that there is none. */
 static struct {
@@ -253,12 +251,12 @@ void broker_home(void)
     ask(&question, false, HOME_NS);
 }
 
-bool broker_page(void)
+enum answer broker_page(void)
 {
     struct text question = {.length = 0};
     put_head(&question, "page");
     put(&question, ",\"pid\":%d,\"tid\":%ld}\n", (int)getpid(), syscall(SYS_gettid));
-    return ask(&question, false, 0) == ANSWER_OK;
+    return ask(&question, false, 0);
 }
 
 CUresult broker_grow(int ordinal, uint64_t more)

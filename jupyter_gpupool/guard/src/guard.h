@@ -41,7 +41,7 @@ const char *guard_name(int entry);
 void *guard_exported(int entry);
 
 /* Load the driver and map the page, once; again take a slot in the child of a fork(). 0, or what
- * every call of this process returns. */
+ * the call returns. A later call tries again. */
 CUresult guard_settle(void);
 /* What the entry points of a kind call where the byte is not zero. 0: on to the driver. The first
  * only loads it. */
@@ -138,8 +138,13 @@ CUresult landing_wait(void);
 
 void guard_pin(uint32_t pins); /* PIN_* */
 
-/* Map the page and take a slot. 0, or what every call is to return, once said on stderr. */
-CUresult page_settle(void);
+/* Map the page and take a slot. Never waits for the broker: the caller holds a mutex. */
+enum page_state {
+    PAGE_READY,
+    PAGE_LOST,    /* the broker may give the page its name again: ask, and look once more */
+    PAGE_REFUSED, /* the reason is on stderr */
+};
+enum page_state page_settle(void);
 /* Who changes sums over slots holds this; a few instructions, no call of the driver inside. */
 void page_lock(void);
 void page_unlock(void);
@@ -181,6 +186,7 @@ void current_apply(void);
  * thread held its lock; an interrupt (SIGINT with a handler) is noticed; the slot counts a wait. */
 struct polite {
     void *thread;
+    struct page_slot *slot;
     uint32_t interrupts;
 };
 void polite_begin(struct polite *p);
@@ -219,7 +225,9 @@ uint64_t guard_used(int ordinal);
 void broker_remember(void); /* where it is; before there are threads that wait */
 CUresult broker_attach(void);                            /* until the lease is there */
 CUresult broker_grow(int ordinal, uint64_t more);        /* 0: the page has a larger grant now */
-bool broker_page(void); /* the session's page has its name again */
+enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_INTERRUPTED, ANSWER_AWAY };
+enum answer broker_page(void); /* OK: the session's page has its name again */
+void page_lost(enum answer answer); /* it is lost all the same: the reason on stderr */
 /* One step of a landing: "begin", "move" or "cancel". CUDA_ERROR_DEVICE_UNAVAILABLE: refused. */
 CUresult broker_land(const char *step);
 void broker_home(void); /* the page's devices are those of the lease to come; or as they were */

@@ -218,13 +218,24 @@ __attribute__((destructor)) static void give_back(void)
 
 /* ---- the file */
 
-static CUresult refuse(const char *path, const char *why)
+/* One line for each reason, however often a call finds it. */
+static enum page_state refuse(const char *why)
 {
-    dprintf(2,
-            "jupyter_gpupool: CUDA is not available in process %d: the session's page %s %s. "
-            "Restart the kernel.\n",
-            (int)getpid(), path, why);
-    return CUDA_ERROR_SYSTEM_NOT_READY;
+    static const char *told;
+    const char *path = getenv("GPUPOOL_PAGE");
+    if (told != why)
+        dprintf(2,
+                "jupyter_gpupool: CUDA is not available in process %d: the session's page %s %s.\n",
+                (int)getpid(), path ? path : "", why);
+    told = why;
+    return PAGE_REFUSED;
+}
+
+void page_lost(enum answer answer)
+{
+    refuse(answer == ANSWER_REFUSED ? "is gone: the session has ended. Restart the kernel"
+           : answer == ANSWER_AWAY  ? "is gone, and no broker answers. A later call asks again"
+                                    : "is gone, although the broker put it back. A later call asks again");
 }
 
 #define OPEN_FLAGS (O_RDWR | O_CLOEXEC | O_NONBLOCK)
@@ -244,29 +255,38 @@ static int open_page(const char *path, bool *link)
     return -1;
 }
 
-/* NULL, or why it cannot be used. `lost`: the broker may have another one under this name. */
+/* NULL, or why it cannot be used. `lost`: the broker may have the right one for this name. */
 static const char *map(const char *path, bool *lost)
 {
     struct stat st;
     bool link = false;
+    const char *session = getenv("GPUPOOL_SESSION");
     int fd = open_page(path, &link);
     *lost = fd < 0 ? link || errno == ENOENT : link;
     if (fd < 0)
-        return *lost ? "is gone: the session has ended" : "cannot be opened";
+        return "cannot be opened. Restart the kernel";
     if (fstat(fd, &st) || !S_ISREG(st.st_mode) || st.st_size < (off_t)sizeof(struct page)) {
         close(fd);
-        return "is not one: it is too short, or no file";
+        return "is not one: it is too short, or no file. Restart the kernel";
     }
     struct page *page = mmap(NULL, sizeof *page, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (page == MAP_FAILED) {
         close(fd);
-        return "cannot be mapped";
+        return "cannot be mapped. Restart the kernel";
     }
     if (page->magic != PAGE_MAGIC || page->version != PAGE_VERSION ||
         page->devices > PAGE_DEVICES) {
         munmap(page, sizeof *page);
         close(fd);
-        return "is of another version of jupyter_gpupool than the guard";
+        return "is of another version of jupyter_gpupool than the guard. Restart the kernel";
+    }
+    /* A descriptor's number that was used again leads to another session's page, whose gate and
+     * accounts have nothing to do with this process. */
+    if (session && strncmp(page->session, session, sizeof page->session - 1)) {
+        munmap(page, sizeof *page);
+        close(fd);
+        *lost = true;
+        return "belongs to another session. Restart the kernel";
     }
     /* Kept open, out of the way of programs that count on low numbers: if the file loses its name at
      * a logout and the broker dies as well, the next broker finds the page here. */
@@ -276,26 +296,28 @@ static const char *map(const char *path, bool *lost)
     return NULL;
 }
 
-CUresult page_settle(void)
+enum page_state page_settle(void)
 {
+    static bool remembered;
     const char *path = getenv("GPUPOOL_PAGE");
     if (!guard_page) {
         if (!path || !*path)
-            return CUDA_SUCCESS;
-        broker_remember();
+            return PAGE_READY;
+        if (!remembered)
+            broker_remember(); /* once: another thread may be asking by now */
+        remembered = true;
         bool lost;
         const char *why = map(path, &lost);
         /* Deleted under a living session, at a logout for one: the broker has it still. */
-        if (why && lost && broker_page())
-            why = map(path, &lost);
+        if (why && lost)
+            return PAGE_LOST;
         if (why)
-            return refuse(path, why);
+            return refuse(why);
         gate_at_exit();
     }
     if (!take_slot())
-        return refuse(path ? path : "", "cannot be used by a process that cannot read /proc/self/stat");
-    return guard_slot() ? CUDA_SUCCESS
-                        : refuse(path ? path : "", "has no room for a 257th process");
+        return refuse("cannot be used by a process that cannot read /proc/self/stat. A later call tries again");
+    return guard_slot() ? PAGE_READY : refuse("has no room for a 257th process. End some of its processes");
 }
 
 void page_fork(enum fork_when when)

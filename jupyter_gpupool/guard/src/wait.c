@@ -169,15 +169,16 @@ void polite_begin(struct polite *p)
 {
     p->interrupts = __atomic_load_n(&interrupts, __ATOMIC_SEQ_CST);
     watch();
-    if (guard_slot())
-        __atomic_add_fetch(&guard_slot()->waiting, 1, __ATOMIC_SEQ_CST);
+    p->slot = guard_slot(); /* another thread may take one meanwhile */
+    if (p->slot)
+        __atomic_add_fetch(&p->slot->waiting, 1, __ATOMIC_SEQ_CST);
     p->thread = release_interpreter();
 }
 
 void polite_end(struct polite *p)
 {
-    if (guard_slot())
-        __atomic_sub_fetch(&guard_slot()->waiting, 1, __ATOMIC_SEQ_CST);
+    if (p->slot)
+        __atomic_sub_fetch(&p->slot->waiting, 1, __ATOMIC_SEQ_CST);
     unwatch();
     take_interpreter(p->thread);
 }
