@@ -182,10 +182,11 @@ class BrokerApp:
             stack.callback(self.guarding.close)
             stack.callback(self.health.close)
             stack.callback(self.maintenance.close)
-            self.monitor.start()
             stack.callback(self.effects.room.close)
             stack.push_async_callback(self.monitor.close)
             await self._ending.unless_asked(self._restore(journal, service))
+            # Not before: to a look without them, the sessions' own processes are strangers.
+            self.monitor.start()
             self.maintenance.go_on()
             await self._serve(claim.bind())
             stack.callback(self._stop_serving)
