@@ -228,15 +228,28 @@ class Guards:
 
     def _home_now(self, connection: Connection, session: Session, message: Message) -> None:
         """A process settles on its devices now, and mostly asks for the lease a moment later."""
-        record = self._runner.record(session.id)
-        if record is not None and record.state == "detached" and not self._settled(session, record):
-            devices = self._runner.pool.preferred(session.id)
-            if not devices and len(session.home) != record.request.devices:
-                # It asked for another number since, and must not settle on the old one.
-                devices = self._home_devices(record.request)
-            if devices:
-                self._pages.set_home(session, devices)
+        # The process that asks has said that it is about to look.
+        self._settle_home(session, looking=1)
         connection.answer(message.get("id"))
+
+    def request_changed(self, session: Session) -> None:
+        """Let the kernel's processes see as many devices as it asks for by now.
+
+        What a program then writes into ``CUDA_VISIBLE_DEVICES`` is compared with these.
+        """
+        if session.page is not None:
+            self._settle_home(session, looking=0)
+
+    def _settle_home(self, session: Session, *, looking: int) -> None:
+        record = self._runner.record(session.id)
+        if record is None or record.state != "detached" or self._settled(session, record, looking):
+            return
+        devices = self._runner.pool.preferred(session.id)
+        if not devices and len(session.home) != record.request.devices:
+            # It asked for another number since, and must not settle on the old one.
+            devices = self._home_devices(record.request)
+        if devices:
+            self._pages.set_home(session, devices)
 
     def _page_now(self, connection: Connection, session: Session, message: Message) -> None:
         try:
@@ -256,13 +269,13 @@ class Guards:
             raise RefusedError("This broker moves no process.", code="not-moved")
         self.landings.ask(connection, session, message)
 
-    def _settled(self, session: Session, record: SessionRecord) -> bool:
-        """Return whether a process of the session has looked at its devices before this one."""
+    def _settled(self, session: Session, record: SessionRecord, looking: int) -> bool:
+        """Return whether a process has looked at its devices, beside ``looking`` that do so now."""
         if record.suspended or record.bound:
             return True
         reading = self._pages.read(session)
-        # The process that asks has said that it is about to look.
-        return reading is None or sum(1 for slot in reading.slots if slot.flags & SLOT_CUDA) > 1
+        looked = 0 if reading is None else sum(bool(s.flags & SLOT_CUDA) for s in reading.slots)
+        return reading is None or looked > looking
 
     def _grow_now(self, connection: Connection, session: Session, message: Message) -> None:
         record, ordinal = self._runner.record(session.id), message["device"]

@@ -134,6 +134,7 @@ class Handlers:
         self._methods |= {"attach": guards.attach, "grow": guards.grow}
         self._methods |= {"home": guards.home, "page": guards.page}
         self._methods |= {"land": guards.land}
+        self.wishes.on_request = guards.request_changed
 
     # ------------------------------------------------------------------ Service
 
