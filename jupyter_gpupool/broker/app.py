@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Mapping, Sequence
@@ -40,6 +40,7 @@ from ..pool.model import Device
 from ..starting import broker_environment
 from ..startrecord import remove_record, write_record
 from ..units import format_bytes
+from .aftermath import Aftermath
 from .auth import Access
 from .connection import Connection
 from .door import Door
@@ -61,7 +62,13 @@ from .maintenance import Maintenance, untouchable
 from .metrics import Metrics
 from .monitor import QUIET, Monitor
 from .pressure import Pressure
-from .records import devices_from_text, devices_to_text, numbers_from_text, numbers_to_text
+from .records import (
+    devices_from_text,
+    devices_to_text,
+    from_json,
+    numbers_from_text,
+    numbers_to_text,
+)
 from .recovery import (
     GRACE_UNDER_GUARD,
     RECOVERED_HOLD,
@@ -168,6 +175,8 @@ class BrokerApp:
                 on_device_lost=self.health.lost,
             )
             service.choose = self._choose
+            self._module = module_version(self.settings, self.path, journal.path)
+            service.hazard = lambda: bool(kill_hazard(self._module))
             stack.push_async_callback(service.close, CLOSE)
             found = await self._ending.unless_asked(self._find(journal, service))
             if service.numbers is not None:
@@ -343,8 +352,9 @@ class BrokerApp:
             files=device_files(settings, self.path, journal.path),
             renewed=lambda found: self._renewed(service, found),
         )  # fmt: skip
-        self._module = module_version(settings, self.path, journal.path)
         self._look_at_driver()
+        self.aftermath = Aftermath(runner, self.health, lambda: effects.hazard, _LOG)
+        runner.on_ending = self.aftermath.ending
         self.handlers.retire = effects.retire_and_end
         self.handlers.hazard = lambda: effects.hazard
         self.handlers.maintenance = snapshots.maintenance = self.maintenance
@@ -381,6 +391,8 @@ class BrokerApp:
             journal.put(name, None)
             self.runner.note("close", owner=owner, reason=reason, detail={"session": name})
             self.effects.end_frozen(name, frozen_in(stored[name]))
+            with suppress(KeyError, TypeError, ValueError):  # one that cannot be read
+                self.aftermath.killed(from_json(stored[name]["record"]))
         for one in found:
             self.guarding.adopt(one.session, one.record)
             if one.idle_since and self.guarding.untouched(one.session):

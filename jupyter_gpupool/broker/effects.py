@@ -310,6 +310,7 @@ class DeviceEffects:
             self._runner.log.error("Session %s is not safe to kill: %s", session.id, what)
             return False
         safe = outcome.status in ("suspended", "nothing", "gone")
+        session.retired = outcome.status in ("suspended", "nothing")
         self._runner.note("retired", session, reason=outcome.message, detail={"safe": safe})
         return safe
 

@@ -118,6 +118,8 @@ class Session:
     #: memory is short there; "" if there is nothing to say.
     host_limit: str = ""
     host_short: str = ""
+    #: Its processes have been made safe to kill, see ``effects.retire``.
+    retired: bool = False
     #: It is being suspended by a rule, whether it is at rest or not.
     forced: bool = False
 

@@ -128,6 +128,8 @@ class DeviceService:
         )
         #: Which of the machine's GPUs may be used, and why not all; set before :meth:`start`.
         self.choose: Callable[[Sequence[Mapping[str, Any]]], Given] = lambda rows: Given((*rows,))
+        #: Whether the loaded driver hangs when a restored process ends; set before :meth:`start`.
+        self.hazard: Callable[[], bool] = lambda: False
         #: What limits the pool to some of the machine's GPUs, in sentences.
         self.limit = ""
         self._everything: tuple[str, ...] = ()
@@ -379,8 +381,9 @@ class DeviceService:
 
         async with self._locks[device.uuid]:
             return await self._examiner.examine(
-                device, peers[0] if migrate and peers else None, self._physical(), operation
-            )
+                device, peers[0] if migrate and peers else None, self._physical(), operation,
+                retire=self.hazard(),
+            )  # fmt: skip
 
     @property
     def numbers(self) -> bool | None:

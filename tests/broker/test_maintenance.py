@@ -487,7 +487,46 @@ def test_restored_kernel_is_suspended_before_it_is_killed_on_that_driver(hanging
     assert suspended_now(hanging, restored)
     restored.kill()
     wait_until(lambda: hanging.session(restored.session) is None, "its end", 60)
+    assert not hanging.rows("device-lost"), "there is nothing to suspect"
     assert all(d["memory_granted"] == 0 for d in hanging.status()["devices"])
+
+
+def test_gpu_of_a_restored_kernel_that_was_killed_is_tested_before_others_get_it(hanging, restored):
+    """As after the out-of-memory killer, or a user's ``kill -9``: nobody suspended it before."""
+    uuid = hanging.session(restored.session)["device"]
+    restored.kill()
+    wait_until(lambda: hanging.session(restored.session) is None, "its end", 60)
+    (lost,) = wait_until(lambda: hanging.rows("device-lost"), "the suspicion", 60)
+    assert lost["device"] == uuid
+    assert "suspended and resumed was killed here" in lost["reason"]
+    wait_until(lambda: not device_of(hanging, uuid)["drained_reason"], "the test has passed", 60)
+    kinds = [row["kind"] for row in hanging.rows("close", "device-lost", "device-seen")]
+    assert kinds[-3:] == ["device-lost", "close", "device-seen"], "first nobody gets it"
+    assert hanging.rows("device-seen")[-1]["reason"] == "passed its self-test"
+
+
+def test_gpu_that_hangs_after_such_a_kill_stays_out_of_service_and_says_why(hanging, restored):
+    uuid = hanging.session(restored.session)["device"]
+    hanging.faults.set("hang", op="checkpoint")
+    restored.kill()
+    wait_until(lambda: "Its test failed" in device_of(hanging, uuid)["drained_reason"], "it", 90)
+    assert "known to hang this driver" in device_of(hanging, uuid)["drained_reason"]
+    with closing(Kernel(hanging, "other", memory=400 * MiB)) as other:
+        other.attach()
+        assert hanging.session(other.session)["device"] != uuid
+    hanging.faults.clear()
+    assert "is back." in doctor(hanging)
+    assert not device_of(hanging, uuid)["drained_reason"]
+
+
+def test_kill_while_there_was_no_broker_is_found_out_by_the_next_one(hanging, restored):
+    uuid = hanging.session(restored.session)["device"]
+    hanging.disturbed = True
+    hanging.kill()
+    restored.kill()
+    assert hanging.started
+    assert [row["device"] for row in hanging.rows("device-lost")] == [uuid]
+    wait_until(lambda: not device_of(hanging, uuid)["drained_reason"], "the test has passed", 60)
 
 
 def test_kernel_that_was_never_restored_needs_nothing_before_its_end(hanging):
