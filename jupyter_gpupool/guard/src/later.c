@@ -83,7 +83,7 @@ static bool begin(struct later *l, bool *left)
     *left = l->first != NULL;
     bool mine = *left && !l->running;
     if (mine)
-        l->running = 1;
+        __atomic_store_n(&l->running, 1, __ATOMIC_RELEASE);
     own_unlock(&l->lock);
     return mine;
 }
@@ -105,7 +105,7 @@ static bool next(struct later *l, struct noted *out, bool *left)
             empty = c;
         }
     } else {
-        l->running = 0;
+        __atomic_store_n(&l->running, 0, __ATOMIC_RELEASE); /* others look without the lock */
         if (!*left)
             gate_arrears(ARREARS_CALLS, false);
     }
