@@ -186,6 +186,83 @@ def test_living_broker_of_an_older_version_is_joined(folder, monkeypatch):
     assert (folder / "new.sqlite").exists()
 
 
+def older(folder, socket=SOCKET):
+    """Make a journal of an older version with one session; return its path."""
+    old = folder / f"journal-{zlib.crc32(os.fsencode(socket)):08x}.sqlite"
+    journal = Journal(old, LOG)
+    journal.put("s", {"a": 1})
+    journal.remember("boot", machine.boot_id())
+    journal.close()
+    return old
+
+
+def test_living_broker_whose_lock_was_deleted_keeps_its_journal(folder):
+    old = older(folder)
+    script = (
+        "import logging, sys; from pathlib import Path;"
+        "from jupyter_gpupool.broker.journal import Journal;"
+        "j = Journal(Path(sys.argv[1]), logging.getLogger()); print(flush=True); input()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, str(old)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=kit.ROOT,
+    )  # fmt: skip
+    holder.stdout.readline()
+    try:
+        with pytest.raises(BrokerUnavailable, match=f"process {holder.pid}") as caught:
+            take_over(folder / "new.sqlite", folder, SOCKET, LOG)
+    finally:
+        holder.communicate(b"\n", 30)
+        holder.stdout.close()
+    assert caught.value.code == "already-running"
+    assert old.exists()
+    assert not (folder / "new.sqlite").exists()
+    take_over(folder / "new.sqlite", folder, SOCKET, LOG)
+    assert not old.exists()
+
+
+def fail_copy(monkeypatch, _old):
+    def connect(path, **kwargs):
+        if str(path).endswith(".new"):
+            raise sqlite3.OperationalError("database or disk is full")
+        return CONNECT(path, **kwargs)
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+
+
+def fail_rename(monkeypatch, _old):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+
+
+def fail_damage(_monkeypatch, old):
+    old.write_bytes(b"SQLite format 3\0" + b"x" * 5000)
+
+
+CONNECT = sqlite3.connect
+
+
+@pytest.mark.parametrize("failure", [fail_copy, fail_rename, fail_damage])
+def test_take_over_that_fails_is_an_error_and_loses_no_session(folder, monkeypatch, failure):
+    old, new = older(folder), folder / "new.sqlite"
+    with monkeypatch.context() as patch:
+        failure(patch, old)
+        before = old.read_bytes()
+        with pytest.raises(JournalUnusable) as caught:
+            take_over(new, folder, SOCKET, LOG)
+    assert str(old) in caught.value.message
+    assert f"mv {old} " in caught.value.next_step
+    assert [path.name for path in folder.glob("new*")] == []
+    assert old.read_bytes() == before
+    if failure is not fail_damage:
+        take_over(new, folder, SOCKET, LOG)
+        after = Journal(new, LOG)
+        assert after.records() == {"s": {"a": 1}}
+        after.close()
+
+
 # ---------------------------------------------------------------------- one broker
 
 
