@@ -16,10 +16,11 @@ import shlex
 import stat
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
+from . import machine
 from .endpoint import is_machine_path
 from .errors import GPUPoolError
 
@@ -32,8 +33,19 @@ START_TIMEOUT = 90.0
 #: Starts that may fail in a row before callers are told instead of made to wait.
 ATTEMPTS = 3
 
-#: A broker that has been started again this often within a minute is not saved by another start.
-MOST_STARTS, WINDOW = 20, 60.0
+#: So many brokers in a row that died before they served anybody, within so many seconds, are not
+#: followed by another one at once.
+MOST_DEATHS, WINDOW = 10, 600.0
+
+#: Seconds before the next start, by the number of such deaths. Whoever waits must not wait long
+#: for a broker that somebody else keeps killing, so that these do not grow beyond 5 s.
+DEATH_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
+
+#: From so many starts within the window on, whoever waits is told of them.
+MANY_STARTS = 3
+
+#: Starts that are remembered.
+_MOST_STARTS = 200
 
 #: Seconds from the last failure to the next attempt, by the number of failures.
 PAUSES = (0.0, 0.5, 2.0, 30.0, 60.0, 300.0)
@@ -54,9 +66,9 @@ _KEPT = (
 _SECRET = ("TOKEN", "PASSWORD", "SECRET", "JWT", "COOKIE", "CREDENTIAL", "_KEY")
 
 #: Of the session that the broker may have been started from.
-_SESSION = (
-    "GPUPOOL_SESSION", "GPUPOOL_PAGE", "GPUPOOL_VISIBLE", "GPUPOOL_REAL_LIBCUDA", "GPUPOOL_ATTACH",
-    REVIVE_VARIABLE,
+SESSION_VARIABLES = (
+    "GPUPOOL_SESSION", "GPUPOOL_TOKEN", "GPUPOOL_PAGE", "GPUPOOL_VISIBLE",
+    "GPUPOOL_REAL_LIBCUDA", "GPUPOOL_ATTACH", REVIVE_VARIABLE,
 )  # fmt: skip
 
 
@@ -75,6 +87,22 @@ class StartRecord:
     #: Processes and their sessions do not outlive a boot; nor does the record.
     boot: str
     pid: int
+    #: The PID namespace that its numbers count in: a container's differ from the machine's.
+    namespace: str = ""
+    #: The file with its sessions.
+    journal: str = ""
+    #: Whether it has served a kernel, or a server that starts one.
+    served: bool = False
+    #: The error of its own that ended it.
+    crashed: str = ""
+
+    @property
+    def useless(self) -> bool:
+        """Whether the broker, which has died, failed by itself or died before it was of use.
+
+        One that is killed while it serves is not to blame: another start will serve as well.
+        """
+        return bool(self.crashed) or not self.served
 
 
 @dataclass(frozen=True)
@@ -89,6 +117,10 @@ class Failures:
     next_step: str = ""
     #: When the broker was started again, within :data:`WINDOW`.
     starts: tuple[float, ...] = ()
+    #: When brokers were found that had died in vain (:attr:`StartRecord.useless`), in a row.
+    deaths: tuple[float, ...] = ()
+    #: The process of the broker that was counted last.
+    counted: int = 0
 
     @property
     def given_up(self) -> bool:
@@ -103,7 +135,16 @@ class Failures:
     def pause(self, now: float) -> float:
         """Return the seconds until the next attempt may be made."""
         # A clock that was set back must not make anybody wait longer than the pause itself.
-        return min(_pause(self.count), max(0.0, self.due - now))
+        failed = min(_pause(self.count), max(0.0, self.due - now))
+        deaths = min(len(_recent(self.deaths, now)), len(DEATH_PAUSES) - 1)
+        return max(failed, DEATH_PAUSES[deaths])
+
+    def often(self, now: float) -> str:
+        """Return a sentence if the broker has been started again and again; else nothing."""
+        starts = len(_recent(self.starts, now))
+        if starts < MANY_STARTS:
+            return ""
+        return f"It was started again {starts} times in the last {WINDOW / 60:g} minutes."
 
 
 # ---------------------------------------------------------------------- the record
@@ -117,6 +158,11 @@ def record_path(socket: Path) -> Path:
 def failures_path(socket: Path) -> Path:
     """Return the file that says what came of the latest attempts."""
     return socket.with_name(socket.name + ".start.failed")
+
+
+def log_path(socket: Path) -> Path:
+    """Return the log of a broker that was not started by hand."""
+    return socket.with_suffix(".log")
 
 
 def lock_path(socket: Path) -> Path:
@@ -133,7 +179,7 @@ def worth_keeping(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the next broker must see as this one does; no secrets."""
 
     def kept(name: str) -> bool:
-        if name in _SESSION or any(word in name.upper() for word in _SECRET):
+        if name in SESSION_VARIABLES or any(word in name.upper() for word in _SECRET):
             return False
         return any(
             name.startswith(entry[:-1]) if entry.endswith("*") else name == entry for entry in _KEPT
@@ -142,19 +188,41 @@ def worth_keeping(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if kept(name)}
 
 
-def write_record(socket: Path, command: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Write how this process, the broker at ``socket``, is started again.
+def write_record(
+    socket: Path, command: Sequence[str], environ: Mapping[str, str], journal: str = ""
+) -> StartRecord:
+    """Write how this process, the broker at ``socket``, is started again; return the record.
 
     Raises
     ------
     OSError
         If it cannot be written.
     """
-    record = StartRecord(tuple(command), worth_keeping(environ), boot_id(), os.getpid())
+    record = StartRecord(
+        tuple(command),
+        worth_keeping(environ),
+        boot_id(),
+        os.getpid(),
+        machine.pid_namespace(),
+        journal,
+    )
     _write(record_path(socket), asdict(record))
     known = read_failures(socket)
     if known.count:  # it serves: what failed before is over
-        _write(failures_path(socket), asdict(Failures(starts=known.starts)))
+        _write(
+            failures_path(socket),
+            asdict(replace(known, count=0, due=0.0, message="", next_step="")),
+        )
+    return record
+
+
+def change_record(socket: Path, record: StartRecord, **changes: Any) -> StartRecord:
+    """Write down what has become of the broker, whose ``record`` this is; return the new record."""
+    changed = replace(record, **changes)
+    with contextlib.suppress(OSError):
+        if record_path(socket).exists():  # or it ends in order
+            _write(record_path(socket), asdict(changed))
+    return changed
 
 
 def remove_record(socket: Path) -> None:
@@ -181,6 +249,10 @@ def read_record(socket: Path) -> StartRecord | None:
             environment={str(k): str(v) for k, v in found["environment"].items()},
             boot=str(found["boot"]),
             pid=int(found["pid"]),
+            namespace=str(found.get("namespace", "")),
+            journal=str(found.get("journal", "")),
+            served=bool(found.get("served", True)),
+            crashed=str(found.get("crashed", "")),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         raise _bad(path, "is not a record of a broker's start") from None
@@ -210,6 +282,8 @@ def read_failures(socket: Path) -> Failures:
             message=str(found.get("message", "")),
             next_step=str(found.get("next_step", "")),
             starts=tuple(float(at) for at in found.get("starts", ())),
+            deaths=tuple(float(at) for at in found.get("deaths", ())),
+            counted=int(found.get("counted", 0)),
         )
     except (GPUPoolError, TypeError, ValueError):
         return Failures()
@@ -224,7 +298,7 @@ def note_failure(
     """
     count = max(before.count + 1, ATTEMPTS if final else 0)
     due = time.time() + _pause(count)
-    now = Failures(count, due, message, next_step, before.starts)
+    now = replace(before, count=count, due=due, message=message, next_step=next_step)
     with contextlib.suppress(OSError):  # a full disk: callers wait for as long as a start may take
         _write(failures_path(socket), asdict(now))
     return now
@@ -238,15 +312,31 @@ def _pause(count: int) -> float:
 def note_start(socket: Path, before: Failures) -> None:
     """Write that a start has succeeded: nothing failed, and when it was."""
     now = time.time()
-    recent = tuple(at for at in before.starts if 0 <= now - at < WINDOW)
+    starts = (*_recent(before.starts, now), now)[-_MOST_STARTS:]
+    known = Failures(starts=starts, deaths=before.deaths, counted=before.counted)
     with contextlib.suppress(OSError):
-        _write(failures_path(socket), asdict(Failures(starts=(*recent, now)[-MOST_STARTS:])))
+        _write(failures_path(socket), asdict(known))
+
+
+def note_death(socket: Path, before: Failures, record: StartRecord) -> Failures:
+    """Write how the broker of ``record`` died, once for each broker; return all that is known."""
+    if record.pid == before.counted:
+        return before
+    now = time.time()
+    deaths = (*_recent(before.deaths, now), now)[-MOST_DEATHS:] if record.useless else ()
+    known = replace(before, deaths=deaths, counted=record.pid)
+    with contextlib.suppress(OSError):
+        _write(failures_path(socket), asdict(known))
+    return known
 
 
 def too_often(before: Failures) -> bool:
-    """Return whether the broker dies again as often as it is started."""
-    now = time.time()
-    return sum(0 <= now - at < WINDOW for at in before.starts) >= MOST_STARTS
+    """Return whether the brokers die as often as they are started, and serve nobody."""
+    return len(_recent(before.deaths, time.time())) >= MOST_DEATHS
+
+
+def _recent(times: Sequence[float], now: float) -> tuple[float, ...]:
+    return tuple(at for at in times if 0 <= now - at < WINDOW)
 
 
 def being_started(socket: Path) -> bool:

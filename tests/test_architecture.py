@@ -27,7 +27,7 @@ ALLOWED: dict[str, str] = {
     "guard": "compiling errors",
     "config": "emulator endpoint errors guard machine pool.model units",
     "devices": "errors guard pool.model units",
-    "startrecord": "endpoint errors",
+    "startrecord": "endpoint errors machine",
     "starting": "__init__ client endpoint errors guard startrecord",
     "broker": "__init__ config devices emulator endpoint errors guard machine pool protocol "
     "starting startrecord units",

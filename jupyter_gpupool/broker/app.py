@@ -38,7 +38,7 @@ from ..pool import events as e
 from ..pool.machine import Pool
 from ..pool.model import Device
 from ..starting import broker_environment
-from ..startrecord import remove_record, write_record
+from ..startrecord import StartRecord, change_record, remove_record, write_record
 from ..units import format_bytes
 from .aftermath import Aftermath
 from .auth import Access
@@ -61,6 +61,7 @@ from .loglimit import LogLimit
 from .maintenance import Maintenance, untouchable
 from .metrics import Metrics
 from .monitor import QUIET, Monitor
+from .predecessor import check_home, check_record
 from .pressure import Pressure
 from .records import (
     devices_from_text,
@@ -122,6 +123,8 @@ class BrokerApp:
         Takes the signals.
     command:
         What starts this broker again, the socket apart; empty if nobody but the caller can.
+    take_over:
+        Whether it takes sessions whose kernels look for their broker at another socket.
     """
 
     def __init__(
@@ -132,13 +135,17 @@ class BrokerApp:
         *,
         ending: Ending | None = None,
         command: Sequence[str] = (),
+        take_over: bool = False,
     ) -> None:
+        self._take_over = take_over
         self._config_files = [*config_files]
         self._overrides = overrides
         self.settings = self._load()
         self.path = Path(socket) if socket else find_socket(self.settings.socket)
         self._ending = ending or Ending()
         self._command = [*command]
+        #: How this broker is started again; None if nobody does that.
+        self._record: StartRecord | None = None
         self._built = False
         self._door: Door | None = None
         self.health = Health(_LOG)
@@ -232,11 +239,14 @@ class BrokerApp:
             _LOG.warning("%s", where.note)
         self.journal_lock = JournalLock(where.path, self.path)
         stack.callback(self.journal_lock.close)
+        check_record(self.path, where.path)
         take_over(where.path, state_dir, self.path, _LOG)
         journal = Journal(
             where.path, _LOG, machine=machine_id(), max_bytes=self.settings.journal_size
         )
         stack.callback(journal.close)
+        if not self._take_over:
+            check_home(journal, self.path)
         return journal
 
     async def _find(self, journal: Journal, service: DeviceService) -> list[Device]:
@@ -357,6 +367,7 @@ class BrokerApp:
         runner.on_ending = self.aftermath.ending
         self.handlers.retire = effects.retire_and_end
         self.handlers.hazard = lambda: effects.hazard
+        self.handlers.on_served = self._served
         self.handlers.maintenance = snapshots.maintenance = self.maintenance
         self.maintenance.begin()
 
@@ -385,6 +396,7 @@ class BrokerApp:
             for name in journal.records():
                 journal.put(name, None)
         journal.remember("boot", boot_id())
+        journal.remember("socket", str(self.path))
         await self.guarding.settle(stored)
         found, dead = await recover(stored, service, self.runner.now(), _LOG)
         for name, owner, reason in dead:
@@ -440,7 +452,11 @@ class BrokerApp:
             return
         try:
             command = [*self._command, "--socket", str(self.path)]
-            write_record(self.path, command, broker_environment(os.environ))
+            self._record = write_record(
+                self.path, command, broker_environment(os.environ), str(self.runner.journal.path)
+            )
+            if self.handlers.on_served is None:
+                self._served()  # somebody was faster
         except OSError as error:
             _LOG.warning("Should this broker die, it will not be started again: %s", error)
 
@@ -474,6 +490,16 @@ class BrokerApp:
                 "GPU %d %s (%s): tier %s%s", device.index, device.name, device.uuid, device.tier,
                 f": {device.tier_reason}" if device.tier_reason else "",
             )  # fmt: skip
+
+    def _served(self) -> None:
+        """Note that this broker is of use: should it be killed, another start is worth it."""
+        if self._record is not None:
+            self._record = change_record(self.path, self._record, served=True)
+
+    def crashed(self, error: Exception) -> None:
+        """Note that this broker ended by an error of its own."""
+        if self._record is not None:
+            change_record(self.path, self._record, crashed=f"{type(error).__name__}: {error}"[:500])
 
     # ------------------------------------------------------------------ while it runs
 
@@ -594,6 +620,12 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config | None
     )
     parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE")
     parser.add_argument("--socket", default="", help="listen here")
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="take over sessions whose kernels look for their broker at another socket, where "
+        "nothing can listen any more",
+    )
     parser.add_argument("--ready-fd", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--debug", action="store_true", help="log everything")
     options, rest = parser.parse_known_args(argv)
@@ -627,12 +659,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def run() -> None:
         app = BrokerApp(
             options.config, overrides, options.socket,
-            ending=ending, command=command_of(options, words),
+            ending=ending, command=command_of(options, words), take_over=options.take_over,
         )  # fmt: skip
         try:
             await app.run(options.ready_fd)
         except Stopped:
             remove_record(app.path)  # of the broker before: this one was told to end, too
+            raise
+        except GPUPoolError:
+            raise
+        except Exception as error:
+            app.crashed(error)
             raise
 
     try:

@@ -56,7 +56,10 @@ def descends(pid: int, root: ProcessId) -> bool:
 
 
 def descendants(root: ProcessId) -> list[ProcessId]:
-    """Return the living descendants of ``root``, parents before children, without ``root``."""
+    """Return the living descendants of ``root``, parents before children, without ``root``.
+
+    This process and what is below it are left out: a notebook may have started its broker.
+    """
     if not alive(root):
         return []
     children: dict[int, list[int]] = {}
@@ -69,6 +72,8 @@ def descendants(root: ProcessId) -> list[ProcessId]:
     todo = list(children.get(root.pid, ()))
     while todo:
         pid = todo.pop(0)
+        if pid == os.getpid():
+            continue
         process = identify(pid)
         if process is not None:
             found.append(process)

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from jupyter_gpupool import starting, startrecord
@@ -21,6 +22,7 @@ from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import BrokerUnavailable
 
 from .kit import MACHINE, wait_until
+from .test_autostart import with_pid
 
 
 @pytest.fixture
@@ -30,10 +32,12 @@ def dead(make_broker, monkeypatch):
     broker.kill()
     yield broker
     with suppress(OSError, ValueError):
-        pid = int(broker.socket.with_name("broker.sock.lock").read_text())
-        os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+        kill(broker)
+
+
+def kill(broker):
+    """Kill what was started in the place of the broker, and wait for its end."""
+    with_pid(int(broker.socket.with_name("broker.sock.lock").read_text().split()[0]))
 
 
 def test_a_killed_broker_is_started_again_with_its_configuration_and_environment(dead):
@@ -92,6 +96,70 @@ def test_a_start_that_fails_three_times_says_why_and_where_the_log_is(dead):
     ensure_broker({"GPUPool": {"emulate": MACHINE, "state_dir": str(dead.folder / "state")}},
                   str(dead.socket))  # fmt: skip
     assert startrecord.read_failures(dead.socket).count == 0
+
+
+def test_brokers_that_die_before_they_serve_anybody_are_given_up_with_the_reason(dead, monkeypatch):
+    monkeypatch.setattr(startrecord, "DEATH_PAUSES", (0.0,))
+    monkeypatch.setattr(startrecord, "MOST_DEATHS", 3)
+    for _ in range(2):
+        assert starting.revive(dead.socket)
+        kill(dead)
+    with pytest.raises(BrokerUnavailable) as caught:
+        starting.revive(dead.socket)
+    assert "3 times in a row" in caught.value.message
+    assert str(dead.socket.with_suffix(".log")) in caught.value.next_step
+    assert startrecord.read_failures(dead.socket).given_up
+    # Somebody who waited for long enough tries again, and what serves is not counted any more.
+    monkeypatch.setattr(startrecord, "WINDOW", 0.0)
+    monkeypatch.setattr(startrecord, "PAUSES", (0.0,))
+    assert starting.revive(dead.socket)
+
+
+def test_a_broker_that_is_killed_while_it_serves_comes_back_each_time(dead, monkeypatch):
+    monkeypatch.setattr(startrecord, "MOST_DEATHS", 2)
+    assert starting.revive(dead.socket)
+    for _ in range(3):
+        with dead.client() as client:
+            client.call("open", kernel_id="k")
+        kill(dead)
+        assert startrecord.read_record(dead.socket).served
+        assert starting.revive(dead.socket)
+    assert startrecord.read_failures(dead.socket).deaths == ()
+
+
+def test_a_broker_that_ends_by_an_error_of_its_own_leaves_the_error(dead):
+    path = startrecord.record_path(dead.socket)
+    record = json.loads(path.read_text())
+    script = (
+        "import sys; from jupyter_gpupool.broker import app\n"
+        "async def fail(self): raise RuntimeError('what went wrong')\n"
+        "app.Ending.wait = fail\n"
+        "app.Ending.unless_asked = lambda self, work: work\n"
+        "sys.exit(app.main())"
+    )
+    words = [sys.executable, "-c", script, *record["command"][3:]]
+    path.write_text(json.dumps({**record, "command": words}))
+    with suppress(BrokerUnavailable):
+        starting.revive(dead.socket)
+    wait_until(lambda: startrecord.read_record(dead.socket).crashed, "the error")
+    assert startrecord.read_record(dead.socket).crashed == "RuntimeError: what went wrong"
+    assert startrecord.read_record(dead.socket).useless
+
+
+def test_a_broker_is_nobodys_child_and_has_nothing_of_the_session_around(dead, monkeypatch):
+    """A notebook that starts one must neither end it nor be taken for it."""
+    monkeypatch.setenv("GPUPOOL_SESSION", "outer")
+    monkeypatch.setenv("GPUPOOL_TOKEN", "secret")
+    startrecord.remove_record(dead.socket)
+    config = {"GPUPool": {"emulate": MACHINE, "state_dir": str(dead.folder / "state")}}
+    ensure_broker(config, str(dead.socket))
+    pid = dead.status()["pid"]
+    assert os.getsid(pid) == pid
+    assert psutil.Process(pid).ppid() != os.getpid()
+    assert pid not in [child.pid for child in psutil.Process().children(recursive=True)]
+    environ = Path(f"/proc/{pid}/environ").read_bytes()
+    assert b"GPUPOOL_SESSION" not in environ
+    assert b"GPUPOOL_TOKEN" not in environ
 
 
 def test_a_broker_without_its_program_names_the_program(dead):

@@ -242,7 +242,7 @@ def test_a_kernel_has_been_idle_since_it_was_whoever_dies(pool):
             assert (await state(kernel, "idle"))["idle_since"] == since
         # Who used its GPU after the broker had died was not idle.
         os.kill(pool.status()["pid"], signal.SIGSTOP)
-        broker = psutil.Process(int((pool.folder / "b.sock.lock").read_text()))
+        broker = psutil.Process(int((pool.folder / "b.sock.lock").read_text().split()[0]))
         (await kernel.run("block.verify()")).check()
         broker.kill()
         await until(lambda: (reap(broker.pid), pid_of_broker(pool))[1], "the next broker")
