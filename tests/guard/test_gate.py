@@ -303,6 +303,27 @@ def test_a_slot_is_not_given_back_while_calls_are_inside(make_session, until):
     assert [slot.pid for slot in session.slots()] == [child.pid]
 
 
+def test_slot_of_a_process_with_other_threads_is_left_to_be_reaped(session):
+    """A thread that has looked the slot up may still count itself into it."""
+    ending = session.child()
+    assert ending.do("_ = context()") == 0
+    ending.do("""
+called = threading.Event()
+def work():
+    context()
+    called.set()
+    time.sleep(600)
+threading.Thread(target=work, daemon=True).start()
+called.wait()
+""")
+    assert ending.end() == 0
+    assert [slot.pid for slot in session.slots()] == [ending.pid]
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    child.do("n = ctypes.c_size_t(); C.cuMemGetInfo_v2(ctypes.byref(n), ctypes.byref(n))")
+    assert [slot.pid for slot in session.slots()] == [child.pid]
+
+
 def test_without_room_every_call_fails_and_says_why(session):
     """256 processes live: the 257th gets an error, not a way around the gate."""
     pid = os.getpid()

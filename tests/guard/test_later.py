@@ -257,6 +257,57 @@ t = threading.Thread(target=free); t.start(); t.join()
     assert session.broker.messages == []
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        "cuCtxDestroy_v2(second)",
+        "cuDevicePrimaryCtxReset_v2(0)",
+        "cuDevicePrimaryCtxRelease_v2(0)",
+    ],
+)
+def test_end_of_a_context_waits_while_host_memory_is_registered(
+    session, child, suspender, until, end
+):
+    """The program may unmap that memory as soon as the call returns; the driver has it pinned."""
+    child.do("""
+import mmap
+second = handle(C.cuCtxCreate_v2, 0, 0)
+buffer = mmap.mmap(-1, 1 << 20)
+at = V(ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
+""")
+    assert child.do("_ = C.cuMemHostRegister_v2(at, Z(1 << 20), 0)") == 0
+    suspender.suspend([child.pid], until)
+    child.send(f"_ = C.{end}")
+    session.broker.asked(1)  # as cuMemHostUnregister does
+    assert [message["type"] for message in session.broker.messages] == ["attach"]
+    suspender.resume([child.pid], until)
+    assert child.reply() == 0
+
+
+def test_end_of_a_context_is_noted_once_nothing_is_registered(session, child, suspender, until):
+    """What is unregistered, or has ended with its context, counts no more."""
+    assert child.do("""
+import mmap
+buffer = mmap.mmap(-1, 1 << 20)
+at = V(ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
+second, third = handle(C.cuCtxCreate_v2, 0, 0), handle(C.cuCtxCreate_v2, 0, 0)
+good(C.cuMemHostRegister_v2(at, Z(1 << 20), 0))
+good(C.cuCtxDestroy_v2(third))
+C.cuMemHostUnregister(at)  # the emulated driver keeps it beyond its context
+good(C.cuCtxSetCurrent(second))
+good(C.cuMemHostRegister_v2(at, Z(1 << 20), 0))
+again = C.cuMemHostRegister_v2(at, Z(1 << 20), 0)
+good(C.cuMemHostUnregister(at))
+twice = C.cuMemHostUnregister(at)
+_ = again, twice
+""") == (712, 713)
+    suspender.suspend([child.pid], until)
+    assert child.do("_ = C.cuCtxDestroy_v2(second)") == 0
+    assert session.broker.messages == []
+    suspender.resume([child.pid], until, used=False)
+    assert child.do("good(C.cuDevicePrimaryCtxRetain(ctypes.byref(V()), 0)); _ = 0") == 0
+
+
 def test_the_current_context_is_known_while_suspended(session, child, suspender, until):
     """A destructor makes its context current and puts the other one back."""
     child.do("""

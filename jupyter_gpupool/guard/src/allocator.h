@@ -94,6 +94,8 @@ void settle_stale(const struct own *own);
 
 /* A stream records no graph any more (captures.c). */
 void capture_over(const struct own *own);
+/* Host memory is registered no more (registered.c). */
+void registered_over(const struct own *own);
 /* Whether any stream of this process may be recording: one recording may take in other streams. */
 bool capture_any(void);
 

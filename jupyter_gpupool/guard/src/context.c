@@ -172,7 +172,7 @@ static bool of_context(const struct own *own, void *with)
 {
     return own->owner == *(uint64_t *)with &&
            (own->kind == OWN_DEVICE || own->kind == OWN_MANAGED || own->kind == OWN_ARRAY ||
-            own->kind == OWN_CAPTURE);
+            own->kind == OWN_CAPTURE || own->kind == OWN_REGISTERED);
 }
 
 static void credit_entry(const struct own *own, void *with)

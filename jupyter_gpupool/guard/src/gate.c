@@ -150,6 +150,11 @@ static bool owing(void)
     return __builtin_expect(__atomic_load_n(&guard_arrears, __ATOMIC_ACQUIRE) != 0, 0);
 }
 
+static bool owing_calls(void)
+{
+    return __atomic_load_n(&guard_arrears, __ATOMIC_ACQUIRE) & ARREARS_CALLS;
+}
+
 bool gate_closed(void)
 {
     return landing_moves() || __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_CLOSED;
@@ -203,7 +208,7 @@ static bool in(enum purpose purpose, bool gated)
             return true;
         if (lets)
             current_apply();
-        if (!lets || purpose == LOOK_UP || later_do())
+        if (!lets || purpose == LOOK_UP || !owing_calls() || later_do())
             return true;
     }
     __atomic_sub_fetch(inflight, 1, __ATOMIC_SEQ_CST);
@@ -250,7 +255,7 @@ CUresult guard_enter_back(uint32_t entry, const uint64_t *argument)
         return error;
     /* Without a context it cannot be suspended, and the driver says what is wrong with the call. */
     while (!in(BACK, guard_has_context())) {
-        if (later_note(entry, argument)) {
+        if (later_may(entry) && later_note(entry, argument)) {
             /* Opened meanwhile: nobody may call again for long. */
             if (!gate_closed() && in(BACK, true))
                 guard_leave();
@@ -289,10 +294,11 @@ CUresult guard_enter_query(void)
 
 /* ---- from the entry points */
 
-/* A call that is not counted goes on to the driver: with what is owed paid. */
+/* A call that is not counted goes on to the driver: with what is owed paid. What another thread owes
+ * for its own context alone is none of this one's business. */
 static CUresult pay(bool use)
 {
-    if (!owing() || (!use && !current_differs()))
+    if (!current_differs() && !(use && owing_calls()))
         return CUDA_SUCCESS;
     CUresult error = enter(true, use);
     if (!error)

@@ -109,8 +109,18 @@ void procaddr_ready(void); /* guard_real is filled */
 /* NULL in a process of no session: then nothing is limited, gated or counted. */
 extern struct page *guard_page;
 
-/* This process's slot, taken at the first call that needs one; NULL if there is no page or no room. */
-struct page_slot *guard_slot(void);
+/* This process's slot, taken at the first call that needs one; NULL if there is no page or no room. A
+ * thread that has asked for it is known to: the slot is not given back while that thread may write. */
+extern struct page_slot *guard_the_slot;
+extern __thread bool guard_slot_user;
+void guard_use_slot(void);
+
+static inline struct page_slot *guard_slot(void)
+{
+    if (__builtin_expect(!guard_slot_user, 0))
+        guard_use_slot();
+    return __atomic_load_n(&guard_the_slot, __ATOMIC_SEQ_CST);
+}
 
 /* Ordinal in the session of this process's CUdevice; they differ if the process sees a part. -1: none. */
 int guard_ordinal(CUdevice device);
@@ -163,6 +173,10 @@ void gate_arrears(enum arrears what, bool more);
 #define LATER_ARGUMENTS 3
 /* Note a call, to be made later with the context that is current now. false: no memory for it. */
 bool later_note(uint32_t entry, const uint64_t *argument);
+/* Whether the call may be noted: not the end of a context while host memory is registered. */
+bool later_may(uint32_t entry);
+/* Whether this process has host memory registered with the driver (registered.c). */
+bool registered_any(void);
 /* Inside, with the gate open: make the noted calls. false: some are left, because another thread is
  * at it or because the gate was closed. */
 bool later_do(void);

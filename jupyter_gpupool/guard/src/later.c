@@ -44,6 +44,15 @@ static struct later *later(void) { return own_block(&the_later, sizeof(struct la
 
 #define ROOM (sizeof((struct chunk *)0)->call / sizeof(struct noted))
 
+/* These name what they destroy, which need not be current, and must not be while it is destroyed. */
+static bool ends_context(uint32_t entry)
+{
+    return entry == E_cuCtxDestroy_v2 || entry == E_cuCtxDetach || entry == E_cuGreenCtxDestroy ||
+           entry == E_cuDevicePrimaryCtxRelease_v2 || entry == E_cuDevicePrimaryCtxReset_v2;
+}
+
+bool later_may(uint32_t entry) { return !ends_context(entry) || !registered_any(); }
+
 bool later_note(uint32_t entry, const uint64_t *argument)
 {
     struct later *l = later();
@@ -113,13 +122,6 @@ static bool next(struct later *l, struct noted *out, bool *left)
     if (empty)
         munmap(empty, CHUNK_BYTES);
     return found;
-}
-
-/* These name what they destroy, which need not be current, and must not be while it is destroyed. */
-static bool ends_context(uint32_t entry)
-{
-    return entry == E_cuCtxDestroy_v2 || entry == E_cuCtxDetach || entry == E_cuGreenCtxDestroy ||
-           entry == E_cuDevicePrimaryCtxRelease_v2 || entry == E_cuDevicePrimaryCtxReset_v2;
 }
 
 /* The calls of several threads, each in the context that was current there. */

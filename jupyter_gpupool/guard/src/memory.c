@@ -59,6 +59,8 @@ void settle_stale(const struct own *own)
         pool_freed(own);
     else if (own->kind == OWN_CAPTURE)
         capture_over(own);
+    else if (own->kind == OWN_REGISTERED)
+        registered_over(own);
     else if (own->kind == OWN_DEVICE || own->kind == OWN_MANAGED || own->kind == OWN_ARRAY)
         guard_credit(own->ordinal, own->bytes);
 }

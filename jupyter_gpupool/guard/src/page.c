@@ -26,8 +26,13 @@
 
 struct page *guard_page;
 
-static struct page_slot *slot;
+struct page_slot *guard_the_slot;
+__thread bool guard_slot_user;
+
 static struct page_slot leftover; /* counts of calls that come after the slot was given back */
+static uint32_t users;            /* threads that may write to the slot at any time */
+static pthread_key_t at_end;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t me; /* pid | low half of the start time << 32, as in page->lock */
 
@@ -185,13 +190,29 @@ static bool take_slot(void)
         __atomic_store_n(&s->state, SLOT_LIVE, __ATOMIC_RELEASE);
     }
     page_unlock();
-    __atomic_store_n(&slot, s, __ATOMIC_RELEASE);
+    __atomic_store_n(&guard_the_slot, s, __ATOMIC_RELEASE);
     return true;
 }
 
-struct page_slot *guard_slot(void)
+static void thread_ends(void *unused)
 {
-    return __atomic_load_n(&slot, __ATOMIC_ACQUIRE);
+    (void)unused;
+    if (guard_slot_user)
+        __atomic_sub_fetch(&users, 1, __ATOMIC_SEQ_CST);
+    guard_slot_user = false;
+}
+
+static void make_key(void)
+{
+    pthread_key_create(&at_end, thread_ends);
+}
+
+void guard_use_slot(void)
+{
+    guard_slot_user = true;
+    __atomic_add_fetch(&users, 1, __ATOMIC_SEQ_CST); /* before it looks which slot: see give_back() */
+    pthread_once(&once, make_key);
+    pthread_setspecific(at_end, &users);
 }
 
 void guard_pin(uint32_t pins)
@@ -209,10 +230,11 @@ __attribute__((destructor)) static void give_back(void)
     if (!s || s == &leftover || s->pid != (uint32_t)getpid())
         return;
     /* Other threads, and destructors of other libraries, may still call. */
-    __atomic_store_n(&slot, &leftover, __ATOMIC_SEQ_CST);
-    /* Those of them that are inside still count themselves out of this slot: it must not be another
-     * process's by then. It is reaped once this process has ended. */
-    if (!__atomic_load_n(&s->inflight, __ATOMIC_SEQ_CST) && !__atomic_load_n(&s->waiting, __ATOMIC_SEQ_CST))
+    __atomic_store_n(&guard_the_slot, &leftover, __ATOMIC_SEQ_CST);
+    /* A thread that has found this slot may count itself into it or out of it at any time: it must not
+     * be another process's by then. It is reaped once this process has ended. */
+    if (__atomic_load_n(&users, __ATOMIC_SEQ_CST) == (guard_slot_user ? 1 : 0) &&
+        !__atomic_load_n(&s->inflight, __ATOMIC_SEQ_CST) && !__atomic_load_n(&s->waiting, __ATOMIC_SEQ_CST))
         clear(s);
 }
 
@@ -326,7 +348,9 @@ void page_fork(enum fork_when when)
         pthread_mutex_lock(&lock);
         return;
     }
-    if (when == FORK_CHILD)
-        slot = NULL;
+    if (when == FORK_CHILD) {
+        guard_the_slot = NULL;
+        users = guard_slot_user ? 1 : 0;
+    }
     pthread_mutex_unlock(&lock);
 }

@@ -196,7 +196,8 @@ CUresult guard_settle(void)
         if (state == PAGE_LOST && answer != ANSWER_INTERRUPTED)
             refuse(answer);
     }
-    return state == PAGE_READY ? CUDA_SUCCESS : CUDA_ERROR_SYSTEM_NOT_READY;
+    /* Another thread may have had a better answer. */
+    return __atomic_load_n(&settled, __ATOMIC_ACQUIRE) ? CUDA_SUCCESS : CUDA_ERROR_SYSTEM_NOT_READY;
 }
 
 CUresult guard_slow_never(void)
