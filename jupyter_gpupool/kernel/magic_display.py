@@ -126,6 +126,8 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
         rows.append(("queue", _queue(session, snapshot)))
     if session.get("wait_reason"):
         rows.append(("waits because", str(session["wait_reason"])))
+    elif not granted and (why := _all_out_of_service(snapshot)):
+        rows.append(("no GPU now", why))
     if session.get("pinned_reason"):
         rows.append(("cannot be moved", str(session["pinned_reason"])))
     elif session.get("stays_reason"):
@@ -222,6 +224,12 @@ def _queue(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> str:
         waited = format_wait(snapshot["now"] - session["queued_at"])
         text += f", {waited}" if waited else ""
     return text
+
+
+def _all_out_of_service(snapshot: Mapping[str, Any]) -> str:
+    """Return why a CUDA call would wait although nobody has a slice; "" if one GPU serves."""
+    reasons = [str(d.get("drained_reason") or "") for d in snapshot.get("devices") or ()]
+    return "; ".join(dict.fromkeys(reasons)) if reasons and all(reasons) else ""
 
 
 def device_names(devices: Sequence[str], snapshot: Mapping[str, Any]) -> str:

@@ -60,6 +60,11 @@ def explain(books: Books, why: tuple[Any, ...]) -> str:
         return "the free memory is kept for the kernel that is next in the queue"
     if code == "host":
         host = books.host
+        if host.room < host.budget - host.used - host.going:
+            return (
+                "the state of idle kernels has no room in host memory: of this machine's memory "
+                f"{format_bytes(max(0, host.room))} may be used for it now"
+            )
         text = f"{format_bytes(host.used + host.going)} of {format_bytes(host.budget)} in use"
         return f"host memory for suspended state is full ({text})"
     if code == "quota":

@@ -32,6 +32,15 @@ def test_how_to_get_a_slice_depends_on_the_policy(attach: str, words: str) -> No
     assert rows({"state": "detached", "attach": attach})["GPU slice"] == words
 
 
+def test_a_kernel_without_a_slice_reads_why_no_gpu_is_in_service() -> None:
+    paused = {"devices": [{"uuid": f"G{i}", "drained_reason": "paused: noon"} for i in range(2)]}
+    detached = {"state": "detached", "attach": "lazy"}
+    assert rows(detached, paused)["no GPU now"] == "paused: noon"
+    assert "no GPU now" not in rows({"state": "idle", "granted_bytes": 1}, paused)
+    paused["devices"][0]["drained_reason"] = ""
+    assert "no GPU now" not in rows(detached, paused)
+
+
 def test_a_shortage_of_host_memory_has_a_line() -> None:
     said = rows({"state": "detached", "host_note": "Host memory is short: ..."})
     assert said["host memory"] == "Host memory is short: ..."

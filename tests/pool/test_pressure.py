@@ -159,6 +159,20 @@ def test_without_host_memory_nobody_yields_and_that_is_the_reason(make):
     assert suspends(lab.end("p")) == ["a"]
 
 
+def test_a_machine_without_free_memory_does_not_read_as_a_full_budget(make):
+    lab = make(device(0), host_memory=16)
+    lab.idle("a", 16)
+    lab.send(ev.HostMemorySeen, available=5)
+    lab.open("w", 16)
+    assert suspends(lab.hold("w")) == []
+    assert lab.reason("w") == (
+        "the state of idle kernels has no room in host memory: of this machine's memory 5 B may be "
+        "used for it now"
+    )
+    lab.send(ev.HostMemorySeen, available=-3)
+    assert "0 B may be used" in lab.reason("w")
+
+
 def test_what_was_measured_counts_instead_of_what_was_granted(make):
     lab = make(device(0), host_memory=16)
     lab.parked("p", used=10)
