@@ -235,7 +235,8 @@ class Snapshots:
             "memory_capacity": view.capacity,
             "memory_granted": view.granted,
             "memory_foreign": view.foreign,
-            "memory_free": view.free,
+            # Nobody gets what seems free there.
+            "memory_free": None if view.drained_reason else view.free,
             "memory_used": sample.used if sample else None,
             "utilisation": sample.utilisation if sample else None,
             "drained_reason": view.drained_reason,

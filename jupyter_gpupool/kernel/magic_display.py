@@ -275,7 +275,7 @@ def _device_row(device: Mapping[str, Any]) -> list[str]:
     return [
         f"GPU {device.get('index', '?')}",
         str(device.get("name", "")),
-        _size(device.get("memory_free")),
+        "none" if device.get("drained_reason") else _size(device.get("memory_free")),
         _size(device.get("memory_granted")),
         _size(capacity),
         note,

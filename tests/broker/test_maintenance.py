@@ -19,6 +19,7 @@ from jupyter_gpupool.broker.auth import Access, Peer
 from jupyter_gpupool.broker.health import Health
 from jupyter_gpupool.broker.maintenance import Maintenance
 from jupyter_gpupool.cli.maintenance import progress
+from jupyter_gpupool.cli.picture import Style, draw
 from jupyter_gpupool.devices.files import holders
 from jupyter_gpupool.errors import RefusedError
 from jupyter_gpupool.guard.install import without_guard
@@ -90,7 +91,9 @@ def test_pause_suspends_who_is_idle_waits_for_cells_and_closes_the_device_files(
     wait_until(lambda: one.state() == "queued", "it waits")
     wait_until(lambda: (one.link()["queue"] or {}).get("reason") == WHY, "the reason")
     assert {d["drained_reason"] for d in broker.status()["devices"]} == {WHY}
+    assert {d["memory_free"] for d in broker.status()["devices"]} == {None}, "nobody can have it"
     assert maintain(broker, "resume") == "The GPUs are in service again."
+    assert all(d["memory_free"] is not None for d in broker.status()["devices"])
     one.do("got", hold="again")
     two.attach("again")
     assert (one.do("check"), two.do("check")) == (64 * MiB, 32 * MiB)
@@ -135,6 +138,9 @@ def test_drained_gpu_is_emptied_and_its_kernels_go_on_elsewhere(broker, kernel, 
     one.do("drop", hold="cell")
     maintain(broker, "drain", str(index))
     closed(broker, uuid)
+    assert {d["memory_free"] is None: d["uuid"] for d in broker.status()["devices"]}[True] == uuid
+    assert ", not used" in picture(broker)
+    assert f"Not used: drained by the administrator: {WHY.partition(': ')[2]}" in picture(broker)
     one.attach("again")
     assert broker.session(one.session)["device"] != uuid
     assert one.do("check") == 64 * MiB
@@ -417,6 +423,11 @@ def test_doctor_retest_brings_a_gpu_back_that_passes_its_self_test(make_broker):
         assert "GPU 1 is back." in doctor(broker)
         assert not device_of(broker, lost)["drained_reason"]
         assert "No GPU is out of service for a failure." in doctor(broker)
+
+
+def picture(broker):
+    """Return what ``jupyter gpupool status`` draws."""
+    return "\n".join(draw(broker.status(), Style(width=120)))
 
 
 def device_of(broker, uuid):

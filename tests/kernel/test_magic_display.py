@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from jupyter_gpupool.kernel.link import Link
 from jupyter_gpupool.kernel.magic import complete_gpu
-from jupyter_gpupool.kernel.magic_display import session_rows
+from jupyter_gpupool.kernel.magic_display import PoolView, session_rows
 from jupyter_gpupool.kernel.progress import describe, sentence
 from jupyter_gpupool.kernel.values import Queue
 
@@ -135,3 +136,12 @@ def test_completion_offers_what_may_be_asked_for(line: str, offered: list[str]) 
     limits = {"memory": 12 << 30, "devices": 1, "priorities": ["batch", "notebook"]}
     found = complete_gpu(None, SimpleNamespace(line=line), limits)
     assert [word for word in found if not word.startswith("--")] == offered
+
+
+def test_pool_shows_the_reason_and_no_free_memory_of_a_gpu_out_of_service() -> None:
+    why = "paused by the administrator: new driver"
+    device = {"index": 0, "name": "A", "memory_granted": 0, "memory_capacity": 8 << 30}
+    for free in (None, 8 << 30):  # an older broker tells a figure
+        shown = PoolView({"devices": [{**device, "memory_free": free, "drained_reason": why}]}, "")
+        row = shown.text().splitlines()[-1]
+        assert re.split(r"  +", row.strip()) == ["GPU 0", "A", "none", "0 B", "8 GiB", why]
