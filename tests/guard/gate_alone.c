@@ -127,6 +127,12 @@ bool polite_finalizing(void)
     return false;
 }
 
+void polite_nap(struct polite *p)
+{
+    (void)p;
+    open_again();
+}
+
 void nap(int milliseconds)
 {
     (void)milliseconds;

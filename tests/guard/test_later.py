@@ -11,7 +11,7 @@ from suspender import MIB, Suspender
 from jupyter_gpupool.guard import page as pages
 
 CONTEXT = 32 * MIB
-DEINITIALIZED, NOT_READY = 4, 802
+DEINITIALIZED, NOT_DONE, NOT_READY = 4, 600, 802
 
 #: Statements of a child: makes one of everything, and a name for what destroys it.
 MAKE = r"""
@@ -202,6 +202,37 @@ def test_a_question_while_the_suspend_is_under_way_waits_for_its_end(session, ch
     assert not child.answers(0.2)
     session.page.set_gate(pages.UNUSED)  # the suspend was refused
     assert child.reply() == 0
+    assert session.broker.messages == []
+
+
+def test_question_in_a_suspend_that_takes_long_is_answered_not_ready(session, child):
+    """The caller keeps the interpreter's lock, so the call returns, and the other threads run."""
+    child.do("""
+ticks, stop = 0, False
+def tick():
+    global ticks
+    while not stop:
+        time.sleep(0.001)
+        ticks += 1
+thread = threading.Thread(target=tick); thread.start()
+""")
+    session.page.set_gate(pages.CLOSED)
+    assert child.do("_ = P.cuStreamQuery(None)") == NOT_DONE
+    answers = "{P.cuStreamQuery(None) for _ in range(200)}"
+    found = child.do(f"before = ticks; _ = {answers}, ticks - before")
+    assert found[0] == {NOT_DONE}
+    assert found[1] > 5
+    session.page.set_grant([], 1 << 30, 1)
+    assert child.do("_ = P.cuStreamQuery(None)") == 0
+    session.grant(session.uuids)
+    assert child.do("_ = P.cuStreamQuery(None)") == 0
+    # And the next suspend is waited for again.
+    session.page.set_gate(pages.CLOSED)
+    child.send("_ = P.cuStreamQuery(None)")
+    assert not child.answers(0.2)
+    session.page.set_grant([], 1 << 30, 2)
+    assert child.reply() == 0
+    child.do("stop = True; thread.join()")
     assert session.broker.messages == []
 
 

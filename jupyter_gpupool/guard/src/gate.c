@@ -20,6 +20,10 @@ const uint8_t *guard_gate = &guard_shut, *guard_free_gate = &guard_shut;
 
 /* Nanoseconds after which a suspend is taken for one that nobody ends: its broker is gone. */
 #define LONGEST_SUSPEND 120000000000ull
+/* After which a question during a suspend is answered "not ready", and after which the next one of the
+ * same thread belongs to another suspend. */
+#define PATIENCE 1000000000ull
+#define ANOTHER_TIME 10000000000ull
 
 static bool initialised, context, ending;
 
@@ -72,7 +76,7 @@ static CUresult sit_out(void)
             error = CUDA_ERROR_SYSTEM_NOT_READY;
             break;
         } else {
-            nap(1);
+            polite_nap(&p);
         }
     polite_end(&p);
     return error;
@@ -268,27 +272,42 @@ CUresult guard_enter_back(uint32_t entry, const uint64_t *argument)
     return CUDA_SUCCESS;
 }
 
+/* This thread's questions that have found no answer in a row: since when, and the last one. */
+static __thread struct {
+    uint64_t since, last;
+} unanswered;
+
 CUresult guard_enter_query(void)
 {
     CUresult error;
-    uint64_t began = 0;
+    bool waited = false;
     if (!starts(&error))
         return error;
     while (!in(QUERY, guard_has_context())) {
-        if (drained())
+        if (drained()) {
+            unanswered.since = 0;
             return GUARD_NOTED;
+        }
         if (__atomic_load_n(&ending, __ATOMIC_ACQUIRE))
             return CUDA_ERROR_DEINITIALIZED;
-        /* It is being suspended, or another thread makes the noted calls, which ends soon: one way or
-         * the other there is an answer then. The caller may hold locks that a wait for a lease must not
-         * be under. */
+        /* It is being suspended, or another thread makes the noted calls. The caller may hold the
+         * interpreter's lock and another one that a thread wants under it: so the wait gives up
+         * neither, and is short. */
         uint64_t now = monotonic();
-        if (!began)
-            began = now;
-        if (now - began > LONGEST_SUSPEND && ((error = gate_pass()) || (error = later_sit_out())))
-            return error;
+        if (!unanswered.since || now - unanswered.last > ANOTHER_TIME)
+            unanswered.since = now;
+        unanswered.last = now;
+        if (now - unanswered.since > LONGEST_SUSPEND) {
+            if ((error = gate_pass()) || (error = later_sit_out()))
+                return error;
+        } else if (now - unanswered.since > PATIENCE && waited) {
+            return CUDA_ERROR_NOT_READY; /* nobody knows yet */
+        }
         nap(1);
+        waited = true;
     }
+    if (__builtin_expect(unanswered.since != 0, 0))
+        unanswered.since = 0;
     return CUDA_SUCCESS;
 }
 

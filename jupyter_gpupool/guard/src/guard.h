@@ -61,7 +61,8 @@ void guard_leave(void);
 /* The same for a call that frees or destroys, with its arguments. While the session has no slice it
  * is noted and made later (later.c): GUARD_NOTED, and the application's answer is success. */
 CUresult guard_enter_back(uint32_t entry, const uint64_t *argument);
-/* The same for a question whether work is done. GUARD_NOTED: the process is suspended, so it is. */
+/* The same for a question whether work is done. GUARD_NOTED: the process is suspended, so it is.
+ * CUDA_ERROR_NOT_READY: it has been on the way there for more than a second. */
 CUresult guard_enter_query(void);
 #define GUARD_NOTED ((CUresult)-1)
 
@@ -201,13 +202,14 @@ void current_apply(void);
 struct polite {
     void *thread;
     struct page_slot *slot;
-    uint32_t interrupts;
+    uint32_t interrupts, naps;
 };
 void polite_begin(struct polite *p);
 void polite_end(struct polite *p);
 bool polite_interrupted(const struct polite *p);
 /* Whether the interpreter of this process, if there is one, is being torn down. */
 bool polite_finalizing(void);
+void polite_nap(struct polite *p); /* 1 ms at first, 10 ms after a second */
 void nap(int milliseconds);
 uint64_t monotonic(void); /* ns */
 

@@ -41,7 +41,7 @@ CUresult landing_wait(void)
         if (polite_interrupted(&p))
             error = CUDA_ERROR_SYSTEM_NOT_READY;
         else
-            nap(1);
+            polite_nap(&p);
     }
     polite_end(&p);
     gate_point();
@@ -65,7 +65,7 @@ static CUresult take_turn(void)
         if (polite_interrupted(&p))
             error = CUDA_ERROR_SYSTEM_NOT_READY;
         else
-            nap(1);
+            polite_nap(&p);
     }
     polite_end(&p);
     if (error) {

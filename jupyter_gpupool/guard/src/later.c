@@ -178,7 +178,7 @@ CUresult later_sit_out(void)
         if (polite_interrupted(&p))
             error = CUDA_ERROR_SYSTEM_NOT_READY;
         else
-            nap(1);
+            polite_nap(&p);
     polite_end(&p);
     return error;
 }
