@@ -140,11 +140,11 @@ class Failures:
         return max(failed, DEATH_PAUSES[deaths])
 
     def often(self, now: float) -> str:
-        """Return a sentence if the broker has been started again and again; else nothing."""
+        """Return how often the broker was started again, in words, if that is often; else ""."""
         starts = len(_recent(self.starts, now))
         if starts < MANY_STARTS:
             return ""
-        return f"It was started again {starts} times in the last {WINDOW / 60:g} minutes."
+        return f"after {starts} such starts in the last {WINDOW / 60:g} minutes"
 
 
 # ---------------------------------------------------------------------- the record

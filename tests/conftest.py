@@ -30,6 +30,8 @@ COSTS = {
     "e2e/test_temperaments": 65,
     "broker/test_logout": 35,
     "broker/test_journal_file": 25,
+    "broker/test_predecessor": 30,
+    "e2e/test_nested": 12,
     "e2e/test_install": 25,
     "e2e/test_environments": 20,
     "e2e/test_plain_clients": 20,

@@ -158,7 +158,7 @@ def test_a_broker_that_is_killed_while_it_serves_is_started_again_for_as_long_as
         assert known.deaths == ()
         assert known.pause(time.time()) == 0.0
     assert not startrecord.too_often(known)
-    assert "times in the last 10 minutes" in known.often(time.time())
+    assert "such starts in the last 10 minutes" in known.often(time.time())
 
 
 def test_a_broker_that_fails_by_itself_counts_although_it_served(socket):

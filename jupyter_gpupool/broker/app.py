@@ -38,7 +38,14 @@ from ..pool import events as e
 from ..pool.machine import Pool
 from ..pool.model import Device
 from ..starting import broker_environment
-from ..startrecord import StartRecord, change_record, remove_record, write_record
+from ..startrecord import (
+    BadRecord,
+    StartRecord,
+    change_record,
+    read_record,
+    remove_record,
+    write_record,
+)
 from ..units import format_bytes
 from .aftermath import Aftermath
 from .auth import Access
@@ -209,6 +216,7 @@ class BrokerApp:
             stack.callback(self.metrics.close)
             self._measure()
             loop.add_signal_handler(signal.SIGHUP, self._reload)
+            self._mention_predecessor()
             self._announce(service)
             self._write_record(claim)
             if ready is not None:
@@ -445,6 +453,16 @@ class BrokerApp:
         """Before an end by force: a broker that was told to end is not started again."""
         remove_record(self.path)
         claim.close()
+
+    def _mention_predecessor(self) -> None:
+        """Log that the broker before this one died: its own log ends without a word of that."""
+        with suppress(BadRecord):
+            before = read_record(self.path)
+            if before is not None:
+                _LOG.warning(
+                    "The broker before this one (process %d) died: %s", before.pid,
+                    before.crashed or "it was killed, perhaps because memory was short (dmesg)",
+                )  # fmt: skip
 
     def _write_record(self, claim: Claim) -> None:
         """Let others start this broker again should it die. The machine's has a service manager."""

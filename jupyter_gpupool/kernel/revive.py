@@ -80,9 +80,9 @@ class Reviver:
                 "until the service manager has started it again."
             )
         if self.expected:
+            text = "The GPU pool's broker ended; it is being started again"
             often = read_failures(self._path).often(time.time())
-            text = "The GPU pool's broker ended; it is being started again."
-            return f"{text} {often} See its log: {log_path(self._path)}" if often else text
+            return f"{text} ({often}; its log: {log_path(self._path)})." if often else f"{text}."
         return f"Waiting for the GPU pool broker at {self._path}."
 
     # ------------------------------------------------------------------ internals

@@ -14,7 +14,7 @@ from jupyter_server.extension.application import ExtensionApp
 from traitlets import Float
 
 from .. import starting, startrecord
-from ..config.differences import notice
+from ..config.differences import not_logged, notice
 from ..endpoint import find_socket
 from . import handlers, page, stream
 from .link import Link
@@ -131,7 +131,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         if in_force != self._in_force:
             self._in_force = in_force
             self._told = notice(self.serverapp.config.get("GPUPool"), status)
-            if self._told:
+            if not_logged(self._told):
                 self.log.warning("GPU pool: %s", self._told)
         return self._told
 

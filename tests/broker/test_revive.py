@@ -41,8 +41,10 @@ def kill(broker):
 
 
 def test_a_killed_broker_is_started_again_with_its_configuration_and_environment(dead):
+    before = startrecord.read_record(dead.socket).pid
     assert starting.revive(dead.socket)
     found = dead.status()
+    assert f"The broker before this one (process {before}) died" in dead.tail()
     assert found["settings"]["idle_timeout"] == 77
     assert found["machine"] == f"EMULATED {MACHINE}"
     environ = Path(f"/proc/{found['pid']}/environ").read_text().split("\0")

@@ -45,6 +45,18 @@ def test_a_broker_that_died_is_started_once_and_waited_for(socket: Path, started
     assert one.describe() == "The GPU pool's broker ended; it is being started again."
 
 
+def test_a_broker_that_keeps_dying_is_described_with_number_and_log(
+    socket: Path, started: Path
+) -> None:
+    startrecord.write_record(socket, ["/bin/true"], {})
+    for _ in range(startrecord.MANY_STARTS):
+        startrecord.note_start(socket, startrecord.read_failures(socket))
+    one = reviver(socket, started)
+    one.away(AWAY)
+    assert "after 3 such starts in the last 10 minutes" in one.describe()
+    assert f"its log: {socket.with_suffix('.log')}" in one.describe()
+
+
 def test_one_that_ended_in_order_is_not_started(socket: Path, started: Path) -> None:
     one = reviver(socket, started)
     assert one.away(AWAY) is AWAY
