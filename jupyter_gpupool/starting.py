@@ -114,7 +114,7 @@ def revive_locked(path: Path, give_up: float) -> bool:
             if record.crashed:
                 message += f" The last error was: {record.crashed}"
             raise _failed(path, known, message, "", final=True)
-        time.sleep(known.pause(time.time()))
+        time.sleep(known.delay(time.time()))
         try:
             launch(path, record.command, record.environment, give_up)
         except BrokerUnavailable as error:

@@ -133,11 +133,14 @@ class Failures:
         return f"The GPU pool's broker ended and cannot be started again: {self.message}"
 
     def pause(self, now: float) -> float:
-        """Return the seconds until the next attempt may be made."""
+        """Return the seconds until the next attempt may be made after starts that failed."""
         # A clock that was set back must not make anybody wait longer than the pause itself.
-        failed = min(_pause(self.count), max(0.0, self.due - now))
+        return min(_pause(self.count), max(0.0, self.due - now))
+
+    def delay(self, now: float) -> float:
+        """Return the seconds for which whoever makes the next attempt waits first."""
         deaths = min(len(_recent(self.deaths, now)), len(DEATH_PAUSES) - 1)
-        return max(failed, DEATH_PAUSES[deaths])
+        return max(self.pause(now), DEATH_PAUSES[deaths])
 
     def often(self, now: float) -> str:
         """Return how often the broker was started again, in words, if that is often; else ""."""
@@ -331,8 +334,11 @@ def note_death(socket: Path, before: Failures, record: StartRecord) -> Failures:
 
 
 def too_often(before: Failures) -> bool:
-    """Return whether the brokers die as often as they are started, and serve nobody."""
-    return len(_recent(before.deaths, time.time())) >= MOST_DEATHS
+    """Return whether the brokers die as often as they are started, and serve nobody.
+
+    False once that has been said and the pause after it is over: then one more is tried.
+    """
+    return not before.given_up and len(_recent(before.deaths, time.time())) >= MOST_DEATHS
 
 
 def _recent(times: Sequence[float], now: float) -> tuple[float, ...]:

@@ -136,11 +136,24 @@ def test_brokers_that_serve_nobody_are_started_later_and_later_and_then_no_more(
     pauses = []
     for pid in range(1, startrecord.MOST_DEATHS + 1):
         assert not startrecord.too_often(startrecord.read_failures(socket))
-        pauses.append(died(socket, pid).pause(time.time()))
+        pauses.append(died(socket, pid).delay(time.time()))
     assert startrecord.too_often(startrecord.read_failures(socket))
     assert pauses == sorted(pauses)
     assert pauses[0] == 0.0
     assert pauses[-1] == max(startrecord.DEATH_PAUSES) == 5.0
+
+
+def test_after_the_pause_one_more_broker_is_tried_and_counted_like_the_others(socket, monkeypatch):
+    for pid in range(1, startrecord.MOST_DEATHS + 1):
+        known = died(socket, pid)
+    known = startrecord.note_failure(socket, known, "again and again", "", final=True)
+    assert known.given_up
+    assert 25 < known.pause(time.time()) <= 30
+    later = time.time() + 31
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert known.pause(later) == 0.0
+    assert not startrecord.too_often(known)
+    assert startrecord.too_often(died(socket, 77))
 
 
 def test_one_death_is_counted_once_however_many_notice_it(socket):
@@ -156,7 +169,7 @@ def test_a_broker_that_is_killed_while_it_serves_is_started_again_for_as_long_as
     for pid in range(2, 10 * startrecord.MOST_DEATHS):
         known = died(socket, pid, served=True)
         assert known.deaths == ()
-        assert known.pause(time.time()) == 0.0
+        assert known.delay(time.time()) == 0.0
     assert not startrecord.too_often(known)
     assert "such starts in the last 10 minutes" in known.often(time.time())
 

@@ -111,8 +111,9 @@ def test_brokers_that_die_before_they_serve_anybody_are_given_up_with_the_reason
     assert "3 times in a row" in caught.value.message
     assert str(dead.socket.with_suffix(".log")) in caught.value.next_step
     assert startrecord.read_failures(dead.socket).given_up
-    # Somebody who waited for long enough tries again, and what serves is not counted any more.
-    monkeypatch.setattr(startrecord, "WINDOW", 0.0)
+    # Until the pause is over nothing is started; then one more is tried.
+    with pytest.raises(BrokerUnavailable, match="3 times in a row"):
+        starting.revive(dead.socket)
     monkeypatch.setattr(startrecord, "PAUSES", (0.0,))
     assert starting.revive(dead.socket)
 
