@@ -16,7 +16,7 @@ import logging
 from dataclasses import dataclass
 from typing import Callable, Mapping
 
-from ..guard.page import Reading
+from ..guard.page import DEVICES, Reading, device_name
 from ..pool import events as e
 from .pages import CLOSED, OPEN, UNUSED, Pages
 from .runner import Runner
@@ -216,20 +216,43 @@ class Activity:
 
     def take(self, session: Session) -> None:
         """Take the hold, or ask for a lease with it."""
-        record = self._runner.record(session.id)
-        bound: tuple[str, ...] = ()
-        if record is not None and record.state == "detached" and not record.suspended:
-            reading = self.read(session)
-            if reading is not None and reading.cuda:
-                # cuInit was called without a lease: its processes see their home devices.
-                bound = session.home[: record.request.devices]
         session.use.held = True
         self._runner.handle(
             e.HoldTaken(
                 now=self._runner.now(), session=session.id, hold=DEVICE_HOLD, kind="device",
-                bound=bound,
+                bound=self.bound(session),
             )
         )  # fmt: skip
+
+    def bound(self, session: Session) -> tuple[str, ...]:
+        """Return the devices that processes of a session without a lease have settled on.
+
+        cuInit needs none: they see the session's home devices of that moment. () if none has called
+        it, or if the pool knows better where the session has to be.
+        """
+        record = self._runner.record(session.id)
+        if record is None or record.state not in ("detached", "queued") or record.suspended:
+            return ()
+        if record.bound and record.state == "queued":
+            return ()
+        reading = self.read(session)
+        if reading is None or not reading.cuda:
+            return ()
+        known = {device_name(device.uuid): device.uuid for device in self._runner.pool.devices()}
+        # In the place of each of the session's devices: what the first process there has seen.
+        seen = [
+            next((known[slot.sees[i]] for slot in reading.slots if slot.sees[i] in known), home)
+            for i, home in enumerate(session.home[:DEVICES])
+        ]
+        return tuple(seen[: record.request.devices])
+
+    def settle(self, session: Session) -> None:
+        """Tell the pool on which devices the session has settled, before it places the session."""
+        bound = self.bound(session)
+        if bound:
+            self._runner.handle(
+                e.DevicesSettled(now=self._runner.now(), session=session.id, bound=bound)
+            )
 
     def cell_over(self, session: Session) -> None:
         """The agent's last hold is over, in a policy where cells hold: idle from now on.

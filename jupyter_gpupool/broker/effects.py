@@ -158,6 +158,11 @@ class DeviceEffects:
         )
         now, name, epoch = self._runner.now(), session.id, action.epoch
         if outcome.status == "resumed":
+            if self.pages is not None:
+                # Before its calls go on.
+                devices = [piece.device for piece in action.slices]
+                moves = self._devices.moves(devices, action.origin)
+                self.pages.moved(session, session.frozen, moves)
             session.frozen = ()
             return e.AttachDone(now=now, session=name, epoch=epoch, seconds=outcome.driver_seconds)
         if outcome.status == "gone":

@@ -9,7 +9,7 @@ import logging
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Iterable, Sequence
+from typing import Any, Mapping, Sequence
 
 from ..config import BrokerSettings
 from ..config.settings import usable_attach
@@ -183,10 +183,14 @@ class Guarding:
 
     # ------------------------------------------------------------------ recovery
 
-    async def settle(self, sessions: Iterable[str]) -> None:
-        """See to processes that an earlier broker was moving, before anybody asks the driver."""
+    async def settle(self, stored: Mapping[str, Mapping[str, Any]]) -> None:
+        """See to processes that an earlier broker was moving, before anybody asks the driver.
+
+        ``stored`` is what the journal says of each session.
+        """
         if self.pages is not None:
-            await asyncio.gather(*(self.landings.recover(name) for name in sessions))
+            guarded = [name for name, entry in stored.items() if _was_guarded(entry)]
+            await asyncio.gather(*(self.landings.recover(name) for name in guarded))
 
     def adopt(self, session: Session, record: SessionRecord) -> None:
         """Go on with the page of a session that an earlier broker had."""
@@ -240,3 +244,9 @@ class Guarding:
             reading = self.activity.read(session)
             if reading is not None and not reading.cuda:
                 self.pages.set_home(session, better)
+
+
+def _was_guarded(entry: Any) -> bool:
+    """Return whether a session of the journal, which may be damaged, had a page."""
+    record = entry.get("record") if isinstance(entry, dict) else None
+    return isinstance(record, dict) and bool(record.get("lands"))

@@ -162,6 +162,9 @@ class Guards:
         # First: once the gate is open, a process may ask how much memory there is.
         self._rooms.changed(session, record)
         self._pages.follow(session, record)
+        if record.state == "queued" and not record.bound:
+            # A process may have called cuInit while it was attaching, which has failed.
+            self._activity.settle(session)
         over = record.state in (*ATTACHED, "detached") and not session.forced
         if over and session.guards and not session.use.held:
             # They began to wait while a rule was suspending it: now they may ask.
@@ -242,7 +245,8 @@ class Guards:
 
     def _settle_home(self, session: Session, *, looking: int) -> None:
         record = self._runner.record(session.id)
-        if record is None or record.state != "detached" or self._settled(session, record, looking):
+        places = ("detached", "queued", "attaching")
+        if record is None or record.state not in places or self._settled(session, record, looking):
             return
         devices = self._runner.pool.preferred(session.id)
         if not devices and len(session.home) != record.request.devices:
@@ -250,6 +254,9 @@ class Guards:
             devices = self._home_devices(record.request)
         if devices:
             self._pages.set_home(session, devices)
+        if record.state == "queued":
+            # It waits for a slice that its agent asked for, and must get one that it can use.
+            self._activity.settle(session)
 
     def _page_now(self, connection: Connection, session: Session, message: Message) -> None:
         try:

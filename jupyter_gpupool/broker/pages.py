@@ -23,7 +23,17 @@ from typing import Callable, Mapping, Sequence
 from .. import machine
 from ..devices.model import ProcessId
 from ..guard.install import session_environment
-from ..guard.page import CLOSED, DEVICES, OPEN, PAUSED, UNUSED, Page, PageError, Reading
+from ..guard.page import (
+    CLOSED,
+    DEVICES,
+    OPEN,
+    PAUSED,
+    UNUSED,
+    Page,
+    PageError,
+    Reading,
+    device_name,
+)
 from ..pool.model import SessionRecord
 from . import processes
 from .sessions import Session, Sessions
@@ -353,6 +363,23 @@ class Pages:
                 session.page.set_vain(totals[:DEVICES], until)
             except OSError as error:
                 self._damaged(session, error)
+
+    def moved(
+        self, session: Session, suspended: Sequence[ProcessId], moves: Mapping[str, str]
+    ) -> None:
+        """Say what processes see that were suspended, and are restored with a map of devices.
+
+        What has a context moves with its session. But the driver may have state of a process
+        without one, too, whose slot names the devices that it saw.
+        """
+        reading = self.read(session) if moves else None
+        names = {device_name(old): device_name(new) for old, new in moves.items()}
+        for slot in reading.slots if reading is not None else ():
+            sees = [names.get(name, name) for name in slot.sees]
+            if ProcessId(slot.pid, slot.start_time) in suspended and sees != [*slot.sees]:
+                with suppress(OSError):  # it is found to be damaged at the next look
+                    if session.page is not None:
+                        session.page.set_sees(slot, sees)
 
     def notice(self, session: Session, text: str) -> None:
         """Leave a sentence for people in the page."""

@@ -112,6 +112,8 @@ class Session:
     use: Use = field(default_factory=Use)
     #: Devices on which processes of it take a context before they are moved to its slice.
     landing: tuple[str, ...] = ()
+    #: How often one of them was not moved, since one last was.
+    not_landed: int = 0
     #: Its processes that were suspended last, children first; empty once they were resumed.
     frozen: tuple[ProcessId, ...] = ()
     #: Why its state could never be suspended where it runs, and what its user was told while host

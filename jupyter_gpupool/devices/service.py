@@ -29,6 +29,7 @@ from ..pool.model import Device
 from . import contexts, driver, landing, processes, residue
 from .aside import Aside
 from .calls import SessionCalls
+from .checkpoint import complete_mapping
 from .children import Child, child_environment
 from .examiner import Examiner, Findings
 from .given import Given
@@ -525,6 +526,10 @@ class DeviceService:
             return await operation.resume(devices, origin, need, self._physical())
 
         return await self._perform(run, root, session, devices)
+
+    def moves(self, devices: Sequence[str], origin: Sequence[str]) -> Mapping[str, str]:
+        """Return where a resume from ``origin`` to ``devices`` takes what a process sees."""
+        return complete_mapping((*origin,), (*devices,), self._physical()) or {}
 
     async def land(
         self,

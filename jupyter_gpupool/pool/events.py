@@ -167,6 +167,32 @@ class HoldTaken(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DevicesSettled(Event):
+    """Processes of a session without a lease have called cuInit, and see the devices ``bound``.
+
+    Told apart from :class:`HoldTaken` where a hold waits already, or begins to wait without it.
+    """
+
+    session: str
+    bound: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LandingRefused(Event):
+    """A process of an active session sees ``bound``, and was not moved from there to the lease.
+
+    Nothing of the session is on the lease. The lease goes back, and the session waits for devices
+    of the models of ``bound``; if ``stay``, for ``bound`` itself.
+    """
+
+    session: str
+    epoch: int
+    bound: tuple[str, ...]
+    message: str
+    stay: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HoldDropped(Event):
     """The hold is over: the cell ended, or its wait was cancelled. Unknown holds are ignored.
 

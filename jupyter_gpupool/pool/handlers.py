@@ -45,6 +45,8 @@ class Handlers:
             ev.SessionRecovered: self._recovered,
             ev.SessionEnded: self._ended,
             ev.HoldTaken: self._hold_taken,
+            ev.DevicesSettled: self._devices_settled,
+            ev.LandingRefused: self._landing_refused,
             ev.HoldDropped: self._hold_dropped,
             ev.HoldsReplaced: self._holds_replaced,
             ev.RequestChanged: self._requests.changed,
@@ -339,11 +341,7 @@ class Handlers:
             )
             books.emit(ev.HoldRefused(session=event.session, hold=event.hold, refusal=refusal))
             return
-        if event.bound and s.state in ("detached", "queued") and not s.suspended:
-            s.bound, before = event.bound, s.bound
-            if s.entry is not None and s.bound != before:
-                # Another hold of it waits already, and would take any device.
-                books.requeue(s)
+        self._settle(s, event.bound)
         known = event.hold in s.holds
         if not known:
             s.holds[event.hold] = Hold(event.hold, event.kind, books.now)
@@ -352,6 +350,36 @@ class Handlers:
             books.emit(
                 ev.HoldGranted(session=s.id, hold=event.hold, epoch=s.epoch, slices=s.slices)
             )
+
+    def _devices_settled(self, event: ev.DevicesSettled) -> None:
+        s = self._books.sessions.get(event.session)
+        if s is not None:
+            self._settle(s, event.bound)
+
+    def _settle(self, s: Session, bound: tuple[str, ...]) -> None:
+        if not bound or s.state not in ("detached", "queued") or s.suspended:
+            return
+        s.bound, before = bound, s.bound
+        if s.entry is not None and s.bound != before:
+            # A hold of it waits already, and would take any device.
+            self._books.requeue(s)
+
+    def _landing_refused(self, event: ev.LandingRefused) -> None:
+        books = self._books
+        s = books.sessions.get(event.session)
+        if s is None or s.state != "active" or s.epoch != event.epoch:
+            books.log(event.session, "debug", "stale-landing", "A landing in no lease refused.")
+            return
+        last, since = s.last_devices, min(hold.since for hold in s.holds.values())
+        books.return_lease(s)
+        s.last_devices = last  # the session has never been on these
+        s.bound = event.bound
+        s.immovable = s.immovable or event.stay
+        books.move(s, "detached", event.message)
+        s.queued_at = since  # its place, as if it had waited on
+        self.held(s)
+        if s.entry is None:
+            s.queued_at = 0.0
 
     def held(self, s: Session) -> None:
         """Let a session with at least one hold be active or wait."""

@@ -32,6 +32,7 @@ TRANSITIONS: Mapping[tuple[State, State], str] = {
     ("attaching", "queued"): "not attached (nothing lost); back to its old place",
     ("attaching", "detached"): "not attached (nothing lost), and no hold is left",
     ("active", "idle"): "the last hold is dropped",
+    ("active", "detached"): "nothing of it is on the slice, and it cannot be moved there",
     ("idle", "active"): "a hold is taken",
     ("idle", "detaching"): "idle time-out, pressure or release; the driver is asked to suspend",
     ("detaching", "detached"): "the device memory is free; the slice is back in the pool",

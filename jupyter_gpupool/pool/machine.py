@@ -89,8 +89,8 @@ class Pool:
     def preferred(self, session: str) -> tuple[str, ...]:
         """Return the devices that the session would get if it asked now; nothing is promised.
 
-        Those that it has or is bound to, else those of the plan that would be made for it (idle
-        leases may have to yield); empty if it would have to wait for a lease in use.
+        Those that it has or is bound to, else those of the plan that was or would be made for it
+        (idle leases may have to yield); empty if it has to wait for a lease in use.
 
         Raises
         ------
@@ -100,6 +100,10 @@ class Pool:
         books = self._books
         s = books.sessions[session]
         settled = [x.device for x in s.slices or s.suspended] or [*s.bound]
+        if not settled and s.plan is not None:
+            settled = [x.device for x in s.plan.takes]
+        if not settled and books.claim is not None and books.claim.session == s.id:
+            settled = [*books.claim.wanted][: s.request.devices]
         if settled or s.entry is not None:
             return tuple(settled)
         claimed = books.claim.wanted if books.claim is not None else {}

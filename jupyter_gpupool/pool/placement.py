@@ -176,7 +176,7 @@ def _bound(memory: int, uuid: str, session: Session, inventory: Inventory) -> Ne
     Any of the model where they can be moved to it with their first context, else that device.
     """
     device = inventory.placeholder(uuid).device
-    if session.lands and device.landing_bytes:
+    if session.lands and device.landing_bytes and not session.immovable:
         return Need(memory, memory, model=device.model)
     return Need(memory, memory, fixed=uuid)
 

@@ -179,6 +179,8 @@ def _settled(books: Books, s: Session) -> str:
     why = (
         "its state is from there, and the driver does not move it"
         if s.suspended
+        else "it has initialised CUDA there, and the driver did not move it to another GPU"
+        if s.immovable
         else "it has initialised CUDA there, and can move only once it has had its slice"
     )
     return f"{format_bytes(needed)} is needed on {where} and {free} is free there; {why}"

@@ -70,6 +70,30 @@ def do_release(command):
     call("cuDevicePrimaryCtxRelease_v2", command["device"])
 
 
+def do_hold(command):
+    """Ask for a slice as the agent does, and do not wait for the answer."""
+    from jupyter_gpupool.kernel.link import Link
+
+    names = ("GPUPOOL_SOCKET", "GPUPOOL_SESSION", "GPUPOOL_TOKEN")
+    link = Link(*(os.environ[name] for name in names), cuda=lambda: None)
+    link.start()
+    THREADS["agent"] = link, link.wait(command["hold"], "cell", lambda: None)
+
+
+def do_land(command):
+    """Say to the broker what the guard says when the process is moved to its slice."""
+    from jupyter_gpupool.client import Client
+    from jupyter_gpupool.errors import GPUPoolError
+
+    session, token = os.environ["GPUPOOL_SESSION"], os.environ["GPUPOOL_TOKEN"]
+    with Client(os.environ["GPUPOOL_SOCKET"]) as client:
+        try:
+            client.call("land", session=session, token=token, step=command["step"], timeout=90)
+        except GPUPoolError as error:
+            return error.code
+    return None
+
+
 def do_threads(command):
     """Contexts in many threads at once; the results."""
     found = []

@@ -50,10 +50,18 @@ class Program(kit.Kernel):
 
     def mark(self):
         """How far its process is on its way to its slice, by the page."""
+        return self.in_slot(layout._LANDING_AT)
+
+    def sees(self):
+        """What its process sees as its first device, by the page."""
+        return self.in_slot(layout._SEES_AT)
+
+    def in_slot(self, offset):
+        """A word of its process's slot."""
         data = Path(self.env["GPUPOOL_PAGE"]).read_bytes()
         for at in range(layout.HEADER_BYTES, layout.SIZE, layout.SLOT_BYTES):
             if struct.unpack_from("<I", data, at + 4)[0] == self.process.pid:
-                return struct.unpack_from("<Q", data, at + layout._LANDING_AT)[0]
+                return struct.unpack_from("<Q", data, at + offset)[0]
         return None
 
 

@@ -749,7 +749,7 @@ def test_cuinit_with_a_lease_or_without_a_broker_asks_nobody(session):
 
 
 def test_a_context_is_never_made_where_nothing_is_granted(session):
-    """cuInit before the lease, which is on another device, and the broker does not move it."""
+    """cuInit before the lease, which is elsewhere; the broker neither moves it nor the lease."""
     home = session.uuids[0]
     session.broker.answer = lambda _: {"type": "error", "code": "not-moved", "message": "no"}
     child = session.child(GPUPOOL_VISIBLE=home, CUDA_VISIBLE_DEVICES=home)
@@ -757,7 +757,7 @@ def test_a_context_is_never_made_where_nothing_is_granted(session):
     assert child.do("_ = C.cuInit(0)") == 0
     session.grant(session.uuids[1:])
     assert child.do("_ = context()") == 46
-    assert [m["step"] for m in session.broker.messages] == ["begin"]
+    assert [m["step"] for m in session.broker.messages] == ["begin", "stay"]
     assert session.slots()[0].used[0] == 0
     assert session.slots()[0].landing == pages.LANDING_NONE
     session.grant(session.uuids[:1])

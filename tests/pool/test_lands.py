@@ -94,3 +94,98 @@ def test_the_journal_knows_who_can_be_moved():
     record = from_json(to_json(lab.pool.record("a")))
     assert record.lands
     assert record.bound == ("G0",)
+
+
+def not_landed(lab, name, *bound, stay=False):
+    epoch = lab.record(name).epoch
+    return lab.send(
+        ev.LandingRefused, session=name, epoch=epoch, bound=bound, message="not moved", stay=stay
+    )
+
+
+def test_who_is_not_moved_gives_the_slice_back_and_waits_where_it_looked():
+    lab = Lab(landing(0), landing(1))
+    lab.running("b", 16)
+    asked(lab, "a", "G0")
+    lab.done("a")
+    lab.open("c", 10)
+    lab.after(5)
+    none(not_landed(lab, "a", "G0", stay=True), ev.Attach)
+    assert (lab.state("a"), lab.record("a").slices) == ("queued", ())
+    assert lab.reason("a").startswith("10 B is needed on GPU 0 and 0 B is free there")
+    assert "the driver did not move it" in lab.reason("a")
+    got(lab.hold("c"), ev.Attach, session="c", slices=(Slice("G1", 10),))
+    got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
+
+
+def test_who_is_not_moved_keeps_its_place_in_the_queue():
+    lab = Lab(landing(0), landing(1))
+    lab.running("b", 16)
+    asked(lab, "a", "G0")
+    lab.done("a")
+    lab.after(5)
+    lab.open("c", 16)
+    none(lab.hold("c"), ev.Attach)
+    got(not_landed(lab, "a", "G0", stay=True), ev.Attach, session="c")
+    lab.open("d", 16)
+    none(lab.hold("d"), ev.Attach)
+    got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
+
+
+def test_who_may_still_be_moved_waits_for_its_model():
+    lab = Lab(landing(0, "B"), landing(1), landing(2, "B"))
+    lab.running("b", 16)
+    lab.running("c", 16)
+    lab.running("d", 16)
+    asked(lab, "a", "G1", lands=True)
+    lab.end("c")
+    lab.done("a")
+    assert lab.record("a").slices[0].device == "G1"
+    none(not_landed(lab, "a", "G0"), ev.Attach)
+    assert "of the model B" in lab.reason("a")
+    got(lab.end("d"), ev.Attach, session="a", slices=(Slice("G2", 10),))
+
+
+@pytest.mark.parametrize("how", ["another epoch", "idle", "nobody"])
+def test_a_refusal_of_another_lease_changes_nothing(how):
+    lab = Lab(landing(0), landing(1))
+    asked(lab, "a", "G0")
+    lab.done("a")
+    before = lab.record("a")
+    name, epoch = "a", before.epoch
+    if how == "another epoch":
+        epoch += 1
+    elif how == "idle":
+        lab.drop("a", "device")
+    else:
+        name = "b"
+    lab.send(
+        ev.LandingRefused, session=name, epoch=epoch, bound=("G1",), message="x", stay=True
+    )  # fmt: skip
+    assert lab.record("a").slices == before.slices
+    assert lab.record("a").bound == before.bound
+
+
+def test_cuinit_while_it_waits_binds_the_wait_to_what_it_sees():
+    lab = Lab(landing(0), landing(1, "B"))
+    lab.running("b", 16)
+    lab.running("c", 16)
+    lab.open("a", 10)
+    none(lab.hold("a"), ev.Attach)
+    lab.send(ev.DevicesSettled, session="a", bound=("G0",))
+    none(lab.end("c"), ev.Attach)
+    got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
+
+
+def test_who_waits_for_idle_kernels_would_look_at_the_devices_that_it_gets():
+    lab = Lab(landing(0), landing(1, "B"))
+    lab.running("b", 16)
+    lab.running("c", 16)
+    lab.open("a", 10)
+    lab.hold("a")
+    for name, place in (("c", "G1"), ("b", "G0")):
+        lab.drop(name)
+        if lab.state(name) == "detaching":
+            assert lab.pool.preferred("a") == (place,)
+            return
+    pytest.fail("nobody was suspended for it")

@@ -141,8 +141,10 @@ void guard_follow(bool follows);
 /* Inside a call that is counted, with the gate open: see to it that the process sees the slice. 0, or
  * the error to return. */
 CUresult landing(int ordinal);
-/* After the context is made, or is not going to be. */
-void landing_over(void);
+/* After the context is made, or is not going to be: what became of those that this thread kept. Noted
+ * ones move with the session until they are released. */
+enum landing_kept { KEPT_NONE, KEPT_RELEASED, KEPT_NOTED };
+enum landing_kept landing_over(void);
 /* Whether the broker may have this process suspended for it; wait until it has not. */
 bool landing_moves(void);
 CUresult landing_wait(void);
@@ -241,10 +243,11 @@ uint64_t guard_used(int ordinal);
 void broker_remember(void); /* where it is; before there are threads that wait */
 CUresult broker_attach(void);                            /* until the lease is there */
 CUresult broker_grow(int ordinal, uint64_t more);        /* 0: the page has a larger grant now */
-enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_INTERRUPTED, ANSWER_AWAY };
+enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_AGAIN, ANSWER_INTERRUPTED, ANSWER_AWAY };
 enum answer broker_page(void); /* OK: the session's page has its name again */
 void page_lost(enum answer answer); /* it is lost all the same: the reason on stderr */
-/* One step of a landing: "begin", "move" or "cancel". CUDA_ERROR_DEVICE_UNAVAILABLE: refused. */
+/* One step of a landing: "begin", "move", "cancel", or "stay" where it is. CUDA_ERROR_DEVICE_UNAVAILABLE:
+ * refused; CUDA_ERROR_NOT_READY: the lease is on its way out, and it is worth looking again. */
 CUresult broker_land(const char *step);
 void broker_home(void); /* the page's devices are those of the lease to come; or as they were */
 
