@@ -314,6 +314,7 @@ class Page:
         for at in range(HEADER_BYTES, SIZE, SLOT_BYTES):
             if data[at]:
                 _, pid, start, inflight, waiting, flags, pins, *rest = _SLOT.unpack_from(data, at)
+                inflight += rest[2 * DEVICES + 2]  # the first thread has a word of its own
                 slots.append(
                     Slot(
                         pid, start, inflight, waiting, flags, pins,

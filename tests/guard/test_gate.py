@@ -804,13 +804,16 @@ def test_bytes_are_counted_on_the_devices_of_the_session(session):
 # ---------------------------------------------------------------------- no call slips in
 
 
-def test_a_gate_that_closes_at_the_worst_moment_is_noticed(tmp_path, compiled):
+@pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
+def test_a_gate_that_closes_at_the_worst_moment_is_noticed(tmp_path, compiled, thread):
     """Between the test of the gate and the count of the call, with the broker finding nobody."""
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
     gate = str(build.SOURCES / "gate.c")
     program = compiled("gate_alone", f"-I{tmp_path}", f"-I{build.SOURCES}", gate)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [program, *thread], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout == "right\n"
     assert done.returncode == 0
 

@@ -43,6 +43,7 @@ void *guard_exported(int entry);
 /* Load the driver and map the page, once; again take a slot in the child of a fork(). 0, or what
  * the call returns. A later call tries again. */
 CUresult guard_settle(void);
+extern bool guard_settled; /* then it is 0, without a call */
 /* What the entry points of a kind call where the byte is not zero. 0: on to the driver. The first
  * only loads it. */
 CUresult guard_slow_never(void);
@@ -114,6 +115,7 @@ extern struct page *guard_page;
  * thread that has asked for it is known to: the slot is not given back while that thread may write. */
 extern struct page_slot *guard_the_slot;
 extern __thread bool guard_slot_user;
+extern __thread bool guard_first; /* no other thread writes to ``first`` of the slot while this one lives */
 void guard_use_slot(void);
 
 static inline struct page_slot *guard_slot(void)

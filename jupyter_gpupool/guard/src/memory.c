@@ -9,12 +9,6 @@
 #define MIB (1ull << 20)
 #define PAGE (2 * MIB)
 
-void guard_left(int *unused)
-{
-    (void)unused;
-    guard_leave();
-}
-
 /* ---- the driver's own allocator */
 
 /* The driver hands out device pages of 2 MiB; allocations below 1 MiB share them. */

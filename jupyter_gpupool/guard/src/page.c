@@ -27,10 +27,11 @@
 struct page *guard_page;
 
 struct page_slot *guard_the_slot;
-__thread bool guard_slot_user;
+__thread bool guard_slot_user, guard_first;
 
 static struct page_slot leftover; /* counts of calls that come after the slot was given back */
 static uint32_t users;            /* threads that may write to the slot at any time */
+static uint32_t has_first;        /* one of them is the first */
 static pthread_key_t at_end;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -200,6 +201,9 @@ static void thread_ends(void *unused)
     if (guard_slot_user)
         __atomic_sub_fetch(&users, 1, __ATOMIC_SEQ_CST);
     guard_slot_user = false;
+    if (guard_first)
+        __atomic_store_n(&has_first, 0, __ATOMIC_SEQ_CST);
+    guard_first = false;
 }
 
 static void make_key(void)
@@ -211,6 +215,7 @@ void guard_use_slot(void)
 {
     guard_slot_user = true;
     __atomic_add_fetch(&users, 1, __ATOMIC_SEQ_CST); /* before it looks which slot: see give_back() */
+    guard_first = !__atomic_exchange_n(&has_first, 1, __ATOMIC_SEQ_CST);
     pthread_once(&once, make_key);
     pthread_setspecific(at_end, &users);
 }
@@ -234,7 +239,8 @@ __attribute__((destructor)) static void give_back(void)
     /* A thread that has found this slot may count itself into it or out of it at any time: it must not
      * be another process's by then. It is reaped once this process has ended. */
     if (__atomic_load_n(&users, __ATOMIC_SEQ_CST) == (guard_slot_user ? 1 : 0) &&
-        !__atomic_load_n(&s->inflight, __ATOMIC_SEQ_CST) && !__atomic_load_n(&s->waiting, __ATOMIC_SEQ_CST))
+        !__atomic_load_n(&s->inflight, __ATOMIC_SEQ_CST) && !__atomic_load_n(&s->first, __ATOMIC_SEQ_CST) &&
+        !__atomic_load_n(&s->waiting, __ATOMIC_SEQ_CST))
         clear(s);
 }
 
@@ -351,6 +357,7 @@ void page_fork(enum fork_when when)
     if (when == FORK_CHILD) {
         guard_the_slot = NULL;
         users = guard_slot_user ? 1 : 0;
+        has_first = guard_first ? 1 : 0;
     }
     pthread_mutex_unlock(&lock);
 }

@@ -65,7 +65,7 @@ struct page_slot {
     uint32_t state;
     uint32_t pid;
     uint64_t start_time; /* field 22 of /proc/<pid>/stat: with the pid, who it is */
-    uint32_t inflight;   /* calls inside the driver that must return before a suspend */
+    uint32_t inflight;   /* calls inside the driver that must return before a suspend; and ``first`` */
     uint32_t waiting;    /* threads that wait at the gate */
     uint32_t flags;
     uint32_t pins;
@@ -73,7 +73,7 @@ struct page_slot {
     uint64_t context[PAGE_DEVICES]; /* of these: the constant for contexts */
     uint64_t refused;               /* allocations refused for the limit */
     uint32_t captures;              /* streams that record a graph: a suspend must not fall inside */
-    uint32_t spare;
+    uint32_t first;                 /* 1: one more call inside, of the process's first thread */
     uint64_t sees[PAGE_DEVICES];
     uint64_t landing;
     uint64_t reserved[1];

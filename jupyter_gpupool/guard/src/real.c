@@ -27,7 +27,7 @@ unsigned guard_driver_version = INT_MAX;
 
 static pthread_mutex_t publishing = PTHREAD_MUTEX_INITIALIZER;
 static bool driver_missing, handed_over;
-static bool settled;
+bool guard_settled;
 static uint64_t refused_until; /* CLOCK_MONOTONIC, ns: nobody looks for the page again before */
 
 #define REFUSED_NS 1000000000ull
@@ -152,7 +152,7 @@ static enum page_state look(void)
 {
     pthread_mutex_lock(&publishing);
     enum page_state state = PAGE_READY;
-    if (!settled) {
+    if (!guard_settled) {
         /* The first copy of the guard gates and counts: this one only passes on. */
         if (!handed_over && monotonic() < refused_until) {
             state = PAGE_REFUSED;
@@ -163,7 +163,7 @@ static enum page_state look(void)
         }
         if (state == PAGE_READY) {
             guard_gates(guard_page ? &guard_page->gate : &guard_open, &guard_open);
-            __atomic_store_n(&settled, true, __ATOMIC_RELEASE);
+            __atomic_store_n(&guard_settled, true, __ATOMIC_RELEASE);
         }
     }
     pthread_mutex_unlock(&publishing);
@@ -173,7 +173,7 @@ static enum page_state look(void)
 static void refuse(enum answer answer)
 {
     pthread_mutex_lock(&publishing);
-    if (!settled) {
+    if (!guard_settled) {
         refused_until = monotonic() + REFUSED_NS;
         page_lost(answer);
     }
@@ -182,7 +182,7 @@ static void refuse(enum answer answer)
 
 CUresult guard_settle(void)
 {
-    if (__atomic_load_n(&settled, __ATOMIC_ACQUIRE))
+    if (__atomic_load_n(&guard_settled, __ATOMIC_ACQUIRE))
         return CUDA_SUCCESS;
     if (!loaded())
         return CUDA_ERROR_NO_DEVICE;
@@ -197,7 +197,7 @@ CUresult guard_settle(void)
             refuse(answer);
     }
     /* Another thread may have had a better answer. */
-    return __atomic_load_n(&settled, __ATOMIC_ACQUIRE) ? CUDA_SUCCESS : CUDA_ERROR_SYSTEM_NOT_READY;
+    return __atomic_load_n(&guard_settled, __ATOMIC_ACQUIRE) ? CUDA_SUCCESS : CUDA_ERROR_SYSTEM_NOT_READY;
 }
 
 CUresult guard_slow_never(void)
@@ -212,7 +212,7 @@ void real_fork(enum fork_when when)
         return;
     }
     if (when == FORK_CHILD && !driver_missing) {
-        settled = false;
+        guard_settled = false;
         refused_until = 0;
     }
     pthread_mutex_unlock(&publishing);
