@@ -268,6 +268,8 @@ class News:
     def eta(self, s: Session, position: int) -> float | None:
         """Return the seconds that ``s`` will probably wait, None if nothing is known."""
         books = self._books
+        if s.why and s.why[0] == "host":
+            return None  # how long GPUs were used says nothing about when host memory comes free
         eta = books.estimates.wait(
             position, planned=s.lane == "planned", waited=books.now - s.queued_at
         )

@@ -173,6 +173,21 @@ def test_a_machine_without_free_memory_does_not_read_as_a_full_budget(make):
     assert "0 B may be used" in lab.reason("w")
 
 
+def test_a_wait_for_host_memory_has_no_estimate(make):
+    lab = make(device(0), device(1), host_memory=16)
+    lab.parked("p", used=10)
+    lab.running("b", 16)
+    lab.after(20)
+    lab.drop("b")  # from now on it is known for how long a GPU is used
+    lab.hold("b", "c2")
+    lab.idle("a", 16)
+    lab.open("w", 16)
+    lab.hold("w")
+    assert lab.reason("w").startswith("host memory for suspended state is full")
+    (row,) = [row for row in lab.pool.view(lab.now).sessions if row.record.id == "w"]
+    assert row.eta_seconds is None
+
+
 def test_what_was_measured_counts_instead_of_what_was_granted(make):
     lab = make(device(0), host_memory=16)
     lab.parked("p", used=10)
