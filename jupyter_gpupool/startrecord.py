@@ -388,7 +388,9 @@ def launcher(socket: Path) -> str:
 
 def _bad(path: Path, what: str) -> BadRecord:
     return BadRecord(
-        f"{path} {what}, so no broker is started from it.", next_step=f"Remove it: rm {path}"
+        f"{path} {what}, so no broker is started from it.",
+        next_step="Open another Pooled GPU kernel, which starts one with its server's options, "
+        f"or remove the file (rm {path}) and run `jupyter gpupool broker`.",
     )
 
 

@@ -96,7 +96,8 @@ def test_a_record_that_another_user_could_have_written_is_refused(socket, damage
     with pytest.raises(BadRecord) as caught:
         read_record(socket)
     assert str(record_path(socket)) in str(caught.value)
-    assert "rm " in caught.value.next_step
+    assert "another Pooled GPU kernel" in caught.value.next_step
+    assert f"rm {record_path(socket)}" in caught.value.next_step
 
 
 def test_a_record_of_another_boot_starts_nothing(socket):
