@@ -53,6 +53,34 @@ def do_ask(_):
     return [f"GPU-{uuid.UUID(bytes=uuid_of(device))}" for device in range(count.value)]
 
 
+def do_look(_):
+    """What programs ask further, in this process and in others; answers that are no success."""
+    found = {}
+    number, size, pointer = ctypes.c_uint(), ctypes.c_size_t(), ctypes.c_void_p()
+    questions = {
+        "cuDevicePrimaryCtxGetState": (0, ctypes.byref(number), ctypes.byref(ctypes.c_int())),
+        "cuDevicePrimaryCtxSetFlags_v2": (0, 4),
+        "cuDeviceGetPCIBusId": (ctypes.create_string_buffer(64), 64, 0),
+        "cuCtxGetCurrent": (ctypes.byref(pointer),),
+        "cuCtxSetCurrent": (None,),
+        "cuMemGetInfo_v2": (ctypes.byref(size), ctypes.byref(size)),
+    }
+    for name, arguments in questions.items():
+        found[name] = getattr(CUDA, name)(*arguments)
+    child = os.fork()
+    if not child:
+        os._exit(CUDA.cuInit(0))
+    found["fork"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = (
+        "import ctypes, pynvml; from cuda.bindings import driver; pynvml.nvmlInit();"
+        "assert ctypes.CDLL('libcuda.so.1').cuInit(0) == 0; driver.cuInit(0);"
+        "pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0));"
+        "assert driver.cuDeviceGetCount()[1] == 1"
+    )
+    found["child"] = subprocess.run([sys.executable, "-c", code], check=False).returncode
+    return {name: result for name, result in found.items() if result}
+
+
 def uuid_of(device):
     found = ctypes.create_string_buffer(16)
     call("cuDeviceGetUuid_v2", found, device)

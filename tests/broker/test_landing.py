@@ -82,6 +82,23 @@ def test_who_asked_gets_its_slice_where_there_is_room(broker, kernel):
     wait_until(settled, "NVML shows it on its slice", PATIENCE)
 
 
+#: Not initialised in a forked child; no context.
+REFUSED = {"fork": 3, "cuMemGetInfo_v2": 201}
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_questions_of_a_process_and_its_children_bind_nothing(make_broker, kernels, gpus):
+    broker = make_broker(emulate=f"{gpus}x256MiB,context=16MiB").started
+    k = kernels(broker, memory=64 * MiB)
+    assert len(k.do("ask")) == 1
+    assert k.do("look") == REFUSED
+    assert k.state() == "detached"
+    assert k.status()["attached_seconds_total"] == 0
+    assert k.do("context") is None
+    assert k.do("info") == [(64 - 16) * MiB, 64 * MiB]
+    assert k.status()["used_bytes"] == 16 * MiB
+
+
 def test_who_finds_room_where_it_asked_stays_there(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
