@@ -229,14 +229,10 @@ class Guarding:
         if self.pages is None:
             return
         for session in self._runner.sessions:
+            if session.page is None or session.process is None:
+                continue  # nobody reads its page yet
             record = self._runner.record(session.id)
-            if (
-                session.page is None
-                or record is None
-                or record.state != "detached"
-                or record.suspended
-                or record.bound
-            ):
+            if record is None or record.state != "detached" or record.suspended or record.bound:
                 continue
             better = self._snapshots.better_home(record.request, session.home)
             if better is None:
