@@ -20,7 +20,7 @@ from typing import Sequence
 from ..errors import GPUPoolError
 
 MAGIC = 0x47505047
-VERSION = 1
+VERSION = 2
 DEVICES = 8
 SLOTS = 256
 UUID_BYTES = 48

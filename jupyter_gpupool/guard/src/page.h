@@ -17,7 +17,7 @@
 #include <stdint.h>
 
 #define PAGE_MAGIC 0x47505047u /* "GPPG" */
-#define PAGE_VERSION 1u
+#define PAGE_VERSION 2u
 #define PAGE_DEVICES 8
 #define PAGE_SLOTS 256
 #define PAGE_UUID 48
