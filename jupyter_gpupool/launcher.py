@@ -114,7 +114,7 @@ def _open(command: list[str], kernel: str, env: dict[str, str]) -> tuple[list[st
         answer = client.call(
             "open",
             kernel_id=_kernel_id(command),
-            label=Path(env.get("JPY_SESSION_NAME", "")).name or shown,
+            label=_label(env, shown),
             request=request,
             attach=attach,
         )
@@ -169,6 +169,22 @@ def _kernel_id(command: Sequence[str]) -> str:
         if path.suffix == ".json":
             return path.stem.removeprefix("kernel-")
     return ""
+
+
+def _label(env: Mapping[str, str], shown: str) -> str:
+    """Return what people recognise this kernel by.
+
+    That is its notebook, where the client tells (``JPY_SESSION_NAME``), else the folder in which it
+    is started, which is mostly the notebook's, and the name of its kernelspec.
+    """
+    notebook = Path(env.get("JPY_SESSION_NAME", "")).name
+    if notebook:
+        return notebook
+    try:
+        folder = Path.cwd()
+    except OSError:  # it was deleted
+        return shown
+    return f"{'~' if folder == Path.home() else folder.name or '/'}: {shown}"
 
 
 def _broker(named: str) -> Path:

@@ -341,8 +341,10 @@ class Handlers:
             )
             books.emit(ev.HoldRefused(session=event.session, hold=event.hold, refusal=refusal))
             return
-        self._settle(s, event.bound)
         known = event.hold in s.holds
+        self._settle(s, event.bound)
+        if known and event.hold not in s.holds:
+            return  # refused just now, with the others
         if not known:
             s.holds[event.hold] = Hold(event.hold, event.kind, books.now)
         self.held(s)
@@ -362,7 +364,12 @@ class Handlers:
         s.bound, before = bound, s.bound
         if s.entry is not None and s.bound != before:
             # A hold of it waits already, and would take any device.
-            self._books.requeue(s)
+            refusal = self._requests.never(s.request, s)
+            if refusal is None:
+                self._books.requeue(s)
+                return
+            self._books.refuse_holds(s, refusal)
+            self._stop_waiting(s, "no GPU that its processes can use is large enough")
 
     def _landing_refused(self, event: ev.LandingRefused) -> None:
         books = self._books

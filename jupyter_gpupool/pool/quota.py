@@ -270,6 +270,20 @@ def never(
     return None
 
 
+def never_there(request: Request, model: str, most: int, devices: int, *, fixed: bool) -> Refusal:
+    """Say that a session waits for GPUs of a model, or for one GPU, that are too small for it."""
+    each = " on each" if devices > 1 else ""
+    where = f"{devices} of these GPUs" if devices > 1 else "that GPU" if fixed else "the largest"
+    there = f"a GPU of the model {model}" if devices == 1 else f"GPUs of the model {model}"
+    return Refusal(
+        "over-device",
+        f"{format_bytes(request.memory)}{each} was asked for; this kernel initialised CUDA on "
+        f"{there}, and {where} can give at most {format_bytes(most)}{each}.",
+        f"Restart the kernel to use another GPU, or ask for at most {format_bytes(most)}.",
+        {"memory": request.memory, "devices": request.devices, "most": most, "model": model},
+    )
+
+
 def most_memory(
     devices: int,
     owner: Owner,

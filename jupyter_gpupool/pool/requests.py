@@ -11,8 +11,9 @@ from .books import Books
 from .growth import SETTLE, trim
 from .lease import ATTACHED, HAS_LEASE, Session
 from .model import MiB, Refusal, Request
+from .placement import needs_of
 from .policy import Blocked, plan_growth
-from .quota import check_form, never
+from .quota import check_form, never, never_there
 from .serve import Server
 from .wording import explain, stays_reason
 from .yielding import empty, suspendable, timeout_at
@@ -40,7 +41,30 @@ class Requests:
         """Return why ``request`` of session ``s`` can never be met, or None."""
         return never(
             request, s.owner, self._books.settings, self.capacities(), suspends=self.suspends()
-        )
+        ) or self._never_there(request, s)
+
+    def _never_there(self, request: Request, s: Session) -> Refusal | None:
+        """Return why no device that the processes of ``s`` can use will ever do, or None.
+
+        Without a lease: what is attached or suspended stays with the device of its state.
+        """
+        inventory = self._books.inventory
+        if s.slices or s.suspended or not all(uuid in inventory.devices for uuid in s.bound):
+            return None
+        needs = needs_of(s, inventory, self._books.settings)
+        for need in needs:
+            if need.model is None and not need.fixed:
+                continue
+            fit = sorted(
+                d.capacity
+                for d in inventory.devices.values()
+                if need.fixed == d.device.uuid or need.model == d.device.model
+            )
+            count = sum((n.fixed, n.model) == (need.fixed, need.model) for n in needs)
+            if len(fit) >= count and 0 < fit[-count] < request.memory:
+                model = inventory.devices[need.fixed].device.model if need.fixed else need.model
+                return never_there(request, str(model), fit[-count], count, fixed=bool(need.fixed))
+        return None
 
     def _session(self, name: str, rid: str) -> Session | None:
         s = self._books.sessions.get(name)

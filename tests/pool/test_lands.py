@@ -189,3 +189,57 @@ def test_who_waits_for_idle_kernels_would_look_at_the_devices_that_it_gets():
             assert lab.pool.preferred("a") == (place,)
             return
     pytest.fail("nobody was suspended for it")
+
+
+def test_request_that_no_gpu_of_its_model_can_meet_is_refused_with_the_most_there_is():
+    lab = Lab(landing(0), device(1, 49, model="B", landing_bytes=1))
+    refused = got(asked(lab, "a", "G0", memory=20), ev.HoldRefused, session="a").refusal
+    assert refused.code == "over-device"
+    assert refused.message == (
+        "20 B was asked for; this kernel initialised CUDA on a GPU of the model A, and the largest "
+        "can give at most 16 B."
+    )
+    assert refused.next_step == ("Restart the kernel to use another GPU, or ask for at most 16 B.")
+    assert refused.details["most"] == 16
+    assert lab.state("a") == "detached"
+    # Asking for less helps, as it says; asking for more again does not.
+    assert lab.change("a", 16)[0].refusal is None
+    got(lab.hold("a"), ev.Attach, session="a", slices=(Slice("G0", 16),))
+
+
+def test_more_than_its_model_has_is_refused_when_a_kernel_changes_its_request():
+    lab = Lab(landing(0), device(1, 49, model="B", landing_bytes=1))
+    lab.running("b", 16)
+    lab.open("a", 10, lands=True)
+    lab.send(ev.DevicesSettled, session="a", bound=("G0",))
+    assert "of the model A" in lab.change("a", 20)[0].refusal.message
+
+
+def test_waiting_kernel_is_refused_once_it_settles_on_a_model_that_is_too_small():
+    lab = Lab(landing(0), device(1, 49, model="B", landing_bytes=1))
+    lab.running("b", 48)
+    lab.open("a", 20, lands=True)
+    lab.hold("a")
+    assert lab.state("a") == "queued"
+    found = lab.send(ev.DevicesSettled, session="a", bound=("G0",))
+    assert "of the model A" in got(found, ev.HoldRefused, session="a").refusal.message
+    assert lab.state("a") == "detached"
+
+
+def test_the_gpu_that_a_process_cannot_leave_is_named_as_too_small():
+    lab = Lab(landing(0), landing(1), device(2, 49, model="A"))
+    refused = got(asked(lab, "a", "G1", memory=20, lands=False), ev.HoldRefused, session="a")
+    assert "that GPU can give at most 16 B" in refused.refusal.message
+
+
+def test_two_gpus_of_a_model_count_by_the_smaller_of_the_largest_two():
+    lab = Lab(
+        landing(0), device(1, 31, model="A", landing_bytes=1), landing(2, "B"), landing(3, "B")
+    )
+    lab2 = asked(lab, "a", "G0", "G1", memory=12)
+    got(lab2, ev.Attach, session="a")
+    lab.end("a")
+    lab = Lab(landing(0), device(1, 31, model="A", landing_bytes=1),
+              device(2, 49, model="B"), device(3, 49, model="B"))  # fmt: skip
+    refused = got(asked(lab, "a", "G0", "G1", memory=20), ev.HoldRefused, session="a").refusal
+    assert "2 of these GPUs can give at most 16 B on each" in refused.message
