@@ -818,6 +818,74 @@ def test_a_gate_that_closes_at_the_worst_moment_is_noticed(tmp_path, compiled, t
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
+def test_calls_and_a_broker_on_another_processor_never_miss_each_other(tmp_path, compiled, thread):
+    """Neither side reads before what it wrote is seen: a plain store would be too little."""
+    generator = build.generator
+    (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
+    gate = str(build.SOURCES / "gate.c")
+    program = compiled(
+        "gate_crossing", f"-I{tmp_path}", f"-I{build.SOURCES}", "-O2", "-pthread", gate
+    )
+    done = subprocess.run(
+        [program, *thread], capture_output=True, text=True, timeout=60, check=False
+    )
+    print(done.stderr)
+    assert done.stdout == "right\n"
+    assert done.returncode == 0
+
+
+#: Who calls CUDA first.
+FIRST = {
+    "the other thread": "context()",
+    "this thread": "call('context')",
+    "a thread that has ended": """
+ending = threading.Thread(target=context); ending.start(); ending.join()
+context()
+""",
+    "the other thread before a fork": """
+assert number(C.cuDriverGetVersion) > 0
+if os.fork():
+    os.wait()
+    os._exit(0)
+""",
+}
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_a_call_inside_stays_counted_while_another_thread_comes_and_goes(
+    make_session, until, first
+):
+    """One thread counts in a word of its own, which it sets to zero: it must be one alone."""
+    session = make_session("1x1GiB,context=32MiB,bandwidth=1MB/s")  # a copy outlasts the test
+    child = session.child()
+    child.do("""
+import queue
+asked, answers, thread = queue.Queue(), queue.Queue(), None
+def work():
+    while asked.get() != "copy":
+        answers.put(context())
+    p, data = alloc(64 << 20), ctypes.create_string_buffer(64 << 20)
+    answers.put(p)
+    C.cuMemcpyHtoD_v2(ctypes.c_uint64(p), data, ctypes.c_size_t(64 << 20))
+def call(what):
+    global thread
+    if thread is None:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+    asked.put(what)
+    return answers.get()
+""")
+    child.do(FIRST[first])
+    assert len(session.slots()) == 1
+    assert child.do("_ = call('context')") == 0
+    assert child.do("_ = call('copy')") > 2
+    until(lambda: session.page.read().inflight == 1)
+    assert child.do("_ = {context() for _ in range(100)}") == {0}
+    assert session.page.read().inflight == 1
+    assert child.do("_ = thread.is_alive()") is True
+
+
 def test_a_closed_and_drained_gate_lets_nobody_in(session, until):
     """Closing, then waiting for zero: no counted call begins until the gate is opened again."""
     child = session.child()
