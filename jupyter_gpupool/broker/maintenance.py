@@ -247,12 +247,16 @@ class Maintenance:
         return [self._orders[device]] if device in self._orders else []
 
     def _exchange(self, found: Iterable[Device]) -> None:
-        """Take note of which devices there are now, and of what they can do."""
+        """Take note of which devices there are now, and of what they can do.
+
+        One that failed and was not tested now stays out of service.
+        """
         there = {device.uuid: device for device in found}
         for uuid in [uuid for uuid in self._health.devices if uuid not in there]:
             self._health.bad(uuid, "it was not found any more after a pause")
         for uuid, device in there.items():
-            if uuid not in self._health.failed or device.can_suspend:
+            passed = uuid in self._service.renewed and device.can_suspend
+            if uuid not in self._health.failed or passed:
                 self._health.add(device)
 
     async def _retest(self, device: str) -> str:
@@ -325,7 +329,8 @@ class Maintenance:
         while any(not order.closed for order in self._orders.values()):
             try:
                 scanned = await self._look(scanned, loop.time())
-            except OSError as error:  # /proc cannot be listed without a free descriptor
+            except (OSError, GPUPoolError) as error:
+                # /proc cannot be listed without a free descriptor; or a child does not end.
                 self._log.error("A pause goes on later: %s", error)
             await asyncio.sleep(POLL)
 

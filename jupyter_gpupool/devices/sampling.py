@@ -92,6 +92,11 @@ class Sampler:
         self._watching = 0
         await self._rewatch()
 
+    async def look_away(self, uuids: Sequence[str]) -> None:
+        """From now on, watch only these, and have no other device open. Asks NVML nothing."""
+        self._uuids = tuple(uuids)
+        await self.child.kill()
+
     @contextlib.contextmanager
     def copying(self, seconds: float) -> Iterator[None]:
         """For as long as a checkpoint or restore is copying, which may take ``seconds``.
@@ -131,6 +136,10 @@ class Sampler:
         await self._rewatch()
         timeout = self._timeout + max(self._copies, default=0.0)
         answer = await self._call("sample", timeout, uuids=wanted)
+        if uuids is None and not {*wanted} <= {*self._uuids}:
+            # Meanwhile one of them was set aside, and the process that answered has it open.
+            await self.child.kill()
+            return await self.sample()
         samples = []
         for row in answer["samples"]:
             processes = tuple(ProcessMemory(**process) for process in row["processes"])

@@ -109,6 +109,8 @@ class DeviceService:
         self.untested: set[str] = set()
         #: Why no child runs and every call fails; empty if the service serves.
         self.down = ""
+        #: Devices that the last :meth:`renew` tested.
+        self.renewed: frozenset[str] = frozenset()
         self.on_device_lost = on_device_lost
         self._log = log or logging.getLogger(__name__)
         self._python = python
@@ -233,8 +235,7 @@ class DeviceService:
         for uuid in [uuid for uuid in self._devices if uuid not in self._aside]:
             async with self._locked([uuid]):
                 await self._workers[uuid].kill()
-        await self._sampler.watch([uuid for uuid in self._devices if uuid not in self._aside])
-        await self._sampler.child.kill()
+        await self._sampler.look_away([u for u in self._devices if u not in self._aside])
 
     def is_aside(self, uuid: str) -> bool:
         """Return whether no child of this service has the device's file open."""
@@ -280,6 +281,7 @@ class DeviceService:
         try:
             rows = await self._discover()
         except GPUPoolError:
+            await self._sampler.child.kill()  # it may have opened devices that are set aside
             await self._sampler.child.hold(self.down)
             raise
         self._aside.take(renewed, self._everything)
@@ -294,10 +296,12 @@ class DeviceService:
         for uuid, worker in self._workers.items():
             if uuid not in self._aside:
                 await worker.hold("")
-        await self._sampler.watch([uuid for uuid in self._devices if uuid not in self._aside])
-        if self._aside:
-            await self._sampler.child.kill()  # to find the devices, it has opened all
-        await self._test([uuid for uuid in self._devices if uuid in renewed | (there - before)])
+        if self._aside:  # to find the devices, it has opened all
+            await self._sampler.look_away([u for u in self._devices if u not in self._aside])
+        else:
+            await self._sampler.watch([*self._devices])
+        self.renewed = frozenset(uuid for uuid in self._devices if uuid in renewed | there - before)
+        await self._test([uuid for uuid in self._devices if uuid in self.renewed])
         return [*self._devices.values()]
 
     async def _unattributed(self, uuids: Sequence[str]) -> dict[str, int]:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpupool.devices import processes
+from jupyter_gpupool.devices.files import holders
+from jupyter_gpupool.emulator.profiles import device_files
 from jupyter_gpupool.errors import DriverError
 
 MiB = 1 << 20
@@ -478,3 +480,34 @@ async def test_a_monitor_that_was_replaced_still_watches(emulated, waiting):
         await service.sample()
         await until_async(lambda: machine.lost)
         assert machine.lost[0][0] == devices[0].uuid
+
+
+def users_of(machine, device):
+    """Return who has a GPU's device file open."""
+    files = device_files(machine.state_dir)
+    return {holder.process.pid for holder in holders(files, device.index)[0]}
+
+
+async def test_device_is_set_aside_although_nvml_does_not_answer(emulated):
+    machine = emulated("2x1GiB,context=16MiB")
+    async with machine.started(sample_timeout=1.0) as (service, (away, kept)):
+        await service.sample()
+        os.kill(service._sampler.child.pid, signal.SIGSTOP)
+        await service.stand_down("paused", [away.uuid])
+        assert [sample.uuid for sample in await service.sample()] == [kept.uuid]
+        assert not users_of(machine, away)
+
+
+async def test_sample_that_a_pause_interrupts_does_not_open_the_paused_device_again(
+    emulated, waiting
+):
+    _, until_async = waiting
+    machine = emulated("2x1GiB,context=16MiB")
+    async with machine.started(sample_timeout=30.0) as (service, (away, kept)):
+        await service.sample()
+        os.kill(service._sampler.child.pid, signal.SIGSTOP)
+        under_way = asyncio.create_task(service.sample())
+        await until_async(lambda: service._sampler.child.current == "sample")
+        await service.stand_down("paused", [away.uuid])
+        assert kept.uuid in [sample.uuid for sample in await under_way]
+        assert not users_of(machine, away)
