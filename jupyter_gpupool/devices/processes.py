@@ -296,7 +296,8 @@ def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Memb
     a second pooled kernel), and processes of the same user whose environment names ``session``
     (their parent has ended, or they went to the background). Empty if ``root`` has ended.
 
-    ``broker`` and what is below it never belong to a session: a notebook may have started it.
+    ``broker`` never belongs to a session, nor does what is below it, unless that names the session
+    by itself: a notebook may have started the broker, and a broker may get a notebook's orphans.
     """
     if not session:  # or every process of the user without the variable would belong
         raise ValueError("A session must have a name.")
@@ -315,7 +316,8 @@ def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Memb
         # was there before the root was not started by it.
         if depth is None and (stat.start_time < root.start_time or _owner(stat.pid) != owner):
             continue
-        if broker and _passes(stat, stats, broker, root.pid):
+        beside = depth is None and stat.pid != broker
+        if broker and not beside and _passes(stat, stats, broker, root.pid):
             continue
         named = session_of(stat.pid)
         if named == session or (depth is not None and not named):
