@@ -318,7 +318,8 @@ def _reap() -> None:
         with suppress(ChildProcessError):
             if os.waitpid(pid, os.WNOHANG)[0] == 0:
                 continue
-        _OURS.remove(pid)
+        with suppress(ValueError):  # another thread has
+            _OURS.remove(pid)
 
 
 def _wait_end(pid: int) -> None:

@@ -159,6 +159,8 @@ def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) ->
         try:
             if os.lstat(old).st_uid != os.geteuid():
                 continue
+            if not local and _holder(old) == 0 and _boot(old, "immutable=1") != machine.boot_id():
+                continue  # a broker on another machine has it open
             _check_ended(old, listened, socket)
             if not _copy(old, path, any_boot=local):
                 continue
@@ -184,10 +186,9 @@ def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
     """
     temporary = path.with_name(f"{path.name}.new")
     try:
-        with closing(sqlite3.connect(f"file:{old}?mode=ro", uri=True)) as source:
-            row = source.execute("SELECT value FROM meta WHERE name = 'boot'").fetchone()
-            if not any_boot and (row is None or row[0] != machine.boot_id()):
-                return False
+        if not any_boot and _boot(old, "mode=ro") != machine.boot_id():
+            return False
+        with closing(sqlite3.connect(f"{old.absolute().as_uri()}?mode=ro", uri=True)) as source:
             temporary.unlink(missing_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             os.close(os.open(temporary, flags, 0o600))
@@ -202,6 +203,17 @@ def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
         with suppress(OSError):
             temporary.unlink()
     return True
+
+
+def _boot(journal: Path, option: str) -> str:
+    """Return the boot that the sessions of a journal are of.
+
+    With ``immutable=1`` without SQLite's locks, which a network may not keep: what is not in the
+    file itself yet is not seen.
+    """
+    with closing(sqlite3.connect(f"{journal.absolute().as_uri()}?{option}", uri=True)) as db:
+        row = db.execute("SELECT value FROM meta WHERE name = 'boot'").fetchone()
+    return str(row[0]) if row else ""
 
 
 def _sync(path: Path) -> None:
@@ -244,7 +256,10 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 def _holder(journal: Path) -> int | None:
-    """Return a process that has the journal open, 0 if it is another container's; None if none."""
+    """Return a process that has the journal open; None if none has.
+
+    0 if it is another container's or, on a network file system, another machine's.
+    """
     for suffix in ("", "-shm"):
         with suppress(FileNotFoundError):
             descriptor = os.open(f"{journal}{suffix}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

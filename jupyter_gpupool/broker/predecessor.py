@@ -109,7 +109,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     try:
         if os.lstat(path).st_uid != os.geteuid():
             return {}
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
             row = db.execute("SELECT value FROM meta WHERE name = 'boot'").fetchone()
             if row is None or row[0] != machine.boot_id():
                 return {}

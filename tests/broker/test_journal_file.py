@@ -17,6 +17,7 @@ import pytest
 from jupyter_gpupool import endpoint, machine
 from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.broker import journal as module
+from jupyter_gpupool.broker import journal_file
 from jupyter_gpupool.broker.journal import Journal, JournalUnusable, Row
 from jupyter_gpupool.broker.journal_file import JournalLock, take_over
 from jupyter_gpupool.errors import BrokerUnavailable
@@ -219,6 +220,34 @@ def test_living_broker_whose_lock_was_deleted_keeps_its_journal(folder):
     assert not (folder / "new.sqlite").exists()
     take_over(folder / "new.sqlite", folder, SOCKET, LOG)
     assert not old.exists()
+
+
+@pytest.mark.parametrize("boot", ["this", "another"])
+def test_older_journal_that_another_machine_has_open_is_left_alone(folder, monkeypatch, boot):
+    """A home on the network: SQLite's locks of all its machines are seen, those of sockets not."""
+    old = older(folder)
+    if boot == "another":
+        change(old, "UPDATE meta SET value = 'another' WHERE name = 'boot'")
+    monkeypatch.setattr(machine, "network_file_system", lambda _: "NFS")
+    # What the kernel says of a lock that no process of this machine has.
+    monkeypatch.setattr(journal_file, "_holder", lambda _: 0)
+    if boot == "this":  # a container of this machine
+        with pytest.raises(BrokerUnavailable):
+            take_over(folder / "new.sqlite", folder, SOCKET, LOG)
+    else:
+        take_over(folder / "new.sqlite", folder, SOCKET, LOG)
+    assert old.exists()
+    assert not (folder / "new.sqlite").exists()
+
+
+def test_older_journal_is_taken_over_from_a_folder_with_any_name(folder):
+    odd = folder / "100%41 #1?"
+    odd.mkdir()
+    older(odd)
+    take_over(odd / "new.sqlite", odd, SOCKET, LOG)
+    after = Journal(odd / "new.sqlite", LOG)
+    assert after.records() == {"s": {"a": 1}}
+    after.close()
 
 
 def fail_copy(monkeypatch, _old):
