@@ -198,6 +198,9 @@ class Landings:
                     f"It initialised CUDA on GPU {home.index}, and the slice is on GPU "
                     f"{target.index}, of another model."
                 )
+            elif unusable := self._unusable(home.uuid):
+                stay = True
+                problem = f"It initialised CUDA on GPU {home.index}. {unusable}"
             elif not (home.landing_bytes and target.can_migrate):
                 stay = True
                 problem = (
@@ -212,6 +215,13 @@ class Landings:
             problem, stay,
         )  # fmt: skip
 
+    def _unusable(self, uuid: str) -> str:
+        """Return why no context can be made on a device until somebody mends that; or ""."""
+        if self._devices.is_aside(uuid):
+            return "That GPU is paused by the administrator."
+        sample = self._effects.samples.get(uuid)
+        return sample.lost if sample is not None else ""
+
     # ------------------------------------------------------------------ room
 
     async def _begin(
@@ -222,9 +232,10 @@ class Landings:
             for uuid in sorted(way.origin):
                 await room.enter_async_context(self._room.setdefault(uuid, asyncio.Lock()))
             while missing := await self._missing(way.origin):
+                self._look_again(session, way)
                 self._pages.notice(session, missing)
                 await asyncio.sleep(ROOM_POLL)
-            self._record(session)  # the lease may have gone meanwhile
+            self._look_again(session, way)
             landing = _Landing(session, way.process, way.origin, room.pop_all())
             session.landing = (*session.landing, *way.origin)
             self._under_way[way.process] = landing
@@ -235,6 +246,14 @@ class Landings:
         finally:
             self._waiting.pop(connection, None)
             await room.aclose()
+
+    def _look_again(self, session: Session, way: _Way) -> None:
+        """Raise RefusedError if a process that waits for room need not, or waits in vain."""
+        now = self._way(session, self._record(session), way.slot.pid)
+        if now.problem:
+            raise RefusedError(now.problem, code="not-moved")
+        if now.origin != way.origin:
+            raise RefusedError("The slice is on another GPU now.", code="again")
 
     async def _missing(self, origin: Iterable[str]) -> str:
         """Return why there is no room for a context on each device; it comes back by itself."""

@@ -258,6 +258,26 @@ def test_where_the_driver_does_not_move_processes_who_asked_waits_and_knows_why(
     assert broker.rows("land") == []
 
 
+def test_who_asked_on_a_gpu_that_is_lost_gives_its_slice_back_and_knows_why(make_broker, kernels):
+    broker = make_broker(retest_after=0.5).started
+    kernel = maker(kernels, broker)
+    k = kernel(memory=BIG)
+    (home,) = k.do("ask")
+    broker.faults.set("device-lost", device=devices(broker)[home]["index"])
+    wait_until(lambda: devices(broker)[home]["drained_reason"], "the Xid", PATIENCE)
+    k.tell("context")
+    wait_until(lambda: "is out of service" in k.status()["wait_reason"], "the reason", PATIENCE)
+    assert (k.state(), k.status()["devices"]) == ("queued", [])
+    other = kernel(memory=BIG)
+    other.begin(MiB)  # the GPU that it could not use is free for others
+    other.do("storm")
+    broker.faults.clear()
+    assert k.answer(PATIENCE) is None
+    assert k.status()["devices"] == [home]
+    assert k.do("alloc", bytes=16 * MiB, byte=1) is None
+    assert broker.rows("land") == []
+
+
 def refused_move(broker, kernel):
     """Return a program that waits after a refused move, where it asked, and who computes there."""
     k = kernel(memory=BIG)
