@@ -526,8 +526,9 @@ def test_link_of_a_broker_that_has_died_is_asked_for_again(session):
 
 def put_back(session):
     """Give the page its name again, as the broker does."""
-    session.page_path.unlink(missing_ok=True)
-    session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/{session.page._fd}")
+    link = session.page_path.with_name(f"link-{threading.get_ident()}")
+    link.symlink_to(f"/proc/{os.getpid()}/fd/{session.page._fd}")
+    link.replace(session.page_path)  # another thread may be reading it
     return True
 
 
