@@ -286,7 +286,7 @@ class DeviceService:
             raise
         self._aside.take(renewed, self._everything)
         there, before = {row["uuid"] for row in rows}, {*self._devices}
-        for uuid in before - there:
+        for uuid in renewed & before - there:  # another may be lost, and be reset later
             await self._workers.pop(uuid).close()
             del self._devices[uuid], self._locks[uuid]
         for row in rows:
@@ -373,18 +373,20 @@ class DeviceService:
             found = await self._shielded(self._self_test(device, migrate=able.migrate))
         (self.untested.discard if found.verdict.tested else self.untested.add)(uuid)
         limits = able.reason if self._peers(device) else ""
-        tested = self._with_landing(self._examiner.apply(found, self._device(uuid), limits))
-        self._devices[uuid] = tested
-        return tested
+        tested = self._examiner.apply(found, self._device(uuid), limits)
+        if tested.can_suspend and device.can_migrate and not self._peers(device):
+            # Where it went before is set aside, which says nothing about the driver.
+            tested = replace(tested, can_migrate=True)
+        self._devices[uuid] = self._with_landing(tested)
+        return self._devices[uuid]
 
     async def _self_test(self, device: Device, *, migrate: bool) -> Findings:
-        peers = self._peers(device)
-
         def operation(root: ProcessId, session: str) -> Operation:
             timeout = min(self._call_timeout, TEST_CALL_TIMEOUT)
             return self._operation(self._workers[device.uuid], root, session, timeout)
 
         async with self._locks[device.uuid]:
+            peers = self._peers(device)
             return await self._examiner.examine(
                 device, peers[0] if migrate and peers else None, self._physical(), operation,
                 retire=self.hazard(),

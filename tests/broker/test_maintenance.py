@@ -425,21 +425,25 @@ def test_doctor_retest_brings_a_gpu_back_that_passes_its_self_test(make_broker):
         assert "No GPU is out of service for a failure." in doctor(broker)
 
 
-def test_resume_of_one_gpu_leaves_another_that_failed_out_of_service(make_broker):
+@pytest.mark.parametrize("readable", [True, False])
+def test_resume_of_one_gpu_leaves_another_that_failed_out_of_service(make_broker, readable):
     broker = make_broker(retest_after=0).started
     with closing(Kernel(broker, "one", memory=400 * MiB)) as one:
         one.attach()
         one.do("drop", hold="cell")
         broker.faults.set("device-lost", device=1)
         lost = wait_until(lambda: broker.rows("device-lost"), "the Xid", 60)[0]["device"]
-        broker.faults.clear()
+        if readable:
+            broker.faults.clear()
         other = next(d["uuid"] for d in broker.status()["devices"] if d["uuid"] != lost)
         maintain(broker, "pause", other)
         closed(broker, other)
         note = maintain(broker, "resume", other)
         assert note.startswith("The GPU is in service again. Out of service: GPU 1: ")
-        assert device_of(broker, lost)["drained_reason"], "nobody has tested it"
+        assert "Xid 79" in device_of(broker, lost)["drained_reason"], "nobody has tested it"
         assert not device_of(broker, other)["drained_reason"]
+        broker.faults.clear()
+        assert "GPU 1 is back." in doctor(broker)
 
 
 def picture(broker):

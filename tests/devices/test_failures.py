@@ -498,6 +498,15 @@ async def test_device_is_set_aside_although_nvml_does_not_answer(emulated):
         assert not users_of(machine, away)
 
 
+async def test_device_that_is_tested_while_its_peer_is_set_aside_can_migrate_as_before(emulated):
+    machine = emulated("2x1GiB,context=16MiB")
+    async with machine.started() as (service, (away, kept)):
+        await service.stand_down("paused", [away.uuid])
+        assert (await service.self_test(kept.uuid)).can_migrate
+        devices = await service.renew([away.uuid])
+        assert all(device.can_migrate for device in devices)
+
+
 async def test_sample_that_a_pause_interrupts_does_not_open_the_paused_device_again(
     emulated, waiting
 ):
