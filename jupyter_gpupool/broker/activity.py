@@ -18,6 +18,7 @@ from typing import Callable, Mapping
 
 from ..guard.page import DEVICES, Reading, device_name
 from ..pool import events as e
+from .pace import Pace
 from .pages import CLOSED, OPEN, UNUSED, Pages
 from .runner import Runner
 from .sessions import Session
@@ -141,10 +142,19 @@ class Activity:
                 self._runner.note("pinned", session, reason=use.pins)
         return reading
 
-    def readings(self) -> dict[str, Reading]:
-        """Return what the page of each attached session says now."""
-        found = ((s.id, self._pages.read(s)) for s in [*self.attached.values()])
-        return {name: reading for name, reading in found if reading is not None}
+    def reading(self, session: Session) -> Reading | None:
+        """Return what the page of an attached session says now; None of any other."""
+        return self._pages.read(session) if session.id in self.attached else None
+
+    async def readings(self) -> dict[str, Reading]:
+        """Return what the page of each attached session says, read one after the other."""
+        pace, found = Pace(), {}
+        for session in [*self.attached.values()]:
+            reading = self._pages.read(session)
+            if reading is not None:
+                found[session.id] = reading
+            await pace.step()
+        return found
 
     def counted(self, session: Session) -> Mapping[str, int]:
         """Return the bytes that it has on each device of its lease; {} without a page.

@@ -24,6 +24,7 @@ from .guards import Guards
 from .handlers import Handlers
 from .landing import Landings
 from .monitor import Monitor
+from .pace import Pace
 from .pages import ATTACHED, Pages, page_folder
 from .rooms import Rooms
 from .runner import Runner
@@ -31,6 +32,9 @@ from .sessions import Session
 from .status import Snapshots
 from .turns import TurnKeeper
 from .watchdog import Watchdog
+
+#: Least seconds between two looks for better homes: each reads all sessions.
+HOMES = 2.0
 
 
 class Guarding:
@@ -62,6 +66,7 @@ class Guarding:
         self.pages: Pages | None = None
         #: Where the folder of links to the guard is.
         self._links: Path | None = None
+        self._homes_at = float("-inf")
 
     def start(
         self,
@@ -144,7 +149,7 @@ class Guarding:
             self._links.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._handlers.guard_directory = guard_directory(self._links)
 
-    def keep(self) -> None:
+    async def keep(self) -> None:
         """Put back what was deleted under living sessions.
 
         Raises
@@ -153,7 +158,7 @@ class Guarding:
             If that is not possible now.
         """
         if self.pages is not None:
-            self.pages.keep()
+            await self.pages.keep()
             if self._handlers.guarded:
                 self._link()
 
@@ -215,12 +220,15 @@ class Guarding:
 
     # ------------------------------------------------------------------ after a sample
 
-    def _sampled(self) -> None:
-        self.refresh_homes()
+    async def _sampled(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._homes_at >= HOMES:
+            self._homes_at = now
+            await self.refresh_homes()
         if self.pages is not None:
-            self.rooms.refresh()
+            self.rooms.refresh_soon()
 
-    def refresh_homes(self) -> None:
+    async def refresh_homes(self) -> None:
         """Let sessions that have not called cuInit see devices with room for them.
 
         A process is bound to the devices that it sees when it calls cuInit, and that needs no
@@ -228,7 +236,9 @@ class Guarding:
         """
         if self.pages is None:
             return
-        for session in self._runner.sessions:
+        pace = Pace()
+        for session in [*self._runner.sessions]:
+            await pace.step()
             if session.page is None or session.process is None:
                 continue  # nobody reads its page yet
             record = self._runner.record(session.id)

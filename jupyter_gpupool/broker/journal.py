@@ -21,7 +21,7 @@ from collections import deque
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 from ..errors import GPUPoolError
 from .retention import LOCK_WAIT, tidy
@@ -37,6 +37,9 @@ MAX_BYTES = 256 << 20
 
 #: Bytes of write-ahead log after which it is begun anew.
 MAX_LOG = 16 << 20
+
+#: Commits between two looks at its size.
+LOOK_AT_LOG = 32
 
 #: Rows kept in memory while the file cannot be written.
 MAX_PENDING = 20_000
@@ -133,6 +136,9 @@ class Journal:
         self._rows: deque[Row] = deque()
         self._meta: dict[str, str] = {}
         self._lost = 0
+        self._commits = 0
+        #: Called when :meth:`tidy` is due before its time: it leaves less for the event loop to do.
+        self.on_long: Callable[[], None] = lambda: None
         self._known: dict[str, str] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -259,8 +265,14 @@ class Journal:
         that came after its look. Here nobody else writes. Without a sync: that is left to the next
         tidying, and until then only a machine that loses its power may lose rows.
         """
+        self._commits += 1
+        if self._commits % LOOK_AT_LOG:
+            return
         try:
-            if self._log_path.stat().st_size < MAX_LOG:
+            size = self._log_path.stat().st_size
+            if size >= MAX_LOG // 2:
+                self.on_long()
+            if size < MAX_LOG:
                 return
             self._db.execute("PRAGMA synchronous = OFF")
             try:

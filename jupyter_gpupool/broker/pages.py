@@ -36,6 +36,7 @@ from ..guard.page import (
 )
 from ..pool.model import SessionRecord
 from . import processes
+from .pace import Pace
 from .sessions import Session, Sessions
 
 __all__ = ["CLOSED", "OPEN", "PAUSED", "UNUSED", "Pages", "environment", "page_folder"]
@@ -192,7 +193,7 @@ class Pages:
             self._log.error("The page of session %s was deleted and no process has it", session.id)
         return page
 
-    def keep(self) -> None:
+    async def keep(self) -> None:
         """Put back the pages that were deleted under their sessions.
 
         Raises
@@ -203,8 +204,9 @@ class Pages:
         self.make_folder()
         now = _version(self.folder)
         changed = self._seen != now  # something came or went in it
-        problem = None
-        for session in self._sessions:
+        problem, pace = None, Pace()
+        for session in [*self._sessions]:
+            await pace.step()
             page = session.page
             if page is None or not (changed or page.path.parent != self.folder):
                 continue

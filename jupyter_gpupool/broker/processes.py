@@ -55,6 +55,19 @@ def descends(pid: int, root: ProcessId) -> bool:
     return False
 
 
+def ancestry(pid: int) -> list[ProcessId]:
+    """Return the living process ``pid`` and those above it, the nearest first."""
+    found = []
+    for _ in range(MAX_DEPTH):
+        stat = read_stat(pid) if pid > 1 else None
+        if stat is None:
+            break
+        if stat.presence != "gone":
+            found.append(stat.identity)
+        pid = stat.parent
+    return found
+
+
 def descendants(root: ProcessId) -> list[ProcessId]:
     """Return the living descendants of ``root``, parents before children, without ``root``.
 

@@ -311,8 +311,12 @@ class Page:
             raise PageError(f"The page {self.path} is not one of version {VERSION}.")
         granted = struct.unpack_from(f"<{DEVICES}Q", data, _GRANTED_AT)[:devices]
         slots = []
-        for at in range(HEADER_BYTES, SIZE, SLOT_BYTES):
-            if data[at]:
+        # One search for all 256 slots: nearly all of them are empty on nearly every page.
+        taken = data[HEADER_BYTES::SLOT_BYTES]
+        last = len(taken.rstrip(b"\0"))
+        for place in range(last):
+            if taken[place]:
+                at = HEADER_BYTES + SLOT_BYTES * place
                 _, pid, start, inflight, waiting, flags, pins, *rest = _SLOT.unpack_from(data, at)
                 inflight += rest[2 * DEVICES + 2]  # the first thread has a word of its own
                 slots.append(
@@ -321,7 +325,7 @@ class Page:
                         tuple(rest[:DEVICES]), tuple(rest[DEVICES : 2 * DEVICES]),
                         rest[2 * DEVICES], rest[2 * DEVICES + 1],
                         tuple(rest[2 * DEVICES + 3 : -1]), rest[-1],
-                        (at - HEADER_BYTES) // SLOT_BYTES,
+                        place,
                     )
                 )  # fmt: skip
         return Reading(gate, devices, epoch, limit, granted, tuple(slots))
