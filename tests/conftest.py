@@ -44,6 +44,7 @@ COSTS = {
     "broker/test_autostart": 30,
     "broker/test_guarded": 35,
     "broker/test_landing": 130,
+    "broker/test_setaside": 40,
     "broker/test_given": 10,
     "e2e/test_visible": 20,
     "broker/test_life": 20,

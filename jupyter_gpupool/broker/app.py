@@ -381,6 +381,7 @@ class BrokerApp:
         self.handlers.retire = effects.retire_and_end
         self.handlers.hazard = lambda: effects.hazard
         self.handlers.on_served = self._served
+        self.maintenance.aside = self.guarding.aside
         self.handlers.maintenance = snapshots.maintenance = self.maintenance
         self.maintenance.begin()
 

@@ -163,6 +163,7 @@ class DeviceEffects:
                 devices = [piece.device for piece in action.slices]
                 moves = self._devices.moves(devices, action.origin)
                 self.pages.moved(session, session.frozen, moves)
+                self.pages.no_longer_aside(session)
             session.frozen = ()
             return e.AttachDone(now=now, session=name, epoch=epoch, seconds=outcome.driver_seconds)
         if outcome.status == "gone":

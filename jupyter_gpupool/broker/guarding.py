@@ -29,6 +29,7 @@ from .pages import ATTACHED, Pages, page_folder
 from .rooms import Rooms
 from .runner import Runner
 from .sessions import Session
+from .setaside import SetAside
 from .status import Snapshots
 from .turns import TurnKeeper
 from .watchdog import Watchdog
@@ -64,6 +65,8 @@ class Guarding:
         self._problem = ""
         self.settings = settings
         self.pages: Pages | None = None
+        #: None where nobody runs under the guard.
+        self.aside: SetAside | None = None
         #: Where the folder of links to the guard is.
         self._links: Path | None = None
         self._homes_at = float("-inf")
@@ -107,6 +110,7 @@ class Guarding:
             runner, pages, activity,
             rooms=self.rooms, home_devices=self._snapshots.home_devices, log=self._log,
         )  # fmt: skip
+        self.aside = SetAside(runner, service, pages, activity, self._log)
         guards.landings = self.landings = Landings(runner, self._effects, service, pages, self._log)
         watchdog = Watchdog(runner, self._effects, pages, self._log, policy=settings.overuse)
         self.turns = TurnKeeper(runner, pages, activity, self._log, turn=settings.turn)
@@ -211,6 +215,9 @@ class Guarding:
     def recovered(self, session: Session) -> None:
         """Make the page true: a broker that was killed in a suspend left the gate closed."""
         if self.pages is not None:
+            record = self._runner.record(session.id)
+            if record is not None and not record.suspended:
+                self.pages.no_longer_aside(session)  # it ended before the driver was asked
             self.guards.changed(session)
 
     def all_recovered(self) -> None:

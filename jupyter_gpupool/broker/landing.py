@@ -58,6 +58,9 @@ TRIES, PAUSE = 4, 0.5
 #: After so many failed moves in a row a session waits for the devices that its processes see.
 MOST_FAILED = 3
 
+#: On its way to its slice.
+_MOVING = (LANDING_MOVES, LANDING_RESTORE)
+
 #: Seconds in which the thread that a dead broker was moving asks the next one.
 AGAIN = 10.0
 
@@ -460,7 +463,7 @@ class Landings:
         try:
             for slot in page.read().slots:
                 process = ProcessId(slot.pid, slot.start_time)
-                if slot.landing < LANDING_MOVES or not processes.alive(process):
+                if slot.landing not in _MOVING or not processes.alive(process):
                     continue
                 found, trouble = await self._devices.landed(process, session=name)
                 if trouble:
@@ -506,7 +509,7 @@ class Landings:
             return
         for now in reading.slots:
             same = (now.pid, now.start_time) == (slot.pid, slot.start_time)
-            if same and now.landing >= LANDING_MOVES:
+            if same and now.landing in _MOVING:
                 session.page.set_landing(now, LANDING_NONE)
 
 

@@ -34,6 +34,7 @@ from .monitor import ENVIRON_TIMEOUT
 from .requests import MAX_NAME
 from .runner import Runner
 from .sessions import Session
+from .setaside import SetAside
 
 Kind = Literal["pause", "drain"]
 
@@ -118,6 +119,8 @@ class Maintenance:
         self._left: dict[str, list[tuple[Holder, str]]] = {}
         self._unseen: dict[str, int] = {}
         self._own = processes.identify(os.getpid())
+        #: Suspends who has only looked at the devices; None where nobody runs under the guard.
+        self.aside: SetAside | None = None
         #: Sessions that were told to restart, by order.
         self._told: set[tuple[str, float, str]] = set()
         self._busy = asyncio.Lock()
@@ -218,7 +221,11 @@ class Maintenance:
                 if self._orders.get(order.device) is order:
                     del self._orders[order.device]
                 self._left.pop(order.device, None)
+                if self.aside is not None:
+                    self.aside.forget((order.device, order.since))
             self._save()
+            if self.aside is not None and not device:
+                await self.aside.resume()
             for order in ended:
                 self._open(order)
         gone = [d for d in self._health.failed if d in self._health.devices]
@@ -343,6 +350,10 @@ class Maintenance:
                 if self._holding(order):
                     continue
                 if order.kind == "pause":
+                    if self.aside is not None and not self._stood_aside(order):
+                        await self.aside.suspend(self._targets(order), (order.device, order.since))
+                        if self._holding(order):
+                            continue
                     await self._stand_down(order)
                     if not due:
                         continue
@@ -359,6 +370,10 @@ class Maintenance:
             self._log.warning("%s", self._sentence(self._orders[order.device]))
             self._runner.note(_WORDS[order.kind], device=order.device or None, reason=order.reason)
             self._save()
+
+    def _stood_aside(self, order: Order) -> bool:
+        """Return whether the children are gone that suspend sessions where ``order`` is."""
+        return bool(self._service.down) or self._service.is_aside(order.device)
 
     async def _stand_down(self, order: Order) -> None:
         if order.device:

@@ -26,8 +26,12 @@ from ..guard.install import session_environment
 from ..guard.page import (
     CLOSED,
     DEVICES,
+    LANDING_ASIDE,
+    LANDING_NONE,
     OPEN,
     PAUSED,
+    SLOT_CONTEXT,
+    SLOT_CUDA,
     UNUSED,
     Page,
     PageError,
@@ -382,6 +386,36 @@ class Pages:
                 with suppress(OSError):  # it is found to be damaged at the next look
                     if session.page is not None:
                         session.page.set_sees(slot, sees)
+
+    def set_aside(self, session: Session) -> bool:
+        """Hold back what processes without a context ask the driver; False if one is moved now.
+
+        Their other calls wait at the gate, which is closed.
+        """
+        reading = self.read(session)
+        for slot in reading.slots if reading is not None else ():
+            if slot.landing not in (LANDING_NONE, LANDING_ASIDE):
+                return False
+        for slot in reading.slots if reading is not None else ():
+            if slot.flags & SLOT_CUDA and not slot.flags & SLOT_CONTEXT:
+                with suppress(OSError):  # it is found to be damaged at the next look
+                    if session.page is not None:
+                        session.page.set_landing(slot, LANDING_ASIDE)
+        return reading is not None
+
+    def is_aside(self, session: Session) -> bool:
+        """Return whether :meth:`set_aside` is in force."""
+        reading = self.read(session)
+        return reading is not None and any(s.landing == LANDING_ASIDE for s in reading.slots)
+
+    def no_longer_aside(self, session: Session) -> None:
+        """Let the processes of a session ask the driver again, which runs them."""
+        reading = self.read(session)
+        for slot in reading.slots if reading is not None else ():
+            if slot.landing == LANDING_ASIDE:
+                with suppress(OSError):
+                    if session.page is not None:
+                        session.page.set_landing(slot, LANDING_NONE)
 
     def notice(self, session: Session, text: str) -> None:
         """Leave a sentence for people in the page."""

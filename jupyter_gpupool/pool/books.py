@@ -280,11 +280,7 @@ class Books(Lanes):
             self._set_slices(s, slices, force=True)
             self.leased.setdefault(s.owner.name, {})[s.id] = s
             self.estimates.holds(s, 1)
-        if s.suspended:
-            for x in s.suspended:
-                self.inventory.placeholder(x.device)
-            self.host.add(s.suspended_bytes)
-            self.quotas.suspended(s.owner.name, s.suspended_bytes)
+        self.take_suspended(s, s.suspended)
         if s.state == "active":
             self.active += 1
         self.offer(s)
@@ -390,6 +386,15 @@ class Books(Lanes):
         else:
             self.host.finish(bound, actual)
             self.quotas.suspended(s.owner.name, actual - bound)
+
+    def take_suspended(self, s: Session, state: tuple[Slice, ...]) -> None:
+        """Count state that was suspended without the pool's asking for it."""
+        s.suspended = state
+        for x in state:
+            self.inventory.placeholder(x.device)
+        if state:
+            self.host.add(s.suspended_bytes)
+            self.quotas.suspended(s.owner.name, s.suspended_bytes)
 
     def drop_suspended(self, s: Session) -> None:
         """The state is on a device again, or gone with its process: its host bytes are free."""

@@ -46,6 +46,7 @@ class Handlers:
             ev.SessionEnded: self._ended,
             ev.HoldTaken: self._hold_taken,
             ev.DevicesSettled: self._devices_settled,
+            ev.SetAside: self._set_aside,
             ev.LandingRefused: self._landing_refused,
             ev.HoldDropped: self._hold_dropped,
             ev.HoldsReplaced: self._holds_replaced,
@@ -357,6 +358,19 @@ class Handlers:
         s = self._books.sessions.get(event.session)
         if s is not None:
             self._settle(s, event.bound)
+
+    def _set_aside(self, event: ev.SetAside) -> None:
+        books = self._books
+        s = books.sessions.get(event.session)
+        if s is None or s.state not in ("detached", "queued"):
+            return  # it was attached meanwhile: whoever suspended it restores it
+        books.drop_plan(s)
+        books.drop_suspended(s)
+        books.take_suspended(s, event.suspended)
+        if s.suspended:
+            s.bound = tuple(x.device for x in s.suspended)
+        if s.entry is not None:
+            books.requeue(s)
 
     def _settle(self, s: Session, bound: tuple[str, ...]) -> None:
         if not bound or s.state not in ("detached", "queued") or s.suspended:

@@ -138,6 +138,11 @@ def do_threads(command):
     return found
 
 
+def do_open(command):
+    """Open a file, and keep it open."""
+    return os.open(command["path"], os.O_RDWR)
+
+
 def do_sub(command):
     """Let a child process, which stays, do something."""
     if not CHILDREN:

@@ -42,6 +42,11 @@ bool landing_moves(void)
     return false;
 }
 
+bool landing_aside(void)
+{
+    return false;
+}
+
 CUresult landing_wait(void)
 {
     return 0;

@@ -53,6 +53,7 @@ CUresult broker_attach(void)
 /* Nothing else ever happens. */
 CUresult guard_settle(void) { return 0; }
 bool landing_moves(void) { return false; }
+bool landing_aside(void) { return false; }
 CUresult landing_wait(void) { return 0; }
 void guard_use_slot(void) {}
 bool later_note(uint32_t entry, const uint64_t *argument) { return entry && argument && false; }

@@ -94,7 +94,8 @@ CUresult gate_pass(void)
          * without a lease. Frameworks know this answer from a driver that was unloaded first. */
         if (__atomic_load_n(&ending, __ATOMIC_ACQUIRE) || polite_finalizing())
             return CUDA_ERROR_DEINITIALIZED;
-        CUresult error = landing_moves() ? landing_wait()
+        CUresult error = landing_aside()   ? broker_attach() /* who has a slice is restored first */
+                         : landing_moves() ? landing_wait()
                          : __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_PAUSED
                              ? sit_out()
                              : broker_attach();
@@ -122,13 +123,16 @@ uint32_t guard_arrears;
 static uint32_t arrears_lock;
 
 /* While anything is owed, or the process is moved, the entry points take the slow path, whatever the
- * gate says. */
+ * gate says. Without a context the driver answers what needs no lease at any time, unless the broker
+ * has had the process suspended: it says so in `landing`, whose first byte is then not zero. */
 static void point(void)
 {
-    bool shut = __atomic_load_n(&guard_arrears, __ATOMIC_SEQ_CST) != 0 || landing_moves();
+    struct page_slot *slot = guard_slot();
+    bool shut = __atomic_load_n(&guard_arrears, __ATOMIC_SEQ_CST) != 0 ||
+                (landing_moves() && !landing_aside());
     const uint8_t *gate = shut ? &guard_shut : guard_page ? &guard_page->gate : &guard_open;
     bool blocks = __atomic_load_n(&context, __ATOMIC_ACQUIRE);
-    guard_gates(gate, shut || blocks ? gate : &guard_open);
+    guard_gates(gate, shut || blocks ? gate : slot ? (const uint8_t *)&slot->landing : &guard_open);
 }
 
 void gate_point(void)
@@ -219,7 +223,7 @@ static bool in(enum purpose purpose, bool gated)
         return true;
     /* A free disturbs nobody's turn, and a question neither. */
     bool lets = purpose >= QUERY ? gate_lets(true) || !gate_closed() : gate_lets(purpose == USE);
-    if (!gated || lets || !__atomic_load_n(&initialised, __ATOMIC_ACQUIRE)) {
+    if ((!gated && !landing_aside()) || lets || !__atomic_load_n(&initialised, __ATOMIC_ACQUIRE)) {
         if (!owing())
             return true;
         if (lets)
@@ -432,7 +436,7 @@ bool guard_has_context(void)
 
 bool guard_blocked(void)
 {
-    return guard_page && guard_has_context() && !gate_lets(false);
+    return guard_page && (guard_has_context() || landing_aside()) && !gate_lets(false);
 }
 
 void guard_note_init(void)
@@ -440,7 +444,11 @@ void guard_note_init(void)
     struct page_slot *slot = guard_slot();
     if (slot)
         __atomic_or_fetch(&slot->flags, SLOT_CUDA, __ATOMIC_RELEASE);
+    if (guard_initialised())
+        return;
+    cached_fill(); /* a pause may have it suspended, and questions go on */
     __atomic_store_n(&initialised, true, __ATOMIC_RELEASE);
+    gate_point();
 }
 
 void guard_note_context(void)

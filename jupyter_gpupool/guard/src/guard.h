@@ -149,6 +149,8 @@ enum landing_kept { KEPT_NONE, KEPT_RELEASED, KEPT_NOTED };
 enum landing_kept landing_over(void);
 /* Whether the broker may have this process suspended for it; wait until it has not. */
 bool landing_moves(void);
+/* Whether this process is suspended though it has no context; landing_moves() is true then, too. */
+bool landing_aside(void);
 CUresult landing_wait(void);
 
 void guard_pin(uint32_t pins); /* PIN_* */

@@ -25,6 +25,12 @@ bool landing_moves(void)
     return slot && __atomic_load_n(&slot->landing, __ATOMIC_SEQ_CST) >= LANDING_MOVES;
 }
 
+bool landing_aside(void)
+{
+    struct page_slot *slot = guard_slot();
+    return slot && __atomic_load_n(&slot->landing, __ATOMIC_SEQ_CST) == LANDING_ASIDE;
+}
+
 static void set(uint64_t landing)
 {
     struct page_slot *slot = guard_slot();

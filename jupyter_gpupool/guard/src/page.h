@@ -59,6 +59,7 @@ enum slot_landing {
     LANDING_BEGUN = 1,   /* it may have contexts where it has no slice */
     LANDING_MOVES = 2,   /* the broker may suspend it (guard) */
     LANDING_RESTORE = 3, /* the driver was told to restore it on the slice (broker) */
+    LANDING_ASIDE = 4,   /* it has no context, and is suspended all the same: an admin's pause (broker) */
 };
 
 struct page_slot {
