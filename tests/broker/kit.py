@@ -251,7 +251,11 @@ class Kernel:
         self.session, self.token, self.env = answer["session"], answer["token"], answer["env"]
         self.process = None
         if launch:
-            self.launch(agent=agent)
+            try:
+                self.launch(agent=agent)
+            except BaseException:
+                self.close()
+                raise
 
     def open_fields(self):
         return {}

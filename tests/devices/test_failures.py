@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpupool.devices import processes
+from jupyter_gpupool.devices.children import Child, ChildLost, child_environment
 from jupyter_gpupool.devices.files import holders
 from jupyter_gpupool.emulator.profiles import device_files
 from jupyter_gpupool.errors import DriverError
@@ -149,6 +151,28 @@ async def test_a_cancelled_caller_does_not_stop_the_driver(emulated):
             await task
         # The next operation on the device waits for the one that goes on.
         assert await service.driver_state(target.root, session=SESSION) == "checkpointed"
+
+
+async def test_child_that_is_closed_while_it_is_being_started_is_ended():
+    child = Child("worker", env=child_environment(None), log=logging.getLogger())
+    start = asyncio.ensure_future(child.start())
+    await asyncio.sleep(0)  # its process is being made
+    await child.close()
+    with pytest.raises(ChildLost):
+        await start
+    assert child.pid is None
+    assert child._reader.done()
+
+
+async def test_child_that_has_just_died_is_waited_for_by_close():
+    child = Child("worker", env=child_environment(None), log=logging.getLogger())
+    await child._spawn(60)
+    reader = child._reader
+    os.kill(child.pid, signal.SIGKILL)
+    while child.pid:
+        await asyncio.sleep(0)
+    await child.close()
+    assert reader.done()
 
 
 async def test_children_end_with_their_parent(emulated, waiting):
