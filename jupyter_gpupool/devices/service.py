@@ -153,6 +153,8 @@ class DeviceService:
         ``known`` are devices by UUID as an earlier broker found them; they are not tested again,
         because a test takes memory (a CUDA context) that sessions may have been granted.
         """
+        if known:
+            self._warm(next(iter(known)))
         try:
             rows = await self._discover()
         except DriverError as error:
@@ -160,12 +162,30 @@ class DeviceService:
             return []
         for row in rows:
             self._add(row)
+        for uuid in self._workers.keys() - self._devices.keys():
+            await self._workers.pop(uuid).close()  # one that is not there any more
         trusted = {uuid: d for uuid, d in (known or {}).items() if uuid in self._devices}
         for uuid, device in trusted.items():
             self._devices[uuid] = self._examiner.trust(self._devices[uuid], device)
         await self._sampler.watch([*self._devices])
         await self._test([uuid for uuid in self._devices if uuid not in trusted])
         return [*self._devices.values()]
+
+    def _warm(self, uuid: str) -> None:
+        """Start the worker of a device that sessions use, while the monitor looks for it.
+
+        Whoever waits for the next broker waits for both.
+        """
+        self._workers[uuid] = worker = self._worker()
+        task = asyncio.ensure_future(worker.start())
+        self._running.add(task)
+
+        def over(ended: asyncio.Future[Any]) -> None:
+            self._running.discard(task)
+            if not ended.cancelled():
+                ended.exception()  # the first call says it
+
+        task.add_done_callback(over)
 
     async def _discover(self) -> list[dict[str, Any]]:
         """Return a row for each device; raise DriverError if there is none."""
@@ -353,7 +373,7 @@ class DeviceService:
         )
         if uuid not in self._workers:
             self._workers[uuid] = self._worker()
-            self._locks[uuid] = asyncio.Lock()
+        self._locks.setdefault(uuid, asyncio.Lock())
 
     async def self_test(self, uuid: str) -> Device:
         """Test a device and return it as it now is.
