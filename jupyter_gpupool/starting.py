@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
 
-from . import startrecord
+from . import recordcopy, startrecord
 from .client import Client
 from .endpoint import check_socket, is_machine_path
 from .errors import BrokerUnavailable, GPUPoolError
@@ -33,6 +33,9 @@ from .startrecord import START_TIMEOUT, Failures, log_path
 
 #: Seconds that a caller who does not wait for another one's start tries to get the lock.
 _LOOKS = 1.0
+
+#: Code of a broker that ended at its start and did not say why: one that fails by itself does.
+_KILLED = "killed"
 
 #: Seconds for a broker that did not start to end.
 _END = 10.0
@@ -62,12 +65,15 @@ def answers(path: Path) -> bool:
     return True
 
 
-def revive(path: Path, *, timeout: float = START_TIMEOUT, patient: bool = True) -> bool:
+def revive(
+    path: Path, *, timeout: float = START_TIMEOUT, patient: bool = True, copy: str = ""
+) -> bool:
     """Start the broker at ``path`` again if it has died; return whether one serves now.
 
     Blocks while it starts. Of several callers, in any processes, one starts it; the others wait
     for that one, or return at once if they are not ``patient``. Never starts the machine's broker,
-    nor one that ended in order.
+    nor one that ended in order. ``copy`` is where the caller knows of a second copy of the record,
+    should the socket's folder have been deleted.
 
     Raises
     ------
@@ -75,26 +81,31 @@ def revive(path: Path, *, timeout: float = START_TIMEOUT, patient: bool = True) 
         If it does not start: why, and where its log is.
     """
     if not startrecord.can_revive(path):
-        return False
+        if not recordcopy.can_restore(path, copy):
+            return False
+        make_folder(path.parent)
     give_up = time.monotonic() + timeout
     try:
         # Those who only look whether the lock is held hold it for an instant.
         with only_one(path, give_up if patient else time.monotonic() + _LOOKS):
-            return answers(path) or revive_locked(path, give_up)
+            return answers(path) or revive_locked(path, give_up, copy)
     except _Busy:
         return False
 
 
-def revive_locked(path: Path, give_up: float) -> bool:
+def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
     """Start the broker at ``path`` from its record, if there is one; with the start's lock held.
 
-    Tries up to :data:`startrecord.ATTEMPTS` times, with pauses.
+    Tries up to :data:`startrecord.ATTEMPTS` times, with pauses. A record that was deleted is
+    written again from its ``copy`` (see :func:`revive`).
 
     Raises
     ------
     BrokerUnavailable
         If it does not start, or has not lately and the next attempt is not due yet.
     """
+    if recordcopy.restore(path, copy):
+        _LOG.warning("The start record of the broker at %s was deleted and is back", path)
     while True:
         known = startrecord.read_failures(path)
         try:
@@ -120,6 +131,10 @@ def revive_locked(path: Path, give_up: float) -> bool:
         except BrokerUnavailable as error:
             if error.code == "already-running":
                 return False  # it lives and does not answer: that is not repaired by another one
+            if error.code == _KILLED and time.monotonic() < give_up:
+                # Whatever kills brokers is no fault of this one: it counts as dead, not as failed.
+                startrecord.note_killed(path, known)
+                continue
             failed = _failed(path, known, error.message, error.next_step)
             if startrecord.read_failures(path).given_up or time.monotonic() > give_up:
                 raise failed from None
@@ -261,8 +276,8 @@ def launch(path: Path, command: Sequence[str], env: Mapping[str, str], give_up: 
             next_step=f"See its log: {log_file}",
         )
     raise BrokerUnavailable(
-        str(answer.get("message") or "The GPU pool broker ended at its start."),
-        code=str(answer.get("code") or "start-failed"),
+        str(answer.get("message") or "The GPU pool broker was killed as it started."),
+        code=str(answer.get("code") or _KILLED),
         next_step=str(answer.get("next_step") or f"See its log: {log_file}"),
         details={"socket": str(answer.get("socket") or "")},
     )
@@ -391,7 +406,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_machine_path(path):
         return 1
     try:
-        return 0 if revive(path, patient=False) else 1
+        return 0 if revive(path, patient=False, copy="".join(arguments[1:2])) else 1
     except GPUPoolError as error:
         with suppress(OSError), _open_log(log_path(path)) as log:
             os.write(log, f"{time.strftime('%F %T')} {error}\n".encode())

@@ -16,7 +16,7 @@ import shlex
 import stat
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
@@ -50,8 +50,11 @@ _MOST_STARTS = 200
 #: Seconds from the last failure to the next attempt, by the number of failures.
 PAUSES = (0.0, 0.5, 2.0, 30.0, 60.0, 300.0)
 
-#: A record is a command and some tens of variables.
+#: A record is a command, some tens of variables, and small files.
 _MOST_BYTES = 256 << 10
+
+#: Of a configuration file beside the socket; a longer one is not in the record.
+_MOST_FILE = 64 << 10
 
 #: Variables that a broker or what it loads obeys: its successor must see what it saw. A name that
 #: ends with "*" stands for all names that begin so.
@@ -68,7 +71,7 @@ _SECRET = ("TOKEN", "PASSWORD", "SECRET", "JWT", "COOKIE", "CREDENTIAL", "_KEY")
 #: Of the session that the broker may have been started from.
 SESSION_VARIABLES = (
     "GPUPOOL_SESSION", "GPUPOOL_TOKEN", "GPUPOOL_PAGE", "GPUPOOL_VISIBLE",
-    "GPUPOOL_REAL_LIBCUDA", "GPUPOOL_ATTACH", REVIVE_VARIABLE,
+    "GPUPOOL_REAL_LIBCUDA", "GPUPOOL_ATTACH", REVIVE_VARIABLE, "GPUPOOL_START_RECORD",
 )  # fmt: skip
 
 
@@ -95,6 +98,10 @@ class StartRecord:
     served: bool = False
     #: The error of its own that ended it.
     crashed: str = ""
+    #: Where it listens.
+    socket: str = ""
+    #: By name: the files beside the socket that its command names. They go with its folder.
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def useless(self) -> bool:
@@ -208,6 +215,8 @@ def write_record(
         os.getpid(),
         machine.pid_namespace(),
         journal,
+        socket=str(socket),
+        files=_files(socket, command),
     )
     _write(record_path(socket), asdict(record))
     known = read_failures(socket)
@@ -242,7 +251,11 @@ def read_record(socket: Path) -> StartRecord | None:
     BadRecord
         If the record cannot be trusted or read.
     """
-    path = record_path(socket)
+    return read_record_file(record_path(socket))
+
+
+def read_record_file(path: Path) -> StartRecord | None:
+    """Return the record in ``path``, as :func:`read_record` does."""
     found = _read(path)
     if found is None:
         return None
@@ -256,6 +269,8 @@ def read_record(socket: Path) -> StartRecord | None:
             journal=str(found.get("journal", "")),
             served=bool(found.get("served", True)),
             crashed=str(found.get("crashed", "")),
+            socket=str(found.get("socket", "")),
+            files={str(k): str(v) for k, v in found.get("files", {}).items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         raise _bad(path, "is not a record of a broker's start") from None
@@ -333,6 +348,14 @@ def note_death(socket: Path, before: Failures, record: StartRecord) -> Failures:
     return known
 
 
+def note_killed(socket: Path, before: Failures) -> None:
+    """Write that a broker was killed as it started."""
+    now = time.time()
+    known = replace(before, deaths=(*_recent(before.deaths, now), now)[-MOST_DEATHS:])
+    with contextlib.suppress(OSError):
+        _write(failures_path(socket), asdict(known))
+
+
 def too_often(before: Failures) -> bool:
     """Return whether the brokers die as often as they are started, and serve nobody.
 
@@ -364,19 +387,16 @@ def being_started(socket: Path) -> bool:
 # ---------------------------------------------------------------------- the launcher
 
 
-def kernel_environment(socket: Path) -> dict[str, str]:
-    """Return what a kernel's agent and guard need to start the broker again, should it die."""
-    return {} if is_machine_path(socket) else {REVIVE_VARIABLE: launcher(socket)}
-
-
-def launcher(socket: Path) -> str:
+def launcher(socket: Path, copy: str = "") -> str:
     """Return the shell command that starts the broker at ``socket`` again, for a kernel to run.
+
+    ``copy``: where another copy of the record is, see :mod:`jupyter_gpupool.recordcopy`.
 
     A kernel may have neither this package nor this Python, so the command names both. It returns
     at once: what it starts is no child of the kernel.
     """
     package = Path(__file__).resolve().parent.parent
-    words = [sys.executable, "-m", "jupyter_gpupool.starting", str(socket)]
+    words = [sys.executable, "-m", "jupyter_gpupool.starting", str(socket), *filter(None, [copy])]
     return (
         f"cd / && PYTHONPATH={shlex.quote(str(package))} {shlex.join(words)} "
         "</dev/null >/dev/null 2>&1 &"
@@ -424,6 +444,29 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise _bad(path, "is not a JSON object")
     return value
+
+
+def _files(socket: Path, command: Sequence[str]) -> dict[str, str]:
+    """Return the small files in the socket's folder that ``command`` names, by name."""
+    found: dict[str, str] = {}
+    for path in map(Path, command):
+        with contextlib.suppress(OSError, ValueError):
+            if path.parent != socket.parent or not path.is_file():
+                continue
+            if path.stat().st_size + sum(map(len, found.values())) <= _MOST_FILE:
+                found[path.name] = path.read_text()
+    return found
+
+
+def write_file(path: Path, record: StartRecord) -> None:
+    """Write ``record`` to ``path``, which nobody else can read.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written.
+    """
+    _write(path, asdict(record))
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:

@@ -112,6 +112,11 @@ class Activity:
             return False
         return not (reading.inflight or reading.waiting or reading.captures)
 
+    def go_on(self, session: Session, quiet_for: float) -> None:
+        """Take over the hold of a session in use, which was last used ``quiet_for`` seconds ago."""
+        session.use.held = True
+        session.use.busy_at = self._now() - quiet_for
+
     def recording(self, session: Session) -> bool:
         """Return whether it was recording a graph when last read: that is use.
 

@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from ..machine import boot_id, machine_id
 from ..pool import events as e
 from ..pool.machine import Pool
 from ..pool.model import Device
+from ..recordcopy import copy_path, remove_copy, write_copy
 from ..starting import broker_environment
 from ..startrecord import (
     BadRecord,
@@ -155,6 +157,7 @@ class BrokerApp:
         #: How this broker is started again; None if nobody does that.
         self._record: StartRecord | None = None
         self._built = False
+        self._alone_since = time.monotonic()
         self._door: Door | None = None
         self.health = Health(_LOG)
 
@@ -177,6 +180,7 @@ class BrokerApp:
             self._ending.last_act = partial(self._last_act, claim)
             stack.callback(claim.close)
             journal = self._open_journal(stack)
+            self._alone_since = time.monotonic()  # whoever was here before is gone
             stack.callback(self._forget_emulated, journal)
             show = partial(machine_environment, self.settings, self.path, journal.path)
             kernel_env, own_env = show({}), {**os.environ, **show(os.environ)}
@@ -228,12 +232,13 @@ class BrokerApp:
                 report(ready, {"ok": True, "pid": os.getpid(), "socket": str(self.path)})
             keeper = Keeper(claim, self.journal_lock, self.runner, self._serve, _LOG)
             keeper.keep_pages = self.guarding.keep
+            keeper.keep_record = self._keep_record
             chores = [
                 loop.create_task(chore) for chore in (self._tidy(), self._linger(), keeper.run())
             ]
             chores.append(loop.create_task(asyncio.to_thread(sweep, self.path, _LOG)))
             await self._ending.wait()
-            remove_record(self.path)
+            self.forget_record()
             for chore in chores:
                 chore.cancel()
             await asyncio.gather(*chores, return_exceptions=True)
@@ -421,8 +426,7 @@ class BrokerApp:
                 self.aftermath.killed(from_json(stored[name]["record"]))
         for one in found:
             self.guarding.adopt(one.session, one.record)
-            if one.idle_since and self.guarding.untouched(one.session):
-                one.at_rest()
+            self.guarding.settle_use(one, self.runner.now(), self._alone)
         # Those that hold a slice first: nobody may be given what they have.
         for one in sorted(found, key=lambda r: not r.record.slices):
             self._go_on(one)
@@ -434,7 +438,7 @@ class BrokerApp:
         session, runner = one.session, self.runner
         runner.sessions.add(session)
         runner.handle(e.SessionRecovered(now=runner.now(), record=one.record))
-        self.guarding.recovered(session)
+        self.guarding.recovered(one, self._alone)
         if one.record.slices:
             runner.busy[session.id] = one.record.state
         if session.process is None:
@@ -455,9 +459,14 @@ class BrokerApp:
             grace = GRACE if session.page is None else GRACE_UNDER_GUARD
             self.handlers.lives.start_grace(session, grace)
 
+    @property
+    def _alone(self) -> float:
+        """For how many seconds at least no other broker has looked at these sessions."""
+        return time.monotonic() - self._alone_since
+
     def _last_act(self, claim: Claim) -> None:
         """Before an end by force: a broker that was told to end is not started again."""
-        remove_record(self.path)
+        self.forget_record()
         claim.close()
 
     def _mention_predecessor(self) -> None:
@@ -483,6 +492,25 @@ class BrokerApp:
                 self._served()  # somebody was faster
         except OSError as error:
             _LOG.warning("Should this broker die, it will not be started again: %s", error)
+            return
+        try:
+            write_copy(self._record)
+        except OSError as error:
+            _LOG.warning("The start record has no copy beside the journal: %s", error)
+
+    def _keep_record(self) -> None:
+        """Write the copy of the start record again, if it was deleted."""
+        if self._record is not None and not copy_path(Path(self._record.journal)).exists():
+            write_copy(self._record)
+
+    def forget_record(self) -> None:
+        """Let nobody start this broker again, or the one before it: it was told to end."""
+        record = self._record
+        with suppress(BadRecord):
+            record = record or read_record(self.path)
+        if record is not None:
+            remove_copy(record.journal)
+        remove_record(self.path)
 
     def _announce(self, service: DeviceService) -> None:
         _LOG.info(
@@ -518,12 +546,19 @@ class BrokerApp:
     def _served(self) -> None:
         """Note that this broker is of use: should it be killed, another start is worth it."""
         if self._record is not None:
-            self._record = change_record(self.path, self._record, served=True)
+            self._change_record(served=True)
 
     def crashed(self, error: Exception) -> None:
         """Note that this broker ended by an error of its own."""
         if self._record is not None:
-            change_record(self.path, self._record, crashed=f"{type(error).__name__}: {error}"[:500])
+            self._change_record(crashed=f"{type(error).__name__}: {error}"[:500])
+
+    def _change_record(self, **changes: Any) -> None:
+        assert self._record is not None
+        self._record = change_record(self.path, self._record, **changes)
+        if copy_path(Path(self._record.journal)).exists():  # or it ends in order
+            with suppress(OSError):
+                write_copy(self._record)
 
     # ------------------------------------------------------------------ while it runs
 
@@ -695,7 +730,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             await app.run(options.ready_fd)
         except Stopped:
-            remove_record(app.path)  # of the broker before: this one was told to end, too
+            app.forget_record()
             raise
         except GPUPoolError:
             raise

@@ -17,7 +17,7 @@ from ..devices.service import DeviceService
 from ..errors import GPUPoolError
 from ..guard.install import guard_directory
 from ..pool.model import Device, SessionRecord
-from .activity import Activity
+from .activity import DEVICE_HOLD, Activity
 from .beyond import Beyond
 from .effects import DeviceEffects
 from .guards import Guards
@@ -26,6 +26,7 @@ from .landing import Landings
 from .monitor import Monitor
 from .pace import Pace
 from .pages import ATTACHED, Pages, page_folder
+from .recovery import Recovered
 from .rooms import Rooms
 from .runner import Runner
 from .sessions import Session
@@ -208,17 +209,32 @@ class Guarding:
             self.pages.adopt(session, used=used)
             self.activity.read(session)
 
-    def untouched(self, session: Session) -> bool:
-        """Return whether nothing has used the session's device since an earlier broker looked."""
-        return self.pages is not None and self.activity.untouched(session)
+    def settle_use(self, one: Recovered, now: float, alone: float) -> None:
+        """Let the page say whether a session, which an earlier broker had, uses its device.
 
-    def recovered(self, session: Session) -> None:
+        ``alone`` is for how many seconds at least there has been no broker, so that who was seen to
+        be quiet has been quiet for as long.
+        """
+        if self.pages is None or not (one.idle_since or one.computed):
+            return
+        quiet = self.activity.untouched(one.session)
+        if quiet and one.idle_since:
+            one.at_rest()
+        elif quiet and alone >= self.activity.quiet_after:
+            one.at_rest(now - alone)
+        elif one.computed and one.session.page is not None:
+            one.in_use(now)
+
+    def recovered(self, one: Recovered, alone: float) -> None:
         """Make the page true: a broker that was killed in a suspend left the gate closed."""
         if self.pages is not None:
-            record = self._runner.record(session.id)
+            record = self._runner.record(one.session.id)
             if record is not None and not record.suspended:
-                self.pages.no_longer_aside(session)  # it ended before the driver was asked
-            self.guards.changed(session)
+                self.pages.no_longer_aside(one.session)  # it ended before the driver was asked
+            quiet = self.activity.untouched(one.session)
+            self.guards.changed(one.session)
+            if any(hold.id == DEVICE_HOLD for hold in one.record.holds):
+                self.activity.go_on(one.session, alone if quiet else 0.0)
 
     def all_recovered(self) -> None:
         """Remove the pages of sessions that ended while there was no broker."""

@@ -17,6 +17,7 @@ from typing import Mapping
 
 from ..endpoint import is_machine_path
 from ..errors import BrokerUnavailable, GPUPoolError
+from ..recordcopy import COPY_VARIABLE, can_restore
 from ..startrecord import (
     REVIVE_VARIABLE,
     START_TIMEOUT,
@@ -44,6 +45,7 @@ class Reviver:
     def __init__(self, path: Path, environ: Mapping[str, str]) -> None:
         self._path = path
         self._command = environ.get(REVIVE_VARIABLE, "")
+        self._copy = environ.get(COPY_VARIABLE, "")
         self._service = is_machine_path(path)
         self._next = 0.0
         #: Whether somebody starts the broker now, or soon.
@@ -62,7 +64,7 @@ class Reviver:
         if being_started(self._path):
             self._wait_for_start()
             return error
-        if not self._command or not can_revive(self._path):
+        if not self._command or not self._can_revive():
             return error
         known = read_failures(self._path)
         if known.given_up and known.pause(time.time()):
@@ -86,6 +88,9 @@ class Reviver:
         return f"Waiting for the GPU pool broker at {self._path}."
 
     # ------------------------------------------------------------------ internals
+
+    def _can_revive(self) -> bool:
+        return can_revive(self._path) or can_restore(self._path, self._copy)
 
     def _wait_for_start(self) -> None:
         self.expected = True

@@ -303,3 +303,23 @@ def test_what_goes_around_the_guard_is_seen(make_broker):
     assert row["session"] == p.session
     assert row["bytes"] >= 200 * MiB
     p.close()
+
+
+def test_slice_in_use_when_the_broker_died_is_taken_once_the_use_is_over(make_broker):
+    """A new broker used to keep it for two seconds: it served nobody if it was killed before."""
+    broker = make_broker(emulate="1x512MiB,context=32MiB").started
+    holder, waiting = (Program(broker, name, memory=BIG) for name in ("holder", "waiting"))
+    try:
+        holder.begin(16 * MiB, byte=1)
+        assert holder.do("storm") is None
+        waiting.tell("context")
+        waiting.wait_state("queued")
+        broker.kill()
+        assert holder.do("calm")["error"] == 0
+        broker.started  # noqa: B018
+        assert waiting.answer() is None
+        assert "did not come back" not in broker.tail(1 << 20)
+        assert holder.do("check") == 16 * MiB
+    finally:
+        holder.close()
+        waiting.close()

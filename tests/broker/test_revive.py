@@ -165,6 +165,41 @@ def test_a_broker_is_nobodys_child_and_has_nothing_of_the_session_around(dead, m
     assert b"GPUPOOL_TOKEN" not in environ
 
 
+def replace_in_record(broker, **changes):
+    path = startrecord.record_path(broker.socket)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_broker_that_is_killed_as_it_starts_is_started_again(dead, tmp_path, monkeypatch):
+    """Whatever kills it is no fault of the start: three of them used to fail every waiting call."""
+    monkeypatch.setattr(startrecord, "DEATH_PAUSES", (0.0,))
+    starts = tmp_path / "starts"
+    script = (
+        "import os, sys; from pathlib import Path\n"
+        f"starts = Path({str(starts)!r})\n"
+        "known = starts.read_text() if starts.exists() else ''\n"
+        "starts.write_text(known + '.')\n"
+        "if len(known) < 4: os.kill(os.getpid(), 9)\n"
+        "from jupyter_gpupool.broker.app import main; sys.exit(main())"
+    )
+    command = json.loads(startrecord.record_path(dead.socket).read_text())["command"]
+    replace_in_record(dead, command=[sys.executable, "-c", script, *command[3:]])
+    assert starting.revive(dead.socket)
+    assert starts.read_text() == "....."
+    assert startrecord.read_failures(dead.socket).count == 0
+
+
+def test_broker_that_cannot_be_imported_says_why(dead, tmp_path, monkeypatch):
+    monkeypatch.setattr(startrecord, "PAUSES", (0.0,))
+    (tmp_path / "traitlets.py").write_text("raise RuntimeError('a broken library')")
+    environment = startrecord.read_record(dead.socket).environment
+    paths = f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"
+    replace_in_record(dead, environment={**environment, "PYTHONPATH": paths})
+    with pytest.raises(BrokerUnavailable, match="RuntimeError: a broken library"):
+        starting.revive(dead.socket)
+    assert startrecord.read_failures(dead.socket).given_up
+
+
 def test_a_broker_without_its_program_names_the_program(dead):
     path = startrecord.record_path(dead.socket)
     record = json.loads(path.read_text())

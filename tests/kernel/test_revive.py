@@ -12,6 +12,7 @@ import pytest
 from jupyter_gpupool import startrecord
 from jupyter_gpupool.errors import BrokerUnavailable
 from jupyter_gpupool.kernel.revive import GRACE, Reviver
+from jupyter_gpupool.recordcopy import COPY_VARIABLE
 from jupyter_gpupool.starting import only_one
 from jupyter_gpupool.startrecord import ATTEMPTS, REVIVE_VARIABLE, START_TIMEOUT
 
@@ -64,6 +65,19 @@ def test_one_that_ended_in_order_is_not_started(socket: Path, started: Path) -> 
     assert not one.expected
     assert one.patience == GRACE
     assert str(socket) in one.describe()
+
+
+def test_broker_whose_record_was_deleted_is_started_from_the_copy(
+    socket: Path, started: Path
+) -> None:
+    copy = socket.with_name("copy.json")
+    one = Reviver(socket, {REVIVE_VARIABLE: f"echo called >> {started}", COPY_VARIABLE: str(copy)})
+    one.away(AWAY)
+    assert not one.expected
+    copy.write_text("{}")
+    one.away(AWAY)
+    assert one.expected
+    assert started.read_text() == "called\n"
 
 
 def test_without_the_command_nothing_is_started(socket: Path) -> None:
