@@ -24,7 +24,7 @@ from benchmarks.common import budget, percentile, summary
 from benchmarks.kernels import Kernel, private_pool
 
 #: Milliseconds that a cell may take more than in plain ipykernel.
-ATTACHED_P50_MS, ATTACHED_P99_MS, CPU_P50_MS = 0.2, 1.0, 0.05
+ATTACHED_P50_MS, ATTACHED_P99_MS, CPU_P50_MS = 0.05, 0.5, 0.05
 
 #: Runs in the kernel: seconds of everything the gate does around one attached cell.
 INSIDE = """

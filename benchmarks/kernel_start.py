@@ -17,7 +17,7 @@ from benchmarks.common import budget, percentile, summary
 from benchmarks.kernels import Kernel, private_pool
 
 #: Milliseconds that a start may take more than that of plain ipykernel.
-BUDGET_MS = 50.0
+BUDGET_MS = 20.0
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:

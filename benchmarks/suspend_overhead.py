@@ -31,7 +31,7 @@ from jupyter_gpupool.devices.service import DeviceService
 MiB = 1 << 20
 
 #: Milliseconds that suspend or resume may take beyond the driver.
-BUDGET_MS = 50.0
+BUDGET_P50_MS, BUDGET_P99_MS = 20.0, 100.0
 
 #: Takes and writes so many bytes, says so, and waits for its stdin to end.
 TARGET = """
@@ -107,7 +107,7 @@ async def measure(env: dict[str, str], sizes: Sequence[int], rounds: int) -> dic
     finally:
         await service.close()
     worst = max(row[op]["beyond_ms"]["p50"] for row in rows for op in ("suspend", "resume"))
-    late = max(row[op]["beyond_ms"]["max"] for row in rows for op in ("suspend", "resume"))
+    late = max(row[op]["beyond_ms"]["p99"] for row in rows for op in ("suspend", "resume"))
     return {
         "what": "seconds of suspend and resume, whole and in the driver",
         "driver": service.driver_version,
@@ -117,8 +117,8 @@ async def measure(env: dict[str, str], sizes: Sequence[int], rounds: int) -> dic
         "rounds": rounds,
         "sizes": rows,
         "budgets": [
-            budget("suspend and resume beyond the driver, p50", worst, BUDGET_MS, "ms"),
-            budget("suspend and resume beyond the driver, worst", late, BUDGET_MS, "ms"),
+            budget("suspend and resume beyond the driver, p50", worst, BUDGET_P50_MS, "ms"),
+            budget("suspend and resume beyond the driver, p99", late, BUDGET_P99_MS, "ms"),
         ],
     }
 

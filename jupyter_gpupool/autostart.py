@@ -18,7 +18,7 @@ from typing import Any, Mapping
 from traitlets.config import Config
 from traitlets.config.loader import DeferredConfigString, LazyConfigValue
 
-from .endpoint import MACHINE_SOCKET, check_path, find_socket
+from .endpoint import MACHINE_SOCKET, check_path, find_socket, is_machine_path
 from .errors import BrokerUnavailable
 from .starting import answers, broker_environment, launch, make_folder, only_one, revive_locked
 from .startrecord import START_TIMEOUT
@@ -73,9 +73,46 @@ def ensure_broker(
         try:
             _start(path, settings_overrides, give_up)
         except BrokerUnavailable as error:
-            if error.code != "already-running":
-                raise
-            return _join(Path(error.details.get("socket") or path), error, give_up)
+            other = Path(error.details.get("socket") or path)
+            if error.code == "already-running":
+                return _join(other, error, give_up)
+            if error.code == "sessions-elsewhere":
+                return _bring_back(other, path, error, settings_overrides, give_up)
+            raise
+    return path
+
+
+def _bring_back(
+    home: Path,
+    path: Path,
+    error: BrokerUnavailable,
+    overrides: Config | Mapping[str, Any] | None,
+    give_up: float,
+) -> Path:
+    """Return the socket of the broker that this user's living kernels depend on, started again.
+
+    That is at ``home``, with the configuration it had, or else with this caller's. Only where
+    nothing can listen at ``home`` any more a broker at ``path`` takes over the sessions.
+    """
+    _LOG.warning("GPU pool: %s It is started there, and this server uses it.", error.message)
+    if is_machine_path(home):
+        return _wait_for_service(home, max(0.0, give_up - time.monotonic()))
+    try:
+        make_folder(home.parent)
+        with only_one(home, give_up):
+            if not answers(home) and not _revived(home, give_up):
+                _start(home, overrides, give_up)
+        return home
+    except BrokerUnavailable as problem:
+        if problem.code == "already-running":
+            return _join(Path(problem.details.get("socket") or home), problem, give_up)
+        if problem.code != "bad-socket":
+            raise
+        _LOG.warning(
+            "GPU pool: %s The broker at %s takes over the kernels' sessions: restart those kernels "
+            "to use a GPU in them again.", problem.message, path,
+        )  # fmt: skip
+    _start(path, overrides, give_up, "--take-over")
     return path
 
 
@@ -112,14 +149,17 @@ def _revived(path: Path, give_up: float) -> bool:
         return revive_locked(path, give_up)
     except BrokerUnavailable as error:
         # What it was started with may be gone for good. Kernels that depend on it are not lost by
-        # another configuration: a broker that does not reach their devices does not start.
+        # another configuration: a broker that does not reach their devices, or uses another
+        # journal than the one that they are in, does not start.
         _LOG.warning("GPU pool: %s Trying with this server's own configuration.", error)
         return False
 
 
-def _start(path: Path, overrides: Config | Mapping[str, Any] | None, give_up: float) -> None:
+def _start(
+    path: Path, overrides: Config | Mapping[str, Any] | None, give_up: float, *options: str
+) -> None:
     """Start a broker with the caller's configuration."""
-    command = [sys.executable, "-m", "jupyter_gpupool.broker", "--socket", str(path)]
+    command = [sys.executable, "-m", "jupyter_gpupool.broker", "--socket", str(path), *options]
     section = _section(overrides)
     if section:
         command += ["--config", str(_write_config(path.with_suffix(".config.json"), section))]

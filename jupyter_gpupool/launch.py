@@ -21,7 +21,7 @@ from typing import Any, Mapping, MutableMapping, Sequence
 from .endpoint import user_runtime_dir
 from .errors import ConfigError, GPUPoolError
 from .guard.install import hide_devices, remember_devices
-from .startrecord import kernel_environment
+from .recordcopy import kernel_environment
 
 AGENT = "jupyter_gpupool.kernel"
 

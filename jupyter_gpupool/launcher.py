@@ -17,11 +17,11 @@ import signal
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Callable, Mapping, NoReturn, Sequence
+from typing import Any, Mapping, NoReturn, Sequence
 
 from .again import ClientAgain
 from .endpoint import NO_SESSION_VARIABLE, check_socket, find_socket
-from .errors import BrokerUnavailable, ConfigError, GPUPoolError
+from .errors import ConfigError, GPUPoolError
 from .guard.install import hide_devices, without_guard
 from .launch import (
     NOTICE_VARIABLE,
@@ -114,7 +114,7 @@ def _open(command: list[str], kernel: str, env: dict[str, str]) -> tuple[list[st
         answer = client.call(
             "open",
             kernel_id=_kernel_id(command),
-            label=Path(env.get("JPY_SESSION_NAME", "")).name or shown,
+            label=_label(env, shown),
             request=request,
             attach=attach,
         )
@@ -171,6 +171,22 @@ def _kernel_id(command: Sequence[str]) -> str:
     return ""
 
 
+def _label(env: Mapping[str, str], shown: str) -> str:
+    """Return what people recognise this kernel by.
+
+    That is its notebook, where the client tells (``JPY_SESSION_NAME``), else the folder in which it
+    is started, which is mostly the notebook's, and the name of its kernelspec.
+    """
+    notebook = Path(env.get("JPY_SESSION_NAME", "")).name
+    if notebook:
+        return notebook
+    try:
+        folder = Path.cwd()
+    except OSError:  # it was deleted
+        return shown
+    return f"{'~' if folder == Path.home() else folder.name or '/'}: {shown}"
+
+
 def _broker(named: str) -> Path:
     """Return the socket of a living broker; start this user's own if there is none."""
     from .autostart import ensure_broker
@@ -180,54 +196,14 @@ def _broker(named: str) -> Path:
     if named:
         path = Path(named)
         if not answers(path):
-
-            def again() -> Path:
-                revive(path, timeout=START_TIMEOUT)
-                return path
-
-            _elsewhere(again)
+            revive(path, timeout=START_TIMEOUT)
         check_socket(path)
         return path
     configured = load_settings().socket
     path = find_socket(configured)
     if answers(path):
         return path
-    return _elsewhere(lambda: ensure_broker(None, configured, timeout=START_TIMEOUT))
-
-
-def _elsewhere(start: Callable[[], Path]) -> Path:
-    """Have ``start`` start a broker that is not this process's child, or it would be the kernel's.
-
-    Clients end a kernel's children together with it, and so does ipykernel as it ends.
-    """
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _report_start(writing, start)
-    os.close(writing)
-    with os.fdopen(reading, encoding="utf-8") as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    said = json.loads(text or "{}")
-    if "path" not in said:
-        raise BrokerUnavailable(
-            said.get("message") or "The GPU pool broker could not be started.",
-            code=said.get("code") or "start-failed",
-            next_step=said.get("next_step") or "See `jupyter gpupool doctor`.",
-        )
-    return Path(said["path"])
-
-
-def _report_start(writing: int, start: Callable[[], Path]) -> NoReturn:
-    """In the process between: start the broker, write how it went, and end."""
-    said: dict[str, str] = {}
-    try:
-        said["path"] = str(start())
-    except GPUPoolError as error:
-        said.update(message=error.message, code=error.code, next_step=error.next_step)
-    finally:
-        os.write(writing, json.dumps(said).encode())
-        os._exit(0)
+    return ensure_broker(None, configured, timeout=START_TIMEOUT)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -70,6 +70,14 @@ def boot_id() -> str:
     return _BOOT_ID.read_text().strip()
 
 
+def pid_namespace() -> str:
+    """Return the namespace that this process's numbers count in: a container has its own."""
+    try:
+        return str(_PID_NAMESPACE.readlink())
+    except OSError:
+        return ""
+
+
 @lru_cache(maxsize=1)
 def machine_id() -> str:
     """Return 12 hexadecimal digits that are this machine's, and stay so when it starts again.

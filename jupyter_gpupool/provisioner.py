@@ -28,7 +28,7 @@ from .again import ClientAgain
 from .autostart import ensure_broker
 from .client import Client
 from .config import load_settings
-from .config.differences import notice
+from .config.differences import not_logged, notice
 from .endpoint import SOCKET_VARIABLE, check_socket
 from .errors import ConfigError, GPUPoolError, RefusedError
 from .guard.install import without_guard
@@ -47,9 +47,6 @@ from .starting import answers, revive
 from .units import format_bytes, parse_bytes
 
 _Result = TypeVar("_Result")
-
-#: What this server's log has said of the configuration.
-_TOLD: set[str] = set()
 
 #: Seconds that a suspend before a kill may take, on the one driver that needs it.
 RETIRE_TIMEOUT = 12.0
@@ -332,8 +329,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     def _other_configuration(self, answer: Mapping[str, Any]) -> str:
         """Return what to tell the user if the broker runs with another configuration than this."""
         text = notice(self.config.get("GPUPool"), answer)
-        if text and text not in _TOLD:
-            _TOLD.add(text)
+        if not_logged(text):
             self.log.warning("GPU pool: %s", text)
         return text
 

@@ -9,6 +9,7 @@ command line call this module; agents and guards run it as a program
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -23,15 +24,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
 
-from . import startrecord
+from . import recordcopy, startrecord
 from .client import Client
 from .endpoint import check_socket, is_machine_path
 from .errors import BrokerUnavailable, GPUPoolError
 from .guard.install import without_guard
-from .startrecord import START_TIMEOUT, Failures
+from .startrecord import START_TIMEOUT, Failures, log_path
 
 #: Seconds that a caller who does not wait for another one's start tries to get the lock.
 _LOOKS = 1.0
+
+#: Code of a broker that ended at its start and did not say why: one that fails by itself does.
+_KILLED = "killed"
+
+#: Seconds for a broker that did not start to end.
+_END = 10.0
 
 #: Bytes of log after which a new one is begun when a broker is started.
 MAX_LOG = 4 << 20
@@ -58,12 +65,15 @@ def answers(path: Path) -> bool:
     return True
 
 
-def revive(path: Path, *, timeout: float = START_TIMEOUT, patient: bool = True) -> bool:
+def revive(
+    path: Path, *, timeout: float = START_TIMEOUT, patient: bool = True, copy: str = ""
+) -> bool:
     """Start the broker at ``path`` again if it has died; return whether one serves now.
 
     Blocks while it starts. Of several callers, in any processes, one starts it; the others wait
     for that one, or return at once if they are not ``patient``. Never starts the machine's broker,
-    nor one that ended in order.
+    nor one that ended in order. ``copy`` is where the caller knows of a second copy of the record,
+    should the socket's folder have been deleted.
 
     Raises
     ------
@@ -71,26 +81,31 @@ def revive(path: Path, *, timeout: float = START_TIMEOUT, patient: bool = True) 
         If it does not start: why, and where its log is.
     """
     if not startrecord.can_revive(path):
-        return False
+        if not recordcopy.can_restore(path, copy):
+            return False
+        make_folder(path.parent)
     give_up = time.monotonic() + timeout
     try:
         # Those who only look whether the lock is held hold it for an instant.
         with only_one(path, give_up if patient else time.monotonic() + _LOOKS):
-            return answers(path) or revive_locked(path, give_up)
+            return answers(path) or revive_locked(path, give_up, copy)
     except _Busy:
         return False
 
 
-def revive_locked(path: Path, give_up: float) -> bool:
+def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
     """Start the broker at ``path`` from its record, if there is one; with the start's lock held.
 
-    Tries up to :data:`startrecord.ATTEMPTS` times, with pauses.
+    Tries up to :data:`startrecord.ATTEMPTS` times, with pauses. A record that was deleted is
+    written again from its ``copy`` (see :func:`revive`).
 
     Raises
     ------
     BrokerUnavailable
         If it does not start, or has not lately and the next attempt is not due yet.
     """
+    if recordcopy.restore(path, copy):
+        _LOG.warning("The start record of the broker at %s was deleted and is back", path)
     while True:
         known = startrecord.read_failures(path)
         try:
@@ -99,21 +114,27 @@ def revive_locked(path: Path, give_up: float) -> bool:
             raise _failed(path, known, error.message, error.next_step, final=True) from None
         if record is None:
             return False
-        pause = known.pause(time.time())
-        if known.given_up and pause:
+        if known.given_up and known.pause(time.time()):
             raise _unavailable(known)
+        known = startrecord.note_death(path, known, record)
         if startrecord.too_often(known):
             message = (
-                f"It was started again {startrecord.MOST_STARTS} times within a minute and died "
-                "each time."
+                f"It was started again {startrecord.MOST_DEATHS} times in a row and ended each "
+                "time before it served a kernel."
             )
+            if record.crashed:
+                message += f" The last error was: {record.crashed}"
             raise _failed(path, known, message, "", final=True)
-        time.sleep(pause)
+        time.sleep(known.delay(time.time()))
         try:
             launch(path, record.command, record.environment, give_up)
         except BrokerUnavailable as error:
             if error.code == "already-running":
                 return False  # it lives and does not answer: that is not repaired by another one
+            if error.code == _KILLED and time.monotonic() < give_up:
+                # Whatever kills brokers is no fault of this one: it counts as dead, not as failed.
+                startrecord.note_killed(path, known)
+                continue
             failed = _failed(path, known, error.message, error.next_step)
             if startrecord.read_failures(path).given_up or time.monotonic() > give_up:
                 raise failed from None
@@ -133,11 +154,6 @@ def _failed(
 
 def _unavailable(known: Failures) -> BrokerUnavailable:
     return BrokerUnavailable(known.sentence, code="start-failed", next_step=known.next_step)
-
-
-def log_path(socket: Path) -> Path:
-    """Return the log of a broker that was not started by hand."""
-    return socket.with_suffix(".log")
 
 
 class _Busy(BrokerUnavailable):
@@ -204,8 +220,26 @@ def make_folder(folder: Path) -> None:
         )
 
 
+#: Runs between the caller and the broker. A broker outlives whoever starts it and must not be its
+#: child: a notebook may start one, and would end it, or suspend it, together with itself.
+_BETWEEN = """
+import os, sys
+report, command = int(sys.argv[1]), sys.argv[2:]
+if os.fork():
+    os._exit(0)
+os.setsid()
+os.set_inheritable(report, False)
+os.write(report, b"%d\\n" % os.getpid())
+try:
+    os.execv(command[0], command)
+except OSError as error:
+    os.write(report, b"%d\\n" % error.errno)
+os._exit(1)
+"""
+
+
 def launch(path: Path, command: Sequence[str], env: Mapping[str, str], give_up: float) -> None:
-    """Start a broker in a session of its own and wait until it listens.
+    """Start a broker in a session of its own, as nobody's child, and wait until it listens.
 
     Raises
     ------
@@ -216,16 +250,7 @@ def launch(path: Path, command: Sequence[str], env: Mapping[str, str], give_up: 
     reading, writing = os.pipe()
     try:
         with _open_log(log_file) as log:
-            broker = subprocess.Popen(
-                [*command, "--ready-fd", str(writing)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd="/",
-                env=dict(env),
-                pass_fds=(writing,),
-                start_new_session=True,
-            )
+            broker = _spawn([*command, "--ready-fd", str(writing)], env, log, writing)
     except OSError as error:
         os.close(reading)
         raise BrokerUnavailable(
@@ -238,25 +263,89 @@ def launch(path: Path, command: Sequence[str], env: Mapping[str, str], give_up: 
         answer = _read_line(reading, give_up)
     finally:
         os.close(reading)
+    if answer is not None and answer.get("ok"):
+        return
     if answer is None:
-        broker.kill()
-        broker.wait()
+        with suppress(ProcessLookupError):
+            os.kill(broker, signal.SIGKILL)
+    _wait_end(broker)
+    if answer is None:
         raise BrokerUnavailable(
             "The GPU pool broker did not start in time and was ended.",
             code="start-timeout",
             next_step=f"See its log: {log_file}",
         )
-    if answer.get("ok"):
-        # It is ours to wait for, or it would be a zombie when it ends; but nobody waits.
-        _forget(broker)
-        return
-    broker.wait()
     raise BrokerUnavailable(
-        str(answer.get("message") or "The GPU pool broker ended at its start."),
-        code=str(answer.get("code") or "start-failed"),
+        str(answer.get("message") or "The GPU pool broker was killed as it started."),
+        code=str(answer.get("code") or _KILLED),
         next_step=str(answer.get("next_step") or f"See its log: {log_file}"),
         details={"socket": str(answer.get("socket") or "")},
     )
+
+
+def _spawn(command: Sequence[str], env: Mapping[str, str], log: int, ready: int) -> int:
+    """Start ``command`` through a process that ends at once; return the pid.
+
+    Raises
+    ------
+    OSError
+        If the program cannot be run.
+    """
+    _reap()
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as report:
+        try:
+            between = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _BETWEEN, str(writing), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env=dict(env),
+                pass_fds=(writing, ready),
+                start_new_session=True,
+            )
+        finally:
+            os.close(writing)
+        lines = report.read().split()  # until the broker's program runs
+        between.wait()
+    if not lines:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    if len(lines) > 1:
+        code = int(lines[1])
+        raise OSError(code, os.strerror(code))
+    pid = int(lines[0])
+    with suppress(OSError, ValueError, IndexError):
+        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        if int(parent) == os.getpid():
+            _OURS.append(pid)
+    return pid
+
+
+#: Brokers whose parent is this process all the same: it is the first of its container, or has
+#: asked to get orphans (PR_SET_CHILD_SUBREAPER).
+_OURS: list[int] = []
+
+
+def _reap() -> None:
+    """Collect the exit codes of those that have ended, or they would stay as zombies."""
+    for pid in [*_OURS]:
+        with suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                continue
+        with suppress(ValueError):  # another thread has
+            _OURS.remove(pid)
+
+
+def _wait_end(pid: int) -> None:
+    """Wait, for a moment, until a broker that did not start has ended: it has locks."""
+    with suppress(OSError, AttributeError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            select.select([descriptor], [], [], _END)
+        finally:
+            os.close(descriptor)
+    _reap()
 
 
 def broker_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -266,7 +355,10 @@ def broker_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """
     here = str(Path(__file__).parent.parent)
     paths = [here, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**without_guard(environ), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    found = {**without_guard(environ), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    for name in startrecord.SESSION_VARIABLES:
+        found.pop(name, None)
+    return found
 
 
 def _read_line(descriptor: int, give_up: float) -> dict[str, Any] | None:
@@ -282,15 +374,6 @@ def _read_line(descriptor: int, give_up: float) -> dict[str, Any] | None:
         data += chunk
     found = json.loads(data)
     return found if isinstance(found, dict) else {}
-
-
-_STARTED: list[subprocess.Popen[bytes]] = []
-
-
-def _forget(broker: subprocess.Popen[bytes]) -> None:
-    """Keep the handle: a collected one warns, and each start collects those that have ended."""
-    _STARTED[:] = [process for process in _STARTED if process.poll() is None]
-    _STARTED.append(broker)
 
 
 @contextmanager
@@ -323,7 +406,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_machine_path(path):
         return 1
     try:
-        return 0 if revive(path, patient=False) else 1
+        return 0 if revive(path, patient=False, copy="".join(arguments[1:2])) else 1
     except GPUPoolError as error:
         with suppress(OSError), _open_log(log_path(path)) as log:
             os.write(log, f"{time.strftime('%F %T')} {error}\n".encode())

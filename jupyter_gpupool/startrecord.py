@@ -16,10 +16,11 @@ import shlex
 import stat
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
+from . import machine
 from .endpoint import is_machine_path
 from .errors import GPUPoolError
 
@@ -32,14 +33,28 @@ START_TIMEOUT = 90.0
 #: Starts that may fail in a row before callers are told instead of made to wait.
 ATTEMPTS = 3
 
-#: A broker that has been started again this often within a minute is not saved by another start.
-MOST_STARTS, WINDOW = 20, 60.0
+#: So many brokers in a row that died before they served anybody, within so many seconds, are not
+#: followed by another one at once.
+MOST_DEATHS, WINDOW = 10, 600.0
+
+#: Seconds before the next start, by the number of such deaths. Whoever waits must not wait long
+#: for a broker that somebody else keeps killing, so that these do not grow beyond 5 s.
+DEATH_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
+
+#: From so many starts within the window on, whoever waits is told of them.
+MANY_STARTS = 3
+
+#: Starts that are remembered.
+_MOST_STARTS = 200
 
 #: Seconds from the last failure to the next attempt, by the number of failures.
 PAUSES = (0.0, 0.5, 2.0, 30.0, 60.0, 300.0)
 
-#: A record is a command and some tens of variables.
+#: A record is a command, some tens of variables, and small files.
 _MOST_BYTES = 256 << 10
+
+#: Of a configuration file beside the socket; a longer one is not in the record.
+_MOST_FILE = 64 << 10
 
 #: Variables that a broker or what it loads obeys: its successor must see what it saw. A name that
 #: ends with "*" stands for all names that begin so.
@@ -54,9 +69,9 @@ _KEPT = (
 _SECRET = ("TOKEN", "PASSWORD", "SECRET", "JWT", "COOKIE", "CREDENTIAL", "_KEY")
 
 #: Of the session that the broker may have been started from.
-_SESSION = (
-    "GPUPOOL_SESSION", "GPUPOOL_PAGE", "GPUPOOL_VISIBLE", "GPUPOOL_REAL_LIBCUDA", "GPUPOOL_ATTACH",
-    REVIVE_VARIABLE,
+SESSION_VARIABLES = (
+    "GPUPOOL_SESSION", "GPUPOOL_TOKEN", "GPUPOOL_PAGE", "GPUPOOL_VISIBLE",
+    "GPUPOOL_REAL_LIBCUDA", "GPUPOOL_ATTACH", REVIVE_VARIABLE, "GPUPOOL_START_RECORD",
 )  # fmt: skip
 
 
@@ -75,6 +90,26 @@ class StartRecord:
     #: Processes and their sessions do not outlive a boot; nor does the record.
     boot: str
     pid: int
+    #: The PID namespace that its numbers count in: a container's differ from the machine's.
+    namespace: str = ""
+    #: The file with its sessions.
+    journal: str = ""
+    #: Whether it has served a kernel, or a server that starts one.
+    served: bool = False
+    #: The error of its own that ended it.
+    crashed: str = ""
+    #: Where it listens.
+    socket: str = ""
+    #: By name: the files beside the socket that its command names. They go with its folder.
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def useless(self) -> bool:
+        """Whether the broker, which has died, failed by itself or died before it was of use.
+
+        One that is killed while it serves is not to blame: another start will serve as well.
+        """
+        return bool(self.crashed) or not self.served
 
 
 @dataclass(frozen=True)
@@ -89,6 +124,10 @@ class Failures:
     next_step: str = ""
     #: When the broker was started again, within :data:`WINDOW`.
     starts: tuple[float, ...] = ()
+    #: When brokers were found that had died in vain (:attr:`StartRecord.useless`), in a row.
+    deaths: tuple[float, ...] = ()
+    #: The process of the broker that was counted last.
+    counted: int = 0
 
     @property
     def given_up(self) -> bool:
@@ -101,9 +140,21 @@ class Failures:
         return f"The GPU pool's broker ended and cannot be started again: {self.message}"
 
     def pause(self, now: float) -> float:
-        """Return the seconds until the next attempt may be made."""
+        """Return the seconds until the next attempt may be made after starts that failed."""
         # A clock that was set back must not make anybody wait longer than the pause itself.
         return min(_pause(self.count), max(0.0, self.due - now))
+
+    def delay(self, now: float) -> float:
+        """Return the seconds for which whoever makes the next attempt waits first."""
+        deaths = min(len(_recent(self.deaths, now)), len(DEATH_PAUSES) - 1)
+        return max(self.pause(now), DEATH_PAUSES[deaths])
+
+    def often(self, now: float) -> str:
+        """Return how often the broker was started again, in words, if that is often; else ""."""
+        starts = len(_recent(self.starts, now))
+        if starts < MANY_STARTS:
+            return ""
+        return f"after {starts} such starts in the last {WINDOW / 60:g} minutes"
 
 
 # ---------------------------------------------------------------------- the record
@@ -117,6 +168,11 @@ def record_path(socket: Path) -> Path:
 def failures_path(socket: Path) -> Path:
     """Return the file that says what came of the latest attempts."""
     return socket.with_name(socket.name + ".start.failed")
+
+
+def log_path(socket: Path) -> Path:
+    """Return the log of a broker that was not started by hand."""
+    return socket.with_suffix(".log")
 
 
 def lock_path(socket: Path) -> Path:
@@ -133,7 +189,7 @@ def worth_keeping(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the next broker must see as this one does; no secrets."""
 
     def kept(name: str) -> bool:
-        if name in _SESSION or any(word in name.upper() for word in _SECRET):
+        if name in SESSION_VARIABLES or any(word in name.upper() for word in _SECRET):
             return False
         return any(
             name.startswith(entry[:-1]) if entry.endswith("*") else name == entry for entry in _KEPT
@@ -142,19 +198,43 @@ def worth_keeping(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if kept(name)}
 
 
-def write_record(socket: Path, command: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Write how this process, the broker at ``socket``, is started again.
+def write_record(
+    socket: Path, command: Sequence[str], environ: Mapping[str, str], journal: str = ""
+) -> StartRecord:
+    """Write how this process, the broker at ``socket``, is started again; return the record.
 
     Raises
     ------
     OSError
         If it cannot be written.
     """
-    record = StartRecord(tuple(command), worth_keeping(environ), boot_id(), os.getpid())
+    record = StartRecord(
+        tuple(command),
+        worth_keeping(environ),
+        boot_id(),
+        os.getpid(),
+        machine.pid_namespace(),
+        journal,
+        socket=str(socket),
+        files=_files(socket, command),
+    )
     _write(record_path(socket), asdict(record))
     known = read_failures(socket)
     if known.count:  # it serves: what failed before is over
-        _write(failures_path(socket), asdict(Failures(starts=known.starts)))
+        _write(
+            failures_path(socket),
+            asdict(replace(known, count=0, due=0.0, message="", next_step="")),
+        )
+    return record
+
+
+def change_record(socket: Path, record: StartRecord, **changes: Any) -> StartRecord:
+    """Write down what has become of the broker, whose ``record`` this is; return the new record."""
+    changed = replace(record, **changes)
+    with contextlib.suppress(OSError):
+        if record_path(socket).exists():  # or it ends in order
+            _write(record_path(socket), asdict(changed))
+    return changed
 
 
 def remove_record(socket: Path) -> None:
@@ -171,7 +251,11 @@ def read_record(socket: Path) -> StartRecord | None:
     BadRecord
         If the record cannot be trusted or read.
     """
-    path = record_path(socket)
+    return read_record_file(record_path(socket))
+
+
+def read_record_file(path: Path) -> StartRecord | None:
+    """Return the record in ``path``, as :func:`read_record` does."""
     found = _read(path)
     if found is None:
         return None
@@ -181,6 +265,12 @@ def read_record(socket: Path) -> StartRecord | None:
             environment={str(k): str(v) for k, v in found["environment"].items()},
             boot=str(found["boot"]),
             pid=int(found["pid"]),
+            namespace=str(found.get("namespace", "")),
+            journal=str(found.get("journal", "")),
+            served=bool(found.get("served", True)),
+            crashed=str(found.get("crashed", "")),
+            socket=str(found.get("socket", "")),
+            files={str(k): str(v) for k, v in found.get("files", {}).items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         raise _bad(path, "is not a record of a broker's start") from None
@@ -210,6 +300,8 @@ def read_failures(socket: Path) -> Failures:
             message=str(found.get("message", "")),
             next_step=str(found.get("next_step", "")),
             starts=tuple(float(at) for at in found.get("starts", ())),
+            deaths=tuple(float(at) for at in found.get("deaths", ())),
+            counted=int(found.get("counted", 0)),
         )
     except (GPUPoolError, TypeError, ValueError):
         return Failures()
@@ -224,7 +316,7 @@ def note_failure(
     """
     count = max(before.count + 1, ATTEMPTS if final else 0)
     due = time.time() + _pause(count)
-    now = Failures(count, due, message, next_step, before.starts)
+    now = replace(before, count=count, due=due, message=message, next_step=next_step)
     with contextlib.suppress(OSError):  # a full disk: callers wait for as long as a start may take
         _write(failures_path(socket), asdict(now))
     return now
@@ -238,15 +330,42 @@ def _pause(count: int) -> float:
 def note_start(socket: Path, before: Failures) -> None:
     """Write that a start has succeeded: nothing failed, and when it was."""
     now = time.time()
-    recent = tuple(at for at in before.starts if 0 <= now - at < WINDOW)
+    starts = (*_recent(before.starts, now), now)[-_MOST_STARTS:]
+    known = Failures(starts=starts, deaths=before.deaths, counted=before.counted)
     with contextlib.suppress(OSError):
-        _write(failures_path(socket), asdict(Failures(starts=(*recent, now)[-MOST_STARTS:])))
+        _write(failures_path(socket), asdict(known))
+
+
+def note_death(socket: Path, before: Failures, record: StartRecord) -> Failures:
+    """Write how the broker of ``record`` died, once for each broker; return all that is known."""
+    if record.pid == before.counted:
+        return before
+    now = time.time()
+    deaths = (*_recent(before.deaths, now), now)[-MOST_DEATHS:] if record.useless else ()
+    known = replace(before, deaths=deaths, counted=record.pid)
+    with contextlib.suppress(OSError):
+        _write(failures_path(socket), asdict(known))
+    return known
+
+
+def note_killed(socket: Path, before: Failures) -> None:
+    """Write that a broker was killed as it started."""
+    now = time.time()
+    known = replace(before, deaths=(*_recent(before.deaths, now), now)[-MOST_DEATHS:])
+    with contextlib.suppress(OSError):
+        _write(failures_path(socket), asdict(known))
 
 
 def too_often(before: Failures) -> bool:
-    """Return whether the broker dies again as often as it is started."""
-    now = time.time()
-    return sum(0 <= now - at < WINDOW for at in before.starts) >= MOST_STARTS
+    """Return whether the brokers die as often as they are started, and serve nobody.
+
+    False once that has been said and the pause after it is over: then one more is tried.
+    """
+    return not before.given_up and len(_recent(before.deaths, time.time())) >= MOST_DEATHS
+
+
+def _recent(times: Sequence[float], now: float) -> tuple[float, ...]:
+    return tuple(at for at in times if 0 <= now - at < WINDOW)
 
 
 def being_started(socket: Path) -> bool:
@@ -268,19 +387,16 @@ def being_started(socket: Path) -> bool:
 # ---------------------------------------------------------------------- the launcher
 
 
-def kernel_environment(socket: Path) -> dict[str, str]:
-    """Return what a kernel's agent and guard need to start the broker again, should it die."""
-    return {} if is_machine_path(socket) else {REVIVE_VARIABLE: launcher(socket)}
-
-
-def launcher(socket: Path) -> str:
+def launcher(socket: Path, copy: str = "") -> str:
     """Return the shell command that starts the broker at ``socket`` again, for a kernel to run.
+
+    ``copy``: where another copy of the record is, see :mod:`jupyter_gpupool.recordcopy`.
 
     A kernel may have neither this package nor this Python, so the command names both. It returns
     at once: what it starts is no child of the kernel.
     """
     package = Path(__file__).resolve().parent.parent
-    words = [sys.executable, "-m", "jupyter_gpupool.starting", str(socket)]
+    words = [sys.executable, "-m", "jupyter_gpupool.starting", str(socket), *filter(None, [copy])]
     return (
         f"cd / && PYTHONPATH={shlex.quote(str(package))} {shlex.join(words)} "
         "</dev/null >/dev/null 2>&1 &"
@@ -292,7 +408,9 @@ def launcher(socket: Path) -> str:
 
 def _bad(path: Path, what: str) -> BadRecord:
     return BadRecord(
-        f"{path} {what}, so no broker is started from it.", next_step=f"Remove it: rm {path}"
+        f"{path} {what}, so no broker is started from it.",
+        next_step="Open another Pooled GPU kernel, which starts one with its server's options, "
+        f"or remove the file (rm {path}) and run `jupyter gpupool broker`.",
     )
 
 
@@ -326,6 +444,29 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise _bad(path, "is not a JSON object")
     return value
+
+
+def _files(socket: Path, command: Sequence[str]) -> dict[str, str]:
+    """Return the small files in the socket's folder that ``command`` names, by name."""
+    found: dict[str, str] = {}
+    for path in map(Path, command):
+        with contextlib.suppress(OSError, ValueError):
+            if path.parent != socket.parent or not path.is_file():
+                continue
+            if path.stat().st_size + sum(map(len, found.values())) <= _MOST_FILE:
+                found[path.name] = path.read_text()
+    return found
+
+
+def write_file(path: Path, record: StartRecord) -> None:
+    """Write ``record`` to ``path``, which nobody else can read.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written.
+    """
+    _write(path, asdict(record))
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:

@@ -27,26 +27,28 @@ ALLOWED: dict[str, str] = {
     "guard": "compiling errors",
     "config": "emulator endpoint errors guard machine pool.model units",
     "devices": "errors guard pool.model pool.usage units",
-    "startrecord": "endpoint errors",
-    "starting": "__init__ client endpoint errors guard startrecord",
+    "startrecord": "endpoint errors machine",
+    "recordcopy": "endpoint machine startrecord",
+    "starting": "__init__ client endpoint errors guard recordcopy startrecord",
     "broker": "__init__ config devices emulator endpoint errors guard machine pool protocol "
-    "starting startrecord units",
+    "recordcopy starting startrecord units",
     "autostart": "__init__ endpoint errors starting startrecord",
-    "kernel": "__init__ client endpoint errors guard.page protocol startrecord units",
-    "launch": "endpoint errors guard startrecord",
+    "kernel": "__init__ client endpoint errors guard.page protocol recordcopy startrecord units",
+    "launch": "endpoint errors guard recordcopy",
     "again": "client errors protocol startrecord",
     "launcher": "again autostart config endpoint errors guard launch starting units",
     "ipykernel_launcher": "launch launcher",
     "provisioner": "__init__ again autostart client config endpoint errors guard kernelspecs "
     "launch protocol starting startrecord units",
     # emulator: whether a machine is emulated, and has a driver, is known without a broker.
-    "server": "__init__ client config emulator endpoint errors protocol starting startrecord units",
+    "server": "__init__ client config emulator endpoint errors protocol recordcopy starting "
+    "startrecord units",
     "kernelspecs": "errors launch",
     "emulator": "compiling units",
     "demo": "__init__ autostart client emulator endpoint errors timeline units",
     "timeline": "units",
     "cli": "__init__ autostart broker client config demo devices emulator endpoint errors guard "
-    "kernelspecs launch protocol provisioner starting startrecord timeline units",
+    "kernelspecs launch protocol provisioner recordcopy starting startrecord timeline units",
 }
 
 #: The only third-party packages a part may name; a part that is not here may name none.

@@ -96,7 +96,8 @@ def test_a_record_that_another_user_could_have_written_is_refused(socket, damage
     with pytest.raises(BadRecord) as caught:
         read_record(socket)
     assert str(record_path(socket)) in str(caught.value)
-    assert "rm " in caught.value.next_step
+    assert "another Pooled GPU kernel" in caught.value.next_step
+    assert f"rm {record_path(socket)}" in caught.value.next_step
 
 
 def test_a_record_of_another_boot_starts_nothing(socket):
@@ -122,12 +123,78 @@ def test_failures_are_counted_and_spaced_and_forgotten_by_a_start(socket):
     assert startrecord.read_failures(socket) == Failures()
 
 
-def test_a_broker_that_dies_as_often_as_it_is_started_is_left_alone(socket):
-    for _ in range(startrecord.MOST_STARTS):
-        known = startrecord.read_failures(socket)
-        assert not startrecord.too_often(known)
-        startrecord.note_start(socket, known)
+def died(socket, pid, **how):
+    """Note the death of broker ``pid``; return what is known then."""
+    record = startrecord.write_record(socket, COMMAND, {})
+    record = startrecord.change_record(socket, record, pid=pid, **how)
+    known = startrecord.read_failures(socket)
+    startrecord.note_death(socket, known, read_record(socket))
+    startrecord.note_start(socket, startrecord.read_failures(socket))
+    return startrecord.read_failures(socket)
+
+
+def test_brokers_that_serve_nobody_are_started_later_and_later_and_then_no_more(socket):
+    pauses = []
+    for pid in range(1, startrecord.MOST_DEATHS + 1):
+        assert not startrecord.too_often(startrecord.read_failures(socket))
+        pauses.append(died(socket, pid).delay(time.time()))
     assert startrecord.too_often(startrecord.read_failures(socket))
+    assert pauses == sorted(pauses)
+    assert pauses[0] == 0.0
+    assert pauses[-1] == max(startrecord.DEATH_PAUSES) == 5.0
+
+
+def test_after_the_pause_one_more_broker_is_tried_and_counted_like_the_others(socket, monkeypatch):
+    for pid in range(1, startrecord.MOST_DEATHS + 1):
+        known = died(socket, pid)
+    known = startrecord.note_failure(socket, known, "again and again", "", final=True)
+    assert known.given_up
+    assert 25 < known.pause(time.time()) <= 30
+    later = time.time() + 31
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert known.pause(later) == 0.0
+    assert not startrecord.too_often(known)
+    assert startrecord.too_often(died(socket, 77))
+
+
+def test_one_death_is_counted_once_however_many_notice_it(socket):
+    for _ in range(startrecord.MOST_DEATHS):
+        known = died(socket, 7)
+    assert len(known.deaths) == 1
+
+
+def test_a_broker_that_is_killed_while_it_serves_is_started_again_for_as_long_as_that_goes_on(
+    socket,
+):
+    died(socket, 1)
+    for pid in range(2, 10 * startrecord.MOST_DEATHS):
+        known = died(socket, pid, served=True)
+        assert known.deaths == ()
+        assert known.delay(time.time()) == 0.0
+    assert not startrecord.too_often(known)
+    assert "such starts in the last 10 minutes" in known.often(time.time())
+
+
+def test_a_broker_that_fails_by_itself_counts_although_it_served(socket):
+    for pid in range(1, startrecord.MOST_DEATHS + 1):
+        known = died(socket, pid, served=True, crashed="RuntimeError: x")
+    assert startrecord.too_often(known)
+
+
+def test_deaths_of_long_ago_do_not_count(socket, monkeypatch):
+    for pid in range(1, startrecord.MOST_DEATHS + 1):
+        known = died(socket, pid)
+    later = time.time() + startrecord.WINDOW + 1
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert not startrecord.too_often(known)
+    assert known.often(later) == ""
+
+
+def test_a_broker_that_ends_in_order_leaves_no_record_whatever_is_noted_then(socket):
+    record = startrecord.write_record(socket, COMMAND, {})
+    startrecord.remove_record(socket)
+    startrecord.change_record(socket, record, served=True)
+    assert not startrecord.can_revive(socket)
 
 
 def test_nobody_starts_the_machines_broker(monkeypatch, tmp_path):

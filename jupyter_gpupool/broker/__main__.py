@@ -4,7 +4,41 @@
 
 from __future__ import annotations
 
-from .app import main
+import json
+import os
+import sys
+
+
+class _Reader:
+    """Who started this broker, as the option ``--ready-fd`` names it."""
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+        try:
+            self._descriptor = int(sys.argv[sys.argv.index("--ready-fd") + 1])
+            self._pipe = os.fstat(self._descriptor)
+        except (ValueError, IndexError, OSError):
+            self._descriptor = -1
+
+    def tell(self, error: Exception) -> None:
+        """Say why the start fails: a broker that says nothing was killed from outside."""
+        message = f"The GPU pool broker ended by an error: {type(error).__name__}: {error}"[:500]
+        found = {"ok": False, "code": "start-failed", "message": message}
+        try:
+            # Once the broker serves it is closed, and the number is another file's.
+            if os.path.samestat(os.fstat(self._descriptor), self._pipe):
+                os.write(self._descriptor, json.dumps(found).encode() + b"\n")
+        except OSError:
+            pass
+
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    reader = _Reader()
+    try:
+        from .app import main
+
+        code = main()
+    except Exception as error:
+        reader.tell(error)
+        raise
+    raise SystemExit(code)

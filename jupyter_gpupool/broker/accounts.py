@@ -57,6 +57,9 @@ ACTS = 10_000.0, 20_000.0
 #: The same of reads: a fifth.
 READS = 4_000.0, 8_000.0
 
+#: Long requests of one user that are read at the same time.
+MAX_LONG = 4
+
 #: Connections a second, and at once.
 CONNECTS = 500.0, 1_000.0
 
@@ -105,6 +108,9 @@ class Account:
         self.connects = Bucket(*CONNECTS, now)
         self.connections: set[Connection] = set()
         self.watchers = 0
+        #: Connections in the middle of a long request: those that are read, and those that wait.
+        self.long: set[Connection] = set()
+        self.longer: dict[Connection, None] = {}
         #: Bytes received and not handled; bytes sent and not read.
         self.buffered = 0
         self.unread = 0
@@ -117,6 +123,24 @@ class Account:
         #: Connections whose request waits for the budget; reads with the time of their refusal.
         self.waiting_acts: deque[Connection] = deque()
         self.waiting_reads: deque[tuple[Connection, float]] = deque()
+
+    def begin_long(self, connection: Connection) -> None:
+        """A connection has a long request that is not complete: its turn comes now or later."""
+        if len(self.long) < MAX_LONG:
+            self.longer.pop(connection, None)
+            self.long.add(connection)
+        elif connection not in self.long:
+            self.longer[connection] = None
+
+    def end_long(self, connection: Connection) -> None:
+        """The request is complete, or the connection has ended: the next one may be read."""
+        self.longer.pop(connection, None)
+        if connection in self.long:
+            self.long.discard(connection)
+            if self.longer:
+                following = next(iter(self.longer))
+                self.begin_long(following)
+                following.read_on()
 
     def rested(self, now: float) -> bool:
         """Return whether a new account would be the same."""

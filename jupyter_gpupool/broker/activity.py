@@ -17,8 +17,9 @@ import logging
 from dataclasses import dataclass
 from typing import Callable, Mapping
 
-from ..guard.page import Reading
+from ..guard.page import DEVICES, Reading, device_name
 from ..pool import events as e
+from .pace import Pace
 from .pages import CLOSED, OPEN, UNUSED, Pages
 from .runner import Runner
 from .sessions import Session
@@ -115,6 +116,11 @@ class Activity:
             return False
         return not (reading.inflight or reading.waiting or reading.captures)
 
+    def go_on(self, session: Session, quiet_for: float) -> None:
+        """Take over the hold of a session in use, which was last used ``quiet_for`` seconds ago."""
+        session.use.held = True
+        session.use.busy_at = self._now() - quiet_for
+
     def recording(self, session: Session) -> bool:
         """Return whether it was recording a graph when last read: that is use.
 
@@ -145,10 +151,19 @@ class Activity:
                 self._runner.note("pinned", session, reason=use.pins)
         return reading
 
-    def readings(self) -> dict[str, Reading]:
-        """Return what the page of each attached session says now."""
-        found = ((s.id, self._pages.read(s)) for s in [*self.attached.values()])
-        return {name: reading for name, reading in found if reading is not None}
+    def reading(self, session: Session) -> Reading | None:
+        """Return what the page of an attached session says now; None of any other."""
+        return self._pages.read(session) if session.id in self.attached else None
+
+    async def readings(self) -> dict[str, Reading]:
+        """Return what the page of each attached session says, read one after the other."""
+        pace, found = Pace(), {}
+        for session in [*self.attached.values()]:
+            reading = self._pages.read(session)
+            if reading is not None:
+                found[session.id] = reading
+            await pace.step()
+        return found
 
     def counted(self, session: Session) -> Mapping[str, int]:
         """Return the bytes that it has on each device of its lease; {} without a page.
@@ -220,20 +235,43 @@ class Activity:
 
     def take(self, session: Session) -> None:
         """Take the hold, or ask for a lease with it."""
-        record = self._runner.record(session.id)
-        bound: tuple[str, ...] = ()
-        if record is not None and record.state == "detached" and not record.suspended:
-            reading = self.read(session)
-            if reading is not None and reading.cuda:
-                # cuInit was called without a lease: its processes see their home devices.
-                bound = session.home[: record.request.devices]
         session.use.held = True
         self._runner.handle(
             e.HoldTaken(
                 now=self._runner.now(), session=session.id, hold=DEVICE_HOLD, kind="device",
-                bound=bound,
+                bound=self.bound(session),
             )
         )  # fmt: skip
+
+    def bound(self, session: Session) -> tuple[str, ...]:
+        """Return the devices that processes of a session without a lease have settled on.
+
+        cuInit needs none: they see the session's home devices of that moment. () if none has called
+        it, or if the pool knows better where the session has to be.
+        """
+        record = self._runner.record(session.id)
+        if record is None or record.state not in ("detached", "queued") or record.suspended:
+            return ()
+        if record.bound and record.state == "queued":
+            return ()
+        reading = self.read(session)
+        if reading is None or not reading.cuda:
+            return ()
+        known = {device_name(device.uuid): device.uuid for device in self._runner.pool.devices()}
+        # In the place of each of the session's devices: what the first process there has seen.
+        seen = [
+            next((known[slot.sees[i]] for slot in reading.slots if slot.sees[i] in known), home)
+            for i, home in enumerate(session.home[:DEVICES])
+        ]
+        return tuple(seen[: record.request.devices])
+
+    def settle(self, session: Session) -> None:
+        """Tell the pool on which devices the session has settled, before it places the session."""
+        bound = self.bound(session)
+        if bound:
+            self._runner.handle(
+                e.DevicesSettled(now=self._runner.now(), session=session.id, bound=bound)
+            )
 
     def cell_over(self, session: Session) -> None:
         """The agent's last hold is over, in a policy where cells hold: idle from now on.

@@ -70,6 +70,8 @@ class Agents:
             for hold in self._lives.record(session).holds
             if hold.id in session.waits or hold.id == DEVICE_HOLD
         )
+        if self.activity is not None:
+            self.activity.settle(session)
         self._runner.handle(
             e.HoldsReplaced(
                 now=self._runner.now(), session=session.id, holds=(*waiting, *holds),
@@ -121,6 +123,8 @@ class Agents:
                 session.id, message.get("epoch"), record.epoch,
             )  # fmt: skip
             self._runner.push_lease(session, "epoch")
+        if self.activity is not None:
+            self.activity.settle(session)
         self._runner.handle(
             e.HoldTaken(now=self._runner.now(), session=session.id, hold=hold, kind=kind)
         )

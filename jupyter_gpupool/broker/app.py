@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
 import socket
 import sys
-from contextlib import AsyncExitStack
+import time
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Mapping, Sequence
@@ -37,9 +39,18 @@ from ..machine import boot_id, machine_id
 from ..pool import events as e
 from ..pool.machine import Pool
 from ..pool.model import Device
+from ..recordcopy import copy_path, remove_copy, write_copy
 from ..starting import broker_environment
-from ..startrecord import remove_record, write_record
+from ..startrecord import (
+    BadRecord,
+    StartRecord,
+    change_record,
+    read_record,
+    remove_record,
+    write_record,
+)
 from ..units import format_bytes
+from .aftermath import Aftermath
 from .auth import Access
 from .connection import Connection
 from .door import Door
@@ -61,8 +72,15 @@ from .loglimit import LogLimit
 from .maintenance import Maintenance, untouchable
 from .metrics import Metrics
 from .monitor import QUIET, Monitor
+from .predecessor import check_home, check_record
 from .pressure import Pressure
-from .records import devices_from_text, devices_to_text, numbers_from_text, numbers_to_text
+from .records import (
+    devices_from_text,
+    devices_to_text,
+    from_json,
+    numbers_from_text,
+    numbers_to_text,
+)
 from .recovery import (
     GRACE_UNDER_GUARD,
     RECOVERED_HOLD,
@@ -116,6 +134,8 @@ class BrokerApp:
         Takes the signals.
     command:
         What starts this broker again, the socket apart; empty if nobody but the caller can.
+    take_over:
+        Whether it takes sessions whose kernels look for their broker at another socket.
     """
 
     def __init__(
@@ -126,14 +146,19 @@ class BrokerApp:
         *,
         ending: Ending | None = None,
         command: Sequence[str] = (),
+        take_over: bool = False,
     ) -> None:
+        self._take_over = take_over
         self._config_files = [*config_files]
         self._overrides = overrides
         self.settings = self._load()
         self.path = Path(socket) if socket else find_socket(self.settings.socket)
         self._ending = ending or Ending()
         self._command = [*command]
+        #: How this broker is started again; None if nobody does that.
+        self._record: StartRecord | None = None
         self._built = False
+        self._alone_since = time.monotonic()
         self._door: Door | None = None
         self.health = Health(_LOG)
 
@@ -156,6 +181,7 @@ class BrokerApp:
             self._ending.last_act = partial(self._last_act, claim)
             stack.callback(claim.close)
             journal = self._open_journal(stack)
+            self._alone_since = time.monotonic()  # whoever was here before is gone
             stack.callback(self._forget_emulated, journal)
             show = partial(machine_environment, self.settings, self.path, journal.path)
             kernel_env, own_env = show({}), {**os.environ, **show(os.environ)}
@@ -169,6 +195,8 @@ class BrokerApp:
                 on_device_lost=self.health.lost,
             )
             service.choose = self._choose
+            self._module = module_version(self.settings, self.path, journal.path)
+            service.hazard = lambda: bool(kill_hazard(self._module))
             stack.push_async_callback(service.close, CLOSE)
             found = await self._ending.unless_asked(self._find(journal, service))
             if service.numbers is not None:
@@ -183,28 +211,35 @@ class BrokerApp:
             stack.callback(self.guarding.close)
             stack.callback(self.health.close)
             stack.callback(self.maintenance.close)
-            self.monitor.start()
             stack.callback(self.effects.room.close)
             stack.push_async_callback(self.monitor.close)
             await self._ending.unless_asked(self._restore(journal, service))
+            # Modules live as long as the broker; without them a full collection takes a millisecond
+            # of the event loop instead of twenty.
+            gc.collect()
+            gc.freeze()
+            # Not before: to a look without them, the sessions' own processes are strangers.
+            self.monitor.start()
             self.maintenance.go_on()
             await self._serve(claim.bind())
             stack.callback(self._stop_serving)
             stack.callback(self.metrics.close)
             self._measure()
             loop.add_signal_handler(signal.SIGHUP, self._reload)
+            self._mention_predecessor()
             self._announce(service)
             self._write_record(claim)
             if ready is not None:
                 report(ready, {"ok": True, "pid": os.getpid(), "socket": str(self.path)})
             keeper = Keeper(claim, self.journal_lock, self.runner, self._serve, _LOG)
             keeper.keep_pages = self.guarding.keep
+            keeper.keep_record = self._keep_record
             chores = [
                 loop.create_task(chore) for chore in (self._tidy(), self._linger(), keeper.run())
             ]
             chores.append(loop.create_task(asyncio.to_thread(sweep, self.path, _LOG)))
             await self._ending.wait()
-            remove_record(self.path)
+            self.forget_record()
             for chore in chores:
                 chore.cancel()
             await asyncio.gather(*chores, return_exceptions=True)
@@ -223,11 +258,14 @@ class BrokerApp:
             _LOG.warning("%s", where.note)
         self.journal_lock = JournalLock(where.path, self.path)
         stack.callback(self.journal_lock.close)
+        check_record(self.path, where.path)
         take_over(where.path, state_dir, self.path, _LOG)
         journal = Journal(
             where.path, _LOG, machine=machine_id(), max_bytes=self.settings.journal_size
         )
         stack.callback(journal.close)
+        if not self._take_over:
+            check_home(journal, self.path)
         return journal
 
     async def _find(self, journal: Journal, service: DeviceService) -> list[Device]:
@@ -344,10 +382,13 @@ class BrokerApp:
             files=device_files(settings, self.path, journal.path),
             renewed=lambda found: self._renewed(service, found),
         )  # fmt: skip
-        self._module = module_version(settings, self.path, journal.path)
         self._look_at_driver()
+        self.aftermath = Aftermath(runner, self.health, lambda: effects.hazard, _LOG)
+        runner.on_ending = self.aftermath.ending
         self.handlers.retire = effects.retire_and_end
         self.handlers.hazard = lambda: effects.hazard
+        self.handlers.on_served = self._served
+        self.maintenance.aside = self.guarding.aside
         self.handlers.maintenance = snapshots.maintenance = self.maintenance
         self.maintenance.begin()
 
@@ -376,16 +417,18 @@ class BrokerApp:
             for name in journal.records():
                 journal.put(name, None)
         journal.remember("boot", boot_id())
+        journal.remember("socket", str(self.path))
         await self.guarding.settle(stored)
         found, dead = await recover(stored, service, self.runner.now(), _LOG)
         for name, owner, reason in dead:
             journal.put(name, None)
             self.runner.note("close", owner=owner, reason=reason, detail={"session": name})
             self.effects.end_frozen(name, frozen_in(stored[name]))
+            with suppress(KeyError, TypeError, ValueError):  # one that cannot be read
+                self.aftermath.killed(from_json(stored[name]["record"]))
         for one in found:
             self.guarding.adopt(one.session, one.record)
-            if one.idle_since and self.guarding.untouched(one.session):
-                one.at_rest()
+            self.guarding.settle_use(one, self.runner.now(), self._alone)
         for one in found:
             self.runner.sessions.add(one.session)
         records = tuple(one.record for one in found)
@@ -398,7 +441,7 @@ class BrokerApp:
 
     def _go_on(self, one: Recovered) -> None:
         session, runner = one.session, self.runner
-        self.guarding.recovered(session)
+        self.guarding.recovered(one, self._alone)
         if one.record.slices:
             runner.busy[session.id] = one.record.state
         if session.process is None:
@@ -419,10 +462,25 @@ class BrokerApp:
             grace = GRACE if session.page is None else GRACE_UNDER_GUARD
             self.handlers.lives.start_grace(session, grace)
 
+    @property
+    def _alone(self) -> float:
+        """For how many seconds at least no other broker has looked at these sessions."""
+        return time.monotonic() - self._alone_since
+
     def _last_act(self, claim: Claim) -> None:
         """Before an end by force: a broker that was told to end is not started again."""
-        remove_record(self.path)
+        self.forget_record()
         claim.close()
+
+    def _mention_predecessor(self) -> None:
+        """Log that the broker before this one died: its own log ends without a word of that."""
+        with suppress(BadRecord):
+            before = read_record(self.path)
+            if before is not None:
+                _LOG.warning(
+                    "The broker before this one (process %d) died: %s", before.pid,
+                    before.crashed or "it was killed, perhaps because memory was short (dmesg)",
+                )  # fmt: skip
 
     def _write_record(self, claim: Claim) -> None:
         """Let others start this broker again should it die. The machine's has a service manager."""
@@ -430,9 +488,32 @@ class BrokerApp:
             return
         try:
             command = [*self._command, "--socket", str(self.path)]
-            write_record(self.path, command, broker_environment(os.environ))
+            self._record = write_record(
+                self.path, command, broker_environment(os.environ), str(self.runner.journal.path)
+            )
+            if self.handlers.on_served is None:
+                self._served()  # somebody was faster
         except OSError as error:
             _LOG.warning("Should this broker die, it will not be started again: %s", error)
+            return
+        try:
+            write_copy(self._record)
+        except OSError as error:
+            _LOG.warning("The start record has no copy beside the journal: %s", error)
+
+    def _keep_record(self) -> None:
+        """Write the copy of the start record again, if it was deleted."""
+        if self._record is not None and not copy_path(Path(self._record.journal)).exists():
+            write_copy(self._record)
+
+    def forget_record(self) -> None:
+        """Let nobody start this broker again, or the one before it: it was told to end."""
+        record = self._record
+        with suppress(BadRecord):
+            record = record or read_record(self.path)
+        if record is not None:
+            remove_copy(record.journal)
+        remove_record(self.path)
 
     def _announce(self, service: DeviceService) -> None:
         _LOG.info(
@@ -464,6 +545,23 @@ class BrokerApp:
                 "GPU %d %s (%s): tier %s%s", device.index, device.name, device.uuid, device.tier,
                 f": {device.tier_reason}" if device.tier_reason else "",
             )  # fmt: skip
+
+    def _served(self) -> None:
+        """Note that this broker is of use: should it be killed, another start is worth it."""
+        if self._record is not None:
+            self._change_record(served=True)
+
+    def crashed(self, error: Exception) -> None:
+        """Note that this broker ended by an error of its own."""
+        if self._record is not None:
+            self._change_record(crashed=f"{type(error).__name__}: {error}"[:500])
+
+    def _change_record(self, **changes: Any) -> None:
+        assert self._record is not None
+        self._record = change_record(self.path, self._record, **changes)
+        if copy_path(Path(self._record.journal)).exists():  # or it ends in order
+            with suppress(OSError):
+                write_copy(self._record)
 
     # ------------------------------------------------------------------ while it runs
 
@@ -519,13 +617,20 @@ class BrokerApp:
             _LOG.warning("%s", note)
 
     async def _tidy(self) -> None:
-        written = -1
+        loop, due, written = asyncio.get_running_loop(), asyncio.Event(), -1
+        checked = loop.time()
+        self.runner.journal.on_long = due.set
         while True:
-            await asyncio.sleep(TIDY)
+            timer = loop.call_later(TIDY, due.set)
+            await due.wait()
+            timer.cancel()
             self.runner.note_missing()
             if self.runner.journal.seq != written:
                 written = self.runner.journal.seq
                 await asyncio.to_thread(self.runner.journal.tidy)
+            due.clear()  # what was asked for meanwhile has been done
+            if loop.time() - checked >= TIDY:
+                checked = loop.time()
                 for problem in self.runner.pool.self_check():
                     _LOG.error("The pool's accounts do not agree; please report this: %s", problem)
 
@@ -584,6 +689,12 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config | None
     )
     parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE")
     parser.add_argument("--socket", default="", help="listen here")
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="take over sessions whose kernels look for their broker at another socket, where "
+        "nothing can listen any more",
+    )
     parser.add_argument("--ready-fd", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--debug", action="store_true", help="log everything")
     options, rest = parser.parse_known_args(argv)
@@ -617,12 +728,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def run() -> None:
         app = BrokerApp(
             options.config, overrides, options.socket,
-            ending=ending, command=command_of(options, words),
+            ending=ending, command=command_of(options, words), take_over=options.take_over,
         )  # fmt: skip
         try:
             await app.run(options.ready_fd)
         except Stopped:
-            remove_record(app.path)  # of the broker before: this one was told to end, too
+            app.forget_record()
+            raise
+        except GPUPoolError:
+            raise
+        except Exception as error:
+            app.crashed(error)
             raise
 
     try:

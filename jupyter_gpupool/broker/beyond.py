@@ -15,6 +15,7 @@ from ..devices.model import DeviceSample, ProcessId
 from ..guard.page import Reading
 from ..pool import usage
 from ..pool.usage import Listed, Observed, Overhead
+from .pace import Pace
 from .runner import Runner
 from .sessions import Session
 
@@ -32,28 +33,52 @@ class Beyond:
         self._runner = runner
         self._changed = changed
         self._known: dict[tuple[ProcessId, int], Overhead] = {}
+        self._learning = False
 
-    def learn(
+    async def learn(
         self,
         samples: Sequence[DeviceSample],
         before: Mapping[str, Reading],
-        after: Mapping[str, Reading],
+        read: Callable[[Session], Reading | None],
         old: Collection[str],
         owners: Mapping[ProcessId, str | None],
     ) -> None:
-        """Compare samples with the pages as they were before and after them, by session.
+        """Compare samples with the pages as they were before them, by session, and as they are.
+
+        Only one look is compared at a time; another one that ends meanwhile teaches nothing.
+
+        ``read`` returns the page of a session that is attached, else None.
 
         ``old`` are devices of which the sample says nothing; ``owners`` are the sessions of the
         processes on the devices: a page may name processes that are not its session's.
         """
+        if self._learning:
+            return
+        self._learning = True
+        try:
+            await self._learn(samples, before, read, old, owners)
+        finally:
+            self._learning = False
+
+    async def _learn(
+        self,
+        samples: Sequence[DeviceSample],
+        before: Mapping[str, Reading],
+        read: Callable[[Session], Reading | None],
+        old: Collection[str],
+        owners: Mapping[ProcessId, str | None],
+    ) -> None:
         shown = {s.uuid: {p.pid: p.bytes for p in s.processes} for s in samples}
         by_uuid = {s.uuid: s for s in samples if s.uuid not in old}
         living: set[tuple[ProcessId, int]] = set()
-        for session in self._runner.sessions:
-            reading, first = after.get(session.id), before.get(session.id)
+        #: Of sessions that were attached or resumed meanwhile, or are not attached.
+        stays: set[ProcessId] = set()
+        pace = Pace()
+        for session in [*self._runner.sessions]:
+            first = before.get(session.id)
+            reading = read(session) if first is not None else None
             if reading is None or first is None or reading.epoch != first.epoch:
-                # Attached or resumed meanwhile, or not attached: what was learnt stays.
-                living |= {key for key in self._known if key[0] in session.use.processes}
+                stays.update(session.use.processes)
                 continue
             session.use.processes = {ProcessId(s.pid, s.start_time) for s in reading.slots}
             own = replace(
@@ -65,7 +90,10 @@ class Beyond:
                 ),
             )
             living |= self._session(session, first, own, by_uuid, shown)
-        self._known = {key: known for key, known in self._known.items() if key in living}
+            await pace.step()
+        self._known = {
+            key: known for key, known in self._known.items() if key in living or key[0] in stays
+        }
 
     def _session(
         self,

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from .dispatch import Dispatcher
     from .sessions import Session
 
-#: Bytes read from a peer at once: as long as the user has less than ENOUGH waiting, and otherwise.
-CHUNK, SMALL_CHUNK, ENOUGH = 16 << 10, 1 << 10, 1 << 20
+#: Bytes read from a peer at once. A request that is longer is read on when few others of its user
+#: are: a hundred connections that all have something would keep the loop reading.
+CHUNK = 16 << 10
 
 #: Bytes of unfinished requests that one user may leave here, over all connections.
 MAX_UNFINISHED = 4 << 20
@@ -264,8 +265,7 @@ class Connection(asyncio.BufferedProtocol):
             transport.abort()  # it left before we looked
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
-        enough = self.accepted and self.account.buffered > ENOUGH
-        return _INBOX[:SMALL_CHUNK] if enough else _INBOX
+        return _INBOX
 
     def buffer_updated(self, nbytes: int) -> None:
         if not self.accepted:
@@ -343,12 +343,23 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is None or self._transport.is_closing() or self._ended:
             return
         stuck = self._next is not None or self._choked is not None
-        wanted = not stuck and (len(self._buffer) < CHUNK or not self._has_line())
+        wanted = not stuck and (len(self._buffer) < CHUNK or self._may_read_on())
         if wanted and not self._reading:
             self._transport.resume_reading()
         elif self._reading and not wanted:
             self._transport.pause_reading()
         self._reading = wanted
+
+    def _may_read_on(self) -> bool:
+        """Return whether the rest of a long request is read now, or when others of its user are."""
+        whole = self._has_line()
+        if self.accepted:
+            (self.account.end_long if whole else self.account.begin_long)(self)
+        return not whole and (not self.accepted or self in self.account.long)
+
+    def read_on(self) -> None:
+        """It is this connection's turn to have the rest of a long request read."""
+        self._look_at_reading()
 
     def _step(self, now: float) -> tuple[float, bool]:
         if self._read_state == "due" and self._read is not None:
@@ -409,6 +420,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _forget_buffer(self) -> None:
         if self.accepted:
+            self.account.end_long(self)
             self.account.buffered -= len(self._buffer)
         self._buffer.clear()
         self._scanned = 0

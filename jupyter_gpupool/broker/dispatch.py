@@ -82,6 +82,7 @@ class Dispatcher:
         account = connection.account
         account.connections.discard(connection)
         account.buffered -= connection.buffered
+        account.end_long(connection)
         self.note_unread(connection, 0)
         if not account.connections:
             # Its budgets fill up within seconds; a connection before that finds them as they are.

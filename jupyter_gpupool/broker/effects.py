@@ -158,6 +158,12 @@ class DeviceEffects:
         )
         now, name, epoch = self._runner.now(), session.id, action.epoch
         if outcome.status == "resumed":
+            if self.pages is not None:
+                # Before its calls go on.
+                devices = [piece.device for piece in action.slices]
+                moves = self._devices.moves(devices, action.origin)
+                self.pages.moved(session, session.frozen, moves)
+                self.pages.no_longer_aside(session)
             session.frozen = ()
             return e.AttachDone(now=now, session=name, epoch=epoch, seconds=outcome.driver_seconds)
         if outcome.status == "gone":
@@ -308,6 +314,7 @@ class DeviceEffects:
             self._runner.log.error("Session %s is not safe to kill: %s", session.id, what)
             return False
         safe = outcome.status in ("suspended", "nothing", "gone")
+        session.retired = outcome.status in ("suspended", "nothing")
         self._runner.note("retired", session, reason=outcome.message, detail={"safe": safe})
         return safe
 

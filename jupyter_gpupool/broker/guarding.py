@@ -9,7 +9,7 @@ import logging
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Iterable, Sequence
+from typing import Any, Mapping, Sequence
 
 from ..config import BrokerSettings
 from ..config.settings import usable_attach
@@ -17,7 +17,7 @@ from ..devices.service import DeviceService
 from ..errors import GPUPoolError
 from ..guard.install import guard_directory
 from ..pool.model import Device, SessionRecord
-from .activity import Activity
+from .activity import DEVICE_HOLD, Activity
 from .beyond import Beyond
 from .effects import DeviceEffects
 from .guards import Guards
@@ -26,12 +26,17 @@ from .homes import Homes
 from .landing import Landings
 from .monitor import Monitor
 from .pages import ATTACHED, Pages, page_folder
+from .recovery import Recovered
 from .rooms import Rooms
 from .runner import Runner
 from .sessions import Session
+from .setaside import SetAside
 from .status import Snapshots
 from .turns import TurnKeeper
 from .watchdog import Watchdog
+
+#: Least seconds between two looks for better homes: each reads all sessions.
+HOMES = 2.0
 
 
 class Guarding:
@@ -63,8 +68,11 @@ class Guarding:
         self._problem = ""
         self.settings = settings
         self.pages: Pages | None = None
+        #: None where nobody runs under the guard.
+        self.aside: SetAside | None = None
         #: Where the folder of links to the guard is.
         self._links: Path | None = None
+        self._homes_at = float("-inf")
 
     def start(
         self,
@@ -105,6 +113,7 @@ class Guarding:
             runner, pages, activity,
             rooms=self.rooms, homes=self._homes, log=self._log,
         )  # fmt: skip
+        self.aside = SetAside(runner, service, pages, activity, self._log)
         guards.landings = self.landings = Landings(runner, self._effects, service, pages, self._log)
         watchdog = Watchdog(runner, self._effects, pages, self._log, policy=settings.overuse)
         self.turns = TurnKeeper(runner, pages, activity, self._log, turn=settings.turn)
@@ -147,7 +156,7 @@ class Guarding:
             self._links.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._handlers.guard_directory = guard_directory(self._links)
 
-    def keep(self) -> None:
+    async def keep(self) -> None:
         """Put back what was deleted under living sessions.
 
         Raises
@@ -156,7 +165,7 @@ class Guarding:
             If that is not possible now.
         """
         if self.pages is not None:
-            self.pages.keep()
+            await self.pages.keep()
             if self._handlers.guarded:
                 self._link()
 
@@ -186,10 +195,14 @@ class Guarding:
 
     # ------------------------------------------------------------------ recovery
 
-    async def settle(self, sessions: Iterable[str]) -> None:
-        """See to processes that an earlier broker was moving, before anybody asks the driver."""
+    async def settle(self, stored: Mapping[str, Mapping[str, Any]]) -> None:
+        """See to processes that an earlier broker was moving, before anybody asks the driver.
+
+        ``stored`` is what the journal says of each session.
+        """
         if self.pages is not None:
-            await asyncio.gather(*(self.landings.recover(name) for name in sessions))
+            guarded = [name for name, entry in stored.items() if _was_guarded(entry)]
+            await asyncio.gather(*(self.landings.recover(name) for name in guarded))
 
     def adopt(self, session: Session, record: SessionRecord) -> None:
         """Go on with the page of a session that an earlier broker had."""
@@ -198,14 +211,32 @@ class Guarding:
             self.pages.adopt(session, used=used)
             self.activity.read(session)
 
-    def untouched(self, session: Session) -> bool:
-        """Return whether nothing has used the session's device since an earlier broker looked."""
-        return self.pages is not None and self.activity.untouched(session)
+    def settle_use(self, one: Recovered, now: float, alone: float) -> None:
+        """Let the page say whether a session, which an earlier broker had, uses its device.
 
-    def recovered(self, session: Session) -> None:
+        ``alone`` is for how many seconds at least there has been no broker, so that who was seen to
+        be quiet has been quiet for as long.
+        """
+        if self.pages is None or not (one.idle_since or one.computed):
+            return
+        quiet = self.activity.untouched(one.session)
+        if quiet and one.idle_since:
+            one.at_rest()
+        elif quiet and alone >= self.activity.quiet_after:
+            one.at_rest(now - alone)
+        elif one.computed and one.session.page is not None:
+            one.in_use(now)
+
+    def recovered(self, one: Recovered, alone: float) -> None:
         """Make the page true: a broker that was killed in a suspend left the gate closed."""
         if self.pages is not None:
-            self.guards.changed(session)
+            record = self._runner.record(one.session.id)
+            if record is not None and not record.suspended:
+                self.pages.no_longer_aside(one.session)  # it ended before the driver was asked
+            quiet = self.activity.untouched(one.session)
+            self.guards.changed(one.session)
+            if any(hold.id == DEVICE_HOLD for hold in one.record.holds):
+                self.activity.go_on(one.session, alone if quiet else 0.0)
 
     def all_recovered(self) -> None:
         """Remove the pages of sessions that ended while there was no broker."""
@@ -214,7 +245,17 @@ class Guarding:
 
     # ------------------------------------------------------------------ after a sample
 
-    def _sampled(self) -> None:
-        if self.pages is not None:
-            self._homes.refresh(self.pages, self.activity)
-            self.rooms.refresh()
+    async def _sampled(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self.pages is None:
+            return
+        if now - self._homes_at >= HOMES:
+            self._homes_at = now
+            await self._homes.refresh(self.pages, self.activity)
+        self.rooms.refresh_soon()
+
+
+def _was_guarded(entry: Any) -> bool:
+    """Return whether a session of the journal, which may be damaged, had a page."""
+    record = entry.get("record") if isinstance(entry, dict) else None
+    return isinstance(record, dict) and bool(record.get("lands"))

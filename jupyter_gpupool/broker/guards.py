@@ -163,6 +163,9 @@ class Guards:
         # First: once the gate is open, a process may ask how much memory there is.
         self._rooms.changed(session, record)
         self._pages.follow(session, record)
+        if record.state == "queued" and not record.bound:
+            # A process may have called cuInit while it was attaching, which has failed.
+            self._activity.settle(session)
         over = record.state in (*ATTACHED, "detached") and not session.forced
         if over and session.guards and not session.use.held:
             # They began to wait while a rule was suspending it: now they may ask.
@@ -229,10 +232,27 @@ class Guards:
 
     def _home_now(self, connection: Connection, session: Session, message: Message) -> None:
         """A process settles on its devices now, and mostly asks for the lease a moment later."""
-        record = self._runner.record(session.id)
-        if record is not None and record.state == "detached" and not self._settled(session, record):
-            self._pages.set_home(session, self._homes.now(record, session.home))
+        # The process that asks has said that it is about to look.
+        self._settle_home(session, looking=1)
         connection.answer(message.get("id"))
+
+    def request_changed(self, session: Session) -> None:
+        """Let the kernel's processes see as many devices as it asks for by now.
+
+        What a program then writes into ``CUDA_VISIBLE_DEVICES`` is compared with these.
+        """
+        if session.page is not None:
+            self._settle_home(session, looking=0)
+
+    def _settle_home(self, session: Session, *, looking: int) -> None:
+        record = self._runner.record(session.id)
+        places = ("detached", "queued", "attaching")
+        if record is None or record.state not in places or self._settled(session, record, looking):
+            return
+        self._pages.set_home(session, self._homes.now(record, session.home))
+        if record.state == "queued":
+            # It waits for a slice that its agent asked for, and must get one that it can use.
+            self._activity.settle(session)
 
     def _page_now(self, connection: Connection, session: Session, message: Message) -> None:
         try:
@@ -252,13 +272,13 @@ class Guards:
             raise RefusedError("This broker moves no process.", code="not-moved")
         self.landings.ask(connection, session, message)
 
-    def _settled(self, session: Session, record: SessionRecord) -> bool:
-        """Return whether a process of the session has looked at its devices before this one."""
+    def _settled(self, session: Session, record: SessionRecord, looking: int) -> bool:
+        """Return whether a process has looked at its devices, beside ``looking`` that do so now."""
         if record.suspended or record.bound:
             return True
         reading = self._pages.read(session)
-        # The process that asks has said that it is about to look.
-        return reading is None or sum(1 for slot in reading.slots if slot.flags & SLOT_CUDA) > 1
+        looked = 0 if reading is None else sum(bool(s.flags & SLOT_CUDA) for s in reading.slots)
+        return reading is None or looked > looking
 
     def _grow_now(self, connection: Connection, session: Session, message: Message) -> None:
         record, ordinal = self._runner.record(session.id), message["device"]

@@ -101,6 +101,8 @@ class Handlers:
         #: Makes a session safe to kill; and why this driver needs that ("": it does not).
         self.retire: Callable[[Session, Callable[[bool], None]], None] = lambda _s, done: done(True)
         self.hazard: Callable[[], str] = lambda: ""
+        #: Called once, when the first request has been handled that is more than a look.
+        self.on_served: Callable[[], None] | None = None
         #: Takes devices out of service and gives them back; the application sets it.
         self.maintenance: Maintenance | None = None
         #: When (loop time) somebody last connected.
@@ -140,6 +142,7 @@ class Handlers:
         self._methods |= {"attach": guards.attach, "grow": guards.grow}
         self._methods |= {"home": guards.home, "page": guards.page}
         self._methods |= {"land": guards.land}
+        self.wishes.on_request = guards.request_changed
 
     # ------------------------------------------------------------------ Service
 
@@ -181,6 +184,9 @@ class Handlers:
                 next_step="Restart the kernel.",
             )
         method(connection, message)
+        if self.on_served is not None and message["type"] not in READS:
+            served, self.on_served = self.on_served, None
+            served()
 
     def disconnected(self, connection: Connection) -> None:
         self.runner.version += 1

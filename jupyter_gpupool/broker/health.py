@@ -74,6 +74,19 @@ class Health:
         self._bad.add(uuid)
         self.lost(uuid, reason)
 
+    def suspect(self, uuid: str, reason: str) -> None:
+        """Take out a device that may hang, and test it at once."""
+        if self._runner is None or uuid not in self.devices:
+            return
+        self.bad(uuid, f"{reason} It is being tested.")
+
+        def tested(test: asyncio.Task[str]) -> None:
+            why = "" if test.cancelled() else test.result()
+            if why and uuid in self.failed:
+                self.lost(uuid, f"{reason} Its test failed: {why}")
+
+        self._test(uuid).add_done_callback(tested)
+
     def readable(self, uuid: str) -> None:
         """NVML can read a device (again)."""
         if uuid not in self._bad and uuid in self.failed:
@@ -112,7 +125,8 @@ class Health:
                 raise DriverError(device.tier_reason)
         except GPUPoolError as error:
             self._log.warning("GPU %d is still out of service: %s", before.index, error)
-            self._failures[uuid] = self._failures.get(uuid, 0) + 1
+            if error.code != "no-room":  # that says nothing about the device
+                self._failures[uuid] = self._failures.get(uuid, 0) + 1
             if uuid in self.failed:
                 self._schedule(uuid)
             return error.message

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Callable, Mapping
 
 from ..pool.model import PoolView, Request, SessionRecord
 from ..pool.unasked import home_devices
+from .pace import Pace
 
 if TYPE_CHECKING:
     from .activity import Activity
@@ -57,12 +58,16 @@ class Homes:
             memory=record.request.memory, count=record.request.devices, seen=seen, planned=planned,
         )  # fmt: skip
 
-    def refresh(self, pages: Pages, activity: Activity) -> None:
+    async def refresh(self, pages: Pages, activity: Activity) -> None:
         """Let kernels that have not called cuInit see devices with room for them."""
         devices, kernels = self._recent().devices, self._kernels()
-        for session in self._runner.sessions:
+        pace = Pace()
+        for session in [*self._runner.sessions]:
+            await pace.step()
+            if session.page is None or session.process is None:
+                continue  # nobody reads its page yet
             record, seen = self._runner.record(session.id), session.home
-            if session.page is None or not seen or record is None or _settled(record):
+            if not seen or record is None or _settled(record):
                 continue
             better = home_devices(
                 devices, kernels, memory=record.request.memory, count=len(seen), seen=seen

@@ -21,7 +21,7 @@ from collections import deque
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 from ..errors import GPUPoolError
 from .retention import LOCK_WAIT, tidy
@@ -38,11 +38,11 @@ MAX_BYTES = 256 << 20
 #: Bytes of write-ahead log after which it is begun anew.
 MAX_LOG = 16 << 20
 
+#: Commits between two looks at its size.
+LOOK_AT_LOG = 32
+
 #: Rows kept in memory while the file cannot be written.
 MAX_PENDING = 20_000
-
-#: Rows that one answer may hold.
-MAX_ANSWER = 10_000
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -136,6 +136,9 @@ class Journal:
         self._rows: deque[Row] = deque()
         self._meta: dict[str, str] = {}
         self._lost = 0
+        self._commits = 0
+        #: Called when :meth:`tidy` is due before its time: it leaves less for the event loop to do.
+        self.on_long: Callable[[], None] = lambda: None
         self._known: dict[str, str] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -172,31 +175,6 @@ class Journal:
     @property
     def _log_path(self) -> Path:
         return self.path.with_name(f"{self.path.name}-wal")
-
-    def rows(
-        self, after: int = 0, limit: int = 1000, session: str = "", owner: str = ""
-    ) -> list[Row]:
-        """Return committed rows above ``after``, oldest first, at most ``limit``.
-
-        With ``session`` or ``owner`` only those of it.
-        """
-        where, values = "seq > ?", [after]  # type: str, list[Any]
-        if owner:
-            where += " AND owner = ?"
-            values.append(owner)
-        if session:
-            where += " AND session = ?"
-            values.append(session.encode("utf-8", "replace").decode())
-        limit = max(0, min(limit, MAX_ANSWER))
-        values[0] = max(0, min(after, 1 << 62))
-        query = f"SELECT {_COLUMNS} FROM events WHERE {where} ORDER BY seq LIMIT ?"
-        return [
-            Row(
-                seq=r[0], time=r[1], kind=r[2], session=r[3], owner=r[4], device=r[5],
-                bytes=r[6], seconds=r[7], reason=r[8], detail=json.loads(r[9]),
-            )
-            for r in self._db.execute(query, (*values, limit))
-        ]  # fmt: skip
 
     # ------------------------------------------------------------------ writing
 
@@ -287,8 +265,14 @@ class Journal:
         that came after its look. Here nobody else writes. Without a sync: that is left to the next
         tidying, and until then only a machine that loses its power may lose rows.
         """
+        self._commits += 1
+        if self._commits % LOOK_AT_LOG:
+            return
         try:
-            if self._log_path.stat().st_size < MAX_LOG:
+            size = self._log_path.stat().st_size
+            if size >= MAX_LOG // 2:
+                self.on_long()
+            if size < MAX_LOG:
                 return
             self._db.execute("PRAGMA synchronous = OFF")
             try:

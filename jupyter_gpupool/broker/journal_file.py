@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import sqlite3
+import struct
 import time
 import zlib
 from contextlib import closing, suppress
@@ -142,51 +143,134 @@ def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) ->
 
     That one had no machine in its name. It is this machine's if its sessions are of this boot, or
     if no other machine can have written it because the folder is local.
+
+    Raises
+    ------
+    BrokerUnavailable
+        If the broker of the older version lives.
+    JournalUnusable
+        If the older journal cannot be copied. It is left as it is: an empty one in its place would
+        forget kernels that may live.
     """
     if path.exists():
         return
     local = not machine.network_file_system(state_dir)
     for old, listened in _older_names(state_dir, socket):
-        _check_ended(listened, socket)
         try:
             if os.lstat(old).st_uid != os.geteuid():
                 continue
-            with closing(sqlite3.connect(f"file:{old}?mode=ro", uri=True)) as source:
-                row = source.execute("SELECT value FROM meta WHERE name = 'boot'").fetchone()
-                if not local and (row is None or row[0] != machine.boot_id()):
-                    continue
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-                with closing(sqlite3.connect(path)) as copy:
-                    source.backup(copy)
-            for suffix in ("", "-wal", "-shm"):
-                old.with_name(old.name + suffix).unlink(missing_ok=True)
+            if not local and _holder(old) == 0 and _boot(old, "immutable=1") != machine.boot_id():
+                continue  # a broker on another machine has it open
+            _check_ended(old, listened, socket)
+            if not _copy(old, path, any_boot=local):
+                continue
         except FileNotFoundError:
             continue
         except (OSError, sqlite3.Error) as error:
-            log.warning("The older journal %s was not taken over: %s", old, error)
-            path.unlink(missing_ok=True)
-            continue
+            raise JournalUnusable(
+                f"The journal {old} of an older version cannot be taken over as {path}: {error}.",
+                next_step="Make room or correct the permissions; or, if all pooled kernels have "
+                f"ended, move it away: mv {old} {old}.old",
+            ) from None
+        for suffix in ("-wal", "-shm", ""):
+            with suppress(OSError):  # it is not looked at again
+                old.with_name(old.name + suffix).unlink()
         log.info("The journal %s goes on as %s", old, path)
         return
 
 
-def _check_ended(listened: Path, own: Path) -> None:
-    """Refuse to go on with a journal whose broker lives: an older version locks its socket only."""
-    if listened == own:
-        return  # claimed by us
-    with suppress(OSError):
-        lock = os.open(f"{listened}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BrokerUnavailable(
-                f"A GPU pool broker of an older version listens at {listened}.",
-                code="already-running",
-                next_step="Use that one, or end it first.",
-                details={"socket": str(listened)},
-            ) from None
-        finally:
-            os.close(lock)
+def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
+    """Copy a journal; return False if it is of another boot and only this one's is wanted.
+
+    ``path`` is there with all of it, or not at all.
+    """
+    temporary = path.with_name(f"{path.name}.new")
+    try:
+        if not any_boot and _boot(old, "mode=ro") != machine.boot_id():
+            return False
+        with closing(sqlite3.connect(f"{old.absolute().as_uri()}?mode=ro", uri=True)) as source:
+            temporary.unlink(missing_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            os.close(os.open(temporary, flags, 0o600))
+            with closing(sqlite3.connect(temporary)) as copy:
+                source.backup(copy)
+                # All of it in the one file that is renamed.
+                copy.execute("PRAGMA journal_mode = DELETE")
+        _sync(temporary)
+        temporary.rename(path)
+        _sync(path.parent)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+    return True
+
+
+def _boot(journal: Path, option: str) -> str:
+    """Return the boot that the sessions of a journal are of.
+
+    With ``immutable=1`` without SQLite's locks, which a network may not keep: what is not in the
+    file itself yet is not seen.
+    """
+    with closing(sqlite3.connect(f"{journal.absolute().as_uri()}?{option}", uri=True)) as db:
+        row = db.execute("SELECT value FROM meta WHERE name = 'boot'").fetchone()
+    return str(row[0]) if row else ""
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_ended(old: Path, listened: Path, own: Path) -> None:
+    """Refuse to go on with a journal whose broker lives: an older version locks its socket only.
+
+    The socket's lock may have been deleted under it. SQLite keeps locks in a journal that is open,
+    and the kernel says who has them.
+    """
+    holder = _holder(old)
+    if holder is None and listened != own:  # our own socket is claimed by us
+        with suppress(OSError):
+            lock = os.open(f"{listened}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = 0
+            finally:
+                os.close(lock)
+    if holder is not None:
+        process = f" (process {holder})" if holder > 0 else ""
+        raise BrokerUnavailable(
+            f"A GPU pool broker of an older version{process} has the journal {old} and listens at "
+            f"{listened}.",
+            code="already-running",
+            next_step="Use that one, or end it first.",
+            details={"socket": str(listened)},
+        )
+
+
+#: ``struct flock`` of Linux on 64-bit machines: type, whence, start, length, process.
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+def _holder(journal: Path) -> int | None:
+    """Return a process that has the journal open; None if none has.
+
+    0 if it is another container's or, on a network file system, another machine's.
+    """
+    for suffix in ("", "-shm"):
+        with suppress(FileNotFoundError):
+            descriptor = os.open(f"{journal}{suffix}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+                found = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))
+            finally:
+                os.close(descriptor)
+            if found[0] != fcntl.F_UNLCK:
+                return max(0, int(found[4]))
+    return None
 
 
 def _older_names(state_dir: Path, socket: Path) -> Iterable[tuple[Path, Path]]:

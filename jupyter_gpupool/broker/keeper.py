@@ -58,7 +58,9 @@ class Keeper:
         self._serve = serve
         self._log = log
         #: Puts back the sessions' pages and the links to the guard.
-        self.keep_pages: Callable[[], None] = _nothing
+        self.keep_pages: Callable[[], Awaitable[None]] = _nothing
+        #: Puts back the copy of the start record that is beside the journal.
+        self.keep_record: Callable[[], None] = lambda: None
         #: Of each file beside the socket: which version (inode, time), mode, content.
         self._kept: dict[Path, tuple[tuple[int, int], int, bytes]] = {}
         self._problems: dict[str, str] = {}
@@ -143,6 +145,7 @@ class Keeper:
         if self._lock.is_lost():
             self._lock.restore()
             self._log.warning("The lock %s was deleted and is back", self._lock.path)
+        self.keep_record()
         journal = self._runner.journal
         if not journal.is_lost():
             return
@@ -153,7 +156,7 @@ class Keeper:
         self._log.warning("The journal %s was deleted; its sessions are in it again", journal.path)
 
     async def _keep_pages(self) -> None:
-        self.keep_pages()
+        await self.keep_pages()
 
 
 def _write(path: Path, mode: int, content: bytes) -> None:
@@ -163,5 +166,5 @@ def _write(path: Path, mode: int, content: bytes) -> None:
             file.write(content)
 
 
-def _nothing() -> None:
+async def _nothing() -> None:
     """Until there are pages."""

@@ -6,6 +6,9 @@ CUDA binds a process to the devices that it sees at cuInit, which needs no lease
 context such a process asks to *land*: it takes a context on the device that it sees, in the room
 that each device keeps for one (``Device.landing_bytes``), and is then suspended there and restored
 on its slice. One process at a time has that room; others wait.
+
+A process that cannot be moved, because the driver refuses it or its slice is on another model,
+asks to *stay*: its session gives the slice back and waits for a GPU that the process can use.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from ..guard.page import (
     SEES_SLICE,
     Page,
     PageError,
+    Reading,
     Slot,
     device_name,
 )
@@ -37,7 +41,7 @@ from ..units import format_bytes
 from . import processes
 from .connection import Connection
 from .effects import DRAIN, DRAIN_POLL, DeviceEffects
-from .pages import ATTACHED, Pages
+from .pages import ATTACHED, CLOSED, PAUSED, Pages
 from .quiesce import quiesce
 from .runner import Runner
 from .sessions import Session
@@ -50,6 +54,12 @@ PATIENCE = 60.0
 
 #: Tries to move a process, and seconds between them: its work may have to drain first.
 TRIES, PAUSE = 4, 0.5
+
+#: After so many failed moves in a row a session waits for the devices that its processes see.
+MOST_FAILED = 3
+
+#: On its way to its slice.
+_MOVING = (LANDING_MOVES, LANDING_RESTORE)
 
 #: Seconds in which the thread that a dead broker was moving asks the next one.
 AGAIN = 10.0
@@ -68,11 +78,20 @@ class _Landing:
 
 @dataclass(frozen=True)
 class _Way:
-    """From where to where, by the page: ``origin[i]`` to ``target[i]``."""
+    """From where to where, by the page: ``origin[i]`` to ``target[i]``.
+
+    ``seen``: what the process sees in the place of each device of the slice, for a session that
+    is to wait for that.
+    """
 
     slot: Slot
+    slice: list[str]
+    seen: tuple[str, ...]
     origin: tuple[str, ...] = ()
     target: tuple[str, ...] = ()
+    #: Why it is not moved, and whether no device but those that it sees will do.
+    problem: str = ""
+    stay: bool = False
 
     @property
     def process(self) -> ProcessId:
@@ -106,20 +125,37 @@ class Landings:
     def ask(self, connection: Connection, session: Session, message: Message) -> None:
         """Answer one step of a process, at once or later."""
         step, rid = message["step"], message.get("id")
-        if step not in ("begin", "move", "cancel"):
+        if step not in ("begin", "move", "cancel", "stay"):
             raise RefusedError(f"{step[:40]!r} is no step of a landing.", code="bad-request")
+        pid = connection.peer.pid
         if step == "cancel":
-            for process in [p for p in self._under_way if p.pid == connection.peer.pid]:
-                self._over(process)
+            self._cancel(pid)
             connection.answer(rid)
             return
-        way = self._way(session, self._record(session), connection.peer.pid)
-        if not way.origin:
-            connection.answer(rid)  # it sees the slice
-        elif step == "begin":
-            self._waiting[connection] = self._start(self._begin(connection, session, way, rid))
-        else:
-            self._start(self._move(connection, session, way, rid))
+        try:
+            way = self._way(session, self._record(session), pid)
+            if not way.origin:
+                self._cancel(pid)
+                connection.answer(rid)  # it sees the slice
+            elif step == "stay":
+                self._waiting[connection] = self._start(self._stay(connection, session, way, rid))
+            elif way.problem:
+                raise RefusedError(way.problem, code="not-moved")
+            elif step == "begin":
+                self._waiting[connection] = self._start(self._begin(connection, session, way, rid))
+            elif way.slot.landing < LANDING_MOVES:
+                # Its calls may reach the driver at any moment.
+                raise RefusedError("It does not hold its calls back.", code="bad-request")
+            else:
+                self._start(self._move(connection, session, way, rid))
+        except RefusedError:
+            self._cancel(pid)
+            raise
+
+    def _cancel(self, pid: int) -> None:
+        """Take the room back from a process that will not be moved now."""
+        for process in [p for p in self._under_way if p.pid == pid]:
+            self._over(process)
 
     def gone(self, connection: Connection) -> None:
         """The thread that waits for room waits no more."""
@@ -137,7 +173,7 @@ class Landings:
     def _record(self, session: Session) -> SessionRecord:
         record = self._runner.record(session.id)
         if record is None or record.state not in ATTACHED or not record.slices:
-            raise RefusedError("The session has no slice now.", code="no-lease")
+            raise RefusedError("The session has no slice now.", code="again")
         return record
 
     def _way(self, session: Session, record: SessionRecord, pid: int) -> _Way:
@@ -146,26 +182,48 @@ class Landings:
         if not slots:
             raise RefusedError(f"The session has no process {pid}.", code="no-process")
         known = {device_name(d.uuid): d for d in self._runner.pool.devices()}
-        pairs = []
+        pairs, seen, problem, stay = [], [], "", False
         for name, piece in zip(slots[0].sees, record.slices, strict=False):
+            seen.append(piece.device)
             if name in (SEES_NONE, SEES_SLICE, device_name(piece.device)):
                 continue
             home, target = known.get(name), self._runner.pool.device(piece.device)
-            if home is None or target is None or home.model != target.model:
+            if home is None or target is None:
                 raise RefusedError(
-                    "It initialised CUDA on a GPU of another model than that of its slice.",
+                    "The GPU on which it initialised CUDA is not in the pool any more.",
                     code="not-moved",
                     next_step="Start the process (or the kernel) again.",
                 )
-            if not (home.landing_bytes and target.can_migrate):
-                raise RefusedError(
-                    f"It initialised CUDA on GPU {home.index}, its slice is on GPU "
-                    f"{target.index}, and this driver does not move processes.",
-                    code="not-moved",
-                    next_step="Start the process (or the kernel) again.",
-                )
+            seen[-1] = home.uuid
             pairs.append((home.uuid, target.uuid))
-        return _Way(slots[0], tuple(o for o, _ in pairs), tuple(t for _, t in pairs))
+            if home.model != target.model:
+                problem = problem or (
+                    f"It initialised CUDA on GPU {home.index}, and the slice is on GPU "
+                    f"{target.index}, of another model."
+                )
+            elif unusable := self._unusable(home.uuid):
+                stay = True
+                problem = f"It initialised CUDA on GPU {home.index}. {unusable}"
+            elif not (home.landing_bytes and target.can_migrate):
+                stay = True
+                problem = (
+                    f"It initialised CUDA on GPU {home.index}, the slice is on GPU "
+                    f"{target.index}, and this driver does not move processes."
+                )
+        if pairs and not problem and session.not_landed >= MOST_FAILED:
+            stay, problem = True, "The driver did not move it to the GPU of its slice before."
+        return _Way(
+            slots[0], [piece.device for piece in record.slices], tuple(seen),
+            tuple(o for o, _ in pairs), tuple(t for _, t in pairs),
+            problem, stay,
+        )  # fmt: skip
+
+    def _unusable(self, uuid: str) -> str:
+        """Return why no context can be made on a device until somebody mends that; or ""."""
+        if self._devices.is_aside(uuid):
+            return "That GPU is paused by the administrator."
+        sample = self._effects.samples.get(uuid)
+        return sample.lost if sample is not None else ""
 
     # ------------------------------------------------------------------ room
 
@@ -177,9 +235,10 @@ class Landings:
             for uuid in sorted(way.origin):
                 await room.enter_async_context(self._room.setdefault(uuid, asyncio.Lock()))
             while missing := await self._missing(way.origin):
+                self._look_again(session, way)
                 self._pages.notice(session, missing)
                 await asyncio.sleep(ROOM_POLL)
-            self._record(session)  # the lease may have gone meanwhile
+            self._look_again(session, way)
             landing = _Landing(session, way.process, way.origin, room.pop_all())
             session.landing = (*session.landing, *way.origin)
             self._under_way[way.process] = landing
@@ -190,6 +249,14 @@ class Landings:
         finally:
             self._waiting.pop(connection, None)
             await room.aclose()
+
+    def _look_again(self, session: Session, way: _Way) -> None:
+        """Raise RefusedError if a process that waits for room need not, or waits in vain."""
+        now = self._way(session, self._record(session), way.slot.pid)
+        if now.problem:
+            raise RefusedError(now.problem, code="not-moved")
+        if now.origin != way.origin:
+            raise RefusedError("The slice is on another GPU now.", code="again")
 
     async def _missing(self, origin: Iterable[str]) -> str:
         """Return why there is no room for a context on each device; it comes back by itself."""
@@ -252,6 +319,7 @@ class Landings:
                     break
         except GPUPoolError as error:
             problem = error.message
+            session.not_landed += 1
         finally:
             self._over(way.process)
             self._tell(session)
@@ -289,6 +357,7 @@ class Landings:
             restoring=restoring,
         )  # fmt: skip
         if outcome.status == "resumed":
+            session.not_landed = 0
             seconds = round(self._runner.now() - began, 3)
             self._runner.note(
                 "land", session, device=way.target[0],
@@ -301,7 +370,65 @@ class Landings:
             return outcome.message, False
         with contextlib.suppress(OSError):
             page.set_landing(way.slot, LANDING_MOVES)
+        if outcome.status == "refused":
+            session.not_landed = MOST_FAILED if outcome.stay else session.not_landed + 1
         return outcome.message or "It has ended.", outcome.status != "gone" and not outcome.stay
+
+    # ------------------------------------------------------------------ not moved
+
+    async def _stay(
+        self, connection: Connection, session: Session, way: _Way, rid: int | None
+    ) -> None:
+        """Give the slice back, for one that the process can use. It asks again until it has one."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + PATIENCE
+        text = way.problem or "The process was not moved to the GPU of its slice."
+        try:
+            while not self._given_back(session, way, text) and loop.time() < give_up:
+                await asyncio.sleep(DRAIN_POLL)
+            connection.answer(rid)
+        except GPUPoolError as error:
+            self._log.warning("Session %s, process %d: %s", session.id, way.slot.pid, error)
+            self._pages.notice(session, str(error))
+            connection.refuse(rid, error)
+        finally:
+            self._waiting.pop(connection, None)
+
+    def _given_back(self, session: Session, way: _Way, text: str) -> bool:
+        """Give the slice back, unless it is in use; return whether the process may look again."""
+        record, gate = self._record(session), self._pages.gate(session)
+        if [piece.device for piece in record.slices] != way.slice:
+            return True
+        others = any(landing.session is session for landing in self._under_way.values())
+        if others or record.state != "active" or gate == PAUSED:
+            return False  # for a moment
+        self._pages.set_gate(session, CLOSED)
+        reading = self._pages.read(session)
+        if reading is None or reading.inflight or _used_by_others(reading, way.slot.pid):
+            self._pages.set_gate(session, gate)
+            if reading is None or not _used_by_others(reading, way.slot.pid):
+                return False
+            raise RefusedError(
+                f"{text} Other processes of the kernel use the slice, so it cannot move instead.",
+                code="not-moved",
+                next_step="End them or start this process again, and try again.",
+            )
+        self._runner.handle(
+            e.LandingRefused(
+                now=self._runner.now(), session=session.id, epoch=record.epoch, bound=way.seen,
+                message=text, stay=way.stay,
+            )
+        )  # fmt: skip
+        now = self._runner.record(session.id)
+        if now is not None and now.state not in ATTACHED:
+            self._pages.set_home(session, way.seen)
+        self._pages.notice(session, text)
+        self._log.info("Session %s, process %d: %s", session.id, way.slot.pid, text)
+        detail = {"what": "land", "code": "not-moved", "pid": way.slot.pid, "from": way.origin[0]}
+        self._runner.note("refuse", session, device=way.target[0], reason=text, detail=detail)
+        return True
+
+    # ------------------------------------------------------------------ at rest
 
     async def _drained(self, session: Session, way: _Way) -> bool:
         """Wait until none of the process's calls can be on its way into the driver."""
@@ -330,14 +457,13 @@ class Landings:
         The thread that waits for the move asks again. One that was interrupted meanwhile does not:
         then the process goes on where it is, and lands with its next context.
         """
-        try:
-            page = Page.open(self._pages.path_of(name))
-        except PageError:
+        page = await self._page(name)
+        if page is None:
             return
         try:
             for slot in page.read().slots:
                 process = ProcessId(slot.pid, slot.start_time)
-                if slot.landing < LANDING_MOVES or not processes.alive(process):
+                if slot.landing not in _MOVING or not processes.alive(process):
                     continue
                 found, trouble = await self._devices.landed(process, session=name)
                 if trouble:
@@ -351,6 +477,27 @@ class Landings:
         finally:
             page.close()
 
+    async def _page(self, name: str) -> Page | None:
+        """Return the page of a session of an earlier broker, wherever it is by now.
+
+        After a logout its path is a link to that broker's descriptor, or nothing.
+        """
+        path = self._pages.path_of(name)
+        try:
+            if path.is_symlink() or not path.exists():
+                # All processes are looked at, which takes a while.
+                page = await asyncio.to_thread(Page.find, path, name)
+                if page is None and path.is_symlink():
+                    self._log.warning(
+                        "The page of session %s was deleted and no process has it; a process that "
+                        "was on its way to its GPU goes on when it is seen.", name,
+                    )  # fmt: skip
+                return page
+            return Page.open(path)
+        except (OSError, PageError) as error:
+            self._log.warning("The landings of session %s are unknown: %s", name, error)
+        return None
+
     def _forget(self, name: str, slot: Slot) -> None:
         session = self._runner.sessions.find(name)
         if session is None and processes.alive(ProcessId(slot.pid, slot.start_time)):
@@ -362,8 +509,14 @@ class Landings:
             return
         for now in reading.slots:
             same = (now.pid, now.start_time) == (slot.pid, slot.start_time)
-            if same and now.landing >= LANDING_MOVES:
+            if same and now.landing in _MOVING:
                 session.page.set_landing(now, LANDING_NONE)
+
+
+def _used_by_others(reading: Reading, pid: int) -> bool:
+    """Return whether other processes of the session than ``pid`` have contexts on its slice."""
+    others = [slot for slot in reading.slots if slot.pid != pid]
+    return any(any(slot.used) or SEES_SLICE in slot.sees for slot in others)
 
 
 def _on_slice(slot: Slot) -> list[int]:

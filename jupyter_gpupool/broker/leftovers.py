@@ -18,8 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from .. import machine
+from ..devices.processes import identify
 from ..endpoint import user_runtime_dir
-from .pages import SHARED_MEMORY, SOCKET_FILE, folder_name, pid_namespace
+from .pages import SHARED_MEMORY, SOCKET_FILE, folder_name
 
 #: Seconds for which files are left alone: somebody may be starting a broker with them.
 YOUNG = 600.0
@@ -68,7 +69,7 @@ def _dead_pages(own: Path, used: set[Path], shared: Path) -> list[Path]:
         socket = None
         with suppress(OSError, ValueError):
             name, namespace = (folder / SOCKET_FILE).read_text().split("\n")
-            if namespace != pid_namespace():
+            if namespace != machine.pid_namespace():
                 continue  # of a container: whether its processes live is not to be seen here
             socket = Path(name)
         if not _is_old(folder, YOUNG if socket else UNKNOWN_YOUNG):
@@ -89,9 +90,40 @@ def _dead_sockets(own: Path, used: set[Path], shared: Path) -> list[Path]:
             names = {socket, pages, shared / folder_name(socket)}
             if socket == own or used & names or _broker_lives(socket):
                 continue
-            if all(_is_old(path, YOUNG) for path in _files_of(socket)):
+            young = _young(lock)
+            if young is not None and all(_is_old(path, young) for path in _files_of(socket)):
                 found.append(socket)
     return found
+
+
+def _young(lock: Path) -> float | None:
+    """Return the seconds for which the files of a dead broker are left alone; None for good.
+
+    A container's kernels are not to be seen from here. They may have their broker started again
+    with these files for as long as the machine runs.
+    """
+    _, namespace = _holder(lock)
+    if not namespace:
+        return UNKNOWN_YOUNG
+    if namespace != machine.pid_namespace() and not _is_old(lock, _uptime() + YOUNG):
+        return None
+    return YOUNG
+
+
+def _uptime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _holder(lock: Path) -> tuple[int, str]:
+    """Return who claimed a socket last: process and PID namespace, as far as the lock says it."""
+    with suppress(OSError, ValueError):
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            pid, *rest = os.read(descriptor, 100).decode(errors="replace").split()
+        finally:
+            os.close(descriptor)
+        return int(pid), rest[0] if rest else ""
+    return 0, ""
 
 
 def _files_of(socket: Path) -> list[Path]:
@@ -107,7 +139,7 @@ def _broker_lives(socket: Path) -> bool:
     except OSError:
         return False
     try:
-        if Path(f"/proc/{int(os.read(descriptor, 20) or b'0')}").exists():
+        if identify(_holder(Path(f"{socket}.lock"))[0]) is not None:
             return True
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # of a container, perhaps
     except (OSError, ValueError):

@@ -11,6 +11,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from .. import machine
 from ..endpoint import check_path, is_machine_path
 from ..errors import BrokerUnavailable
 
@@ -144,7 +145,8 @@ class Claim:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                holder = os.pread(lock, 20, 0).decode(errors="replace").strip() or "unknown"
+                words = os.pread(lock, 100, 0).decode(errors="replace").split()
+                holder = words[0] if words else "unknown"
                 os.close(lock)
                 raise BrokerUnavailable(
                     f"A GPU pool broker (process {holder}) already listens at {self.path}.",
@@ -156,7 +158,7 @@ class Claim:
             # Its holder ended and removed it between our two calls: there may be a new one.
             os.close(lock)
         os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        os.pwrite(lock, f"{os.getpid()}\n{machine.pid_namespace()}\n".encode(), 0)
         return lock
 
     def _give_up_lock(self) -> None:

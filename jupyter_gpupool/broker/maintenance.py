@@ -34,6 +34,7 @@ from .monitor import ENVIRON_TIMEOUT
 from .requests import MAX_NAME
 from .runner import Runner
 from .sessions import Session
+from .setaside import SetAside
 
 Kind = Literal["pause", "drain"]
 
@@ -113,10 +114,13 @@ class Maintenance:
         self._renewed = renewed
         self._log = log
         self._orders = stored(runner.journal)
-        #: What keeps a pause of the whole pool open although there is no lease any more.
-        self._left: list[tuple[Holder, str]] = []
-        self._unseen = 0
+        #: Who had device files open when a pause looked last, by its device; and how many processes
+        #: it could not ask.
+        self._left: dict[str, list[tuple[Holder, str]]] = {}
+        self._unseen: dict[str, int] = {}
         self._own = processes.identify(os.getpid())
+        #: Suspends who has only looked at the devices; None where nobody runs under the guard.
+        self.aside: SetAside | None = None
         #: Sessions that were told to restart, by order.
         self._told: set[tuple[str, float, str]] = set()
         self._busy = asyncio.Lock()
@@ -125,6 +129,10 @@ class Maintenance:
 
     def begin(self) -> None:
         """Tell the pool what an earlier broker was asked for."""
+        for device, order in self._orders.items():
+            if order.kind == "pause" and device and not self._service.down:
+                # To find the devices, this broker has opened the files of all.
+                self._orders[device] = replace(order, closed=False)
         for order in self._orders.values():
             self._log.warning("%s", self._sentence(order))
             self._shut(order)
@@ -204,7 +212,7 @@ class Maintenance:
             if not ended:
                 raise RefusedError("Nothing is paused or drained.", code="not-paused")
             found: Sequence[Device] = ()
-            if self._service.down or any(o.kind == "pause" and o.closed for o in ended):
+            if self._service.down or any(self._stood_down(order) for order in ended):
                 found = await self._service.renew([device] if device else None)
             self._runner.note("unpause", device=device or None)
             if found:
@@ -212,8 +220,12 @@ class Maintenance:
             for order in ended:
                 if self._orders.get(order.device) is order:
                     del self._orders[order.device]
-            self._left, self._unseen = [], 0
+                self._left.pop(order.device, None)
+                if self.aside is not None:
+                    self.aside.forget((order.device, order.since))
             self._save()
+            if self.aside is not None and not device:
+                await self.aside.resume()
             for order in ended:
                 self._open(order)
         gone = [d for d in self._health.failed if d in self._health.devices]
@@ -224,6 +236,11 @@ class Maintenance:
             )
         self._log.warning("%s", note)
         return note
+
+    def _stood_down(self, order: Order) -> bool:
+        """Return whether children of this broker have ended for an order, now or before."""
+        pause = order.kind == "pause" and order.closed
+        return pause or self._service.is_aside(order.device)
 
     def _ending(self, device: str) -> list[Order]:
         if not device:
@@ -237,12 +254,16 @@ class Maintenance:
         return [self._orders[device]] if device in self._orders else []
 
     def _exchange(self, found: Iterable[Device]) -> None:
-        """Take note of which devices there are now, and of what they can do."""
+        """Take note of which devices there are now, and of what they can do.
+
+        One that failed and was not tested now stays out of service.
+        """
         there = {device.uuid: device for device in found}
         for uuid in [uuid for uuid in self._health.devices if uuid not in there]:
             self._health.bad(uuid, "it was not found any more after a pause")
         for uuid, device in there.items():
-            if uuid not in self._health.failed or device.can_suspend:
+            passed = uuid in self._service.renewed and device.can_suspend
+            if uuid not in self._health.failed or passed:
                 self._health.add(device)
 
     async def _retest(self, device: str) -> str:
@@ -315,24 +336,29 @@ class Maintenance:
         while any(not order.closed for order in self._orders.values()):
             try:
                 scanned = await self._look(scanned, loop.time())
-            except OSError as error:  # /proc cannot be listed without a free descriptor
+            except (OSError, GPUPoolError) as error:
+                # /proc cannot be listed without a free descriptor; or a child does not end.
                 self._log.error("A pause goes on later: %s", error)
             await asyncio.sleep(POLL)
 
     async def _look(self, scanned: float, now: float) -> float:
         """Do what can be done for each order now; return when open files were looked for last."""
+        due = now >= scanned + SCAN
         async with self._busy:
             for order in [o for o in self._orders.values() if not o.closed]:
                 self._tell(order)
                 if self._holding(order):
                     continue
                 if order.kind == "pause":
+                    if self.aside is not None and not self._stood_aside(order):
+                        await self.aside.suspend(self._targets(order), (order.device, order.since))
+                        if self._holding(order):
+                            continue
                     await self._stand_down(order)
-                if order.kind == "pause" and not order.device:
-                    if now < scanned + SCAN:
+                    if not due:
                         continue
                     scanned = now
-                    if await self._open_files():
+                    if await self._open_files(order):
                         self._tell_holders(order)
                         continue
                 self._done(order)
@@ -344,6 +370,10 @@ class Maintenance:
             self._log.warning("%s", self._sentence(self._orders[order.device]))
             self._runner.note(_WORDS[order.kind], device=order.device or None, reason=order.reason)
             self._save()
+
+    def _stood_aside(self, order: Order) -> bool:
+        """Return whether the children are gone that suspend sessions where ``order`` is."""
+        return bool(self._service.down) or self._service.is_aside(order.device)
 
     async def _stand_down(self, order: Order) -> None:
         if order.device:
@@ -361,11 +391,15 @@ class Maintenance:
                 found.append((session, record))
         return found
 
-    async def _open_files(self) -> bool:
+    async def _open_files(self, order: Order) -> bool:
         """Return whether a process of this pool has a device file open; see who else has."""
-        found, self._unseen = await asyncio.to_thread(holders, self._files)
-        self._left = [(holder, await self._whose(holder)) for holder in found]
-        return any(whose for _, whose in self._left)
+        number = self._service.device_file(order.device) if order.device else None
+        if order.device and number is None:
+            return False  # a MIG instance: its GPU's file is the other instances' as well
+        found, self._unseen[order.device] = await asyncio.to_thread(holders, self._files, number)
+        left = [(holder, await self._whose(holder)) for holder in found]
+        self._left[order.device] = left
+        return any(whose for _, whose in left)
 
     async def _whose(self, holder: Holder) -> str:
         """Return the session of a process, "broker" for a child of this one, "" for any other."""
@@ -396,25 +430,28 @@ class Maintenance:
 
     def _tell_holders(self, order: Order) -> None:
         """Ask the users of sessions without a slice that use the driver all the same."""
-        for _, whose in self._left:
+        why = (
+            f"This kernel has opened the device file of GPU {self._index(order.device)}, so it "
+            "keeps that GPU in use"
+            if order.device
+            else "This kernel has initialised CUDA and holds no memory that could be moved, so it "
+            "keeps the driver in use"
+        )
+        for _, whose in self._left[order.device]:
             session = self._runner.sessions.find(whose)
             if session is not None:
-                self._ask_to_restart(
-                    order,
-                    session,
-                    "This kernel has initialised CUDA and holds no memory that could be moved, so "
-                    "it keeps the driver in use",
-                )
+                self._ask_to_restart(order, session, why)
 
     def _ask_to_restart(self, order: Order, session: Session, why: str) -> None:
         key = (order.device, order.since, session.id)
         if key in self._told or session.agent is None:
             return
         self._told.add(key)
+        what = f"GPU {self._index(order.device)} is" if order.device else "The GPUs are"
         session.agent.send(
             {
                 "type": "notice",
-                "message": f"The GPUs are being {order.text}. {why}: save what you need and "
+                "message": f"{what} being {order.text}. {why}: save what you need and "
                 "restart the kernel, which the maintenance waits for.",
             }
         )
@@ -438,7 +475,9 @@ class Maintenance:
             done = {
                 "pause": "no process of it has a device file open"
                 if not order.device
-                else "no kernel has a slice there",
+                else "no kernel has a slice there"
+                if self._service.device_file(order.device) is None
+                else "no process of the pool has its device file open",
                 "drain": "no kernel has a slice there",
             }[order.kind]
             return f"{what} is {order.text}; {done}."
@@ -465,9 +504,9 @@ class Maintenance:
                 "waits": shown,
                 "others": len(waits) - len(shown),
             }
-            if access.is_admin(peer) and order.kind == "pause" and not order.device:
-                row["files"] = [self._file(*each) for each in self._left]
-                row["unseen"] = self._unseen
+            if access.is_admin(peer) and order.kind == "pause":
+                row["files"] = [self._file(*each) for each in self._left.get(order.device, ())]
+                row["unseen"] = self._unseen.get(order.device, 0)
             found.append(row)
         return found
 

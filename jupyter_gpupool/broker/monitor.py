@@ -24,6 +24,7 @@ from . import processes
 from .activity import Activity
 from .beyond import Beyond
 from .effects import DeviceEffects
+from .pace import Pace
 from .pressure import Pressure
 from .rest import Rest
 from .runner import Runner
@@ -86,7 +87,7 @@ class Monitor:
         #: Who looks whether host memory is short; None in tests that have no use for it.
         self.pressure: Pressure | None = None
         #: Called after each sample, when what is free where is known again.
-        self.on_sample: Callable[[], None] = lambda: None
+        self.on_sample: Callable[[], Awaitable[None]] = _nothing
         #: Called with each device that could be read.
         self.on_healthy: Callable[[str], None] = lambda _uuid: None
 
@@ -161,15 +162,18 @@ class Monitor:
         if self._effects.down:
             return
         before, began = dict(self._runner.changes), self._runner.now()
-        pages = self.activity.readings() if self.activity is not None else {}
+        pages = await self.activity.readings() if self.activity is not None else {}
         samples = await self._effects.sample()
         await self._identify(samples)
-        granted = self._granted()
-        idle = self._idle(began)
-        counted = self._counted()
+        pace = Pace()
+        # What is attached or given back while these are gathered shows in ``changes``.
+        granted = await self._granted(pace)
+        idle = await self._idle(began, pace)
+        counted = await self._counted(pace)
         shown: dict[str, dict[str, int]] = {}
         old = {sample.uuid for sample in samples}
         for sample in samples:
+            await pace.step()
             if sample.lost:
                 continue  # the device service tells of a loss itself, once
             self.on_healthy(sample.uuid)
@@ -192,20 +196,22 @@ class Monitor:
                     )
                 )  # fmt: skip
         if self.beyond is not None and self.activity is not None:
-            self.beyond.learn(samples, pages, self.activity.readings(), old, self._known)
+            await self.beyond.learn(samples, pages, self.activity.reading, old, self._known)
         if self.settings.foreign_processes != "count":
             self._treat_foreign(samples)
         if self.watchdog is not None:
             self.watchdog.seen(shown, old)
-        self.on_sample()
+        await self.on_sample()
 
     # ------------------------------------------------------------------ whose memory
 
     async def _identify(self, samples: Sequence[DeviceSample]) -> None:
         """Find out whose session each process on a device is, once per process."""
         present: dict[ProcessId, str | None] = {}
+        pace = Pace()
         for sample in samples:
             for entry in sample.processes:
+                await pace.step()
                 process = identify(entry.pid)
                 if process is None:
                     continue
@@ -222,12 +228,12 @@ class Monitor:
         self._ours = owned | (self._ours & present.keys())
 
     async def _owner(self, process: ProcessId) -> str | None:
-        for session in self._runner.sessions:
-            if session.process == process:
-                return session.id
-        for session in self._runner.sessions:
-            if session.process and processes.descends(process.pid, session.process):
-                return session.id
+        # Its own ancestors are few, and the sessions may be a thousand.
+        above = processes.ancestry(process.pid)
+        roots = {session.process: session.id for session in self._runner.sessions}
+        nearest = next((roots[one] for one in (process, *above) if one in roots), None)
+        if nearest is not None:
+            return nearest
         if process in self._known:
             return None  # its environment does not change
         try:
@@ -272,27 +278,32 @@ class Monitor:
         landing = {session.id for session in found if session and uuid in session.landing}
         return attribute(observed, holders, landing)
 
-    def _counted(self) -> dict[str, Mapping[str, int]]:
+    async def _counted(self, pace: Pace) -> dict[str, Mapping[str, int]]:
         """Return the bytes that the guard counts now, by session and device."""
         if self.activity is None:
             return {}
-        attached = [*self.activity.attached.values()]
-        return {session.id: self.activity.counted(session) for session in attached}
+        found = {}
+        for session in [*self.activity.attached.values()]:
+            found[session.id] = self.activity.counted(session)
+            await pace.step()
+        return found
 
-    def _idle(self, before: float) -> dict[str, list[tuple[str, float]]]:
+    async def _idle(self, before: float, pace: Pace) -> dict[str, list[tuple[str, float]]]:
         """Return by device who has been idle since ``before`` or longer, and since when."""
         found: dict[str, list[tuple[str, float]]] = {}
-        for name, state in self._runner.busy.items():
+        for name, state in [*self._runner.busy.items()]:
+            await pace.step()
             record = self._runner.record(name) if state == "idle" else None
             if record is not None and record.idle_since <= before:
                 for piece in record.slices:
                     found.setdefault(piece.device, []).append((name, record.idle_since))
         return found
 
-    def _granted(self) -> dict[str, dict[str, int]]:
+    async def _granted(self, pace: Pace) -> dict[str, dict[str, int]]:
         """Return the granted bytes by device and session."""
         granted: dict[str, dict[str, int]] = {}
-        for name in self._runner.busy:
+        for name in [*self._runner.busy]:
+            await pace.step()
             record = self._runner.record(name)
             for piece in record.slices if record else ():
                 granted.setdefault(piece.device, {})[name] = piece.bytes
@@ -326,3 +337,7 @@ class Monitor:
                 if end:
                     for problem in processes.kill([process]):
                         self._log.error("%s", problem)
+
+
+async def _nothing() -> None:
+    pass

@@ -20,11 +20,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Callable, Mapping, Sequence
 
+from .. import machine
 from ..devices.model import ProcessId
 from ..guard.install import session_environment
-from ..guard.page import CLOSED, DEVICES, OPEN, PAUSED, UNUSED, Page, PageError, Reading
+from ..guard.page import (
+    CLOSED,
+    DEVICES,
+    LANDING_ASIDE,
+    LANDING_NONE,
+    OPEN,
+    PAUSED,
+    SLOT_CONTEXT,
+    SLOT_CUDA,
+    UNUSED,
+    Page,
+    PageError,
+    Reading,
+    device_name,
+)
 from ..pool.model import SessionRecord
 from . import processes
+from .pace import Pace
 from .sessions import Session, Sessions
 
 __all__ = ["CLOSED", "OPEN", "PAUSED", "UNUSED", "Pages", "environment", "page_folder"]
@@ -90,7 +106,14 @@ class Pages:
         mark = self.folder / SOCKET_FILE
         if self._socket is not None and not mark.exists():
             with suppress(OSError):  # a full disk does not matter here
-                mark.write_text(f"{self._socket}\n{pid_namespace()}")
+                mark.write_text(f"{self._socket}\n{machine.pid_namespace()}")
+
+    def _make_folder_of(self, path: Path) -> None:
+        """Make the folder of a page, which may be that of an earlier broker."""
+        if path.parent == self.folder:
+            self.make_folder()
+        else:
+            own_folder(path.parent, self._mode)
 
     def create(self, session: Session, devices: Sequence[str], limit: int) -> Path:
         """Make the page of a new session, its gate closed.
@@ -117,13 +140,15 @@ class Pages:
 
         ``used``: the session has had a device, so that a page that is lost has no substitute.
         """
-        path = self._path(session)
+        path = self._place(session)
         try:
             if not os.path.lexists(path) or path.is_symlink():
                 session.page = self._find(session, path, used)
             else:
                 session.page = Page.open(path)
             if session.page is None:
+                if _named_page(session) is not None:
+                    self._log.error("Session %s goes on unguarded: no page at %s", session.id, path)
                 return
             if session.page.gate() == PAUSED:
                 # For a turn that nobody keeps any more. The pause itself is over by now, but a call
@@ -136,16 +161,31 @@ class Pages:
         session.page.set_policy(managed=self.managed, context_bytes=self.context_bytes)
         session.home = session.page.devices()
 
+    def _place(self, session: Session) -> Path:
+        """Return where the page is: the session's processes name the place that they know.
+
+        A broker of another version or at another socket may have made it in a folder of its own.
+        What another user's processes say counts only for the folder that this broker once had.
+        """
+        path = self._path(session)
+        if os.path.lexists(path):
+            return path
+        named = _named_page(session)
+        if named is None or named.name != path.name:
+            return path
+        once = SHARED_MEMORY / folder_name(self._socket) if self._socket else None
+        return named if session.uid == os.geteuid() or named.parent == once else path
+
     def _find(self, session: Session, path: Path, used: bool) -> Page | None:
         """Return the page of a session that was deleted; None if it had none, or it is lost.
 
         A new one takes its place only where no process can have the old one: two would split the
         session's accounts.
         """
-        if session.uid != os.geteuid() or not _had_page(session, path):
+        if session.uid != os.geteuid() or _named_page(session) != path:
             return None
         page = Page.find(path, session.id)
-        self.make_folder()
+        self._make_folder_of(path)
         if page is not None:
             page.restore()
             self._log.warning("The page of session %s was deleted and is back", session.id)
@@ -157,7 +197,7 @@ class Pages:
             self._log.error("The page of session %s was deleted and no process has it", session.id)
         return page
 
-    def keep(self) -> None:
+    async def keep(self) -> None:
         """Put back the pages that were deleted under their sessions.
 
         Raises
@@ -167,10 +207,13 @@ class Pages:
         """
         self.make_folder()
         now = _version(self.folder)
-        if self._seen == now:
-            return  # nothing came or went in it
-        problem = None
-        for session in self._sessions:
+        changed = self._seen != now  # something came or went in it
+        problem, pace = None, Pace()
+        for session in [*self._sessions]:
+            await pace.step()
+            page = session.page
+            if page is None or not (changed or page.path.parent != self.folder):
+                continue
             try:
                 self.restore(session)
             except OSError as error:
@@ -192,7 +235,7 @@ class Pages:
             return
         if session.uid != os.geteuid():
             raise PermissionError(f"The page {page.path} of user id {session.uid} was deleted")
-        self.make_folder()
+        self._make_folder_of(page.path)
         page.restore()
         self._log.warning("The page of session %s was deleted and is back", session.id)
 
@@ -327,6 +370,53 @@ class Pages:
             except OSError as error:
                 self._damaged(session, error)
 
+    def moved(
+        self, session: Session, suspended: Sequence[ProcessId], moves: Mapping[str, str]
+    ) -> None:
+        """Say what processes see that were suspended, and are restored with a map of devices.
+
+        What has a context moves with its session. But the driver may have state of a process
+        without one, too, whose slot names the devices that it saw.
+        """
+        reading = self.read(session) if moves else None
+        names = {device_name(old): device_name(new) for old, new in moves.items()}
+        for slot in reading.slots if reading is not None else ():
+            sees = [names.get(name, name) for name in slot.sees]
+            if ProcessId(slot.pid, slot.start_time) in suspended and sees != [*slot.sees]:
+                with suppress(OSError):  # it is found to be damaged at the next look
+                    if session.page is not None:
+                        session.page.set_sees(slot, sees)
+
+    def set_aside(self, session: Session) -> bool:
+        """Hold back what processes without a context ask the driver; False if one is moved now.
+
+        Their other calls wait at the gate, which is closed.
+        """
+        reading = self.read(session)
+        for slot in reading.slots if reading is not None else ():
+            if slot.landing not in (LANDING_NONE, LANDING_ASIDE):
+                return False
+        for slot in reading.slots if reading is not None else ():
+            if slot.flags & SLOT_CUDA and not slot.flags & SLOT_CONTEXT:
+                with suppress(OSError):  # it is found to be damaged at the next look
+                    if session.page is not None:
+                        session.page.set_landing(slot, LANDING_ASIDE)
+        return reading is not None
+
+    def is_aside(self, session: Session) -> bool:
+        """Return whether :meth:`set_aside` is in force."""
+        reading = self.read(session)
+        return reading is not None and any(s.landing == LANDING_ASIDE for s in reading.slots)
+
+    def no_longer_aside(self, session: Session) -> None:
+        """Let the processes of a session ask the driver again, which runs them."""
+        reading = self.read(session)
+        for slot in reading.slots if reading is not None else ():
+            if slot.landing == LANDING_ASIDE:
+                with suppress(OSError):
+                    if session.page is not None:
+                        session.page.set_landing(slot, LANDING_NONE)
+
     def notice(self, session: Session, text: str) -> None:
         """Leave a sentence for people in the page."""
         if session.page is not None:
@@ -378,21 +468,17 @@ def _version(folder: Path) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
-def _had_page(session: Session, path: Path) -> bool:
-    """Return whether the session's kernel was started under the guard, with this page."""
+def _named_page(session: Session) -> Path | None:
+    """Return the page that the session's kernel was started with, under the guard; else None."""
     if session.process is None:
-        return False
+        return None
     with suppress(OSError):
         environ = Path(f"/proc/{session.process.pid}/environ").read_bytes().split(b"\0")
-        return b"GPUPOOL_PAGE=" + os.fsencode(path) in environ
-    return False
-
-
-def pid_namespace() -> str:
-    """Return the namespace that this process's numbers count in."""
-    with suppress(OSError):
-        return str(Path("/proc/self/ns/pid").readlink())
-    return ""
+        for entry in environ:
+            name, _, value = entry.partition(b"=")
+            if name == b"GPUPOOL_PAGE":
+                return Path(os.fsdecode(value))
+    return None
 
 
 def own_folder(path: Path, mode: int) -> Path:

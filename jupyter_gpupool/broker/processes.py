@@ -55,8 +55,24 @@ def descends(pid: int, root: ProcessId) -> bool:
     return False
 
 
+def ancestry(pid: int) -> list[ProcessId]:
+    """Return the living process ``pid`` and those above it, the nearest first."""
+    found = []
+    for _ in range(MAX_DEPTH):
+        stat = read_stat(pid) if pid > 1 else None
+        if stat is None:
+            break
+        if stat.presence != "gone":
+            found.append(stat.identity)
+        pid = stat.parent
+    return found
+
+
 def descendants(root: ProcessId) -> list[ProcessId]:
-    """Return the living descendants of ``root``, parents before children, without ``root``."""
+    """Return the living descendants of ``root``, parents before children, without ``root``.
+
+    This process and what is below it are left out: a notebook may have started its broker.
+    """
     if not alive(root):
         return []
     children: dict[int, list[int]] = {}
@@ -69,6 +85,8 @@ def descendants(root: ProcessId) -> list[ProcessId]:
     todo = list(children.get(root.pid, ()))
     while todo:
         pid = todo.pop(0)
+        if pid == os.getpid():
+            continue
         process = identify(pid)
         if process is not None:
             found.append(process)

@@ -39,6 +39,7 @@ from ..devices.model import ProcessId
 from ..devices.service import DeviceService
 from ..errors import DriverError, GPUPoolError
 from ..pool.model import Hold, SessionRecord, Slice
+from .activity import DEVICE_HOLD
 from .processes import alive
 from .records import from_json
 from .sessions import Session
@@ -61,10 +62,17 @@ class Recovered:
     lost: str = ""
     #: Since when the session was idle with its slice, as the journal has it; 0.0 if it was not.
     idle_since: float = 0.0
+    #: It was active, and no agent held its slice.
+    computed: bool = False
 
-    def at_rest(self) -> None:
-        """It was idle, and is known to have been since: nobody has to be waited for."""
-        self.record = replace(self.record, state="idle", holds=(), idle_since=self.idle_since)
+    def at_rest(self, since: float = 0.0) -> None:
+        """It has been idle ``since`` then, or as the journal says: nobody has to be waited for."""
+        idle_since = since or self.idle_since
+        self.record = replace(self.record, state="idle", holds=(), idle_since=idle_since)
+
+    def in_use(self, now: float) -> None:
+        """Its page shows what it does with the device: that alone keeps its slice."""
+        self.record = replace(self.record, holds=(Hold(DEVICE_HOLD, "device", now),))
 
 
 class OutOfReach(GPUPoolError):
@@ -204,7 +212,8 @@ async def _recover_one(
         record.state == "attaching" and record.suspended and state == "running"
     ):
         idle_since = record.idle_since if record.state in ("idle", "detaching") else 0.0
-        return Recovered(session, _attached(record, now), idle_since=idle_since)
+        computed = record.state == "active" and {h.id for h in record.holds} == {DEVICE_HOLD}
+        return Recovered(session, _attached(record, now), idle_since=idle_since, computed=computed)
     if record.suspended:
         # It was suspended and runs: somebody resumed it behind our back, without a grant.
         log.warning("Session %s was suspended and runs without a slice", session.id)

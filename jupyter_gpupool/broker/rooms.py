@@ -10,9 +10,11 @@ by free memory (JAX, TensorFlow, vLLM) would plan with it and run out of memory 
 from __future__ import annotations
 
 import asyncio
+import time
 
 from ..pool.model import SessionRecord, Slice
 from .activity import Activity
+from .pace import PART, REST
 from .pages import ATTACHED, Pages
 from .runner import Runner
 from .sessions import Session
@@ -25,9 +27,11 @@ class Rooms:
         self._runner = runner
         self._pages = pages
         self._activity = activity
-        #: By attached session: its slices as last seen, and what its page says.
-        self._slices: dict[str, tuple[Slice, ...]] = {}
+        #: By attached session: its slices and limit as last seen, and what its page says.
+        self._slices: dict[str, tuple[tuple[Slice, ...], int]] = {}
         self._told: dict[str, tuple[int, ...]] = {}
+        #: Sessions whose figure may be another one by now, the next one first.
+        self._due: dict[str, None] = {}
         self._later: asyncio.Handle | None = None
 
     def changed(self, session: Session, record: SessionRecord) -> None:
@@ -38,28 +42,43 @@ class Rooms:
         elif self._told.pop(session.id, ()):
             # Nobody can say what a lease to come could grow by.
             self._pages.set_room(session, ())
-        before = self._slices.pop(session.id, ())
+        before, _ = self._slices.pop(session.id, ((), 0))
         if slices:
-            self._slices[session.id] = slices
-        if before != slices and self._later is None:
-            self._later = asyncio.get_running_loop().call_soon(self.refresh)
+            self._slices[session.id] = slices, record.request.limit
+        if before != slices:
+            self.refresh_soon()
 
     def ended(self, session: Session) -> None:
         """The session is over."""
         self._told.pop(session.id, None)
-        if self._slices.pop(session.id, None) and self._later is None:
-            self._later = asyncio.get_running_loop().call_soon(self.refresh)
+        self._due.pop(session.id, None)
+        if self._slices.pop(session.id, None):
+            self.refresh_soon()
 
-    def refresh(self) -> None:
-        """Write every figure that is another now."""
-        self.close()
-        for session in [*self._activity.attached.values()]:
-            record = self._runner.record(session.id)
-            if record is not None and record.slices:
-                self._tell(session, record.slices, record.request.limit)
+    def refresh_soon(self) -> None:
+        """Write every figure that is another by then, in short parts."""
+        for name, (slices, limit) in self._slices.items():
+            # One that cannot grow depends on nobody.
+            if any(piece.bytes < limit for piece in slices):
+                self._due[name] = None
+        if self._due and self._later is None:
+            self._later = asyncio.get_running_loop().call_later(REST, self._refresh)
+
+    def _refresh(self) -> None:
+        self._later = None
+        until = time.perf_counter() + PART
+        while self._due and time.perf_counter() < until:
+            name = next(iter(self._due))
+            del self._due[name]
+            session, found = self._activity.attached.get(name), self._slices.get(name)
+            if session is not None and found is not None:
+                self._tell(session, *found)
+        if self._due:
+            self._later = asyncio.get_running_loop().call_later(REST, self._refresh)
 
     def close(self) -> None:
         """Write nothing later."""
+        self._due.clear()
         if self._later is not None:
             self._later.cancel()
             self._later = None

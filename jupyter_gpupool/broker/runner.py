@@ -83,6 +83,8 @@ class Runner:
         self.on_gone: Callable[[Session], None] = lambda _session: None
         #: Called when a slice was given or given back.
         self.on_change: Callable[[], None] = lambda: None
+        #: Called before the pool is told that a session has ended.
+        self.on_ending: Callable[[e.SessionEnded], None] = lambda _event: None
         #: How often something happened on a device: a sample that was begun before is old news.
         self.changes: dict[str, int] = {}
         #: The state of each session that is not detached: most are, and they cost nothing.
@@ -216,6 +218,8 @@ class Runner:
     def _step(self, event: e.Event) -> None:
         if self.guard is not None:
             self.guard.about_to_change()
+        if isinstance(event, e.SessionEnded):
+            self.on_ending(event)
         actions = self.pool.handle(event)
         named = getattr(event, "session", "")
         if named:

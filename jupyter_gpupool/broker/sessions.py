@@ -114,12 +114,16 @@ class Session:
     use: Use = field(default_factory=Use)
     #: Devices on which processes of it take a context before they are moved to its slice.
     landing: tuple[str, ...] = ()
+    #: How often one of them was not moved, since one last was.
+    not_landed: int = 0
     #: Its processes that were suspended last, children first; empty once they were resumed.
     frozen: tuple[ProcessId, ...] = ()
     #: Why its state could never be suspended where it runs, and what its user was told while host
     #: memory is short there; "" if there is nothing to say.
     host_limit: str = ""
     host_short: str = ""
+    #: Its processes have been made safe to kill, see ``effects.retire``.
+    retired: bool = False
     #: It is being suspended by a rule, whether it is at rest or not.
     forced: bool = False
 

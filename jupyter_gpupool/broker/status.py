@@ -118,7 +118,11 @@ class Snapshots:
             "limited": self.limited,
             "limits": self._limits(owner_of(peer.uid, peer.gid), view),
             "devices": [self._device(v) for v in view.devices],
-            "sessions": [self._session(v, view.now, peer, most) for v in view.sessions],
+            "sessions": [
+                self._session(v, view.now, peer, most)
+                for v in view.sessions
+                if not self._empty(v.record, peer)
+            ],
             "maintenance": self.maintenance.status(peer) if self.maintenance else [],
             "queue_length": sum(1 for s in view.sessions if s.record.state == "queued"),
             "host": {
@@ -177,11 +181,22 @@ class Snapshots:
             "memory_capacity": view.capacity,
             "memory_granted": view.granted,
             "memory_foreign": view.foreign,
-            "memory_free": view.free,
+            # Nobody gets what seems free there.
+            "memory_free": None if view.drained_reason else view.free,
             "memory_used": sample.used if sample else None,
             "utilisation": sample.utilisation if sample else None,
             "drained_reason": view.drained_reason,
         }
+
+    def _empty(self, record: SessionRecord, peer: Peer) -> bool:
+        """Return whether it is another user's session without a kernel yet: it explains nothing."""
+        session = self._runner.sessions.find(record.id)
+        return (
+            session is not None
+            and session.process is None
+            and not record.slices
+            and not self.access.may_act(peer, session.uid)
+        )
 
     def _session(self, view: SessionView, now: float, peer: Peer, most: Most) -> dict[str, Any]:
         record = view.record
@@ -221,6 +236,7 @@ class Snapshots:
             "holds": [{"id": h.id, "kind": h.kind, "since": h.since} for h in record.holds],
             "device": device,
             "devices": devices,
+            "landing": sorted({*session.landing}),
             "slices": self._slices(session, view),
             "queue_position": view.queue_position,
             "queue_length": view.queue_length,

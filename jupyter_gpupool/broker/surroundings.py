@@ -67,9 +67,12 @@ def module_version(settings: BrokerSettings, socket: Path, journal: Path) -> Pat
 
 def emulated_folder(socket: Path, journal: Path) -> Path:
     """Return the folder of the emulated devices: beside the socket, or where a logout leaves it."""
+    lasting = journal.with_suffix(".emulated")
     runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if lasting.exists():
+        return lasting  # of the broker before, whose XDG_RUNTIME_DIR may have been another
     if removed_at_logout(socket) or (runtime and Path(runtime) in socket.parents):
-        return journal.with_suffix(".emulated")
+        return lasting
     return socket.with_name(socket.name + ".emulated")
 
 

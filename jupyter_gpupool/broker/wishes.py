@@ -44,6 +44,8 @@ class Wishes:
         self._looks: set[asyncio.Task[None]] = set()
         #: Takes a sample of the devices now and tells the pool.
         self.look: Callable[[], Awaitable[None]] = _blind
+        #: Called when a session asks for something else than before.
+        self.on_request: Callable[[Session], None] = lambda _session: None
 
     def request(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
@@ -121,6 +123,7 @@ class Wishes:
             record = self._runner.record(session.id)
             if message["type"] == "request" and record is not None:
                 answer["request"] = request_to_json(record.request)
+                self.on_request(session)
             connection.answer(request_id, answer)
 
         self._runner.expect(rid, reply)

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Mapping, Sequence
@@ -333,8 +334,17 @@ def journal_place(settings: BrokerSettings, path: Path) -> list[Finding]:
     return [Finding(verdict, "journal", found.note or str(found.path))]
 
 
-def devices(found: Sequence[Mapping[str, Any]], problem: str) -> list[Finding]:
-    """One line per GPU: its tier, and what that tier does not do."""
+def devices(
+    found: Sequence[Mapping[str, Any]],
+    problem: str,
+    orders: Sequence[Mapping[str, Any]] = (),
+) -> list[Finding]:
+    """One line per GPU: its tier, and what that tier does not do.
+
+    ``orders``: the ``maintenance`` of the broker's status. A GPU that an admin has taken out of
+    service is no failure.
+    """
+    held = {str(order["device"]): order for order in orders}
     if not found:
         return [Finding("fail", "devices", problem or "no GPU was found", "See 'driver' above.")]
     lines = []
@@ -346,7 +356,10 @@ def devices(found: Sequence[Mapping[str, Any]], problem: str) -> list[Finding]:
         if device.get("context_bytes"):
             text += f", a CUDA context takes {format_bytes(device['context_bytes'])}"
         reason = str(device.get("tier_reason") or "")
-        if device.get("drained_reason"):
+        order = held.get("") or held.get(str(device.get("uuid")))
+        if order is not None:
+            lines.append(Finding("warn", f"GPU {device['index']}", text, _taken_out(order, device)))
+        elif device.get("drained_reason"):
             reason = f"not used: {device['drained_reason']}"
             lines.append(Finding("fail", f"GPU {device['index']}", text, reason))
         elif not device["can_suspend"]:
@@ -356,6 +369,17 @@ def devices(found: Sequence[Mapping[str, Any]], problem: str) -> list[Finding]:
             text += ", suspend works"
             lines.append(Finding("ok", f"GPU {device['index']}", text, reason))
     return lines
+
+
+def _taken_out(order: Mapping[str, Any], device: Mapping[str, Any]) -> str:
+    """Return who took a GPU out of service, when and why, and how it comes back."""
+    done = {"pause": "paused", "drain": "drained"}[str(order["kind"])]
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(order["since"])))
+    why = f" ({order['reason']})" if order.get("reason") else ""
+    target = f" --device {device['index']}" if order["device"] else ""
+    return (
+        f"{done} by {order['by']} on {when}{why}; to give it back: jupyter gpupool resume{target}"
+    )
 
 
 def limited(limit: str) -> list[Finding]:

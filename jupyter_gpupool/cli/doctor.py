@@ -78,17 +78,19 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     found.append(checks.socket(path, status is not None))
     if status is not None:
         devices, problem = list(status["devices"]), ""
+        orders = status.get("maintenance") or []
         limit = str(status.get("limited", ""))
         found += checks.journal(status)
         found += checks.in_force(settings, status)
         policies = status.get("settings") or {}
         attach, reason = policies.get("attach", ""), policies.get("attach_reason", "")
     else:
+        orders = []
         devices, problem, unguarded, limit = _probe(settings)
         found += checks.journal_place(settings, path)
         guarded = any(device["tier"] == "guarded" for device in devices)
         attach, reason = usable_attach(settings.attach, guarded, unguarded)
-    found += checks.devices(devices, problem) + checks.limited(limit)
+    found += checks.devices(devices, problem, orders) + checks.limited(limit)
     if devices:
         found += [checks.attach(attach, reason, settings), *checks.guard_limits(devices)]
     found += checks.default_fits(settings, devices) + checks.reserve_fits(settings, devices)

@@ -14,12 +14,18 @@ from .status import socket_path
 #: Seconds between two looks at what is waited for.
 LOOK = 0.5
 
+#: Seconds in which an order may be done without a word before it.
+AT_ONCE = 2.0
+
 #: Seconds that the self-tests of a resume may take.
 TEST_TIMEOUT = 600.0
 
 
 def pause(socket: str, device: str, reason: str) -> int:
-    """Pause the pool or one GPU; return 0 when no device file is open, 130 if interrupted."""
+    """Pause the pool or one GPU; return 0 when no kernel uses it any more, 130 if interrupted.
+
+    Nor does a process of the pool then have its device file open.
+    """
     return _until_done(socket, "pause", device, reason)
 
 
@@ -37,7 +43,8 @@ def resume(socket: str, device: str) -> int:
         If nothing is paused, or the driver does not start.
     """
     with Client(socket_path(socket)) as client:
-        print("Looking which GPUs there are, and testing them ...", flush=True)
+        if _will_test(client.call("status"), device):
+            print("Looking which GPUs there are, and testing them ...", flush=True)
         print(client.call("maintain", action="resume", device=device, timeout=TEST_TIMEOUT)["note"])
     return 0
 
@@ -52,11 +59,9 @@ def retest(socket: str) -> str:
 def _until_done(socket: str, action: str, device: str, reason: str) -> int:
     with Client(socket_path(socket)) as client:
         answer = client.call("maintain", action=action, device=device, reason=reason)
-        print(answer["note"], flush=True)
-        uuid = str(answer["device"])
         try:
-            return _wait(client, uuid)
-        except KeyboardInterrupt:
+            return _wait(client, str(answer["device"]), str(answer["note"]))
+        except KeyboardInterrupt:  # the order is in force, whether or not its note was printed
             target = f" --device {device}" if device else ""
             print(
                 f"\nNot finished, and it stays {action}d: kernels leave as they become idle, and "
@@ -67,8 +72,22 @@ def _until_done(socket: str, action: str, device: str, reason: str) -> int:
             return 130
 
 
-def _wait(client: Client, uuid: str) -> int:
+def _will_test(status: Mapping[str, Any], device: str) -> bool:
+    """Return whether a resume has anything to do; the broker says why if it has not."""
+    orders = {str(row["device"]) for row in status.get("maintenance") or ()}
+    if not device:
+        return bool(orders)
+    named = {
+        str(d["uuid"])
+        for d in status["devices"]
+        if device == str(d["index"]) or str(d["uuid"]).startswith(device)
+    }
+    return len(named) == 1 and named <= orders
+
+
+def _wait(client: Client, uuid: str, note: str) -> int:
     told: list[str] = []
+    began = time.monotonic()
     while True:
         orders = client.call("status").get("maintenance") or []
         order = next((row for row in orders if row["device"] == uuid), None)
@@ -79,6 +98,9 @@ def _wait(client: Client, uuid: str) -> int:
             print("\n".join([order["text"], *_outside(order)]))
             return 0
         lines = progress(order)
+        if note and (lines or time.monotonic() - began >= AT_ONCE):
+            print(note, flush=True)
+            note = ""
         if lines != told:
             print("\n".join(lines), flush=True)
             told = lines
@@ -98,7 +120,8 @@ def progress(order: Mapping[str, Any]) -> list[str]:
         return lines
     files = [row for row in order.get("files") or () if row["session"]]
     if files:
-        lines.append("No kernel has a slice; these still have device files open:")
+        what = "its device file" if order.get("device") else "device files"
+        lines.append(f"No kernel has a slice there; these still have {what} open:")
         lines += [_process(row) for row in files]
     return lines
 
@@ -120,7 +143,8 @@ def _outside(order: Mapping[str, Any]) -> Sequence[str]:
     lines = []
     files = [row for row in order.get("files") or () if not row["session"]]
     if files:
-        lines.append("Processes outside the pool that have device files open:")
+        what = "its device file" if order.get("device") else "device files"
+        lines.append(f"Processes outside the pool that have {what} open:")
         lines += [f"  {row['pid']} (user id {row['uid']}): {row['command']}" for row in files]
     if order.get("unseen"):
         lines.append(

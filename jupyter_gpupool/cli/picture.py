@@ -137,9 +137,11 @@ def style_warning(text: str, style: Style) -> list[str]:
 
 
 def _figures(device: Snapshot) -> str:
-    granted, free = format_bytes(device["memory_granted"]), format_bytes(device["memory_free"])
+    granted, free = format_bytes(device["memory_granted"]), device.get("memory_free")
+    # Of a device that is not used the next line has the reason.
+    room = "not used" if device.get("drained_reason") else f"{format_bytes(free or 0)} free"
     busy = "" if device.get("utilisation") is None else f", {device['utilisation']} % busy"
-    return f"{granted} of {format_bytes(device['memory_capacity'])} granted, {free} free{busy}"
+    return f"{granted} of {format_bytes(device['memory_capacity'])} granted, {room}{busy}"
 
 
 def _device(

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence, TextIO
 
-from .. import starting, startrecord
+from .. import recordcopy, starting, startrecord
 from ..client import Client
 from ..config import load_settings
 from ..config.differences import notice
-from ..endpoint import find_socket
+from ..endpoint import find_socket, is_machine_path
 from ..errors import BrokerUnavailable, ConfigError, RefusedError
 from .picture import Style, draw
 
@@ -68,8 +68,15 @@ def _connect(path: Path) -> Client:
     """Return a connection to the broker; one that has died is started again first."""
     try:
         return Client(path)
-    except BrokerUnavailable:
-        if not startrecord.can_revive(path):
+    except BrokerUnavailable as error:
+        if is_machine_path(path) and error.code != "bad-socket":
+            raise BrokerUnavailable(
+                error.message,
+                code=error.code,
+                next_step="It is the machine's: the service manager starts it again, and cells "
+                "that need a GPU wait until then. If it stays away: systemctl status gpupool.",
+            ) from None
+        if not startrecord.can_revive(path) and not recordcopy.can_restore(path):
             raise
     print("The GPU pool's broker has died; starting it again.", file=sys.stderr)
     starting.revive(path)

@@ -32,6 +32,21 @@ _ASIDE = ("socket",)
 _MOST = 4
 
 
+#: What this process's log has said of the configuration.
+_LOGGED: set[str] = set()
+
+
+def not_logged(text: str) -> bool:
+    """Return whether nobody in this process has logged ``text`` yet; true once for each.
+
+    The provisioner and the server extension both see the difference.
+    """
+    if not text or text in _LOGGED:
+        return False
+    _LOGGED.add(text)
+    return True
+
+
 @dataclass(frozen=True)
 class Difference:
     """One option that has another value here than in the broker, values as people write them."""

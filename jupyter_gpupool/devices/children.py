@@ -221,6 +221,15 @@ class Child:
         """End the process; there will be no other."""
         self._closed = True
         await self.kill()
+        with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+            await asyncio.wait_for(self._end_late(), _REAP_TIMEOUT)
+
+    async def _end_late(self) -> None:
+        """End a process that was only being started, and wait for one that has just died."""
+        async with self._lock:
+            await self.kill()
+        if self._reader is not None and self._reader is not asyncio.current_task():
+            await asyncio.wait({self._reader})
 
     # ------------------------------------------------------------------ internals
 
@@ -265,6 +274,9 @@ class Child:
         self, process: asyncio.subprocess.Process, ready: asyncio.Future[dict[str, Any]]
     ) -> None:
         assert process.stdout is not None
+        if self._closed:  # while it was being made
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
         try:
             while line := await process.stdout.readline():
                 self._take(json.loads(line), ready)

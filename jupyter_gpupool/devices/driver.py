@@ -66,7 +66,8 @@ def kill_hazard(module: Path = MODULE) -> str:
     return (
         f"The open kernel module {version[1]} is known to hang the machine when a process that was "
         "suspended and resumed is killed. The pool suspends such a kernel again before it ends "
-        "it; a kill from elsewhere (kill -9, out of memory) is not safe."
+        "it; a kill from elsewhere (kill -9, out of memory) is not safe, and the GPU is tested "
+        "after it before another kernel gets it."
     )
 
 

@@ -51,9 +51,18 @@ class Examiner:
         self._stage = Stage(sampler)
 
     async def examine(
-        self, device: Device, peer: str | None, everything: Sequence[str], operations: Operations
+        self,
+        device: Device,
+        peer: str | None,
+        everything: Sequence[str],
+        operations: Operations,
+        *,
+        retire: bool = False,
     ) -> Findings:
-        """Test ``device``; where the guard passes one test does: it asks all the other would."""
+        """Test ``device``; where the guard passes one test does: it asks all the other would.
+
+        ``retire``: see :func:`selftest.judge`.
+        """
 
         async def judge(frame: Frame, env: Mapping[str, str]) -> Verdict:
             target = Child(
@@ -72,6 +81,7 @@ class Examiner:
                 everything,
                 frame=frame,
                 stage=self._stage,
+                retire=retire,
             )
 
         unguarded = ""

@@ -28,11 +28,12 @@ class Holder:
     paths: tuple[str, ...]
 
 
-def holders(begin: str) -> tuple[list[Holder], int]:
-    """Return who has files open whose paths begin with ``begin``, and how many cannot be asked.
+def holders(begin: str, number: int | None = None) -> tuple[list[Holder], int]:
+    """Return who has device files open, and how many processes cannot be asked.
 
-    Reads ``/proc`` of the whole machine: not for an event loop. The files of other users'
-    processes can be seen by root alone.
+    Those whose paths begin with ``begin``; with a ``number`` that GPU's file alone. Reads ``/proc``
+    of the whole machine: not for an event loop. The files of other users' processes can be seen by
+    root alone.
     """
     found, unseen = [], 0
     for entry in Path("/proc").iterdir():
@@ -47,6 +48,8 @@ def holders(begin: str) -> tuple[list[Holder], int]:
             continue
         except OSError:
             continue  # ended meanwhile
+        if number is not None:
+            paths &= {f"{begin}{number}"}
         process = processes.identify(pid) if paths else None
         if process is not None:
             found.append(Holder(process, uid, _command(entry), tuple(sorted(paths))))

@@ -27,8 +27,8 @@ async def land(
     """Move the process of ``operation`` from ``origin[i]`` to ``devices[i]``.
 
     ``restoring`` is called when it is suspended, before the driver is told where to restore it.
-    Whatever the driver refuses leaves the process running where it was (``refused``; ``stay`` if
-    the driver does not move it), unless the driver lost it (``failed``, ``hung``).
+    Whatever the driver refuses leaves the process running where it was (``refused``, ``no-room``;
+    ``stay`` if the driver does not move it), unless the driver lost it (``failed``, ``hung``).
     """
     suspended = await operation.suspend(origin)
     if suspended.status in ("gone", "failed", "hung"):
@@ -42,7 +42,7 @@ async def land(
         back = await undo(operation)
         if back:
             return ResumeOutcome("failed", back)
-        return ResumeOutcome("refused", outcome.message, stay=outcome.stay)
+        return ResumeOutcome(outcome.status, outcome.message, stay=outcome.stay)
     return ResumeOutcome(
         outcome.status,
         outcome.message,

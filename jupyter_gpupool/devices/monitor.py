@@ -32,7 +32,8 @@ def main() -> None:
         devices, problems = nvml.discover()
         return {"driver": driver, "cuda": cuda, "devices": devices, "problems": problems}
 
-    def watch(uuids: list[str], lost: dict[str, str]) -> dict[str, Any]:
+    def watch(uuids: list[str], lost: dict[str, str], places: dict[str, int]) -> dict[str, Any]:
+        nvml.places = places
         for uuid, reason in lost.items():
             nvml.mark_lost(uuid, reason)
 

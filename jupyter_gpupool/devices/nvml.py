@@ -7,6 +7,7 @@ A figure that NVML does not give stays unknown; no error is turned into a plausi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import time
@@ -53,6 +54,8 @@ class Nvml:
         self._lost: dict[str, str] = {}
         self._last: dict[str, DeviceSample] = {}
         self._handles: dict[str, Any] = {}
+        #: The indices of GPUs as they were found before.
+        self.places: dict[str, int] = {}
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
@@ -184,8 +187,21 @@ class Nvml:
 
     def _handle(self, uuid: str) -> Any:
         if uuid not in self._handles:
-            self._handles[uuid] = self._n.nvmlDeviceGetHandleByUUID(uuid)
+            self._handles[uuid] = self._found(uuid)
         return self._handles[uuid]
+
+    def _found(self, uuid: str) -> Any:
+        """Return the handle of a GPU; where its index is known, without touching any other GPU.
+
+        NVML may attach to other GPUs as it looks for a UUID, and keep their device files open.
+        """
+        n = self._n
+        if uuid in self.places:
+            with contextlib.suppress(n.NVMLError):
+                handle = n.nvmlDeviceGetHandleByIndex(self.places[uuid])
+                if str(n.nvmlDeviceGetUUID(handle)) == uuid:
+                    return handle
+        return n.nvmlDeviceGetHandleByUUID(uuid)
 
     def _memory(self, handle: Any) -> tuple[int, int, int, int]:
         """Return total, used, reserved and free bytes; they add up, except for rounding."""

@@ -275,12 +275,29 @@ def _owner(pid: int) -> int | None:
         return None
 
 
-def session_members(root: ProcessId, session: str) -> list[Member]:
+def _passes(stat: Stat, stats: dict[int, Stat], broker: int, root: int) -> bool:
+    """Return whether ``broker`` is the process or above it, and not above ``root``."""
+    pid, seen = stat.pid, set[int]()
+    while pid not in seen and pid != root:
+        if pid == broker:
+            return True
+        seen.add(pid)
+        above = stats.get(pid)
+        if above is None:
+            return False
+        pid = above.parent
+    return False
+
+
+def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Member]:
     """Return the live processes of a session, children before their parents, ``root`` last.
 
     These are ``root`` and its descendants, unless started for another session (a notebook may run
     a second pooled kernel), and processes of the same user whose environment names ``session``
     (their parent has ended, or they went to the background). Empty if ``root`` has ended.
+
+    ``broker`` never belongs to a session, nor does what is below it, unless that names the session
+    by itself: a notebook may have started the broker, and a broker may get a notebook's orphans.
     """
     if not session:  # or every process of the user without the variable would belong
         raise ValueError("A session must have a name.")
@@ -298,6 +315,9 @@ def session_members(root: ProcessId, session: str) -> list[Member]:
         # Only that user's word counts: anybody may put anything into an environment. And who
         # was there before the root was not started by it.
         if depth is None and (stat.start_time < root.start_time or _owner(stat.pid) != owner):
+            continue
+        beside = depth is None and stat.pid != broker
+        if broker and not beside and _passes(stat, stats, broker, root.pid):
             continue
         named = session_of(stat.pid)
         if named == session or (depth is not None and not named):

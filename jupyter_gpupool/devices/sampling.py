@@ -71,6 +71,7 @@ class Sampler:
         self._uuids: tuple[str, ...] = ()
         self._watching = 0
         self._xids: dict[str, str] = {}
+        self._places: dict[str, int] = {}
         self._told: set[str] = set()
 
     async def discover(self) -> dict[str, Any]:
@@ -81,13 +82,20 @@ class Sampler:
         DriverError
             If there is no driver, with the reason in a sentence, or NVML does not answer.
         """
-        return await self._call("discover", 60.0)
+        found = await self._call("discover", 60.0)
+        self._places = {row["uuid"]: row["index"] for row in found["devices"] if not row["mig"]}
+        return found
 
     async def watch(self, uuids: Sequence[str]) -> None:
         """From now on, report failures of these devices."""
         self._uuids = tuple(uuids)
         self._watching = 0
         await self._rewatch()
+
+    async def look_away(self, uuids: Sequence[str]) -> None:
+        """From now on, watch only these, and have no other device open. Asks NVML nothing."""
+        self._uuids = tuple(uuids)
+        await self.child.kill()
 
     @contextlib.contextmanager
     def copying(self, seconds: float) -> Iterator[None]:
@@ -128,6 +136,10 @@ class Sampler:
         await self._rewatch()
         timeout = self._timeout + max(self._copies, default=0.0)
         answer = await self._call("sample", timeout, uuids=wanted)
+        if uuids is None and not {*wanted} <= {*self._uuids}:
+            # Meanwhile one of them was set aside, and the process that answered has it open.
+            await self.child.kill()
+            return await self.sample()
         samples = []
         for row in answer["samples"]:
             processes = tuple(ProcessMemory(**process) for process in row["processes"])
@@ -179,7 +191,9 @@ class Sampler:
         """Tell a monitor that was replaced what to watch, and what is lost for good."""
         if not self._uuids or (self.child.pid and self._watching == self.child.generation):
             return
-        await self._call("watch", self._timeout, uuids=self._uuids, lost=self._xids)
+        await self._call(
+            "watch", self._timeout, uuids=self._uuids, lost=self._xids, places=self._places
+        )
         self._watching = self.child.generation
 
     async def _call(self, op: str, timeout: float, **fields: Any) -> dict[str, Any]:

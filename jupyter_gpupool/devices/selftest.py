@@ -10,6 +10,7 @@ program runs under the guard in ``guarded``, in a :class:`Frame` that asks more 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from dataclasses import dataclass
@@ -81,11 +82,15 @@ async def judge(
     *,
     frame: Frame,
     stage: Stage,
+    retire: bool = False,
 ) -> Verdict:
     """Put ``target`` (this program, on device ``uuid``) through it.
 
-    ``operation(root)`` makes an :class:`Operation` on the process ``root``.
+    ``operation(root)`` makes an :class:`Operation` on the process ``root``. With ``retire`` the
+    program is suspended again before it is ended: some drivers hang when a restored process ends.
     """
+    where = ""
+    process = None
     try:
         await stage.start(target, uuid, SIZE, STEP_TIMEOUT)
         process = None if target.pid is None else processes.identify(target.pid)
@@ -105,6 +110,8 @@ async def judge(
             resumed = await second.resume([destination], [uuid], need, everything)
             if resumed.status == "no-room":
                 raise _NoRoom(resumed.message)
+            nonlocal where
+            where = destination
             if resumed.status != "resumed":
                 return f"resuming a test process failed: {resumed.message or resumed.status}"
             if not await frame.check(target, destination):
@@ -132,6 +139,9 @@ async def judge(
             return Verdict(True, False, f"The self-test had no room: {error}", tested=False)
         return Verdict(False, False, frame.failed(f"it did not run: {error}"))
     finally:
+        if retire and where and process is not None:
+            with contextlib.suppress(ChildLost, GPUPoolError, OSError):
+                await operation(process).suspend([where])
         await target.close()
 
 

@@ -28,7 +28,9 @@ from ..errors import DriverError, GPUPoolError
 from ..pool.model import Device
 from ..pool.usage import driver_share, unlisted
 from . import contexts, driver, landing, processes
+from .aside import Aside
 from .calls import SessionCalls
+from .checkpoint import complete_mapping
 from .children import Child, child_environment
 from .examiner import Examiner, Findings
 from .given import Given
@@ -108,10 +110,13 @@ class DeviceService:
         self.untested: set[str] = set()
         #: Why no child runs and every call fails; empty if the service serves.
         self.down = ""
+        #: Devices that the last :meth:`renew` tested.
+        self.renewed: frozenset[str] = frozenset()
         self.on_device_lost = on_device_lost
         self._log = log or logging.getLogger(__name__)
         self._python = python
         self._env = child_environment(env, python)
+        self._aside = Aside(self._env)
         self._lock_timeout = lock_timeout
         self._call_timeout = call_timeout
         self._sampler = Sampler(
@@ -127,6 +132,8 @@ class DeviceService:
         )
         #: Which of the machine's GPUs may be used, and why not all; set before :meth:`start`.
         self.choose: Callable[[Sequence[Mapping[str, Any]]], Given] = lambda rows: Given((*rows,))
+        #: Whether the loaded driver hangs when a restored process ends; set before :meth:`start`.
+        self.hazard: Callable[[], bool] = lambda: False
         #: What limits the pool to some of the machine's GPUs, in sentences.
         self.limit = ""
         self._everything: tuple[str, ...] = ()
@@ -147,6 +154,8 @@ class DeviceService:
         ``known`` are devices by UUID as an earlier broker found them; they are not tested again,
         because a test takes memory (a CUDA context) that sessions may have been granted.
         """
+        if known:
+            self._warm(next(iter(known)))
         try:
             rows = await self._discover()
         except DriverError as error:
@@ -154,12 +163,30 @@ class DeviceService:
             return []
         for row in rows:
             self._add(row)
+        for uuid in self._workers.keys() - self._devices.keys():
+            await self._workers.pop(uuid).close()  # one that is not there any more
         trusted = {uuid: d for uuid, d in (known or {}).items() if uuid in self._devices}
         for uuid, device in trusted.items():
             self._devices[uuid] = self._examiner.trust(self._devices[uuid], device)
         await self._sampler.watch([*self._devices])
         await self._test([uuid for uuid in self._devices if uuid not in trusted])
         return [*self._devices.values()]
+
+    def _warm(self, uuid: str) -> None:
+        """Start the worker of a device that sessions use, while the monitor looks for it.
+
+        Whoever waits for the next broker waits for both.
+        """
+        self._workers[uuid] = worker = self._worker()
+        task = asyncio.ensure_future(worker.start())
+        self._running.add(task)
+
+        def over(ended: asyncio.Future[Any]) -> None:
+            self._running.discard(task)
+            if not ended.cancelled():
+                ended.exception()  # the first call says it
+
+        task.add_done_callback(over)
 
     async def _discover(self) -> list[dict[str, Any]]:
         """Return a row for each device; raise DriverError if there is none."""
@@ -172,6 +199,7 @@ class DeviceService:
             nothing = f"The NVIDIA driver {self.driver_version} sees no GPU. {driver.WITHOUT_GPU}"
             raise DriverError(" ".join(found["problems"]) or nothing, code="no-device")
         self._everything = tuple(row["uuid"] for row in rows if not row["mig"])
+        self._aside.learn(rows)
         chosen = self.choose(rows)
         self.limit = chosen.limit
         if not chosen.rows:
@@ -208,8 +236,8 @@ class DeviceService:
     async def stand_down(self, reason: str, uuids: Sequence[str] | None = None) -> None:
         """End the children that have device files open, once they have nothing to do.
 
-        Those of ``uuids``; None: all, so that nothing of this service uses the driver. Calls fail
-        with ``reason`` until :meth:`renew`.
+        Those of ``uuids``, whose files no other child opens from now on; None: all, so that nothing
+        of this service uses the driver. Calls fail with ``reason`` until :meth:`renew`.
         """
         chosen = [*self._devices] if uuids is None else [*uuids]
         async with self._locked(chosen):
@@ -217,6 +245,26 @@ class DeviceService:
                 self.down = reason
                 await self._sampler.child.hold(reason)
             await asyncio.gather(*(self._workers[uuid].hold(reason) for uuid in chosen))
+        if uuids is not None and self._aside.put(chosen, reason, self._physical()):
+            await self._look_away()
+
+    async def _look_away(self) -> None:
+        """End the children that may have the files of devices open that are set aside.
+
+        Those that take their place do not open them.
+        """
+        for uuid in [uuid for uuid in self._devices if uuid not in self._aside]:
+            async with self._locked([uuid]):
+                await self._workers[uuid].kill()
+        await self._sampler.look_away([u for u in self._devices if u not in self._aside])
+
+    def is_aside(self, uuid: str) -> bool:
+        """Return whether no child of this service has the device's file open."""
+        return uuid in self._aside
+
+    def device_file(self, uuid: str) -> int | None:
+        """Return the number of a GPU's device file; None for a MIG instance, or if not known."""
+        return self._aside.numbers.get(uuid)
 
     async def retest(self, uuid: str) -> Device:
         """Test a device that was lost, and return it as it is now.
@@ -227,6 +275,7 @@ class DeviceService:
             If it cannot be read, or has no room for the test.
         """
         self._device(uuid)
+        self._aside.check(uuid)
         if self.down:
             raise DriverError(self.down, code="paused")
         await self._sampler.renew([uuid])
@@ -253,20 +302,27 @@ class DeviceService:
         try:
             rows = await self._discover()
         except GPUPoolError:
+            await self._sampler.child.kill()  # it may have opened devices that are set aside
             await self._sampler.child.hold(self.down)
             raise
+        self._aside.take(renewed, self._everything)
         there, before = {row["uuid"] for row in rows}, {*self._devices}
-        for uuid in before - there:
+        for uuid in renewed & before - there:  # another may be lost, and be reset later
             await self._workers.pop(uuid).close()
             del self._devices[uuid], self._locks[uuid]
         for row in rows:
             if row["uuid"] in renewed or row["uuid"] not in self._devices:
                 self._add(row)
         self.down = self.problem = ""
-        for worker in self._workers.values():
-            await worker.hold("")
-        await self._sampler.watch([*self._devices])
-        await self._test([uuid for uuid in self._devices if uuid in renewed | (there - before)])
+        for uuid, worker in self._workers.items():
+            if uuid not in self._aside:
+                await worker.hold("")
+        if self._aside:  # to find the devices, it has opened all
+            await self._sampler.look_away([u for u in self._devices if u not in self._aside])
+        else:
+            await self._sampler.watch([*self._devices])
+        self.renewed = frozenset(uuid for uuid in self._devices if uuid in renewed | there - before)
+        await self._test([uuid for uuid in self._devices if uuid in self.renewed])
         return [*self._devices.values()]
 
     async def _unattributed(self, uuids: Sequence[str]) -> dict[str, int]:
@@ -323,7 +379,7 @@ class DeviceService:
         )
         if uuid not in self._workers:
             self._workers[uuid] = self._worker()
-            self._locks[uuid] = asyncio.Lock()
+        self._locks.setdefault(uuid, asyncio.Lock())
 
     async def self_test(self, uuid: str) -> Device:
         """Test a device and return it as it now is.
@@ -332,6 +388,7 @@ class DeviceService:
         takes a CUDA context and a few MiB for about a second.
         """
         device = self._device(uuid)
+        self._aside.check(uuid)
         if self.down:
             raise DriverError(self.down, code="paused")
         if device.tier == "mig":
@@ -342,21 +399,24 @@ class DeviceService:
             found = await self._shielded(self._self_test(device, migrate=able.migrate))
         (self.untested.discard if found.verdict.tested else self.untested.add)(uuid)
         limits = able.reason if self._peers(device) else ""
-        tested = self._with_landing(self._examiner.apply(found, self._device(uuid), limits))
-        self._devices[uuid] = tested
-        return tested
+        tested = self._examiner.apply(found, self._device(uuid), limits)
+        if tested.can_suspend and device.can_migrate and not self._peers(device):
+            # Where it went before is set aside, which says nothing about the driver.
+            tested = replace(tested, can_migrate=True)
+        self._devices[uuid] = self._with_landing(tested)
+        return self._devices[uuid]
 
     async def _self_test(self, device: Device, *, migrate: bool) -> Findings:
-        peers = self._peers(device)
-
         def operation(root: ProcessId, session: str) -> Operation:
             timeout = min(self._call_timeout, TEST_CALL_TIMEOUT)
             return self._operation(self._workers[device.uuid], root, session, timeout)
 
         async with self._locks[device.uuid]:
+            peers = self._peers(device)
             return await self._examiner.examine(
-                device, peers[0] if migrate and peers else None, self._physical(), operation
-            )
+                device, peers[0] if migrate and peers else None, self._physical(), operation,
+                retire=self.hazard(),
+            )  # fmt: skip
 
     @property
     def numbers(self) -> bool | None:
@@ -396,7 +456,7 @@ class DeviceService:
     def _peers(self, device: Device) -> list[str]:
         """Return the other devices of the same model, the next one by index first."""
         same = [d for d in self._devices.values() if d.model == device.model and d.tier != "mig"]
-        others = [d for d in same if d.uuid != device.uuid]
+        others = [d for d in same if d.uuid != device.uuid and d.uuid not in self._aside]
         return [d.uuid for d in sorted(others, key=lambda d: (d.index < device.index, d.index))]
 
     async def close(self, grace: float = 10.0) -> None:
@@ -499,6 +559,10 @@ class DeviceService:
 
         return await self._perform(run, root, session, devices)
 
+    def moves(self, devices: Sequence[str], origin: Sequence[str]) -> Mapping[str, str]:
+        """Return where a resume from ``origin`` to ``devices`` takes what a process sees."""
+        return complete_mapping((*origin,), (*devices,), self._physical()) or {}
+
     async def land(
         self,
         process: ProcessId,
@@ -582,8 +646,9 @@ class DeviceService:
         """Return a device whose worker has nothing to do, if there is one."""
         if not self._devices:
             raise DriverError(self.problem or "There is no device.", code="no-driver")
-        free = [uuid for uuid, lock in self._locks.items() if not lock.locked()]
-        return (free or [*self._locks])[:1]
+        serving = [uuid for uuid in self._locks if uuid not in self._aside] or [*self._locks]
+        free = [uuid for uuid in serving if not self._locks[uuid].locked()]
+        return (free or serving)[:1]
 
     def _operation(
         self,

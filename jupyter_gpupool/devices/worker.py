@@ -8,6 +8,7 @@ call. It may be killed at any time; the broker then asks a new one for the drive
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -35,7 +36,7 @@ class Finder:
         if again and about == self._about:
             self._members = processes.look_again(self._members)
         else:
-            self._members = processes.session_members(top, session)
+            self._members = processes.session_members(top, session, os.getppid())
         self._about = about
         return {
             "root": processes.presence(top),

@@ -20,7 +20,7 @@ from typing import Sequence
 from ..errors import GPUPoolError
 
 MAGIC = 0x47505047
-VERSION = 1
+VERSION = 2
 DEVICES = 8
 SLOTS = 256
 UUID_BYTES = 48
@@ -45,7 +45,7 @@ SLOT_CUDA, SLOT_CONTEXT = 1, 2
 SEES_NONE, SEES_SLICE = 0, 1
 
 #: How far a process is on its way to the slice (``enum slot_landing``).
-LANDING_NONE, LANDING_BEGUN, LANDING_MOVES, LANDING_RESTORE = range(4)
+LANDING_NONE, LANDING_BEGUN, LANDING_MOVES, LANDING_RESTORE, LANDING_ASIDE = range(5)
 
 _FIXED = struct.Struct("<IIBBxxI6Q")
 _GATE_AT, _MANAGED_AT, _DEVICES_AT, _EPOCH_AT, _PAUSE_AT, _LIMIT_AT, _CONTEXT_AT = (
@@ -260,15 +260,24 @@ class Page:
             If that is not possible now.
         """
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
-        temporary.symlink_to(f"/proc/{os.getpid()}/fd/{self._fd}")
+        temporary.symlink_to(self._link())
         try:
             temporary.replace(self.path)
         finally:
             temporary.unlink(missing_ok=True)
 
+    def _link(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
     def close(self) -> None:
-        """Forget the file; the session's processes keep theirs."""
+        """Forget the file; the session's processes keep theirs.
+
+        A link of :meth:`restore` goes with the descriptor, whose number another file gets next.
+        """
         if self._fd >= 0:
+            with contextlib.suppress(OSError):  # mostly: it is no link
+                if str(self.path.readlink()) == self._link():
+                    self.path.unlink()
             os.close(self._fd)
             self._fd = -1
 
@@ -302,16 +311,21 @@ class Page:
             raise PageError(f"The page {self.path} is not one of version {VERSION}.")
         granted = struct.unpack_from(f"<{DEVICES}Q", data, _GRANTED_AT)[:devices]
         slots = []
-        for at in range(HEADER_BYTES, SIZE, SLOT_BYTES):
-            if data[at]:
+        # One search for all 256 slots: nearly all of them are empty on nearly every page.
+        taken = data[HEADER_BYTES::SLOT_BYTES]
+        last = len(taken.rstrip(b"\0"))
+        for place in range(last):
+            if taken[place]:
+                at = HEADER_BYTES + SLOT_BYTES * place
                 _, pid, start, inflight, waiting, flags, pins, *rest = _SLOT.unpack_from(data, at)
+                inflight += rest[2 * DEVICES + 2]  # the first thread has a word of its own
                 slots.append(
                     Slot(
                         pid, start, inflight, waiting, flags, pins,
                         tuple(rest[:DEVICES]), tuple(rest[DEVICES : 2 * DEVICES]),
                         rest[2 * DEVICES], rest[2 * DEVICES + 1],
                         tuple(rest[2 * DEVICES + 3 : -1]), rest[-1],
-                        (at - HEADER_BYTES) // SLOT_BYTES,
+                        place,
                     )
                 )  # fmt: skip
         return Reading(gate, devices, epoch, limit, granted, tuple(slots))

@@ -60,16 +60,16 @@ class CudaProbe:
         return self._initialised
 
 
-def show_devices(slices: Sequence[Slice]) -> None:
-    """Make the slice's devices the visible ones, by UUID.
+def show_devices(devices: Sequence[str]) -> None:
+    """Make the session's devices the visible ones, by UUID.
 
     Before cuInit this decides which device the process gets. After it the driver no longer reads
     the variable, but child processes do, and they must land where the session is now. The guard
     corrects a list of ours, told by the second variable; a choice of the user's own stays.
     """
-    if not slices:
+    if not devices:
         return
-    text = ",".join(s.device for s in slices)
+    text = ",".join(devices)
     ours = os.environ.get(OURS_VARIABLE)
     if ours is not None:
         if os.environ.get("CUDA_VISIBLE_DEVICES") != ours:

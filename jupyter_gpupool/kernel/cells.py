@@ -351,9 +351,15 @@ class CellGate:
         slices = self.link.slices
         if slices != self._settled and slices:
             self._settled = slices  # once for each lease: the user may narrow it afterwards
-            show_devices(slices)
+            show_devices([s.device for s in slices])
         if not self.guard.on:  # it tells the frameworks the size of the slice
             self.caps.apply(slices)
+
+    def request_changed(self) -> None:
+        """Make this process fit what it asks for by now, also before it has a slice."""
+        self.settle()
+        if not self.link.slices:
+            show_devices(self.guard.devices())
 
     def _before_cell(self, silent: bool) -> None:
         self.settle()

@@ -102,7 +102,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         else:  # memory, devices, compute, priority: the request
             answer = self.link.call("request", **command.fields)
             print(_request_text(answer, self.gate.guard.on))
-            self.gate.settle()
+            self.gate.request_changed()
 
     def _status(self, link: Link) -> None:
         try:

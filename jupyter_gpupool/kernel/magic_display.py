@@ -126,6 +126,8 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
         rows.append(("queue", _queue(session, snapshot)))
     if session.get("wait_reason"):
         rows.append(("waits because", str(session["wait_reason"])))
+    elif not granted and (why := _all_out_of_service(snapshot)):
+        rows.append(("no GPU now", why))
     if session.get("pinned_reason"):
         rows.append(("cannot be moved", str(session["pinned_reason"])))
     elif session.get("stays_reason"):
@@ -224,6 +226,12 @@ def _queue(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> str:
     return text
 
 
+def _all_out_of_service(snapshot: Mapping[str, Any]) -> str:
+    """Return why a CUDA call would wait although nobody has a slice; "" if one GPU serves."""
+    reasons = [str(d.get("drained_reason") or "") for d in snapshot.get("devices") or ()]
+    return "; ".join(dict.fromkeys(reasons)) if reasons and all(reasons) else ""
+
+
 def device_names(devices: Sequence[str], snapshot: Mapping[str, Any]) -> str:
     """Return index and name of each device; the UUID of one that ``snapshot`` does not have."""
     known = {d.get("uuid"): d for d in snapshot.get("devices") or ()}
@@ -267,7 +275,7 @@ def _device_row(device: Mapping[str, Any]) -> list[str]:
     return [
         f"GPU {device.get('index', '?')}",
         str(device.get("name", "")),
-        _size(device.get("memory_free")),
+        "none" if device.get("drained_reason") else _size(device.get("memory_free")),
         _size(device.get("memory_granted")),
         _size(capacity),
         note,

@@ -115,7 +115,8 @@ class OneCell:
 
 def no_broker(link: Link, error: GPUPoolError) -> GPUPoolError:
     """Return ``error``, that no broker can be used, with the way to start one if none is there."""
-    hint = log_hint(link)
+    named = str(link.path.with_suffix(".log")) in str(error)
+    hint = "" if named else log_hint(link)
     if error.code in ("no-broker", BrokerUnavailable.code):
         start = (
             "It is the one of the whole machine: ask its admin to start it."

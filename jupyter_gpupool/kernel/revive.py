@@ -17,11 +17,13 @@ from typing import Mapping
 
 from ..endpoint import is_machine_path
 from ..errors import BrokerUnavailable, GPUPoolError
+from ..recordcopy import COPY_VARIABLE, can_restore
 from ..startrecord import (
     REVIVE_VARIABLE,
     START_TIMEOUT,
     being_started,
     can_revive,
+    log_path,
     read_failures,
 )
 
@@ -43,6 +45,7 @@ class Reviver:
     def __init__(self, path: Path, environ: Mapping[str, str]) -> None:
         self._path = path
         self._command = environ.get(REVIVE_VARIABLE, "")
+        self._copy = environ.get(COPY_VARIABLE, "")
         self._service = is_machine_path(path)
         self._next = 0.0
         #: Whether somebody starts the broker now, or soon.
@@ -61,7 +64,7 @@ class Reviver:
         if being_started(self._path):
             self._wait_for_start()
             return error
-        if not self._command or not can_revive(self._path):
+        if not self._command or not self._can_revive():
             return error
         known = read_failures(self._path)
         if known.given_up and known.pause(time.time()):
@@ -79,10 +82,15 @@ class Reviver:
                 "until the service manager has started it again."
             )
         if self.expected:
-            return "The GPU pool's broker ended; it is being started again."
+            text = "The GPU pool's broker ended; it is being started again"
+            often = read_failures(self._path).often(time.time())
+            return f"{text} ({often}; its log: {log_path(self._path)})." if often else f"{text}."
         return f"Waiting for the GPU pool broker at {self._path}."
 
     # ------------------------------------------------------------------ internals
+
+    def _can_revive(self) -> bool:
+        return can_revive(self._path) or can_restore(self._path, self._copy)
 
     def _wait_for_start(self) -> None:
         self.expected = True

@@ -167,6 +167,18 @@ class HoldTaken(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside(Event):
+    """Processes of a session without a lease were suspended for a pause; () if they run again.
+
+    They had no context, so ``suspended`` names the devices that they see, mostly with 0 bytes. Like
+    any other suspended state it is restored with the next lease.
+    """
+
+    session: str
+    suspended: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DevicesSettled(Event):
     """Processes of a session without a lease have called cuInit, and see the devices ``bound``.
 

@@ -281,6 +281,18 @@ def _held(state: State, s: Session) -> Actions:
     return move(state, s, "queued", "a hold needs a slice", since)
 
 
+def _set_aside(state: State, event: ev.SetAside, _plan: Plan) -> Actions:
+    s = state.sessions.get(event.session)
+    if s is None or s.state not in ("detached", "queued"):
+        return []  # it was attached meanwhile: whoever suspended it restores it
+    for x in event.suspended:
+        state.device(x.device)
+    with state.change(s):
+        s.suspended = event.suspended
+        s.bound = tuple(x.device for x in event.suspended) or s.bound
+    return []
+
+
 def _devices_settled(state: State, event: ev.DevicesSettled, _plan: Plan) -> Actions:
     s = state.sessions.get(event.session)
     return [] if s is None else _settle(state, s, event.bound)
@@ -466,6 +478,7 @@ _TABLE: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.SessionEnded: _ended,
     ev.HoldTaken: _hold_taken,
     ev.HoldDropped: _hold_dropped,
+    ev.SetAside: _set_aside,
     ev.DevicesSettled: _devices_settled,
     ev.LandingRefused: _landing_refused,
     ev.HoldsReplaced: _holds_replaced,

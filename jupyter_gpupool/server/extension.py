@@ -7,14 +7,15 @@ from __future__ import annotations
 import asyncio
 import os
 import pwd
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jupyter_server.extension.application import ExtensionApp
 from traitlets import Float
 
-from .. import starting, startrecord
-from ..config.differences import notice
+from .. import recordcopy, starting, startrecord
+from ..config.differences import not_logged, notice
 from ..endpoint import find_socket
 from . import handlers, page, stream
 from .link import Link
@@ -76,6 +77,8 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     #: The broker's configuration as last seen, and what is told of it.
     _in_force: Any = None
     _told = ""
+    #: The broker's journal as last seen: beside it is what the broker can be started from.
+    _journal = ""
 
     def initialize_settings(self) -> None:
         """Register the event schemas and make the watch; called by the server."""
@@ -127,20 +130,22 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
 
     def _notice(self, status: dict[str, Any]) -> str:
         """Return what to say of a broker with another configuration; once in the log."""
+        self._journal = str((status.get("broker") or {}).get("journal") or "")
         in_force = status.get("config")
         if in_force != self._in_force:
             self._in_force = in_force
             self._told = notice(self.serverapp.config.get("GPUPool"), status)
-            if self._told:
+            if not_logged(self._told):
                 self.log.warning("GPU pool: %s", self._told)
         return self._told
 
     async def _revive(self) -> None:
         """Start a broker that has died again; called by the watch."""
         path = self._find()
-        if startrecord.can_revive(path):
+        copy = str(recordcopy.copy_path(Path(self._journal))) if self._journal else ""
+        if startrecord.can_revive(path) or recordcopy.can_restore(path, copy):
             loop = asyncio.get_running_loop()
-            if await loop.run_in_executor(None, starting.revive, path):
+            if await loop.run_in_executor(None, partial(starting.revive, path, copy=copy)):
                 self.log.warning("GPU pool: the broker had died and was started again")
 
     def _row(self, row: dict[str, Any]) -> None:

@@ -12,8 +12,11 @@ View = dict[str, Any]
 #: Parts of the snapshot for the user interface; the rest is for admins on the machine.
 _SHOWN = (
     *("version", "now", "emulated", "machine", "problem", "devices", "sessions"),
-    *("queue_length", "host", "settings", "limits"),
+    *("queue_length", "host", "settings", "limits", "maintenance"),
 )
+
+#: What is told of an admin's order; whom it waits for is for the command line.
+_OF_ORDERS = ("kind", "device", "reason", "by", "since", "closed")
 
 #: All that is shown of sessions of others: what explains the use of a device and of the queue.
 _OF_OTHERS = (*("id", "state", "granted_bytes", "device", "devices", "queue_position", "priority"),)
@@ -55,6 +58,9 @@ def visible(
     ``leaves_at``; of the slices of others no use is shown.
     """
     view = {name: status.get(name) for name in _SHOWN}
+    view["maintenance"] = [
+        {name: order[name] for name in _OF_ORDERS} for order in status.get("maintenance") or ()
+    ]
     settings = status.get("settings") or {}
     view["sessions"] = [
         {
@@ -121,8 +127,8 @@ def delta(
     """
     changes: View = {
         name: new[name]
-        for name in _SHOWN
-        if name not in ("now", "devices", "sessions", "host") and new[name] != old[name]
+        for name in (*_SHOWN, "configuration_notice")
+        if name not in ("now", "devices", "sessions", "host") and new.get(name) != old.get(name)
     }
     name = "available_bytes"
     before, now = old["host"] or {}, new["host"] or {}

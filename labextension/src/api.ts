@@ -27,7 +27,8 @@ export interface IDevice {
   readonly memory_granted: number;
   /** Used by processes that are not the pool's. */
   readonly memory_foreign: number;
-  readonly memory_free: number;
+  /** Null while nobody gets a slice of it; an older server tells a number all the same. */
+  readonly memory_free: number | null;
   readonly memory_used: number | null;
   /** Percent. */
   readonly utilisation: number | null;
@@ -117,6 +118,20 @@ export interface ILimits {
   readonly priorities: readonly string[];
 }
 
+/** What an admin has taken out of service. */
+export interface IOrder {
+  readonly kind: 'pause' | 'drain';
+  /** UUID of the GPU; empty for the whole pool. */
+  readonly device: string;
+  /** In the admin's words; may be empty. */
+  readonly reason: string;
+  readonly by: string;
+  /** On the broker's clock. */
+  readonly since: number;
+  /** Whether no kernel has a slice there any more. */
+  readonly closed: boolean;
+}
+
 export interface IPool {
   readonly version: string;
   readonly now: number;
@@ -138,6 +153,10 @@ export interface IPool {
   readonly limits: ILimits;
   /** Why there is no device; empty if there is one. */
   readonly problem: string;
+  /** Of a server that does not tell, missing; as the next. */
+  readonly maintenance?: readonly IOrder[];
+  /** Which configuration is in force, if not this server's, and how to change it. */
+  readonly configuration_notice?: string;
 }
 
 /** The changed members of the pool; of devices and sessions only the changed ones, in full. */

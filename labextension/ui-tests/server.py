@@ -169,8 +169,10 @@ class Stage:
         return {"url": lab.url(), "folder": str(lab.folder / "files")}
 
     def _options(self):
+        # The broker's own configuration: with another one the panel says so.
+        options = json.loads(self.broker.config_file.read_text())["GPUPool"]
         return (
-            f"--GPUPool.emulate={POOL['emulate']}",
+            *(f"--GPUPool.{name}={value}" for name, value in options.items()),
             "--GPUPoolExtension.slow_resume=0",
             "--GPUPoolExtension.idle_warning=8",
         )
@@ -202,6 +204,11 @@ class Stage:
 
     def _reloads(self):
         return len(self.broker.rows("config"))
+
+    def do_maintain(self, action, device="", reason=""):
+        """Pause, drain or resume, as an admin does it."""
+        with self.broker.client() as client:
+            client.call("maintain", action=action, device=device, reason=reason, timeout=60)
 
     def do_status(self):
         return self.broker.status()

@@ -53,6 +53,34 @@ def do_ask(_):
     return [f"GPU-{uuid.UUID(bytes=uuid_of(device))}" for device in range(count.value)]
 
 
+def do_look(_):
+    """What programs ask further, in this process and in others; answers that are no success."""
+    found = {}
+    number, size, pointer = ctypes.c_uint(), ctypes.c_size_t(), ctypes.c_void_p()
+    questions = {
+        "cuDevicePrimaryCtxGetState": (0, ctypes.byref(number), ctypes.byref(ctypes.c_int())),
+        "cuDevicePrimaryCtxSetFlags_v2": (0, 4),
+        "cuDeviceGetPCIBusId": (ctypes.create_string_buffer(64), 64, 0),
+        "cuCtxGetCurrent": (ctypes.byref(pointer),),
+        "cuCtxSetCurrent": (None,),
+        "cuMemGetInfo_v2": (ctypes.byref(size), ctypes.byref(size)),
+    }
+    for name, arguments in questions.items():
+        found[name] = getattr(CUDA, name)(*arguments)
+    child = os.fork()
+    if not child:
+        os._exit(CUDA.cuInit(0))
+    found["fork"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = (
+        "import ctypes, pynvml; from cuda.bindings import driver; pynvml.nvmlInit();"
+        "assert ctypes.CDLL('libcuda.so.1').cuInit(0) == 0; driver.cuInit(0);"
+        "pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0));"
+        "assert driver.cuDeviceGetCount()[1] == 1"
+    )
+    found["child"] = subprocess.run([sys.executable, "-c", code], check=False).returncode
+    return {name: result for name, result in found.items() if result}
+
+
 def uuid_of(device):
     found = ctypes.create_string_buffer(16)
     call("cuDeviceGetUuid_v2", found, device)
@@ -70,6 +98,30 @@ def do_release(command):
     call("cuDevicePrimaryCtxRelease_v2", command["device"])
 
 
+def do_hold(command):
+    """Ask for a slice as the agent does, and do not wait for the answer."""
+    from jupyter_gpupool.kernel.link import Link
+
+    names = ("GPUPOOL_SOCKET", "GPUPOOL_SESSION", "GPUPOOL_TOKEN")
+    link = Link(*(os.environ[name] for name in names), cuda=lambda: None)
+    link.start()
+    THREADS["agent"] = link, link.wait(command["hold"], "cell", lambda: None)
+
+
+def do_land(command):
+    """Say to the broker what the guard says when the process is moved to its slice."""
+    from jupyter_gpupool.client import Client
+    from jupyter_gpupool.errors import GPUPoolError
+
+    session, token = os.environ["GPUPOOL_SESSION"], os.environ["GPUPOOL_TOKEN"]
+    with Client(os.environ["GPUPOOL_SOCKET"]) as client:
+        try:
+            client.call("land", session=session, token=token, step=command["step"], timeout=90)
+        except GPUPoolError as error:
+            return error.code
+    return None
+
+
 def do_threads(command):
     """Contexts in many threads at once; the results."""
     found = []
@@ -84,6 +136,11 @@ def do_threads(command):
     for thread in threads:
         thread.join()
     return found
+
+
+def do_open(command):
+    """Open a file, and keep it open."""
+    return os.open(command["path"], os.O_RDWR)
 
 
 def do_sub(command):

@@ -10,13 +10,16 @@ import select
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from urllib.parse import quote
 
+from jupyter_gpupool.broker.journal import Row
 from jupyter_gpupool.broker.pages import SHARED_MEMORY, folder_name
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.emulator.profiles import Faults
@@ -223,6 +226,15 @@ class Broker:
         return Faults(self.folder / "broker.sock.emulated")
 
 
+def journal_rows(journal):
+    """Return the committed rows of a journal, oldest first, as a reader of its file finds them."""
+    columns = "seq, time, kind, session, owner, device, bytes, seconds, reason, detail"
+    with closing(sqlite3.connect(f"file:{quote(str(journal.path))}?mode=ro", uri=True)) as db:
+        found = db.execute(f"SELECT {columns} FROM events ORDER BY seq").fetchall()
+    names = columns.split(", ")
+    return [Row(**{**dict(zip(names, r, strict=True)), "detail": json.loads(r[9])}) for r in found]
+
+
 class Kernel:
     """A session and its process, see ``child.py``."""
 
@@ -239,7 +251,11 @@ class Kernel:
         self.session, self.token, self.env = answer["session"], answer["token"], answer["env"]
         self.process = None
         if launch:
-            self.launch(agent=agent)
+            try:
+                self.launch(agent=agent)
+            except BaseException:
+                self.close()
+                raise
 
     def open_fields(self):
         return {}

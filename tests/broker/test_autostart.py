@@ -17,6 +17,7 @@ from traitlets.config.loader import KVArgParseConfigLoader
 
 from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.client import Client
+from jupyter_gpupool.devices.processes import identify
 from jupyter_gpupool.errors import BrokerUnavailable, RefusedError
 
 from . import kit
@@ -36,9 +37,9 @@ def clean(monkeypatch, folder):
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     yield folder
     for log in folder.rglob("*.sock.lock"):
-        text = log.read_text().strip()
-        if text:
-            with_pid(int(text))
+        words = log.read_text().split()
+        if words:
+            with_pid(int(words[0]))
 
 
 def with_pid(pid):
@@ -50,7 +51,7 @@ def with_pid(pid):
     try:
         os.waitpid(pid, 0)
     except ChildProcessError:
-        wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "the broker's end")
+        wait_until(lambda: identify(pid) is None, "the broker's end")
 
 
 def settings(folder, **more):

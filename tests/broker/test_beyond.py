@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -105,9 +106,8 @@ def look(beyond, session, shown, counted, constant=32, *, before=None, listed=No
     sample = DeviceSample(
         "G", 2048 * MiB, used, 0, 2048 * MiB - used, (ProcessMemory(7, shown * MiB),)
     )
-    beyond.learn(
-        [sample], reading(counted if before is None else before), reading(counted), (), OWNERS
-    )
+    first, second = reading(counted if before is None else before), reading(counted)
+    asyncio.run(beyond.learn([sample], first, lambda of: second.get(of.id), (), OWNERS))
     return session.use.beyond[0] // MiB if session.use.beyond else 0
 
 

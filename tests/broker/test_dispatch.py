@@ -437,3 +437,42 @@ def test_peers_that_say_no_more_and_read_nothing_hold_bounded_bytes(monkeypatch)
         service.dispatcher.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_few_long_requests_of_a_user_are_read_at_once_and_all_in_the_end(folder, monkeypatch):
+    """A hundred connections that send all they can would keep the loop reading."""
+    size, count = 200_000, 3 * accounts.MAX_LONG
+    line = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * size
+
+    async def scenario(service, connect):
+        loop = asyncio.get_running_loop()
+        senders = [await connect(ADA) for _ in range(count)]
+        ends = [asyncio.ensure_future(loop.sock_sendall(one, line)) for one in senders]
+        await until(lambda: sum(c.buffered == len(line) for c in service.connections)
+                    == accounts.MAX_LONG)  # fmt: skip
+        await until(lambda: all(c.buffered >= module.CHUNK for c in service.connections))
+
+        def read_on():
+            return [c for c in service.connections if c.buffered > 2 * module.CHUNK]
+
+        long = read_on()
+        assert len(long) == accounts.MAX_LONG, "the others wait in their senders"
+        # Another user's is read, and a short one of the same user.
+        (ben, short) = await connect(BEN), await connect(ADA)
+        await loop.sock_sendall(ben, line + b'"}\n')
+        await loop.sock_sendall(short, b'{"v":1,"type":"ping","id":1}\n')
+        await until(lambda: {(BEN, "ping"), (ADA, "ping")} <= {*service.handled})
+        # One that leaves makes room, as one that is complete does.
+        leaver = senders[service.connections.index(long[0])]
+        ends[senders.index(leaver)].cancel()
+        leaver.close()
+        await until(lambda: len(read_on()) == accounts.MAX_LONG and long[0] not in read_on())
+        rest = [pair for pair in zip(senders, ends, strict=True) if pair[0] is not leaver]
+        await asyncio.gather(*(finish(loop, one, end) for one, end in rest))
+        await until(lambda: len(service.handled) == 2 + len(rest))
+
+    async def finish(loop, one, end):
+        await end
+        await loop.sock_sendall(one, b'"}\n')
+
+    run(folder, monkeypatch, scenario)

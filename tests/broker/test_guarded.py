@@ -50,10 +50,18 @@ class Program(kit.Kernel):
 
     def mark(self):
         """How far its process is on its way to its slice, by the page."""
+        return self.in_slot(layout._LANDING_AT)
+
+    def sees(self):
+        """What its process sees as its first device, by the page."""
+        return self.in_slot(layout._SEES_AT)
+
+    def in_slot(self, offset):
+        """A word of its process's slot."""
         data = Path(self.env["GPUPOOL_PAGE"]).read_bytes()
         for at in range(layout.HEADER_BYTES, layout.SIZE, layout.SLOT_BYTES):
             if struct.unpack_from("<I", data, at + 4)[0] == self.process.pid:
-                return struct.unpack_from("<Q", data, at + layout._LANDING_AT)[0]
+                return struct.unpack_from("<Q", data, at + offset)[0]
         return None
 
 
@@ -295,3 +303,23 @@ def test_what_goes_around_the_guard_is_seen(make_broker):
     assert row["session"] == p.session
     assert row["bytes"] >= 200 * MiB
     p.close()
+
+
+def test_slice_in_use_when_the_broker_died_is_taken_once_the_use_is_over(make_broker):
+    """A new broker used to keep it for two seconds: it served nobody if it was killed before."""
+    broker = make_broker(emulate="1x512MiB,context=32MiB").started
+    holder, waiting = (Program(broker, name, memory=BIG) for name in ("holder", "waiting"))
+    try:
+        holder.begin(16 * MiB, byte=1)
+        assert holder.do("storm") is None
+        waiting.tell("context")
+        waiting.wait_state("queued")
+        broker.kill()
+        assert holder.do("calm")["error"] == 0
+        broker.started  # noqa: B018
+        assert waiting.answer() is None
+        assert "did not come back" not in broker.tail(1 << 20)
+        assert holder.do("check") == 16 * MiB
+    finally:
+        holder.close()
+        waiting.close()

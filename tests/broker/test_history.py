@@ -14,6 +14,8 @@ from jupyter_gpupool.broker import history
 from jupyter_gpupool.broker.history import History, Page, Query
 from jupyter_gpupool.broker.journal import Journal, Row
 
+from .kit import journal_rows
+
 
 @pytest.fixture
 def journal(folder):
@@ -57,7 +59,7 @@ def rows(page):
 def test_a_row_is_as_the_journal_shows_it(journal):
     fill(journal, 4)
     ((_, page),) = pages(journal, (1, Query()))
-    assert rows(page) == [row.as_message() for row in journal.rows()]
+    assert rows(page) == [row.as_message() for row in journal_rows(journal)]
     assert not page.more
 
 

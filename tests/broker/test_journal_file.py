@@ -17,12 +17,13 @@ import pytest
 from jupyter_gpupool import endpoint, machine
 from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.broker import journal as module
+from jupyter_gpupool.broker import journal_file
 from jupyter_gpupool.broker.journal import Journal, JournalUnusable, Row
 from jupyter_gpupool.broker.journal_file import JournalLock, take_over
 from jupyter_gpupool.errors import BrokerUnavailable
 
 from . import kit
-from .kit import Kernel
+from .kit import Kernel, journal_rows
 from .test_autostart import clean, kernel_on, settings, status, with_pid  # noqa: F401 (a fixture)
 
 LOG = logging.getLogger("test")
@@ -155,7 +156,7 @@ def test_journal_of_an_older_version_is_taken_over_if_it_is_this_machines(
     assert not old.exists()
     after = Journal(new, LOG)
     assert after.records() == {"s": {"a": 1}}
-    assert [row.owner for row in after.rows()] == ["ada"]
+    assert [row.owner for row in journal_rows(after)] == ["ada"]
     after.close()
 
 
@@ -184,6 +185,111 @@ def test_living_broker_of_an_older_version_is_joined(folder, monkeypatch):
     assert caught.value.details == {"socket": str(other)}
     take_over(folder / "new.sqlite", folder, socket, LOG)
     assert (folder / "new.sqlite").exists()
+
+
+def older(folder, socket=SOCKET):
+    """Make a journal of an older version with one session; return its path."""
+    old = folder / f"journal-{zlib.crc32(os.fsencode(socket)):08x}.sqlite"
+    journal = Journal(old, LOG)
+    journal.put("s", {"a": 1})
+    journal.remember("boot", machine.boot_id())
+    journal.close()
+    return old
+
+
+def test_living_broker_whose_lock_was_deleted_keeps_its_journal(folder):
+    old = older(folder)
+    script = (
+        "import logging, sys; from pathlib import Path;"
+        "from jupyter_gpupool.broker.journal import Journal;"
+        "j = Journal(Path(sys.argv[1]), logging.getLogger()); print(flush=True); input()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, str(old)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=kit.ROOT,
+    )  # fmt: skip
+    holder.stdout.readline()
+    try:
+        with pytest.raises(BrokerUnavailable, match=f"process {holder.pid}") as caught:
+            take_over(folder / "new.sqlite", folder, SOCKET, LOG)
+    finally:
+        holder.communicate(b"\n", 30)
+        holder.stdout.close()
+    assert caught.value.code == "already-running"
+    assert old.exists()
+    assert not (folder / "new.sqlite").exists()
+    take_over(folder / "new.sqlite", folder, SOCKET, LOG)
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("boot", ["this", "another"])
+def test_older_journal_that_another_machine_has_open_is_left_alone(folder, monkeypatch, boot):
+    """A home on the network: SQLite's locks of all its machines are seen, those of sockets not."""
+    old = older(folder)
+    if boot == "another":
+        change(old, "UPDATE meta SET value = 'another' WHERE name = 'boot'")
+    monkeypatch.setattr(machine, "network_file_system", lambda _: "NFS")
+    # What the kernel says of a lock that no process of this machine has.
+    monkeypatch.setattr(journal_file, "_holder", lambda _: 0)
+    if boot == "this":  # a container of this machine
+        with pytest.raises(BrokerUnavailable):
+            take_over(folder / "new.sqlite", folder, SOCKET, LOG)
+    else:
+        take_over(folder / "new.sqlite", folder, SOCKET, LOG)
+    assert old.exists()
+    assert not (folder / "new.sqlite").exists()
+
+
+def test_older_journal_is_taken_over_from_a_folder_with_any_name(folder):
+    odd = folder / "100%41 #1?"
+    odd.mkdir()
+    older(odd)
+    take_over(odd / "new.sqlite", odd, SOCKET, LOG)
+    after = Journal(odd / "new.sqlite", LOG)
+    assert after.records() == {"s": {"a": 1}}
+    after.close()
+
+
+def fail_copy(monkeypatch, _old):
+    def connect(path, **kwargs):
+        if str(path).endswith(".new"):
+            raise sqlite3.OperationalError("database or disk is full")
+        return CONNECT(path, **kwargs)
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+
+
+def fail_rename(monkeypatch, _old):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+
+
+def fail_damage(_monkeypatch, old):
+    old.write_bytes(b"SQLite format 3\0" + b"x" * 5000)
+
+
+CONNECT = sqlite3.connect
+
+
+@pytest.mark.parametrize("failure", [fail_copy, fail_rename, fail_damage])
+def test_take_over_that_fails_is_an_error_and_loses_no_session(folder, monkeypatch, failure):
+    old, new = older(folder), folder / "new.sqlite"
+    with monkeypatch.context() as patch:
+        failure(patch, old)
+        before = old.read_bytes()
+        with pytest.raises(JournalUnusable) as caught:
+            take_over(new, folder, SOCKET, LOG)
+    assert str(old) in caught.value.message
+    assert f"mv {old} " in caught.value.next_step
+    assert [path.name for path in folder.glob("new*")] == []
+    assert old.read_bytes() == before
+    if failure is not fail_damage:
+        take_over(new, folder, SOCKET, LOG)
+        after = Journal(new, LOG)
+        assert after.records() == {"s": {"a": 1}}
+        after.close()
 
 
 # ---------------------------------------------------------------------- one broker
@@ -272,7 +378,7 @@ def test_write_ahead_log_is_bounded_while_commits_never_pause(folder):
         most = max(most, log.stat().st_size)
     assert module.MAX_LOG <= most < module.MAX_LOG + (1 << 20)
     assert log.stat().st_size <= most
-    assert len(journal.rows(limit=10_000)) == 4000
+    assert len(journal_rows(journal)) == 4000
     journal.close()
 
 
@@ -287,7 +393,7 @@ def test_journal_keeps_to_its_size_and_drops_the_oldest_rows(folder):
             journal.tidy()
     journal.tidy()
     assert path.stat().st_size < 3 << 20
-    rows = journal.rows(limit=10_000)
+    rows = journal_rows(journal)
     assert 1000 < len(rows) < 2500
     assert rows[-1].seq == 6000
     assert rows[0].seq == 6001 - len(rows)

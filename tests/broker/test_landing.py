@@ -4,7 +4,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+from jupyter_gpupool.guard.page import device_name
 
 from . import kit
 from .kit import MiB, wait_until
@@ -76,6 +80,23 @@ def test_who_asked_gets_its_slice_where_there_is_room(broker, kernel):
         )
 
     wait_until(settled, "NVML shows it on its slice", PATIENCE)
+
+
+#: Not initialised in a forked child; no context.
+REFUSED = {"fork": 3, "cuMemGetInfo_v2": 201}
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_questions_of_a_process_and_its_children_bind_nothing(make_broker, kernels, gpus):
+    broker = make_broker(emulate=f"{gpus}x256MiB,context=16MiB").started
+    k = kernels(broker, memory=64 * MiB)
+    assert len(k.do("ask")) == 1
+    assert k.do("look") == REFUSED
+    assert k.state() == "detached"
+    assert k.status()["attached_seconds_total"] == 0
+    assert k.do("context") is None
+    assert k.do("info") == [(64 - 16) * MiB, 64 * MiB]
+    assert k.status()["used_bytes"] == 16 * MiB
 
 
 def test_who_finds_room_where_it_asked_stays_there(broker, kernel):
@@ -237,23 +258,225 @@ def test_where_the_driver_does_not_move_processes_who_asked_waits_and_knows_why(
     assert broker.rows("land") == []
 
 
-def test_a_driver_that_refuses_one_move_leaves_the_process_as_it_was(broker, kernel):
+def test_who_asked_on_a_gpu_that_is_lost_gives_its_slice_back_and_knows_why(make_broker, kernels):
+    broker = make_broker(retest_after=0.5).started
+    kernel = maker(kernels, broker)
+    k = kernel(memory=BIG)
+    (home,) = k.do("ask")
+    broker.faults.set("device-lost", device=devices(broker)[home]["index"])
+    wait_until(lambda: devices(broker)[home]["drained_reason"], "the Xid", PATIENCE)
+    k.tell("context")
+    wait_until(lambda: "is out of service" in k.status()["wait_reason"], "the reason", PATIENCE)
+    assert (k.state(), k.status()["devices"]) == ("queued", [])
+    other = kernel(memory=BIG)
+    other.begin(MiB)  # the GPU that it could not use is free for others
+    other.do("storm")
+    broker.faults.clear()
+    assert k.answer(PATIENCE) is None
+    assert k.status()["devices"] == [home]
+    assert k.do("alloc", bytes=16 * MiB, byte=1) is None
+    assert broker.rows("land") == []
+
+
+def refused_move(broker, kernel):
+    """Return a program that waits after a refused move, where it asked, and who computes there."""
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     takers = occupy(kernel, but=[u for u in devices(broker) if u != home])
-    broker.faults.set("migration-refused")
-    assert k.do("context") == {"cuda": 46}
+    broker.faults.set("migration-refused", pid=k.process.pid)
+    k.tell("context")
+    reason = "initialised CUDA there, and the driver did not move it"
+    wait_until(lambda: reason in k.status()["wait_reason"], "it waits where it asked", PATIENCE)
+    return k, home, takers
+
+
+def test_a_refused_move_makes_the_session_wait_for_the_gpu_that_it_saw(broker, kernel):
+    k, home, takers = refused_move(broker, kernel)
     status = k.status()
-    assert status["state"] in ("active", "idle")
-    assert status["used_bytes"] == 0
+    assert (status["state"], status["devices"]) == ("queued", [])
+    assert f"on GPU {devices(broker)[home]['index']} " in status["wait_reason"]
     wait_until(
         lambda: devices(broker)[home]["memory_used"] == PAGE + CONTEXT,
         "nothing of it is where it asked",
         PATIENCE,
     )
-    broker.faults.clear()
-    assert k.do("context") is None
+    (row,) = [row for row in broker.rows("refuse") if row["detail"]["what"] == "land"]
+    assert (row["session"], row["detail"]["from"]) == (k.session, home)
+    # The GPU of the slice that it could not use is free for others at once.
+    other = kernel(memory=BIG)
+    other.begin(MiB)
+    assert other.status()["devices"] != [home]
+    other.do("storm")
     assert takers[home].do("calm")["error"] == 0
+    assert k.answer(PATIENCE) is None
+    assert k.status()["devices"] == [home]
+    assert k.do("alloc", bytes=16 * MiB, byte=1) is None
+    assert k.do("check") == 16 * MiB
+    assert broker.rows("land") == []
+    assert takers[home].do("check") == MiB
+
+
+def test_who_waits_after_a_refused_move_waits_on_after_a_restart_of_the_broker(broker, kernel):
+    k, home, takers = refused_move(broker, kernel)
+    broker.kill()
+    broker.started  # noqa: B018
+    k.wait_state("queued")
+    assert takers[home].do("calm")["error"] == 0
+    assert k.answer(PATIENCE) is None
+    assert k.status()["devices"] == [home]
+
+
+def test_a_refused_move_beside_a_process_that_uses_the_slice_is_an_error_with_a_reason(
+    broker, kernel
+):
+    k = kernel(memory=BIG)
+    (home,) = k.do("sub", command={"do": "ask"})
+    occupy(kernel, but=[u for u in devices(broker) if u != home])
+    k.begin(16 * MiB, byte=1)
+    k.do("storm")
+    broker.faults.set("migration-refused")
+    assert k.do("sub", command={"do": "context"}) == {"cuda": 46}
+    row = broker.rows("refuse")
+    assert row == []
+    assert k.do("calm")["error"] == 0
+    assert k.do("check") == 16 * MiB
+    k.do("kill")
+
+
+def alone(broker, place, size):
+    """Whether NVML shows so much on this GPU, and nothing of nobody's on any."""
+    found = devices(broker)
+    foreign = any(d["memory_foreign"] for d in found.values())
+    return found[place]["memory_used"] == size and not foreign
+
+
+def test_after_a_first_context_that_failed_a_process_sees_where_it_is(broker, kernel):
+    k = kernel(memory=16 * MiB, limit=16 * MiB)
+    (home,) = k.do("ask")
+    (other,) = [uuid for uuid in devices(broker) if uuid != home]
+    takers = occupy(kernel, but=[other], memory=480 * MiB)
+    assert k.do("context") == {"cuda": 2}  # it is moved, and its slice is too small for a context
+    assert k.status()["devices"] == [other]
+    assert len(broker.rows("land")) == 1
+    assert k.sees() == device_name(other)
+    k.wait_state("idle")
+    k.server.call("release", session=k.session)
+    k.wait_state("detached")
+    takers[home].kill()
+    wait_until(lambda: broker.session(takers[home].session) is None, "its end", PATIENCE)
+    occupy(kernel, but=[home], memory=480 * MiB)
+    k.server.call("request", session=k.session, memory=100 * MiB)
+    assert k.do("context") is None
+    assert k.status()["devices"] == [home]
+    assert k.do("alloc", bytes=16 * MiB, byte=1) is None
+    wait_until(lambda: alone(broker, home, 16 * MiB + CONTEXT), "it is on its slice", PATIENCE)
+
+
+def test_a_process_without_a_context_is_moved_with_its_session_and_lands_nowhere(broker, kernel):
+    k = kernel(memory=BIG)
+    k.do("ask")
+    assert k.do("retain", device=0) is None
+    (first,) = k.status()["devices"]
+    assert k.do("release", device=0) is None
+    assert k.sees() == device_name(first)
+    k.wait_state("idle")
+    k.server.call("release", session=k.session)
+    k.wait_state("detached")
+    occupy(kernel, but=[u for u in devices(broker) if u != first])
+    assert k.do("retain", device=0) is None
+    (second,) = k.status()["devices"]
+    assert second != first
+    assert k.do("alloc", bytes=16 * MiB, byte=1) is None
+    wait_until(lambda: alone(broker, second, 16 * MiB + CONTEXT), "it is on its slice", PATIENCE)
+    assert len(broker.rows("land")) + k.status()["migrations"] == 1
+
+
+@pytest.mark.parametrize("step", ["move", "cancel"])
+def test_a_move_of_a_process_whose_calls_go_on_is_refused_and_frees_the_room(broker, kernel, step):
+    k = kernel(memory=BIG)
+    (home,) = k.do("ask")
+    occupy(kernel, but=[u for u in devices(broker) if u != home])
+    k.do("hold", hold="attach")
+    k.wait_state("active")
+    assert k.do("land", step="begin") is None
+    wait_until(lambda: k.status()["landing"] == [home], "the room is its", PATIENCE)
+    assert k.do("land", step=step) == ("bad-request" if step == "move" else None)
+    assert k.status()["landing"] == []
+    k.tell("land", step="begin")
+    assert k.answer(30) is None  # in 60 s the broker takes the room back by itself
+    assert k.do("land", step="cancel") is None
+    assert k.do("context") is None
+    assert broker.rows("land")
+
+
+# ---------------------------------------------------------------------- an agent that waits
+
+
+class MixedBroker(kit.Broker):
+    """Two GPUs, each of its own model."""
+
+    module = "tests.broker.mixed_broker"
+
+
+@pytest.fixture
+def mixed(folder, parts):
+    broker = MixedBroker(folder, **parts[2])
+    assert broker.start()["ok"]
+    yield broker
+    broker.close()
+    print(broker.tail())
+
+
+def test_cuinit_while_an_attach_waits_makes_it_wait_for_the_model_that_it_saw(mixed, kernels):
+    kernel = maker(kernels, mixed)
+    takers = occupy(kernel)
+    k = kernel(memory=BIG)
+    k.do("hold", hold="attach")
+    k.wait_state("queued")
+    (home,) = k.do("ask")
+    (other,) = [uuid for uuid in devices(mixed) if uuid != home]
+    takers[other].kill()
+    wait_until(lambda: mixed.session(takers[other].session) is None, "a GPU is free", PATIENCE)
+    # What comes free is of the other model, and for those who have not called cuInit.
+    second = kernel(memory=BIG)
+    second.begin(MiB)
+    assert second.status()["devices"] == [other]
+    assert k.state() == "queued"
+    assert takers[home].do("calm")["error"] == 0
+    k.wait_state("active", seconds=PATIENCE)
+    assert k.do("context") is None
+    assert k.status()["devices"] == [home]
+
+
+def test_an_attach_after_cuinit_is_for_the_model_that_it_saw(mixed, kernels):
+    kernel = maker(kernels, mixed)
+    k = kernel(memory=BIG)
+    (home,) = k.do("ask")
+    takers = occupy(kernel, but=[uuid for uuid in devices(mixed) if uuid != home])
+    k.do("hold", hold="attach")
+    k.wait_state("queued")
+    assert takers[home].do("calm")["error"] == 0
+    k.wait_state("active", seconds=PATIENCE)
+    assert k.do("context") is None
+    assert k.status()["devices"] == [home]
+
+
+def test_an_attach_after_cuinit_is_for_the_gpu_that_it_saw_where_the_driver_moves_nothing(
+    make_broker, kernels
+):
+    broker = make_broker()
+    broker.faults.set("migration-refused")
+    broker.started  # noqa: B018
+    kernel = maker(kernels, broker)
+    k = kernel(memory=BIG)
+    (home,) = k.do("ask")
+    takers = occupy(kernel, but=[uuid for uuid in devices(broker) if uuid != home])
+    k.do("hold", hold="attach")
+    k.wait_state("queued")
+    assert takers[home].do("calm")["error"] == 0
+    k.wait_state("active", seconds=PATIENCE)
+    assert k.do("context") is None
+    assert k.status()["devices"] == [home]
 
 
 # ---------------------------------------------------------------------- who dies meanwhile
@@ -285,6 +508,33 @@ def test_a_broker_killed_in_the_middle_of_a_landing_is_followed_by_one_that_ends
     assert k.do("check") == 16 * MiB
     assert k.mark() == 0
     assert k.status()["used_bytes"] == 16 * MiB + CONTEXT
+
+
+def test_a_landing_that_a_logout_and_a_killed_broker_leave_is_ended_by_the_next(broker, kernel):
+    k, _home = landing(broker, kernel, "hang", op="checkpoint")
+    wait_until(lambda: k.mark() >= 2, "the driver is asked", PATIENCE)
+    page = Path(k.env["GPUPOOL_PAGE"])
+    kit.remove(page.parent)
+    wait_until(page.is_symlink, "the page is back as a link", PATIENCE)
+    broker.kill()
+    broker.faults.clear()
+    broker.started  # noqa: B018
+    assert k.answer(PATIENCE) is None
+    assert k.do("alloc", bytes=16 * MiB, byte=1) is None
+    assert k.do("check") == 16 * MiB
+    assert k.mark() == 0
+    assert len(broker.rows("land")) == 1
+
+
+def test_a_page_that_no_process_has_is_told_of_when_landings_are_looked_for(broker, kernel):
+    k = kernel(memory=BIG)
+    page = Path(k.env["GPUPOOL_PAGE"])
+    kit.remove(page.parent)
+    wait_until(page.is_symlink, "the page is back as a link", PATIENCE)
+    broker.kill()  # it alone has the page: the program has not called CUDA
+    broker.started  # noqa: B018
+    assert f"The page of session {k.session} was deleted and no process has it" in broker.tail()
+    assert "that was on its way to its GPU" in broker.tail()
 
 
 def test_a_process_killed_in_the_middle_of_a_landing_leaves_room_for_the_next(broker, kernel):

@@ -127,6 +127,45 @@ def test_pages_of_a_container_are_left_to_it(tmp_path):
     assert folder.exists()
 
 
+def test_socket_of_a_containers_broker_is_left_to_it_until_the_machine_starts_again(
+    dead, folder, monkeypatch
+):
+    """On a shared /var/tmp: kernels in the container may have their broker started again."""
+    broker, kernel = dead
+    monkeypatch.setattr(machine, "LOCAL_BASES", (folder,))
+    kernel.kill()
+    lock = Path(f"{broker.socket}.lock")
+    assert lock.read_text().split()[1] == machine.pid_namespace()
+    lock.write_text("1234567890\npid:[1]\n")
+    mark = SHARED_MEMORY / folder_name(broker.socket) / "socket"
+    mark.write_text(f"{broker.socket}\npid:[1]")
+    left = files(broker)
+    age(*left)
+    sweep(Path("/tmp/other.sock"), LOG)
+    assert files(broker) == left
+    then = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - leftovers.YOUNG - 10
+    for path in left:
+        os.utime(path, (then, then), follow_symlinks=False)
+    sweep(Path("/tmp/other.sock"), LOG)
+    assert files(broker)[1:] == []
+
+
+def test_socket_that_names_no_namespace_is_kept_for_a_day(dead, folder, monkeypatch):
+    broker, kernel = dead
+    monkeypatch.setattr(machine, "LOCAL_BASES", (folder,))
+    kernel.kill()
+    Path(f"{broker.socket}.lock").write_text("1234567890")
+    beside = leftovers._files_of(broker.socket)
+    age(*beside)
+    sweep(Path("/tmp/other.sock"), LOG)
+    assert leftovers._files_of(broker.socket) == beside
+    then = time.time() - leftovers.UNKNOWN_YOUNG - 10
+    for path in beside:
+        os.utime(path, (then, then), follow_symlinks=False)
+    sweep(Path("/tmp/other.sock"), LOG)
+    assert leftovers._files_of(broker.socket) == []
+
+
 def test_broker_sweeps_as_it_starts(dead, make_broker):
     broker, kernel = dead
     kernel.kill()

@@ -11,15 +11,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool import starting
+from jupyter_gpupool import recordcopy, starting, startrecord
 from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.broker.pages import SHARED_MEMORY, folder_name
 from jupyter_gpupool.client import Client
+from jupyter_gpupool.devices.processes import identify
 from jupyter_gpupool.guard import page as layout
+from jupyter_gpupool.recordcopy import kernel_environment
 
 from . import kit
 from .guardkit import Guarded, GuardedBroker
@@ -165,6 +168,67 @@ def test_logout_while_there_is_no_broker_is_survived_by_its_kernels(broker, prog
     wait_until(lambda: used.status()["used_bytes"] == (32 + 8 + 2 * 32) * MiB, "one account")
     assert used.do("check") == 32 * MiB
     os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["started", "waiting"])
+def test_folder_of_a_broker_that_has_just_died_is_made_again(broker, program, there):
+    used = program()
+    used.begin(32 * MiB, byte=1)
+    used.wait_state("idle")
+    env = kernel_environment(broker.socket)
+    pid = broker.status()["pid"]
+    with_pid(pid)
+    kit.remove(broker.socket.parent)
+    kit.remove(SHARED_MEMORY / folder_name(broker.socket))
+    assert not starting.revive(broker.socket)  # of no usual place: nobody says where
+    copy = env[recordcopy.COPY_VARIABLE]
+    if there:
+        assert starting.revive(broker.socket, copy=copy)
+    else:
+        Path(copy).chmod(0o644)  # others could have seen it: not to be trusted any more
+        assert not starting.revive(broker.socket, copy=copy)
+        Path(copy).chmod(0o600)
+        command = ["/bin/sh", "-c", env[startrecord.REVIVE_VARIABLE]]
+        subprocess.run(command, check=True, timeout=20, env={"PATH": "/usr/bin:/bin"})
+        wait_until(lambda: starting.answers(broker.socket), "the broker", 60)
+    assert broker.status()["pid"] != pid
+    assert broker.socket.parent.stat().st_mode & 0o777 == 0o700
+    assert broker.status()["settings"]["idle_timeout"] == 3600  # its configuration was there, too
+    assert used.do("check") == 32 * MiB
+
+
+def test_folder_that_cannot_be_made_again_is_not_waited_for(broker):
+    copy = kernel_environment(broker.socket)[recordcopy.COPY_VARIABLE]
+    with_pid(broker.status()["pid"])
+    assert recordcopy.can_restore(broker.socket, copy)
+    kit.remove(broker.folder / "run")  # as /run/user/UID, which only the login manager makes
+    assert not recordcopy.can_restore(broker.socket, copy)
+    assert not starting.revive(broker.socket, copy=copy)
+
+
+def test_living_broker_whose_files_were_deleted_is_not_started_a_second_time(broker):
+    copy = kernel_environment(broker.socket)[recordcopy.COPY_VARIABLE]
+    pid = broker.status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        kit.remove(broker.socket.parent)
+        assert not starting.revive(broker.socket, copy=copy)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: starting.answers(broker.socket), "the broker")
+    assert broker.status()["pid"] == pid
+
+
+def test_copy_of_the_start_record_is_put_back_and_goes_with_the_broker(broker):
+    copy = Path(kernel_environment(broker.socket)[recordcopy.COPY_VARIABLE])
+    copy.unlink()
+    wait_until(copy.exists, "the copy")
+    assert startrecord.read_record_file(copy) == startrecord.read_record(broker.socket)
+    pid = broker.status()["pid"]
+    os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: identify(pid) is None, "the broker's end")
+    assert not copy.exists()
+    assert not starting.revive(broker.socket, copy=str(copy))
 
 
 # ---------------------------------------------------------------------- one file at a time

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import types
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,8 @@ from jupyter_gpupool.broker.auth import Access, Peer
 from jupyter_gpupool.broker.health import Health
 from jupyter_gpupool.broker.maintenance import Maintenance
 from jupyter_gpupool.cli.maintenance import progress
+from jupyter_gpupool.cli.picture import Style, draw
+from jupyter_gpupool.devices.files import holders
 from jupyter_gpupool.errors import RefusedError
 from jupyter_gpupool.guard.install import without_guard
 
@@ -89,7 +91,9 @@ def test_pause_suspends_who_is_idle_waits_for_cells_and_closes_the_device_files(
     wait_until(lambda: one.state() == "queued", "it waits")
     wait_until(lambda: (one.link()["queue"] or {}).get("reason") == WHY, "the reason")
     assert {d["drained_reason"] for d in broker.status()["devices"]} == {WHY}
+    assert {d["memory_free"] for d in broker.status()["devices"]} == {None}, "nobody can have it"
     assert maintain(broker, "resume") == "The GPUs are in service again."
+    assert all(d["memory_free"] is not None for d in broker.status()["devices"])
     one.do("got", hold="again")
     two.attach("again")
     assert (one.do("check"), two.do("check")) == (64 * MiB, 32 * MiB)
@@ -134,6 +138,9 @@ def test_drained_gpu_is_emptied_and_its_kernels_go_on_elsewhere(broker, kernel, 
     one.do("drop", hold="cell")
     maintain(broker, "drain", str(index))
     closed(broker, uuid)
+    assert {d["memory_free"] is None: d["uuid"] for d in broker.status()["devices"]}[True] == uuid
+    assert ", not used" in picture(broker)
+    assert f"Not used: drained by the administrator: {WHY.partition(': ')[2]}" in picture(broker)
     one.attach("again")
     assert broker.session(one.session)["device"] != uuid
     assert one.do("check") == 64 * MiB
@@ -151,13 +158,112 @@ def test_paused_gpu_loses_its_worker_and_is_tested_when_it_comes_back(broker, on
     before = set(children(broker, "worker"))
     maintain(broker, "pause", uuid)
     closed(broker, uuid)
-    assert len(before - set(children(broker, "worker"))) == 1
+    assert before.isdisjoint(children(broker, "worker")), "also the other GPU's, which saw this one"
     broker.faults.set("checkpoint-refused", device=0)
     broker.faults.set("checkpoint-refused", device=1)
     note = maintain(broker, "resume", uuid)
     assert note.startswith("The GPU is in service again.")
     (device,) = (d for d in broker.status()["devices"] if d["uuid"] == uuid)
     assert not device["can_suspend"], "it was tested"
+
+
+def users_of(broker, index):
+    """Return who has a GPU's device file open: the process numbers, as /proc shows them now."""
+    path = str(broker.folder / "broker.sock.emulated" / f"nvidia{index}")
+    return {holder.process.pid for holder in holders(path)[0] if path in holder.paths}
+
+
+def test_paused_gpu_has_its_device_file_closed_by_the_pool_which_names_everybody_else(
+    broker, kernel, one
+):
+    """Before, the monitor and the workers of the other GPUs kept the file open, unmentioned."""
+    uuid = broker.session(one.session)["device"]
+    index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == uuid)
+    one.do("drop", hold="cell")
+    # Its self-test and its suspend start what keeps files open: both workers and the monitor.
+    elsewhere = kernel("elsewhere.ipynb", memory=400 * MiB)
+    idler = kernel("asks.ipynb", launch=False)
+    env = {**environment(broker.folder), **without_guard({**os.environ, **idler.env})}
+    env.pop("CUDA_VISIBLE_DEVICES", None)
+    own = {child for module in ("worker", "monitor") for child in children(broker, module)}
+    assert own & users_of(broker, index), "who uses a GPU has its file open"
+    with ExitStack() as stack:
+        programs = [
+            stack.enter_context(subprocess.Popen(
+                [sys.executable, "-c", INITIALISED],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=chosen,
+            ))
+            for chosen in (env, {k: v for k, v in env.items() if "GPUPOOL_SESSION" not in k})
+        ]  # fmt: skip
+        assert [program.stdout.readline() for program in programs] == ["ready\n"] * 2
+        inside, outside = programs
+        idler.server.call("launched", session=idler.session, pid=inside.pid)
+        maintain(broker, "pause", uuid)
+        wait_until(
+            lambda: users_of(broker, index) == {inside.pid, outside.pid},
+            "the pool's own processes have closed the file", 60,
+        )  # fmt: skip
+        files = wait_until(lambda: order(broker, uuid)["files"], "who has it open", 60)
+        assert {(f["pid"], f["session"]) for f in files} == {
+            (inside.pid, idler.session),
+            (outside.pid, None),
+        }
+        assert not order(broker, uuid)["closed"]
+        lines = progress(order(broker, uuid))
+        assert lines[0] == "No kernel has a slice there; these still have its device file open:"
+        assert lines[1].startswith(f"  process {inside.pid} (session {idler.session}): ")
+        inside.stdin.close()
+        closed(broker, uuid)
+        text = order(broker, uuid)["text"]
+        assert text == f"GPU {index} is {WHY}; no process of the pool has its device file open."
+        assert [f["pid"] for f in order(broker, uuid)["files"]] == [outside.pid]
+        # The other GPU is used as before, and is looked at: by processes that do not see this one.
+        elsewhere.attach()
+        elsewhere.do("alloc", bytes=32 * MiB, byte=3)
+        elsewhere.do("drop", hold="cell")
+        elsewhere.server.call("release", session=elsewhere.session)
+        elsewhere.wait_state("detached", seconds=60)
+        elsewhere.attach("again")
+        assert elsewhere.do("check") == 32 * MiB
+        assert children(broker, "worker")
+        wait_until(lambda: children(broker, "monitor"), "a sample", 60)
+        assert users_of(broker, index) == {outside.pid}
+        outside.stdin.close()
+    maintain(broker, "resume", uuid)
+    elsewhere.do("drop", hold="again")
+    assert not broker.status()["maintenance"]
+    one.attach("more")
+    assert one.do("check") == 64 * MiB
+
+
+def test_restarted_broker_closes_the_device_file_of_a_paused_gpu_again(broker, one):
+    broker.disturbed = True
+    uuid = broker.session(one.session)["device"]
+    index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == uuid)
+    one.do("drop", hold="cell")
+    maintain(broker, "pause", uuid)
+    closed(broker, uuid)
+    broker.kill()
+    assert broker.started
+    closed(broker, uuid)
+    assert not users_of(broker, index)
+
+
+def test_resume_of_a_gpu_before_its_file_is_closed_gives_it_back(broker, one):
+    uuid = broker.session(one.session)["device"]
+    one.do("drop", hold="cell")
+    env = {**environment(broker.folder), **without_guard({**os.environ, **one.env})}
+    with subprocess.Popen(
+        [sys.executable, "-c", INITIALISED],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "ready\n"
+        maintain(broker, "pause", uuid)
+        wait_until(lambda: order(broker, uuid)["files"], "who has the file open", 60)
+        maintain(broker, "resume", uuid)
+        process.stdin.close()
+    one.attach("again")
+    assert one.do("check") == 64 * MiB
 
 
 def test_kernel_that_cannot_be_suspended_is_named_and_told_to_restart(broker, one):
@@ -319,6 +425,32 @@ def test_doctor_retest_brings_a_gpu_back_that_passes_its_self_test(make_broker):
         assert "No GPU is out of service for a failure." in doctor(broker)
 
 
+@pytest.mark.parametrize("readable", [True, False])
+def test_resume_of_one_gpu_leaves_another_that_failed_out_of_service(make_broker, readable):
+    broker = make_broker(retest_after=0).started
+    with closing(Kernel(broker, "one", memory=400 * MiB)) as one:
+        one.attach()
+        one.do("drop", hold="cell")
+        broker.faults.set("device-lost", device=1)
+        lost = wait_until(lambda: broker.rows("device-lost"), "the Xid", 60)[0]["device"]
+        if readable:
+            broker.faults.clear()
+        other = next(d["uuid"] for d in broker.status()["devices"] if d["uuid"] != lost)
+        maintain(broker, "pause", other)
+        closed(broker, other)
+        note = maintain(broker, "resume", other)
+        assert note.startswith("The GPU is in service again. Out of service: GPU 1: ")
+        assert "Xid 79" in device_of(broker, lost)["drained_reason"], "nobody has tested it"
+        assert not device_of(broker, other)["drained_reason"]
+        broker.faults.clear()
+        assert "GPU 1 is back." in doctor(broker)
+
+
+def picture(broker):
+    """Return what ``jupyter gpupool status`` draws."""
+    return "\n".join(draw(broker.status(), Style(width=120)))
+
+
 def device_of(broker, uuid):
     return next(d for d in broker.status()["devices"] if d["uuid"] == uuid)
 
@@ -387,7 +519,46 @@ def test_restored_kernel_is_suspended_before_it_is_killed_on_that_driver(hanging
     assert suspended_now(hanging, restored)
     restored.kill()
     wait_until(lambda: hanging.session(restored.session) is None, "its end", 60)
+    assert not hanging.rows("device-lost"), "there is nothing to suspect"
     assert all(d["memory_granted"] == 0 for d in hanging.status()["devices"])
+
+
+def test_gpu_of_a_restored_kernel_that_was_killed_is_tested_before_others_get_it(hanging, restored):
+    """As after the out-of-memory killer, or a user's ``kill -9``: nobody suspended it before."""
+    uuid = hanging.session(restored.session)["device"]
+    restored.kill()
+    wait_until(lambda: hanging.session(restored.session) is None, "its end", 60)
+    (lost,) = wait_until(lambda: hanging.rows("device-lost"), "the suspicion", 60)
+    assert lost["device"] == uuid
+    assert "suspended and resumed was killed here" in lost["reason"]
+    wait_until(lambda: not device_of(hanging, uuid)["drained_reason"], "the test has passed", 60)
+    kinds = [row["kind"] for row in hanging.rows("close", "device-lost", "device-seen")]
+    assert kinds[-3:] == ["device-lost", "close", "device-seen"], "first nobody gets it"
+    assert hanging.rows("device-seen")[-1]["reason"] == "passed its self-test"
+
+
+def test_gpu_that_hangs_after_such_a_kill_stays_out_of_service_and_says_why(hanging, restored):
+    uuid = hanging.session(restored.session)["device"]
+    hanging.faults.set("hang", op="checkpoint")
+    restored.kill()
+    wait_until(lambda: "Its test failed" in device_of(hanging, uuid)["drained_reason"], "it", 90)
+    assert "known to hang this driver" in device_of(hanging, uuid)["drained_reason"]
+    with closing(Kernel(hanging, "other", memory=400 * MiB)) as other:
+        other.attach()
+        assert hanging.session(other.session)["device"] != uuid
+    hanging.faults.clear()
+    assert "is back." in doctor(hanging)
+    assert not device_of(hanging, uuid)["drained_reason"]
+
+
+def test_kill_while_there_was_no_broker_is_found_out_by_the_next_one(hanging, restored):
+    uuid = hanging.session(restored.session)["device"]
+    hanging.disturbed = True
+    hanging.kill()
+    restored.kill()
+    assert hanging.started
+    assert [row["device"] for row in hanging.rows("device-lost")] == [uuid]
+    wait_until(lambda: not device_of(hanging, uuid)["drained_reason"], "the test has passed", 60)
 
 
 def test_kernel_that_was_never_restored_needs_nothing_before_its_end(hanging):

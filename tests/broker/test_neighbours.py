@@ -207,6 +207,23 @@ def test_a_broker_with_few_descriptors_keeps_some_for_itself(folder):
         broker.close()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_sessions_of_others_without_a_kernel_cost_nobody_a_longer_status(attacked):
+    """Before, each of a flood of ``open`` made every answer to everybody longer."""
+    with attacked.client() as server:
+        opened = [server.call("open", kernel_id=f"k{n}")["session"] for n in range(20)]
+        os.seteuid(MALLORY)
+        try:
+            with attacked.client() as client:
+                seen = client.call("status")["sessions"]
+        finally:
+            os.seteuid(0)
+        assert not {s["id"] for s in seen} & {*opened}
+        assert {*opened} <= {s["id"] for s in attacked.status()["sessions"]}, "an admin sees them"
+        for name in opened:
+            server.call("close", session=name)
+
+
 # --------------------------------------------------------------------------- limits
 
 

@@ -270,6 +270,25 @@ def test_a_process_that_a_page_names_often_is_looked_for_once(tmp_path, monkeypa
     page.remove()
 
 
+@pytest.mark.parametrize("way", ["own link", "link of another", "file"])
+def test_page_that_is_given_up_takes_only_its_own_link_with_it(tmp_path, way):
+    """The descriptor's number is another file's next, mostly another session's page."""
+    page = layout.Page.create(tmp_path / "s.page", "s", os.getuid())
+    kept = Pages(tmp_path, {}, logging.getLogger())
+    session = SimpleNamespace(id="s", page=page, uid=os.geteuid())
+    if way != "file":
+        page.path.unlink()
+        kept.restore(session)
+        assert page.path.is_symlink()
+    os.truncate(page.path, 100)
+    if way == "link of another":
+        page.path.unlink()
+        page.path.symlink_to("/proc/1/fd/0")
+    assert kept.read(session) is None
+    assert session.page is None
+    assert os.path.lexists(page.path) == (way != "own link")
+
+
 def test_questions_in_a_row_read_the_page_once():
     async def ask():
         loop = asyncio.get_running_loop()

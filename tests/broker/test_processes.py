@@ -110,6 +110,23 @@ def test_descent():
         middle.wait(20)
 
 
+def test_descendants_leave_out_a_broker_that_the_notebook_has_started():
+    """The broker asks; it may be a child of a kernel that it is to end."""
+    script = (
+        "import os, subprocess, sys\n"
+        "from jupyter_gpupool.broker import processes\n"
+        "sleep = [sys.executable, '-c', 'input()']\n"
+        "mine = subprocess.Popen(sleep, stdin=subprocess.PIPE)\n"
+        "found = processes.descendants(processes.identify(os.getppid()))\n"
+        "print({os.getpid(), mine.pid} & {process.pid for process in found})\n"
+        "mine.communicate(b'\\n')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "set()\n"
+
+
 def test_kill_does_not_touch_a_reused_number(child):
     wrong = ProcessId(child.pid, 1)
     assert processes.kill([wrong]) == []

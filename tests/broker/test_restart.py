@@ -87,6 +87,23 @@ def test_devices_are_not_tested_again_while_sessions_hold_them(broker, kernels):
     assert not any(d["can_suspend"] for d in broker.status()["devices"])
 
 
+def test_memory_of_a_kernel_that_goes_on_never_reads_as_outside_the_pool(make_broker):
+    broker = make_broker(foreign_processes="report").started
+    one = Kernel(broker, "one")
+    try:
+        one.attach()
+        one.do("alloc", bytes=64 * MiB, byte=5)
+        wait_until(lambda: broker.session(one.session)["footprint_bytes"], "a first sample")
+        broker.kill()
+        broker.started  # noqa: B018
+        shown = broker.status()["devices"]
+        assert [d["memory_foreign"] for d in shown] == [0 for _ in shown]
+        wait_until(lambda: broker.session(one.session)["footprint_bytes"], "a sample after it")
+        assert broker.rows("foreign") == []
+    finally:
+        one.close()
+
+
 def test_suspended(broker, kernels):
     one, two, three = kernels("one", "two", "three", memory=400 * MiB)
     one.attach()

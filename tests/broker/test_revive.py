@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from jupyter_gpupool import starting, startrecord
@@ -21,6 +22,7 @@ from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import BrokerUnavailable
 
 from .kit import MACHINE, wait_until
+from .test_autostart import with_pid
 
 
 @pytest.fixture
@@ -30,15 +32,19 @@ def dead(make_broker, monkeypatch):
     broker.kill()
     yield broker
     with suppress(OSError, ValueError):
-        pid = int(broker.socket.with_name("broker.sock.lock").read_text())
-        os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+        kill(broker)
+
+
+def kill(broker):
+    """Kill what was started in the place of the broker, and wait for its end."""
+    with_pid(int(broker.socket.with_name("broker.sock.lock").read_text().split()[0]))
 
 
 def test_a_killed_broker_is_started_again_with_its_configuration_and_environment(dead):
+    before = startrecord.read_record(dead.socket).pid
     assert starting.revive(dead.socket)
     found = dead.status()
+    assert f"The broker before this one (process {before}) died" in dead.tail()
     assert found["settings"]["idle_timeout"] == 77
     assert found["machine"] == f"EMULATED {MACHINE}"
     environ = Path(f"/proc/{found['pid']}/environ").read_text().split("\0")
@@ -92,6 +98,106 @@ def test_a_start_that_fails_three_times_says_why_and_where_the_log_is(dead):
     ensure_broker({"GPUPool": {"emulate": MACHINE, "state_dir": str(dead.folder / "state")}},
                   str(dead.socket))  # fmt: skip
     assert startrecord.read_failures(dead.socket).count == 0
+
+
+def test_brokers_that_die_before_they_serve_anybody_are_given_up_with_the_reason(dead, monkeypatch):
+    monkeypatch.setattr(startrecord, "DEATH_PAUSES", (0.0,))
+    monkeypatch.setattr(startrecord, "MOST_DEATHS", 3)
+    for _ in range(2):
+        assert starting.revive(dead.socket)
+        kill(dead)
+    with pytest.raises(BrokerUnavailable) as caught:
+        starting.revive(dead.socket)
+    assert "3 times in a row" in caught.value.message
+    assert str(dead.socket.with_suffix(".log")) in caught.value.next_step
+    assert startrecord.read_failures(dead.socket).given_up
+    # Until the pause is over nothing is started; then one more is tried.
+    with pytest.raises(BrokerUnavailable, match="3 times in a row"):
+        starting.revive(dead.socket)
+    monkeypatch.setattr(startrecord, "PAUSES", (0.0,))
+    assert starting.revive(dead.socket)
+
+
+def test_a_broker_that_is_killed_while_it_serves_comes_back_each_time(dead, monkeypatch):
+    monkeypatch.setattr(startrecord, "MOST_DEATHS", 2)
+    assert starting.revive(dead.socket)
+    for _ in range(3):
+        with dead.client() as client:
+            client.call("open", kernel_id="k")
+        kill(dead)
+        assert startrecord.read_record(dead.socket).served
+        assert starting.revive(dead.socket)
+    assert startrecord.read_failures(dead.socket).deaths == ()
+
+
+def test_a_broker_that_ends_by_an_error_of_its_own_leaves_the_error(dead):
+    path = startrecord.record_path(dead.socket)
+    record = json.loads(path.read_text())
+    script = (
+        "import sys; from jupyter_gpupool.broker import app\n"
+        "async def fail(self): raise RuntimeError('what went wrong')\n"
+        "app.Ending.wait = fail\n"
+        "app.Ending.unless_asked = lambda self, work: work\n"
+        "sys.exit(app.main())"
+    )
+    words = [sys.executable, "-c", script, *record["command"][3:]]
+    path.write_text(json.dumps({**record, "command": words}))
+    with suppress(BrokerUnavailable):
+        starting.revive(dead.socket)
+    wait_until(lambda: startrecord.read_record(dead.socket).crashed, "the error")
+    assert startrecord.read_record(dead.socket).crashed == "RuntimeError: what went wrong"
+    assert startrecord.read_record(dead.socket).useless
+
+
+def test_a_broker_is_nobodys_child_and_has_nothing_of_the_session_around(dead, monkeypatch):
+    """A notebook that starts one must neither end it nor be taken for it."""
+    monkeypatch.setenv("GPUPOOL_SESSION", "outer")
+    monkeypatch.setenv("GPUPOOL_TOKEN", "secret")
+    startrecord.remove_record(dead.socket)
+    config = {"GPUPool": {"emulate": MACHINE, "state_dir": str(dead.folder / "state")}}
+    ensure_broker(config, str(dead.socket))
+    pid = dead.status()["pid"]
+    assert os.getsid(pid) == pid
+    assert psutil.Process(pid).ppid() != os.getpid()
+    assert pid not in [child.pid for child in psutil.Process().children(recursive=True)]
+    environ = Path(f"/proc/{pid}/environ").read_bytes()
+    assert b"GPUPOOL_SESSION" not in environ
+    assert b"GPUPOOL_TOKEN" not in environ
+
+
+def replace_in_record(broker, **changes):
+    path = startrecord.record_path(broker.socket)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_broker_that_is_killed_as_it_starts_is_started_again(dead, tmp_path, monkeypatch):
+    """Whatever kills it is no fault of the start: three of them used to fail every waiting call."""
+    monkeypatch.setattr(startrecord, "DEATH_PAUSES", (0.0,))
+    starts = tmp_path / "starts"
+    script = (
+        "import os, sys; from pathlib import Path\n"
+        f"starts = Path({str(starts)!r})\n"
+        "known = starts.read_text() if starts.exists() else ''\n"
+        "starts.write_text(known + '.')\n"
+        "if len(known) < 4: os.kill(os.getpid(), 9)\n"
+        "from jupyter_gpupool.broker.app import main; sys.exit(main())"
+    )
+    command = json.loads(startrecord.record_path(dead.socket).read_text())["command"]
+    replace_in_record(dead, command=[sys.executable, "-c", script, *command[3:]])
+    assert starting.revive(dead.socket)
+    assert starts.read_text() == "....."
+    assert startrecord.read_failures(dead.socket).count == 0
+
+
+def test_broker_that_cannot_be_imported_says_why(dead, tmp_path, monkeypatch):
+    monkeypatch.setattr(startrecord, "PAUSES", (0.0,))
+    (tmp_path / "traitlets.py").write_text("raise RuntimeError('a broken library')")
+    environment = startrecord.read_record(dead.socket).environment
+    paths = f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"
+    replace_in_record(dead, environment={**environment, "PYTHONPATH": paths})
+    with pytest.raises(BrokerUnavailable, match="RuntimeError: a broken library"):
+        starting.revive(dead.socket)
+    assert startrecord.read_failures(dead.socket).given_up
 
 
 def test_a_broker_without_its_program_names_the_program(dead):

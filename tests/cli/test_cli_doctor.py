@@ -253,6 +253,18 @@ def test_devices_that_cannot_suspend_or_are_lost():
     assert found[1].todo == "not used: Xid 79"
 
 
+@pytest.mark.parametrize(
+    ("where", "target"), [("GPU-1", " --device 1"), ("", "")], ids=["one GPU", "the pool"]
+)
+def test_gpu_that_an_admin_paused_is_no_failure_and_names_who_and_how_to_resume(where, target):
+    paused = device(1, uuid="GPU-1", drained_reason="paused by the administrator: new driver")
+    order = {"kind": "pause", "device": where, "by": "root", "since": 0.0, "reason": "new driver"}
+    (found,) = checks.devices([paused], "", [order])
+    assert found.verdict == "warn"
+    assert found.todo.startswith("paused by root on 19")
+    assert found.todo.endswith(f" (new driver); to give it back: jupyter gpupool resume{target}")
+
+
 def test_a_control_group_below_the_slice_is_told(tmp_path):
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "cgroup").write_text("0::/job\n")

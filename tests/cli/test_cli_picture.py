@@ -21,7 +21,7 @@ BUSY = pool(
             memory_free=4 * GiB,
             utilisation=41,
         ),
-        device(1, drained_reason="Xid 79, the GPU has fallen off the bus"),
+        device(1, drained_reason="Xid 79, the GPU has fallen off the bus", memory_free=None),
     ],
     sessions=[
         session("77aa33", owner="bob", state="queued", queue_position=1, eta_seconds=40.0,
@@ -46,7 +46,7 @@ GPU 0  EMULATED NVIDIA GPU 16 GiB  GPU-5d1c0000-…  guarded
 [A██████████████████B▒▒▒▒▒▒▒▒▒▒▒╳╳╳╳╳╳╳············] 10 GiB of 16 GiB granted, 4 GiB free, 41 % busy
 
 GPU 1  EMULATED NVIDIA GPU 16 GiB  GPU-7e2f0000-…  unguarded
-[                                                  ] 0 B of 16 GiB granted, 16 GiB free, 0 % busy
+[                                                  ] 0 B of 16 GiB granted, not used, 0 % busy
 Not used: Xid 79, the GPU has fallen off the bus
 
 █ running  ▒ idle  ▞ moving  ╳ outside the pool  · free

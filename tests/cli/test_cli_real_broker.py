@@ -109,6 +109,13 @@ def test_pause_and_resume(opened, capsys):
     assert main(["pause", "--reason", "new driver"]) == 0
     out = capsys.readouterr().out
     assert "new driver; no process of it has a device file open.\n" in out
+    # What is true already is told once; and it is no failure of the machine.
+    assert main(["pause", "--reason", "new driver"]) == 0
+    assert capsys.readouterr().out.count("paused by the administrator") == 1
+    main(["doctor", "--json"])
+    found = [f for f in json.loads(capsys.readouterr().out) if f["name"].startswith("GPU ")]
+    assert [f["verdict"] for f in found] == ["warn", "warn"]
+    assert all(f["todo"].endswith("jupyter gpupool resume") for f in found)
     assert main(["status"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[1].startswith("The pool is paused by the administrator: new driver;")
@@ -116,7 +123,16 @@ def test_pause_and_resume(opened, capsys):
     assert main(["resume"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "The GPUs are in service again."
     assert main(["resume"]) == 1
-    assert capsys.readouterr().err == "jupyter gpupool: Nothing is paused or drained.\n"
+    captured = capsys.readouterr()
+    assert captured.out == "", "nothing is tested"
+    assert captured.err == "jupyter gpupool: Nothing is paused or drained.\n"
+
+
+def test_resume_of_an_unknown_gpu_is_refused_before_anything_is_tested(opened, capsys):
+    assert main(["resume", "--device", "7"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "'7' is no GPU of this pool" in captured.err
 
 
 def test_drain_needs_a_gpu(opened, capsys):

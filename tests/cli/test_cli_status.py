@@ -48,6 +48,13 @@ def test_status_without_a_broker(tmp_path, capsys):
     )
 
 
+def test_status_names_the_service_manager_while_the_machines_broker_is_away(capsys):
+    assert main(["status", "--socket", "/run/no-such-pool/broker.sock"]) == 1
+    err = capsys.readouterr().err
+    assert "at /run/no-such-pool/broker.sock. It is the machine's: the service manager" in err
+    assert "systemctl status gpupool" in err
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [

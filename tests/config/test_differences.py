@@ -11,7 +11,7 @@ from traitlets.config import Config
 from traitlets.config.loader import KVArgParseConfigLoader
 
 from jupyter_gpupool.config import load_settings
-from jupyter_gpupool.config.differences import differences, notice, shown
+from jupyter_gpupool.config.differences import differences, not_logged, notice, shown
 
 
 @pytest.fixture
@@ -98,3 +98,10 @@ def test_a_mistake_in_the_server_s_own_configuration_is_told(folder):
     text = notice({"idle_timeoutt": 5}, status(settings()))
     assert "idle_timeoutt" in text
     assert "not in force" in text
+
+
+def test_difference_is_logged_once_by_whoever_sees_it_first():
+    assert not_logged("one difference")
+    assert not not_logged("one difference")
+    assert not_logged("another difference")
+    assert not not_logged("")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -13,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpupool.devices import processes
+from jupyter_gpupool.devices.children import Child, ChildLost, child_environment
+from jupyter_gpupool.devices.files import holders
+from jupyter_gpupool.emulator.profiles import device_files
 from jupyter_gpupool.errors import DriverError
 
 MiB = 1 << 20
@@ -147,6 +151,28 @@ async def test_a_cancelled_caller_does_not_stop_the_driver(emulated):
             await task
         # The next operation on the device waits for the one that goes on.
         assert await service.driver_state(target.root, session=SESSION) == "checkpointed"
+
+
+async def test_child_that_is_closed_while_it_is_being_started_is_ended():
+    child = Child("worker", env=child_environment(None), log=logging.getLogger())
+    start = asyncio.ensure_future(child.start())
+    await asyncio.sleep(0)  # its process is being made
+    await child.close()
+    with pytest.raises(ChildLost):
+        await start
+    assert child.pid is None
+    assert child._reader.done()
+
+
+async def test_child_that_has_just_died_is_waited_for_by_close():
+    child = Child("worker", env=child_environment(None), log=logging.getLogger())
+    await child._spawn(60)
+    reader = child._reader
+    os.kill(child.pid, signal.SIGKILL)
+    while child.pid:
+        await asyncio.sleep(0)
+    await child.close()
+    assert reader.done()
 
 
 async def test_children_end_with_their_parent(emulated, waiting):
@@ -478,3 +504,43 @@ async def test_a_monitor_that_was_replaced_still_watches(emulated, waiting):
         await service.sample()
         await until_async(lambda: machine.lost)
         assert machine.lost[0][0] == devices[0].uuid
+
+
+def users_of(machine, device):
+    """Return who has a GPU's device file open."""
+    files = device_files(machine.state_dir)
+    return {holder.process.pid for holder in holders(files, device.index)[0]}
+
+
+async def test_device_is_set_aside_although_nvml_does_not_answer(emulated):
+    machine = emulated("2x1GiB,context=16MiB")
+    async with machine.started(sample_timeout=1.0) as (service, (away, kept)):
+        await service.sample()
+        os.kill(service._sampler.child.pid, signal.SIGSTOP)
+        await service.stand_down("paused", [away.uuid])
+        assert [sample.uuid for sample in await service.sample()] == [kept.uuid]
+        assert not users_of(machine, away)
+
+
+async def test_device_that_is_tested_while_its_peer_is_set_aside_can_migrate_as_before(emulated):
+    machine = emulated("2x1GiB,context=16MiB")
+    async with machine.started() as (service, (away, kept)):
+        await service.stand_down("paused", [away.uuid])
+        assert (await service.self_test(kept.uuid)).can_migrate
+        devices = await service.renew([away.uuid])
+        assert all(device.can_migrate for device in devices)
+
+
+async def test_sample_that_a_pause_interrupts_does_not_open_the_paused_device_again(
+    emulated, waiting
+):
+    _, until_async = waiting
+    machine = emulated("2x1GiB,context=16MiB")
+    async with machine.started(sample_timeout=30.0) as (service, (away, kept)):
+        await service.sample()
+        os.kill(service._sampler.child.pid, signal.SIGSTOP)
+        under_way = asyncio.create_task(service.sample())
+        await until_async(lambda: service._sampler.child.current == "sample")
+        await service.stand_down("paused", [away.uuid])
+        assert kept.uuid in [sample.uuid for sample in await under_way]
+        assert not users_of(machine, away)

@@ -147,6 +147,20 @@ def test_a_kernel_started_from_a_notebook_is_a_session_of_its_own(spawn):
     assert [member.process.pid for member in members] == [inner]
 
 
+def test_a_broker_started_from_a_notebook_is_no_member_nor_is_what_is_below_it(spawn):
+    _, pids = spawn(CHAIN, "2", CHAIN, count=3, env={"GPUPOOL_SESSION": "mine"})
+    root, broker, _ = pids
+    members = processes.session_members(processes.identify(root), "mine", broker)
+    assert [member.process.pid for member in members] == [root]
+    # Nor if its parent has ended and its environment names the session.
+    _, (other,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
+    members = processes.session_members(processes.identify(other), "mine", root)
+    assert [member.process.pid for member in members] == [other]
+    # A broker above the kernel excludes nobody.
+    members = processes.session_members(processes.identify(broker), "mine", root)
+    assert len(members) >= 2
+
+
 def test_a_session_whose_root_ended_has_no_members():
     assert processes.session_members(ProcessId(os.getpid(), 1), "s") == []
 

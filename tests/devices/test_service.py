@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from jupyter_gpupool.devices.children import Child
+from jupyter_gpupool.devices.files import holders
 from jupyter_gpupool.devices.model import ProcessId
+from jupyter_gpupool.emulator.profiles import device_files
 from jupyter_gpupool.errors import DriverError
 
 MiB = 1 << 20
@@ -412,3 +415,26 @@ async def test_what_a_context_costs_is_known_to_the_next_broker(emulated):
     async with machine.service() as service:
         await service.start(known={device.uuid: device})
         assert service.context_bytes(device.uuid) == 48 * MiB
+
+
+@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("hazard", [True, False])
+async def test_self_test_suspends_its_program_again_where_the_driver_hangs_without(
+    emulated, monkeypatch, hazard, guard
+):
+    """A suspended process has no device file open; the test program ends by SIGKILL."""
+    machine, seen = emulated(), []
+    close, begin = Child.close, device_files(machine.env["GPUPOOL_EMULATE_STATE"])
+
+    async def look_and_close(child):
+        if child.module == "selftest":
+            seen.append(child.pid in {holder.process.pid for holder in holders(begin)[0]})
+        await close(child)
+
+    monkeypatch.setattr(Child, "close", look_and_close)
+    async with machine.service(guard=guard) as service:
+        service.hazard = lambda: hazard
+        devices = await service.start()
+    assert [d.can_suspend and d.can_migrate for d in devices] == [True, True]
+    assert [d.tier for d in devices] == ["guarded" if guard else "unguarded"] * 2
+    assert seen == [not hazard] * 2

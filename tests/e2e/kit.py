@@ -575,7 +575,8 @@ class Sampler:
                         compared += 1
                         # The context of a process on its way to the GPU of its slice is in the
                         # room that each GPU keeps for that, and in no grant.
-                        allowed = limits.get(pid) or self._landing
+                        lands = device["uuid"] in sample["landing"].get(pid, ())
+                        allowed = limits.get(pid) or (self._landing if lands else 0)
                         assert used <= allowed, (
                             f"process {pid} holds {used} bytes and was granted {allowed}: {sample}"
                         )

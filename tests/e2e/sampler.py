@@ -6,7 +6,9 @@ Writes one JSON line per sample to FILE until stdin is closed: time, and for eac
 used and reserved bytes and the bytes of each process. With a SOCKET, every fifth sample is taken
 between two answers of the broker; ``granted`` (device -> pid -> bytes) is then what the broker had
 granted, and ``steady`` names the pids whose lease was the same before and after, so that their
-bytes and their grant belong to the same moment. HERTZ 0: one sample.
+bytes and their grant belong to the same moment. ``landing`` (pid -> devices) has those that were
+landing before or after: their contexts are in the room that each device keeps for that. HERTZ 0:
+one sample.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Broker:
         self.client: Client | None = None
 
     def leases(self) -> dict[str, tuple[Any, ...]] | None:
-        """Return pid -> (state, granted bytes, devices), None while there is no broker."""
+        """Return pid -> (state, granted bytes, devices, landing), None while there is no broker."""
         try:
             if self.client is None or self.client.closed:
                 self.client = Client(self.path)
@@ -56,7 +58,7 @@ class Broker:
         except GPUPoolError:
             return None
         return {
-            str(s["pid"]): (s["state"], s["granted_bytes"], s["devices"])
+            str(s["pid"]): (s["state"], s["granted_bytes"], s["devices"], s["landing"])
             for s in sessions
             if s["pid"]
         }
@@ -76,11 +78,16 @@ def main(path: str, hertz: float, socket: str) -> None:
             after = broker.leases() if broker and asked else None
             if before is not None and after is not None:
                 granted: dict[str, dict[str, int]] = {}
-                for pid, (_, amount, devices) in after.items():
+                landing: dict[str, list[str]] = {}
+                for pid, (_, amount, devices, there) in after.items():
+                    landing[pid] = [*there, *(before[pid][3] if pid in before else ())]
                     for device in devices:
                         granted.setdefault(device, {})[pid] = amount // len(devices)
                 sample["granted"] = granted
-                sample["steady"] = [pid for pid in after if after[pid] == before.get(pid)]
+                sample["landing"] = landing
+                sample["steady"] = [
+                    pid for pid in after if after[pid][:3] == before.get(pid, ())[:3]
+                ]
             file.write(json.dumps(sample) + "\n")
             file.flush()
             number += 1

@@ -121,6 +121,42 @@ def test_the_guard_alone_has_the_broker_started(pool):
     play(scenario())
 
 
+@pytest.mark.parametrize("agent", [True, False], ids=["agent", "guard"])
+def test_broker_is_revived_although_its_files_are_deleted_as_it_dies(pool, agent):
+    """No broker lives to put back what a logout or a clean-up deletes beside the socket."""
+    pool = pool(ONE, default_memory=SLICE, idle_timeout=3601)
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run(cells.setup(1, DATA))).check()
+        if not agent:
+            (await kernel.run("%unload_ext jupyter_gpupool.kernel")).check()
+        await release(pool, kernel)
+        old = pool.status()["pid"]
+        os.kill(old, signal.SIGKILL)
+        for path in pool.folder.glob("b.*"):
+            if not path.name.endswith(".emulated"):
+                path.unlink()
+        (await kernel.run("block.verify()")).check()
+        assert pool.status()["pid"] != old
+        assert pool.status()["settings"]["idle_timeout"] == 3601
+        assert startrecord.record_path(pool.socket).exists()
+        # One that is told to end leaves nothing from which it is started again.
+        await release(pool, kernel)
+        broker = psutil.Process(pool.status()["pid"])
+        broker.terminate()
+        await until(lambda: (reap(broker.pid), not broker.is_running())[1], "the broker's end")
+        for path in pool.folder.glob("b.*"):
+            if not path.name.endswith(".emulated"):
+                path.unlink()
+        assert not (await kernel.run("block.verify()")).ok
+        pool.start_broker()
+        (await kernel.run("block.verify()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
 def test_a_cell_shows_that_the_broker_is_being_started(pool):
     pool = pool(ONE, default_memory=SLICE)
 
@@ -242,7 +278,7 @@ def test_a_kernel_has_been_idle_since_it_was_whoever_dies(pool):
             assert (await state(kernel, "idle"))["idle_since"] == since
         # Who used its GPU after the broker had died was not idle.
         os.kill(pool.status()["pid"], signal.SIGSTOP)
-        broker = psutil.Process(int((pool.folder / "b.sock.lock").read_text()))
+        broker = psutil.Process(int((pool.folder / "b.sock.lock").read_text().split()[0]))
         (await kernel.run("block.verify()")).check()
         broker.kill()
         await until(lambda: (reap(broker.pid), pid_of_broker(pool))[1], "the next broker")

@@ -113,7 +113,7 @@ def test_a_broker_that_the_launcher_starts_outlives_its_kernel(pool, start, monk
     found = session(pool, kernel)
     assert found["state"] in ("active", "idle")
     assert found["granted_bytes"] == SLICE
-    assert found["label"] == "Program (Pooled GPU)"
+    assert found["label"].endswith(": Program (Pooled GPU)")
     broker = psutil.Process(pool.status()["pid"])
     assert kernel.pid not in [p.pid for p in broker.parents()]
     assert psutil.Process(kernel.pid).children(recursive=True) == []  # no zombie either

@@ -77,3 +77,36 @@ def test_none_means_none(pool, value):
         await pool.stop_kernels()
 
     play(scenario())
+
+
+@pytest.mark.parametrize(("value", "seen"), [("1", [1]), ("1,0", [1, 0]), ("0,1", [0, 1])])
+def test_gpus_that_were_asked_for_a_cell_before_can_be_chosen_among(pool, value, seen):
+    pool = pool("2x512MiB,context=32MiB", default_memory="200MiB")
+    code = """
+import os, pynvml
+print("count", count())
+os.environ["CUDA_VISIBLE_DEVICES"] = VALUE
+cu = ctypes.CDLL("libcuda.so.1")
+assert cu.cuInit(0) == 0
+found, number, uuid = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
+assert cu.cuDeviceGetCount(ctypes.byref(number)) == 0
+names = []
+for ordinal in range(number.value):
+    assert cu.cuDeviceGet(ctypes.byref(found), ordinal) == 0
+    assert cu.cuDeviceGetUuid_v2(uuid, found) == 0
+    names.append("GPU-" + str(__import__("uuid").UUID(bytes=bytes(uuid))))
+print("names", ",".join(names))
+""".replace("VALUE", repr(value))
+
+    async def scenario():
+        kernel = await pool.kernel()
+        (await kernel.run("%gpu devices 2")).check()
+        ran = (await kernel.run("import ctypes, os\n" + COUNT + code)).check()
+        assert "names a GPU" not in ran.text
+        assert "count 2" in ran.text
+        there = [device["uuid"] for device in pool.devices()]
+        names = ran.text.partition("names ")[2].strip().split(",")
+        assert [there.index(name) for name in names] == seen
+        await pool.stop_kernels()
+
+    play(scenario())

@@ -32,6 +32,7 @@ void guard_pin(uint32_t pins) { (void)pins; }
 bool guard_initialised(void) { return true; }
 void pool_freed(const struct own *own) { (void)own; }
 void capture_over(const struct own *own) { (void)own; }
+void registered_over(const struct own *own) { (void)own; }
 struct here here_now(void) { return (struct here){.number = 1, .ordinal = 3}; }
 CUresult guard_charge(int ordinal, uint64_t bytes)
 {

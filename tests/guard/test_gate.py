@@ -3,9 +3,11 @@
 """The gate, the count of calls inside, slots, and which devices a process sees."""
 
 import os
+import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -301,6 +303,27 @@ def test_a_slot_is_not_given_back_while_calls_are_inside(make_session, until):
     assert [slot.pid for slot in session.slots()] == [child.pid]
 
 
+def test_slot_of_a_process_with_other_threads_is_left_to_be_reaped(session):
+    """A thread that has looked the slot up may still count itself into it."""
+    ending = session.child()
+    assert ending.do("_ = context()") == 0
+    ending.do("""
+called = threading.Event()
+def work():
+    context()
+    called.set()
+    time.sleep(600)
+threading.Thread(target=work, daemon=True).start()
+called.wait()
+""")
+    assert ending.end() == 0
+    assert [slot.pid for slot in session.slots()] == [ending.pid]
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    child.do("n = ctypes.c_size_t(); C.cuMemGetInfo_v2(ctypes.byref(n), ctypes.byref(n))")
+    assert [slot.pid for slot in session.slots()] == [child.pid]
+
+
 def test_without_room_every_call_fails_and_says_why(session):
     """256 processes live: the 257th gets an error, not a way around the gate."""
     pid = os.getpid()
@@ -501,6 +524,114 @@ def test_link_of_a_broker_that_has_died_is_asked_for_again(session):
     assert len(session.page.read().slots) == 1
 
 
+def put_back(session):
+    """Give the page its name again, as the broker does."""
+    link = session.page_path.with_name(f"link-{threading.get_ident()}")
+    link.symlink_to(f"/proc/{os.getpid()}/fd/{session.page._fd}")
+    link.replace(session.page_path)  # another thread may be reading it
+    return True
+
+
+def test_two_threads_with_the_interpreter_s_lock_can_both_ask_for_a_lost_page(session, until):
+    """The first one gives that lock up while it waits, and needs it again to return."""
+    session.page_path.unlink()
+    answer = threading.Event()
+    session.broker.page = lambda: answer.wait(60) and put_back(session)
+    child = session.child()
+    child.do("""
+results = []
+thread = threading.Thread(target=lambda: results.append(P.cuInit(0)), daemon=True)
+thread.start()
+""")
+    until(lambda: len(session.broker.pages) == 1)
+    child.send("results.append(P.cuInit(0)); thread.join(); _ = results")
+    until(lambda: len(session.broker.pages) == 2)
+    answer.set()
+    assert child.reply() == [0, 0]
+    (slot,) = session.page.read().slots
+    assert (slot.pid, slot.waiting, slot.inflight) == (child.pid, 0, 0)
+
+
+def test_fork_while_a_thread_asks_for_a_lost_page(session, until):
+    session.page_path.unlink()
+    answer = threading.Event()
+    session.broker.page = lambda: answer.wait(60) and put_back(session)
+    child = session.child()
+    child.do("""
+results = []
+thread = threading.Thread(target=lambda: results.append(P.cuInit(0)), daemon=True)
+thread.start()
+""")
+    until(lambda: len(session.broker.pages) == 1)
+    child.send("""
+pid = os.fork()
+if not pid:
+    os._exit(P.cuInit(0))
+_ = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+""")
+    until(lambda: len(session.broker.pages) == 2)  # the child asks for itself
+    answer.set()
+    assert child.reply() == 0
+    assert child.do("thread.join(); _ = results") == [0]
+
+
+def test_interrupt_of_the_wait_for_a_lost_page_is_no_answer(session, until):
+    session.page_path.unlink()
+    answer = threading.Event()
+    session.broker.page = lambda: answer.wait(60) and put_back(session)
+    child = session.child()
+    child.do("seen = []; signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))")
+    child.send("_ = P.cuInit(0), seen")
+    until(lambda: len(session.broker.pages) == 1)
+    child.process.send_signal(signal.SIGINT)
+    assert child.reply() == (NOT_READY, [signal.SIGINT])
+    answer.set()
+    assert child.do("_ = context()") == 0
+
+
+def test_broker_that_refuses_a_lost_page_is_asked_again_later(session, until):
+    """It may have had no room for the link; the kernel need not be started again for that."""
+    session.page_path.unlink()
+    child = session.child()
+    assert child.do("_ = [C.cuInit(0) for _ in range(100)]") == [NOT_READY] * 100
+    asked = len(session.broker.pages)
+    assert asked < 50  # not at each call
+    session.broker.page = lambda: put_back(session)
+    until(lambda: child.do("_ = C.cuInit(0)") == 0)
+    assert child.do("_ = context()") == 0
+
+
+def test_process_without_descriptors_at_its_first_call_gets_its_slot_later(session, until):
+    child = session.child()
+    child.do("import resource; limits = resource.getrlimit(resource.RLIMIT_NOFILE)")
+    assert child.do("_ = C.cuGetErrorName(0, ctypes.byref(ctypes.c_void_p()))") == 0  # loaded
+    child.do("resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))")
+    assert child.do("_ = C.cuInit(0)") == NOT_READY
+    child.do("resource.setrlimit(resource.RLIMIT_NOFILE, limits)")
+    until(lambda: child.do("_ = C.cuInit(0)") == 0)
+    assert child.do("_ = context()") == 0
+
+
+@pytest.mark.parametrize("way", ["link", "file"])
+def test_page_of_another_session_is_not_used(session, way):
+    """A link to a descriptor's number that was used again leads to another session's page."""
+    other = pages.Page.create(session.folder / "other", "s-2", os.getuid())
+    other.set_devices(session.uuids)
+    other.set_gate(pages.OPEN)
+    session.page_path.unlink()
+    if way == "link":
+        session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/{other._fd}")
+    else:
+        other.path.rename(session.page_path)
+    session.broker.page = lambda: put_back(session)
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    assert len(session.broker.pages) == 1
+    assert [slot.pid for slot in session.page.read().slots] == [child.pid]
+    assert other.read().slots == ()
+    other.close()
+
+
 def test_process_keeps_the_page_open_for_a_broker_that_comes_later(session):
     child = session.child()
     assert child.do("_ = context()") == 0
@@ -619,7 +750,7 @@ def test_cuinit_with_a_lease_or_without_a_broker_asks_nobody(session):
 
 
 def test_a_context_is_never_made_where_nothing_is_granted(session):
-    """cuInit before the lease, which is on another device, and the broker does not move it."""
+    """cuInit before the lease, which is elsewhere; the broker neither moves it nor the lease."""
     home = session.uuids[0]
     session.broker.answer = lambda _: {"type": "error", "code": "not-moved", "message": "no"}
     child = session.child(GPUPOOL_VISIBLE=home, CUDA_VISIBLE_DEVICES=home)
@@ -627,7 +758,7 @@ def test_a_context_is_never_made_where_nothing_is_granted(session):
     assert child.do("_ = C.cuInit(0)") == 0
     session.grant(session.uuids[1:])
     assert child.do("_ = context()") == 46
-    assert [m["step"] for m in session.broker.messages] == ["begin"]
+    assert [m["step"] for m in session.broker.messages] == ["begin", "stay"]
     assert session.slots()[0].used[0] == 0
     assert session.slots()[0].landing == pages.LANDING_NONE
     session.grant(session.uuids[:1])
@@ -674,15 +805,86 @@ def test_bytes_are_counted_on_the_devices_of_the_session(session):
 # ---------------------------------------------------------------------- no call slips in
 
 
-def test_a_gate_that_closes_at_the_worst_moment_is_noticed(tmp_path, compiled):
+@pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
+def test_a_gate_that_closes_at_the_worst_moment_is_noticed(tmp_path, compiled, thread):
     """Between the test of the gate and the count of the call, with the broker finding nobody."""
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
     gate = str(build.SOURCES / "gate.c")
     program = compiled("gate_alone", f"-I{tmp_path}", f"-I{build.SOURCES}", gate)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [program, *thread], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout == "right\n"
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
+def test_calls_and_a_broker_on_another_processor_never_miss_each_other(tmp_path, compiled, thread):
+    """Neither side reads before what it wrote is seen: a plain store would be too little."""
+    generator = build.generator
+    (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
+    gate = str(build.SOURCES / "gate.c")
+    program = compiled(
+        "gate_crossing", f"-I{tmp_path}", f"-I{build.SOURCES}", "-O2", "-pthread", gate
+    )
+    done = subprocess.run(
+        [program, *thread], capture_output=True, text=True, timeout=60, check=False
+    )
+    print(done.stderr)
+    assert done.stdout == "right\n"
+    assert done.returncode == 0
+
+
+#: Who calls CUDA first.
+FIRST = {
+    "the other thread": "context()",
+    "this thread": "call('context')",
+    "a thread that has ended": """
+ending = threading.Thread(target=context); ending.start(); ending.join()
+context()
+""",
+    "the other thread before a fork": """
+assert number(C.cuDriverGetVersion) > 0
+if os.fork():
+    os.wait()
+    os._exit(0)
+""",
+}
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_a_call_inside_stays_counted_while_another_thread_comes_and_goes(
+    make_session, until, first
+):
+    """One thread counts in a word of its own, which it sets to zero: it must be one alone."""
+    session = make_session("1x1GiB,context=32MiB,bandwidth=1MB/s")  # a copy outlasts the test
+    child = session.child()
+    child.do("""
+import queue
+asked, answers, thread = queue.Queue(), queue.Queue(), None
+def work():
+    while asked.get() != "copy":
+        answers.put(context())
+    p, data = alloc(64 << 20), ctypes.create_string_buffer(64 << 20)
+    answers.put(p)
+    C.cuMemcpyHtoD_v2(ctypes.c_uint64(p), data, ctypes.c_size_t(64 << 20))
+def call(what):
+    global thread
+    if thread is None:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+    asked.put(what)
+    return answers.get()
+""")
+    child.do(FIRST[first])
+    assert len(session.slots()) == 1
+    assert child.do("_ = call('context')") == 0
+    assert child.do("_ = call('copy')") > 2
+    until(lambda: session.page.read().inflight == 1)
+    assert child.do("_ = {context() for _ in range(100)}") == {0}
+    assert session.page.read().inflight == 1
+    assert child.do("_ = thread.is_alive()") is True
 
 
 def test_a_closed_and_drained_gate_lets_nobody_in(session, until):

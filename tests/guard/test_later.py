@@ -11,7 +11,7 @@ from suspender import MIB, Suspender
 from jupyter_gpupool.guard import page as pages
 
 CONTEXT = 32 * MIB
-DEINITIALIZED, NOT_READY = 4, 802
+DEINITIALIZED, NOT_DONE, NOT_READY = 4, 600, 802
 
 #: Statements of a child: makes one of everything, and a name for what destroys it.
 MAKE = r"""
@@ -205,6 +205,37 @@ def test_a_question_while_the_suspend_is_under_way_waits_for_its_end(session, ch
     assert session.broker.messages == []
 
 
+def test_question_in_a_suspend_that_takes_long_is_answered_not_ready(session, child):
+    """The caller keeps the interpreter's lock, so the call returns, and the other threads run."""
+    child.do("""
+ticks, stop = 0, False
+def tick():
+    global ticks
+    while not stop:
+        time.sleep(0.001)
+        ticks += 1
+thread = threading.Thread(target=tick); thread.start()
+""")
+    session.page.set_gate(pages.CLOSED)
+    assert child.do("_ = P.cuStreamQuery(None)") == NOT_DONE
+    answers = "{P.cuStreamQuery(None) for _ in range(200)}"
+    found = child.do(f"before = ticks; _ = {answers}, ticks - before")
+    assert found[0] == {NOT_DONE}
+    assert found[1] > 5
+    session.page.set_grant([], 1 << 30, 1)
+    assert child.do("_ = P.cuStreamQuery(None)") == 0
+    session.grant(session.uuids)
+    assert child.do("_ = P.cuStreamQuery(None)") == 0
+    # And the next suspend is waited for again.
+    session.page.set_gate(pages.CLOSED)
+    child.send("_ = P.cuStreamQuery(None)")
+    assert not child.answers(0.2)
+    session.page.set_grant([], 1 << 30, 2)
+    assert child.reply() == 0
+    child.do("stop = True; thread.join()")
+    assert session.broker.messages == []
+
+
 @pytest.mark.parametrize("call", ["cuMemFree_v2(p)", "cuEventDestroy_v2(e)", "cuEventQuery(e)"])
 def test_a_destructor_that_holds_locks_goes_on(session, child, suspender, until, call):
     """A framework frees under its mutex and the interpreter's lock; another thread wants both."""
@@ -255,6 +286,56 @@ t = threading.Thread(target=free); t.start(); t.join()
         0, 0,
     )  # fmt: skip
     assert session.broker.messages == []
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "cuCtxDestroy_v2(second)",
+        "cuDevicePrimaryCtxReset_v2(0)",
+        "cuDevicePrimaryCtxRelease_v2(0)",
+    ],
+)
+def test_end_of_a_context_waits_while_host_memory_is_registered(
+    session, child, suspender, until, end
+):
+    """The program may unmap that memory as soon as the call returns; the driver has it pinned."""
+    child.do("""
+import mmap
+second = handle(C.cuCtxCreate_v2, 0, 0)
+buffer = mmap.mmap(-1, 1 << 20)
+at = V(ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
+""")
+    assert child.do("_ = C.cuMemHostRegister_v2(at, Z(1 << 20), 0)") == 0
+    suspender.suspend([child.pid], until)
+    child.send(f"_ = C.{end}")
+    session.broker.asked(1)  # as cuMemHostUnregister does
+    assert [message["type"] for message in session.broker.messages] == ["attach"]
+    suspender.resume([child.pid], until)
+    assert child.reply() == 0
+
+
+def test_end_of_a_context_is_noted_once_nothing_is_registered(session, child, suspender, until):
+    """What is unregistered, or has ended with its context, counts no more."""
+    assert child.do("""
+import mmap
+buffer, gone = mmap.mmap(-1, 1 << 20), mmap.mmap(-1, 1 << 20)
+at, there = (V(ctypes.addressof(ctypes.c_char.from_buffer(m))) for m in (buffer, gone))
+second, third = handle(C.cuCtxCreate_v2, 0, 0), handle(C.cuCtxCreate_v2, 0, 0)
+good(C.cuMemHostRegister_v2(there, Z(1 << 20), 0))
+good(C.cuCtxDestroy_v2(third))
+good(C.cuCtxSetCurrent(second))
+good(C.cuMemHostRegister_v2(at, Z(1 << 20), 0))
+again = C.cuMemHostRegister_v2(at, Z(1 << 20), 0)
+good(C.cuMemHostUnregister(at))
+twice = C.cuMemHostUnregister(at)
+_ = again, twice
+""") == (712, 713)
+    suspender.suspend([child.pid], until)
+    assert child.do("_ = C.cuCtxDestroy_v2(second)") == 0
+    assert session.broker.messages == []
+    suspender.resume([child.pid], until, used=False)
+    assert child.do("good(C.cuDevicePrimaryCtxRetain(ctypes.byref(V()), 0)); _ = 0") == 0
 
 
 def test_the_current_context_is_known_while_suspended(session, child, suspender, until):

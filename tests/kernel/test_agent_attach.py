@@ -59,7 +59,7 @@ def test_the_devices_are_shown_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     show_devices(())
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"  # never none: the driver would remember it
-    show_devices((Slice("GPU-a", 1), Slice("GPU-b", 1)))
+    show_devices(("GPU-a", "GPU-b"))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
 
 

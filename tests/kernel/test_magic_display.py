@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from jupyter_gpupool.kernel.link import Link
 from jupyter_gpupool.kernel.magic import complete_gpu
-from jupyter_gpupool.kernel.magic_display import session_rows
+from jupyter_gpupool.kernel.magic_display import PoolView, session_rows
 from jupyter_gpupool.kernel.progress import describe, sentence
 from jupyter_gpupool.kernel.values import Queue
 
@@ -30,6 +31,15 @@ def rows(session: dict[str, Any], snapshot: dict[str, Any] | None = None) -> dic
 )
 def test_how_to_get_a_slice_depends_on_the_policy(attach: str, words: str) -> None:
     assert rows({"state": "detached", "attach": attach})["GPU slice"] == words
+
+
+def test_a_kernel_without_a_slice_reads_why_no_gpu_is_in_service() -> None:
+    paused = {"devices": [{"uuid": f"G{i}", "drained_reason": "paused: noon"} for i in range(2)]}
+    detached = {"state": "detached", "attach": "lazy"}
+    assert rows(detached, paused)["no GPU now"] == "paused: noon"
+    assert "no GPU now" not in rows({"state": "idle", "granted_bytes": 1}, paused)
+    paused["devices"][0]["drained_reason"] = ""
+    assert "no GPU now" not in rows(detached, paused)
 
 
 def test_a_shortage_of_host_memory_has_a_line() -> None:
@@ -126,3 +136,12 @@ def test_completion_offers_what_may_be_asked_for(line: str, offered: list[str]) 
     limits = {"memory": 12 << 30, "devices": 1, "priorities": ["batch", "notebook"]}
     found = complete_gpu(None, SimpleNamespace(line=line), limits)
     assert [word for word in found if not word.startswith("--")] == offered
+
+
+def test_pool_shows_the_reason_and_no_free_memory_of_a_gpu_out_of_service() -> None:
+    why = "paused by the administrator: new driver"
+    device = {"index": 0, "name": "A", "memory_granted": 0, "memory_capacity": 8 << 30}
+    for free in (None, 8 << 30):  # an older broker tells a figure
+        shown = PoolView({"devices": [{**device, "memory_free": free, "drained_reason": why}]}, "")
+        row = shown.text().splitlines()[-1]
+        assert re.split(r"  +", row.strip()) == ["GPU 0", "A", "none", "0 B", "8 GiB", why]

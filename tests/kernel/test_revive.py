@@ -12,6 +12,7 @@ import pytest
 from jupyter_gpupool import startrecord
 from jupyter_gpupool.errors import BrokerUnavailable
 from jupyter_gpupool.kernel.revive import GRACE, Reviver
+from jupyter_gpupool.recordcopy import COPY_VARIABLE
 from jupyter_gpupool.starting import only_one
 from jupyter_gpupool.startrecord import ATTEMPTS, REVIVE_VARIABLE, START_TIMEOUT
 
@@ -45,6 +46,18 @@ def test_a_broker_that_died_is_started_once_and_waited_for(socket: Path, started
     assert one.describe() == "The GPU pool's broker ended; it is being started again."
 
 
+def test_a_broker_that_keeps_dying_is_described_with_number_and_log(
+    socket: Path, started: Path
+) -> None:
+    startrecord.write_record(socket, ["/bin/true"], {})
+    for _ in range(startrecord.MANY_STARTS):
+        startrecord.note_start(socket, startrecord.read_failures(socket))
+    one = reviver(socket, started)
+    one.away(AWAY)
+    assert "after 3 such starts in the last 10 minutes" in one.describe()
+    assert f"its log: {socket.with_suffix('.log')}" in one.describe()
+
+
 def test_one_that_ended_in_order_is_not_started(socket: Path, started: Path) -> None:
     one = reviver(socket, started)
     assert one.away(AWAY) is AWAY
@@ -52,6 +65,19 @@ def test_one_that_ended_in_order_is_not_started(socket: Path, started: Path) -> 
     assert not one.expected
     assert one.patience == GRACE
     assert str(socket) in one.describe()
+
+
+def test_broker_whose_record_was_deleted_is_started_from_the_copy(
+    socket: Path, started: Path
+) -> None:
+    copy = socket.with_name("copy.json")
+    one = Reviver(socket, {REVIVE_VARIABLE: f"echo called >> {started}", COPY_VARIABLE: str(copy)})
+    one.away(AWAY)
+    assert not one.expected
+    copy.write_text("{}")
+    one.away(AWAY)
+    assert one.expected
+    assert started.read_text() == "called\n"
 
 
 def test_without_the_command_nothing_is_started(socket: Path) -> None:

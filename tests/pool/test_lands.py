@@ -243,3 +243,42 @@ def test_two_gpus_of_a_model_count_by_the_smaller_of_the_largest_two():
               device(2, 49, model="B"), device(3, 49, model="B"))  # fmt: skip
     refused = got(asked(lab, "a", "G0", "G1", memory=20), ev.HoldRefused, session="a").refusal
     assert "2 of these GPUs can give at most 16 B on each" in refused.message
+
+
+def test_session_set_aside_for_a_pause_is_restored_with_its_next_lease_wherever_that_is():
+    lab = Lab(landing(0), landing(1))
+    lab.open("a", 10, lands=True)
+    lab.send(ev.SetAside, session="a", suspended=(Slice("G0", 0),))
+    assert lab.record("a").suspended == (Slice("G0", 0),)
+    lab.send(ev.DevicePaused, device="G0", reason="paused")
+    attach = got(lab.hold("a"), ev.Attach, session="a")
+    assert (attach.origin, attach.slices[0].device) == (("G0",), "G1")
+    got(lab.done("a"), ev.HoldGranted, session="a")
+    assert lab.record("a").suspended == ()
+    assert lab.record("a").bound == ("G1",)
+
+
+def test_session_set_aside_that_runs_again_takes_its_lease_without_a_resume():
+    lab = Lab(landing(0), landing(1))
+    lab.open("a", 10, lands=True)
+    lab.send(ev.SetAside, session="a", suspended=(Slice("G0", 2),))
+    lab.send(ev.SetAside, session="a", suspended=())
+    assert got(lab.hold("a"), ev.Attach, session="a").origin == ()
+
+
+def test_session_that_waits_is_set_aside_and_goes_on_waiting():
+    lab = Lab(landing(0))
+    lab.open("a", 10, lands=True)
+    lab.send(ev.DevicePaused, device="G0", reason="paused")
+    lab.hold("a")
+    lab.send(ev.SetAside, session="a", suspended=(Slice("G0", 0),))
+    assert lab.state("a") == "queued"
+    assert got(lab.send(ev.DeviceResumed, device="G0"), ev.Attach, session="a").origin == ("G0",)
+
+
+def test_session_that_got_its_lease_meanwhile_is_not_set_aside():
+    lab = Lab(landing(0))
+    lab.running("a", 10)
+    lab.send(ev.SetAside, session="a", suspended=(Slice("G0", 0),))
+    assert lab.record("a").suspended == ()
+    assert lab.state("a") == "active"

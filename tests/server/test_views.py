@@ -263,3 +263,25 @@ def test_of_the_slices_of_others_no_use_is_told():
 
 def test_of_others_no_time_is_told():
     assert "leaves_at" not in snapshot(other("x", state="idle"))["sessions"][0]
+
+
+ORDER = {
+    "kind": "pause", "device": "", "reason": "new driver", "by": "root", "since": 90.0,
+    "closed": False,
+}  # fmt: skip
+
+
+def test_view_has_the_orders_of_admins_and_not_whom_they_wait_for():
+    private = {"waits": [{"session": "x"}], "others": 1, "files": [{"pid": 1}], "text": "..."}
+    assert snapshot(maintenance=[{**ORDER, **private}])["maintenance"] == [ORDER]
+    assert snapshot()["maintenance"] == []
+
+
+def test_delta_tells_of_orders_and_of_the_configuration_notice():
+    """A page that stays open shows neither as it was when it was opened."""
+    old = snapshot()
+    new = {**snapshot(maintenance=[ORDER]), "configuration_notice": "another one"}
+    assert views.delta(old, new) == {
+        "now": 100.0, "maintenance": [ORDER], "configuration_notice": "another one",
+    }  # fmt: skip
+    assert views.delta(new, {**old, "configuration_notice": ""})["maintenance"] == []

@@ -109,6 +109,8 @@ static CUresult initialise(void)
     pthread_atfork(NULL, NULL, in_forked_child);
     driver.initialised = true;
     machine_device_file(true);
+    for (int i = 0; i < driver.count; i++)
+        machine_gpu_file(driver.device[i].physical);
     if (fault_active(FAULT_INIT_SUFFICES, getpid(), -1, NULL))
         return service_start();
     return CUDA_SUCCESS;

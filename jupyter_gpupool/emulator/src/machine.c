@@ -218,19 +218,43 @@ static int attach(const struct spec *spec)
     return MACHINE_BAD;
 }
 
+/* With open_mutex. `fd` is negative while the file is closed. */
+static void hold_file(int *fd, const char *name, bool open_it)
+{
+    char path[PATH_MAX];
+    if (open_it && *fd < 0) {
+        snprintf(path, sizeof path, "%s/%s", state_dir, name);
+        *fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+        if (*fd >= 0)
+            (void)!fchmod(*fd, 0666);
+    } else if (!open_it && *fd >= 0) {
+        close(*fd);
+        *fd = -1;
+    }
+}
+
+static int control_fd = -1;
+static int gpu_fd[MAX_DEVICES]; /* one more than the descriptor, so that 0 is none */
+
+void machine_gpu_file(unsigned index)
+{
+    char name[32];
+    snprintf(name, sizeof name, "nvidia%u", index);
+    pthread_mutex_lock(&open_mutex);
+    int fd = gpu_fd[index] - 1;
+    hold_file(&fd, name, true);
+    gpu_fd[index] = fd + 1;
+    pthread_mutex_unlock(&open_mutex);
+}
+
 void machine_device_file(bool open_it)
 {
-    static int fd = -1;
-    char path[PATH_MAX];
     pthread_mutex_lock(&open_mutex);
-    if (open_it && fd < 0) {
-        snprintf(path, sizeof path, "%s/nvidiactl", state_dir);
-        fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-        if (fd >= 0)
-            (void)!fchmod(fd, 0666);
-    } else if (!open_it && fd >= 0) {
-        close(fd);
-        fd = -1;
+    hold_file(&control_fd, "nvidiactl", open_it);
+    for (unsigned i = 0; !open_it && i < MAX_DEVICES; i++) {
+        int fd = gpu_fd[i] - 1;
+        hold_file(&fd, "", false);
+        gpu_fd[i] = fd + 1;
     }
     pthread_mutex_unlock(&open_mutex);
 }

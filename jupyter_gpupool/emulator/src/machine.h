@@ -153,9 +153,13 @@ enum { MACHINE_OK = 0, MACHINE_NONE, MACHINE_BAD, MACHINE_CONFLICT };
 int machine_open(void);
 extern struct machine *machine; /* NULL until machine_open() succeeded */
 const char *machine_state_dir(void);
-/* Opens or closes the machine's device file, `<state>/nvidiactl`: what /dev/nvidiactl is on a real
- * machine. Whoever has it open keeps the driver from being replaced. */
+/* Opens the machine's control file, `<state>/nvidiactl`, or closes it and the files of all GPUs: what
+ * /dev/nvidiactl is on a real machine. A process that has it open keeps the driver from being
+ * replaced. */
 void machine_device_file(bool open_it);
+/* Opens the file of one GPU, `<state>/nvidia<index>`. A process that has it open keeps that GPU from
+ * being reset. */
+void machine_gpu_file(unsigned index);
 
 void machine_lock(void);
 void machine_unlock(void);

@@ -169,6 +169,7 @@ EXPORT nvmlReturn nvmlDeviceGetHandleByIndex_v2(unsigned i, nvmlDevice *out)
     REQUIRE(out && i < machine->spec.count);
     if (fault_active(FAULT_DEVICE_LOST, -1, (int)i, NULL))
         return NVML_ERROR_GPU_IS_LOST;
+    machine_gpu_file(i); /* a handle attaches to its GPU */
     *out = nvml_handle(i);
     return NVML_SUCCESS;
 }
@@ -185,6 +186,7 @@ EXPORT nvmlReturn nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice *out)
     for (unsigned i = 0; i < machine->spec.count; i++) {
         char name[41];
         uuid_text(machine->uuid[i], name);
+        machine_gpu_file(i); /* "NVML may initialize additional GPUs as it searches", says its manual */
         if (!strcasecmp(name, uuid))
             return nvmlDeviceGetHandleByIndex_v2(i, out);
     }

@@ -66,9 +66,11 @@ static CUresult do_restore(const struct request *request)
     machine_device_file(true);
     CUresult result = suspend_in(request->map, request->pairs, &fatal);
     moving(false);
-    if (!result)
+    if (!result) {
+        for (int i = 0; i < driver.count; i++)
+            machine_gpu_file(driver.device[i].physical);
         set_state(PROCESS_LOCKED);
-    else if (fatal)
+    } else if (fatal)
         set_state(PROCESS_FAILED);
     else
         machine_device_file(false);

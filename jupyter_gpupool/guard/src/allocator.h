@@ -78,7 +78,11 @@ struct here here_of_device(CUdevice device);
         return entered_ == GUARD_NOTED ? CUDA_SUCCESS : entered_;                               \
     __attribute__((cleanup(guard_left))) int leaving_ = 0
 
-void guard_left(int *unused);
+static inline void guard_left(int *unused)
+{
+    (void)unused;
+    guard_leave();
+}
 
 /* After the driver said `result` to an allocation that was charged: enter it in the table, or
  * give the charge back. If it cannot be entered, `undo` takes it back. */
@@ -94,6 +98,8 @@ void settle_stale(const struct own *own);
 
 /* A stream records no graph any more (captures.c). */
 void capture_over(const struct own *own);
+/* Host memory is registered no more (registered.c). */
+void registered_over(const struct own *own);
 /* Whether any stream of this process may be recording: one recording may take in other streams. */
 bool capture_any(void);
 

@@ -19,12 +19,10 @@
 
 #define LOOK_MS 50            /* between looks at the gate and at interrupts; a connection's retry */
 #define AWAY_NS 4500000000ull /* so long a broker may hang up on us before a call fails */
-#define HOME_NS 500000000ull  /* cuInit needs no lease, and waits for no broker */
+#define HOME_NS 500000000ull  /* cuInit needs no lease, and waits for no broker; a word that needs no answer */
 #define CROWD_MS 4            /* a connection's retry while the broker's queue of them is full */
 #define HELD_NS 1000000000ull /* a connection that lasted as long was to a broker that works */
 #define ANSWER_BYTES 4096     /* of an answer are read: its type comes first */
-
-enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_INTERRUPTED, ANSWER_AWAY };
 
 /* Copies: another thread may be changing the environment while this one waits. Too long for what it
  * is means that there is none. */
@@ -210,7 +208,9 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
             continue;
         }
         if (got > 0) {
-            result = has(answer, "\"type\"", "ok") ? ANSWER_OK : ANSWER_REFUSED;
+            result = has(answer, "\"type\"", "ok")      ? ANSWER_OK
+                     : has(answer, "\"code\"", "again") ? ANSWER_AGAIN
+                                                        : ANSWER_REFUSED;
             break;
         }
         if (got < 0) {
@@ -253,12 +253,12 @@ void broker_home(void)
     ask(&question, false, HOME_NS);
 }
 
-bool broker_page(void)
+enum answer broker_page(void)
 {
     struct text question = {.length = 0};
     put_head(&question, "page");
     put(&question, ",\"pid\":%d,\"tid\":%ld}\n", (int)getpid(), syscall(SYS_gettid));
-    return ask(&question, false, 0) == ANSWER_OK;
+    return ask(&question, false, 0);
 }
 
 CUresult broker_grow(int ordinal, uint64_t more)
@@ -283,9 +283,11 @@ CUresult broker_land(const char *step)
     put(&question, ",\"step\":\"%s\",\"pid\":%d,\"tid\":%ld}\n", step, (int)getpid(),
         syscall(SYS_gettid));
     through = !strcmp(step, "move");
-    enum answer answer = ask(&question, false, 0);
+    /* The broker also takes the room back by itself, later. */
+    enum answer answer = ask(&question, false, strcmp(step, "cancel") ? 0 : HOME_NS);
     through = false;
     return answer == ANSWER_OK        ? CUDA_SUCCESS
            : answer == ANSWER_REFUSED ? CUDA_ERROR_DEVICE_UNAVAILABLE
+           : answer == ANSWER_AGAIN   ? CUDA_ERROR_NOT_READY
                                       : CUDA_ERROR_SYSTEM_NOT_READY;
 }

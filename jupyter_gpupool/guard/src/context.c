@@ -135,8 +135,8 @@ static CUresult context_begin(int ordinal, uint64_t *charged)
     result = guard_charge(ordinal, bytes);
     if (!result)
         *charged = bytes;
-    else
-        landing_over();
+    else if (landing_over() == KEPT_RELEASED && !any_live(d))
+        guard_follow(false);
     return result;
 }
 
@@ -162,8 +162,8 @@ static CUresult context_end(CUresult result, int ordinal, uint64_t charged, CUco
         charged = 0;
     }
     own_unlock(&d->lock);
-    guard_follow(any_live(d));
-    landing_over();
+    enum landing_kept kept = landing_over();
+    guard_follow(any_live(d) || kept == KEPT_NOTED);
     guard_credit(ordinal, charged);
     return result;
 }
@@ -172,7 +172,7 @@ static bool of_context(const struct own *own, void *with)
 {
     return own->owner == *(uint64_t *)with &&
            (own->kind == OWN_DEVICE || own->kind == OWN_MANAGED || own->kind == OWN_ARRAY ||
-            own->kind == OWN_CAPTURE);
+            own->kind == OWN_CAPTURE || own->kind == OWN_REGISTERED);
 }
 
 static void credit_entry(const struct own *own, void *with)
@@ -333,6 +333,8 @@ static CUresult primary_after(CUresult result, CUdevice device)
     own_unlock(&d->lock);
     if (gone)
         context_gone(ordinal, gone, true);
+    else if (!any_live(d))
+        guard_follow(false); /* it was a landing's */
     return result;
 }
 

@@ -20,12 +20,18 @@ const uint8_t *guard_gate = &guard_shut, *guard_free_gate = &guard_shut;
 
 /* Nanoseconds after which a suspend is taken for one that nobody ends: its broker is gone. */
 #define LONGEST_SUSPEND 120000000000ull
+/* After which a question during a suspend is answered "not ready", and after which the next one of the
+ * same thread belongs to another suspend. */
+#define PATIENCE 1000000000ull
+#define ANOTHER_TIME 10000000000ull
 
 static bool initialised, context, ending;
 
-/* Calls of this thread that are inside, and where they are counted. */
+/* Calls of this thread that are inside, and where they are counted. Of one thread in a word of its
+ * own: it leaves by a plain store, which takes half as long as a locked one. */
 static __thread struct {
     uint32_t depth;
+    bool own;
     uint32_t *inflight;
 } inside;
 
@@ -72,7 +78,7 @@ static CUresult sit_out(void)
             error = CUDA_ERROR_SYSTEM_NOT_READY;
             break;
         } else {
-            nap(1);
+            polite_nap(&p);
         }
     polite_end(&p);
     return error;
@@ -88,7 +94,8 @@ CUresult gate_pass(void)
          * without a lease. Frameworks know this answer from a driver that was unloaded first. */
         if (__atomic_load_n(&ending, __ATOMIC_ACQUIRE) || polite_finalizing())
             return CUDA_ERROR_DEINITIALIZED;
-        CUresult error = landing_moves() ? landing_wait()
+        CUresult error = landing_aside()   ? broker_attach() /* who has a slice is restored first */
+                         : landing_moves() ? landing_wait()
                          : __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_PAUSED
                              ? sit_out()
                              : broker_attach();
@@ -116,13 +123,16 @@ uint32_t guard_arrears;
 static uint32_t arrears_lock;
 
 /* While anything is owed, or the process is moved, the entry points take the slow path, whatever the
- * gate says. */
+ * gate says. Without a context the driver answers what needs no lease at any time, unless the broker
+ * has had the process suspended: it says so in `landing`, whose first byte is then not zero. */
 static void point(void)
 {
-    bool shut = __atomic_load_n(&guard_arrears, __ATOMIC_SEQ_CST) != 0 || landing_moves();
+    struct page_slot *slot = guard_slot();
+    bool shut = __atomic_load_n(&guard_arrears, __ATOMIC_SEQ_CST) != 0 ||
+                (landing_moves() && !landing_aside());
     const uint8_t *gate = shut ? &guard_shut : guard_page ? &guard_page->gate : &guard_open;
     bool blocks = __atomic_load_n(&context, __ATOMIC_ACQUIRE);
-    guard_gates(gate, shut || blocks ? gate : &guard_open);
+    guard_gates(gate, shut || blocks ? gate : slot ? (const uint8_t *)&slot->landing : &guard_open);
 }
 
 void gate_point(void)
@@ -148,6 +158,11 @@ void gate_arrears(enum arrears what, bool more)
 static bool owing(void)
 {
     return __builtin_expect(__atomic_load_n(&guard_arrears, __ATOMIC_ACQUIRE) != 0, 0);
+}
+
+static bool owing_calls(void)
+{
+    return __atomic_load_n(&guard_arrears, __ATOMIC_ACQUIRE) & ARREARS_CALLS;
 }
 
 bool gate_closed(void)
@@ -181,8 +196,7 @@ static bool starts(CUresult *error)
         inside.depth++;
         return false;
     }
-    *error = guard_settle();
-    if (*error)
+    if (__builtin_expect(!__atomic_load_n(&guard_settled, __ATOMIC_ACQUIRE), 0) && (*error = guard_settle()))
         return false;
     inside.depth = 1;
     inside.inflight = NULL;
@@ -192,18 +206,29 @@ static bool starts(CUresult *error)
 /* Counted from here on, if the gate lets it; what this thread owes is paid first. */
 static bool in(enum purpose purpose, bool gated)
 {
-    uint32_t *inflight = &guard_slot()->inflight;
-    __atomic_add_fetch(inflight, 1, __ATOMIC_SEQ_CST);
+    struct page_slot *slot = guard_slot();
+    uint32_t *inflight = guard_first ? &slot->first : &slot->inflight;
+    /* Either is a full barrier before the gate is looked at. */
+    if (guard_first)
+        __atomic_exchange_n(inflight, 1, __ATOMIC_SEQ_CST);
+    else
+        __atomic_add_fetch(inflight, 1, __ATOMIC_SEQ_CST);
+    inside.own = guard_first;
     inside.depth = 1;
     inside.inflight = inflight;
+    /* As nearly always: the gate is open, and nothing is owed. What follows would say the same. */
+    if (__builtin_expect(__atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_OPEN &&
+                             __atomic_load_n(&slot->landing, __ATOMIC_SEQ_CST) < LANDING_MOVES && !owing(),
+                         1))
+        return true;
     /* A free disturbs nobody's turn, and a question neither. */
     bool lets = purpose >= QUERY ? gate_lets(true) || !gate_closed() : gate_lets(purpose == USE);
-    if (!gated || lets || !__atomic_load_n(&initialised, __ATOMIC_ACQUIRE)) {
+    if ((!gated && !landing_aside()) || lets || !__atomic_load_n(&initialised, __ATOMIC_ACQUIRE)) {
         if (!owing())
             return true;
         if (lets)
             current_apply();
-        if (!lets || purpose == LOOK_UP || later_do())
+        if (!lets || purpose == LOOK_UP || !owing_calls() || later_do())
             return true;
     }
     __atomic_sub_fetch(inflight, 1, __ATOMIC_SEQ_CST);
@@ -250,7 +275,7 @@ CUresult guard_enter_back(uint32_t entry, const uint64_t *argument)
         return error;
     /* Without a context it cannot be suspended, and the driver says what is wrong with the call. */
     while (!in(BACK, guard_has_context())) {
-        if (later_note(entry, argument)) {
+        if (later_may(entry) && later_note(entry, argument)) {
             /* Opened meanwhile: nobody may call again for long. */
             if (!gate_closed() && in(BACK, true))
                 guard_leave();
@@ -263,36 +288,52 @@ CUresult guard_enter_back(uint32_t entry, const uint64_t *argument)
     return CUDA_SUCCESS;
 }
 
+/* This thread's questions that have found no answer in a row: since when, and the last one. */
+static __thread struct {
+    uint64_t since, last;
+} unanswered;
+
 CUresult guard_enter_query(void)
 {
     CUresult error;
-    uint64_t began = 0;
+    bool waited = false;
     if (!starts(&error))
         return error;
     while (!in(QUERY, guard_has_context())) {
-        if (drained())
+        if (drained()) {
+            unanswered.since = 0;
             return GUARD_NOTED;
+        }
         if (__atomic_load_n(&ending, __ATOMIC_ACQUIRE))
             return CUDA_ERROR_DEINITIALIZED;
-        /* It is being suspended, or another thread makes the noted calls, which ends soon: one way or
-         * the other there is an answer then. The caller may hold locks that a wait for a lease must not
-         * be under. */
+        /* It is being suspended, or another thread makes the noted calls. The caller may hold the
+         * interpreter's lock and another one that a thread wants under it: so the wait gives up
+         * neither, and is short. */
         uint64_t now = monotonic();
-        if (!began)
-            began = now;
-        if (now - began > LONGEST_SUSPEND && ((error = gate_pass()) || (error = later_sit_out())))
-            return error;
+        if (!unanswered.since || now - unanswered.last > ANOTHER_TIME)
+            unanswered.since = now;
+        unanswered.last = now;
+        if (now - unanswered.since > LONGEST_SUSPEND) {
+            if ((error = gate_pass()) || (error = later_sit_out()))
+                return error;
+        } else if (now - unanswered.since > PATIENCE && waited) {
+            return CUDA_ERROR_NOT_READY; /* nobody knows yet */
+        }
         nap(1);
+        waited = true;
     }
+    if (__builtin_expect(unanswered.since != 0, 0))
+        unanswered.since = 0;
     return CUDA_SUCCESS;
 }
 
 /* ---- from the entry points */
 
-/* A call that is not counted goes on to the driver: with what is owed paid. */
+/* A call that is not counted goes on to the driver: with what is owed paid. What another thread owes
+ * for its own context alone is none of this one's business. */
 static CUresult pay(bool use)
 {
-    if (!owing() || (!use && !current_differs()))
+    if (!current_differs() && !(use && owing_calls()))
         return CUDA_SUCCESS;
     CUresult error = enter(true, use);
     if (!error)
@@ -344,7 +385,10 @@ void guard_leave(void)
     /* Zero only in the child of a fork() from inside. */
     if (!inside.depth || --inside.depth || !inside.inflight)
         return;
-    __atomic_sub_fetch(inside.inflight, 1, __ATOMIC_SEQ_CST);
+    if (inside.own)
+        __atomic_store_n(inside.inflight, 0, __ATOMIC_RELEASE);
+    else
+        __atomic_sub_fetch(inside.inflight, 1, __ATOMIC_SEQ_CST);
     inside.inflight = NULL;
 }
 
@@ -392,7 +436,7 @@ bool guard_has_context(void)
 
 bool guard_blocked(void)
 {
-    return guard_page && guard_has_context() && !gate_lets(false);
+    return guard_page && (guard_has_context() || landing_aside()) && !gate_lets(false);
 }
 
 void guard_note_init(void)
@@ -400,7 +444,11 @@ void guard_note_init(void)
     struct page_slot *slot = guard_slot();
     if (slot)
         __atomic_or_fetch(&slot->flags, SLOT_CUDA, __ATOMIC_RELEASE);
+    if (guard_initialised())
+        return;
+    cached_fill(); /* a pause may have it suspended, and questions go on */
     __atomic_store_n(&initialised, true, __ATOMIC_RELEASE);
+    gate_point();
 }
 
 void guard_note_context(void)

@@ -41,8 +41,9 @@ const char *guard_name(int entry);
 void *guard_exported(int entry);
 
 /* Load the driver and map the page, once; again take a slot in the child of a fork(). 0, or what
- * every call of this process returns. */
+ * the call returns. A later call tries again. */
 CUresult guard_settle(void);
+extern bool guard_settled; /* then it is 0, without a call */
 /* What the entry points of a kind call where the byte is not zero. 0: on to the driver. The first
  * only loads it. */
 CUresult guard_slow_never(void);
@@ -61,7 +62,8 @@ void guard_leave(void);
 /* The same for a call that frees or destroys, with its arguments. While the session has no slice it
  * is noted and made later (later.c): GUARD_NOTED, and the application's answer is success. */
 CUresult guard_enter_back(uint32_t entry, const uint64_t *argument);
-/* The same for a question whether work is done. GUARD_NOTED: the process is suspended, so it is. */
+/* The same for a question whether work is done. GUARD_NOTED: the process is suspended, so it is.
+ * CUDA_ERROR_NOT_READY: it has been on the way there for more than a second. */
 CUresult guard_enter_query(void);
 #define GUARD_NOTED ((CUresult)-1)
 
@@ -109,8 +111,19 @@ void procaddr_ready(void); /* guard_real is filled */
 /* NULL in a process of no session: then nothing is limited, gated or counted. */
 extern struct page *guard_page;
 
-/* This process's slot, taken at the first call that needs one; NULL if there is no page or no room. */
-struct page_slot *guard_slot(void);
+/* This process's slot, taken at the first call that needs one; NULL if there is no page or no room. A
+ * thread that has asked for it is known to: the slot is not given back while that thread may write. */
+extern struct page_slot *guard_the_slot;
+extern __thread bool guard_slot_user;
+extern __thread bool guard_first; /* no other thread writes to ``first`` of the slot while this one lives */
+void guard_use_slot(void);
+
+static inline struct page_slot *guard_slot(void)
+{
+    if (__builtin_expect(!guard_slot_user, 0))
+        guard_use_slot();
+    return __atomic_load_n(&guard_the_slot, __ATOMIC_SEQ_CST);
+}
 
 /* Ordinal in the session of this process's CUdevice; they differ if the process sees a part. -1: none. */
 int guard_ordinal(CUdevice device);
@@ -130,16 +143,25 @@ void guard_follow(bool follows);
 /* Inside a call that is counted, with the gate open: see to it that the process sees the slice. 0, or
  * the error to return. */
 CUresult landing(int ordinal);
-/* After the context is made, or is not going to be. */
-void landing_over(void);
+/* After the context is made, or is not going to be: what became of those that this thread kept. Noted
+ * ones move with the session until they are released. */
+enum landing_kept { KEPT_NONE, KEPT_RELEASED, KEPT_NOTED };
+enum landing_kept landing_over(void);
 /* Whether the broker may have this process suspended for it; wait until it has not. */
 bool landing_moves(void);
+/* Whether this process is suspended though it has no context; landing_moves() is true then, too. */
+bool landing_aside(void);
 CUresult landing_wait(void);
 
 void guard_pin(uint32_t pins); /* PIN_* */
 
-/* Map the page and take a slot. 0, or what every call is to return, once said on stderr. */
-CUresult page_settle(void);
+/* Map the page and take a slot. Never waits for the broker: the caller holds a mutex. */
+enum page_state {
+    PAGE_READY,
+    PAGE_LOST,    /* the broker may give the page its name again: ask, and look once more */
+    PAGE_REFUSED, /* the reason is on stderr */
+};
+enum page_state page_settle(void);
 /* Who changes sums over slots holds this; a few instructions, no call of the driver inside. */
 void page_lock(void);
 void page_unlock(void);
@@ -158,6 +180,10 @@ void gate_arrears(enum arrears what, bool more);
 #define LATER_ARGUMENTS 3
 /* Note a call, to be made later with the context that is current now. false: no memory for it. */
 bool later_note(uint32_t entry, const uint64_t *argument);
+/* Whether the call may be noted: not the end of a context while host memory is registered. */
+bool later_may(uint32_t entry);
+/* Whether this process has host memory registered with the driver (registered.c). */
+bool registered_any(void);
 /* Inside, with the gate open: make the noted calls. false: some are left, because another thread is
  * at it or because the gate was closed. */
 bool later_do(void);
@@ -181,13 +207,15 @@ void current_apply(void);
  * thread held its lock; an interrupt (SIGINT with a handler) is noticed; the slot counts a wait. */
 struct polite {
     void *thread;
-    uint32_t interrupts;
+    struct page_slot *slot;
+    uint32_t interrupts, naps;
 };
 void polite_begin(struct polite *p);
 void polite_end(struct polite *p);
 bool polite_interrupted(const struct polite *p);
 /* Whether the interpreter of this process, if there is one, is being torn down. */
 bool polite_finalizing(void);
+void polite_nap(struct polite *p); /* 1 ms at first, 10 ms after a second */
 void nap(int milliseconds);
 uint64_t monotonic(void); /* ns */
 
@@ -219,8 +247,11 @@ uint64_t guard_used(int ordinal);
 void broker_remember(void); /* where it is; before there are threads that wait */
 CUresult broker_attach(void);                            /* until the lease is there */
 CUresult broker_grow(int ordinal, uint64_t more);        /* 0: the page has a larger grant now */
-bool broker_page(void); /* the session's page has its name again */
-/* One step of a landing: "begin", "move" or "cancel". CUDA_ERROR_DEVICE_UNAVAILABLE: refused. */
+enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_AGAIN, ANSWER_INTERRUPTED, ANSWER_AWAY };
+enum answer broker_page(void); /* OK: the session's page has its name again */
+void page_lost(enum answer answer); /* it is lost all the same: the reason on stderr */
+/* One step of a landing: "begin", "move", "cancel", or "stay" where it is. CUDA_ERROR_DEVICE_UNAVAILABLE:
+ * refused; CUDA_ERROR_NOT_READY: the lease is on its way out, and it is worth looking again. */
 CUresult broker_land(const char *step);
 void broker_home(void); /* the page's devices are those of the lease to come; or as they were */
 

@@ -23,6 +23,18 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
             return CUDA_SUCCESS;
         }
     }
+    if (guard_page && !guard_has_context()) {
+        /* The driver refuses it without a context, and that answer needs no lease. */
+        CUresult error = guard_enter_free();
+        if (error)
+            return error;
+        bool none = here_now().ordinal < 0;
+        if (none)
+            error = REAL(cuMemGetInfo_v2)(available, total);
+        guard_leave();
+        if (none)
+            return error;
+    }
     ENTER;
     struct here h = here_now();
     if (h.ordinal < 0)

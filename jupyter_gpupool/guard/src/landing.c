@@ -25,6 +25,12 @@ bool landing_moves(void)
     return slot && __atomic_load_n(&slot->landing, __ATOMIC_SEQ_CST) >= LANDING_MOVES;
 }
 
+bool landing_aside(void)
+{
+    struct page_slot *slot = guard_slot();
+    return slot && __atomic_load_n(&slot->landing, __ATOMIC_SEQ_CST) == LANDING_ASIDE;
+}
+
 static void set(uint64_t landing)
 {
     struct page_slot *slot = guard_slot();
@@ -41,7 +47,7 @@ CUresult landing_wait(void)
         if (polite_interrupted(&p))
             error = CUDA_ERROR_SYSTEM_NOT_READY;
         else
-            nap(1);
+            polite_nap(&p);
     }
     polite_end(&p);
     gate_point();
@@ -65,7 +71,7 @@ static CUresult take_turn(void)
         if (polite_interrupted(&p))
             error = CUDA_ERROR_SYSTEM_NOT_READY;
         else
-            nap(1);
+            polite_nap(&p);
     }
     polite_end(&p);
     if (error) {
@@ -78,15 +84,19 @@ static CUresult take_turn(void)
     return error;
 }
 
-void landing_over(void)
+enum landing_kept landing_over(void)
 {
+    enum landing_kept found = kept.count ? KEPT_RELEASED : KEPT_NONE;
     while (kept.count) {
         CUdevice device = kept.device[--kept.count];
         uint64_t argument[LATER_ARGUMENTS] = {(uint64_t)device};
         /* The caller is counted: a gate that is open now stays so until it has left. */
         if (gate_lets(false) || !later_note(E_cuDevicePrimaryCtxRelease_v2, argument))
             REAL(cuDevicePrimaryCtxRelease_v2)(device);
+        else
+            found = KEPT_NOTED;
     }
+    return found;
 }
 
 /* A context on each device that this process sees in the place of one of the slice. */
@@ -107,37 +117,45 @@ static CUresult take_contexts(void)
     return CUDA_SUCCESS;
 }
 
-static CUresult refused(CUresult error)
+/* Inside a call that is counted, after `error` of "begin" or "move": the session is to give its slice
+ * back, and this process waits for one that it can use. Success says that it is worth looking again. */
+static CUresult stay(CUresult error)
 {
-    if (error == CUDA_ERROR_DEVICE_UNAVAILABLE)
-        dprintf(2, "jupyter_gpupool: process %d cannot use the GPU of its session: %.511s\n",
-                (int)getpid(), guard_page->notice);
-    return error;
+    if (error == CUDA_ERROR_SYSTEM_NOT_READY)
+        return error; /* interrupted, or no broker */
+    gate_step_out();
+    if (error == CUDA_ERROR_DEVICE_UNAVAILABLE) {
+        error = broker_land("stay");
+        if (!error || error == CUDA_ERROR_DEVICE_UNAVAILABLE)
+            dprintf(2, "jupyter_gpupool: process %d %s: %.511s\n", (int)getpid(),
+                    error ? "cannot use the GPU of its session" : "waits for another GPU",
+                    guard_page->notice);
+    } else if (error == CUDA_ERROR_NOT_READY) {
+        nap(1);
+    }
+    CUresult gate = gate_step_in();
+    return gate ? gate : error == CUDA_ERROR_NOT_READY ? CUDA_SUCCESS : error;
 }
 
 /* Inside a call that is counted. Success says that it is worth looking again. */
 static CUresult land(void)
 {
-    uint64_t epoch = __atomic_load_n(&guard_page->epoch, __ATOMIC_ACQUIRE);
     set(LANDING_BEGUN);
     gate_step_out();
     CUresult error = broker_land("begin");
-    CUresult gate = gate_step_in();
-    if (gate || error) {
-        set(LANDING_NONE);
-        /* The lease went meanwhile, and another one has come. */
-        if (!gate && epoch != __atomic_load_n(&guard_page->epoch, __ATOMIC_ACQUIRE))
-            return CUDA_SUCCESS;
-        return gate ? gate : refused(error);
-    }
-    error = take_contexts();
-    if (error) {
+    CUresult gate = error ? (gate_step_back(), CUDA_SUCCESS) : gate_step_in();
+    if (!error && !gate)
+        gate = take_contexts();
+    if (gate || error == CUDA_ERROR_SYSTEM_NOT_READY) {
+        /* The room that it was given, or may have been, is for others. */
         landing_over();
         gate_step_out();
         broker_land("cancel");
+        gate_step_back();
+    }
+    if (error || gate) {
         set(LANDING_NONE);
-        gate = gate_step_in();
-        return gate ? gate : error;
+        return error ? stay(error) : gate;
     }
     /* From here on this process's calls wait, and questions are answered from memory. */
     guard_note_init();
@@ -155,12 +173,18 @@ static CUresult land(void)
     }
     set(LANDING_NONE);
     gate_point();
+    if (error) {
+        /* First, for who waits for another slice keeps nothing here. */
+        gate_step_back();
+        landing_over();
+        return stay(error);
+    }
     gate = gate_step_in();
-    if (gate || error)
+    if (gate)
         landing_over();
     else
         cached_fill();
-    return gate ? gate : refused(error);
+    return gate;
 }
 
 CUresult landing(int ordinal)

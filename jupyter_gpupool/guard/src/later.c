@@ -44,6 +44,15 @@ static struct later *later(void) { return own_block(&the_later, sizeof(struct la
 
 #define ROOM (sizeof((struct chunk *)0)->call / sizeof(struct noted))
 
+/* These name what they destroy, which need not be current, and must not be while it is destroyed. */
+static bool ends_context(uint32_t entry)
+{
+    return entry == E_cuCtxDestroy_v2 || entry == E_cuCtxDetach || entry == E_cuGreenCtxDestroy ||
+           entry == E_cuDevicePrimaryCtxRelease_v2 || entry == E_cuDevicePrimaryCtxReset_v2;
+}
+
+bool later_may(uint32_t entry) { return !ends_context(entry) || !registered_any(); }
+
 bool later_note(uint32_t entry, const uint64_t *argument)
 {
     struct later *l = later();
@@ -83,7 +92,7 @@ static bool begin(struct later *l, bool *left)
     *left = l->first != NULL;
     bool mine = *left && !l->running;
     if (mine)
-        l->running = 1;
+        __atomic_store_n(&l->running, 1, __ATOMIC_RELEASE);
     own_unlock(&l->lock);
     return mine;
 }
@@ -105,7 +114,7 @@ static bool next(struct later *l, struct noted *out, bool *left)
             empty = c;
         }
     } else {
-        l->running = 0;
+        __atomic_store_n(&l->running, 0, __ATOMIC_RELEASE); /* others look without the lock */
         if (!*left)
             gate_arrears(ARREARS_CALLS, false);
     }
@@ -113,13 +122,6 @@ static bool next(struct later *l, struct noted *out, bool *left)
     if (empty)
         munmap(empty, CHUNK_BYTES);
     return found;
-}
-
-/* These name what they destroy, which need not be current, and must not be while it is destroyed. */
-static bool ends_context(uint32_t entry)
-{
-    return entry == E_cuCtxDestroy_v2 || entry == E_cuCtxDetach || entry == E_cuGreenCtxDestroy ||
-           entry == E_cuDevicePrimaryCtxRelease_v2 || entry == E_cuDevicePrimaryCtxReset_v2;
 }
 
 /* The calls of several threads, each in the context that was current there. */
@@ -176,7 +178,7 @@ CUresult later_sit_out(void)
         if (polite_interrupted(&p))
             error = CUDA_ERROR_SYSTEM_NOT_READY;
         else
-            nap(1);
+            polite_nap(&p);
     polite_end(&p);
     return error;
 }

@@ -9,12 +9,6 @@
 #define MIB (1ull << 20)
 #define PAGE (2 * MIB)
 
-void guard_left(int *unused)
-{
-    (void)unused;
-    guard_leave();
-}
-
 /* ---- the driver's own allocator */
 
 /* The driver hands out device pages of 2 MiB; allocations below 1 MiB share them. */
@@ -59,6 +53,8 @@ void settle_stale(const struct own *own)
         pool_freed(own);
     else if (own->kind == OWN_CAPTURE)
         capture_over(own);
+    else if (own->kind == OWN_REGISTERED)
+        registered_over(own);
     else if (own->kind == OWN_DEVICE || own->kind == OWN_MANAGED || own->kind == OWN_ARRAY)
         guard_credit(own->ordinal, own->bytes);
 }

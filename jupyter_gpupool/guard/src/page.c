@@ -26,8 +26,14 @@
 
 struct page *guard_page;
 
-static struct page_slot *slot;
+struct page_slot *guard_the_slot;
+__thread bool guard_slot_user, guard_first;
+
 static struct page_slot leftover; /* counts of calls that come after the slot was given back */
+static uint32_t users;            /* threads that may write to the slot at any time */
+static uint32_t has_first;        /* one of them is the first */
+static pthread_key_t at_end;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t me; /* pid | low half of the start time << 32, as in page->lock */
 
@@ -185,13 +191,33 @@ static bool take_slot(void)
         __atomic_store_n(&s->state, SLOT_LIVE, __ATOMIC_RELEASE);
     }
     page_unlock();
-    __atomic_store_n(&slot, s, __ATOMIC_RELEASE);
+    __atomic_store_n(&guard_the_slot, s, __ATOMIC_RELEASE);
     return true;
 }
 
-struct page_slot *guard_slot(void)
+static void thread_ends(void *unused)
 {
-    return __atomic_load_n(&slot, __ATOMIC_ACQUIRE);
+    (void)unused;
+    if (guard_slot_user)
+        __atomic_sub_fetch(&users, 1, __ATOMIC_SEQ_CST);
+    guard_slot_user = false;
+    if (guard_first)
+        __atomic_store_n(&has_first, 0, __ATOMIC_SEQ_CST);
+    guard_first = false;
+}
+
+static void make_key(void)
+{
+    pthread_key_create(&at_end, thread_ends);
+}
+
+void guard_use_slot(void)
+{
+    guard_slot_user = true;
+    __atomic_add_fetch(&users, 1, __ATOMIC_SEQ_CST); /* before it looks which slot: see give_back() */
+    guard_first = !__atomic_exchange_n(&has_first, 1, __ATOMIC_SEQ_CST);
+    pthread_once(&once, make_key);
+    pthread_setspecific(at_end, &users);
 }
 
 void guard_pin(uint32_t pins)
@@ -209,22 +235,35 @@ __attribute__((destructor)) static void give_back(void)
     if (!s || s == &leftover || s->pid != (uint32_t)getpid())
         return;
     /* Other threads, and destructors of other libraries, may still call. */
-    __atomic_store_n(&slot, &leftover, __ATOMIC_SEQ_CST);
-    /* Those of them that are inside still count themselves out of this slot: it must not be another
-     * process's by then. It is reaped once this process has ended. */
-    if (!__atomic_load_n(&s->inflight, __ATOMIC_SEQ_CST) && !__atomic_load_n(&s->waiting, __ATOMIC_SEQ_CST))
+    __atomic_store_n(&guard_the_slot, &leftover, __ATOMIC_SEQ_CST);
+    /* A thread that has found this slot may count itself into it or out of it at any time: it must not
+     * be another process's by then. It is reaped once this process has ended. */
+    if (__atomic_load_n(&users, __ATOMIC_SEQ_CST) == (guard_slot_user ? 1 : 0) &&
+        !__atomic_load_n(&s->inflight, __ATOMIC_SEQ_CST) && !__atomic_load_n(&s->first, __ATOMIC_SEQ_CST) &&
+        !__atomic_load_n(&s->waiting, __ATOMIC_SEQ_CST))
         clear(s);
 }
 
 /* ---- the file */
 
-static CUresult refuse(const char *path, const char *why)
+/* One line for each reason, however often a call finds it. */
+static enum page_state refuse(const char *why)
 {
-    dprintf(2,
-            "jupyter_gpupool: CUDA is not available in process %d: the session's page %s %s. "
-            "Restart the kernel.\n",
-            (int)getpid(), path, why);
-    return CUDA_ERROR_SYSTEM_NOT_READY;
+    static const char *told;
+    const char *path = getenv("GPUPOOL_PAGE");
+    if (told != why)
+        dprintf(2,
+                "jupyter_gpupool: CUDA is not available in process %d: the session's page %s %s.\n",
+                (int)getpid(), path ? path : "", why);
+    told = why;
+    return PAGE_REFUSED;
+}
+
+void page_lost(enum answer answer)
+{
+    refuse(answer == ANSWER_REFUSED ? "is gone: the session has ended. Restart the kernel"
+           : answer == ANSWER_AWAY  ? "is gone, and no broker answers. A later call asks again"
+                                    : "is gone, although the broker put it back. A later call asks again");
 }
 
 #define OPEN_FLAGS (O_RDWR | O_CLOEXEC | O_NONBLOCK)
@@ -244,29 +283,38 @@ static int open_page(const char *path, bool *link)
     return -1;
 }
 
-/* NULL, or why it cannot be used. `lost`: the broker may have another one under this name. */
+/* NULL, or why it cannot be used. `lost`: the broker may have the right one for this name. */
 static const char *map(const char *path, bool *lost)
 {
     struct stat st;
     bool link = false;
+    const char *session = getenv("GPUPOOL_SESSION");
     int fd = open_page(path, &link);
     *lost = fd < 0 ? link || errno == ENOENT : link;
     if (fd < 0)
-        return *lost ? "is gone: the session has ended" : "cannot be opened";
+        return "cannot be opened. Restart the kernel";
     if (fstat(fd, &st) || !S_ISREG(st.st_mode) || st.st_size < (off_t)sizeof(struct page)) {
         close(fd);
-        return "is not one: it is too short, or no file";
+        return "is not one: it is too short, or no file. Restart the kernel";
     }
     struct page *page = mmap(NULL, sizeof *page, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (page == MAP_FAILED) {
         close(fd);
-        return "cannot be mapped";
+        return "cannot be mapped. Restart the kernel";
     }
     if (page->magic != PAGE_MAGIC || page->version != PAGE_VERSION ||
         page->devices > PAGE_DEVICES) {
         munmap(page, sizeof *page);
         close(fd);
-        return "is of another version of jupyter_gpupool than the guard";
+        return "is of another version of jupyter_gpupool than the guard. Restart the kernel";
+    }
+    /* A descriptor's number that was used again leads to another session's page, whose gate and
+     * accounts have nothing to do with this process. */
+    if (session && strncmp(page->session, session, sizeof page->session - 1)) {
+        munmap(page, sizeof *page);
+        close(fd);
+        *lost = true;
+        return "belongs to another session. Restart the kernel";
     }
     /* Kept open, out of the way of programs that count on low numbers: if the file loses its name at
      * a logout and the broker dies as well, the next broker finds the page here. */
@@ -276,26 +324,28 @@ static const char *map(const char *path, bool *lost)
     return NULL;
 }
 
-CUresult page_settle(void)
+enum page_state page_settle(void)
 {
+    static bool remembered;
     const char *path = getenv("GPUPOOL_PAGE");
     if (!guard_page) {
         if (!path || !*path)
-            return CUDA_SUCCESS;
-        broker_remember();
+            return PAGE_READY;
+        if (!remembered)
+            broker_remember(); /* once: another thread may be asking by now */
+        remembered = true;
         bool lost;
         const char *why = map(path, &lost);
         /* Deleted under a living session, at a logout for one: the broker has it still. */
-        if (why && lost && broker_page())
-            why = map(path, &lost);
+        if (why && lost)
+            return PAGE_LOST;
         if (why)
-            return refuse(path, why);
+            return refuse(why);
         gate_at_exit();
     }
     if (!take_slot())
-        return refuse(path ? path : "", "cannot be used by a process that cannot read /proc/self/stat");
-    return guard_slot() ? CUDA_SUCCESS
-                        : refuse(path ? path : "", "has no room for a 257th process");
+        return refuse("cannot be used by a process that cannot read /proc/self/stat. A later call tries again");
+    return guard_slot() ? PAGE_READY : refuse("has no room for a 257th process. End some of its processes");
 }
 
 void page_fork(enum fork_when when)
@@ -304,7 +354,10 @@ void page_fork(enum fork_when when)
         pthread_mutex_lock(&lock);
         return;
     }
-    if (when == FORK_CHILD)
-        slot = NULL;
+    if (when == FORK_CHILD) {
+        guard_the_slot = NULL;
+        users = guard_slot_user ? 1 : 0;
+        has_first = guard_first ? 1 : 0;
+    }
     pthread_mutex_unlock(&lock);
 }

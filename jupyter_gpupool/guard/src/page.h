@@ -17,7 +17,7 @@
 #include <stdint.h>
 
 #define PAGE_MAGIC 0x47505047u /* "GPPG" */
-#define PAGE_VERSION 1u
+#define PAGE_VERSION 2u
 #define PAGE_DEVICES 8
 #define PAGE_SLOTS 256
 #define PAGE_UUID 48
@@ -59,13 +59,14 @@ enum slot_landing {
     LANDING_BEGUN = 1,   /* it may have contexts where it has no slice */
     LANDING_MOVES = 2,   /* the broker may suspend it (guard) */
     LANDING_RESTORE = 3, /* the driver was told to restore it on the slice (broker) */
+    LANDING_ASIDE = 4,   /* it has no context, and is suspended all the same: an admin's pause (broker) */
 };
 
 struct page_slot {
     uint32_t state;
     uint32_t pid;
     uint64_t start_time; /* field 22 of /proc/<pid>/stat: with the pid, who it is */
-    uint32_t inflight;   /* calls inside the driver that must return before a suspend */
+    uint32_t inflight;   /* calls inside the driver that must return before a suspend; and ``first`` */
     uint32_t waiting;    /* threads that wait at the gate */
     uint32_t flags;
     uint32_t pins;
@@ -73,7 +74,7 @@ struct page_slot {
     uint64_t context[PAGE_DEVICES]; /* of these: the constant for contexts */
     uint64_t refused;               /* allocations refused for the limit */
     uint32_t captures;              /* streams that record a graph: a suspend must not fall inside */
-    uint32_t spare;
+    uint32_t first;                 /* 1: one more call inside, of the process's first thread */
     uint64_t sees[PAGE_DEVICES];
     uint64_t landing;
     uint64_t reserved[1];

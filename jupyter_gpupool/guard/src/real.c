@@ -27,8 +27,10 @@ unsigned guard_driver_version = INT_MAX;
 
 static pthread_mutex_t publishing = PTHREAD_MUTEX_INITIALIZER;
 static bool driver_missing, handed_over;
-static bool settled;
-static CUresult refusal;
+bool guard_settled;
+static uint64_t refused_until; /* CLOCK_MONOTONIC, ns: nobody looks for the page again before */
+
+#define REFUSED_NS 1000000000ull
 
 static CUresult not_in_driver(void)
 {
@@ -145,22 +147,57 @@ static bool loaded(void)
     return !__atomic_load_n(&guard_unloaded, __ATOMIC_ACQUIRE);
 }
 
-CUresult guard_settle(void)
+/* No refusal is final: a process may have no descriptor left, or the broker be away, for a moment. */
+static enum page_state look(void)
 {
-    if (__atomic_load_n(&settled, __ATOMIC_ACQUIRE))
-        return refusal;
-    if (!loaded())
-        return CUDA_ERROR_NO_DEVICE;
     pthread_mutex_lock(&publishing);
-    if (!settled) {
+    enum page_state state = PAGE_READY;
+    if (!guard_settled) {
         /* The first copy of the guard gates and counts: this one only passes on. */
-        refusal = handed_over ? CUDA_SUCCESS : page_settle();
-        if (!refusal)
+        if (!handed_over && monotonic() < refused_until) {
+            state = PAGE_REFUSED;
+        } else if (!handed_over) {
+            state = page_settle();
+            if (state == PAGE_REFUSED)
+                refused_until = monotonic() + REFUSED_NS;
+        }
+        if (state == PAGE_READY) {
             guard_gates(guard_page ? &guard_page->gate : &guard_open, &guard_open);
-        __atomic_store_n(&settled, true, __ATOMIC_RELEASE);
+            __atomic_store_n(&guard_settled, true, __ATOMIC_RELEASE);
+        }
     }
     pthread_mutex_unlock(&publishing);
-    return refusal;
+    return state;
+}
+
+static void refuse(enum answer answer)
+{
+    pthread_mutex_lock(&publishing);
+    if (!guard_settled) {
+        refused_until = monotonic() + REFUSED_NS;
+        page_lost(answer);
+    }
+    pthread_mutex_unlock(&publishing);
+}
+
+CUresult guard_settle(void)
+{
+    if (__atomic_load_n(&guard_settled, __ATOMIC_ACQUIRE))
+        return CUDA_SUCCESS;
+    if (!loaded())
+        return CUDA_ERROR_NO_DEVICE;
+    enum page_state state = look();
+    if (state == PAGE_LOST) {
+        /* Without the mutex: the wait for the answer gives up the interpreter's lock, and a thread
+         * that holds that lock may want the mutex, for its own first call or for a fork(). */
+        enum answer answer = broker_page();
+        if (answer == ANSWER_OK)
+            state = look();
+        if (state == PAGE_LOST && answer != ANSWER_INTERRUPTED)
+            refuse(answer);
+    }
+    /* Another thread may have had a better answer. */
+    return __atomic_load_n(&guard_settled, __ATOMIC_ACQUIRE) ? CUDA_SUCCESS : CUDA_ERROR_SYSTEM_NOT_READY;
 }
 
 CUresult guard_slow_never(void)
@@ -174,7 +211,9 @@ void real_fork(enum fork_when when)
         pthread_mutex_lock(&publishing);
         return;
     }
-    if (when == FORK_CHILD && !driver_missing)
-        settled = false;
+    if (when == FORK_CHILD && !driver_missing) {
+        guard_settled = false;
+        refused_until = 0;
+    }
     pthread_mutex_unlock(&publishing);
 }

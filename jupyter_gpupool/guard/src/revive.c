@@ -27,6 +27,7 @@
 
 /* A copy: another thread may change the environment. */
 static char command[2048];
+static char copy[1024]; /* of the start record, beside the journal: see recordcopy.py */
 static uint64_t attempt_at; /* the next attempt of this process may be made */
 
 void revive_remember(void)
@@ -34,6 +35,9 @@ void revive_remember(void)
     const char *text = getenv("GPUPOOL_REVIVE");
     if (text && strlen(text) < sizeof command)
         strcpy(command, text);
+    text = getenv("GPUPOOL_START_RECORD");
+    if (text && strlen(text) < sizeof copy)
+        strcpy(copy, text);
 }
 
 static bool beside(char *path, size_t size, const char *socket, const char *ending)
@@ -124,6 +128,23 @@ static bool my_turn(void)
                                                     __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
 }
 
+/* Somebody has deleted the socket's folder, and it can be made again. */
+static bool can_restore(const char *socket)
+{
+    char folder[256];
+    if (!*copy || access(copy, F_OK) || !beside(folder, sizeof folder, socket, ""))
+        return false;
+    for (int up = 0; up < 2; up++) {
+        char *end = strrchr(folder, '/');
+        if (!end || end == folder)
+            return false;
+        *end = 0;
+        if (!access(folder, up ? W_OK | X_OK : F_OK))
+            return true;
+    }
+    return false;
+}
+
 uint64_t revive(const char *socket)
 {
     char record[256];
@@ -136,7 +157,7 @@ uint64_t revive(const char *socket)
     /* Without a record it ended in order: only somebody who has a reason of his own starts one. */
     if (being_started(socket))
         return START_NS;
-    if (!*command || access(record, F_OK))
+    if (!*command || (access(record, F_OK) && !can_restore(socket)))
         return AWAY_NS;
     if (given_up(socket))
         return 0;

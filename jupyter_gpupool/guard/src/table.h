@@ -24,6 +24,7 @@ enum own_kind {
     OWN_GREEN,      /* a green context, by handle */
     OWN_CAPTURE,    /* a stream that records a graph; owner: the context's number, count: mode, extra: thread */
     OWN_CONTEXT,    /* a context, by handle; owner: its number, extra: its device */
+    OWN_REGISTERED, /* host memory that the program registered; owner: the context's number */
 };
 
 struct own {

@@ -12,6 +12,9 @@
 #include <signal.h>
 #include <string.h>
 
+#define SHORT_NAPS 1000 /* of a millisecond; a wait that is longer than a second is seldom a short one */
+#define LONG_NAP_MS 10
+
 /* ---- the interpreter's lock
  *
  * Found in the process if CPython is in it; of the stable ABI but for the older of the two names
@@ -168,18 +171,25 @@ bool polite_interrupted(const struct polite *p)
 void polite_begin(struct polite *p)
 {
     p->interrupts = __atomic_load_n(&interrupts, __ATOMIC_SEQ_CST);
+    p->naps = 0;
     watch();
-    if (guard_slot())
-        __atomic_add_fetch(&guard_slot()->waiting, 1, __ATOMIC_SEQ_CST);
+    p->slot = guard_slot(); /* another thread may take one meanwhile */
+    if (p->slot)
+        __atomic_add_fetch(&p->slot->waiting, 1, __ATOMIC_SEQ_CST);
     p->thread = release_interpreter();
 }
 
 void polite_end(struct polite *p)
 {
-    if (guard_slot())
-        __atomic_sub_fetch(&guard_slot()->waiting, 1, __ATOMIC_SEQ_CST);
+    if (p->slot)
+        __atomic_sub_fetch(&p->slot->waiting, 1, __ATOMIC_SEQ_CST);
     unwatch();
     take_interpreter(p->thread);
+}
+
+void polite_nap(struct polite *p)
+{
+    nap(p->naps++ < SHORT_NAPS ? 1 : LONG_NAP_MS);
 }
 
 void nap(int milliseconds)

@@ -129,6 +129,11 @@ CUresult wrap_cuMulticastBindAddr_v2(CUmemGenericAllocationHandle object, CUdevi
 CUresult wrap_cuMulticastUnbind(CUmemGenericAllocationHandle object, CUdevice device, size_t at,
     size_t bytes);
 
+/* registered.c */
+CUresult wrap_cuMemHostRegister(void *p, size_t bytes, unsigned flags);
+CUresult wrap_cuMemHostRegister_v2(void *p, size_t bytes, unsigned flags);
+CUresult wrap_cuMemHostUnregister(void *p);
+
 /* info.c */
 CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total);
 CUresult wrap_cuDeviceTotalMem_v2(size_t *bytes, CUdevice device);

@@ -4,7 +4,7 @@
 /** A device, a session and a pool as most are: tests say only what matters to them. */
 import { nullTranslator } from '@jupyterlab/translation';
 
-import type { IAnySession, IDevice, IPool, ISession, ISlice } from '../api';
+import type { IAnySession, IDevice, IOrder, IPool, ISession, ISlice } from '../api';
 
 export const GIB = 1024 ** 3;
 export const NOW = 1000;
@@ -121,6 +121,19 @@ export function aPool(more: Partial<IPool> = {}): IPool {
     settings: { idle_timeout: 60 },
     limits: { memory: 15 * GIB, devices: 2, max_wait: null, priorities: [] },
     problem: '',
+    ...more
+  };
+}
+
+/** A pause of the whole pool. */
+export function anOrder(more: Partial<IOrder> = {}): IOrder {
+  return {
+    kind: 'pause',
+    device: '',
+    reason: 'new driver',
+    by: 'root',
+    since: NOW - 600,
+    closed: true,
     ...more
   };
 }

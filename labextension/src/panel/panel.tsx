@@ -10,6 +10,7 @@ import type { IArranged } from './arrange';
 import { Devices } from './devices';
 import { Header } from './header';
 import { Kernels } from './kernels';
+import { Notices } from './notices';
 import { Queue } from './queue';
 import { Section } from './section';
 import type { ITools } from './tools';
@@ -39,6 +40,7 @@ export function Panel(props: IPanelProps): React.ReactElement {
         having={arranged?.having ?? 0}
         waiting={arranged?.waiting ?? 0}
       />
+      {view && <Notices view={view} />}
       {view && arranged && (
         <div
           className={

@@ -6,6 +6,7 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
 import type { ISession } from '../api';
+import { byAdmin, pauseOf } from '../maintenance';
 import { bytes } from '../words';
 import { Actions } from './actions';
 import { Ask } from './ask';
@@ -169,7 +170,16 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
       return session.leaves_at === null
         ? [trans.__('It keeps the slice until somebody else needs it.')]
         : [`${it.said.text}.`];
-    case 'detached':
+    case 'detached': {
+      const order = pauseOf(view);
+      if (order !== null) {
+        return [
+          trans.__('No kernel gets a GPU now: %1.', byAdmin(trans, order)),
+          ...(session.suspended_bytes > 0
+            ? [trans.__('Your data is safe in host memory, and CPU work goes on.')]
+            : [])
+        ];
+      }
       return session.suspended_bytes > 0
         ? [
             trans.__(
@@ -178,6 +188,7 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
             )
           ]
         : [getting(trans, session.attach, size)];
+    }
     case 'detaching':
       return [trans.__('Your data stays as it is; it comes back when it is needed.')];
     default:

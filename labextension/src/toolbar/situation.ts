@@ -5,6 +5,7 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IPool, ISession } from '../api';
+import { byAdmin, pauseOf } from '../maintenance';
 import type { IBroker, IPoolModel } from '../tokens';
 import { bytes, gpus, ordinal, part, plain, say, type ISaid } from '../words';
 
@@ -76,6 +77,26 @@ export function situation(
       said: plain(trans.__('No GPU found'), 'away', trans.__('No GPU')),
       news: trans.__('No GPU found'),
       headline: trans.__('No GPU was found on this machine.')
+    };
+  }
+  const order = pauseOf(view);
+  if (order !== null && session?.state === 'queued') {
+    const why = byAdmin(trans, order);
+    return {
+      ...common,
+      kind: 'ours',
+      said: plain(
+        trans.__(
+          'Waiting: %1',
+          order.kind === 'pause'
+            ? trans.__('paused by the administrator')
+            : trans.__('drained by the administrator')
+        ),
+        'wait',
+        order.kind === 'pause' ? trans.__('Paused') : trans.__('Drained')
+      ),
+      news: trans.__('Waiting for a GPU: %1', why),
+      headline: trans.__('This notebook waits for a GPU: %1.', why)
     };
   }
   return {

@@ -146,3 +146,27 @@ test('64 devices in 300 pixels', async ({ lab }) => {
     expect(inside).toBeLessThanOrEqual(width);
   }
 });
+
+test('a pause by the administrator: the panel and the chip tell it, with the reason', async ({
+  lab
+}) => {
+  await ask('fresh');
+  const { panel } = lab;
+  const mine = await lab.notebook('paused');
+  await mine.run(uses(256));
+  await expect(mine.chip).toHaveText(/^Idle/);
+  await ask('maintain', { action: 'pause', reason: 'new driver' });
+  await lab.execute('gpupool:show-panel');
+  const notices = panel.getByRole('list', { name: 'Notices' });
+  const notice = notices.getByRole('listitem').filter({ hasText: 'administrator' });
+  await expect(notice).toHaveText(
+    /^The pool has been paused by the administrator \(.+\) since .+: new driver/
+  );
+  await expect(mine.chip).toHaveText(/^In host memory/);
+  await mine.run('buffer.fill(1, stream=stream); stream.sync()', false);
+  await expect(mine.chip).toHaveText('Waiting: paused by the administrator');
+  expect(await faults(lab.page, '.jp-gpupool-panel')).toEqual([]);
+  await ask('maintain', { action: 'resume' });
+  await expect(notice).toHaveCount(0);
+  await expect(mine.chip).toHaveText(/^Idle/);
+});

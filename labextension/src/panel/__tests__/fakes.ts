@@ -8,6 +8,7 @@ import { Signal } from '@lumino/signaling';
 
 import {
   aDevice,
+  anOrder,
   anotherSession,
   aPool,
   aSession,
@@ -31,7 +32,7 @@ import type { IName } from '../arrange';
 import type { IDocuments } from '../documents';
 import type { IPast } from '../tools';
 
-export { GIB, NOTHING, NOW, trans };
+export { anOrder, GIB, NOTHING, NOW, trans };
 
 export const device = (index: number, more: Partial<IDevice> = {}) =>
   aDevice({ index, ...more });

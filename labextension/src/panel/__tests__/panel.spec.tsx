@@ -20,6 +20,7 @@ import { OLD, OLD_REFUSAL, READ } from '../../toolbar/hooks';
 import { Panel } from '../panel';
 import { Ticker } from '../../ticker';
 import {
+  anOrder,
   device,
   FakeModel,
   FakePast,
@@ -114,6 +115,29 @@ describe('the head', () => {
     screen.getByText('2 GPUs · 2 kernels have one · 1 waits');
     expect(screen.queryByText('EMULATED')).toBeNull();
     expect(screen.queryByRole('button', { name: 'Refresh' })).toBeNull();
+  });
+
+  it('tells what an admin has taken out of service: who, since when, and why', () => {
+    const more = {
+      maintenance: [anOrder(), anOrder({ device: 'GPU-1', closed: false })]
+    };
+    show(pool([device(0), device(1)], [], more));
+    const notices = within(screen.getByRole('list', { name: 'Notices' }));
+    const [whole, one] = notices.getAllByRole('listitem');
+    expect(whole!.textContent).toBe(
+      `The pool has been paused by the administrator (root) since ${clockAt(-600)}: new driver`
+    );
+    expect(one!.textContent).toMatch(/^GPU 1 has been paused by .* finish their work/);
+  });
+
+  it('tells which configuration is in force if it is not the server’s', () => {
+    const configuration_notice = 'In force: c.GPUPool.idle_timeout is 5 s.';
+    const { again } = show(pool([device(0)], [], { configuration_notice }));
+    const notices = within(screen.getByRole('list', { name: 'Notices' }));
+    notices.getByText('Another configuration is in force');
+    notices.getByText(configuration_notice);
+    again(pool([device(0)], [], { configuration_notice: '' }));
+    expect(screen.queryByRole('list', { name: 'Notices' })).toBeNull();
   });
 
   it('marks emulated devices', () => {

@@ -10,6 +10,7 @@ import { OLD, READ } from '../hooks';
 import { Ticker } from '../../ticker';
 import { KernelWatch } from '../watch';
 import {
+  anOrder,
   detached,
   device,
   FakeContext,
@@ -93,6 +94,26 @@ describe('what the popover says', () => {
   ])('of %p', (changes, words) => {
     card(new FakeModel(session(changes)));
     screen.getByText(words);
+  });
+
+  it('of a pool that is paused: by whom a waiting kernel is kept, and why', () => {
+    const model = new FakeModel(session(queued));
+    model.shows({ maintenance: [anOrder()] });
+    card(model);
+    screen.getByRole('heading', {
+      name: 'This notebook waits for a GPU: paused by the administrator: new driver.'
+    });
+  });
+
+  it('of a pool that is paused not that the next call gets a GPU', () => {
+    const model = new FakeModel(session({ ...detached, suspended_bytes: 6 * GIB }));
+    model.shows({ maintenance: [anOrder()] });
+    card(model);
+    screen.getByText(
+      'No kernel gets a GPU now: paused by the administrator: new driver.'
+    );
+    screen.getByText('Your data is safe in host memory, and CPU work goes on.');
+    expect(screen.queryByText(/brings it back/)).toBeNull();
   });
 
   it('of a slice that stays nothing that is not so', () => {

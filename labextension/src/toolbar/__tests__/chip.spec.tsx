@@ -3,14 +3,23 @@
 
 import { CommandRegistry } from '@lumino/commands';
 import { Widget } from '@lumino/widgets';
-import { act, fireEvent, waitFor } from '@testing-library/react';
+import { act, fireEvent, screen, waitFor } from '@testing-library/react';
 
 import { drawn } from '../../__tests__/drawn';
 import { StatusItem } from '../../statusbar/item';
 import { Chip } from '../chip';
 import { PoolPopovers } from '../popovers';
 import { KernelWatch } from '../watch';
-import { detached, FakeContext, FakeModel, GIB, queued, session, trans } from './fakes';
+import {
+  anOrder,
+  detached,
+  FakeContext,
+  FakeModel,
+  GIB,
+  queued,
+  session,
+  trans
+} from './fakes';
 
 // jsdom lays nothing out: whatever is in the page and not hidden is seen.
 beforeEach(() => {
@@ -105,6 +114,18 @@ describe('the chip', () => {
     const short = button().querySelector<HTMLElement>('.jp-gpupool-Chip-short')!;
     expect(short.dataset['short']).toBe('2nd · ~40 s');
     expect(short.getAttribute('aria-hidden')).toBe('true');
+  });
+
+  it('says that the administrator has paused the pool', async () => {
+    const model = new FakeModel(session(queued));
+    model.shows({ maintenance: [anOrder()] });
+    const { button } = await chip(model);
+    expect(button().textContent).toBe('Waiting: paused by the administrator');
+    const short = button().querySelector<HTMLElement>('.jp-gpupool-Chip-short')!;
+    expect(short.dataset['short']).toBe('Paused');
+    expect(screen.getAllByRole('status').map(node => node.textContent)).toContain(
+      'Waiting for a GPU: paused by the administrator: new driver'
+    );
   });
 
   it('says in its name and tooltip that a release is still to come', async () => {

@@ -6,6 +6,7 @@ import { Signal } from '@lumino/signaling';
 
 import {
   aDevice,
+  anOrder,
   aPool,
   aSession,
   GIB,
@@ -16,7 +17,7 @@ import type { IIdleWarning, IPool, ISession, PoolClient } from '../../api';
 import type { Change, IBroker, IPoolModel } from '../../tokens';
 import type { Followed } from '../watch';
 
-export { GIB, trans };
+export { anOrder, GIB, trans };
 
 /** Of the notebook's kernel. */
 export const session = (changes: Partial<ISession> = {}) =>

@@ -1,0 +1,42 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import type { IOrder } from '../api';
+import { byAdmin, orderText, pauseOf } from '../maintenance';
+import { anOrder, aPool, trans } from './defaults';
+
+const on = (device: string): IOrder => anOrder({ device });
+
+describe('the order for which no kernel gets a slice', () => {
+  it.each<[string, IOrder[], string | undefined]>([
+    ['none', [], undefined],
+    ['of the whole pool', [on('GPU-1'), on('')], ''],
+    ['of one device of two', [on('GPU-1')], undefined],
+    ['of each device', [on('GPU-1'), on('GPU-0')], 'GPU-1']
+  ])('is %s', (_, maintenance, device) => {
+    expect(pauseOf(aPool({ maintenance }))?.device).toBe(device);
+  });
+
+  it('is not known of an older server', () => {
+    expect(pauseOf(aPool())).toBeNull();
+    expect(pauseOf(null)).toBeNull();
+  });
+});
+
+describe('an order in words', () => {
+  it('has the reason if there is one', () => {
+    expect(byAdmin(trans, on(''))).toBe('paused by the administrator: new driver');
+    const drained = anOrder({ kind: 'drain', reason: '' });
+    expect(byAdmin(trans, drained)).toBe('drained by the administrator');
+  });
+
+  it('says who, since when and why', () => {
+    expect(orderText(trans, on('GPU-1'), aPool(), '12:00')).toBe(
+      'GPU 1 has been paused by the administrator (root) since 12:00: new driver'
+    );
+    const drained = anOrder({ kind: 'drain', device: '', reason: '' });
+    expect(orderText(trans, drained, aPool(), '12:00')).toBe(
+      'The pool has been drained by the administrator (root) since 12:00.'
+    );
+  });
+});

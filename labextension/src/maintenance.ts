@@ -1,0 +1,48 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** What admins have taken out of service, in words. Pure. */
+import type { TranslationBundle } from '@jupyterlab/translation';
+
+import type { IOrder, IPool } from './api';
+
+/** The order for which no kernel gets a slice now; null if some device is in service. */
+export function pauseOf(view: IPool | null): IOrder | null {
+  const orders = view?.maintenance ?? [];
+  const whole = orders.find(order => order.device === '');
+  if (whole !== undefined) {
+    return whole;
+  }
+  const taken = new Set(orders.map(order => order.device));
+  const devices = view?.devices ?? [];
+  const all = devices.length > 0 && devices.every(device => taken.has(device.uuid));
+  return (all && orders[0]) || null;
+}
+
+/** `paused by the administrator: new driver`; a part of a sentence, as the broker says it. */
+export function byAdmin(trans: TranslationBundle, order: IOrder): string {
+  const done =
+    order.kind === 'pause'
+      ? trans.__('paused by the administrator')
+      : trans.__('drained by the administrator');
+  return order.reason ? trans.__('%1: %2', done, order.reason) : done;
+}
+
+/** What is out of service, by whom, since when and why: a sentence. */
+export function orderText(
+  trans: TranslationBundle,
+  order: IOrder,
+  view: IPool,
+  since: string
+): string {
+  const device = view.devices.find(one => one.uuid === order.device);
+  const what = order.device
+    ? trans.__('GPU %1', device?.index ?? '?')
+    : trans.__('The pool');
+  const done =
+    order.kind === 'pause'
+      ? trans.__('%1 has been paused by the administrator', what)
+      : trans.__('%1 has been drained by the administrator', what);
+  const said = trans.__('%1 (%2) since %3', done, order.by, since);
+  return order.reason ? trans.__('%1: %2', said, order.reason) : trans.__('%1.', said);
+}

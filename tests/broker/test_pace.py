@@ -1,0 +1,106 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Long work on the broker's event loop leaves room for requests, and looks at few processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+from jupyter_gpupool.broker import pace, processes
+from jupyter_gpupool.broker.activity import Activity
+from jupyter_gpupool.broker.rooms import Rooms
+from jupyter_gpupool.pool.model import Slice
+
+SESSIONS = 50
+
+
+@pytest.fixture
+def slow_clock(monkeypatch):
+    """A clock on which every look at it finds that one part of the work is over."""
+    ticks = count()
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * pace.PART)
+    monkeypatch.setattr(pace, "time", clock)
+    monkeypatch.setattr("jupyter_gpupool.broker.rooms.time", clock)
+
+
+def sessions():
+    return {f"s{i}": SimpleNamespace(id=f"s{i}", page=None) for i in range(SESSIONS)}
+
+
+async def turns_of_others(work):
+    """Return how often another task of the loop had its turn until ``work`` was done."""
+    turns, task = 0, asyncio.ensure_future(work)
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    await task
+    return turns
+
+
+def test_requests_are_answered_between_the_pages_of_one_look(slow_clock):
+    async def run():
+        activity = Activity(
+            SimpleNamespace(), SimpleNamespace(read=lambda s: s.id), None, quiet_after=1.0
+        )
+        activity.attached = sessions()
+        found = {}
+
+        async def look():
+            found.update(await activity.readings())
+
+        return await turns_of_others(look()), found
+
+    turns, found = asyncio.run(run())
+    assert [*found] == [*sessions()]
+    assert turns >= SESSIONS
+
+
+def test_room_of_all_neighbours_is_written_in_parts_and_complete(slow_clock):
+    told = []
+
+    async def run():
+        attached = sessions()
+        rooms = Rooms(
+            SimpleNamespace(pool=SimpleNamespace(growable=lambda _name: (5,))),
+            SimpleNamespace(set_room=lambda session, room: told.append((session.id, room))),
+            SimpleNamespace(attached=attached),
+        )
+        record = SimpleNamespace(
+            state="active", slices=(Slice("G", 1),), request=SimpleNamespace(limit=2)
+        )
+        for session in attached.values():
+            rooms.changed(session, record)
+        rooms._told.clear()
+        told.clear()
+        turns = 0
+        rooms.refresh_soon()
+        while len(told) < SESSIONS:
+            await asyncio.sleep(0)
+            turns += 1
+        rooms.close()
+        return turns
+
+    assert asyncio.run(run()) >= SESSIONS / 2
+    assert sorted(told) == sorted((name, (5,)) for name in sessions())
+
+
+def test_ancestry_leads_from_a_process_to_those_above_it():
+    code = "import os, sys; print(os.getppid()); sys.stdin.read()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        child.stdout.readline()
+        pids = [process.pid for process in processes.ancestry(child.pid)]
+    finally:
+        child.communicate()
+    assert pids[:2] == [child.pid, os.getpid()]
+    assert len(pids) == len(set(pids))
+    assert processes.ancestry(child.pid) == []  # it has ended

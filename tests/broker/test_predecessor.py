@@ -1,0 +1,190 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Kernels whose broker died get it back where they look for it, with the journal they are in."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+
+import pytest
+
+from jupyter_gpupool import startrecord
+from jupyter_gpupool.autostart import ensure_broker
+from jupyter_gpupool.broker.pages import SHARED_MEMORY, folder_name
+from jupyter_gpupool.errors import BrokerUnavailable
+from jupyter_gpupool.guard import page as layout
+
+from . import kit
+from .guardkit import Guarded, GuardedBroker
+from .kit import Kernel, wait_until
+from .test_autostart import clean, settings, status, with_pid  # noqa: F401 (a fixture)
+
+
+class At(kit.Broker):
+    """A broker that the package started at ``socket``."""
+
+    def __init__(self, folder, socket):
+        super().__init__(folder)
+        self.socket = socket
+        self.log = socket.with_suffix(".log")
+
+
+@pytest.fixture
+def orphaned(clean, monkeypatch):  # noqa: F811
+    """(broker that was killed, its kernel with a slice); this process now is of another login."""
+    broker = At(clean, ensure_broker(settings(clean, idle_timeout=77)))
+    one = Kernel(broker, "one")
+    one.attach()
+    with_pid(status(broker.socket)["pid"])
+    (clean / "cron").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(clean / "cron"))
+    yield broker, one
+    one.close()
+    kit.remove(SHARED_MEMORY / folder_name(broker.socket))
+
+
+def test_broker_is_started_where_its_living_kernels_look_for_it(orphaned, clean, caplog):  # noqa: F811
+    broker, one = orphaned
+    with caplog.at_level(logging.WARNING):
+        assert ensure_broker(settings(clean)) == broker.socket
+    assert broker.status()["settings"]["idle_timeout"] == 77
+    wait_until(lambda: one.link()["greeted"], "the agent's hello")
+    assert one.state() in ("active", "idle")
+    text = caplog.text
+    assert f"depends on a GPU pool broker at {broker.socket}, which has ended" in text
+    assert not (clean / "cron" / "gpupool" / "broker.sock").exists()
+
+
+def test_broker_that_ended_in_order_is_started_there_with_the_callers_configuration(
+    orphaned,
+    clean,  # noqa: F811
+):
+    broker, one = orphaned
+    startrecord.remove_record(broker.socket)
+    assert ensure_broker(settings(clean, idle_timeout=88)) == broker.socket
+    assert broker.status()["settings"]["idle_timeout"] == 88
+    wait_until(lambda: one.link()["greeted"], "the agent's hello")
+    assert one.state() in ("active", "idle")
+
+
+def test_broker_takes_over_sessions_where_their_socket_cannot_be_made(orphaned, clean, caplog):  # noqa: F811
+    broker, one = orphaned
+    shutil.rmtree(broker.socket.parent)
+    broker.socket.parent.write_text("not a folder")
+    with caplog.at_level(logging.WARNING):
+        path = ensure_broker(settings(clean))
+    assert path == clean / "cron" / "gpupool" / "broker.sock"
+    assert [s["id"] for s in status(path)["sessions"]] == [one.session]
+    assert "restart those kernels" in caplog.text
+
+
+def test_broker_begins_anywhere_once_the_kernels_have_ended(orphaned, clean):  # noqa: F811
+    _, one = orphaned
+    one.kill()
+    path = ensure_broker(settings(clean))
+    assert path == clean / "cron" / "gpupool" / "broker.sock"
+    assert status(path)["sessions"] == []
+
+
+def test_broker_started_by_hand_elsewhere_names_socket_and_processes(make_broker, folder):
+    """At a socket of the user's other folder: both have one journal."""
+    broker = make_broker()
+    (folder / "gpupool").mkdir()
+    broker.socket = folder / "gpupool" / "broker.sock"
+    home = broker.started.socket
+    one = Kernel(broker, "one")
+    broker.kill()
+    (folder / "x" / "gpupool").mkdir(parents=True)
+    broker.socket = folder / "x" / "gpupool" / "broker.sock"
+    answer = broker.start()
+    assert (answer["ok"], answer["code"]) == (False, "sessions-elsewhere")
+    assert answer["socket"] == str(home)
+    assert str(one.process.pid) in answer["message"]
+    assert f"--socket {home}" in answer["next_step"]
+    assert "--take-over" in answer["next_step"]
+    broker.socket = home
+    broker.started  # noqa: B018
+    wait_until(lambda: one.link()["greeted"], "the agent's hello")
+    one.close()
+
+
+# ---------------------------------------------------------------------- another journal
+
+
+def test_another_state_dir_is_refused_while_kernels_are_in_the_old_journal(clean):  # noqa: F811
+    broker = At(clean, ensure_broker(settings(clean)))
+    one = Kernel(broker, "one")
+    one.attach()
+    with_pid(status(broker.socket)["pid"])
+    record = startrecord.record_path(broker.socket)
+    old = json.loads(record.read_text())
+    assert old["journal"] == str(clean / "state" / old["journal"].rpartition("/")[2])
+    # What it was started with is gone: a server tries its own configuration.
+    record.write_text(json.dumps({**old, "command": ["/no/such/python", "-m", "x"]}))
+    with pytest.raises(BrokerUnavailable) as caught:
+        ensure_broker(settings(clean, state_dir=str(clean / "other")))
+    assert caught.value.code == "journal-elsewhere"
+    assert str(one.process.pid) in caught.value.message
+    assert str(clean / "state") in caught.value.next_step
+    assert not [*(clean / "other").glob("*.sqlite")]
+    # With the right one, and once its kernels have ended with any, it starts.
+    ensure_broker(settings(clean))
+    assert one.state() in ("active", "idle")
+    with_pid(status(broker.socket)["pid"])
+    one.kill()
+    startrecord.failures_path(broker.socket).unlink(missing_ok=True)
+    record.write_text(json.dumps({**old, "command": ["/no/such/python", "-m", "x"]}))
+    ensure_broker(settings(clean, state_dir=str(clean / "other")))
+    assert broker.status()["sessions"] == []
+    one.close()
+
+
+# ---------------------------------------------------------------------- pages elsewhere
+
+
+@pytest.fixture
+def moved(folder):
+    """(broker that was killed, its kernel, whose page is in another folder than the broker's)."""
+    broker = GuardedBroker(folder).started
+    one = Guarded(broker, "one", memory=kit.BIG, launch=False)
+    older = SHARED_MEMORY / f"gpupool-{os.geteuid()}-{'0' * 12}"
+    page = older / one.path.name
+    one.env["GPUPOOL_PAGE"] = str(page)
+    one.launch(agent=False)
+    one.slot(one.process.pid)
+    broker.kill()
+    kit.remove(older)
+    one.path.parent.rename(older)
+    yield broker, one, page
+    print(broker.tail())
+    one.close()
+    broker.close()
+    kit.remove(older)
+
+
+def test_page_is_found_in_the_folder_of_an_older_version(moved):
+    broker, one, page = moved
+    broker.started  # noqa: B018
+    assert one.gate() == layout.CLOSED
+    one.lease()
+    assert one.granted()
+    assert page.exists()
+    assert not one.path.exists()
+    assert "unguarded" not in broker.tail(1 << 20)
+    page.unlink()
+    wait_until(lambda: os.path.lexists(page), "the page to be put back where it was")
+
+
+def test_page_that_is_nowhere_is_reported_in_the_log(moved):
+    broker, one, page = moved
+    broker.started  # noqa: B018
+    one.lease()
+    broker.kill()
+    kit.remove(page.parent)
+    one.map.close()  # which has the file open
+    broker.started  # noqa: B018
+    assert f"The page of session {one.session} was deleted and no process has it" in broker.tail()
+    assert f"Session {one.session} goes on unguarded: no page at {page}" in broker.tail()

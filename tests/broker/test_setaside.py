@@ -1,0 +1,173 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A pause and kernels that have called cuInit and nothing else: suspended where the driver can."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jupyter_gpupool.cli.maintenance import progress
+from jupyter_gpupool.guard import page as layout
+from jupyter_gpupool.guard.install import without_guard
+
+from . import kit
+from .kit import MiB, environment, wait_until
+from .test_guarded import BIG, CONTEXT, Program
+from .test_maintenance import INITIALISED, WHY, closed, maintain, order, with_device_files
+
+PATIENCE = 60
+
+
+@pytest.fixture
+def parts():
+    return kit.Broker, Program, {"attach": "lazy", "quiet_after": 0.3}
+
+
+@pytest.fixture
+def driver(broker):
+    """The broker, on a driver that suspends processes which have only called cuInit."""
+    broker.disturbed = True
+    broker.faults.set("init-suffices")
+    return broker
+
+
+def test_kernel_that_only_asked_is_suspended_by_a_pause_and_answers_meanwhile(driver, kernel):
+    k = kernel(memory=BIG)
+    seen = k.do("ask")
+    assert with_device_files(driver, k.process.pid)
+    maintain(driver, "pause")
+    closed(driver)
+    assert not with_device_files(driver, k.process.pid)
+    assert k.mark() == layout.LANDING_ASIDE
+    assert [row["kind"] for row in driver.rows("restart-notice")] == []
+    assert k.do("ask") == seen, "it is answered without the driver"
+    # Whatever needs the driver waits, and says why.
+    k.tell("context")
+    wait_until(lambda: k.state() == "queued", "it waits", PATIENCE)
+    assert driver.session(k.session)["wait_reason"] == WHY
+    maintain(driver, "resume")
+    assert k.answer(PATIENCE) is None
+    assert k.mark() == layout.LANDING_NONE
+    assert k.do("alloc", bytes=32 * MiB, byte=3) is None
+    assert k.do("check") == 32 * MiB
+    assert k.status()["used_bytes"] == 32 * MiB + CONTEXT
+
+
+def test_resume_restores_it_before_it_asks_for_anything(driver, kernel):
+    k = kernel(memory=BIG)
+    seen = k.do("ask")
+    maintain(driver, "pause")
+    closed(driver)
+    maintain(driver, "resume")
+    assert k.mark() == layout.LANDING_NONE
+    assert with_device_files(driver, k.process.pid)
+    assert k.do("ask") == seen
+    assert k.do("look") == {"fork": 3, "cuMemGetInfo_v2": 201}
+    assert k.status()["attached_seconds_total"] == 0
+    assert k.do("context") is None
+
+
+def test_broker_killed_in_the_pause_leaves_it_suspended_and_the_next_one_restores_it(
+    driver, kernel
+):
+    one, two = kernel(memory=BIG), kernel(memory=BIG)
+    seen = [k.do("ask") for k in (one, two)]
+    maintain(driver, "pause")
+    closed(driver)
+    driver.kill()
+    assert driver.started
+    assert order(driver)["closed"]
+    for k in (one, two):
+        assert not with_device_files(driver, k.process.pid)
+        assert k.mark() == layout.LANDING_ASIDE
+    assert one.do("ask") == seen[0]
+    maintain(driver, "resume")
+    assert two.do("ask") == seen[1]
+    for k in (one, two):
+        k.begin(16 * MiB, byte=2)
+        assert k.do("check") == 16 * MiB
+
+
+def test_broker_killed_before_the_pause_is_complete_goes_on_with_it(driver, kernel):
+    k = kernel(memory=BIG)
+    seen = k.do("ask")
+    driver.faults.clear()  # and the next one to call cuInit is not suspended
+    with_files = kernel(memory=BIG, launch=False)
+    env = {**environment(driver.folder), **without_guard({**os.environ, **with_files.env})}
+    with subprocess.Popen(
+        [sys.executable, "-c", INITIALISED],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "ready\n"
+        with_files.server.call("launched", session=with_files.session, pid=process.pid)
+        maintain(driver, "pause")
+        wait_until(lambda: k.mark() == layout.LANDING_ASIDE, "it is suspended", PATIENCE)
+        wait_until(lambda: not with_device_files(driver, k.process.pid), "its files", PATIENCE)
+        driver.kill()
+        assert driver.started
+        files = wait_until(lambda: order(driver)["files"], "who has device files open", PATIENCE)
+        assert [f["pid"] for f in files] == [process.pid]
+        assert not with_device_files(driver, k.process.pid)
+        process.stdin.close()
+    closed(driver)
+    assert k.do("ask") == seen
+    maintain(driver, "resume")
+    k.begin(16 * MiB, byte=2)
+    assert k.do("check") == 16 * MiB
+
+
+def test_paused_gpu_loses_a_kernel_that_asked_about_it_to_another_gpu(driver, kernel):
+    k = kernel(memory=BIG)
+    (seen,) = k.do("ask")
+    maintain(driver, "pause", seen)
+    closed(driver, seen)
+    assert not with_device_files(driver, k.process.pid)
+    k.begin(16 * MiB, byte=2)
+    (place,) = k.status()["devices"]
+    assert place != seen
+    assert k.do("check") == 16 * MiB
+    assert k.mark() == layout.LANDING_NONE
+    assert k.status()["used_bytes"] == 16 * MiB + CONTEXT
+    maintain(driver, "resume")
+
+
+def test_kernel_that_ends_while_it_is_suspended_leaves_nothing(driver, kernel):
+    k = kernel(memory=BIG)
+    k.do("ask")
+    maintain(driver, "pause")
+    closed(driver)
+    k.kill()
+    wait_until(lambda: driver.status()["sessions"] == [], "its session to end", PATIENCE)
+    maintain(driver, "resume")
+    kernel(memory=BIG).begin(MiB)
+
+
+def test_what_keeps_a_device_file_open_all_the_same_is_named(driver, kernel):
+    """What a driver closes is not believed but seen, in /proc."""
+    k = kernel(memory=BIG)
+    k.do("ask")
+    path = driver.folder / "broker.sock.emulated" / "nvidiactl"
+    k.do("open", path=str(path))
+    maintain(driver, "pause")
+    files = wait_until(lambda: order(driver)["files"], "who has device files open", PATIENCE)
+    assert [f["pid"] for f in files] == [k.process.pid]
+    assert progress(order(driver))[1].endswith("; restart that kernel")
+    assert not order(driver)["closed"]
+    maintain(driver, "resume")
+    k.begin(MiB)
+
+
+def test_driver_that_does_not_suspend_it_keeps_the_pause_open(broker, kernel):
+    k = kernel(memory=BIG)
+    seen = k.do("ask")
+    maintain(broker, "pause")
+    files = wait_until(lambda: order(broker)["files"], "who has device files open", PATIENCE)
+    assert [f["pid"] for f in files] == [k.process.pid]
+    assert k.mark() == layout.LANDING_NONE
+    assert k.do("ask") == seen
+    maintain(broker, "resume")
+    k.begin(MiB)

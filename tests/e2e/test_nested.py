@@ -1,0 +1,59 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A notebook that runs another one (nbclient, papermill), and has to start the broker for that."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+
+from . import cells
+from .kit import KERNEL_NAME, MiB, command_of, until
+from .scenes import DATA, play, release, state
+
+ONE = "1x640MiB,context=32MiB"
+SLICE = 512 * MiB
+
+RUN = f"""
+import nbformat
+from nbclient import NotebookClient
+
+inner = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell({cells.setup(2, DATA)!r})])
+NotebookClient(inner, kernel_name={KERNEL_NAME!r}, timeout=100).execute()
+print("ran")
+"""
+
+
+def test_broker_that_a_notebook_starts_is_neither_suspended_nor_ended_with_it(pool):
+    pool = pool(ONE, default_memory=SLICE)
+
+    async def scenario():
+        outer = await pool.kernel("outer")
+        (await outer.run(cells.setup(1, DATA))).check()
+        await state(outer, "idle")
+        # Ended in order: nobody starts it again before somebody has a reason.
+        old = psutil.Process(pool.status()["pid"])
+        old.send_signal(signal.SIGTERM)
+        await until(lambda: not pool.socket.exists(), "the broker's end")
+        # The inner notebook takes the slice of the outer one, which is busy without its GPU.
+        done = (await outer.run(RUN)).check()
+        assert done.text.endswith("ran\n"), done
+        pid = pool.status()["pid"]
+        broker = psutil.Process(pid)
+        environ = broker.environ()
+        assert "GPUPOOL_SESSION" not in environ
+        assert pid not in [p.pid for p in psutil.Process(outer.pid).children(recursive=True)]
+        # Both go on: the outer is suspended and comes back, by a broker that it started itself.
+        (await outer.run("block.verify()")).check()
+        await release(pool, outer)
+        (await outer.run("block.verify()")).check()
+        assert pool.status()["pid"] == pid
+        workers = [p for p in broker.children() if "devices.worker" in command_of(p)]
+        assert workers
+        await outer.stop()
+        assert pool.status()["pid"] == pid
+        assert os.getsid(pid) == pid
+
+    play(scenario())
