@@ -601,6 +601,42 @@ def test_broker_that_refuses_a_lost_page_is_asked_again_later(session, until):
     assert child.do("_ = context()") == 0
 
 
+def test_broker_that_stays_away_is_asked_for_a_lost_page_less_and_less_often(session, until):
+    """Each question waits for seconds; a program that goes on calling would do nothing else."""
+    session.page_path.unlink()
+    session.broker.stop()
+    child = session.child()
+    child.do("""
+def timed():
+    begun = time.monotonic()
+    while time.monotonic() - begun < 10:
+        t = time.monotonic()
+        assert C.cuInit(0) == 802
+        yield time.monotonic() - t
+        time.sleep(0.05)
+""")
+    # Within 20 s of calls: at most the first one, and after pauses of 1 and 2 seconds.
+    waits = child.do("_ = [s for _ in range(2) for s in timed() if s > 1]", timeout=60)
+    assert 1 <= len(waits) <= 3
+    # A forked child asks for itself, without the pause.
+    forked = child.do("""
+r, w = os.pipe()
+if not os.fork():
+    t = time.monotonic()
+    C.cuInit(0)
+    os.write(w, repr(time.monotonic() - t).encode())
+    os._exit(0)
+_ = os.read(r, 100).decode()
+""")
+    assert float(forked) > 1
+    # The page is found as soon as it has its name again, whenever the broker is asked next.
+    put_back(session)
+    begun = time.monotonic()
+    until(lambda: child.do("_ = C.cuInit(0)") == 0)
+    assert time.monotonic() - begun < 5
+    assert child.do("_ = context()") == 0
+
+
 def test_process_without_descriptors_at_its_first_call_gets_its_slot_later(session, until):
     child = session.child()
     child.do("import resource; limits = resource.getrlimit(resource.RLIMIT_NOFILE)")

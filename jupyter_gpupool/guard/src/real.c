@@ -29,8 +29,11 @@ static pthread_mutex_t publishing = PTHREAD_MUTEX_INITIALIZER;
 static bool driver_missing, handed_over;
 bool guard_settled;
 static uint64_t refused_until; /* CLOCK_MONOTONIC, ns: nobody looks for the page again before */
+static uint64_t away_until;    /* nobody asks a broker that was away for the page again before */
+static uint64_t away_for;      /* how long that was, which doubles each time; 0: it was not away */
 
 #define REFUSED_NS 1000000000ull
+#define AWAY_MOST_NS (32 * REFUSED_NS)
 
 static CUresult not_in_driver(void)
 {
@@ -158,6 +161,9 @@ static enum page_state look(void)
             state = PAGE_REFUSED;
         } else if (!handed_over) {
             state = page_settle();
+            /* It may have its name again, but whoever waited for its broker has just waited long. */
+            if (state == PAGE_LOST && monotonic() < away_until)
+                state = PAGE_REFUSED;
             if (state == PAGE_REFUSED)
                 refused_until = monotonic() + REFUSED_NS;
         }
@@ -174,7 +180,14 @@ static void refuse(enum answer answer)
 {
     pthread_mutex_lock(&publishing);
     if (!guard_settled) {
-        refused_until = monotonic() + REFUSED_NS;
+        uint64_t now = monotonic();
+        refused_until = now + REFUSED_NS;
+        if (answer != ANSWER_AWAY)
+            away_for = 0;
+        else if (now >= away_until) /* of threads that waited together one counts */
+            away_for = !away_for ? REFUSED_NS : away_for < AWAY_MOST_NS ? 2 * away_for : AWAY_MOST_NS;
+        if (answer != ANSWER_AWAY || now >= away_until)
+            away_until = now + away_for;
         page_lost(answer);
     }
     pthread_mutex_unlock(&publishing);
@@ -213,7 +226,7 @@ void real_fork(enum fork_when when)
     }
     if (when == FORK_CHILD && !driver_missing) {
         guard_settled = false;
-        refused_until = 0;
+        refused_until = away_until = away_for = 0;
     }
     pthread_mutex_unlock(&publishing);
 }
