@@ -43,7 +43,8 @@ HIGH_WATER = 32 << 10
 #: messages that the peer did not ask for.
 MAX_UNREAD = 1 << 20
 
-#: Seconds for which a peer may leave more than HIGH_WATER unread.
+#: Seconds for which a peer may leave more than HIGH_WATER unread, or take for the rest of a long
+#: request once that is read.
 READER_PATIENCE = 30.0
 
 #: What every connection receives into, one at a time.
@@ -115,6 +116,8 @@ class Connection(asyncio.BufferedProtocol):
         self._read_state: Literal["", "waits", "due", "answering"] = ""
         self._reading = True
         self._choked: asyncio.TimerHandle | None = None
+        #: Ends the connection if the rest of a long request does not come in time.
+        self._rest: asyncio.TimerHandle | None = None
         #: Bytes of the answers to the request being handled.
         self._sent = 0
 
@@ -298,6 +301,7 @@ class Connection(asyncio.BufferedProtocol):
             self._choked.cancel()
             self._choked = None
         if self.accepted:
+            self._end_long()
             self.service.dispatcher.left(self)
             self._buffer.clear()
             self.accepted = False
@@ -354,8 +358,25 @@ class Connection(asyncio.BufferedProtocol):
         """Return whether the rest of a long request is read now, or when others of its user are."""
         whole = self._has_line()
         if self.accepted:
-            (self.account.end_long if whole else self.account.begin_long)(self)
+            (self._end_long if whole else self._begin_long)()
         return not whole and (not self.accepted or self in self.account.long)
+
+    def _begin_long(self) -> None:
+        """A long request takes one of its user's few places now or later, and not without limit."""
+        self.account.begin_long(self)
+        if self._rest is None and self in self.account.long:
+            loop = asyncio.get_running_loop()
+            self._rest = loop.call_later(READER_PATIENCE, self._stalled)
+
+    def _end_long(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
+        self.account.end_long(self)
+
+    def _stalled(self) -> None:
+        if not self._has_line():
+            self.abuse(f"did not send the rest of a long request in {READER_PATIENCE:g} seconds")
 
     def read_on(self) -> None:
         """It is this connection's turn to have the rest of a long request read."""
@@ -420,7 +441,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _forget_buffer(self) -> None:
         if self.accepted:
-            self.account.end_long(self)
+            self._end_long()
             self.account.buffered -= len(self._buffer)
         self._buffer.clear()
         self._scanned = 0

@@ -439,6 +439,38 @@ def test_peers_that_say_no_more_and_read_nothing_hold_bounded_bytes(monkeypatch)
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_stalled_long_requests_are_closed_and_the_others_of_their_user_are_handled(
+    folder, monkeypatch
+):
+    """Before, they held all of their user's places for as long as they liked."""
+    monkeypatch.setattr(module, "READER_PATIENCE", 0.5)
+    part = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * (2 * module.CHUNK)
+
+    async def scenario(service, connect):
+        loop = asyncio.get_running_loop()
+        stalled = [await connect(ADA) for _ in range(accounts.MAX_LONG)]
+        for one in stalled:
+            await loop.sock_sendall(one, part)
+        (account,) = {c.account for c in service.connections}
+        await until(lambda: len(account.long) == accounts.MAX_LONG)
+        hers = await connect(ADA)
+        await loop.sock_sendall(hers, part)
+        await until(lambda: account.longer)
+        await until(lambda: service.counters.closed_for_abuse == accounts.MAX_LONG)
+        await loop.sock_sendall(hers, b'"}\n')
+        await until(lambda: service.handled == [(ADA, "ping")])
+        for one in stalled:
+            (error,) = await messages(one, 1)
+            assert error["code"] == "abuse"
+            assert "the rest of a long request" in error["message"]
+        assert not account.long
+        # Whoever was complete in time is not closed afterwards.
+        await asyncio.sleep(0.6)
+        assert len(service.connections) == 1
+
+    run(folder, monkeypatch, scenario)
+
+
 def test_few_long_requests_of_a_user_are_read_at_once_and_all_in_the_end(folder, monkeypatch):
     """A hundred connections that send all they can would keep the loop reading."""
     size, count = 200_000, 3 * accounts.MAX_LONG
