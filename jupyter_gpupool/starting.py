@@ -250,7 +250,10 @@ def launch(path: Path, command: Sequence[str], env: Mapping[str, str], give_up: 
     reading, writing = os.pipe()
     try:
         with _open_log(log_file) as log:
-            broker = _spawn([*command, "--ready-fd", str(writing)], env, log, writing)
+            broker = _spawn([*command, "--ready-fd", str(writing)], env, log, writing, give_up)
+    except TimeoutError:
+        os.close(reading)
+        raise _late(log_file) from None
     except OSError as error:
         os.close(reading)
         raise BrokerUnavailable(
@@ -270,11 +273,7 @@ def launch(path: Path, command: Sequence[str], env: Mapping[str, str], give_up: 
             os.kill(broker, signal.SIGKILL)
     _wait_end(broker)
     if answer is None:
-        raise BrokerUnavailable(
-            "The GPU pool broker did not start in time and was ended.",
-            code="start-timeout",
-            next_step=f"See its log: {log_file}",
-        )
+        raise _late(log_file)
     raise BrokerUnavailable(
         str(answer.get("message") or "The GPU pool broker was killed as it started."),
         code=str(answer.get("code") or _KILLED),
@@ -283,11 +282,23 @@ def launch(path: Path, command: Sequence[str], env: Mapping[str, str], give_up: 
     )
 
 
-def _spawn(command: Sequence[str], env: Mapping[str, str], log: int, ready: int) -> int:
+def _late(log_file: Path) -> BrokerUnavailable:
+    return BrokerUnavailable(
+        "The GPU pool broker did not start in time and was ended.",
+        code="start-timeout",
+        next_step=f"See its log: {log_file}",
+    )
+
+
+def _spawn(
+    command: Sequence[str], env: Mapping[str, str], log: int, ready: int, give_up: float
+) -> int:
     """Start ``command`` through a process that ends at once; return the pid.
 
     Raises
     ------
+    TimeoutError
+        If it does not run by ``give_up`` (monotonic time); it was ended.
     OSError
         If the program cannot be run.
     """
@@ -307,8 +318,14 @@ def _spawn(command: Sequence[str], env: Mapping[str, str], log: int, ready: int)
             )
         finally:
             os.close(writing)
-        lines = report.read().split()  # until the broker's program runs
+        lines, late = _read_until(report.fileno(), give_up)  # until the broker's program runs
+        if late:
+            for pid in (between.pid, *map(int, lines[:1])):  # each leads a session of its own
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
         between.wait()
+    if late:
+        raise TimeoutError
     if not lines:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     if len(lines) > 1:
@@ -320,6 +337,19 @@ def _spawn(command: Sequence[str], env: Mapping[str, str], log: int, ready: int)
         if int(parent) == os.getpid():
             _OURS.append(pid)
     return pid
+
+
+def _read_until(descriptor: int, give_up: float) -> tuple[list[bytes], bool]:
+    """Return the words read up to the end of the file, and whether ``give_up`` came first."""
+    data = b""
+    while True:
+        left = give_up - time.monotonic()
+        if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+            return data.split(), True
+        chunk = os.read(descriptor, 4096)
+        if not chunk:
+            return data.split(), False
+        data += chunk
 
 
 #: Brokers whose parent is this process all the same: it is the first of its container, or has

@@ -9,12 +9,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import pytest
 from traitlets.config import Config
 from traitlets.config.loader import KVArgParseConfigLoader
 
+from jupyter_gpupool import starting
 from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.devices.processes import identify
@@ -152,6 +154,20 @@ def test_a_broker_that_hangs_at_its_start_is_ended(clean):
     with pytest.raises(BrokerUnavailable, match="in time"):
         ensure_broker(settings(clean), str(clean / "other" / "b.sock"), timeout=0.01)
     assert status(path)["pid"] == pid
+
+
+def test_program_that_hangs_before_it_runs_the_broker_is_ended(clean, monkeypatch):
+    """As on a file system that does not answer: the caller's limit holds there as well."""
+    stuck, pid = clean / "stuck", clean / "pid"
+    stuck.write_text(f"#!/bin/sh\necho $$ > {pid}\nsleep 600\n")
+    stuck.chmod(0o755)
+    monkeypatch.setattr(starting.sys, "executable", str(stuck))
+    begun = time.monotonic()
+    with pytest.raises(BrokerUnavailable, match="did not start in time and was ended") as raised:
+        starting.launch(clean / "b.sock", ["/bin/true"], os.environ, begun + 3)
+    assert raised.value.code == "start-timeout"
+    assert time.monotonic() - begun < 60
+    wait_until(lambda: identify(int(pid.read_text())) is None, "its end", 60)
 
 
 def test_what_json_cannot_say_is_refused(clean):
