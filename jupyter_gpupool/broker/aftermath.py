@@ -1,10 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""After the kill of a restored process, where the driver is known to hang when that happens.
+"""After the end of a restored process, where the driver is known to hang when that happens.
 
 The pool and its servers suspend a kernel again before they end it. Nobody does that for the
-out-of-memory killer, or for a user's ``kill -9``. If the machine has survived, its GPU may hang for
-whoever uses it next, so no kernel gets it before a test has passed there.
+out-of-memory killer, for a user's ``kill -9``, or for a kernel that ends by itself. If the
+machine has survived, its GPU may hang for whoever uses it next, so no kernel gets it before a test
+has passed there.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from .runner import Runner
 
 
 class Aftermath:
-    """Has the GPUs tested of restored processes that were killed.
+    """Has the GPUs tested of restored processes that ended without being suspended first.
 
-    ``hazard`` returns what is known of the loaded driver; "" if such a kill is harmless there.
+    ``hazard`` returns what is known of the loaded driver; "" if such an end is harmless there.
     """
 
     def __init__(
@@ -40,21 +41,21 @@ class Aftermath:
         if session is None or record is None or session.retired or session.process is None:
             return
         if not processes.alive(session.process):
-            self.killed(record)
+            self.ended(record)
 
-    def killed(self, record: SessionRecord) -> None:
-        """A kernel has ended that nobody has made safe to kill."""
+    def ended(self, record: SessionRecord) -> None:
+        """A kernel has ended that nobody had suspended first."""
         if not self._hazard() or not record.resumes or not record.slices:
             return
         why = (
-            "A kernel that had been suspended and resumed was killed here, which is known to hang "
-            "this driver."
+            "A kernel that had been suspended and resumed ended here without being suspended "
+            "first, which is known to hang this driver."
         )
         for uuid in dict.fromkeys(piece.device for piece in record.slices):
             if uuid in self._health.devices:
                 self._log.error(
-                    "GPU %d: %s (Session %s; the kill came from outside the pool, such as from "
-                    "the out-of-memory killer, see dmesg.) No kernel gets the GPU before it has "
+                    "GPU %d: %s (Session %s; the pool did not end it: it called exit(), or was "
+                    "killed from outside, see dmesg.) No kernel gets the GPU before it has "
                     "passed a test", self._health.devices[uuid].index, why, record.id,
                 )  # fmt: skip
                 self._health.suspect(uuid, why)

@@ -425,7 +425,7 @@ class BrokerApp:
             self.runner.note("close", owner=owner, reason=reason, detail={"session": name})
             self.effects.end_frozen(name, frozen_in(stored[name]))
             with suppress(KeyError, TypeError, ValueError):  # one that cannot be read
-                self.aftermath.killed(from_json(stored[name]["record"]))
+                self.aftermath.ended(from_json(stored[name]["record"]))
         for one in found:
             self.guarding.adopt(one.session, one.record)
             self.guarding.settle_use(one, self.runner.now(), self._alone)

@@ -17,6 +17,9 @@ from .runner import Runner
 #: Longest pause between two tests of a device that goes on failing, in seconds.
 MOST = 3600.0
 
+#: Codes of tests that were not made, which says nothing about the device.
+_NO_VERDICT = ("no-room", "paused")
+
 
 class Health:
     """Keeps the pool informed about failed devices.
@@ -39,7 +42,7 @@ class Health:
         self._bad: set[str] = set()
         self._failures: dict[str, int] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._tests: dict[str, asyncio.Task[str]] = {}
+        self._tests: dict[str, asyncio.Task[GPUPoolError | None]] = {}
 
     def begin(self, runner: Runner, service: DeviceService, devices: Iterable[Device]) -> None:
         """Announce the pool's devices, and tell the pool of failures: past ones and from now on."""
@@ -80,10 +83,12 @@ class Health:
             return
         self.bad(uuid, f"{reason} It is being tested.")
 
-        def tested(test: asyncio.Task[str]) -> None:
-            why = "" if test.cancelled() else test.result()
-            if why and uuid in self.failed:
-                self.lost(uuid, f"{reason} Its test failed: {why}")
+        def tested(test: asyncio.Task[GPUPoolError | None]) -> None:
+            error = None if test.cancelled() else test.result()
+            if error is not None and uuid in self.failed:
+                failed = error.code not in _NO_VERDICT
+                what = "Its test failed" if failed else "It has not been tested yet"
+                self.lost(uuid, f"{reason} {what}: {error.message}")
 
         self._test(uuid).add_done_callback(tested)
 
@@ -94,7 +99,8 @@ class Health:
 
     async def retest(self, uuid: str) -> str:
         """Test a device that is out of service; return "" if it is back, else why not."""
-        return await asyncio.shield(self._test(uuid))
+        error = await asyncio.shield(self._test(uuid))
+        return "" if error is None else error.message
 
     def close(self) -> None:
         """Test nothing more."""
@@ -105,7 +111,7 @@ class Health:
 
     # ------------------------------------------------------------------ internals
 
-    def _test(self, uuid: str) -> asyncio.Task[str]:
+    def _test(self, uuid: str) -> asyncio.Task[GPUPoolError | None]:
         """Return the test that is under way, begun now if need be."""
         test = self._tests.get(uuid)
         if test is None:
@@ -114,7 +120,7 @@ class Health:
             test.add_done_callback(lambda _: self._tests.pop(uuid, None))
         return test
 
-    async def _retest(self, uuid: str) -> str:
+    async def _retest(self, uuid: str) -> GPUPoolError | None:
         assert self._service is not None
         # The monitor forgets the Xid for the test, and must not bring the device back meanwhile.
         self._bad.add(uuid)
@@ -125,14 +131,14 @@ class Health:
                 raise DriverError(device.tier_reason)
         except GPUPoolError as error:
             self._log.warning("GPU %d is still out of service: %s", before.index, error)
-            if error.code != "no-room":  # that says nothing about the device
+            if error.code not in _NO_VERDICT:
                 self._failures[uuid] = self._failures.get(uuid, 0) + 1
             if uuid in self.failed:
                 self._schedule(uuid)
-            return error.message
+            return error
         self.devices[uuid] = device
         self._back(uuid, "passed its self-test")
-        return ""
+        return None
 
     def _back(self, uuid: str, why: str) -> None:
         self._forget(uuid)

@@ -121,6 +121,8 @@ class Maintenance:
         self._own = processes.identify(os.getpid())
         #: Suspends who has only looked at the devices; None where nobody runs under the guard.
         self.aside: SetAside | None = None
+        #: What is being done for an order beside its sessions with a lease, by its device.
+        self._step: dict[str, str] = {}
         #: Sessions that were told to restart, by order.
         self._told: set[tuple[str, float, str]] = set()
         self._busy = asyncio.Lock()
@@ -221,6 +223,7 @@ class Maintenance:
                 if self._orders.get(order.device) is order:
                     del self._orders[order.device]
                 self._left.pop(order.device, None)
+                self._step.pop(order.device, None)
                 if self.aside is not None:
                     self.aside.forget((order.device, order.since))
             self._save()
@@ -260,7 +263,11 @@ class Maintenance:
         """
         there = {device.uuid: device for device in found}
         for uuid in [uuid for uuid in self._health.devices if uuid not in there]:
-            self._health.bad(uuid, "it was not found any more after a pause")
+            self._health.bad(
+                uuid,
+                "it was not found any more after a pause. Once the driver shows it again "
+                "(nvidia-smi -L), pause the whole pool and resume it",
+            )
         for uuid, device in there.items():
             passed = uuid in self._service.renewed and device.can_suspend
             if uuid not in self._health.failed or passed:
@@ -338,6 +345,8 @@ class Maintenance:
                 scanned = await self._look(scanned, loop.time())
             except (OSError, GPUPoolError) as error:
                 # /proc cannot be listed without a free descriptor; or a child does not end.
+                for device in self._step:
+                    self._step[device] = f"another try, because the last one failed: {error}"
                 self._log.error("A pause goes on later: %s", error)
             await asyncio.sleep(POLL)
 
@@ -351,20 +360,32 @@ class Maintenance:
                     continue
                 if order.kind == "pause":
                     if self.aside is not None and not self._stood_aside(order):
+                        self._step[order.device] = (
+                            "kernels that have called cuInit and nothing else to be suspended"
+                        )
                         await self.aside.suspend(self._targets(order), (order.device, order.since))
                         if self._holding(order):
                             continue
+                    if not self._stood_aside(order):
+                        self._step[order.device] = (
+                            "the broker's own processes to end what they do and close the device "
+                            "files"
+                        )
                     await self._stand_down(order)
+                    if not self._left.get(order.device):
+                        self._step[order.device] = "a look at who has device files open"
                     if not due:
                         continue
                     scanned = now
                     if await self._open_files(order):
+                        self._step.pop(order.device, None)  # these are named
                         self._tell_holders(order)
                         continue
                 self._done(order)
         return scanned
 
     def _done(self, order: Order) -> None:
+        self._step.pop(order.device, None)
         if self._orders.get(order.device) is order:
             self._orders[order.device] = replace(order, closed=True)
             self._log.warning("%s", self._sentence(self._orders[order.device]))
@@ -503,12 +524,19 @@ class Maintenance:
                 "text": self._sentence(order),
                 "waits": shown,
                 "others": len(waits) - len(shown),
+                "step": "" if order.closed or waits else self._doing(order),
             }
             if access.is_admin(peer) and order.kind == "pause":
                 row["files"] = [self._file(*each) for each in self._left.get(order.device, ())]
                 row["unseen"] = self._unseen.get(order.device, 0)
             found.append(row)
         return found
+
+    def _doing(self, order: Order) -> str:
+        """Return what the pool itself does for an order that no session with a lease holds up."""
+        if order.device in self._step:
+            return self._step[order.device]
+        return "" if self._left.get(order.device) else "a look at what uses it"
 
     def _waits(self, order: Order) -> list[tuple[Session, SessionRecord, dict[str, Any]]]:
         holding = self._holding(order)

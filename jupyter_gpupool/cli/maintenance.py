@@ -118,6 +118,8 @@ def progress(order: Mapping[str, Any]) -> list[str]:
         if others:
             lines.append(f"  {others} of other users")
         return lines
+    if order.get("step"):
+        return [f"Waiting for {order['step']}."]
     files = [row for row in order.get("files") or () if row["session"]]
     if files:
         what = "its device file" if order.get("device") else "device files"

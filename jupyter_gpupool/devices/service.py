@@ -274,10 +274,15 @@ class DeviceService:
         DriverError
             If it cannot be read, or has no room for the test.
         """
-        self._device(uuid)
         self._aside.check(uuid)
         if self.down:
             raise DriverError(self.down, code="paused")
+        if uuid not in self._devices:
+            raise DriverError(
+                "The driver did not show it at the last resume. Once it does (nvidia-smi -L), "
+                "pause the whole pool and resume it: that looks for the GPUs again.",
+                code="unknown-device",
+            )
         await self._sampler.renew([uuid])
         device = await self.self_test(uuid)
         # An Xid of the test itself shows here.

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -21,7 +22,7 @@ from jupyter_gpupool.broker.maintenance import Maintenance
 from jupyter_gpupool.cli.maintenance import progress
 from jupyter_gpupool.cli.picture import Style, draw
 from jupyter_gpupool.devices.files import holders
-from jupyter_gpupool.errors import RefusedError
+from jupyter_gpupool.errors import DriverError, RefusedError
 from jupyter_gpupool.guard.install import without_guard
 
 from .kit import ROOT, Kernel, MiB, environment, wait_until
@@ -530,11 +531,53 @@ def test_gpu_of_a_restored_kernel_that_was_killed_is_tested_before_others_get_it
     wait_until(lambda: hanging.session(restored.session) is None, "its end", 60)
     (lost,) = wait_until(lambda: hanging.rows("device-lost"), "the suspicion", 60)
     assert lost["device"] == uuid
-    assert "suspended and resumed was killed here" in lost["reason"]
+    assert "suspended and resumed ended here without being suspended first" in lost["reason"]
     wait_until(lambda: not device_of(hanging, uuid)["drained_reason"], "the test has passed", 60)
     kinds = [row["kind"] for row in hanging.rows("close", "device-lost", "device-seen")]
     assert kinds[-3:] == ["device-lost", "close", "device-seen"], "first nobody gets it"
     assert hanging.rows("device-seen")[-1]["reason"] == "passed its self-test"
+
+
+def test_restored_kernel_that_ends_by_itself_is_not_reported_as_killed(hanging, restored):
+    """It ends as its input does: nobody has killed it."""
+    uuid = hanging.session(restored.session)["device"]
+    restored.process.stdin.close()
+    assert restored.process.wait(60) == 0
+    (lost,) = wait_until(lambda: hanging.rows("device-lost"), "the suspicion", 60)
+    assert lost["device"] == uuid
+    assert "ended here without being suspended first" in lost["reason"]
+    assert "killed" not in lost["reason"]
+    wait_until(lambda: not device_of(hanging, uuid)["drained_reason"], "the test has passed", 60)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("paused", "It has not been tested yet"),
+        ("no-room", "It has not been tested yet"),
+        ("lost", "Its test failed"),
+    ],
+)
+def test_test_of_a_suspect_gpu_that_was_not_made_is_no_failure(code, told):
+    device = types.SimpleNamespace(
+        uuid="GPU-x", index=0, memory_total=MiB, name="", tier="", tier_reason="", can_suspend=True
+    )
+
+    async def retest(_uuid):
+        raise DriverError("This is why.", code=code)
+
+    async def suspected():
+        runner = types.SimpleNamespace(
+            note=lambda *_, **__: None, handle=lambda _: None, now=lambda: 0.0
+        )
+        health = Health(logging.getLogger())
+        health.begin(runner, types.SimpleNamespace(retest=retest), [device])
+        health.suspect(device.uuid, "A kernel ended here.")
+        assert await health.retest(device.uuid) == "This is why."
+        await asyncio.sleep(0)
+        return health.failed[device.uuid]
+
+    assert asyncio.run(suspected()) == f"A kernel ended here. {told}: This is why."
 
 
 def test_gpu_that_hangs_after_such_a_kill_stays_out_of_service_and_says_why(hanging, restored):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -159,6 +160,27 @@ def test_what_keeps_a_device_file_open_all_the_same_is_named(driver, kernel):
     assert not order(driver)["closed"]
     maintain(driver, "resume")
     k.begin(MiB)
+
+
+def test_pause_that_waits_for_a_suspend_that_hangs_says_so(driver, kernel):
+    k = kernel(memory=BIG)
+    (seen,) = k.do("ask")
+    driver.faults.set("hang", op="checkpoint", pid=k.process.pid)
+    maintain(driver, "pause", seen)
+    what = "kernels that have called cuInit and nothing else to be suspended"
+    wait_until(lambda: what in order(driver, seen)["step"], "what it waits for", PATIENCE)
+    assert progress(order(driver, seen)) == [f"Waiting for {what}."]
+    driver.faults.clear()
+    driver.faults.set("init-suffices")
+    for _ in range(600):
+        row = order(driver, seen)
+        if row["closed"]:
+            break
+        assert row["waits"] or row["files"] or row["step"], "it never waits for nothing"
+        time.sleep(0.1)
+    assert row["closed"] or row["files"]
+    assert row["closed"] or k.process.pid in [f["pid"] for f in row["files"]]
+    maintain(driver, "resume")
 
 
 def test_driver_that_does_not_suspend_it_keeps_the_pause_open(broker, kernel):

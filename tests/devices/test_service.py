@@ -385,6 +385,12 @@ async def test_an_unknown_device_is_named(emulated):
             await service.suspend(ProcessId(1, 1), ["GPU-nowhere"], session=SESSION)
 
 
+async def test_retest_of_a_gpu_that_is_not_there_says_how_it_comes_back(emulated):
+    async with emulated("1x1GiB").started() as (service, _):
+        with pytest.raises(DriverError, match="pause the whole pool and resume it"):
+            await service.retest("GPU-nowhere")
+
+
 # ------------------------------------------------------------------ what a context costs
 
 
