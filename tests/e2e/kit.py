@@ -26,7 +26,7 @@ from typing import Any, Callable
 import psutil
 import pytest
 
-from jupyter_gpupool import startrecord
+from jupyter_gpupool import recordcopy, startrecord
 from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import BrokerUnavailable
@@ -373,6 +373,9 @@ class Pool:
         ``for_good``: as one that ended in order, which nobody starts again by himself.
         """
         if for_good:
+            record = startrecord.read_record(self.socket)
+            assert record is not None, "the broker has written how it was started"
+            recordcopy.remove_copy(record.journal)
             startrecord.remove_record(self.socket)
         process = psutil.Process(self.status()["pid"])
         process.kill()
