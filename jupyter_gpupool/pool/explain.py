@@ -61,10 +61,12 @@ class Explanation:
     reserved: tuple[Slice, ...]
     #: Who has the devices that it could use.
     holders: tuple[Holder, ...]
-    #: Each of these would change it: ``lease-ends``, ``idle-lease-yields``, ``host-memory``,
-    #: ``own-lease-ends``, ``head-is-served``, ``device-returns``, ``outside-use-ends``, ``time``.
+    #: Each of these may change it: ``suspend-ends``, ``lease-ends``, ``idle-lease-yields``,
+    #: ``host-memory``, ``own-lease-ends``, ``head-is-served``, ``device-returns``,
+    #: ``outside-use-ends``, ``time``.
     changes: tuple[str, ...]
-    #: When the clock alone changes it, None if that is not known.
+    #: When the clock alone may change it next: a lease of ``holders`` can be taken, or it is time
+    #: for another try. None if neither is to come.
     changes_at: float | None
     #: For a lease: who waits for (part of) its devices, and from when on they may take it.
     takers: tuple[str, ...]
@@ -76,11 +78,11 @@ class Explanation:
 _CHANGES: dict[str, tuple[str, ...]] = {
     "planned": ("suspend-ends",),
     "busy": ("lease-ends", "idle-lease-yields"),
-    "behind-head": ("head-is-served",),
-    "host": ("host-memory", "lease-ends"),
-    "quota": ("own-lease-ends",),
-    "quota-host": ("own-lease-ends", "host-memory"),
-    "behind-own": ("own-lease-ends",),
+    "behind-head": ("head-is-served", "idle-lease-yields"),
+    "host": ("host-memory", "lease-ends", "idle-lease-yields"),
+    "quota": ("own-lease-ends", "idle-lease-yields"),
+    "quota-host": ("own-lease-ends", "host-memory", "idle-lease-yields"),
+    "behind-own": ("own-lease-ends", "idle-lease-yields"),
     "paused": ("device-returns",),
     "drained": ("device-returns",),
     "foreign": ("outside-use-ends",),
@@ -100,6 +102,8 @@ def explain(state: State, plan: Plan, s: Session) -> Explanation:
     if why is not None:
         holders = tuple(_holders(state, s, why))
     times = [h.yields_at for h in holders if h.yields_at is not None and h.yields_at > state.now]
+    if why is not None and "idle-lease-yields" not in _CHANGES[why.rule]:
+        times = []
     if why is not None and why.rule == "retry":
         times = [s.retry_at]
     takers: tuple[str, ...] = ()
@@ -183,8 +187,11 @@ def in_words(state: State, why: Reason) -> str:
         text = f"{format_bytes(used)} of {format_bytes(budget)} in use"
         return f"host memory for suspended state is full ({text})"
     if why.rule == "quota":
-        names = {"devices": "GPUs", "leases": "slices"}
-        size = format_bytes(why.most) if why.limit == "memory" else f"{why.most} {names[why.limit]}"
+        nouns = {"devices": "GPU", "leases": "slice"}
+        most, limit = why.most, why.limit
+        size = format_bytes(most) if limit == "memory" else _count(most, nouns[limit])
+        if not why.count:
+            return f"your quota of {size} is kept for another waiting kernel of yours"
         return f"your quota of {size} is in use by your other {_count(why.count, 'kernel')}"
     if why.rule == "drained":
         name = state.devices[why.devices[0]].device.name

@@ -419,6 +419,20 @@ def fits_now(draft: Draft, needs: Sequence[Need]) -> bool:
     return choose(needs, draft.rooms, lambda room: room.avail) is not None
 
 
+def blocked_as(draft: Draft, s: Session, need: Need, rule: Rule) -> Rule:
+    """Return the rule that blocks ``need`` if it is ``rule`` for a smaller amount of the same.
+
+    It is another where less is free than the larger amount, or all that may yield have less.
+    """
+    if rule == "behind-head" and not fits_now(draft, (need,)):
+        return "busy"
+    trial = Trial(draft, s, 0)
+    rooms = (r for r in draft.rooms.values() if need.allows(r) and not draft.reserved(r))
+    if rule == "host" and not any(trial.reach(room) >= need.amount(room) for room in rooms):
+        return "busy"
+    return rule
+
+
 def quota_reason(draft: Draft, s: Session, name: tuple[str, int], besides: int = 0) -> Reason:
     others = sum(1 for _ in draft.state.leases_of(s.owner.name)) - besides
     return Reason("quota", limit=name[0], most=name[1], count=others)

@@ -13,9 +13,11 @@ minus the present are the actions (:mod:`.transitions` carries them out). In thi
 2. *Leaving.* Idle leases whose time is over are suspended, if host memory has room.
 3. *Queue.* For each session in :func:`order`: is it :func:`barred`? does its owner's quota allow
    it (if need be after the owner's own idle leases yield)? Then the first of these that works:
-   what it is promised is free; it fits elsewhere in what is free; its promise stands; it fits once
-   suspends under way are done; it fits if the least disruptive victims yield
-   (:mod:`.preemption`); it fits if somebody *behind* it gives up a promise made before it came.
+   what it is promised is free; it fits elsewhere in what is free (where it was last, else on the
+   tightest device: :mod:`.placement`); its promise stands; it fits once suspends under way are
+   done; it fits if the least disruptive victims yield (idle leases that no rule protects *now*,
+   such as that of a lease just moved there: :mod:`.preemption`); it fits if somebody *behind* it
+   gives up a promise made before it came.
    Else it is blocked, and the :class:`~.model.Reason` says by which rule.
 4. *The head.* The first that is blocked for want of memory reserves devices (:func:`_reserve`).
    Those behind it are *backfilled*: served only where that delays the head in no case.
@@ -71,8 +73,8 @@ from .preemption import (
     Trial,
     asker_kind,
     attempt,
+    blocked_as,
     candidate,
-    fits_now,
     leaves_at,
     paused,
     quota_reason,
@@ -446,7 +448,9 @@ class _Pass:
         if s.wait.number <= self.oldest:
             return []
         behind = [n for n in self._behind(s) if made.get(n, s.wait.number) < s.wait.number]
-        if not behind or len(found.needs) != 1:
+        owners = {self.state.sessions[name].owner.name for name in behind}
+        quota = found.where is None and s.owner.name in owners  # which they would give up as well
+        if not behind or quota or len(found.needs) != 1:
             return behind
         need, more = found.needs[0], dict[str, int]()
         for name in behind:
@@ -484,9 +488,8 @@ class _Pass:
         key, need = (found.where, asker_kind(s)), found.needs[0]
         for least, size, why in self.failed.get(key, ()):
             if need.least >= least and need.bytes >= size:
-                if why.rule == "behind-head" and not fits_now(self.draft, found.needs):
-                    return Reason("busy", bytes=s.request.memory, count=1)
-                return Reason(why.rule, bytes=s.request.memory, count=1)
+                rule = blocked_as(self.draft, s, need, why.rule)
+                return Reason(rule, bytes=s.request.memory, count=1)
         return None
 
     def _note_failure(self, s: Session, found: Asking, blocked: Blocked) -> None:

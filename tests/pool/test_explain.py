@@ -180,3 +180,24 @@ def test_one_event_stays_within_the_budget_of_calls_and_files():
     assert figures["calls"] <= 80
     assert figures["files"] <= 9
     assert figures["changes_of_file"] <= 30
+
+
+def test_a_wait_that_no_yielding_lease_can_end_names_no_time(make):
+    lab = make(device(0), reclaim_after=5.0)
+    lab.idle("a", 4)
+    lab.send(ev.DeviceMemorySeen, device="G0", foreign=8, footprints={})
+    lab.open("w", 10)
+    lab.hold("w")
+    found = lab.pool.explain("w")
+    assert (found.reason.rule, found.changes) == ("foreign", ("outside-use-ends",))
+    assert found.changes_at is None
+
+
+def test_a_quota_that_only_a_waiting_kernel_has_taken_is_not_in_use_by_0_kernels(make):
+    lab = make(device(0), quotas={"u": Quota(leases=1)})
+    lab.running("a", 16)
+    lab.open("head", 16, owner="u")
+    lab.hold("head")
+    lab.open("next", 16, owner="u")
+    lab.hold("next")
+    assert lab.reason("next") == "your quota of 1 slice is kept for another waiting kernel of yours"

@@ -1,0 +1,43 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a promise may cost those who go before it."""
+
+from __future__ import annotations
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.model import Quota
+
+from .builders import Lab, device, got, none
+
+
+def test_a_promise_behind_does_not_keep_the_quota_from_who_goes_first():
+    """Not memory but the owner's quota is what the one behind must give up."""
+    lab = Lab(device(0), device(1, 8), quotas={"u": Quota(leases=1)})
+    lab.idle("a", 8)
+    assert lab.where("a") == [("G1", 8)]
+    lab.running("busy", 16)
+    lab.open("behind", 8, owner="u", priority="batch")
+    got(lab.hold("behind"), ev.Suspend, session="a")
+    lab.open("first", 12, owner="u")  # more than the device has where "behind" is promised some
+    none(lab.hold("first"), ev.Attach)
+    got(lab.end("busy"), ev.Attach, session="first")
+    assert lab.pool.explain("behind").reason.rule == "quota"
+
+
+def test_who_needs_more_than_all_idle_leases_have_does_not_wait_for_host_memory():
+    """Also if somebody before it, that needs less, does."""
+    lab = Lab(device(0), device(1))
+    lab.running("c", 9)
+    lab.idle("d", 5)
+    lab.running("a", 10)
+    lab.idle("b", 6)
+    assert lab.free() == [2, 0]
+    lab.send(ev.HostMemorySeen, available=1)
+    lab.open("head", 16)
+    lab.hold("head")
+    lab.open("less", 6)
+    lab.hold("less")
+    lab.open("more", 7)
+    lab.hold("more")
+    rules = {n: lab.pool.explain(n).reason.rule for n in ("head", "less", "more")}
+    assert rules == {"head": "busy", "less": "host", "more": "busy"}

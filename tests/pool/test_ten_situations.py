@@ -1,0 +1,183 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a reader of ``pool/schedule.py`` alone expects of ten situations, and what the pool does.
+
+Each docstring quotes or sums up what the planner's module says. If one of these fails, either the
+plan is wrong or the module's words are.
+"""
+
+from __future__ import annotations
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.model import Quota
+
+from .builders import Lab, device, got, none
+
+
+def rule(lab: Lab, name: str) -> str:
+    why = lab.pool.explain(name).reason
+    return "" if why is None else why.rule
+
+
+def ask(lab: Lab, name: str, memory: int = 10, **fields: object) -> list[ev.Action]:
+    lab.open(name, memory, **fields)
+    return lab.hold(name)
+
+
+def test_backfilling_takes_what_the_head_can_spare_and_no_more():
+    """Those behind the head are served only where that delays the head in no case."""
+    lab = Lab()
+    lab.running("a")
+    lab.running("b")
+    none(ask(lab, "head", 12, devices=2), ev.Attach)
+    assert rule(lab, "head") == "busy"
+    got(ask(lab, "c", 4), ev.Attach, session="c")  # 12 are left once "a" ends
+    got(ask(lab, "d", 2), ev.Attach, session="d")
+    none(ask(lab, "e", 4), ev.Attach)
+    assert rule(lab, "e") == "behind-head"
+    assert lab.where("d") == [("G1", 2)] == [(lab.where("b")[0][0], 2)]
+    none(lab.end("b"), ev.Attach)  # 14 are free there, and "e" would leave 10
+    got(ask(lab, "f", 2), ev.Attach, session="f")
+    assert lab.where("f") == [("G1", 2)]
+    got(lab.end("a"), ev.Attach, session="head")
+
+
+def test_who_comes_later_and_goes_first_takes_over_the_promise():
+    """It fits if somebody *behind* it gives up a promise made before it came."""
+    lab = Lab(device(0))
+    lab.idle("a")
+    got(ask(lab, "b", priority="batch"), ev.Suspend, session="a")
+    none(ask(lab, "c", priority="interactive"), ev.Suspend)
+    assert (rule(lab, "c"), rule(lab, "b")) == ("planned", "busy")
+    got(lab.suspended("a", ("G0", 10)), ev.Attach, session="c")
+    assert lab.pool.explain("b").reserved  # now it is the head
+
+
+def test_nobody_yields_in_vain_until_the_head_has_waited_for_ageing():
+    """After ``ageing`` seconds the head accumulates: idle leases yield although not enough."""
+    lab = Lab()
+    lab.running("a")
+    lab.idle("b")
+    none(ask(lab, "head", 16, devices=2), ev.Suspend)
+    none(ask(lab, "small", 6, priority="batch"), ev.Attach)
+    assert rule(lab, "small") == "behind-head"
+    none(lab.after(59.9), ev.Suspend)
+    got(lab.after(0.1), ev.Suspend, session="b")
+    none(lab.suspended("b", ("G1", 10)), ev.Attach)  # 16 are free there, for the head
+    got(lab.end("a"), ev.Attach, session="head")
+
+
+def test_who_waits_for_a_quota_reserves_nothing():
+    """Own idle leases yield for the quota; who lacks quota is no head, and blocks its owner only.
+
+    The place is the tightest that will do, and not the empty device.
+    """
+    lab = Lab(quotas={"u": Quota(leases=1)})
+    lab.idle("a", owner="u")
+    got(ask(lab, "b", 6, owner="u"), ev.Suspend, session="a")  # G1 is free, the quota is not
+    assert rule(lab, "b") == "planned"
+    got(lab.suspended("a", ("G0", 10)), ev.Attach, session="b")
+    lab.done("b")
+    ask(lab, "c", 4, owner="u")
+    ask(lab, "d", 2, owner="u")
+    assert (rule(lab, "c"), rule(lab, "d")) == ("quota", "behind-own")
+    got(ask(lab, "other", 16), ev.Attach, session="other")
+
+
+def test_the_victim_is_one_whose_state_has_room_in_host_memory():
+    """The least disruptive victims yield, as far as host memory has room; else the reason is it."""
+    lab = Lab(device(0))
+    lab.idle("a")
+    lab.seen("G0", a=8)
+    lab.send(ev.HostMemorySeen, available=5)
+    none(ask(lab, "w"), ev.Suspend)
+    assert rule(lab, "w") == "host"
+    lab.send(ev.DeviceAppeared, device=device(1))
+    got(lab.end("w"), ev.StateChanged, session="w", new="ended")
+    lab.now += 10  # "a" has been idle for longer: without the host it would be the one
+    lab.idle("c")
+    lab.seen("G1", c=4)
+    got(ask(lab, "w2"), ev.Suspend, session="c")
+
+
+def test_growth_comes_after_the_queue_but_keeps_its_promise():
+    """Attached sessions with less than they are guaranteed come after the queue."""
+    lab = Lab(device(0))
+    lab.running("a", 8)
+    lab.running("b", 8)
+    lab.change("a", 12)
+    ask(lab, "w", 8)
+    got(lab.drop("b"), ev.Suspend, session="b")
+    got(lab.suspended("b", ("G0", 8)), ev.Attach, session="w")
+    lab.done("w")
+    got(lab.end("w"), ev.Resize, session="a")
+    # Promised before the queue had anybody, it comes first.
+    lab = Lab(device(0))
+    lab.running("a", 8)
+    lab.running("b", 8)
+    lab.change("a", 12)
+    got(lab.drop("b"), ev.Suspend, session="b")
+    ask(lab, "w", 8)
+    actions = lab.suspended("b", ("G0", 8))
+    got(actions, ev.Resize, session="a")
+    none(actions, ev.Attach)
+
+
+def test_who_has_waited_long_enough_goes_before_a_higher_class():
+    """One point for every ``ageing`` seconds; who of two goes first never changes."""
+    lab = Lab(device(0), ageing=1.0)
+    lab.running("a", 16)
+    ask(lab, "batch", 16, priority="batch")
+    lab.now = 50.0
+    ask(lab, "soon", 16)
+    lab.now = 150.0
+    ask(lab, "late", 16)
+    assert [lab.pool.explain(n).position for n in ("soon", "batch", "late")] == [1, 2, 3]
+    got(lab.end("a"), ev.Attach, session="soon")
+
+
+def test_a_promise_on_a_paused_device_is_void_and_another_is_made():
+    """A promise is kept as far as it can still be kept; else somebody else yields."""
+    lab = Lab()
+    lab.idle("a")
+    lab.now = 1.0
+    lab.idle("b")
+    got(ask(lab, "c"), ev.Suspend, session="a")
+    got(lab.send(ev.DevicePaused, device="G0", reason="cleaning"), ev.Suspend, session="b")
+    none(lab.suspended("a", ("G0", 10)), ev.Attach)
+    actions = lab.suspended("b", ("G1", 10))
+    got(actions, ev.Attach, session="c")
+    assert lab.where("c") == [("G1", 10)]
+
+
+def test_a_slice_that_was_just_moved_yields_after_the_cost_of_the_move():
+    """An idle lease yields once nothing protects it: here, residence after a resume."""
+    lab = Lab(device(0))
+    lab.idle("a")
+    lab.release("a")
+    lab.suspended("a", ("G0", 10), seconds=1.0)
+    lab.now = 10.0
+    lab.hold("a")
+    lab.now = 11.0
+    lab.done("a", seconds=1.0)
+    lab.drop("a", cuda=True)
+    none(ask(lab, "b", 16), ev.Suspend)
+    assert rule(lab, "b") == "busy"
+    none(lab.after(1.9), ev.Suspend)
+    got(lab.after(0.2), ev.Suspend, session="a")
+
+
+def test_a_release_waits_for_the_hold_and_for_host_memory():
+    """Idle leases whose time is over are suspended, if host memory has room."""
+    lab = Lab(host_memory=16)
+    lab.parked("p", used=10)
+    lab.running("a")
+    lab.running("z", 16)
+    none(lab.release("a"), ev.Suspend)
+    ask(lab, "w")
+    assert rule(lab, "w") == "busy"
+    none(lab.drop("a"), ev.Suspend)
+    assert (lab.state("a"), rule(lab, "w")) == ("idle", "host")
+    got(lab.end("p"), ev.Suspend, session="a", reason="release")
+    assert rule(lab, "w") == "planned"
+    got(lab.suspended("a", (lab.where("a")[0][0], 10)), ev.Attach, session="w")
