@@ -124,8 +124,8 @@ def test_a_broker_that_is_killed_while_it_serves_comes_back_each_time(dead, monk
     for _ in range(3):
         with dead.client() as client:
             client.call("open", kernel_id="k")
+        wait_until(lambda: startrecord.read_record(dead.socket).served, "the note of it")
         kill(dead)
-        assert startrecord.read_record(dead.socket).served
         assert starting.revive(dead.socket)
     assert startrecord.read_failures(dead.socket).deaths == ()
 
