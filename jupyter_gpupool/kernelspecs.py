@@ -9,7 +9,6 @@ stays: files, logos, environment, interrupt mode, metadata. The original is not 
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import shutil
@@ -23,6 +22,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 
 from .errors import GPUPoolError
 from .launch import LAUNCHER
+from .text import did_you_mean
 
 PROVISIONER = "gpupool-provisioner"
 
@@ -163,12 +163,12 @@ def _find(manager: Any, name: str) -> Path:
     specs = manager.find_kernel_specs()
     folder = specs.get(name.lower())
     if folder is None:
-        near = difflib.get_close_matches(name.lower(), specs, n=1, cutoff=0.5)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
         raise KernelSpecError(
             f"There is no kernelspec {name!r}.",
             code="unknown-kernelspec",
-            next_step=f"{hint}`jupyter kernelspec list` shows all.",
+            next_step=did_you_mean(
+                name.lower(), specs, then="`jupyter kernelspec list` shows all."
+            ),
         )
     return Path(folder)
 

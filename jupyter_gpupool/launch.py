@@ -8,7 +8,6 @@ Shared by the two that start kernels: the provisioner, for clients that have pro
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import re
@@ -22,6 +21,7 @@ from .endpoint import user_runtime_dir
 from .errors import ConfigError, GPUPoolError
 from .guard.install import hide_devices, remember_devices
 from .recordcopy import kernel_environment
+from .text import did_you_mean
 
 AGENT = "jupyter_gpupool.kernel"
 
@@ -137,14 +137,8 @@ def check_options(stanza: Mapping[str, Any], kernel: str) -> None:
                 f"The kernelspec of {kernel!r} has the option {name!r} for its GPU pool "
                 f"provisioner, which does not exist; there are {', '.join(OPTIONS)}.",
                 code="unknown-option",
-                next_step=nearest(name, OPTIONS),
+                next_step=did_you_mean(name, OPTIONS),
             )
-
-
-def nearest(name: str, known: tuple[str, ...]) -> str:
-    """Return ``"Did you mean 'right'?"`` or nothing."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"Did you mean {near[0]!r}?" if near else ""
 
 
 def same_environment(python: str) -> bool:

@@ -29,9 +29,9 @@ from .launch import (
     POLICIES,
     check_options,
     enter_session,
-    nearest,
     runs_ipykernel,
 )
+from .text import did_you_mean
 from .units import parse_bytes
 
 #: The kernelspec that is shipped.
@@ -143,7 +143,7 @@ def _wanted(stanza: Mapping[str, Any], kernel: str) -> tuple[dict[str, Any], str
         raise ConfigError(
             f"The kernelspec of {kernel!r} has attach policy {attach!r}; there are "
             f"{', '.join(POLICIES)}.",
-            next_step=nearest(str(attach), POLICIES),
+            next_step=did_you_mean(str(attach), POLICIES),
         )
     return request, attach
 

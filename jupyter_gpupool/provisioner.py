@@ -40,10 +40,10 @@ from .launch import (
     enter_session,
     has_launcher,
     kernel_command,
-    nearest,
     runs_ipykernel,
 )
 from .starting import answers, revive
+from .text import did_you_mean
 from .units import format_bytes, parse_bytes
 
 _Result = TypeVar("_Result")
@@ -288,7 +288,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         if self.attach and self.attach not in POLICIES:
             raise ConfigError(
                 f"GPUPoolProvisioner.attach is {self.attach!r}; there are {', '.join(POLICIES)}.",
-                next_step=nearest(self.attach, POLICIES),
+                next_step=did_you_mean(self.attach, POLICIES),
             )
         # Kept until the kernel is launched: if this server dies before, so does the session.
         self._client = ClientAgain(self._find_broker)

@@ -8,12 +8,12 @@ import argparse
 import os
 import re
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn, Sequence
 
 from .. import __version__
 from ..errors import GPUPoolError
+from ..text import did_you_mean
 
 PROG = "jupyter gpupool"
 
@@ -37,9 +37,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         wrong = re.match(r"argument .*: invalid choice: '([^']*)'", message)
         if wrong:
-            nearest = get_close_matches(wrong[1], COMMANDS, n=1)
-            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-            message = f"there is no command {wrong[1]!r}.{hint}"
+            hint = did_you_mean(wrong[1], COMMANDS)
+            message = f"there is no command {wrong[1]!r}. {hint}".strip()
         if not message.endswith((".", "?")):
             message += "."
         self.exit(2, f"{self.prog}: {message} See `{self.prog} --help`.\n")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
@@ -22,8 +21,9 @@ from traitlets.config.loader import (
 )
 
 from ..errors import ConfigError
+from ..text import did_you_mean, nearest
 from .options import GPUPool
-from .settings import EMULATE_VARIABLE, BrokerSettings, nearest, refuse
+from .settings import EMULATE_VARIABLE, BrokerSettings, refuse
 
 #: Jupyter Server's own files: later ones win over earlier ones in the same folder.
 _NAMES = (
@@ -36,8 +36,8 @@ _NAMES = (
 #: Our sections of a configuration file, and what each is the name of.
 _OURS = {"GPUPool": "the pool", "GPUPoolProvisioner": "the pool's provisioner"}
 
-#: Similarity (:mod:`difflib`'s ratio) from which another name is taken for a misspelt one of ours.
-_NEAR = 0.8
+#: Likeness from which the name of a section counts as a misspelt one of ours.
+_LIKENESS = 0.8
 
 
 def load_settings(
@@ -120,7 +120,9 @@ def check_config(config: Config, *, origin: str = "") -> None:
                 name,
                 "there is no such option.",
                 origin=origin,
-                next_step=f"{nearest(name, options)}`jupyter gpupool generate-config` lists all.",
+                next_step=did_you_mean(
+                    name, options, then="`jupyter gpupool generate-config` lists all."
+                ),
             )
         try:
             # A copy: asking a ``c.GPUPool.admins.append(...)`` for its value ends its merging.
@@ -180,8 +182,7 @@ def _read(path: Path, *, required: bool) -> Config | None:
 def _meant(section: str) -> str:
     """Return which of our sections ``section`` is or is nearly; "" if none."""
     near = {name.lower(): name for name in _OURS}
-    found = get_close_matches(section.replace("_", "").lower(), near, n=1, cutoff=_NEAR)
-    return near[found[0]] if found else ""
+    return near.get(nearest(section.replace("_", "").lower(), near, likeness=_LIKENESS), "")
 
 
 def _one_line(error: Exception) -> str:

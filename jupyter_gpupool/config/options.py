@@ -14,6 +14,7 @@ from traitlets.config import Configurable
 
 from .. import machine
 from ..pool.model import AttachPolicy, PoolSettings
+from ..text import did_you_mean, one_of
 from ..units import format_bytes
 from .quantities import Seconds, Share, Size, memory_total
 from .settings import (
@@ -24,8 +25,6 @@ from .settings import (
     ManagedPolicy,
     OverusePolicy,
     check_machine,
-    nearest,
-    one_of,
     read_count,
     read_devices,
     read_host_memory,
@@ -386,11 +385,10 @@ class GPUPool(Configurable):
         limit = self._check_sizes()
         classes = read_priority_classes(self.priority_classes)
         if self.default_priority not in classes:
-            refuse(
-                "default_priority",
-                f"{self.default_priority!r} is no priority class. "
-                f"{nearest(self.default_priority, classes)}Allowed are {one_of(classes)}.",
+            hint = did_you_mean(
+                self.default_priority, classes, then=f"Allowed are {one_of(classes)}."
             )
+            refuse("default_priority", f"{self.default_priority!r} is no priority class. {hint}")
         notes = []
         total = memory_total() if host_total is None else host_total
         host_memory = read_host_memory(self.host_memory, total)

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Iterable, Literal, Mapping, NoReturn, Sequence
+from typing import Any, Literal, Mapping, NoReturn, Sequence
 
 from ..endpoint import check_path
 from ..errors import BrokerUnavailable, ConfigError
 from ..pool.model import AttachPolicy, PoolSettings, Quota
+from ..text import did_you_mean, one_of
 from ..units import parse_bytes
 
 #: Fills ``c.GPUPool.emulate`` where no configuration sets it.
@@ -141,18 +141,6 @@ def refuse(name: str, message: str, *, origin: str = "", next_step: str = "") ->
     raise ConfigError(f"c.GPUPool.{name}{place}: {message}", next_step=next_step)
 
 
-def nearest(wrong: str, names: Iterable[str]) -> str:
-    """Return ``"Did you mean 'right'? "`` or nothing."""
-    found = get_close_matches(wrong, list(names), n=1, cutoff=0.5)
-    return f"Did you mean {found[0]!r}? " if found else ""
-
-
-def one_of(names: Iterable[str]) -> str:
-    """Return ``"'a', 'b' or 'c'"``."""
-    quoted = [repr(name) for name in names]
-    return " or ".join([", ".join(quoted[:-1]), quoted[-1]] if len(quoted) > 1 else quoted)
-
-
 def read_quotas(value: Mapping[Any, Any]) -> dict[str, Quota]:
     """Return ``c.GPUPool.quotas`` as values; raise ``ValueError`` with a sentence."""
     quotas = {}
@@ -171,10 +159,8 @@ def read_quotas(value: Mapping[Any, Any]) -> dict[str, Quota]:
         found: dict[str, int | None] = {}
         for key, limit in entry.items():
             if key not in QUOTA_KEYS:
-                raise ValueError(
-                    f"The quota of {owner!r} has an unknown limit {key!r}. "
-                    f"{nearest(str(key), QUOTA_KEYS)}Allowed are {one_of(QUOTA_KEYS)}."
-                )
+                hint = did_you_mean(str(key), QUOTA_KEYS, then=f"Allowed are {one_of(QUOTA_KEYS)}.")
+                raise ValueError(f"The quota of {owner!r} has an unknown limit {key!r}. {hint}")
             found[key] = None if limit is None else _limit(owner, key, limit)
         quotas[owner] = Quota(**found)
     return quotas

@@ -1,0 +1,34 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Pieces of sentences that many messages need. Standard library only (kernels use it)."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Iterable
+
+#: Likeness (:mod:`difflib`'s ratio) from which a known name counts as what was meant.
+LIKENESS = 0.5
+
+
+def nearest(wrong: str, known: Iterable[str], *, likeness: float = LIKENESS) -> str:
+    """Return the known name that is most like ``wrong``; "" if none is like it."""
+    found = get_close_matches(wrong, list(known), n=1, cutoff=likeness)
+    return found[0] if found else ""
+
+
+def did_you_mean(wrong: str, known: Iterable[str], *, shown: str = "'{}'", then: str = "") -> str:
+    """Return ``"Did you mean 'right'?"``, or nothing if no known name is like ``wrong``.
+
+    ``shown`` is how the question writes the name, such as ``"%gpu {}"``; the sentence ``then``
+    follows in either case.
+    """
+    right = nearest(wrong, known)
+    question = f"Did you mean {shown.format(right)}?" if right else ""
+    return f"{question} {then}".strip()
+
+
+def one_of(names: Iterable[str]) -> str:
+    """Return ``"'a', 'b' or 'c'"``."""
+    quoted = [repr(name) for name in names]
+    return " or ".join([", ".join(quoted[:-1]), quoted[-1]] if len(quoted) > 1 else quoted)
