@@ -12,10 +12,8 @@ PYTHON ?= python3
 VENV ?= .venv
 GPU_VENV ?= .venv-gpu
 BIN := $(VENV)/bin
-SOURCES := $(foreach part,emulator guard,$(wildcard jupyter_gpupool/$(part)/src/* \
-  jupyter_gpupool/$(part)/src/*/* \
-  jupyter_gpupool/$(part)/*.txt jupyter_gpupool/$(part)/build.py jupyter_gpupool/$(part)/_generate.py)) \
-  jupyter_gpupool/compiling.py
+SOURCES := $(foreach part,emucuda jupyter_gpupool/guard,$(wildcard $(part)/src/* $(part)/src/*/* \
+  $(part)/*.txt $(part)/build.py $(part)/_generate.py)) jupyter_gpupool/compiling.py
 UI_SOURCES := $(shell find labextension/src labextension/style labextension/schema -type f \
   -not -path '*/__tests__/*') labextension/package.json labextension/tsconfig.json
 UI_HOME := $(VENV)/share/jupyter/labextensions/@jupyter-gpupool/labextension
@@ -136,5 +134,5 @@ lock:
 	  -c requirements/lock.txt -o jupyter_gpupool/devices/requirements.txt
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) build dist docs/_build jupyter_gpupool/emulator/lib jupyter_gpupool/guard/lib \
+	rm -rf $(VENV) $(GPU_VENV) build dist docs/_build emucuda/lib jupyter_gpupool/guard/lib \
 	  jupyter_gpupool/labextension labextension/lib labextension/node_modules

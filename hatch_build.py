@@ -25,8 +25,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 #: What is compiled, and what it is called in a warning.
 _PARTS = {
-    "guard": "the guard (kernels then get their slice when a cell starts)",
-    "emulator": "the emulated NVIDIA driver",
+    "jupyter_gpupool.guard": "the guard (kernels then get their slice when a cell starts)",
+    "emucuda": "the emulated NVIDIA driver",
 }
 
 #: Set to anything, the JupyterLab part is neither built nor installed.
@@ -44,7 +44,7 @@ def _build_of(root: str, part: str) -> Any:
     """Import the ``build`` of a part from the sources; it needs nothing that is not here."""
     sys.path.insert(0, root)
     try:
-        return importlib.import_module(f"jupyter_gpupool.{part}.build")
+        return importlib.import_module(f"{part}.build")
     finally:
         sys.path.remove(root)
 

@@ -93,8 +93,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 def session(folder: Path) -> tuple[dict[str, str], str]:
     """Return the environment of a session on an emulated machine, and the driver's path."""
-    from jupyter_gpupool.emulator import build as emulator_build
-    from jupyter_gpupool.emulator import profiles
+    from emucuda import build as emulator_build
+    from emucuda import profiles
     from jupyter_gpupool.guard import build as guard_build
     from jupyter_gpupool.guard import page as pages
 

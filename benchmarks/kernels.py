@@ -19,7 +19,7 @@ from traitlets.config import Config
 
 from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.emulator.profiles import library_dir, real_driver_present
+from jupyter_gpupool.emulation import library_dir, real_driver_present
 
 
 @contextmanager

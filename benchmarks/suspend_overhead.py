@@ -66,9 +66,10 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 def environment(stack: ExitStack) -> dict[str, str]:
     """Return the environment that leads to the driver to measure."""
-    from jupyter_gpupool.emulator import build, profiles
+    from emucuda import build, profiles
+    from jupyter_gpupool.emulation import real_driver_present
 
-    if profiles.real_driver_present():
+    if real_driver_present():
         return dict(os.environ)
     build.compile()
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpb"))

@@ -12,7 +12,7 @@ General layout (left may import right, never back; ``tests/test_architecture.py`
 - ``kernel/``: inside the kernel process: standard library and IPython only.
 - ``server/``: the Jupyter Server extension; ``labextension/`` beside this package is its interface.
 - ``provisioner``, ``cli``, ``config``: what Jupyter, people and admins touch.
-- ``emulator/``: an NVIDIA driver made of host memory, for machines without one.
+- ``emulation``: the one door to ``emucuda``, an emulated NVIDIA driver, beside this package.
 
 Importing this package imports nothing else: kernels without our dependencies load it too.
 """

@@ -27,7 +27,7 @@ from typing import Any
 from . import timeline
 from .autostart import ensure_broker
 from .client import Client
-from .emulator.profiles import real_driver_present
+from .emulation import real_driver_present
 from .endpoint import SOCKET_VARIABLE
 from .errors import GPUPoolError
 from .units import format_bytes

@@ -26,12 +26,12 @@ ALLOWED: dict[str, str] = {
     "client": "endpoint protocol",
     "pool": "",
     "guard": "compiling",
-    "config": "emulator endpoint guard machine pool.model",
+    "config": "emulation endpoint guard machine pool.model",
     "devices": "guard pool.model pool.usage",
     "startrecord": "endpoint machine",
     "recordcopy": "endpoint machine startrecord",
     "starting": "__init__ client endpoint guard recordcopy startrecord",
-    "broker": "__init__ config devices emulator endpoint guard machine pool protocol "
+    "broker": "__init__ config devices emulation endpoint guard machine pool protocol "
     "recordcopy starting startrecord",
     "autostart": "__init__ endpoint starting startrecord",
     "kernel": "__init__ client endpoint guard.page protocol recordcopy startrecord",
@@ -41,13 +41,13 @@ ALLOWED: dict[str, str] = {
     "ipykernel_launcher": "launch launcher",
     "provisioner": "__init__ again autostart client config endpoint guard kernelspecs "
     "launch protocol starting startrecord",
-    # emulator: whether a machine is emulated, and has a driver, is known without a broker.
-    "server": "__init__ client config emulator endpoint protocol recordcopy starting startrecord",
+    # emulation: whether a machine is emulated, and has a driver, is known without a broker.
+    "server": "__init__ client config emulation endpoint protocol recordcopy starting startrecord",
     "kernelspecs": "launch",
-    "emulator": "compiling",
-    "demo": "__init__ autostart client emulator endpoint timeline",
+    "emulation": "",
+    "demo": "__init__ autostart client emulation endpoint timeline",
     "timeline": "",
-    "cli": "__init__ autostart broker client config demo devices emulator endpoint guard "
+    "cli": "__init__ autostart broker client config demo devices emulation endpoint guard "
     "kernelspecs launch protocol provisioner recordcopy starting startrecord timeline",
 }
 
@@ -63,6 +63,7 @@ THIRD_PARTY = {
         *("jupyter_core", "jupyter_server", "prometheus_client", "tornado", "traitlets", "yaml"),
     },
     "kernelspecs": {"jupyter_client", "jupyter_core", "ipykernel"},
+    "emulation": {"emucuda"},
     "demo": {"nbclient", "nbformat", "jupyter_client", "traitlets"},
     "launcher": {"jupyter_core"},
     "cli": {"traitlets", "jupyter_core", "jupyter_client"},

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS
-from jupyter_gpupool.emulator.profiles import real_driver_present
+from jupyter_gpupool.emulation import real_driver_present
 
 from . import plan, record, runner
 

@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.common import summary
 from benchmarks.kernels import Kernel, driver_environment, private_pool
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.emulator.profiles import real_driver_present
+from jupyter_gpupool.emulation import real_driver_present
 
 GiB = 1 << 30
 

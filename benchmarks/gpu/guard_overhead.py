@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.common import budget, summary
 from benchmarks.kernels import Kernel, driver_environment, private_pool
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.emulator.profiles import real_driver_present
+from jupyter_gpupool.emulation import real_driver_present
 
 GiB = 1 << 30
 
@@ -49,7 +49,7 @@ import json, time
 import numpy as np
 from cuda.core import Device, LaunchConfig, ObjectCode, launch
 from cuda.bindings import driver
-from jupyter_gpupool.emulator.kernels import PTX
+from emucuda.kernels import PTX
 def call(answer):
     assert answer[0] == 0, answer[0]
     return answer[1] if len(answer) == 2 else answer[1:]

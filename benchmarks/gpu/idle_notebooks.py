@@ -25,7 +25,7 @@ import psutil
 from benchmarks.common import budget
 from benchmarks.kernels import Kernel, driver_environment, private_pool
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.emulator.profiles import real_driver_present
+from jupyter_gpupool.emulation import real_driver_present
 
 from .child import Remote, remote
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver
 
-from jupyter_gpupool.emulator.kernels import PTX
+from emucuda.kernels import PTX
 
 #: Blocks and threads of every kernel.
 GRID, BLOCK = 1024, 256

@@ -33,7 +33,7 @@ from benchmarks.common import budget
 from benchmarks.kernels import Kernel, driver_environment, private_pool
 from jupyter_gpupool.broker import host
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.emulator.profiles import real_driver_present
+from jupyter_gpupool.emulation import real_driver_present
 
 GiB, MiB = 1 << 30, 1 << 20
 

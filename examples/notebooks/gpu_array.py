@@ -14,7 +14,7 @@ import numpy as np
 from cuda.bindings import driver
 from cuda.core import Device, LaunchConfig, ObjectCode, launch
 
-from jupyter_gpupool.emulator.kernels import PTX
+from emucuda.kernels import PTX
 
 
 class CUDAError(RuntimeError):

@@ -662,7 +662,7 @@ class BrokerApp:
             return
         if self.runner.sessions or journal.records() or journal.set_aside or journal.problem:
             return  # or may live on: what was lost is not known to have ended
-        from ..emulator.profiles import remove_state
+        from ..emulation import remove_state
 
         remove_state(emulated_folder(self.path, journal.path))
 

@@ -32,7 +32,7 @@ def machine_environment(
     """
     if not settings.emulate:
         return {}
-    from ..emulator import profiles
+    from .. import emulation
 
     folder = emulated_folder(socket, journal)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -41,8 +41,8 @@ def machine_environment(
         # finds what this broker's own processes have made; nobody else makes anything.
         folder.chmod(0o711)
     try:
-        return profiles.environment(profiles.parse_machine(settings.emulate), folder, base)
-    except profiles.EmulatorError as error:
+        return emulation.environment(settings.emulate, folder, base)
+    except emulation.EmulatorError as error:
         raise DriverError(
             str(error), code="no-emulator", next_step="Or unset c.GPUPool.emulate."
         ) from None
@@ -52,9 +52,9 @@ def device_files(settings: BrokerSettings, socket: Path, journal: Path) -> str:
     """Return how the paths of the GPUs' device files begin: who has one open uses the driver."""
     if not settings.emulate:
         return DEVICE_FILES
-    from ..emulator import profiles
+    from .. import emulation
 
-    return profiles.device_files(emulated_folder(socket, journal))
+    return emulation.device_files(emulated_folder(socket, journal))
 
 
 def module_version(settings: BrokerSettings, socket: Path, journal: Path) -> Path:

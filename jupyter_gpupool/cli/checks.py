@@ -162,12 +162,12 @@ def compiler() -> Finding:
 
 def emulator() -> Finding:
     """The libraries of the emulated driver, built with the package."""
-    from ..emulator.profiles import EmulatorNotBuilt, library_dir
+    from ..emulation import EmulatorNotBuilt, library_dir
 
     try:
         return Finding("ok", "emulator", f"built in {library_dir()}")
     except EmulatorNotBuilt:
-        todo = "Build it with: python -m jupyter_gpupool.emulator.build"
+        todo = "Build it with: python -m emucuda.build"
         return Finding("warn", "emulator", "the emulated driver is not built", todo)
 
 

@@ -149,6 +149,6 @@ def _probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str,
 def _environment(emulate: str, folder: Path) -> Mapping[str, str] | None:
     if not emulate:
         return None
-    from ..emulator.profiles import environment, parse_machine
+    from ..emulation import environment
 
-    return {**os.environ, **environment(parse_machine(emulate), folder)}
+    return {**os.environ, **environment(emulate, folder)}

@@ -254,11 +254,10 @@ def read_host_reserve(value: Any) -> HostReserve:
 def check_machine(text: str, origin: str) -> None:
     """Raise :class:`ConfigError` if the machine ``text``, from ``origin``, cannot be emulated."""
     # Inside: the emulator is no part of the normal path.
-    from ..emulator.profiles import library_dir, parse_machine
+    from .. import emulation
 
     try:
-        parse_machine(text)
-        library_dir()
+        emulation.check(text)
     except ValueError as error:
         raise ConfigError(f"{origin}: {error}") from None
 

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any, Mapping, MutableMapping
 
-from ..emulator import profiles
+from .. import emulation
 
 View = dict[str, Any]
 
@@ -33,12 +33,11 @@ def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -
     machine = config["emulate"] if "emulate" in config else environ.get("GPUPOOL_EMULATE", "")
     if machine:
         try:
-            profiles.parse_machine(str(machine))
-            profiles.library_dir()
-        except profiles.EmulatorError as error:
+            emulation.check(str(machine))
+        except emulation.EmulatorError as error:
             return _none(str(error))
         return _some()
-    if profiles.real_driver_present():
+    if emulation.real_driver_present():
         return _some()
     return _none("No NVIDIA driver was found on this machine.")
 

@@ -19,10 +19,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import quote
 
+from emucuda.profiles import Faults
 from jupyter_gpupool.broker.journal import Row
 from jupyter_gpupool.broker.pages import SHARED_MEMORY, folder_name
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.emulator.profiles import Faults
 from jupyter_gpupool.errors import GPUPoolError
 
 MiB = 1 << 20

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from emucuda.profiles import library_dir
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.emulator.profiles import library_dir
 from jupyter_gpupool.errors import BrokerUnavailable, GPUPoolError, RefusedError
 
 from . import kit

@@ -24,7 +24,7 @@ def test_a_new_session_has_nothing_and_knows_where_it_will_be(broker, kernel):
     assert one.env["CUDF_PANDAS_RMM_MODE"] == "async"  # its default cannot be suspended
     assert one.env["GPUPOOL_SOCKET"] == str(broker.socket)
     assert one.env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert one.env["LD_LIBRARY_PATH"].endswith("/emulator/lib")
+    assert one.env["LD_LIBRARY_PATH"].endswith("/emucuda/lib")
     found = broker.session(one.session)
     assert (found["state"], found["granted_bytes"], found["holds"]) == ("detached", 0, [])
     assert (found["label"], found["kernel_id"]) == ("one", "k-one")

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from snapshots import GiB, device, pool
 
+from emucuda import profiles
 from jupyter_gpupool.broker.host import Host
 from jupyter_gpupool.cli import checks, main
 from jupyter_gpupool.cli.checks import Finding
 from jupyter_gpupool.config import load_settings
-from jupyter_gpupool.emulator import profiles
+from jupyter_gpupool.emulation import real_driver_present
 from jupyter_gpupool.guard import build, install
 
 
@@ -125,7 +126,7 @@ def test_why_a_broker_does_not_attach_lazily(broker, capsys):
 
 
 def test_no_driver_is_a_failure_with_a_next_step(monkeypatch, capsys):
-    if profiles.real_driver_present():
+    if real_driver_present():
         pytest.skip("this machine has an NVIDIA driver")
     code, found = doctor(capsys)
     assert code == 1
@@ -158,7 +159,7 @@ def test_an_emulator_that_is_not_built(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(profiles, "__file__", str(tmp_path / "profiles.py"))
     code, found = doctor(capsys)
     assert code == 1
-    assert found["emulator"]["todo"] == ("Build it with: python -m jupyter_gpupool.emulator.build")
+    assert found["emulator"]["todo"] == ("Build it with: python -m emucuda.build")
     assert "has not been compiled" in found["config"]["message"]
 
 

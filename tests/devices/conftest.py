@@ -137,7 +137,7 @@ async def until_async(condition, timeout=20.0):
 @pytest.fixture(scope="session")
 def driver_library():
     """Build the emulated driver, if that has not been done."""
-    from jupyter_gpupool.emulator import build
+    from emucuda import build
 
     return build.compile()
 
@@ -145,7 +145,7 @@ def driver_library():
 @pytest.fixture
 def emulated(driver_library, tmp_path):
     """Return a function that makes a fresh emulated machine, ``2x1GiB`` unless told otherwise."""
-    from jupyter_gpupool.emulator import profiles
+    from emucuda import profiles
 
     def make(machine="2x1GiB,context=16MiB"):
         state_dir = tmp_path / "machine"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from emucuda import profiles
 from jupyter_gpupool.devices import guarded, selftest
-from jupyter_gpupool.emulator import profiles
 from jupyter_gpupool.guard import install, page
 from jupyter_gpupool.guard.page import Page
 

@@ -196,7 +196,7 @@ def test_the_guard_is_not_taken_for_the_driver(monkeypatch, tmp_path):
     assert processes.maps_libcuda(7) is False
     for driver in (
         "/usr/lib/x86_64-linux-gnu/libcuda.so.580.95.05",
-        "/opt/x/jupyter_gpupool/emulator/lib/libcuda.so.1",
+        "/opt/x/emucuda/lib/libcuda.so.1",
     ):
         maps.write_text(f"{guard}7f02-7f03 r-xp 00000000 08:01 43  {driver}\n")
         assert processes.maps_libcuda(7) is True

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from emucuda.profiles import device_files
 from jupyter_gpupool.devices.children import Child
 from jupyter_gpupool.devices.files import holders
 from jupyter_gpupool.devices.model import ProcessId
-from jupyter_gpupool.emulator.profiles import device_files
 from jupyter_gpupool.errors import DriverError
 
 MiB = 1 << 20

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
-from jupyter_gpupool.emulator.profiles import real_driver_present
+from jupyter_gpupool.emulation import real_driver_present
 
 from .kit import KERNEL_NAME, Pool
 

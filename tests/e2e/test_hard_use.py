@@ -14,7 +14,7 @@ from functools import partial
 import psutil
 import pytest
 
-from jupyter_gpupool.emulator.profiles import Faults
+from emucuda.profiles import Faults
 
 from . import cells
 from .kit import MiB, until

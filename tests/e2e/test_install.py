@@ -85,8 +85,8 @@ def test_a_wheel_brings_everything(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     for wanted in (
-        "jupyter_gpupool/emulator/lib/libcuda.so.1",
-        "jupyter_gpupool/emulator/lib/libnvidia-ml.so.1",
+        "emucuda/lib/libcuda.so.1",
+        "emucuda/lib/libnvidia-ml.so.1",
         "jupyter_gpupool/guard/lib/libcuda.so.1",
         "jupyter_gpupool/guard/lib/libnvidia-ml.so.1",
         "share/jupyter/kernels/gpupool-python3/kernel.json",

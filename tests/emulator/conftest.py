@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.emulator import build
-from jupyter_gpupool.emulator.profiles import Faults, environment
+from emucuda import build
+from emucuda.profiles import Faults, environment
 
 #: Seconds within which a child answers, unless it hangs.
 TIMEOUT = 30

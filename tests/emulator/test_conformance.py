@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.emulator import build
+from emucuda import build
 
 HERE = Path(__file__).parent
 

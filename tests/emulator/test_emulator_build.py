@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.emulator import build
+from emucuda import build
 
-ROOT = Path(build.__file__).resolve().parents[2]
+ROOT = Path(build.__file__).resolve().parents[1]
 
 
 def test_only_what_is_stale_is_compiled(tmp_path, monkeypatch):

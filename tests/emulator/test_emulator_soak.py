@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.emulator import build
+from emucuda import build
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

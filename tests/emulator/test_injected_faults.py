@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jupyter_gpupool.emulator.profiles import FAULTS, EmulatorError, Faults
+from emucuda.profiles import FAULTS, EmulatorError, Faults
 from tests.emulator.asking import WORKER
 
 
@@ -215,7 +215,7 @@ def test_unknown_faults_are_refused(tmp_path, name, params, near):
 
 
 def test_python_and_c_know_the_same_faults():
-    from jupyter_gpupool.emulator.build import SOURCES
+    from emucuda.build import SOURCES
 
     names = re.findall(r'\[FAULT_\w+\] = "([a-z-]+)"', (SOURCES / "faults.c").read_text())
     assert set(names) == set(FAULTS)

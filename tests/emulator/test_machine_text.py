@@ -3,17 +3,15 @@
 """The text that describes a machine, and the environment that selects it."""
 
 import dataclasses
-import errno
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.emulator import profiles
-from jupyter_gpupool.emulator.profiles import (
+from emucuda import profiles
+from emucuda.profiles import (
     EmulatorError,
     EmulatorNotBuilt,
     Machine,
@@ -149,44 +147,8 @@ def test_the_environment_keeps_the_library_path(tmp_path):
 
 def test_without_libraries_the_way_to_build_them_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(profiles, "__file__", str(tmp_path / "profiles.py"))
-    with pytest.raises(EmulatorNotBuilt, match=r"python -m jupyter_gpupool\.emulator\.build"):
+    with pytest.raises(EmulatorNotBuilt, match=r"python -m emucuda\.build"):
         library_dir()
-
-
-@pytest.fixture
-def machine_with(monkeypatch):
-    """Return a function that lets the machine have these files, and say so when one is opened."""
-
-    def have(files, opened=errno.ENOENT):
-        def open_it(path, flags):
-            assert path == "/dev/nvidiactl"
-            if opened:
-                raise OSError(opened, os.strerror(opened))
-            return os.dup(2)
-
-        monkeypatch.setattr(profiles.os.path, "exists", lambda path: path in files)
-        monkeypatch.setattr(profiles.os, "open", open_it)
-
-    return have
-
-
-@pytest.mark.parametrize("file", ["/proc/driver/nvidia/version", "/dev/dxg"])
-def test_a_real_driver_is_known_by_its_files(machine_with, file):
-    machine_with([file])
-    assert profiles.real_driver_present()
-
-
-@pytest.mark.parametrize("opened", [0, errno.EACCES, errno.EPERM])
-def test_a_real_driver_is_known_by_its_device(machine_with, opened):
-    machine_with([], opened)
-    assert profiles.real_driver_present()
-
-
-@pytest.mark.parametrize("opened", [errno.ENOENT, errno.ENXIO, errno.ENODEV])
-def test_a_device_file_that_cannot_be_opened_is_no_driver(machine_with, opened):
-    """NVIDIA's library makes the file for root, whether or not the kernel has the driver."""
-    machine_with(["/dev/nvidiactl"], opened)
-    assert not profiles.real_driver_present()
 
 
 INIT = """

@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 
-from jupyter_gpupool.emulator.build import SOURCES, libraries
+from emucuda.build import SOURCES, libraries
 
 MIB = 1 << 20
 
@@ -136,7 +136,7 @@ def test_kernels_compute_and_take_time(emulated):
     code = """
     import numpy as np
     from cuda.core import *
-    from jupyter_gpupool.emulator.kernels import PTX
+    from emucuda.kernels import PTX
     device = Device(0); device.set_current(); stream = device.create_stream()
     module = ObjectCode.from_ptx(PTX.encode())
     config = LaunchConfig(grid=8, block=64)
@@ -183,7 +183,7 @@ def test_streams_wait_for_one_another(emulated):
     child.do(
         dedent("""
         import time
-        from jupyter_gpupool.emulator.kernels import PTX
+        from emucuda.kernels import PTX
         context()
         module = ok(D.cuModuleLoadData(PTX.encode()))
         spin = ok(D.cuModuleGetFunction(module, b"gpupool_spin_ns"))
@@ -309,7 +309,7 @@ def test_utilisation_is_the_modelled_kernel_time(emulated):
     )
     child.do(
         dedent("""
-        from jupyter_gpupool.emulator.kernels import PTX
+        from emucuda.kernels import PTX
         import time
         context()
         spin = ok(D.cuModuleGetFunction(ok(D.cuModuleLoadData(PTX.encode())), b"gpupool_spin_ns"))

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from jupyter_gpupool.emulator.profiles import library_dir
+from emucuda.profiles import library_dir
 from tests.driver_records import calls, child, libraries, procaddr, process
 from tests.driver_records.record import RECORDS, functions, records, written
 from tests.emulator import parity

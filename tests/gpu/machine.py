@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from jupyter_gpupool.emulator.profiles import environment, real_driver_present
+from jupyter_gpupool.emulation import environment, real_driver_present
 
 GiB = 1 << 30
 MiB = 1 << 20
@@ -54,7 +54,7 @@ def machine(emulate: str = EMULATED) -> Iterator[Machine]:
     if real_driver_present():
         yield Machine(dict(os.environ), "")
         return
-    from jupyter_gpupool.emulator import build
+    from emucuda import build
 
     build.compile()
     with TemporaryDirectory(prefix="gpb") as folder:

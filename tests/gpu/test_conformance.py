@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.emulator import build
+from emucuda import build
 
 SOURCE = Path(__file__).parents[1] / "emulator" / "conformance.c"
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpupool.emulator import build
-from jupyter_gpupool.emulator.profiles import library_dir
+from emucuda import build
+from emucuda.profiles import library_dir
 from tests.driver_records import procaddr, process
 from tests.emulator import parity
 

@@ -80,7 +80,7 @@ class CudaCore:
     def __init__(self) -> None:
         from cuda.core import Device, LaunchConfig, ObjectCode, launch
 
-        from jupyter_gpupool.emulator.kernels import PTX
+        from emucuda.kernels import PTX
 
         self._device = Device()
         self._device.set_current()

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.emulator import build as emulator_build
-from jupyter_gpupool.emulator.profiles import environment
+from emucuda import build as emulator_build
+from emucuda.profiles import environment
 from jupyter_gpupool.guard import build as guard_build
 from jupyter_gpupool.guard import page as pages
 

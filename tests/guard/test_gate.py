@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.emulator.profiles import library_dir
+from emucuda.profiles import library_dir
 from jupyter_gpupool.guard import build
 from jupyter_gpupool.guard import page as pages
 

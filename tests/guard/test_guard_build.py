@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.emulator import build as emulator_build
+from emucuda import build as emulator_build
 from jupyter_gpupool.guard import build
 from jupyter_gpupool.guard import page as pages
 
@@ -84,7 +84,7 @@ def test_the_package_build_needs_nothing_but_the_standard_library():
     root = str(Path(build.__file__).parents[2])
     code = (
         f"import sys; sys.path.insert(0, {root!r}); "
-        "import jupyter_gpupool.emulator.build, jupyter_gpupool.guard.build as build; "
+        "import emucuda.build, jupyter_gpupool.guard.build as build; "
         "build.compiler()"
     )
     subprocess.run([sys.executable, "-ISc", code], check=True, timeout=60)

@@ -68,7 +68,7 @@ def make():
 @pytest.fixture
 def child(session):
     """A child with a context."""
-    from jupyter_gpupool.emulator.kernels import PTX
+    from emucuda.kernels import PTX
 
     made = session.child()
     made.do(f"PTX = {PTX.encode()!r}")

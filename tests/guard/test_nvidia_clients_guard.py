@@ -152,7 +152,7 @@ def test_numba_streams_events_and_host_memory(session, client):
 def test_cuda_core_pools_kernels_and_memory_info(session, client):
     child = client(CORE, each=128 * MIB)
     code = """
-    from jupyter_gpupool.emulator.kernels import PTX
+    from emucuda.kernels import PTX
     module = ObjectCode.from_ptx(PTX.encode())
     numbers = device.allocate(400_000, stream=stream)
     launch(stream, LaunchConfig(grid=8, block=64), module.get_kernel("gpupool_iota_u32"),

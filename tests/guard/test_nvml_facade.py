@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from jupyter_gpupool.emulator.profiles import environment, library_dir
+from emucuda.profiles import environment, library_dir
 from jupyter_gpupool.guard import build
 
 MIB = 1 << 20

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from jupyter_gpupool.emulator import build as emulator_build
-from jupyter_gpupool.emulator.profiles import library_dir
+from emucuda import build as emulator_build
+from emucuda.profiles import library_dir
 from jupyter_gpupool.guard import build as guard_build
 from jupyter_gpupool.guard import page as pages
 

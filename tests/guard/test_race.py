@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from jupyter_gpupool.emulator import build as emulator_build
+from emucuda import build as emulator_build
 from jupyter_gpupool.guard import build
 
 MIB = 1 << 20

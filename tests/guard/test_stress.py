@@ -14,8 +14,8 @@ import time
 import pytest
 from suspender import Suspender
 
-from jupyter_gpupool.emulator import build as emulator_build
-from jupyter_gpupool.emulator.kernels import PTX
+from emucuda import build as emulator_build
+from emucuda.kernels import PTX
 from jupyter_gpupool.guard import build as guard_build
 
 MIB = 1 << 20

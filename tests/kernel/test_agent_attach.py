@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpupool.emulator.profiles import environment, parse_machine
+from emucuda.profiles import environment, parse_machine
 from jupyter_gpupool.kernel.attach import (
     CONTEXT_BYTES,
     CudaProbe,

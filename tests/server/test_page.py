@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.emulator import profiles
+from jupyter_gpupool import emulation
 from jupyter_gpupool.server import page
 
 SOME = {"found": True, "reason": ""}
@@ -20,11 +20,11 @@ NOBODY = Path("/nowhere/broker.sock")
 @pytest.fixture
 def bare(monkeypatch):
     """No driver."""
-    monkeypatch.setattr(profiles, "real_driver_present", lambda: False)
+    monkeypatch.setattr(emulation, "real_driver_present", lambda: False)
 
 
 def test_a_driver_is_a_gpu_until_somebody_knows_better(monkeypatch):
-    monkeypatch.setattr(profiles, "real_driver_present", lambda: True)
+    monkeypatch.setattr(emulation, "real_driver_present", lambda: True)
     assert page.first({}, {}, NOBODY) == SOME
 
 
@@ -48,9 +48,9 @@ def test_an_emulated_machine_that_cannot_be(bare, monkeypatch):
     assert "'two GPUs' is not an emulated machine" in wrong["reason"]
 
     def not_built():
-        raise profiles.EmulatorNotBuilt("Not compiled.")
+        raise emulation.EmulatorNotBuilt("Not compiled.")
 
-    monkeypatch.setattr(profiles, "library_dir", not_built)
+    monkeypatch.setattr(emulation, "library_dir", not_built)
     assert page.first({"emulate": "2x16GiB"}, {}, NOBODY)["reason"].startswith("Not compiled. ")
 
 

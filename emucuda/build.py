@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Compile the emulated driver: ``python -m jupyter_gpupool.emulator.build``."""
+"""Compile the emulated driver: ``python -m emucuda.build``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..compiling import Build, CompilerMissing, command_line, compiler
+from jupyter_gpupool.compiling import Build, CompilerMissing, command_line, compiler
 
 if TYPE_CHECKING:
     import os
@@ -53,7 +53,7 @@ def compile(  # noqa: A001 - the name the package build and the tests call
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile on the command line; the exit status."""
-    module = "jupyter_gpupool.emulator.build"
+    module = "emucuda.build"
     return command_line(module, "The emulated driver", DEFAULT_OUT, compile, argv)
 
 

@@ -181,7 +181,7 @@ def library_dir() -> Path:
     if not all((folder / name).exists() for name in ("libcuda.so.1", "libnvidia-ml.so.1")):
         raise EmulatorNotBuilt(
             "The emulated NVIDIA driver has not been compiled. Install a C compiler (gcc or "
-            "clang, callable as cc) and run: python -m jupyter_gpupool.emulator.build"
+            "clang, callable as cc) and run: python -m emucuda.build"
         )
     return folder
 
@@ -220,24 +220,6 @@ def environment(
 def device_files(state_dir: str | os.PathLike[str]) -> str:
     """Return how the paths of the machine's device files begin, as ``/dev/nvidia`` does."""
     return str(Path(state_dir).resolve() / "nvidia")
-
-
-def real_driver_present() -> bool:
-    """Whether this machine has an NVIDIA kernel driver (or WSL's GPU device).
-
-    A device file alone shows nothing: NVIDIA's library makes ``/dev/nvidiactl`` when root calls
-    cuInit, also where the kernel has no such driver (seen of 535, 550 and 555). It cannot be opened
-    then.
-    """
-    if any(os.path.exists(path) for path in ("/proc/driver/nvidia/version", "/dev/dxg")):
-        return True
-    try:
-        os.close(os.open("/dev/nvidiactl", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
-    except PermissionError:
-        return True  # there, and not for this user: that is another message
-    except OSError:
-        return False
-    return True
 
 
 def remove_state(state_dir: str | os.PathLike[str]) -> None:

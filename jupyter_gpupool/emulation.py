@@ -1,0 +1,57 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The door to the emulated NVIDIA driver: the only module of the product that imports ``emucuda``.
+
+``emucuda``, beside this package, knows nothing of the pool. Everything above the driver is the same
+with a real one: a process uses the emulated driver if its environment has the variables that
+:func:`environment` returns.
+"""
+
+from __future__ import annotations
+
+import os
+
+from emucuda.profiles import (
+    EmulatorError,
+    EmulatorNotBuilt,
+    device_files,
+    environment,
+    library_dir,
+    parse_machine,
+    remove_state,
+)
+
+__all__ = [
+    "EmulatorError",
+    "EmulatorNotBuilt",
+    "check",
+    "device_files",
+    "environment",
+    "library_dir",
+    "real_driver_present",
+    "remove_state",
+]
+
+
+def check(machine: str) -> None:
+    """Raise :class:`EmulatorError` if ``machine``, as ``2x16GiB``, cannot be emulated here."""
+    parse_machine(machine)
+    library_dir()
+
+
+def real_driver_present() -> bool:
+    """Whether this machine has an NVIDIA kernel driver (or WSL's GPU device).
+
+    A device file alone proves nothing: NVIDIA's library creates ``/dev/nvidiactl`` when root calls
+    cuInit, also on a kernel without the driver (observed with 535, 550 and 555). Opening it fails
+    there.
+    """
+    if any(os.path.exists(path) for path in ("/proc/driver/nvidia/version", "/dev/dxg")):
+        return True
+    try:
+        os.close(os.open("/dev/nvidiactl", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+    except PermissionError:
+        return True  # the driver is there, but not for this user: another message says so
+    except OSError:
+        return False
+    return True
