@@ -44,7 +44,6 @@ PLAN = (
     Item("tests/gpu/test_guard_torch.py", 150),
     Item("tests/gpu/test_room.py", 120),
     Item("tests/gpu/test_kills.py", 150),
-    Item("swap_prototype", 150, 70),
     Item("tests/gpu/test_cycles.py", 260, 90),
     Item("tests/gpu/test_mps.py", 60),
 )

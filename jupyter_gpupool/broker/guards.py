@@ -319,8 +319,7 @@ class Guards:
         )  # fmt: skip
 
     def _tell(self, session: Session, what: str, refusal: Refusal) -> None:
-        """Leave the reason where people find it: in the page, with the agent, in the journal."""
-        self._pages.notice(session, f"{refusal}")
+        """Leave the reason where people find it: with the agent, and in the journal."""
         if session.agent is not None:
             session.agent.send(
                 {

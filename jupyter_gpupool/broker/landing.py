@@ -37,7 +37,6 @@ from ..guard.page import (
 from ..pool import events as e
 from ..pool.model import SessionRecord
 from ..protocol import Message
-from ..units import format_bytes
 from . import processes
 from .connection import Connection
 from .effects import DRAIN, DRAIN_POLL, DeviceEffects
@@ -234,9 +233,8 @@ class Landings:
         try:
             for uuid in sorted(way.origin):
                 await room.enter_async_context(self._room.setdefault(uuid, asyncio.Lock()))
-            while missing := await self._missing(way.origin):
+            while not await self._has_room(way.origin):
                 self._look_again(session, way)
-                self._pages.notice(session, missing)
                 await asyncio.sleep(ROOM_POLL)
             self._look_again(session, way)
             landing = _Landing(session, way.process, way.origin, room.pop_all())
@@ -258,22 +256,18 @@ class Landings:
         if now.origin != way.origin:
             raise RefusedError("The slice is on another GPU now.", code="again")
 
-    async def _missing(self, origin: Iterable[str]) -> str:
-        """Return why there is no room for a context on each device; it comes back by itself."""
+    async def _has_room(self, origin: Iterable[str]) -> bool:
+        """Return whether each device has room for one context."""
         try:
             samples = {sample.uuid: sample for sample in await self._effects.sample()}
-        except GPUPoolError as error:
-            return error.message
-        for uuid in origin:
-            sample, need = samples.get(uuid), self._devices.context_bytes(uuid)
-            if sample is None or sample.lost:
-                return f"{uuid} cannot be read."
-            if sample.free < need:
-                return (
-                    f"{format_bytes(need)} for a CUDA context must be free on {uuid}, where the "
-                    f"kernel initialised CUDA, and {format_bytes(sample.free)} is."
-                )
-        return ""
+        except GPUPoolError:
+            return False
+        return all(
+            uuid in samples
+            and not samples[uuid].lost
+            and samples[uuid].free >= self._devices.context_bytes(uuid)
+            for uuid in origin
+        )
 
     async def _watch(self, landing: _Landing) -> None:
         """Take the room back from a process that does not come to use it."""
@@ -331,7 +325,6 @@ class Landings:
         if problem:
             text = f"It was not moved to the GPU of its slice. {problem}"
             self._log.warning("Session %s, process %d: %s", session.id, way.process.pid, text)
-            self._pages.notice(session, text)
             connection.refuse(rid, RefusedError(text, code="not-moved"))
         else:
             connection.answer(rid)
@@ -386,10 +379,9 @@ class Landings:
         try:
             while not self._given_back(session, way, text) and loop.time() < give_up:
                 await asyncio.sleep(DRAIN_POLL)
-            connection.answer(rid)
+            connection.answer(rid, {"note": text})
         except GPUPoolError as error:
             self._log.warning("Session %s, process %d: %s", session.id, way.slot.pid, error)
-            self._pages.notice(session, str(error))
             connection.refuse(rid, error)
         finally:
             self._waiting.pop(connection, None)
@@ -422,7 +414,6 @@ class Landings:
         now = self._runner.record(session.id)
         if now is not None and now.state not in ATTACHED:
             self._pages.set_home(session, way.seen)
-        self._pages.notice(session, text)
         self._log.info("Session %s, process %d: %s", session.id, way.slot.pid, text)
         detail = {"what": "land", "code": "not-moved", "pid": way.slot.pid, "from": way.origin[0]}
         self._runner.note("refuse", session, device=way.target[0], reason=text, detail=detail)

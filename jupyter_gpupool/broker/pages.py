@@ -417,12 +417,6 @@ class Pages:
                     if session.page is not None:
                         session.page.set_landing(slot, LANDING_NONE)
 
-    def notice(self, session: Session, text: str) -> None:
-        """Leave a sentence for people in the page."""
-        if session.page is not None:
-            with suppress(OSError):
-                session.page.set_notice(text)
-
     def _damaged(self, session: Session, error: Exception) -> None:
         self._log.error("The page of session %s is given up: %s", session.id, error)
         if session.page is not None:

@@ -80,7 +80,6 @@ class Watchdog:
                 "overuse", session, device=device, bytes=size, reason=sentence,
                 detail={"granted": granted.get(device, 0), "over": over, "policy": self.policy},
             )  # fmt: skip
-        self._pages.notice(session, sentence)
         if self.policy == "end":
             self._effects.end_session(
                 e.EndSession(
@@ -152,7 +151,6 @@ class Watchdog:
         def reply(refusal: Refusal | None, _note: str) -> None:
             if refusal is not None:
                 self._log.warning("Session %s may not have more: %s", session.id, refusal)
-                self._pages.notice(session, f"{refusal}")
 
         self._runner.expect(rid, reply)
         self._runner.handle(

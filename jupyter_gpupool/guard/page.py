@@ -20,7 +20,7 @@ from typing import Sequence
 from ..errors import GPUPoolError
 
 MAGIC = 0x47505047
-VERSION = 2
+VERSION = 3
 DEVICES = 8
 SLOTS = 256
 UUID_BYTES = 48
@@ -54,13 +54,11 @@ _GATE_AT, _MANAGED_AT, _DEVICES_AT, _EPOCH_AT, _PAUSE_AT, _LIMIT_AT, _CONTEXT_AT
 _GRANTED_AT = 64
 _UUID_AT = _GRANTED_AT + 8 * DEVICES
 _SESSION_AT = _UUID_AT + UUID_BYTES * DEVICES
-_NOTICE_AT = _SESSION_AT + 64
-_NOTICE_BYTES = 512
-_ROOM_AT = _NOTICE_AT + _NOTICE_BYTES
+_ROOM_AT = _SESSION_AT + 64
 _VAIN_AT = _ROOM_AT + 8 * DEVICES
 _VAIN_UNTIL_AT = _VAIN_AT + 8 * DEVICES
-_SLOT = struct.Struct(f"<IIQIIII{DEVICES}Q{DEVICES}QQII{DEVICES}QQ")
-_SEES_AT = 32 + 8 * (2 * DEVICES + 2)
+_SLOT = struct.Struct(f"<IIQIIII{DEVICES}Q{DEVICES}QII{DEVICES}QQ")
+_SEES_AT = 32 + 8 * (2 * DEVICES + 1)
 _LANDING_AT = _SEES_AT + 8 * DEVICES
 
 
@@ -94,7 +92,6 @@ class Slot:
     pins: int
     used: tuple[int, ...]
     context: tuple[int, ...]
-    refused: int
     captures: int = 0
     sees: tuple[int, ...] = ()
     landing: int = LANDING_NONE
@@ -137,11 +134,6 @@ class Reading:
     def cuda(self) -> bool:
         """Whether a process has called cuInit: the session's visible devices are settled."""
         return any(slot.flags & SLOT_CUDA for slot in self.slots)
-
-    @property
-    def context(self) -> bool:
-        """Whether a process has had a CUDA context."""
-        return any(slot.flags & SLOT_CONTEXT for slot in self.slots)
 
     @property
     def pins(self) -> str:
@@ -318,13 +310,12 @@ class Page:
             if taken[place]:
                 at = HEADER_BYTES + SLOT_BYTES * place
                 _, pid, start, inflight, waiting, flags, pins, *rest = _SLOT.unpack_from(data, at)
-                inflight += rest[2 * DEVICES + 2]  # the first thread has a word of its own
+                inflight += rest[2 * DEVICES + 1]  # the first thread has a word of its own
                 slots.append(
                     Slot(
                         pid, start, inflight, waiting, flags, pins,
                         tuple(rest[:DEVICES]), tuple(rest[DEVICES : 2 * DEVICES]),
-                        rest[2 * DEVICES], rest[2 * DEVICES + 1],
-                        tuple(rest[2 * DEVICES + 3 : -1]), rest[-1],
+                        rest[2 * DEVICES], tuple(rest[2 * DEVICES + 2 : -1]), rest[-1],
                         place,
                     )
                 )  # fmt: skip
@@ -390,16 +381,6 @@ class Page:
     def set_landing(self, slot: Slot, landing: int) -> None:
         """Say how far the process of a slot is on its way to the slice."""
         self._write(_at(slot) + _LANDING_AT, struct.pack("<Q", landing))
-
-    def set_notice(self, text: str) -> None:
-        """Leave a sentence for people about the last refusal."""
-        data = text.encode()[: _NOTICE_BYTES - 1]
-        self._write(_NOTICE_AT, data.ljust(_NOTICE_BYTES, b"\0"))
-
-    def notice(self) -> str:
-        """Return the sentence about the last refusal."""
-        data = os.pread(self._fd, _NOTICE_BYTES, _NOTICE_AT)
-        return data.split(b"\0", 1)[0].decode(errors="replace")
 
     def _write(self, at: int, data: bytes) -> None:
         os.pwrite(self._fd, data, at)

@@ -19,7 +19,7 @@ from . import kit
 OPEN, UNUSED, CLOSED, PAUSED = layout.OPEN, layout.UNUSED, layout.CLOSED, layout.PAUSED
 
 #: Offsets in a slot.
-START, INFLIGHT, WAITING, FLAGS, PINS, USED, CAPTURES = 8, 16, 20, 24, 28, 32, 168
+START, INFLIGHT, WAITING, FLAGS, PINS, USED, CAPTURES = 8, 16, 20, 24, 28, 32, 160
 
 
 class GuardedBroker(kit.Broker):
@@ -88,10 +88,6 @@ class Guarded(kit.Kernel):
         count = struct.unpack_from("<I", self.map, 12)[0]
         texts = [self.map[128 + 48 * i : 176 + 48 * i] for i in range(count)]
         return [bytes(text).split(b"\0", 1)[0].decode() for text in texts]
-
-    def notice(self):
-        at = layout._NOTICE_AT
-        return bytes(self.map[at : at + 512]).split(b"\0", 1)[0].decode()
 
     # ------------------------------------------------------------------ the broker
 

@@ -785,16 +785,19 @@ def test_cuinit_with_a_lease_or_without_a_broker_asks_nobody(session):
     assert time.monotonic() - began < 5
 
 
-def test_a_context_is_never_made_where_nothing_is_granted(session):
+def test_a_context_is_never_made_where_nothing_is_granted(session, capfd):
     """cuInit before the lease, which is elsewhere; the broker neither moves it nor the lease."""
     home = session.uuids[0]
-    session.broker.answer = lambda _: {"type": "error", "code": "not-moved", "message": "no"}
+    refused = {"message": 'GPU "1" is paused – now.', "next_step": "Ask later."}
+    session.broker.answer = lambda _: {"type": "error", "code": "not-moved", **refused}
     child = session.child(GPUPOOL_VISIBLE=home, CUDA_VISIBLE_DEVICES=home)
     session.grant(session.uuids[:1])
     assert child.do("_ = C.cuInit(0)") == 0
     session.grant(session.uuids[1:])
     assert child.do("_ = context()") == 46
     assert [m["step"] for m in session.broker.messages] == ["begin", "stay"]
+    said = 'cannot use the GPU of its session: GPU "1" is paused ? now. Ask later.\n'
+    assert capfd.readouterr().err == f"jupyter_gpupool: process {child.pid} {said}"
     assert session.slots()[0].used[0] == 0
     assert session.slots()[0].landing == pages.LANDING_NONE
     session.grant(session.uuids[:1])

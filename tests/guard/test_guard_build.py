@@ -246,7 +246,7 @@ def test_the_layouts_of_the_page_agree(tmp_path):
     program = tmp_path / "layout"
     source = tmp_path / "layout.c"
     fields = ("gate", "managed", "devices", "epoch", "pause_until", "limit", "context_bytes",
-              "granted", "uuid", "session", "notice", "room", "vain", "vain_until",
+              "granted", "uuid", "session", "room", "vain", "vain_until",
               "slot")  # fmt: skip
     lines = "".join(f'printf("%zu ", offsetof(struct page, {name}));' for name in fields)
     lines += "".join(
@@ -263,7 +263,7 @@ def test_the_layouts_of_the_page_agree(tmp_path):
     assert [int(n) for n in tool(program).split()] == [
         pages._GATE_AT, pages._MANAGED_AT, pages._DEVICES_AT, pages._EPOCH_AT, pages._PAUSE_AT,
         pages._LIMIT_AT, pages._CONTEXT_AT, pages._GRANTED_AT, pages._UUID_AT, pages._SESSION_AT,
-        pages._NOTICE_AT, pages._ROOM_AT, pages._VAIN_AT, pages._VAIN_UNTIL_AT, pages.HEADER_BYTES,
+        pages._ROOM_AT, pages._VAIN_AT, pages._VAIN_UNTIL_AT, pages.HEADER_BYTES,
         pages._SEES_AT, pages._LANDING_AT, pages.device_name("GPU-0123"), pages.SIZE,
         pages.SLOT_BYTES, pages.MAGIC, pages.VERSION, pages.SLOTS,
     ]  # fmt: skip

@@ -55,8 +55,6 @@ def _stress(session, until, commands, cycles, **variables):
     mine = [slot for slot in page.slots if slot.pid in pids]  # the others are of their children
     assert len(mine) == len(pids)
     assert (page.inflight, page.waiting, page.pins) == (0, 0, "")
-    # A refusal need not reach the program: somebody may have freed enough meanwhile.
-    assert sum(slot.refused for slot in page.slots) >= refused
     assert [child.end() for child in children] == [0] * len(children)
     assert not [slot for slot in session.page.read().slots if slot.pid in pids]
     assert operations > cycles

@@ -17,8 +17,8 @@ from jupyter_gpupool.guard import page as layout
 from jupyter_gpupool.guard.page import CLOSED, UNUSED, Page
 from jupyter_gpupool.kernel.guarded import started
 
-#: ``struct page_slot``, up to the bytes that it is refused.
-_SLOT = struct.Struct("<IIQIIII8Q8QQ")
+#: ``struct page_slot``, up to what its contexts are charged.
+_SLOT = struct.Struct("<IIQIIII8Q8Q")
 
 
 class GuardPage:
@@ -52,7 +52,7 @@ class GuardPage:
         self, pid: int, *, waiting: int = 0, used: int = 0, flags: int = 0, number: int = 0
     ) -> None:
         """Write what one process says of itself."""
-        data = _SLOT.pack(1, pid, started(pid), 0, waiting, flags, 0, used, *[0] * 15, 0)
+        data = _SLOT.pack(1, pid, started(pid), 0, waiting, flags, 0, used, *[0] * 15)
         with self.path.open("r+b") as file:
             file.seek(layout.HEADER_BYTES + number * layout.SLOT_BYTES)
             file.write(data)

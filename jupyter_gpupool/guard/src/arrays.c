@@ -6,7 +6,7 @@
  * Sparse arrays and those with deferred mapping take nothing: what is mapped into them comes from
  * cuMemCreate and is counted there.
  */
-#include "allocator.h"
+#include "counting.h"
 #include "wraps.h"
 
 enum { ARRAY_LAYERED = 0x01, ARRAY_CUBEMAP = 0x04, ARRAY_SPARSE = 0x40, ARRAY_DEFERRED = 0x80 };

@@ -2,7 +2,8 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * Questions to the broker: one line of JSON on a connection of its own, and its answer. Closing
- * the connection takes the question back. Figures come from the page, never from the answer.
+ * the connection takes the question back. Figures come from the page, never from the answer; a
+ * sentence for people comes from the answer.
  */
 #include "guard.h"
 
@@ -87,9 +88,9 @@ static void put_head(struct text *t, const char *type)
     put_string(t, broker.token);
 }
 
-/* Whether the line's object has `<key>: "<value>"`; the key with its quotes. The broker escapes
- * quotes inside strings. */
-static bool has(const char *line, const char *key, const char *value)
+/* The text that follows `<key>: "` in the line's object, the key with its quotes; NULL if it has none.
+ * The broker escapes quotes inside strings. */
+static const char *find(const char *line, const char *key)
 {
     const char *at = line;
     while ((at = strstr(at, key))) {
@@ -99,10 +100,39 @@ static bool has(const char *line, const char *key, const char *value)
             continue;
         at++;
         at += strspn(at, " \t");
-        size_t n = strlen(value);
-        return *at == '"' && !strncmp(at + 1, value, n) && at[1 + n] == '"';
+        return *at == '"' ? at + 1 : NULL;
     }
-    return false;
+    return NULL;
+}
+
+static bool has(const char *line, const char *key, const char *value)
+{
+    const char *at = find(line, key);
+    size_t n = strlen(value);
+    return at && !strncmp(at, value, n) && at[n] == '"';
+}
+
+/* Append the text of a key to a sentence of SENTENCE_BYTES. What is not ASCII becomes "?". */
+static void add_text(char *sentence, const char *line, const char *key)
+{
+    size_t n = strlen(sentence);
+    const char *at = find(line, key);
+    if (n && at && *at != '"' && n + 1 < SENTENCE_BYTES)
+        sentence[n++] = ' ';
+    for (; at && *at && *at != '"' && n + 1 < SENTENCE_BYTES; at++) {
+        char c = *at;
+        if (c == '\\' && at[1]) {
+            c = *++at;
+            if (c == 'u') {
+                c = '?';
+                at += strnlen(at, 5) - 1;
+            } else if (c != '"' && c != '\\' && c != '/') {
+                c = ' ';
+            }
+        }
+        sentence[n++] = c >= ' ' && c < 127 ? c : '?';
+    }
+    sentence[n] = 0;
 }
 
 /* ---- one question */
@@ -146,8 +176,8 @@ static int receive(int fd, char *answer, size_t *have)
 static __thread bool through;
 
 /* `at_most`: nanoseconds after which the answer is not worth waiting for, and a broker that is away
- * not worth looking for; 0: as long as it takes. */
-static enum answer ask(const struct text *question, bool for_gate, uint64_t at_most)
+ * not worth looking for; 0: as long as it takes. `why`: as for broker_land(). */
+static enum answer ask(const struct text *question, bool for_gate, uint64_t at_most, char *why)
 {
     char answer[ANSWER_BYTES];
     size_t have = 0;
@@ -158,6 +188,8 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
     uint64_t away = 0;  /* nobody has listened since; 0: somebody does */
     uint64_t hung = 0;  /* a broker has hung up on us since, again and again; 0: it has not */
     int fd = -1;
+    if (why)
+        *why = 0;
     if (question->full)
         return ANSWER_REFUSED;
     polite_begin(&p);
@@ -211,6 +243,11 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
             result = has(answer, "\"type\"", "ok")      ? ANSWER_OK
                      : has(answer, "\"code\"", "again") ? ANSWER_AGAIN
                                                         : ANSWER_REFUSED;
+            if (why) {
+                add_text(why, answer, result == ANSWER_OK ? "\"note\"" : "\"message\"");
+                if (result != ANSWER_OK)
+                    add_text(why, answer, "\"next_step\"");
+            }
             break;
         }
         if (got < 0) {
@@ -237,7 +274,7 @@ CUresult broker_attach(void)
     struct text question = {.length = 0};
     put_head(&question, "attach");
     put(&question, ",\"pid\":%d,\"tid\":%ld}\n", (int)getpid(), syscall(SYS_gettid));
-    if (ask(&question, true, 0) != ANSWER_OK)
+    if (ask(&question, true, 0, NULL) != ANSWER_OK)
         return CUDA_ERROR_SYSTEM_NOT_READY;
     /* Closed again already: the next question is not asked in the same instant. */
     if (!gate_lets(true))
@@ -250,7 +287,7 @@ void broker_home(void)
     struct text question = {.length = 0};
     put_head(&question, "home");
     put(&question, ",\"pid\":%d,\"tid\":%ld}\n", (int)getpid(), syscall(SYS_gettid));
-    ask(&question, false, HOME_NS);
+    ask(&question, false, HOME_NS, NULL);
 }
 
 enum answer broker_page(void)
@@ -258,7 +295,7 @@ enum answer broker_page(void)
     struct text question = {.length = 0};
     put_head(&question, "page");
     put(&question, ",\"pid\":%d,\"tid\":%ld}\n", (int)getpid(), syscall(SYS_gettid));
-    return ask(&question, false, 0);
+    return ask(&question, false, 0, NULL);
 }
 
 CUresult broker_grow(int ordinal, uint64_t more)
@@ -267,7 +304,7 @@ CUresult broker_grow(int ordinal, uint64_t more)
     put_head(&question, "grow");
     put(&question, ",\"device\":%d,\"bytes\":%llu}\n", ordinal, (unsigned long long)more);
     gate_step_out();
-    enum answer answer = ask(&question, false, 0);
+    enum answer answer = ask(&question, false, 0, NULL);
     CUresult error = gate_step_in();
     if (error)
         return error; /* the gate closed meanwhile, and the wait for the lease was ended */
@@ -276,7 +313,7 @@ CUresult broker_grow(int ordinal, uint64_t more)
     return answer == ANSWER_OK ? CUDA_SUCCESS : CUDA_ERROR_SYSTEM_NOT_READY;
 }
 
-CUresult broker_land(const char *step)
+CUresult broker_land(const char *step, char *why)
 {
     struct text question = {.length = 0};
     put_head(&question, "land");
@@ -284,7 +321,7 @@ CUresult broker_land(const char *step)
         syscall(SYS_gettid));
     through = !strcmp(step, "move");
     /* The broker also takes the room back by itself, later. */
-    enum answer answer = ask(&question, false, strcmp(step, "cancel") ? 0 : HOME_NS);
+    enum answer answer = ask(&question, false, strcmp(step, "cancel") ? 0 : HOME_NS, why);
     through = false;
     return answer == ANSWER_OK        ? CUDA_SUCCESS
            : answer == ANSWER_REFUSED ? CUDA_ERROR_DEVICE_UNAVAILABLE

@@ -7,7 +7,7 @@
  * stream's capture is ended, when the stream or its context is destroyed, or when the thread that
  * alone may end it has ended.
  */
-#include "allocator.h"
+#include "counting.h"
 #include "wraps.h"
 
 #include <pthread.h>

@@ -9,7 +9,7 @@
  * Two processes that race for the last bytes may both see too much; both step back, and the lock
  * decides between them, under which a process adds only what fits.
  */
-#include "allocator.h"
+#include "counting.h"
 #include "guard.h"
 
 /* Grants that other processes of the session take away before this one has used them. */
@@ -17,22 +17,21 @@
 
 #define LOAD(x) __atomic_load_n(&(x), __ATOMIC_SEQ_CST)
 
-/* One more than the highest slot that has ever had bytes; guard-owned, only grows. Without it each
- * sum would read all 256 slots. */
+/* Before a slot gets its first bytes. Without ``slots_used`` each sum would read all 256 slots. */
 static void reach(const struct page_slot *slot)
 {
-    uint64_t wanted = (uint64_t)(slot - guard_page->slot) + 1, seen = LOAD(guard_page->spare0);
+    uint64_t wanted = (uint64_t)(slot - guard_page->slot) + 1, seen = LOAD(guard_page->slots_used);
     if (wanted > PAGE_SLOTS)
         return; /* a process that ends: its slot is given back already */
     while (seen < wanted &&
-           !__atomic_compare_exchange_n(&guard_page->spare0, &seen, wanted, false, __ATOMIC_SEQ_CST,
+           !__atomic_compare_exchange_n(&guard_page->slots_used, &seen, wanted, false, __ATOMIC_SEQ_CST,
                                         __ATOMIC_SEQ_CST))
         ;
 }
 
 uint64_t guard_used(int ordinal)
 {
-    uint64_t sum = 0, count = guard_page ? LOAD(guard_page->spare0) : 0;
+    uint64_t sum = 0, count = guard_page ? LOAD(guard_page->slots_used) : 0;
     if (ordinal < 0 || ordinal >= PAGE_DEVICES)
         return 0;
     if (count > PAGE_SLOTS)
@@ -114,10 +113,8 @@ static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t byte
         bool inside = !refused || refused == CUDA_ERROR_OUT_OF_MEMORY;
         if (more && inside && take_locked(slot, ordinal, bytes, true))
             return CUDA_SUCCESS;
-        if (refused || tries == TRIES) {
-            __atomic_add_fetch(&slot->refused, 1, __ATOMIC_RELAXED);
+        if (refused || tries == TRIES)
             return refused ? refused : CUDA_ERROR_OUT_OF_MEMORY;
-        }
         /* Granted, and somebody else of the session was faster: ask for what is missing now. */
     }
 }
@@ -129,7 +126,7 @@ CUresult guard_charge(int ordinal, uint64_t bytes)
     struct page_slot *slot = guard_slot();
     if (!slot)
         return CUDA_ERROR_OUT_OF_MEMORY; /* 256 living processes: this one cannot be counted */
-    if (LOAD(guard_page->spare0) <= (uint64_t)(slot - guard_page->slot))
+    if (LOAD(guard_page->slots_used) <= (uint64_t)(slot - guard_page->slot))
         reach(slot);
     if (bytes <= LOAD(guard_page->granted[ordinal])) {
         add(slot, ordinal, bytes);

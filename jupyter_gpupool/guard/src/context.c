@@ -5,7 +5,7 @@
  * which nobody can see from inside: the page says what to charge for it. And the end of a
  * context frees everything allocated in it.
  */
-#include "allocator.h"
+#include "counting.h"
 #include "own.h"
 #include "wraps.h"
 

@@ -9,7 +9,7 @@
  * after the launch the driver's own figure counts. Too large a graph is refused when it is made
  * executable, and again when it is launched.
  */
-#include "allocator.h"
+#include "counting.h"
 #include "own.h"
 #include "wraps.h"
 

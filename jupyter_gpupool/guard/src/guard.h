@@ -234,7 +234,7 @@ void guard_at_fork(void); /* registers them */
 /* ---- bytes (charge.c) */
 
 /* Take `bytes` of the session's grant on `ordinal`; asks the broker for growth if they do not fit.
- * CUDA_ERROR_OUT_OF_MEMORY if refused (counted in the slot). Before the driver is asked. */
+ * CUDA_ERROR_OUT_OF_MEMORY if refused. Before the driver is asked. */
 CUresult guard_charge(int ordinal, uint64_t bytes);
 /* Give them back. */
 void guard_credit(int ordinal, uint64_t bytes);
@@ -251,8 +251,10 @@ enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_AGAIN, ANSWER_INTERRUPTED, ANSWE
 enum answer broker_page(void); /* OK: the session's page has its name again */
 void page_lost(enum answer answer); /* it is lost all the same: the reason on stderr */
 /* One step of a landing: "begin", "move", "cancel", or "stay" where it is. CUDA_ERROR_DEVICE_UNAVAILABLE:
- * refused; CUDA_ERROR_NOT_READY: the lease is on its way out, and it is worth looking again. */
-CUresult broker_land(const char *step);
+ * refused; CUDA_ERROR_NOT_READY: the lease is on its way out, and it is worth looking again. ``why``, if
+ * it is not NULL, gets the broker's sentence for people, or "". */
+#define SENTENCE_BYTES 512
+CUresult broker_land(const char *step, char *why);
 void broker_home(void); /* the page's devices are those of the lease to come; or as they were */
 
 /* ---- a broker that has died (revive.c) */

@@ -5,7 +5,7 @@
  * slice_memory in info.h for the figures.
  */
 #include "info.h"
-#include "allocator.h"
+#include "counting.h"
 #include "wraps.h"
 
 CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)

@@ -31,7 +31,7 @@ static inline bool slice_memory(const struct page *page, int ordinal, uint64_t r
 {
     uint64_t limit = __atomic_load_n(&page->limit, __ATOMIC_RELAXED);
     uint64_t granted = __atomic_load_n(&page->granted[ordinal], __ATOMIC_RELAXED);
-    uint64_t count = __atomic_load_n(&page->spare0, __ATOMIC_RELAXED), used = 0;
+    uint64_t count = __atomic_load_n(&page->slots_used, __ATOMIC_RELAXED), used = 0;
     uint64_t total = limit > granted ? limit : granted;
     if (!total)
         return false;

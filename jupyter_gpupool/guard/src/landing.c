@@ -123,13 +123,13 @@ static CUresult stay(CUresult error)
 {
     if (error == CUDA_ERROR_SYSTEM_NOT_READY)
         return error; /* interrupted, or no broker */
+    char why[SENTENCE_BYTES];
     gate_step_out();
     if (error == CUDA_ERROR_DEVICE_UNAVAILABLE) {
-        error = broker_land("stay");
+        error = broker_land("stay", why);
         if (!error || error == CUDA_ERROR_DEVICE_UNAVAILABLE)
-            dprintf(2, "jupyter_gpupool: process %d %s: %.511s\n", (int)getpid(),
-                    error ? "cannot use the GPU of its session" : "waits for another GPU",
-                    guard_page->notice);
+            dprintf(2, "jupyter_gpupool: process %d %s: %s\n", (int)getpid(),
+                    error ? "cannot use the GPU of its session" : "waits for another GPU", why);
     } else if (error == CUDA_ERROR_NOT_READY) {
         nap(1);
     }
@@ -142,7 +142,7 @@ static CUresult land(void)
 {
     set(LANDING_BEGUN);
     gate_step_out();
-    CUresult error = broker_land("begin");
+    CUresult error = broker_land("begin", NULL);
     CUresult gate = error ? (gate_step_back(), CUDA_SUCCESS) : gate_step_in();
     if (!error && !gate)
         gate = take_contexts();
@@ -150,7 +150,7 @@ static CUresult land(void)
         /* The room that it was given, or may have been, is for others. */
         landing_over();
         gate_step_out();
-        broker_land("cancel");
+        broker_land("cancel", NULL);
         gate_step_back();
     }
     if (error || gate) {
@@ -163,7 +163,7 @@ static CUresult land(void)
     set(LANDING_MOVES);
     gate_point();
     gate_step_out();
-    error = broker_land("move");
+    error = broker_land("move", NULL);
     if (error == CUDA_ERROR_SYSTEM_NOT_READY) {
         /* Interrupted while there is no broker: nobody knows where the process is. The next broker
          * says so, and until then all calls wait. */

@@ -3,47 +3,19 @@
  *
  * Plain device memory, managed memory, and the free of anything that has an address.
  */
-#include "allocator.h"
+#include "counting.h"
 #include "wraps.h"
 
 #define MIB (1ull << 20)
 #define PAGE (2 * MIB)
 
-/* ---- the driver's own allocator */
-
-/* The driver hands out device pages of 2 MiB; allocations below 1 MiB share them. */
-static uint64_t native_extent(uint64_t bytes)
+/* Bytes of the device that an allocation takes; saturates. The driver hands out device pages of
+ * 2 MiB, and allocations below 1 MiB share them. */
+static uint64_t extent(uint64_t bytes)
 {
     uint64_t unit = bytes >= MIB ? PAGE : 512, up;
     return __builtin_add_overflow(bytes, unit - 1, &up) ? UINT64_MAX : up / unit * unit;
 }
-
-static CUresult native_alloc(CUdeviceptr *out, size_t bytes) { return REAL(cuMemAlloc_v2)(out, bytes); }
-
-static CUresult native_pitch(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
-{
-    return REAL(cuMemAllocPitch_v2)(out, pitch, width, height, element);
-}
-
-static CUresult native_free(CUdeviceptr address) { return REAL(cuMemFree_v2)(address); }
-
-static bool native_where(CUdeviceptr address, struct placement *out)
-{
-    typedef CUresult (*range)(CUdeviceptr *, size_t *, CUdeviceptr);
-    CUdeviceptr base = 0;
-    size_t bytes = 0;
-    struct own own;
-    if (CALL(range, cuMemGetAddressRange_v2)(&base, &bytes, address) || !table_get(OWN_DEVICE, base, &own))
-        return false;
-    *out = (struct placement){.base = base, .bytes = bytes, .extent = own.bytes, .ordinal = own.ordinal};
-    return true;
-}
-
-static const struct allocator native = {
-    "native", native_alloc, native_pitch, native_free, native_extent, native_where,
-};
-
-const struct allocator *guard_allocator = &native;
 
 /* ---- what all wrappers do */
 
@@ -73,24 +45,22 @@ CUresult keep(CUresult result, const struct own *own, CUresult (*undo)(CUdevicep
     return result;
 }
 
-static CUresult undo_device(CUdeviceptr key) { return guard_allocator->free(key); }
-
 CUresult wrap_cuMemAlloc_v2(CUdeviceptr *out, size_t bytes)
 {
     ENTER;
     struct here h = here_now();
     if (h.ordinal < 0 || !out || !bytes)
-        return guard_allocator->alloc(out, bytes);
+        return REAL(cuMemAlloc_v2)(out, bytes);
     current_seen(h.context);
-    struct own own = {.bytes = guard_allocator->extent(bytes), .owner = h.number,
+    struct own own = {.bytes = extent(bytes), .owner = h.number,
                       .kind = OWN_DEVICE, .ordinal = (int16_t)h.ordinal};
     CUresult result = guard_charge(h.ordinal, own.bytes);
     if (result)
         return result;
-    result = guard_allocator->alloc(out, bytes);
+    result = REAL(cuMemAlloc_v2)(out, bytes);
     if (!result)
         own.key = *out;
-    return keep(result, &own, undo_device);
+    return keep(result, &own, REAL(cuMemFree_v2));
 }
 
 /* The driver chooses the pitch: at least the width rounded up to what rows are aligned to, which
@@ -102,27 +72,27 @@ CUresult wrap_cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, 
     struct here h = here_now();
     uint64_t least;
     if (h.ordinal < 0 || !out || !pitch || !width || !height)
-        return guard_allocator->alloc_pitch(out, pitch, width, height, element);
+        return REAL(cuMemAllocPitch_v2)(out, pitch, width, height, element);
     if (__builtin_mul_overflow((uint64_t)width, (uint64_t)height, &least))
         least = UINT64_MAX;
-    struct own own = {.bytes = guard_allocator->extent(least), .owner = h.number,
+    struct own own = {.bytes = extent(least), .owner = h.number,
                       .kind = OWN_DEVICE, .ordinal = (int16_t)h.ordinal};
     CUresult result = guard_charge(h.ordinal, own.bytes);
     if (result)
         return result;
-    result = guard_allocator->alloc_pitch(out, pitch, width, height, element);
+    result = REAL(cuMemAllocPitch_v2)(out, pitch, width, height, element);
     if (!result) {
         own.key = *out;
-        uint64_t truth = guard_allocator->extent((uint64_t)*pitch * height);
+        uint64_t truth = extent((uint64_t)*pitch * height);
         if (truth > own.bytes) {
             result = guard_charge(h.ordinal, truth - own.bytes);
             if (result)
-                guard_allocator->free(own.key);
+                REAL(cuMemFree_v2)(own.key);
             else
                 own.bytes = truth;
         }
     }
-    return keep(result, &own, undo_device);
+    return keep(result, &own, REAL(cuMemFree_v2));
 }
 
 /* Managed memory cannot be suspended, and the driver moves it as it likes. Refused, or allowed by
@@ -137,7 +107,7 @@ CUresult wrap_cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
         return CUDA_ERROR_NOT_SUPPORTED;
     if (h.ordinal < 0 || !out || !bytes)
         return REAL(cuMemAllocManaged)(out, bytes, flags);
-    struct own own = {.bytes = guard_allocator->extent(bytes), .owner = h.number,
+    struct own own = {.bytes = extent(bytes), .owner = h.number,
                       .kind = OWN_MANAGED, .ordinal = (int16_t)h.ordinal};
     CUresult result = guard_charge(h.ordinal, own.bytes);
     if (result)
@@ -179,9 +149,9 @@ CUresult wrap_cuMemFree_v2(CUdeviceptr address)
 {
     ENTER_BACK(cuMemFree_v2, address);
     struct own own;
-    if (!guard_page || !take_address(address, &own))
-        return guard_allocator->free(address);
-    return freed(own.kind == OWN_DEVICE ? guard_allocator->free(address) : REAL(cuMemFree_v2)(address), &own);
+    bool ours = guard_page && take_address(address, &own);
+    CUresult result = REAL(cuMemFree_v2)(address);
+    return ours ? freed(result, &own) : result;
 }
 
 CUresult wrap_cuMemFreeAsync(CUdeviceptr address, CUstream stream)

@@ -17,7 +17,7 @@
 #include <stdint.h>
 
 #define PAGE_MAGIC 0x47505047u /* "GPPG" */
-#define PAGE_VERSION 2u
+#define PAGE_VERSION 3u
 #define PAGE_DEVICES 8
 #define PAGE_SLOTS 256
 #define PAGE_UUID 48
@@ -72,12 +72,11 @@ struct page_slot {
     uint32_t pins;
     uint64_t used[PAGE_DEVICES];    /* counted bytes, contexts included */
     uint64_t context[PAGE_DEVICES]; /* of these: the constant for contexts */
-    uint64_t refused;               /* allocations refused for the limit */
     uint32_t captures;              /* streams that record a graph: a suspend must not fall inside */
     uint32_t first;                 /* 1: one more call inside, of the process's first thread */
     uint64_t sees[PAGE_DEVICES];
     uint64_t landing;
-    uint64_t reserved[1];
+    uint64_t unused[2];
 };
 
 struct page {
@@ -85,25 +84,24 @@ struct page {
     uint32_t version;
     uint8_t gate;
     uint8_t managed;
-    uint8_t pad[2];
+    uint8_t unused[2];
     uint32_t devices; /* how many */
     uint64_t epoch;
     uint64_t pause_until;           /* CLOCK_MONOTONIC, ns; later a paused gate counts as open */
     uint64_t limit;                 /* bytes per device up to which the grant may grow */
     uint64_t context_bytes;         /* what is charged for the first context of a process on a device */
     uint64_t lock;                  /* guard: who changes slots: pid | start_time << 32; 0 nobody */
-    uint64_t spare0;
+    uint64_t slots_used;            /* guard: one more than the highest slot that has had bytes; only grows */
     uint64_t granted[PAGE_DEVICES]; /* bytes of the lease; 0 without one */
     char uuid[PAGE_DEVICES][PAGE_UUID]; /* of the lease, or of the home devices before the first */
     char session[64];
-    char notice[512]; /* the sentence for people of the last refusal */
     /* What the grant could grow by now, plus 1; 0: the broker has not said. */
     uint64_t room[PAGE_DEVICES];
     /* Growth to so many bytes in all was refused, and nothing has changed since: more is refused, too.
      * 0: ask. The broker clears it before it acts on whatever changes; it ends by itself after this. */
     uint64_t vain[PAGE_DEVICES];
     uint64_t vain_until; /* CLOCK_MONOTONIC, ns */
-    uint8_t rest[4096 - 72 - 24 * PAGE_DEVICES - PAGE_DEVICES * PAGE_UUID - 64 - 512];
+    uint8_t unused_too[4096 - 72 - 24 * PAGE_DEVICES - PAGE_DEVICES * PAGE_UUID - 64];
     struct page_slot slot[PAGE_SLOTS];
 };
 

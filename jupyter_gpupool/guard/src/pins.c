@@ -6,7 +6,7 @@
  * of its own that could be counted); the page says so before the call is over, and the broker
  * suspends nobody while one is inside. Memory that was imported is its exporter's.
  */
-#include "allocator.h"
+#include "counting.h"
 #include "wraps.h"
 
 #define PINS(pins, name, parameters, arguments) \

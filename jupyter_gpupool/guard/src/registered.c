@@ -5,7 +5,7 @@
  * and the program may unmap it then: such an end is not noted for later, because the driver would
  * still have the pages pinned, and would register at the restore what is there no more.
  */
-#include "allocator.h"
+#include "counting.h"
 #include "own.h"
 #include "wraps.h"
 

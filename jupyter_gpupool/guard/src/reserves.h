@@ -6,7 +6,7 @@
 #ifndef GPUPOOL_GUARD_RESERVES_H
 #define GPUPOOL_GUARD_RESERVES_H
 
-#include "allocator.h"
+#include "counting.h"
 #include "own.h"
 
 #pragma GCC visibility push(hidden)

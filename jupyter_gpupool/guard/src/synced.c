@@ -9,7 +9,7 @@
  * learns that its work has failed, before it reads what that work left in host memory, and a program
  * that measures time has its device attached by it before the clock starts.
  */
-#include "allocator.h"
+#include "counting.h"
 #include "wraps.h"
 
 static CUresult after(CUresult result)

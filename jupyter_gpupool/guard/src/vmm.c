@@ -5,7 +5,7 @@
  * its last handle is released and its last mapping removed, in either order. Imported handles are
  * of another process's block, which is counted there (or not at all, if that is no session).
  */
-#include "allocator.h"
+#include "counting.h"
 #include "own.h"
 #include "wraps.h"
 

@@ -1,44 +1,16 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Where device memory comes from, and the helpers of the allocation wrappers.
- *
- * A wrapper (memory.c) decides what a call costs, charges it, asks the allocator, and enters what
- * came back in the table. Nothing there depends on how the allocator makes memory, so that one
- * that maps physical blocks into a reserved range (and can therefore move their bytes itself,
- * at the speed of a copy, when the session is suspended) takes the native one's place by filling
- * in this struct. What it must keep: a pointer stays valid, at the same address, from alloc to
- * free; `extent` says before an allocation what it will take from the device.
+ * What the wrappers share that count memory: where a call allocates, how a wrapper passes the gate,
+ * and the bookkeeping of what was allocated.
  */
-#ifndef GPUPOOL_GUARD_ALLOCATOR_H
-#define GPUPOOL_GUARD_ALLOCATOR_H
+#ifndef GPUPOOL_GUARD_COUNTING_H
+#define GPUPOOL_GUARD_COUNTING_H
 
 #include "guard.h"
 #include "table.h"
 
 #pragma GCC visibility push(hidden)
-
-struct placement {
-    CUdeviceptr base; /* first byte of the allocation that an address lies in */
-    uint64_t bytes;   /* what the application asked for */
-    uint64_t extent;  /* what it takes from the device */
-    int ordinal;      /* of the device in the session */
-    CUmemGenericAllocationHandle physical; /* the block behind it; 0 where only the driver knows */
-};
-
-struct allocator {
-    const char *name;
-    /* In the current context, which is that of `here`. As the driver's calls of these names. */
-    CUresult (*alloc)(CUdeviceptr *out, size_t bytes);
-    CUresult (*alloc_pitch)(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element);
-    CUresult (*free)(CUdeviceptr address);
-    /* Bytes of the device that an allocation of `bytes` takes; saturates. */
-    uint64_t (*extent)(uint64_t bytes);
-    /* Where the bytes of an allocation of ours are; false: not ours. */
-    bool (*where)(CUdeviceptr address, struct placement *out);
-};
-
-extern const struct allocator *guard_allocator;
 
 /* ---- where a call allocates (context.c) */
 
