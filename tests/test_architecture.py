@@ -27,7 +27,7 @@ ALLOWED: dict[str, str] = {
     "pool": "",
     "guard": "compiling",
     "config": "emulation endpoint guard machine pool.model",
-    "devices": "guard pool.model pool.usage",
+    "devices": "guard pool.model pool.attribution",
     "startrecord": "endpoint machine",
     "recordcopy": "endpoint machine startrecord",
     "starting": "__init__ client endpoint guard recordcopy startrecord",

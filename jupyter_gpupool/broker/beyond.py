@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Reads how much the driver takes for each process beyond what its guard has charged.
 
-``pool/usage.py`` learns from it (:class:`~jupyter_gpupool.pool.usage.Overhead`); what it has learnt
-of a process is a part of the session's slice like any allocation.
+``pool/attribution.py`` learns from it (:class:`~jupyter_gpupool.pool.attribution.Overhead`); what
+it has learnt of a process is a part of the session's slice like any allocation.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Callable, Collection, Mapping, Sequence
 
 from ..devices.model import DeviceSample, ProcessId
 from ..guard.page import Reading
-from ..pool import usage
-from ..pool.usage import Listed, Observed, Overhead
+from ..pool import attribution
+from ..pool.attribution import Listed, Observed, Overhead
 from .pace import Pace
 from .runner import Runner
 from .sessions import Session
@@ -122,7 +122,7 @@ class Beyond:
                     counted = max(slot.used[at], old.used[at])
                     complete = self._complete(sample)
                     known, more = known.look(slot.context[at], counted, size, complete=complete)
-                    mine = min(more, usage.excused(sample.total))
+                    mine = min(more, attribution.excused(sample.total))
                     explained[piece.device] = explained.get(piece.device, 0) + mine
                 self._known[key] = known
                 if slot.used[at]:
@@ -142,4 +142,4 @@ class Beyond:
         device = self._runner.pool.device(sample.uuid)
         driver = max(0, device.memory_reserved - sample.reserved) if device is not None else 0
         listed = [Listed(process.bytes) for process in sample.processes]
-        return usage.complete(Observed(sample.used, listed, driver))
+        return attribution.complete(Observed(sample.used, listed, driver))

@@ -15,8 +15,8 @@ from ..devices.model import DeviceSample, ProcessId, SuspendOutcome
 from ..devices.service import DeviceService
 from ..errors import GPUPoolError
 from ..pool import events as e
+from ..pool.attribution import restore_room, slack, state_moved, state_to_move
 from ..pool.model import SessionRecord, Slice
-from ..pool.usage import restore_room, slack, state_moved, state_to_move
 from ..units import format_bytes
 from . import processes
 from .activity import Activity

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Callable, Mapping, get_args
 from ..config.settings import usable_attach
 from ..errors import RefusedError
 from ..pool import events as e
+from ..pool.limits import blame_default, default_request, fit_unasked
 from ..pool.model import AttachPolicy, Refusal
-from ..pool.unasked import blame_default, default_request, fit_unasked
 from ..protocol import READS, VERSION, Message, encode
 from . import processes
 from .accounts import POINTS_PER_SECOND

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The devices that kernels see before they have a slice; :mod:`..pool.unasked` chooses them."""
+"""The devices that kernels see before they have a slice; :mod:`..pool.placement` chooses them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Callable, Mapping
 
 from ..pool.model import PoolView, Request, SessionRecord
-from ..pool.unasked import home_devices
+from ..pool.placement import home_devices
 from .pace import Pace
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ..devices.model import DeviceSample, ProcessId
 from ..devices.processes import identify, session_of
 from ..errors import GPUPoolError
 from ..pool import events as e
-from ..pool.usage import REST_LOOKS, Attribution, Holder, Listed, Observed, attribute
+from ..pool.attribution import REST_LOOKS, Attribution, Holder, Listed, Observed, attribute
 from . import processes
 from .activity import Activity
 from .beyond import Beyond
@@ -257,7 +257,7 @@ class Monitor:
         granted: Mapping[str, int],
         counted: Mapping[str, Mapping[str, int]],
     ) -> Attribution:
-        """Return whose memory a device's is, as :func:`jupyter_gpupool.pool.usage.attribute` says.
+        """Return whose memory a device's is (:mod:`jupyter_gpupool.pool.attribution`).
 
         ``granted`` are the bytes of the sessions with a slice there, ``counted`` what the guard
         counts, by session and device.

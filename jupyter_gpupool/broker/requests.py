@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Any, Mapping, cast, get_args
 
 from ..errors import ProtocolError, RefusedError
+from ..pool.limits import changed_request
 from ..pool.model import Hold, HoldKind, Request
-from ..pool.unasked import changed_request
 from ..protocol import MAX_HOLDS
 
 #: Characters of a name that a client chooses.

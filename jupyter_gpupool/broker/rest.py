@@ -3,7 +3,7 @@
 """What the driver takes by itself, measured again whenever a device is at rest.
 
 It grows in weeks of kernels that come and go. Measured only at the broker's start, the growth would
-count as used outside the pool, and the device would shrink. ``pool/usage.py`` has the rules.
+count as used outside the pool, and the device would shrink. ``pool/attribution.py`` has the rules.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Sequence
 
 from ..devices.model import DeviceSample
+from ..pool import attribution
 from ..pool import events as e
-from ..pool import usage
 from ..pool.model import Device
 from ..units import format_bytes
 from .health import Health
@@ -33,7 +33,9 @@ class Rest:
         #: Devices on which NVML has named a process: elsewhere nobody knows whose memory is whose.
         self._named: set[str] = set()
 
-    def look(self, sample: DeviceSample, listed: Sequence[usage.Listed], *, leased: bool) -> None:
+    def look(
+        self, sample: DeviceSample, listed: Sequence[attribution.Listed], *, leased: bool
+    ) -> None:
         """Take note of a sample.
 
         ``listed`` are its processes with their sessions; ``leased``: some session has a slice
@@ -42,19 +44,19 @@ class Rest:
         uuid = sample.uuid
         if any(entry.known and entry.bytes for entry in listed):
             self._named.add(uuid)
-        seen = self._seen.setdefault(uuid, deque(maxlen=usage.REST_LOOKS))
+        seen = self._seen.setdefault(uuid, deque(maxlen=attribution.REST_LOOKS))
         device = self._health.devices.get(uuid)
         if (
             device is None
-            or not usage.at_rest(listed, leased=leased)
+            or not attribution.at_rest(listed, leased=leased)
             or uuid not in self._named
             or uuid in self._health.failed
         ):
             seen.clear()
             return
-        seen.append(usage.unlisted(sample.used, (entry.bytes for entry in listed)))
+        seen.append(attribution.unlisted(sample.used, (entry.bytes for entry in listed)))
         was = device.memory_reserved
-        found = usage.measured_again([*seen], sample.reserved, sample.total, was)
+        found = attribution.measured_again([*seen], sample.reserved, sample.total, was)
         if found is not None:
             self._settle(device, found)
 

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Compute shares: while sessions contend for a device, the gate is open for one at a time.
 
-``pool/turns.py`` decides who contends and who is next; this opens and pauses gates, and measures.
-Nothing runs, and no gate is ever paused, unless sessions that were busy in the same look contend:
-otherwise the driver shares the device well enough, and without gaps.
+``pool/timeslice.py`` decides who contends and who is next; this opens and pauses gates, and
+measures. Nothing runs, and no gate is ever paused, unless sessions that were busy in the same look
+contend: otherwise the driver shares the device well enough, and without gaps.
 
 A pause ends by itself (``pause_until``), so a broker that dies in the middle blocks nobody.
 """
@@ -17,8 +17,7 @@ import time
 from typing import Iterable
 
 from ..pool.model import SessionRecord
-from ..pool.turns import Runner as Contender
-from ..pool.turns import Turns, contended_devices, plan
+from ..pool.timeslice import Contender, Tallies, contended_devices, next_turn
 from .activity import Activity
 from .pages import PAUSED, UNUSED, Pages
 from .runner import Runner
@@ -43,7 +42,7 @@ class TurnKeeper:
         self._pages = pages
         self._activity = activity
         self._log = log
-        self._state = Turns()
+        self._state = Tallies()
         self._used: dict[str, float] = {}
         self._paused: set[str] = set()
         self._quiet = 0
@@ -63,7 +62,7 @@ class TurnKeeper:
         records = [self._runner.record(session.id) for session in busy]
         contenders = [_contender(record, busy=True) for record in records if record is not None]
         if contended_devices(contenders):
-            self._state, self._used, self._quiet = Turns(), {}, 0
+            self._state, self._used, self._quiet = Tallies(), {}, 0
             self._activity.elsewhere = True
             self._at = asyncio.get_running_loop().time()
             self._wait()
@@ -110,7 +109,7 @@ class TurnKeeper:
                 self._used[session.id] = self._used.get(session.id, 0.0) + elapsed
             used = self._used.get(session.id, 0.0)
             contenders.append(_contender(record, busy=seen.busy, used=used))
-        found = plan(self._state, contenders, now)
+        found = next_turn(self._state, contenders, now)
         self._state = found.state
         for name in self._paused - found.wait:
             self._open(name)

@@ -4,7 +4,7 @@
 
 The guard keeps ordinary software within its slice. What goes around it (a cleared ``LD_PRELOAD``,
 the driver opened by its path) is seen here, a few samples late, and treated as ``overuse`` says.
-``pool/usage.py`` decides what counts.
+``pool/attribution.py`` decides what counts.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import logging
 from typing import Collection, Mapping
 
 from ..config.settings import OverusePolicy
+from ..pool import attribution
 from ..pool import events as e
-from ..pool import usage
 from ..pool.model import Refusal
 from ..units import format_bytes
 from .effects import DeviceEffects
@@ -62,8 +62,8 @@ class Watchdog:
             return
         granted = {piece.device: piece.bytes for piece in record.slices}
         totals = {uuid: sample.total for uuid, sample in self._effects.samples.items()}
-        use.overuse = usage.overuse(used, granted, use.explained, totals)
-        use.overused, act = usage.confirmed(use.overused, use.overuse)
+        use.overuse = attribution.overuse(used, granted, use.explained, totals)
+        use.overused, act = attribution.confirmed(use.overused, use.overuse)
         if act:
             self._act(session, used, granted, use.overuse)
 
@@ -143,7 +143,7 @@ class Watchdog:
 
     def _ask_for_more(self, session: Session, used: Mapping[str, int]) -> None:
         record = self._runner.record(session.id)
-        request = usage.larger_request(record.request, used) if record is not None else None
+        request = attribution.larger_request(record.request, used) if record is not None else None
         if request is None:
             return
         rid = f"w{session.id}"

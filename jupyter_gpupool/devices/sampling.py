@@ -10,7 +10,7 @@ import logging
 from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
 
 from ..errors import DriverError
-from ..pool.usage import slack
+from ..pool.attribution import slack
 from .children import Child, ChildLost
 from .model import DeviceSample, ProcessMemory
 from .numbers import Numbers

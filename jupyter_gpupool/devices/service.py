@@ -25,8 +25,8 @@ from typing import (
 )
 
 from ..errors import DriverError, GPUPoolError
+from ..pool.attribution import driver_share, unlisted
 from ..pool.model import Device
-from ..pool.usage import driver_share, unlisted
 from . import contexts, driver, landing, processes
 from .aside import Aside
 from .calls import SessionCalls

@@ -14,12 +14,11 @@ from typing import Any, Iterable
 
 from ..units import format_bytes, format_seconds
 from .events import Action, QueueMoved, StateChanged
+from .facts import Facts, Session
 from .model import ATTACHED, HAS_LEASE, Reason, Slice
 from .needs import asking
 from .preemption import leaves_at, stays_until, suspendable, yields_at
 from .schedule import Plan
-from .session import Session
-from .state import State
 
 #: Queues up to this length are told of every change at once, longer ones ...
 AT_ONCE = 8
@@ -91,7 +90,7 @@ _CHANGES: dict[str, tuple[str, ...]] = {
 }
 
 
-def explain(state: State, plan: Plan, s: Session) -> Explanation:
+def explain(facts: Facts, plan: Plan, s: Session) -> Explanation:
     """Return what the plan says of ``s``: who holds what it needs, which rule, what changes it."""
     why = plan.reasons.get(s.id)
     names = [w.id for w in plan.order]
@@ -100,8 +99,8 @@ def explain(state: State, plan: Plan, s: Session) -> Explanation:
     reserved = held.wanted if held is not None and held.session == s.id else {}
     holders: tuple[Holder, ...] = ()
     if why is not None:
-        holders = tuple(_holders(state, s, why))
-    times = [h.yields_at for h in holders if h.yields_at is not None and h.yields_at > state.now]
+        holders = tuple(_holders(facts, s, why))
+    times = [h.yields_at for h in holders if h.yields_at is not None and h.yields_at > facts.now]
     if why is not None and "idle-lease-yields" not in _CHANGES[why.rule]:
         times = []
     if why is not None and why.rule == "retry":
@@ -110,8 +109,8 @@ def explain(state: State, plan: Plan, s: Session) -> Explanation:
     taken_from = None
     if s.lease.slices:
         own = {x.device for x in s.lease.slices}
-        takers = tuple(w.id for w in plan.order if _wants(state, w, own))
-        taken_from = yields_at(s, state) if s.state == "idle" else None
+        takers = tuple(w.id for w in plan.order if _wants(facts, w, own))
+        taken_from = yields_at(s, facts) if s.state == "idle" else None
     return Explanation(
         session=s.id,
         reason=why,
@@ -124,65 +123,65 @@ def explain(state: State, plan: Plan, s: Session) -> Explanation:
         changes_at=min((t for t in times if t < math.inf), default=None),
         takers=takers,
         taken_from=taken_from,
-        text=reason(state, plan, s) or stays_reason(state, s, state.now),
+        text=reason(facts, plan, s) or stays_reason(facts, s, facts.now),
     )
 
 
-def _holders(state: State, s: Session, why: Reason) -> Iterable[Holder]:
-    needs = asking(s, state).needs if s.state == "queued" else ()
+def _holders(facts: Facts, s: Session, why: Reason) -> Iterable[Holder]:
+    needs = asking(s, facts).needs if s.state == "queued" else ()
     own = why.rule in ("quota", "quota-host", "behind-own")
-    for v in state.leased.values():
+    for v in facts.leased.values():
         if v is s or (own and v.owner.name != s.owner.name):
             continue
         for x in v.lease.slices:
-            if not own and not any(n.allows(state.devices[x.device]) for n in needs):
+            if not own and not any(n.allows(facts.devices[x.device]) for n in needs):
                 continue
             idle = v.state == "idle"
             use = "idle" if idle else "leaving" if v.state == "detaching" else "busy"
-            yields = yields_at(v, state) if idle else None
-            leaves = leaves_at(v, state) if idle else None
+            yields = yields_at(v, facts) if idle else None
+            leaves = leaves_at(v, facts) if idle else None
             yield Holder(v.id, x.device, x.bytes, use, yields, leaves)
 
 
-def _wants(state: State, w: Session, devices: set[str]) -> bool:
-    needs = asking(w, state).needs
-    return any(need.allows(state.devices[uuid]) for uuid in devices for need in needs)
+def _wants(facts: Facts, w: Session, devices: set[str]) -> bool:
+    needs = asking(w, facts).needs
+    return any(need.allows(facts.devices[uuid]) for uuid in devices for need in needs)
 
 
 # --------------------------------------------------------------------------- why it waits, in words
 
 
-def reason(state: State, plan: Plan, s: Session) -> str:
+def reason(facts: Facts, plan: Plan, s: Session) -> str:
     """Return why ``s`` waits, in words; "" if it does not."""
     why = plan.reasons.get(s.id)
     if why is None or s.state != "queued":
         return ""
-    v = _stayer(state, plan, s)
+    v = _stayer(facts, plan, s)
     if v is not None:
-        ago = format_seconds(state.now - v.lease.resumed_at)
-        left = format_seconds(stays_until(v, state) - state.now)
+        ago = format_seconds(facts.now - v.lease.resumed_at)
+        left = format_seconds(stays_until(v, facts) - facts.now)
         return (
             f"the idle kernel there was moved {ago} ago; moving takes {v.measured.moving:.2g} s, "
             f"so it keeps its slice for {left} more"
         )
     settled = why.rule == "busy" and s.bound and (s.immovable or not s.suspended)
-    if settled and _best(state, plan) >= s.request.memory:
-        return _settled(state, plan, s)
+    if settled and _best(facts, plan) >= s.request.memory:
+        return _settled(facts, plan, s)
     if why.rule == "planned":
-        return _planned(state, why.devices)
+        return _planned(facts, why.devices)
     if why.rule == "busy":
-        return _busy(state, plan, why)
-    return in_words(state, why)
+        return _busy(facts, plan, why)
+    return in_words(facts, why)
 
 
-def in_words(state: State, why: Reason) -> str:
+def in_words(facts: Facts, why: Reason) -> str:
     """Return the sentence of a rule that needs nothing but its figures."""
     if why.rule in ("host", "quota-host"):
-        used, budget = state.host_used + state.host_going, state.settings.host_memory
-        if state.host_room < budget - used:
+        used, budget = facts.host_used + facts.host_going, facts.settings.host_memory
+        if facts.host_room < budget - used:
             return (
                 "the state of idle kernels has no room in host memory: of this machine's memory "
-                f"{format_bytes(max(0, state.host_room))} may be used for it now"
+                f"{format_bytes(max(0, facts.host_room))} may be used for it now"
             )
         text = f"{format_bytes(used)} of {format_bytes(budget)} in use"
         return f"host memory for suspended state is full ({text})"
@@ -194,7 +193,7 @@ def in_words(state: State, why: Reason) -> str:
             return f"your quota of {size} is kept for another waiting kernel of yours"
         return f"your quota of {size} is in use by your other {_count(why.count, 'kernel')}"
     if why.rule == "drained":
-        name = state.devices[why.devices[0]].device.name
+        name = facts.devices[why.devices[0]].device.name
         return f"its GPU ({name}) is out of service: {why.text}"
     if why.rule == "foreign":
         size = format_bytes(why.bytes)
@@ -214,9 +213,9 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _avail(state: State, plan: Plan) -> dict[str, int]:
+def _avail(facts: Facts, plan: Plan) -> dict[str, int]:
     """Return the bytes that are free and promised to nobody, by device in service."""
-    found = {uuid: d.free for uuid, d in state.devices.items() if not d.drained}
+    found = {uuid: d.free for uuid, d in facts.devices.items() if not d.drained}
     for takes in plan.promises.values():
         for x in takes:
             if x.device in found:
@@ -224,14 +223,14 @@ def _avail(state: State, plan: Plan) -> dict[str, int]:
     return found
 
 
-def _best(state: State, plan: Plan) -> int:
-    return max(_avail(state, plan).values(), default=0)
+def _best(facts: Facts, plan: Plan) -> int:
+    return max(_avail(facts, plan).values(), default=0)
 
 
-def _planned(state: State, devices: tuple[str, ...]) -> str:
+def _planned(facts: Facts, devices: tuple[str, ...]) -> str:
     leaving = [
         s
-        for s in state.leased.values()
+        for s in facts.leased.values()
         if s.state == "detaching" and any(x.device in devices for x in s.lease.slices)
     ]
     if not leaving:
@@ -239,16 +238,16 @@ def _planned(state: State, devices: tuple[str, ...]) -> str:
     return f"waiting for {_count(len(leaving), 'idle kernel')} to be suspended"
 
 
-def _busy(state: State, plan: Plan, why: Reason) -> str:
-    best = _best(state, plan)
-    active = any(s.state == "active" for s in state.leased.values())
+def _busy(facts: Facts, plan: Plan, why: Reason) -> str:
+    best = _best(facts, plan)
+    active = any(s.state == "active" for s in facts.leased.values())
     users = "running cells" if active else "kernels that keep their slice"
-    roomless = sum(1 for s in state.leased.values() if s.state == "idle" and s.roomless)
+    roomless = sum(1 for s in facts.leased.values() if s.state == "idle" and s.roomless)
     if roomless:
         idle = _count(roomless, "idle kernel")
         users += f", and {idle} cannot be moved to host memory, which is short or limited there"
     if best <= 0:
-        total = sum(d.capacity for d in state.devices.values() if not d.drained)
+        total = sum(d.capacity for d in facts.devices.values() if not d.drained)
         return f"all {format_bytes(total)} in use by {users}"
     where = "" if why.count == 1 else f" on each of {why.count} GPUs"
     return (
@@ -257,13 +256,13 @@ def _busy(state: State, plan: Plan, why: Reason) -> str:
     )
 
 
-def _settled(state: State, plan: Plan, s: Session) -> str:
+def _settled(facts: Facts, plan: Plan, s: Session) -> str:
     """Say why a session waits for devices of its own while others may be free: CUDA's rule."""
-    needs, avail = asking(s, state).needs, _avail(state, plan)
-    ledgers = [state.devices[uuid] for uuid in s.bound]
+    needs, avail = asking(s, facts).needs, _avail(facts, plan)
+    ledgers = [facts.devices[uuid] for uuid in s.bound]
     if not any(need.fixed for need in needs):
         models = [ledger.device.model for ledger in ledgers]
-        same = (n for u, n in avail.items() if state.devices[u].device.model in models)
+        same = (n for u, n in avail.items() if facts.devices[u].device.model in models)
         free = format_bytes(max(0, max(same, default=0)))
         names = " and ".join(dict.fromkeys(models))
         return (
@@ -284,64 +283,64 @@ def _settled(state: State, plan: Plan, s: Session) -> str:
     return f"{format_bytes(needed)} is needed on {where} and {free} is free there; {why}"
 
 
-def _stayer(state: State, plan: Plan, s: Session) -> Session | None:
+def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
     """Return the idle session for which the head of the queue waits as it was just moved, or None.
 
     For those behind the head that is only a part of the wait.
     """
-    held, now = plan.reservation, state.now
+    held, now = plan.reservation, facts.now
     if held is None or held.session != s.id or plan.reasons[s.id].rule != "busy":
         return None
     found: Session | None = None
-    for v in state.leased.values():
-        if v.state != "idle" or not now < stays_until(v, state) == yields_at(v, state):
+    for v in facts.leased.values():
+        if v.state != "idle" or not now < stays_until(v, facts) == yields_at(v, facts):
             continue
-        if stays_until(v, state) == math.inf:
+        if stays_until(v, facts) == math.inf:
             continue  # another rule keeps it
-        if found is not None and stays_until(found, state) <= stays_until(v, state):
+        if found is not None and stays_until(found, facts) <= stays_until(v, facts):
             continue
-        if _could_use(state, plan, s, v):
+        if _could_use(facts, plan, s, v):
             found = v
     return found
 
 
-def _could_use(state: State, plan: Plan, s: Session, v: Session) -> bool:
+def _could_use(facts: Facts, plan: Plan, s: Session, v: Session) -> bool:
     """Return whether what ``v`` has would make room for ``s`` on some device."""
-    avail = _avail(state, plan)
+    avail = _avail(facts, plan)
     for x in v.lease.slices:
-        ledger = state.devices[x.device]
+        ledger = facts.devices[x.device]
         idle = (
             size
-            for name, size in _leases_on(state, x.device)
-            if name.state == "idle" and yields_at(name, state) <= state.now
+            for name, size in _leases_on(facts, x.device)
+            if name.state == "idle" and yields_at(name, facts) <= facts.now
         )
         room = avail.get(x.device, 0) + ledger.incoming + sum(idle) + x.bytes
-        if any(n.allows(ledger) and n.amount(ledger) <= room for n in asking(s, state).needs):
+        if any(n.allows(ledger) and n.amount(ledger) <= room for n in asking(s, facts).needs):
             return True
     return False
 
 
-def _leases_on(state: State, uuid: str) -> Iterable[tuple[Session, int]]:
-    return ((s, x.bytes) for s in state.leased.values() for x in s.lease.slices if x.device == uuid)
+def _leases_on(facts: Facts, uuid: str) -> Iterable[tuple[Session, int]]:
+    return ((s, x.bytes) for s in facts.leased.values() for x in s.lease.slices if x.device == uuid)
 
 
 # --------------------------------------------------------------------------- why it stays, in words
 
 
-def stays_reason(state: State, s: Session, now: float) -> str:
+def stays_reason(facts: Facts, s: Session, now: float) -> str:
     """Return in one sentence why idle ``s`` keeps its slice although its time is over; or "".
 
     A pinned session is not meant: its ``pinned_reason`` says why.
     """
     if s.state != "idle" or s.pinned_reason:
         return ""
-    if not suspendable(s, state):
+    if not suspendable(s, facts):
         # Where it was seen to hold nothing, the next measurement will most likely say so again.
         lease = s.lease
         nothing = len(lease.footprints) >= len(lease.slices) and not lease.footprint
         return "" if nothing else _STAYS["fixed"]
-    asked = s.release_asked or any(state.devices[x.device].paused for x in s.lease.slices)
-    due = 0.0 if asked else max(s.idle_since + state.settings.idle_timeout, s.keep_until)
+    asked = s.release_asked or any(facts.devices[x.device].paused for x in s.lease.slices)
+    due = 0.0 if asked else max(s.idle_since + facts.settings.idle_timeout, s.keep_until)
     if s.pressed and s.state_bound:
         return _STAYS["pressed"] if due <= now else ""
     if s.roomless:
@@ -350,16 +349,16 @@ def stays_reason(state: State, s: Session, now: float) -> str:
         return _STAYS["refused"]
     if max(due, s.retry_at) > now:
         return ""
-    bound, budget = s.state_bound, state.settings.host_memory
-    free = budget - state.host_used - state.host_going
+    bound, budget = s.state_bound, facts.settings.host_memory
+    free = budget - facts.host_used - facts.host_going
     if bound > budget:
         return (
             f"Its state may take {format_bytes(bound)}, and this machine keeps at most "
             f"{format_bytes(budget)} in host memory; the slice stays until the kernel frees memory "
             "or ends."
         )
-    own = state.limit(s.owner.name).suspended
-    usage = state.usage.get(s.owner.name)
+    own = facts.limit(s.owner.name).suspended
+    usage = facts.usage.get(s.owner.name)
     if own is not None and usage is not None and bound > own - usage.suspended:
         size = format_bytes(own)
         return f"Your quota of {size} of suspended state is full; the slice leaves {_ROOM}."
@@ -368,7 +367,7 @@ def stays_reason(state: State, s: Session, now: float) -> str:
             f"Its state may take {format_bytes(bound)}, and of {format_bytes(budget)} of host "
             f"memory for suspended kernels {format_bytes(free)} is free; the slice leaves {_ROOM}."
         )
-    return _STAYS["machine"] if bound > state.host_room else _STAYS["kept"]
+    return _STAYS["machine"] if bound > facts.host_room else _STAYS["kept"]
 
 
 _ROOM = "as soon as there is room"
@@ -393,7 +392,7 @@ _STAYS = {
 # --------------------------------------------------------------------------- how long
 
 
-def eta(state: State, plan: Plan, s: Session, position: int) -> float | None:
+def eta(facts: Facts, plan: Plan, s: Session, position: int) -> float | None:
     """Return the seconds that ``s`` will probably wait, None if nothing is known.
 
     Leases come free at the rate *holders / mean time a holder stays busy*, so that the session at
@@ -401,31 +400,31 @@ def eta(state: State, plan: Plan, s: Session, position: int) -> float | None:
     lease now, each with its own mean of past busy spells (first hold to last drop). A session that
     has waited for longer than its estimate has shown that the estimate was wrong, and gets none.
     """
-    v = _stayer(state, plan, s)
+    v = _stayer(facts, plan, s)
     if v is not None:
-        left = stays_until(v, state) - state.now + _moving(state, v)
-        return left + (_moving(state, s) if s.suspended else 0.0)
+        left = stays_until(v, facts) - facts.now + _moving(facts, v)
+        return left + (_moving(facts, s) if s.suspended else 0.0)
     if s.id in plan.promises:
-        return None if state.swap is None else 2 * state.swap
+        return None if facts.swap is None else 2 * facts.swap
     why = plan.reasons.get(s.id)
     if why is not None and why.rule in ("host", "quota-host"):
         return None  # how long GPUs were used says nothing about when host memory comes free
-    pace = _pace(state)
+    pace = _pace(facts)
     if pace is None:
         return None
     expected = position * pace
-    return expected if state.now - s.queued_at <= expected else None
+    return expected if facts.now - s.queued_at <= expected else None
 
 
-def _pace(state: State) -> float | None:
+def _pace(facts: Facts) -> float | None:
     """Return the seconds after which some lease comes free, on average; None if unknown."""
-    known = [s.measured.busy for s in state.leased.values() if s.measured.busy is not None]
-    return sum(known) / len(known) / len(state.leased) if known else None
+    known = [s.measured.busy for s in facts.leased.values() if s.measured.busy is not None]
+    return sum(known) / len(known) / len(facts.leased) if known else None
 
 
-def _moving(state: State, s: Session) -> float:
+def _moving(facts: Facts, s: Session) -> float:
     """Return the seconds that suspending ``s`` (or resuming it) will probably take."""
-    return s.measured.moving / 2 or state.swap or 0.0
+    return s.measured.moving / 2 or facts.swap or 0.0
 
 
 class News:
@@ -439,7 +438,7 @@ class News:
         """Return when somebody must be told something, None if all know."""
         return self._told_at + INTERVAL if self._stale and plan.order else None
 
-    def run(self, state: State, plan: Plan, actions: list[Action], *, tick: bool) -> list[Action]:
+    def run(self, facts: Facts, plan: Plan, actions: list[Action], *, tick: bool) -> list[Action]:
         """Tell those who have just begun to wait at once, all others now or later.
 
         ``actions`` are those of the event: without a change of state there is no news.
@@ -449,21 +448,21 @@ class News:
         self._stale = self._stale or bool(steps) or tick
         if not self._stale:
             return []
-        everybody = len(plan.order) <= AT_ONCE or state.now >= self._told_at + INTERVAL
+        everybody = len(plan.order) <= AT_ONCE or facts.now >= self._told_at + INTERVAL
         if everybody:
             self._stale = False
             if len(plan.order) > AT_ONCE:
-                self._told_at = state.now
+                self._told_at = facts.now
         news = []
         for position, s in enumerate(plan.order, 1):
             if everybody or s.id in joined:
-                news += _tell(state, plan, s, position)
+                news += _tell(facts, plan, s, position)
         return news
 
 
-def _tell(state: State, plan: Plan, s: Session, position: int) -> list[Action]:
-    left = eta(state, plan, s, position)
-    told: tuple[Any, ...] = position, len(plan.order), reason(state, plan, s), left
+def _tell(facts: Facts, plan: Plan, s: Session, position: int) -> list[Action]:
+    left = eta(facts, plan, s, position)
+    told: tuple[Any, ...] = position, len(plan.order), reason(facts, plan, s), left
     before = s.wait.told
     if before and before[:3] == told[:3]:
         old = before[3]

@@ -7,28 +7,27 @@ The plan must be at rest, too: to plan again at the same instant changes nothing
 
 from __future__ import annotations
 
+from .facts import Facts, Session, Usage
 from .model import ATTACHED, HAS_LEASE
 from .schedule import Plan, plan
-from .session import Session
-from .state import State, Usage
 
 
 def _story(s: Session) -> str:
     return "; ".join(s.story_lines()[-6:])
 
 
-def cheap(state: State) -> list[str]:
+def cheap(facts: Facts) -> list[str]:
     """Return what is wrong in the accounts of devices and host; cost: the number of leases."""
     problems = []
     granted: dict[str, int] = {}
     who: dict[str, list[Session]] = {}
-    for s in state.leased.values():
-        if s.id not in state.sessions:
+    for s in facts.leased.values():
+        if s.id not in facts.sessions:
             problems.append(f"an unknown session {s.id} has a lease")
         for x in s.lease.slices:
             granted[x.device] = granted.get(x.device, 0) + x.bytes
             who.setdefault(x.device, []).append(s)
-    for uuid, d in state.devices.items():
+    for uuid, d in facts.devices.items():
         total = granted.get(uuid, 0)
         if total != d.granted:
             problems.append(f"{uuid}: {d.granted} bytes granted, but the leases sum to {total}")
@@ -40,21 +39,21 @@ def cheap(state: State) -> list[str]:
         for name in ("granted", "incoming", "foreign", "overuse"):
             if getattr(d, name) < 0:
                 problems.append(f"{uuid}: {name} is {getattr(d, name)}")
-    for name, value in (("used", state.host_used), ("going", state.host_going)):
+    for name, value in (("used", facts.host_used), ("going", facts.host_going)):
         if value < 0:
             problems.append(f"host memory: {name} is {value}")
     return problems
 
 
-def everything(state: State, now: Plan) -> list[str]:
+def everything(facts: Facts, now: Plan) -> list[str]:
     """Return everything that is wrong."""
-    problems = cheap(state)
-    for s in state.sessions.values():
-        problems.extend(f"{s.id}: {text} ({_story(s)})" for text in _session(state, now, s))
-    return [*problems, *_accounts(state), *_plan(state, now)]
+    problems = cheap(facts)
+    for s in facts.sessions.values():
+        problems.extend(f"{s.id}: {text} ({_story(s)})" for text in _session(facts, now, s))
+    return [*problems, *_accounts(facts), *_plan(facts, now)]
 
 
-def _session(state: State, now: Plan, s: Session) -> list[str]:
+def _session(facts: Facts, now: Plan, s: Session) -> list[str]:
     bad = []
     waits, slices = s.state == "queued", s.lease.slices
     for where, belongs in (
@@ -68,7 +67,7 @@ def _session(state: State, now: Plan, s: Session) -> list[str]:
         ),
         ("grown", s.state in ATTACHED and any(x.bytes > s.request.memory for x in slices)),
     ):
-        if (s.id in getattr(state, where)) != belongs:
+        if (s.id in getattr(facts, where)) != belongs:
             bad.append(f"{where}: {not belongs}, should be {belongs}")
     if waits and s.id not in now.reasons:
         bad.append("waits without a reason")
@@ -88,19 +87,19 @@ def _session(state: State, now: Plan, s: Session) -> list[str]:
         bad.append("two slices on one device")
     if s.state == "attaching" and s.suspended:
         for x, old in zip(slices, s.suspended, strict=True):
-            if x.bytes < min(old.bytes, state.devices[old.device].capacity):
+            if x.bytes < min(old.bytes, facts.devices[old.device].capacity):
                 bad.append(f"resumes {old.bytes} bytes into {x.bytes} on {x.device}")
     if s.lease.host_bound and s.state not in ("detaching", "ended"):
         bad.append("host memory set aside")
     return bad
 
 
-def _accounts(state: State) -> list[str]:
+def _accounts(facts: Facts) -> list[str]:
     bad = []
     incoming: dict[str, int] = {}
     usage: dict[str, Usage] = {}
     used = going = 0
-    for s in state.sessions.values():
+    for s in facts.sessions.values():
         own = usage.setdefault(s.owner.name, Usage())
         own.suspended += s.suspended_bytes + s.lease.host_bound
         used += s.suspended_bytes
@@ -109,21 +108,21 @@ def _accounts(state: State) -> list[str]:
             own.add(s.lease.charge, len(s.lease.slices), 1)
         for x in s.lease.slices if s.state == "detaching" else ():
             incoming[x.device] = incoming.get(x.device, 0) + x.bytes
-    for uuid, d in state.devices.items():
+    for uuid, d in facts.devices.items():
         if d.incoming != incoming.get(uuid, 0):
             bad.append(f"{uuid}: incoming is {d.incoming}, should be {incoming.get(uuid, 0)}")
-    for owner in usage.keys() | state.usage.keys():
-        found, right = state.usage.get(owner, Usage()), usage.get(owner, Usage())
+    for owner in usage.keys() | facts.usage.keys():
+        found, right = facts.usage.get(owner, Usage()), usage.get(owner, Usage())
         if found != right:
             bad.append(f"owner {owner}: {found}, should be {right}")
-    if (state.host_used, state.host_going) != (used, going):
-        bad.append(f"host {state.host_used}+{state.host_going}, should be {used}+{going}")
+    if (facts.host_used, facts.host_going) != (used, going):
+        bad.append(f"host {facts.host_used}+{facts.host_going}, should be {used}+{going}")
     return bad
 
 
-def _plan(state: State, now: Plan) -> list[str]:
+def _plan(facts: Facts, now: Plan) -> list[str]:
     bad = []
-    again = plan(state, now)
+    again = plan(facts, now)
     if again.changes:
         todo = again.grants, again.grows, again.suspends
         bad.append(f"to plan again would change something: {todo}")
@@ -138,7 +137,7 @@ def _plan(state: State, now: Plan) -> list[str]:
         for x in takes:
             promised[x.device] = promised.get(x.device, 0) + x.bytes
     for uuid, size in promised.items():
-        d = state.devices[uuid]
+        d = facts.devices[uuid]
         if size > d.free + d.incoming:
             bad.append(f"{uuid}: {size} bytes promised of {d.free + d.incoming}")
     return bad

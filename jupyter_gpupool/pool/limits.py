@@ -14,12 +14,12 @@ add a limit on what an owner has at once: a field of ``Quota`` and a line in :fu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Collection, Iterable, Mapping, Sequence
 
 from ..units import format_bytes
+from .facts import NO_LIMIT, Usage
 from .model import Owner, PoolSettings, Quota, Refusal, Request
-from .state import NO_LIMIT, Usage
 
 #: Bytes, devices and leases.
 Charge = tuple[int, int, int]
@@ -262,3 +262,73 @@ def most_memory(
     bounds = _bounds(devices, owner, settings, capacities, suspends=suspends)
     most = min(bound.most for bound in bounds)
     return most if most > 0 else None
+
+
+# --------------------------------------------------------------------------- sizes nobody asked for
+
+#: Codes of refusals that are about how much memory was asked for.
+_ABOUT_SIZE = frozenset({"over-kernel-limit", "over-device", "over-quota", "over-host"})
+
+
+def default_request(settings: PoolSettings) -> Request:
+    """Return the request of a kernel that asks for nothing."""
+    return Request(
+        memory=settings.default_memory,
+        limit=settings.default_limit,
+        priority=settings.default_priority,
+    )
+
+
+def changed_request(base: Request, asked: Mapping[str, Any]) -> Request:
+    """Return ``base`` with the fields ``asked``.
+
+    Somebody who asks for memory alone, and whose limit was the memory, means just that memory.
+    """
+    found = replace(base, **asked)
+    if "memory" in asked and "limit" not in asked:
+        plain = base.limit == base.memory
+        found = replace(found, limit=found.memory if plain else max(base.limit, found.memory))
+    return found
+
+
+def fit_unasked(
+    request: Request,
+    asked: Collection[str],
+    settings: PoolSettings,
+    owner: str,
+    capacities: Iterable[int],
+) -> Request:
+    """Return ``request`` with the sizes that are not in ``asked`` cut to what the machine gives.
+
+    Nobody asked for those, so a machine with smaller devices (``capacities``, in bytes) gives what
+    it has instead of refusing. The memory is not cut to a quota or the host's memory: less than the
+    admin's default because of another option of the admin's is refused, with the option's name (see
+    :func:`blame_default`).
+    """
+    sizes = sorted((size for size in capacities if size), reverse=True)
+    if not 0 < request.devices <= len(sizes):
+        return request
+    most = sizes[request.devices - 1]
+    if settings.max_memory_per_kernel is not None:
+        most = min(most, settings.max_memory_per_kernel)
+    memory, limit = request.memory, request.limit
+    if "memory" not in asked:
+        memory = min(memory, most)
+    if "limit" not in asked:
+        quota = settings.quotas.get(owner) or settings.quotas.get("*")
+        if quota is not None and quota.memory is not None:
+            most = min(most, quota.memory // request.devices)
+        limit = max(memory, min(limit, most))
+    return replace(request, memory=memory, limit=limit)
+
+
+def blame_default(refusal: Refusal, asked: Collection[str]) -> Refusal:
+    """Return ``refusal`` of a new session, naming the option that asked if nobody else did."""
+    if "memory" in asked or refusal.code not in _ABOUT_SIZE:
+        return refusal
+    return replace(
+        refusal,
+        message=f"{refusal.message} Nobody asked for that size: it is c.GPUPool.default_memory.",
+        next_step="Ask for less memory in the kernelspec, or have an admin lower "
+        "c.GPUPool.default_memory.",
+    )

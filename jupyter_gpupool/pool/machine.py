@@ -15,11 +15,10 @@ from dataclasses import replace
 from . import invariants, requests
 from .events import Action, Event, HostPressure, ReleaseAsked, RequestChanged, Tick, Wanted
 from .explain import Explanation, News, eta, explain, reason, seconds, stays_reason
+from .facts import NEVER, Facts, Session, record
 from .model import ATTACHED, Device, PoolSettings, PoolView, Refusal, SessionRecord, SessionView
 from .needs import asking, headroom
 from .schedule import Plan, forecast, next_recheck, plan
-from .session import NEVER, Session, record
-from .state import State
 from .transitions import Actions, grant, move, refuse_holds, resize
 from .updates import update
 
@@ -32,14 +31,14 @@ class Pool:
     """Decides who gets which slice of which device, and when; performs nothing itself."""
 
     def __init__(self, settings: PoolSettings) -> None:
-        self._state = State(settings)
+        self._facts = Facts(settings)
         self._plan = Plan()
         self._news = News()
 
     @property
     def settings(self) -> PoolSettings:
         """The rules in force."""
-        return self._state.settings
+        return self._facts.settings
 
     def handle(self, event: Event) -> list[Action]:
         """Take note of ``event`` and return what is to be done, in this order.
@@ -52,25 +51,25 @@ class Pool:
         InvalidTransition
             If the pool is broken; the message asks for a report and holds the session's history.
         """
-        state = self._state
-        state.now = max(state.now, event.now)
+        facts = self._facts
+        facts.now = max(facts.now, event.now)
         # The clock second: a hold that comes as the idle time-out passes must find its lease.
-        actions = update(state, event, self._plan)
-        if state.settings.max_wait is not None:
-            actions += self._give_up(state.settings.max_wait)
+        actions = update(facts, event, self._plan)
+        if facts.settings.max_wait is not None:
+            actions += self._give_up(facts.settings.max_wait)
         actions += self._settle(event.sessions if isinstance(event, HostPressure) else ())
         if isinstance(event, (RequestChanged, ReleaseAsked)):
-            actions += requests.reply(state, event, self._plan, actions)
+            actions += requests.reply(facts, event, self._plan, actions)
         if self._plan.order:
-            actions += self._news.run(state, self._plan, actions, tick=isinstance(event, Tick))
+            actions += self._news.run(facts, self._plan, actions, tick=isinstance(event, Tick))
         return actions
 
     def _give_up(self, most: float) -> Actions:
         """Let those who have waited for too long wait no more."""
-        state = self._state
+        facts = self._facts
         actions: Actions = []
-        for s in [s for s in state.waiting.values() if s.queued_at + most <= state.now]:
-            last = reason(state, self._plan, s)
+        for s in [s for s in facts.waiting.values() if s.queued_at + most <= facts.now]:
+            last = reason(facts, self._plan, s)
             refusal = Refusal(
                 "wait-timeout",
                 f"No GPU slice came free within {most:g} s (c.GPUPool.max_wait)"
@@ -79,18 +78,18 @@ class Pool:
                 {"max_wait": most, "reason": last},
             )
             actions += refuse_holds(s, refusal)
-            actions += move(state, s, "detached", "waited too long")
+            actions += move(facts, s, "detached", "waited too long")
         return actions
 
     def _settle(self, relieve: frozenset[str] | tuple[()]) -> Actions:
         """Plan, and carry that out, until to plan again would change nothing."""
-        state, first = self._state, self._plan
+        facts, first = self._facts, self._plan
         actions: Actions = []
         for _ in range(ROUNDS):
-            new = plan(state, self._plan, relieve)
-            if new.short and state.grown:
+            new = plan(facts, self._plan, relieve)
+            if new.short and facts.grown:
                 # What others have grown and do not use goes first, before anybody is suspended.
-                found = requests.reclaim(state)
+                found = requests.reclaim(facts)
                 if found:
                     actions += found
                     continue
@@ -98,39 +97,39 @@ class Pool:
             relieve = ()
             self._note_head(new)
             if new.complete and before.reservation is None:
-                actions += carry_out(state, new)
+                actions += carry_out(facts, new)
                 self._plan = Plan()
                 if first.reasons or first.promises:
-                    actions += note_waiting(state, self._plan)[0]
+                    actions += note_waiting(facts, self._plan)[0]
                 break
             if new.settled(before):
-                told, changed = note_waiting(state, new)
+                told, changed = note_waiting(facts, new)
                 actions += told
                 if not changed:
                     break
-            actions += carry_out(state, new)
+            actions += carry_out(facts, new)
         return actions
 
     def _note_head(self, new: Plan) -> None:
         """Note since when the head of the queue is the head, in this wait."""
         if new.reservation is not None:
-            wait = self._state.sessions[new.reservation.session].wait
+            wait = self._facts.sessions[new.reservation.session].wait
             if wait.head_since is None:
-                wait.head_since = self._state.now
+                wait.head_since = self._facts.now
 
     def next_wakeup(self) -> float | None:
         """Return when the broker must send a ``Tick`` at the latest, on the clock of ``now``.
 
         None if nothing happens by itself. A time that has passed means: at once.
         """
-        at, told = next_recheck(self._state, self._plan), self._news.next_at(self._plan)
+        at, told = next_recheck(self._facts, self._plan), self._news.next_at(self._plan)
         at = at if told is None else min(at, told)
         return None if at == float("inf") else at
 
     # ------------------------------------------------------------------ questions
 
     def __contains__(self, session: str) -> bool:
-        return session in self._state.sessions
+        return session in self._facts.sessions
 
     def record(self, session: str) -> SessionRecord:
         """Return a session as it is now.
@@ -140,12 +139,12 @@ class Pool:
         KeyError
             If there is no such session.
         """
-        found = self._state.sessions[session]
-        return record(found, reason(self._state, self._plan, found))
+        found = self._facts.sessions[session]
+        return record(found, reason(self._facts, self._plan, found))
 
     def records(self) -> list[SessionRecord]:
         """Return all sessions as they are now, in the order in which they were opened."""
-        return [self.record(name) for name in self._state.sessions]
+        return [self.record(name) for name in self._facts.sessions]
 
     def explain(self, session: str) -> Explanation:
         """Return why a session waits, or keeps its slice, and what would change that.
@@ -155,7 +154,7 @@ class Pool:
         KeyError
             If there is no such session.
         """
-        return explain(self._state, self._plan, self._state.sessions[session])
+        return explain(self._facts, self._plan, self._facts.sessions[session])
 
     def preferred(self, session: str) -> tuple[str, ...]:
         """Return the devices that the session would get if it asked now; nothing is promised.
@@ -168,7 +167,7 @@ class Pool:
         KeyError
             If there is no such session.
         """
-        s = self._state.sessions[session]
+        s = self._facts.sessions[session]
         settled = tuple(x.device for x in s.lease.slices or s.suspended) or s.bound
         if settled:
             return settled
@@ -177,29 +176,29 @@ class Pool:
             if held is not None and held.session == s.id:
                 return tuple(held.wanted)[: s.request.devices]
             return tuple(x.device for x in self._plan.promises.get(s.id, ()))
-        return tuple(x.device for x in forecast(self._state, self._plan, s))
+        return tuple(x.device for x in forecast(self._facts, self._plan, s))
 
     def device(self, uuid: str) -> Device | None:
         """Return a device as it was announced; None if there is no such."""
-        ledger = self._state.devices.get(uuid)
+        ledger = self._facts.devices.get(uuid)
         return None if ledger is None else ledger.device
 
     def devices(self) -> list[Device]:
         """Return all devices as they were announced."""
-        return [ledger.device for ledger in self._state.devices.values()]
+        return [ledger.device for ledger in self._facts.devices.values()]
 
     def leases(self, uuid: str) -> dict[str, int]:
         """Return the bytes of every lease on a device, by session."""
         return {
             s.id: x.bytes
-            for s in self._state.leased.values()
+            for s in self._facts.leased.values()
             for x in s.lease.slices
             if x.device == uuid
         }
 
     def suspended(self) -> dict[str, int]:
         """Return the host bytes of suspended state, by session; cheap for many of them."""
-        return {s.id: s.suspended_bytes for s in self._state.sessions.values() if s.suspended}
+        return {s.id: s.suspended_bytes for s in self._facts.sessions.values() if s.suspended}
 
     def growable(self, session: str) -> tuple[int, ...]:
         """Return by how many bytes each slice of an attached session could grow now, in order.
@@ -212,53 +211,53 @@ class Pool:
         KeyError
             If there is no such session.
         """
-        s = self._state.sessions[session]
-        return requests.growable(self._state, s, self._plan) if s.state in ATTACHED else ()
+        s = self._facts.sessions[session]
+        return requests.growable(self._facts, s, self._plan) if s.state in ATTACHED else ()
 
     def headroom(self, uuid: str) -> int:
         """Return the bytes beyond its state that a session is resumed with on a device.
 
         0 for a device that is not there: nobody is resumed on it.
         """
-        ledger = self._state.devices.get(uuid)
-        return 0 if ledger is None else headroom(ledger, self._state.settings)
+        ledger = self._facts.devices.get(uuid)
+        return 0 if ledger is None else headroom(ledger, self._facts.settings)
 
     def story(self, session: str) -> list[str]:
         """Return the last steps of a session as lines of text, oldest first; [] if unknown."""
-        found = self._state.sessions.get(session)
+        found = self._facts.sessions.get(session)
         return [] if found is None else found.story_lines()
 
     def view(self, now: float) -> PoolView:
         """Return everything at ``now``; for status, not for decisions (it reads all sessions)."""
-        state = self._state
+        facts = self._facts
         positions = {s.id: at for at, s in enumerate(self._plan.order, 1)}
         return PoolView(
             now=now,
             devices=tuple(
                 ledger.view()
-                for ledger in sorted(state.devices.values(), key=lambda d: d.device.index)
+                for ledger in sorted(facts.devices.values(), key=lambda d: d.device.index)
             ),
             sessions=tuple(
                 self._view(s, positions.get(s.id), len(positions), now)
-                for s in state.sessions.values()
+                for s in facts.sessions.values()
             ),
-            host_budget=state.settings.host_memory,
-            host_used=state.host_used,
-            settings=state.settings,
+            host_budget=facts.settings.host_memory,
+            host_used=facts.host_used,
+            settings=facts.settings,
         )
 
     def _view(self, s: Session, position: int | None, length: int, now: float) -> SessionView:
-        state = self._state
+        facts = self._facts
         waited, attached = seconds(s, now)
         return SessionView(
             record=self.record(s.id),
             queue_position=position,
             queue_length=length,
-            eta_seconds=None if position is None else eta(state, self._plan, s, position),
+            eta_seconds=None if position is None else eta(facts, self._plan, s, position),
             queued_at=None if position is None else s.queued_at,
             wait_seconds_total=waited,
             attached_seconds_total=attached,
-            stays_reason=stays_reason(state, s, now),
+            stays_reason=stays_reason(facts, s, now),
             footprints=dict(s.lease.footprints),
         )
 
@@ -270,23 +269,23 @@ class Pool:
         AssertionError
             Saying what does not agree, with the story of the session concerned.
         """
-        problems = invariants.everything(self._state, self._plan)
+        problems = invariants.everything(self._facts, self._plan)
         assert not problems, "\n".join(problems)
 
     def self_check(self) -> list[str]:
         """Return what is wrong, as sentences with history; cheap enough for every minute."""
-        return invariants.cheap(self._state)
+        return invariants.cheap(self._facts)
 
 
-def carry_out(state: State, new: Plan) -> Actions:
+def carry_out(facts: Facts, new: Plan) -> Actions:
     """Make a plan true: what differs from the present becomes actions."""
     actions: Actions = []
     for s, slices in new.grows:
-        actions += resize(state, s, slices)
+        actions += resize(facts, s, slices)
     for s, takes, why in new.grants:
-        actions += grant(state, s, takes, why)
+        actions += grant(facts, s, takes, why)
     for s, why in new.suspends:
-        actions += move(state, s, "detaching", why, why)
+        actions += move(facts, s, "detaching", why, why)
     return actions
 
 
@@ -296,17 +295,17 @@ def carry_out(state: State, new: Plan) -> Actions:
 _MEMORY = ("busy", "behind-head", "host")
 
 
-def note_waiting(state: State, plan: Plan) -> tuple[Actions, bool]:
+def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
     """Note since when somebody waits for each idle slice, and tell lazy kernels that one does.
 
     Return the actions, and whether that changes from when on a slice may be taken.
     """
     actions: Actions = []
     changed = False
-    if state.settings.residence == "clock":
+    if facts.settings.residence == "clock":
         return actions, changed
-    devices, owners = _waited_for(state, plan)
-    for v in state.leased.values():
+    devices, owners = _waited_for(facts, plan)
+    for v in facts.leased.values():
         gap = v.measured.gap
         moved = v.state == "idle" and gap is not None and v.lease.resumed_at > NEVER
         untold = v.attach == "lazy" and v.state == "active" and not v.lease.told_wanted
@@ -326,13 +325,13 @@ def note_waiting(state: State, plan: Plan) -> tuple[Actions, bool]:
                 since = min(since, gap.wanted)
             if since != gap.wanted:
                 v.measured.gap = replace(gap, wanted=since)
-                state.touch(v)
+                facts.touch(v)
                 changed = True
     return actions, changed
 
 
 def _waited_for(
-    state: State, plan: Plan
+    facts: Facts, plan: Plan
 ) -> tuple[dict[str, list[tuple[Session, float]]], dict[str, float]]:
     """Return who waits, and since when: by device, and by owner for those that the quota keeps.
 
@@ -342,7 +341,7 @@ def _waited_for(
     """
     devices: dict[str, list[tuple[Session, float]]] = {}
     owners: dict[str, float] = {}
-    for s in state.short.values():
+    for s in facts.short.values():
         for x in s.lease.slices:
             devices.setdefault(x.device, []).append((s, s.lease.short_since))
     found: set[str] = set()
@@ -352,9 +351,9 @@ def _waited_for(
             continue
         if why.limit:
             owners.setdefault(s.owner.name, s.queued_at)
-        if why.rule in _MEMORY and len(found) < len(state.devices):
-            needs = asking(s, state).needs
-            for uuid, ledger in state.devices.items():
+        if why.rule in _MEMORY and len(found) < len(facts.devices):
+            needs = asking(s, facts).needs
+            for uuid, ledger in facts.devices.items():
                 if uuid not in found and any(need.allows(ledger) for need in needs):
                     found.add(uuid)
                     devices.setdefault(uuid, []).append((s, s.queued_at))

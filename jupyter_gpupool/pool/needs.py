@@ -14,11 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Iterable, Mapping, Sequence
 
+from .facts import NO_LIMIT, Facts, Ledger, Session
 from .limits import Charge, never, never_there
 from .model import PoolSettings, Reason, Refusal, Request
 from .placement import Need, choose, in_turn
-from .session import Session
-from .state import NO_LIMIT, Ledger, State
 
 #: The headroom of a resume is at most this part of a device.
 HEADROOM_PART = 16
@@ -46,30 +45,30 @@ def headroom(ledger: Ledger, settings: PoolSettings) -> int:
     return min(settings.resume_headroom, max(1, ledger.capacity // HEADROOM_PART))
 
 
-def asking(s: Session, state: State) -> Asking:
+def asking(s: Session, facts: Facts) -> Asking:
     """Return what a session that waits (or would) asks for.
 
     Kept with the session. What is kept is true: whoever changes what :func:`_needs` reads of the
-    session calls :meth:`State.touch` (:meth:`State.change` does), which drops it, and whatever
-    :func:`_needs` and :func:`_impossible` read of devices and rules raises :attr:`State.version`.
+    session calls :meth:`Facts.touch` (:meth:`Facts.change` does), which drops it, and whatever
+    :func:`_needs` and :func:`_impossible` read of devices and rules raises :attr:`Facts.version`.
     """
     found: Asking | None = s.asking
-    if found is None or found.version != state.version:
-        needs = _needs(s, state)
+    if found is None or found.version != facts.version:
+        needs = _needs(s, facts)
         size = 0
         for need in needs:
             size += min(need.least, s.request.limit)
         charge = size, len(needs), 1
-        free = not state.settings.quotas or state.limit(s.owner.name) is NO_LIMIT
+        free = not facts.settings.quotas or facts.limit(s.owner.name) is NO_LIMIT
         where = (needs[0].fixed, needs[0].model) if free and len(needs) == 1 else None
-        found = Asking(needs, charge, _impossible(needs, state), where, state.version)
+        found = Asking(needs, charge, _impossible(needs, facts), where, facts.version)
         s.asking = found
     return found
 
 
-def _needs(s: Session, state: State) -> tuple[Need, ...]:
+def _needs(s: Session, facts: Facts) -> tuple[Need, ...]:
     """Return what ``s`` needs to be attached, in the order in which it sees its devices."""
-    memory, devices = s.request.memory, state.devices
+    memory, devices = s.request.memory, facts.devices
     if not s.suspended:
         if s.bound:
             return tuple(_bound(memory, devices[uuid], s) for uuid in s.bound)
@@ -82,7 +81,7 @@ def _needs(s: Session, state: State) -> tuple[Need, ...]:
         held = min(x.bytes, ledger.capacity) if ledger.capacity else x.bytes
         least = max(memory, held)
         moves = ledger.device.can_migrate and (not s.immovable or bool(ledger.drained))
-        wanted = x.bytes + headroom(ledger, state.settings)
+        wanted = x.bytes + headroom(ledger, facts.settings)
         most = _most(ledger, devices.values(), wanted, moves=moves)
         found.append(
             Need(
@@ -152,12 +151,12 @@ def _in_place(needs: Sequence[Need], devices: Mapping[str, Ledger]) -> tuple[Nee
     return tuple(found)
 
 
-def _impossible(needs: Sequence[Need], state: State) -> Reason | None:
+def _impossible(needs: Sequence[Need], facts: Facts) -> Reason | None:
     """Return why not even an empty pool could serve ``needs`` at present, or None."""
-    ledgers = state.devices.values()
+    ledgers = facts.devices.values()
     for need in needs:
         if need.fixed:
-            ledger = state.devices[need.fixed]
+            ledger = facts.devices[need.fixed]
             if ledger.paused:
                 return Reason("paused", text=ledger.paused)
             if ledger.fault:
@@ -180,28 +179,28 @@ def _impossible(needs: Sequence[Need], state: State) -> Reason | None:
     return None
 
 
-def ever(request: Request, s: Session, state: State) -> Refusal | None:
+def ever(request: Request, s: Session, facts: Facts) -> Refusal | None:
     """Return why ``request`` of ``s`` can never be met, by the rules or for want of a device."""
-    refusal = never(request, s.owner, state.settings, state.capacities, suspends=state.suspends)
+    refusal = never(request, s.owner, facts.settings, facts.capacities, suspends=facts.suspends)
     if refusal is None and s.bound and not (s.lease.slices or s.suspended):
-        refusal = _never_there(request, s, state)
+        refusal = _never_there(request, s, facts)
     return refusal
 
 
-def _never_there(request: Request, s: Session, state: State) -> Refusal | None:
+def _never_there(request: Request, s: Session, facts: Facts) -> Refusal | None:
     """Return why no device that the processes of ``s`` can use will ever do, or None.
 
     Without a lease: what is attached or suspended stays with the device of its state.
     """
-    needs = _needs(s, state)
+    needs = _needs(s, facts)
     for need in needs:
         fit = sorted(
             d.capacity
-            for d in state.devices.values()
+            for d in facts.devices.values()
             if need.fixed == d.device.uuid or need.model == d.device.model
         )
         count = sum((n.fixed, n.model) == (need.fixed, need.model) for n in needs)
         if len(fit) >= count and 0 < fit[-count] < request.memory:
-            model = state.devices[need.fixed].device.model if need.fixed else need.model
+            model = facts.devices[need.fixed].device.model if need.fixed else need.model
             return never_there(request, str(model), fit[-count], count, fixed=bool(need.fixed))
     return None

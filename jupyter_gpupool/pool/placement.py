@@ -16,10 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Callable, Iterable, Mapping, Sequence
 
+from .facts import Facts, Ledger, Session, Usage
 from .limits import Charge, lacking
-from .model import Slice
-from .session import Session
-from .state import Ledger, State, Usage
+from .model import DeviceView, Slice
 
 NOTHING: Charge = (0, 0, 0)
 
@@ -220,7 +219,7 @@ class Reservation:
 class Draft:
     """What is left for those who are planned later."""
 
-    state: State
+    facts: Facts
     rooms: dict[str, Room] = field(default_factory=dict)
     #: Host bytes that suspends may still take.
     host: int = 0
@@ -234,13 +233,13 @@ class Draft:
     _usage: dict[str, Usage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        state, rooms = self.state, self.rooms
-        for uuid, ledger in state.devices.items():
+        facts, rooms = self.facts, self.rooms
+        for uuid, ledger in facts.devices.items():
             rooms[uuid] = Room(ledger)
-        for s in state.leased.values():
+        for s in facts.leased.values():
             for x in s.lease.slices:
                 rooms[x.device].leases.append((s, x.bytes))
-        self.host = state.host_room
+        self.host = facts.host_room
 
     # ------------------------------------------------------------------ what is left
 
@@ -248,7 +247,7 @@ class Draft:
         """Return what the owner has and is promised by this draft."""
         found = self._usage.get(owner)
         if found is None:
-            known = self.state.usage.get(owner)
+            known = self.facts.usage.get(owner)
             found = Usage()
             if known is not None:
                 found.add(known.memory, known.devices, known.leases)
@@ -258,14 +257,14 @@ class Draft:
 
     def lacking(self, owner: str, more: Charge, less: Charge = NOTHING) -> tuple[str, int] | None:
         """Return which limit of the owner ``more`` would exceed, as (name, limit), or None."""
-        if not self.state.settings.quotas:
+        if not self.facts.settings.quotas:
             return None
-        return lacking(self.state.limit(owner), self.usage(owner), more, less)
+        return lacking(self.facts.limit(owner), self.usage(owner), more, less)
 
     def coming_back(self, owner: str) -> Charge:
         """Return what the owner gets back when suspends under way, and of this plan, are done."""
         memory = devices = leases = 0
-        for s in self.state.leases_of(owner):
+        for s in self.facts.leases_of(owner):
             if s.state == "detaching" or s.id in self.leaving:
                 memory += s.lease.charge
                 devices += len(s.lease.slices)
@@ -314,7 +313,7 @@ class Draft:
         if total > room:
             return False
         for owner, size in owners.items():
-            most = self.state.limit(owner).suspended
+            most = self.facts.limit(owner).suspended
             if most is not None and self.usage(owner).suspended + size > most:
                 return False
         return True
@@ -363,3 +362,60 @@ class Draft:
         """Let the head of the queue accumulate memory, and its part of its owner's quota."""
         self.reservation = held
         self.usage(owner).add(*held.charge)
+
+
+# --------------------------------------------------------------------------- without a slice
+
+
+def home_devices(
+    devices: Sequence[DeviceView],
+    kernels: Mapping[str, int],
+    *,
+    memory: int,
+    count: int,
+    seen: Sequence[str] = (),
+    planned: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Return the ``count`` devices that a kernel without a slice should see, by UUID.
+
+    A process settles on the devices that it sees when it calls cuInit, and needs no slice for that;
+    so these should be the devices where it will get one. ``kernels`` tells how many kernels see
+    each device, ``seen`` are those that this one sees so far, in its order. The first rule that
+    applies decides:
+
+    1. The devices where the pool would attach it now (``planned``).
+    2. What it sees, if that is ``count`` devices with room for ``memory`` bytes each.
+    3. The best devices: in service; large enough; with room now; seen so far; seen by the fewest
+       kernels, as all of them may come back; with the least memory granted; the first by number.
+    4. What it sees, if rule 3 finds no room on ``count`` devices: nothing is gained by a change.
+
+    The answer is empty only where there is no device: a process keeps the driver's answer "no
+    device" until it ends. Drained devices are named only where no other is left.
+    """
+    if planned:
+        return tuple(planned)
+    views = {view.device.uuid: view for view in devices}
+
+    def has_room(uuid: str) -> bool:
+        view = views.get(uuid)
+        return view is not None and not view.drained_reason and view.free >= memory
+
+    settled = tuple(seen) if seen and len(seen) == count else ()
+    if settled and all(has_room(uuid) for uuid in settled):
+        return settled
+    in_service = [view for view in devices if not view.drained_reason] or [*devices]
+    best = sorted(
+        in_service,
+        key=lambda view: (
+            view.capacity < memory,
+            view.free < memory,
+            view.device.uuid not in seen,
+            kernels.get(view.device.uuid, 0),
+            view.granted,
+            view.device.index,
+        ),
+    )
+    chosen = tuple(view.device.uuid for view in best[: max(1, count)])
+    if settled and not (len(chosen) == count and all(has_room(uuid) for uuid in chosen)):
+        return settled
+    return chosen or tuple(seen)

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Callable, Collection, Iterable, Sequence
 
+from .facts import Facts, Session
 from .limits import Charge
 from .model import Reason, Rule, Slice
 from .needs import Asking
 from .placement import NOTHING, Draft, Need, Reservation, Room, choose, in_order, in_turn, preferred
 from .residence import STAY_MOST, Gap, protected_until
-from .session import Session
-from .state import State
 
 #: With up to so many idle leases to choose from, every combination is tried when host memory is
 #: too short for the usual choice; with more, only the one that frees the most per host byte.
@@ -41,84 +40,84 @@ OWN = "another kernel of the same owner waits and the owner's quota is in use"
 # --------------------------------------------------------------------------- from when on
 
 
-def suspendable(s: Session, state: State) -> bool:
+def suspendable(s: Session, facts: Facts) -> bool:
     """Return whether suspending an idle session can work at all.
 
     On a device that can not suspend, only a lease that is known to hold nothing can be taken
     back: there is nothing to move. Anything else stays until its kernel frees it or ends.
     """
-    devices = state.devices
+    devices = facts.devices
     return all(devices[x.device].device.can_suspend for x in s.lease.slices) or s.empty
 
 
-def not_before(s: Session, state: State) -> float:
+def not_before(s: Session, facts: Facts) -> float:
     """Return from when on idle ``s`` can be suspended, whoever wants it."""
-    if (s.pressed and s.state_bound) or not suspendable(s, state):
+    if (s.pressed and s.state_bound) or not suspendable(s, facts):
         return math.inf
     if s.pinned_reason:
-        return max(s.retry_at, s.pinned_at + state.settings.pinned_retry)
+        return max(s.retry_at, s.pinned_at + facts.settings.pinned_retry)
     return s.retry_at
 
 
-def stays_until(s: Session, state: State) -> float:
+def stays_until(s: Session, facts: Facts) -> float:
     """Return until when idle ``s`` keeps its slice from those who wait because it was moved there.
 
     Infinity while nobody waits for it: see :mod:`.residence`.
     """
-    share, lease, known = state.settings.max_swap_overhead, s.lease, s.measured
+    share, lease, known = facts.settings.max_swap_overhead, s.lease, s.measured
     if share <= 0 or lease.resumed_at == -math.inf:
         return -math.inf
-    if state.settings.residence == "clock":
+    if facts.settings.residence == "clock":
         return lease.resumed_at + min(STAY_MOST, known.moving / share)
     gap = known.gap or Gap(s.idle_since)
     return protected_until(gap, lease.stay, known.habits, cost=known.moving, share=share)
 
 
-def times(s: Session, state: State) -> tuple[float, float]:
+def times(s: Session, facts: Facts) -> tuple[float, float]:
     """Return from when on a waiting session may take idle ``s``, and when it leaves on its own.
 
     Kept with the session, and true as :func:`~.needs.asking` is: what is read of the session
-    changes with :meth:`State.touch`, and the rest raises :attr:`State.version`.
+    changes with :meth:`Facts.touch`, and the rest raises :attr:`Facts.version`.
     """
-    if s.times is None or s.times[0] != state.version:
-        settings, possible = state.settings, not_before(s, state)
+    if s.times is None or s.times[0] != facts.version:
+        settings, possible = facts.settings, not_before(s, facts)
         idle, keep = s.idle_since, s.keep_until
-        yields = max(possible, idle + settings.reclaim_after, keep, stays_until(s, state))
-        asked = s.release_asked or paused(s, state)
+        yields = max(possible, idle + settings.reclaim_after, keep, stays_until(s, facts))
+        asked = s.release_asked or paused(s, facts)
         leaves = possible if asked else max(possible, idle + settings.idle_timeout, keep)
-        s.times = state.version, yields, leaves
+        s.times = facts.version, yields, leaves
     return s.times[1], s.times[2]
 
 
-def yields_at(s: Session, state: State) -> float:
+def yields_at(s: Session, facts: Facts) -> float:
     """Return from when on a waiting session may take the lease of idle ``s``."""
-    return times(s, state)[0]
+    return times(s, facts)[0]
 
 
-def leaves_at(s: Session, state: State) -> float:
+def leaves_at(s: Session, facts: Facts) -> float:
     """Return when idle ``s`` gives its lease back on its own."""
-    return times(s, state)[1]
+    return times(s, facts)[1]
 
 
-def paused(s: Session, state: State) -> str:
+def paused(s: Session, facts: Facts) -> str:
     """Return why an admin wants the lease of ``s`` back; "" if none does."""
-    devices = state.devices
+    devices = facts.devices
     return next((p for x in s.lease.slices if (p := devices[x.device].paused)), "")
 
 
-def candidate(holder: Session, state: State) -> bool:
+def candidate(holder: Session, facts: Facts) -> bool:
     """Return whether ``holder`` may yield to anybody now: where not, it has no tier at all."""
-    return holder.state == "idle" and yields_at(holder, state) <= state.now
+    return holder.state == "idle" and yields_at(holder, facts) <= facts.now
 
 
-def victim_tier(asker: Session, holder: Session, state: State) -> int | None:
+def victim_tier(asker: Session, holder: Session, facts: Facts) -> int | None:
     """Return in which tier ``holder`` may be suspended for ``asker`` now; None if it may not.
 
     Tier 0 is an idle lease that nobody protects. Rules to come (preemption of running work, time
     slices) return higher tiers for busy holders; nothing else has to change for them but
     :func:`candidate` and :func:`asker_kind`.
     """
-    return 0 if holder is not asker and candidate(holder, state) else None
+    return 0 if holder is not asker and candidate(holder, facts) else None
 
 
 def asker_kind(asker: Session) -> Any:  # noqa: ARG001
@@ -145,7 +144,7 @@ class Trial:
     def __init__(self, draft: Draft, asker: Session, host: int) -> None:
         self.draft = draft
         self.asker = asker
-        self.state = draft.state
+        self.facts = draft.facts
         #: Host bytes that the victims' state may take.
         self.host = host
         self.chosen: list[Session] = []
@@ -170,7 +169,7 @@ class Trial:
         """Return the tier of ``v``, None if it may not be taken or has a part in this plan."""
         if v.id not in self._tiers:
             busy = v.id in self.draft.leaving or v.id in self.draft.settled
-            self._tiers[v.id] = None if busy else victim_tier(self.asker, v, self.state)
+            self._tiers[v.id] = None if busy else victim_tier(self.asker, v, self.facts)
         return self._tiers[v.id]
 
     def options(self, room: Room) -> list[tuple[int, Session, int]]:
@@ -192,7 +191,7 @@ class Trial:
         options = self.options(room)
         if sum(size for _, _, size in options) < missing:
             return None
-        now = self.state.now
+        now = self.facts.now
         options.sort(key=lambda o: (o[0], score(o[1], now)))
         found = self._greedy(options, missing)
         if found is None:
@@ -234,7 +233,7 @@ class Trial:
         spare is taken there. No victim is better than some, the devices where the session was are
         better than others, and then the victim with the most bytes x idle time decides.
         """
-        last, now = preferred(self.asker), self.state.now
+        last, now = preferred(self.asker), self.facts.now
         rooms = self.draft.rooms
         by_offer = sorted(rooms.values(), key=_offer)
         takes: dict[int, Slice] = {}
@@ -289,8 +288,8 @@ class Trial:
         if draft.lacking(owner, charge, less) is None:
             return True
         found: list[Session] = []
-        now = self.state.now
-        options = [v for v in self.state.leases_of(owner) if self.tier(v) is not None]
+        now = self.facts.now
+        options = [v for v in self.facts.leases_of(owner) if self.tier(v) is not None]
         for v in sorted(options, key=lambda v: (self.tier(v), score(v, now))):
             if not self.fits([*found, v]):
                 self.host_short = True
@@ -324,7 +323,7 @@ def any_combination(draft: Draft, s: Session, asking: Asking, host: int) -> Tria
     if quota:
         # They count for the quota wherever they are. Without one, who else asks for as much of the
         # same devices has the same options: the pass relies on that.
-        own = draft.state.leases_of(owner)
+        own = draft.facts.leases_of(owner)
         options = {v.id: v for v in own if first.tier(v) is not None}
     for room in draft.rooms.values():
         if not draft.reserved(room) and any(need.allows(room) for need in needs):
@@ -434,7 +433,7 @@ def blocked_as(draft: Draft, s: Session, need: Need, rule: Rule) -> Rule:
 
 
 def quota_reason(draft: Draft, s: Session, name: tuple[str, int], besides: int = 0) -> Reason:
-    others = sum(1 for _ in draft.state.leases_of(s.owner.name)) - besides
+    others = sum(1 for _ in draft.facts.leases_of(s.owner.name)) - besides
     return Reason("quota", limit=name[0], most=name[1], count=others)
 
 
@@ -447,9 +446,9 @@ def reservation(
     For each further ``ageing`` seconds it reserves one more, in case a lease on the first never
     ends. Devices of which processes outside the pool leave too little are of no use.
     """
-    state, needs, now = draft.state, found.needs, draft.state.now
+    facts, needs, now = draft.facts, found.needs, draft.facts.now
     since = now if s.wait.head_since is None else s.wait.head_since
-    ageing = max(1.0, state.settings.ageing)
+    ageing = max(1.0, facts.settings.ageing)
     rounds = int((now - since) / ageing)
     while since + (rounds + 1) * ageing <= now:  # by a hair, after the rounding
         rounds += 1
@@ -459,7 +458,7 @@ def reservation(
     mine = [draft.rooms[uuid] for uuid in keep]
     mine += [draft.rooms[need.fixed] for need in needs if need.fixed]
     for room in dict.fromkeys((*mine, *by_reach(draft, s))):
-        ledger = state.devices[room.uuid]
+        ledger = facts.devices[room.uuid]
         most = ledger.capacity - ledger.foreign - ledger.overuse
         amounts = [a for n in needs if n.allows(room) and (a := n.amount(room)) <= most]
         if not amounts:

@@ -13,13 +13,12 @@ import math
 from ..units import format_bytes, format_seconds
 from . import events as ev
 from .explain import in_words, stays_reason
+from .facts import NO_LIMIT, Facts, Session, charge_of
 from .model import ATTACHED, HAS_LEASE, MiB, Refusal, Request, Slice
 from .needs import ever
 from .placement import Draft
 from .preemption import leaves_at, suspendable
 from .schedule import Plan, outlook
-from .session import Session
-from .state import NO_LIMIT, State, charge_of
 from .transitions import Actions, resize
 
 #: A sample may be older than the last change of the session by up to so many seconds.
@@ -30,8 +29,8 @@ UNUSED = 60.0
 STEPS = 16
 
 
-def _find(state: State, name: str, rid: str) -> tuple[Session | None, Actions]:
-    s = state.sessions.get(name)
+def _find(facts: Facts, name: str, rid: str) -> tuple[Session | None, Actions]:
+    s = facts.sessions.get(name)
     if s is not None and s.state != "ended":
         return s, []
     refusal = Refusal(
@@ -54,23 +53,23 @@ def _refuse(s: Session, rid: str, refusal: Refusal) -> Actions:
 # --------------------------------------------------------------------------- another size
 
 
-def changed(state: State, event: ev.RequestChanged, plan: Plan) -> Actions:
+def changed(facts: Facts, event: ev.RequestChanged, plan: Plan) -> Actions:
     """Take note of another request, and give back at once what it does not ask for any more."""
-    s, unknown = _find(state, event.session, event.rid)
+    s, unknown = _find(facts, event.session, event.rid)
     if s is None:
         return unknown
     new = event.request
-    refusal = ever(new, s, state) or _bound(s, new) or _in_use(s, new)
+    refusal = ever(new, s, facts) or _bound(s, new) or _in_use(s, new)
     if refusal is not None:
         return _refuse(s, event.rid, refusal)
     old = s.request
-    with state.change(s):
+    with facts.change(s):
         s.request = new
     less = new.memory < old.memory or new.limit < old.limit
     if s.state not in ATTACHED:
-        return _answer(s, event.rid, _size_note(state, s, plan))
+        return _answer(s, event.rid, _size_note(facts, s, plan))
     if less or new.devices != len(s.lease.slices):
-        return resize(state, s, trimmed(s, reclaim=True))
+        return resize(facts, s, trimmed(s, reclaim=True))
     return []
 
 
@@ -115,9 +114,9 @@ def _in_use(s: Session, new: Request) -> Refusal | None:
     return None
 
 
-def _size_note(state: State, s: Session, plan: Plan) -> str:
+def _size_note(facts: Facts, s: Session, plan: Plan) -> str:
     """Return what has become of another request, now that the plan is made."""
-    note, request = _what_became(state, s, plan), s.request
+    note, request = _what_became(facts, s, plan), s.request
     if request.limit > request.memory:
         note += (
             f" It may grow to {format_bytes(request.limit)} while that much is free; "
@@ -126,7 +125,7 @@ def _size_note(state: State, s: Session, plan: Plan) -> str:
     return note
 
 
-def _what_became(state: State, s: Session, plan: Plan) -> str:
+def _what_became(facts: Facts, s: Session, plan: Plan) -> str:
     if s.state == "queued":
         return "The kernel waits for the new size."
     if s.state not in HAS_LEASE:
@@ -139,10 +138,10 @@ def _what_became(state: State, s: Session, plan: Plan) -> str:
     have = format_bytes(slices[0].bytes)
     if s.id in plan.promises:
         return f"The slice stays {have} until idle kernels have made room."
-    if s.id in state.short:
+    if s.id in facts.short:
         why = plan.reasons.get(s.id)
         if why is not None and why.rule == "quota":
-            return f"The slice stays {have}: {in_words(state, why)}. It grows as soon as it is not."
+            return f"The slice stays {have}: {in_words(facts, why)}. It grows as soon as it is not."
         return (
             f"The slice stays {have}: there is no more on this GPU now. It grows as soon as "
             "memory comes free."
@@ -212,7 +211,7 @@ def refused(draft: Draft, s: Session, uuid: str, more: int, *, waits: bool) -> R
         )
     free = _room(draft, uuid)
     if free < more:
-        kept = draft.state.devices[uuid].free > free >= 0
+        kept = draft.facts.devices[uuid].free > free >= 0
         without = " without what is kept for waiting kernels" if kept else ""
         return Refusal(
             "no-memory",
@@ -221,7 +220,7 @@ def refused(draft: Draft, s: Session, uuid: str, more: int, *, waits: bool) -> R
             "what %gpu asks for is guaranteed.",
             {**numbers, "free": max(0, free)},
         )
-    most = _host_most(draft.state, s)
+    most = _host_most(draft.facts, s)
     if most is not None and s.lease.granted + more > most:
         return Refusal(
             "no-memory",
@@ -253,7 +252,7 @@ def step(draft: Draft, s: Session, uuid: str, missing: int, *, wanted: bool, wai
     """
     if wanted:
         return missing
-    most = max(missing, s.request.limit // STEPS, draft.state.settings.growth_step)
+    most = max(missing, s.request.limit // STEPS, draft.facts.settings.growth_step)
     return min(most, largest(draft, s, uuid, waits=waits))
 
 
@@ -263,7 +262,7 @@ def largest(draft: Draft, s: Session, uuid: str, *, waits: bool) -> int:
     left = _quota_left(draft, s, waits=waits)
     if left is not None:
         most = min(most, left)
-    host = _host_most(draft.state, s)
+    host = _host_most(draft.facts, s)
     if host is not None:
         most = min(most, host - s.lease.granted)
     return max(0, most)
@@ -277,7 +276,7 @@ def _room(draft: Draft, uuid: str) -> int:
 def _quota_left(draft: Draft, s: Session, *, waits: bool) -> int | None:
     """Return the bytes that the owner's quota leaves for growth, None if there is no limit."""
     owner = s.owner.name
-    limit = draft.state.limit(owner).memory
+    limit = draft.facts.limit(owner).memory
     if limit is None:
         return None
     if waits:
@@ -285,18 +284,18 @@ def _quota_left(draft: Draft, s: Session, *, waits: bool) -> int | None:
     return limit - draft.usage(owner).memory - (charge_of(s, s.lease.slices) - s.lease.charge)
 
 
-def _host_most(state: State, s: Session) -> int | None:
+def _host_most(facts: Facts, s: Session) -> int | None:
     """Return the bytes that a session may have so that it can be suspended, None: any."""
-    if not any(state.devices[x.device].device.can_suspend for x in s.lease.slices):
+    if not any(facts.devices[x.device].device.can_suspend for x in s.lease.slices):
         return None
-    most, quota = state.settings.host_memory, state.limit(s.owner.name)
+    most, quota = facts.settings.host_memory, facts.limit(s.owner.name)
     own = None if quota is NO_LIMIT else quota.suspended
     return most if own is None else min(most, own)
 
 
-def grow(state: State, event: ev.GrowAsked, plan: Plan) -> Actions:
+def grow(facts: Facts, event: ev.GrowAsked, plan: Plan) -> Actions:
     """Let an attached session grow out of what the plan leaves, and answer."""
-    s, unknown = _find(state, event.session, event.rid)
+    s, unknown = _find(facts, event.session, event.rid)
     if s is None:
         return unknown
     uuid, missing = event.device, max(0, event.bytes)
@@ -310,69 +309,69 @@ def grow(state: State, event: ev.GrowAsked, plan: Plan) -> Actions:
         return _refuse(s, event.rid, refusal)
     actions: Actions = []
     if missing:
-        why, more = _growth(state, s, uuid, missing, plan)
+        why, more = _growth(facts, s, uuid, missing, plan)
         if why is not None and why.code != "limit":
             # What others have grown and do not use; not of ``s``, which is about to use all it has.
-            actions = reclaim(state, but=s)
+            actions = reclaim(facts, but=s)
             if actions:
-                why, more = _growth(state, s, uuid, missing, plan)
+                why, more = _growth(facts, s, uuid, missing, plan)
         if why is not None:
             return [*actions, *_refuse(s, event.rid, why)]
-        actions += _grown(state, s, uuid, more)
+        actions += _grown(facts, s, uuid, more)
     have = next(x.bytes for x in s.lease.slices if x.device == uuid)
     return [*actions, *_answer(s, event.rid, f"The slice is {format_bytes(have)} now.")]
 
 
-def grow_by(state: State, s: Session, uuid: str, more: int, plan: Plan) -> Actions:
+def grow_by(facts: Facts, s: Session, uuid: str, more: int, plan: Plan) -> Actions:
     """Let a slice grow by just ``more`` if nothing speaks against it."""
-    draft = outlook(state, plan, but=s.id)
+    draft = outlook(facts, plan, but=s.id)
     if refused(draft, s, uuid, more, waits=s.owner.name in plan.held) is not None:
         return []
-    return _grown(state, s, uuid, more)
+    return _grown(facts, s, uuid, more)
 
 
-def growable(state: State, s: Session, plan: Plan) -> tuple[int, ...]:
+def growable(facts: Facts, s: Session, plan: Plan) -> tuple[int, ...]:
     """Return by how many bytes each slice of an attached session could grow now."""
-    draft, waits = outlook(state, plan), s.owner.name in plan.held
+    draft, waits = outlook(facts, plan), s.owner.name in plan.held
     return tuple(largest(draft, s, x.device, waits=waits) for x in s.lease.slices)
 
 
 def _growth(
-    state: State, s: Session, uuid: str, missing: int, plan: Plan
+    facts: Facts, s: Session, uuid: str, missing: int, plan: Plan
 ) -> tuple[Refusal | None, int]:
     """Return why a slice can not grow by ``missing``, or by how much it is to grow."""
-    draft: Draft = outlook(state, plan, but=s.id)
+    draft: Draft = outlook(facts, plan, but=s.id)
     waits = s.owner.name in plan.held
     why = refused(draft, s, uuid, missing, waits=waits)
     if why is not None:
         return why, 0
-    wanted = bool(state.waiting) or any(
-        x.device == uuid for o in state.short.values() for x in o.lease.slices
+    wanted = bool(facts.waiting) or any(
+        x.device == uuid for o in facts.short.values() for x in o.lease.slices
     )
     return None, step(draft, s, uuid, missing, wanted=wanted, waits=waits)
 
 
-def _grown(state: State, s: Session, uuid: str, more: int) -> Actions:
-    s.lease.grown_at = state.now
+def _grown(facts: Facts, s: Session, uuid: str, more: int) -> Actions:
+    s.lease.grown_at = facts.now
     slices = (Slice(x.device, x.bytes + more * (x.device == uuid)) for x in s.lease.slices)
-    return resize(state, s, tuple(slices))
+    return resize(facts, s, tuple(slices))
 
 
-def reclaim(state: State, but: Session | None = None) -> Actions:
+def reclaim(facts: Facts, but: Session | None = None) -> Actions:
     """Take back what has grown anywhere and is not used."""
     actions: Actions = []
-    for s in list(state.grown.values()):
+    for s in list(facts.grown.values()):
         if s is not but:
-            actions += resize(state, s, trimmed(s, reclaim=True))
+            actions += resize(facts, s, trimmed(s, reclaim=True))
     return actions
 
 
 # --------------------------------------------------------------------------- release and keep
 
 
-def release(state: State, event: ev.ReleaseAsked, _plan: Plan) -> Actions:
+def release(facts: Facts, event: ev.ReleaseAsked, _plan: Plan) -> Actions:
     """Let the slice go back, now or when the last hold is dropped."""
-    s, unknown = _find(state, event.session, event.rid)
+    s, unknown = _find(facts, event.session, event.rid)
     if s is None:
         return unknown
     if s.state == "queued":
@@ -386,8 +385,8 @@ def release(state: State, event: ev.ReleaseAsked, _plan: Plan) -> Actions:
         return _answer(s, event.rid, "The kernel has no slice.")
     if s.state == "detaching":
         return _answer(s, event.rid, "The slice is on its way back already.")
-    if not suspendable(s, state) and (s.state == "idle" or s.lease.footprint):
-        name = state.devices[s.lease.slices[0].device].device.name
+    if not suspendable(s, facts) and (s.state == "idle" or s.lease.footprint):
+        name = facts.devices[s.lease.slices[0].device].device.name
         refusal = Refusal(
             "cannot-suspend",
             f"The state of this kernel can not be moved off its GPU ({name}).",
@@ -396,7 +395,7 @@ def release(state: State, event: ev.ReleaseAsked, _plan: Plan) -> Actions:
         return _refuse(s, event.rid, refusal)
     s.release_asked = True
     s.keep_until = 0.0
-    state.touch(s)
+    facts.touch(s)
     if s.state != "idle":
         cell = any(h.kind != "device" for h in s.holds.values())
         when = "the running cell is done" if cell else "its work on the GPU is done"
@@ -404,29 +403,29 @@ def release(state: State, event: ev.ReleaseAsked, _plan: Plan) -> Actions:
     return []
 
 
-def _release_note(state: State, s: Session) -> str:
+def _release_note(facts: Facts, s: Session) -> str:
     """Return what has become of the release of an idle slice, now that the plan is made."""
     if s.state != "idle":
         return "The slice goes back to the pool."
-    why = stays_reason(state, s, state.now)
-    if leaves_at(s, state) > state.now and not (s.pressed or (s.roomless and not s.pinned_reason)):
+    why = stays_reason(facts, s, facts.now)
+    if leaves_at(s, facts) > facts.now and not (s.pressed or (s.roomless and not s.pinned_reason)):
         why = s.pinned_reason or "the last try was refused"
-        left = format_seconds(leaves_at(s, state) - state.now)
+        left = format_seconds(leaves_at(s, facts) - facts.now)
         return f"The slice can not be moved now ({why}); again in {left}."
     return why or (
         "There is no room for its state in host memory; the slice goes back once there is."
     )
 
 
-def keep(state: State, event: ev.KeepAsked, _plan: Plan) -> Actions:
+def keep(facts: Facts, event: ev.KeepAsked, _plan: Plan) -> Actions:
     """Let the slice stay, although idle, until a time."""
-    s, unknown = _find(state, event.session, event.rid)
+    s, unknown = _find(facts, event.session, event.rid)
     if s is None:
         return unknown
     s.keep_until = event.until
     s.release_asked = False
-    state.touch(s)
-    left = event.until - state.now
+    facts.touch(s)
+    left = event.until - facts.now
     if left <= 0:
         note = "The slice is not kept any longer when idle."
     elif s.state in HAS_LEASE:
@@ -440,12 +439,12 @@ def keep(state: State, event: ev.KeepAsked, _plan: Plan) -> Actions:
 
 
 def reply(
-    state: State, event: ev.RequestChanged | ev.ReleaseAsked, plan: Plan, actions: Actions
+    facts: Facts, event: ev.RequestChanged | ev.ReleaseAsked, plan: Plan, actions: Actions
 ) -> Actions:
     """Return the answer to an event that only the plan could answer; [] if there is one."""
     if any(isinstance(a, ev.Answer) and a.rid == event.rid for a in actions):
         return []
-    s = state.sessions[event.session]
+    s = facts.sessions[event.session]
     if isinstance(event, ev.ReleaseAsked):
-        return _answer(s, event.rid, _release_note(state, s))
-    return _answer(s, event.rid, _size_note(state, s, plan))
+        return _answer(s, event.rid, _release_note(facts, s))
+    return _answer(s, event.rid, _size_note(facts, s, plan))

@@ -62,6 +62,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Iterable, Sequence
 
+from .facts import Facts, Session, charge_of
 from .limits import Charge
 from .model import ATTACHED, Reason, Slice
 from .needs import Asking, asking
@@ -82,8 +83,6 @@ from .preemption import (
     score,
     times,
 )
-from .session import Session
-from .state import State, charge_of
 
 HEAD = "the next kernel in the queue waits for memory"
 
@@ -142,42 +141,42 @@ def _same(one: Reservation | None, other: Reservation | None) -> bool:
 # --------------------------------------------------------------------------- the seams
 
 
-def order(state: State) -> list[Session]:
+def order(facts: Facts) -> list[Session]:
     """Return the waiting sessions, the first to go first.
 
     By points: the number of the priority class, plus one point for every ``ageing`` seconds of
     waiting, so nobody starves; all age alike, so who of two goes first never changes while both
     wait. Equal points: older first, then first come.
     """
-    ageing, classes = state.settings.ageing, state.settings.priority_classes
+    ageing, classes = facts.settings.ageing, facts.settings.priority_classes
 
     def rank(s: Session) -> tuple[float, float, int]:
         points = classes.get(s.request.priority, 0)
         place = s.queued_at / ageing - points if ageing > 0 else float(-points)
         return place, s.queued_at, s.wait.number
 
-    return sorted(state.waiting.values(), key=rank)
+    return sorted(facts.waiting.values(), key=rank)
 
 
-def barred(s: Session, state: State) -> Reason | None:
+def barred(s: Session, facts: Facts) -> Reason | None:
     """Return why ``s`` must not be served now whatever is free, or None."""
-    if s.wait.failed and s.retry_at > state.now:
+    if s.wait.failed and s.retry_at > facts.now:
         return Reason("retry", text=s.wait.failed)
     return None
 
 
-def next_recheck(state: State, plan: Plan) -> float:
+def next_recheck(facts: Facts, plan: Plan) -> float:
     """Return when the clock alone next changes the plan; infinity if it does not."""
-    now, at = state.now, math.inf
-    wanted = bool(plan.order or state.short)
-    for s in state.leased.values():
+    now, at = facts.now, math.inf
+    wanted = bool(plan.order or facts.short)
+    for s in facts.leased.values():
         if s.state == "idle":
-            yields, leaves = times(s, state)
+            yields, leaves = times(s, facts)
             if now < leaves < at:
                 at = leaves
             if wanted and now < yields < at:
                 at = yields
-    most = state.settings.max_wait
+    most = facts.settings.max_wait
     for s in plan.order:
         for when in (s.retry_at, math.inf if most is None else s.queued_at + most):
             if now < when < at:
@@ -190,43 +189,43 @@ def next_recheck(state: State, plan: Plan) -> float:
 # --------------------------------------------------------------------------- the pass
 
 
-def plan(state: State, before: Plan, relieve: Iterable[str] = ()) -> Plan:
+def plan(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
     """Return what to do now. ``before`` is the last plan, ``relieve`` who is short of host memory.
 
     Changes nothing.
     """
-    return _Pass(state, before).run(relieve)
+    return _Pass(facts, before).run(relieve)
 
 
-def outlook(state: State, before: Plan, but: str = "") -> Draft:
+def outlook(facts: Facts, before: Plan, but: str = "") -> Draft:
     """Return what the last plan leaves: free bytes that nobody is promised or waits for first.
 
     ``but``: what this session is promised is left to it.
     """
-    return _Pass(state, before, but=but).draft
+    return _Pass(facts, before, but=but).draft
 
 
-def forecast(state: State, before: Plan, s: Session) -> tuple[Slice, ...]:
+def forecast(facts: Facts, before: Plan, s: Session) -> tuple[Slice, ...]:
     """Return what ``s`` would get, or be promised, if it asked now; () if it would be blocked."""
-    found = attempt(_Pass(state, before).draft, s, asking(s, state), guarded=True)
+    found = attempt(_Pass(facts, before).draft, s, asking(s, facts), guarded=True)
     return found.takes if isinstance(found, Offer) else ()
 
 
 class _Pass:
     """One pass over the machine."""
 
-    def __init__(self, state: State, before: Plan, but: str = "") -> None:
-        self.state = state
-        self.plan = Plan(order=order(state))
-        self.draft = Draft(state)
+    def __init__(self, facts: Facts, before: Plan, but: str = "") -> None:
+        self.facts = facts
+        self.plan = Plan(order=order(facts))
+        self.draft = Draft(facts)
         self.turn = {s.id: at for at, s in enumerate(self.plan.order)}
         #: Requests that found nothing behind the head, by kind of request; see :meth:`_hopeless`.
         self.failed: dict[object, list[tuple[int, int, Reason]]] = {}
         self.before = before
         #: How many had come to wait when the oldest promise was made.
-        self.oldest = min(before.made.values(), default=state.arrivals)
-        for s in state.leased.values():
-            if candidate(s, state):
+        self.oldest = min(before.made.values(), default=facts.arrivals)
+        for s in facts.leased.values():
+            if candidate(s, facts):
                 for x in s.lease.slices:
                     room = self.draft.rooms[x.device]
                     room.candidates.append((s, x.bytes))
@@ -240,14 +239,14 @@ class _Pass:
 
     def _keep_promises(self, but: str) -> None:
         """Keep what was promised, as far as it is still what is needed and will be there."""
-        state, draft = self.state, self.draft
+        facts, draft = self.facts, self.draft
         for name, takes in self.before.promises.items():
-            s = state.sessions.get(name)
+            s = facts.sessions.get(name)
             if s is None or name == but:
                 continue
             if s.id in self.turn:
-                needs, charge = asking(s, state).needs, asking(s, state).charge
-            elif s.id in state.short:
+                needs, charge = asking(s, facts).needs, asking(s, facts).charge
+            elif s.id in facts.short:
                 needs, charge = _growth(s)
             else:
                 continue
@@ -259,7 +258,7 @@ class _Pass:
         for room in draft.rooms.values():
             while room.promised and room.expect < 0:
                 there = [n for n, (t, _) in draft.promises.items() if room.uuid in _on(t)]
-                draft.unpromise(state.sessions[max(there, key=self._place)])
+                draft.unpromise(facts.sessions[max(there, key=self._place)])
 
     def _place(self, name: str) -> tuple[int, str]:
         """Return the order in which promises are kept: growth of leases, then the queue."""
@@ -275,8 +274,8 @@ class _Pass:
         """Until the queue has been looked at, what the head reserved stays reserved."""
         if held.session not in self.turn:
             return
-        head = self.state.sessions[held.session]
-        found = asking(head, self.state)
+        head = self.facts.sessions[held.session]
+        found = asking(head, self.facts)
         wanted = {}
         for uuid in held.wanted:
             room = self.draft.rooms[uuid]
@@ -288,7 +287,7 @@ class _Pass:
 
     def _drop_reservation(self, held: Reservation) -> None:
         memory, devices, leases = held.charge
-        owner = self.state.sessions[held.session].owner.name
+        owner = self.facts.sessions[held.session].owner.name
         self.draft.usage(owner).add(-memory, -devices, -leases)
         self.draft.reservation = None
 
@@ -301,12 +300,12 @@ class _Pass:
             self._drop_reservation(draft.reservation)
         promised: list[Session] = []
         if draft.promises:
-            promised = [s for s in self.state.short.values() if s.id in draft.promises]
+            promised = [s for s in self.facts.short.values() if s.id in draft.promises]
         for s in promised:
             self._grow(s)
         for s in plan.order:
             self._serve(s)
-        for s in self.state.short.values():
+        for s in self.facts.short.values():
             if s not in promised:
                 self._grow(s)
         if relieve:
@@ -314,19 +313,19 @@ class _Pass:
         for name, (takes, _) in draft.promises.items():
             plan.promises[name] = takes
             kept = self.before.promises.get(name) == takes
-            plan.made[name] = self.before.made[name] if kept else self.state.arrivals
+            plan.made[name] = self.before.made[name] if kept else self.facts.arrivals
         plan.reservation = draft.reservation
         return plan
 
     def _leave(self) -> None:
         """2. Suspend idle leases whose time is over, as far as host memory has room."""
-        state, draft = self.state, self.draft
-        for s in state.leased.values():
-            if s.state != "idle" or leaves_at(s, state) > state.now:
+        facts, draft = self.facts, self.draft
+        for s in facts.leased.values():
+            if s.state != "idle" or leaves_at(s, facts) > facts.now:
                 continue
             room = draft.host_left([x.device for x in s.lease.slices])
             if draft.host_fits([s], room):
-                self._suspend(s, paused(s, state) or ("release" if s.release_asked else "idle"))
+                self._suspend(s, paused(s, facts) or ("release" if s.release_asked else "idle"))
 
     def _suspend(self, v: Session, reason: str) -> None:
         self.draft.suspend(v, reason)
@@ -338,9 +337,9 @@ class _Pass:
 
     def _serve(self, s: Session) -> None:
         """Serve ``s`` or plan for it, or note why it waits."""
-        plan, draft, state = self.plan, self.draft, self.state
-        found = asking(s, state)
-        why = barred(s, state)
+        plan, draft, facts = self.plan, self.draft, self.facts
+        found = asking(s, facts)
+        why = barred(s, facts)
         if why is not None:
             plan.reasons[s.id] = why
             return
@@ -421,7 +420,7 @@ class _Pass:
 
         Nobody behind it loses a promise in vain.
         """
-        draft, sessions = self.draft, self.state.sessions
+        draft, sessions = self.draft, self.facts.sessions
         behind = self._newer(s, found)
         if not behind:
             return offer
@@ -448,7 +447,7 @@ class _Pass:
         if s.wait.number <= self.oldest:
             return []
         behind = [n for n in self._behind(s) if made.get(n, s.wait.number) < s.wait.number]
-        owners = {self.state.sessions[name].owner.name for name in behind}
+        owners = {self.facts.sessions[name].owner.name for name in behind}
         quota = found.where is None and s.owner.name in owners  # which they would give up as well
         if not behind or quota or len(found.needs) != 1:
             return behind
@@ -517,7 +516,7 @@ class _Pass:
         for uuid, size in held.wanted.items():
             trial = Trial(draft, s, draft.host)
             room = draft.rooms[uuid]
-            now = self.state.now
+            now = self.facts.now
             for _, v, _ in sorted(trial.options(room), key=lambda o: (o[0], score(o[1], now))):
                 if room.expect < size and draft.host_fits([v], draft.host):
                     self._suspend(v, HEAD)
@@ -579,18 +578,18 @@ class _Pass:
 
         One at a time: it may be enough.
         """
-        state, draft = self.state, self.draft
-        found = [state.sessions[name] for name in names if name in state.sessions]
+        facts, draft = self.facts, self.draft
+        found = [facts.sessions[name] for name in names if name in facts.sessions]
         if any(s.state == "attaching" for s in found):
             return
-        away = [s for s in found if s.state == "detached" and s.retry_at <= state.now]
+        away = [s for s in found if s.state == "detached" and s.retry_at <= facts.now]
         for s in sorted(away, key=lambda s: (-s.suspended_bytes, s.id)):
-            charge = asking(s, state).charge
+            charge = asking(s, facts).charge
             if not s.suspended or s.owner.name in self.plan.held:
                 continue
             takes = None
             if draft.lacking(s.owner.name, charge) is None:
-                takes = draft.now(s, asking(s, state).needs)
+                takes = draft.now(s, asking(s, facts).needs)
             if takes is not None:
                 self.plan.grants.append((s, takes, "host memory is short"))
                 return

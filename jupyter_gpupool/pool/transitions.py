@@ -25,11 +25,10 @@ from .events import (
     StateChanged,
     Suspend,
 )
+from .facts import Facts, Session, Wait, weighted
 from .model import Refusal, Slice, State
 from .placement import preferred
 from .residence import Gap
-from .session import Session, Wait, weighted
-from .state import State as Facts
 
 Actions = list[Action]
 

@@ -13,13 +13,12 @@ from typing import Callable, Mapping
 from ..units import format_bytes
 from . import events as ev
 from . import requests
+from .facts import Facts, Session, restored, weighted
 from .limits import never
 from .model import ATTACHED, Hold, Refusal, Slice
 from .needs import ever
 from .requests import SETTLE, grow_by, held_on, trimmed, unused_for_long
 from .schedule import Plan
-from .session import Session, restored, weighted
-from .state import State
 from .transitions import (
     Actions,
     grant_holds,
@@ -39,9 +38,9 @@ BACK_OFF_MOST = 60.0
 REJOIN = 60.0
 
 
-def update(state: State, event: ev.Event, plan: Plan) -> Actions:
+def update(facts: Facts, event: ev.Event, plan: Plan) -> Actions:
     """Take note of one event; ``plan`` is what was decided before it."""
-    return _TABLE[type(event)](state, event, plan)
+    return _TABLE[type(event)](facts, event, plan)
 
 
 def _log(session: str, level: str, code: str, message: str) -> Actions:
@@ -55,95 +54,95 @@ def _unknown_session(name: str, what: str) -> Actions:
 # --------------------------------------------------------------------------- the machine
 
 
-def _tick(_state: State, _event: ev.Tick, _plan: Plan) -> Actions:
+def _tick(_facts: Facts, _event: ev.Tick, _plan: Plan) -> Actions:
     return []
 
 
-def _device_appeared(state: State, event: ev.DeviceAppeared, _plan: Plan) -> Actions:
-    state.appeared(event.device)
+def _device_appeared(facts: Facts, event: ev.DeviceAppeared, _plan: Plan) -> Actions:
+    facts.appeared(event.device)
     return []
 
 
-def _known(state: State, uuid: str) -> Actions:
-    if uuid in state.devices:
+def _known(facts: Facts, uuid: str) -> Actions:
+    if uuid in facts.devices:
         return []
     return _log("", "warning", "unknown-device", f"There is no device {uuid}.")
 
 
-def _device_drained(state: State, event: ev.DeviceDrained, _plan: Plan) -> Actions:
-    unknown = _known(state, event.device)
+def _device_drained(facts: Facts, event: ev.DeviceDrained, _plan: Plan) -> Actions:
+    unknown = _known(facts, event.device)
     if not unknown:
-        state.shut(event.device, fault=event.reason or "drained")
+        facts.shut(event.device, fault=event.reason or "drained")
     return unknown
 
 
-def _device_paused(state: State, event: ev.DevicePaused, _plan: Plan) -> Actions:
-    unknown = _known(state, event.device)
+def _device_paused(facts: Facts, event: ev.DevicePaused, _plan: Plan) -> Actions:
+    unknown = _known(facts, event.device)
     if not unknown:
-        state.shut(event.device, paused=event.reason or "paused")
+        facts.shut(event.device, paused=event.reason or "paused")
     return unknown
 
 
-def _device_resumed(state: State, event: ev.DeviceResumed, _plan: Plan) -> Actions:
-    unknown = _known(state, event.device)
+def _device_resumed(facts: Facts, event: ev.DeviceResumed, _plan: Plan) -> Actions:
+    unknown = _known(facts, event.device)
     if not unknown:
-        state.shut(event.device, paused="")
+        facts.shut(event.device, paused="")
     return unknown
 
 
-def _device_memory(state: State, event: ev.DeviceMemorySeen, plan: Plan) -> Actions:
-    actions = _known(state, event.device)
+def _device_memory(facts: Facts, event: ev.DeviceMemorySeen, plan: Plan) -> Actions:
+    actions = _known(facts, event.device)
     if actions:
         return actions
     # Before the sessions: what they may grow by is another now.
-    ledger = state.devices[event.device]
-    state.seen(event.device, event.foreign, ledger.overuse)
+    ledger = facts.devices[event.device]
+    facts.seen(event.device, event.foreign, ledger.overuse)
     over = 0
     for name, size in event.footprints.items():
-        s = state.sessions.get(name)
+        s = facts.sessions.get(name)
         if s is not None:
-            over += _beyond(state, s, event.device, size)
+            over += _beyond(facts, s, event.device, size)
             if s.state in ATTACHED:
-                actions += _measured(state, s, event.device, size, plan)
+                actions += _measured(facts, s, event.device, size, plan)
                 over += max(0, size - held_on(s, event.device))
-    state.seen(event.device, event.foreign, over)
+    facts.seen(event.device, event.foreign, over)
     return actions
 
 
-def _beyond(state: State, s: Session, _uuid: str, size: int) -> int:
+def _beyond(facts: Facts, s: Session, _uuid: str, size: int) -> int:
     """Return the bytes that a session without a lease uses: a sample may be older than its end."""
     if s.state in ATTACHED or s.suspended or s.state != "detached":
         return 0
-    return size if state.now >= s.state_since + SETTLE else 0
+    return size if facts.now >= s.state_since + SETTLE else 0
 
 
-def _measured(state: State, s: Session, uuid: str, size: int, plan: Plan) -> Actions:
+def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Actions:
     """Take note of what an attached session was seen to use, and fit its lease to it."""
     lease, held = s.lease, held_on(s, uuid)
     before = lease.footprints.get(uuid, -1)
     if before == size and s.known and size <= held <= s.request.memory and (s.bound or not size):
-        lease.sampled_at = state.now  # nothing new, as nearly always
+        lease.sampled_at = facts.now  # nothing new, as nearly always
         return []
-    state.touch(s)
+    facts.touch(s)
     lease.footprints[uuid] = size
     lease.footprint += size - max(before, 0)
     if size > max(before, 0):
-        lease.rose_at = state.now
+        lease.rose_at = facts.now
     if not held:
         return []
-    lease.sampled_at = state.now
+    lease.sampled_at = facts.now
     if size and not s.bound:
         s.bound = tuple(x.device for x in lease.slices)
     if held > s.request.memory:
-        lease.measured_at[uuid] = state.now
+        lease.measured_at[uuid] = facts.now
     actions: Actions = []
     if size > held:
         # If it has grown, it took these while they were found unused and taken back.
         if lease.grown_at > float("-inf"):
-            actions = grow_by(state, s, uuid, size - held, plan)
+            actions = grow_by(facts, s, uuid, size - held, plan)
     elif held > s.request.memory:
-        slices = trimmed(s, reclaim=unused_for_long(s, state.now), only=uuid)
-        actions = resize(state, s, slices)
+        slices = trimmed(s, reclaim=unused_for_long(s, facts.now), only=uuid)
+        actions = resize(facts, s, slices)
     held = held_on(s, uuid)
     if size > held >= before:
         text = f"It uses {format_bytes(size)} of a slice of {format_bytes(held)} on {uuid}."
@@ -151,48 +150,48 @@ def _measured(state: State, s: Session, uuid: str, size: int, plan: Plan) -> Act
     return actions
 
 
-def _host_memory(state: State, event: ev.HostMemorySeen, _plan: Plan) -> Actions:
-    state.host_seen(event.available)
+def _host_memory(facts: Facts, event: ev.HostMemorySeen, _plan: Plan) -> Actions:
+    facts.host_seen(event.available)
     return []
 
 
-def _host_pressure(state: State, event: ev.HostPressure, _plan: Plan) -> Actions:
-    for s in state.sessions.values():
+def _host_pressure(facts: Facts, event: ev.HostPressure, _plan: Plan) -> Actions:
+    for s in facts.sessions.values():
         if s.pressed != (s.id in event.sessions):
             s.pressed = not s.pressed
-            state.touch(s)
+            facts.touch(s)
     return []
 
 
-def _settings(state: State, event: ev.SettingsChanged, _plan: Plan) -> Actions:
+def _settings(facts: Facts, event: ev.SettingsChanged, _plan: Plan) -> Actions:
     """Apply new rules to everything; this reads all sessions, and happens rarely."""
-    state.configure(event.settings)
+    facts.configure(event.settings)
     actions: Actions = []
-    for s in list(state.waiting.values()):
-        refusal = None if s.suspended else ever(s.request, s, state)
+    for s in list(facts.waiting.values()):
+        refusal = None if s.suspended else ever(s.request, s, facts)
         if refusal is not None:
             actions += refuse_holds(s, refusal)
-            actions += move(state, s, "detached", "the rules changed")
+            actions += move(facts, s, "detached", "the rules changed")
     return actions
 
 
 # --------------------------------------------------------------------------- sessions
 
 
-def _opened(state: State, event: ev.SessionOpened, _plan: Plan) -> Actions:
+def _opened(facts: Facts, event: ev.SessionOpened, _plan: Plan) -> Actions:
     refusal: Refusal | None
-    if event.session in state.sessions:
+    if event.session in facts.sessions:
         refusal = Refusal("session-exists", f"There is a session {event.session} already.")
     else:
         refusal = never(
             event.request,
             event.owner,
-            state.settings,
-            state.capacities,
-            suspends=state.suspends,
+            facts.settings,
+            facts.capacities,
+            suspends=facts.suspends,
         )
     if refusal is None:
-        state.add(
+        facts.add(
             Session(
                 id=event.session,
                 owner=event.owner,
@@ -200,8 +199,8 @@ def _opened(state: State, event: ev.SessionOpened, _plan: Plan) -> Actions:
                 attach=event.attach,
                 label=event.label,
                 lands=event.lands,
-                opened_at=state.now,
-                state_since=state.now,
+                opened_at=facts.now,
+                state_since=facts.now,
             )
         )
     if refusal is None and not event.rid:
@@ -209,22 +208,22 @@ def _opened(state: State, event: ev.SessionOpened, _plan: Plan) -> Actions:
     return [ev.Answer(session=event.session, rid=event.rid, refusal=refusal)]
 
 
-def _recovered(state: State, event: ev.Recovered, _plan: Plan) -> Actions:
+def _recovered(facts: Facts, event: ev.Recovered, _plan: Plan) -> Actions:
     actions: Actions = []
     for record in event.records:
-        if record.id in state.sessions:
+        if record.id in facts.sessions:
             actions += _log(record.id, "warning", "session-exists", "Recovered twice; ignored.")
             continue
         for x in (*record.slices, *record.suspended):
-            state.device(x.device)
+            facts.device(x.device)
         for uuid in record.bound:
-            state.device(uuid)
-        state.add(restored(record, state.now))
+            facts.device(uuid)
+        facts.add(restored(record, facts.now))
     return actions
 
 
-def _ended(state: State, event: ev.SessionEnded, _plan: Plan) -> Actions:
-    s = state.sessions.get(event.session)
+def _ended(facts: Facts, event: ev.SessionEnded, _plan: Plan) -> Actions:
+    s = facts.sessions.get(event.session)
     if s is None:
         return _unknown_session(event.session, f"Session {event.session} ended twice.")
     actions: Actions = []
@@ -232,17 +231,17 @@ def _ended(state: State, event: ev.SessionEnded, _plan: Plan) -> Actions:
         actions += refuse_holds(s, Refusal("session-ended", "The kernel has ended."))
     s.holds.clear()
     if s.state != "ended":
-        actions += move(state, s, "ended", event.reason, lost=False)
-    state.host_takes(-s.lease.host_bound)
-    state.remove(s)
+        actions += move(facts, s, "ended", event.reason, lost=False)
+    facts.host_takes(-s.lease.host_bound)
+    facts.remove(s)
     return actions
 
 
 # --------------------------------------------------------------------------- holds
 
 
-def _hold_taken(state: State, event: ev.HoldTaken, _plan: Plan) -> Actions:
-    s = state.sessions.get(event.session)
+def _hold_taken(facts: Facts, event: ev.HoldTaken, _plan: Plan) -> Actions:
+    s = facts.sessions.get(event.session)
     if s is None or s.state == "ended":
         text = (
             f"There is no session {event.session}."
@@ -252,113 +251,113 @@ def _hold_taken(state: State, event: ev.HoldTaken, _plan: Plan) -> Actions:
         refusal = Refusal("unknown-session" if s is None else "lost", text, "Restart the kernel.")
         return [ev.HoldRefused(session=event.session, hold=event.hold, refusal=refusal)]
     known = event.hold in s.holds
-    actions = _settle(state, s, event.bound) if event.bound else []
+    actions = _settle(facts, s, event.bound) if event.bound else []
     if known and event.hold not in s.holds:
         return actions  # refused just now, with the others
     if not known:
-        s.holds[event.hold] = Hold(event.hold, event.kind, state.now)
-    actions += _held(state, s)
+        s.holds[event.hold] = Hold(event.hold, event.kind, facts.now)
+    actions += _held(facts, s)
     if s.state in ATTACHED:
         slices = s.lease.slices
         actions.append(ev.HoldGranted(session=s.id, hold=event.hold, epoch=s.epoch, slices=slices))
     return actions
 
 
-def _held(state: State, s: Session) -> Actions:
+def _held(facts: Facts, s: Session) -> Actions:
     """Let a session with at least one hold be active or wait."""
     if s.measured.gap is not None:
-        wish(state, s)
+        wish(facts, s)
     if s.state == "idle":
-        return move(state, s, "active", "a hold was taken")
+        return move(facts, s, "active", "a hold was taken")
     if s.state != "detached":
         return []
-    refusal = None if s.suspended else ever(s.request, s, state)
+    refusal = None if s.suspended else ever(s.request, s, facts)
     if refusal is not None:
         return refuse_holds(s, refusal)
     since = s.queued_at
-    if not since or state.now - s.state_since > REJOIN:
-        since = state.now
-    return move(state, s, "queued", "a hold needs a slice", since)
+    if not since or facts.now - s.state_since > REJOIN:
+        since = facts.now
+    return move(facts, s, "queued", "a hold needs a slice", since)
 
 
-def _set_aside(state: State, event: ev.SetAside, _plan: Plan) -> Actions:
-    s = state.sessions.get(event.session)
+def _set_aside(facts: Facts, event: ev.SetAside, _plan: Plan) -> Actions:
+    s = facts.sessions.get(event.session)
     if s is None or s.state not in ("detached", "queued"):
         return []  # it was attached meanwhile: whoever suspended it restores it
     for x in event.suspended:
-        state.device(x.device)
-    with state.change(s):
+        facts.device(x.device)
+    with facts.change(s):
         s.suspended = event.suspended
         s.bound = tuple(x.device for x in event.suspended) or s.bound
     return []
 
 
-def _devices_settled(state: State, event: ev.DevicesSettled, _plan: Plan) -> Actions:
-    s = state.sessions.get(event.session)
-    return [] if s is None else _settle(state, s, event.bound)
+def _devices_settled(facts: Facts, event: ev.DevicesSettled, _plan: Plan) -> Actions:
+    s = facts.sessions.get(event.session)
+    return [] if s is None else _settle(facts, s, event.bound)
 
 
-def _settle(state: State, s: Session, bound: tuple[str, ...]) -> Actions:
+def _settle(facts: Facts, s: Session, bound: tuple[str, ...]) -> Actions:
     """Take note of the devices that the processes of a session without a lease see."""
     if not bound or s.state not in ("detached", "queued") or s.suspended:
         return []
     for uuid in bound:
-        state.device(uuid)
+        facts.device(uuid)
     before = s.bound
-    with state.change(s):
+    with facts.change(s):
         s.bound = bound
     if s.state == "queued" and bound != before:
-        refusal = ever(s.request, s, state)
+        refusal = ever(s.request, s, facts)
         if refusal is not None:
             why = "no GPU that its processes can use is large enough"
-            return [*refuse_holds(s, refusal), *move(state, s, "detached", why)]
+            return [*refuse_holds(s, refusal), *move(facts, s, "detached", why)]
     return []
 
 
-def _landing_refused(state: State, event: ev.LandingRefused, _plan: Plan) -> Actions:
-    s = state.sessions.get(event.session)
+def _landing_refused(facts: Facts, event: ev.LandingRefused, _plan: Plan) -> Actions:
+    s = facts.sessions.get(event.session)
     if s is None or s.state != "active" or s.epoch != event.epoch:
         text = "A landing in no lease refused."
         return _log(event.session, "debug", "stale-landing", text)
     for uuid in event.bound:
-        state.device(uuid)
+        facts.device(uuid)
     s.bound = event.bound
     s.immovable = s.immovable or event.stay
-    actions = move(state, s, "detached", event.message)
+    actions = move(facts, s, "detached", event.message)
     s.queued_at = min(hold.since for hold in s.holds.values())  # as if it had waited on
-    actions += _held(state, s)
-    if s.id not in state.waiting:
+    actions += _held(facts, s)
+    if s.id not in facts.waiting:
         s.queued_at = 0.0
     return actions
 
 
-def _hold_dropped(state: State, event: ev.HoldDropped, _plan: Plan) -> Actions:
-    s = state.sessions.get(event.session)
+def _hold_dropped(facts: Facts, event: ev.HoldDropped, _plan: Plan) -> Actions:
+    s = facts.sessions.get(event.session)
     if s is None:
         return _unknown_session(event.session, "A hold of no session dropped.")
     if s.holds.pop(event.hold, None) is None:
         return []
     _bind(s, event.cuda)
-    return _unheld(state, s)
+    return _unheld(facts, s)
 
 
-def _unheld(state: State, s: Session) -> Actions:
+def _unheld(facts: Facts, s: Session) -> Actions:
     """Let a session without a hold be idle, or stop waiting."""
     if s.holds:
         return []
     if s.state == "active":
         # A release that was asked for makes it due at once.
-        return move(state, s, "idle", "the last hold was dropped")
+        return move(facts, s, "idle", "the last hold was dropped")
     if s.state == "queued":
-        return move(state, s, "detached", "the wait was cancelled")
+        return move(facts, s, "detached", "the wait was cancelled")
     if s.state == "detaching":
-        s.idle_since = state.now  # from now on, if the suspend is refused
-        state.touch(s)
+        s.idle_since = facts.now  # from now on, if the suspend is refused
+        facts.touch(s)
     return []
 
 
-def _holds_replaced(state: State, event: ev.HoldsReplaced, _plan: Plan) -> Actions:
-    s = state.sessions.get(event.session)
+def _holds_replaced(facts: Facts, event: ev.HoldsReplaced, _plan: Plan) -> Actions:
+    s = facts.sessions.get(event.session)
     if s is None or s.state == "ended":
         return _unknown_session(event.session, "Holds of no session replaced.")
     _bind(s, event.cuda)
@@ -367,8 +366,8 @@ def _holds_replaced(state: State, event: ev.HoldsReplaced, _plan: Plan) -> Actio
     kept = {h.id: h for h in s.holds.values() if h.kind == "device"}
     s.holds = {h.id: h for h in event.holds if h.kind != "device"} | kept
     if s.holds:
-        return _held(state, s)
-    return _unheld(state, s) if before else []
+        return _held(facts, s)
+    return _unheld(facts, s) if before else []
 
 
 def _bind(s: Session, cuda: bool | None) -> None:
@@ -380,10 +379,10 @@ def _bind(s: Session, cuda: bool | None) -> None:
 
 
 def _current(
-    state: State, name: str, epoch: int, expected: str, what: str
+    facts: Facts, name: str, epoch: int, expected: str, what: str
 ) -> tuple[Session | None, Actions]:
     """Return the session whose effect has ended; None, with what to log, if it has moved on."""
-    s = state.sessions.get(name)
+    s = facts.sessions.get(name)
     if s is not None and s.state == expected and s.epoch == epoch:
         return s, []
     now = "gone" if s is None else f"{s.state}, epoch {s.epoch}"
@@ -391,76 +390,76 @@ def _current(
     return None, _log(name, "debug" if s is None else "warning", "stale-completion", text)
 
 
-def _attach_done(state: State, event: ev.AttachDone, _plan: Plan) -> Actions:
-    s, actions = _current(state, event.session, event.epoch, "attaching", "AttachDone")
+def _attach_done(facts: Facts, event: ev.AttachDone, _plan: Plan) -> Actions:
+    s, actions = _current(facts, event.session, event.epoch, "attaching", "AttachDone")
     if s is None:
         return actions
     restored_ = s.suspended
     new = "active" if s.holds else "idle"
-    actions = move(state, s, new, "attached", event.seconds)  # type: ignore[arg-type]
+    actions = move(facts, s, new, "attached", event.seconds)  # type: ignore[arg-type]
     if restored_:
         # The headroom was for the resume only.
         memory = s.request.memory
         sizes = zip(s.lease.slices, restored_, strict=True)
         slices = tuple(Slice(x.device, min(x.bytes, max(memory, h.bytes))) for x, h in sizes)
-        actions += resize(state, s, slices)
+        actions += resize(facts, s, slices)
     return actions + grant_holds(s)
 
 
-def _attach_failed(state: State, event: ev.AttachFailed, _plan: Plan) -> Actions:
-    s, actions = _current(state, event.session, event.epoch, "attaching", "AttachFailed")
+def _attach_failed(facts: Facts, event: ev.AttachFailed, _plan: Plan) -> Actions:
+    s, actions = _current(facts, event.session, event.epoch, "attaching", "AttachFailed")
     if s is None:
         return actions
     if event.lost:
-        return lose(state, s, event.message)
+        return lose(facts, s, event.message)
     s.immovable = s.immovable or event.stay
-    _back_off(state, s, "attach")
+    _back_off(facts, s, "attach")
     if s.holds:
-        return move(state, s, "queued", event.message, event.message)
-    return move(state, s, "detached", event.message)
+        return move(facts, s, "queued", event.message, event.message)
+    return move(facts, s, "detached", event.message)
 
 
-def _back_off(state: State, s: Session, kind: str) -> None:
+def _back_off(facts: Facts, s: Session, kind: str) -> None:
     pause = min(BACK_OFF_MOST, BACK_OFF[kind] * 2.0**s.failures)
     s.failures = min(s.failures + 1, 16)
-    s.retry_at = state.now + pause
+    s.retry_at = facts.now + pause
 
 
-def _suspend_done(state: State, event: ev.SuspendDone, _plan: Plan) -> Actions:
-    s, actions = _current(state, event.session, event.epoch, "detaching", "SuspendDone")
+def _suspend_done(facts: Facts, event: ev.SuspendDone, _plan: Plan) -> Actions:
+    s, actions = _current(facts, event.session, event.epoch, "detaching", "SuspendDone")
     if s is None:
         return actions
     held = event.suspended
     if event.seconds > 0 and held:
-        state.swap = weighted(state.swap, event.seconds)
+        facts.swap = weighted(facts.swap, event.seconds)
         s.measured.suspend = weighted(s.measured.suspend, event.seconds)
     if s.holds:
         text = "suspended, and a hold was taken meanwhile"
-        return move(state, s, "queued", text, held, event.cuda)
+        return move(facts, s, "queued", text, held, event.cuda)
     text = "suspended" if held else "detached; nothing to suspend"
-    return move(state, s, "detached", text, held, event.cuda)
+    return move(facts, s, "detached", text, held, event.cuda)
 
 
-def _suspend_refused(state: State, event: ev.SuspendRefused, _plan: Plan) -> Actions:
-    s, actions = _current(state, event.session, event.epoch, "detaching", "SuspendRefused")
+def _suspend_refused(facts: Facts, event: ev.SuspendRefused, _plan: Plan) -> Actions:
+    s, actions = _current(facts, event.session, event.epoch, "detaching", "SuspendRefused")
     if s is None:
         return actions
     s.roomless = event.message if event.kind == "host" and not s.holds else ""
     if event.kind == "pinned":
         s.pinned_reason = event.message or "the driver can not suspend it"
-        s.pinned_at = state.now
+        s.pinned_at = facts.now
     elif not (event.kind == "busy" and s.holds):
         # Else it is known what is in the way, and it may be asked again once that is over. A later
         # try would find the next of its short cells.
-        _back_off(state, s, event.kind)
+        _back_off(facts, s, event.kind)
     new = "active" if s.holds else "idle"
-    actions = move(state, s, new, f"{event.kind}: {event.message}")  # type: ignore[arg-type]
+    actions = move(facts, s, new, f"{event.kind}: {event.message}")  # type: ignore[arg-type]
     return actions + grant_holds(s)
 
 
-def _suspend_failed(state: State, event: ev.SuspendFailed, _plan: Plan) -> Actions:
-    s, actions = _current(state, event.session, event.epoch, "detaching", "SuspendFailed")
-    return actions if s is None else lose(state, s, event.message)
+def _suspend_failed(facts: Facts, event: ev.SuspendFailed, _plan: Plan) -> Actions:
+    s, actions = _current(facts, event.session, event.epoch, "detaching", "SuspendFailed")
+    return actions if s is None else lose(facts, s, event.message)
 
 
 _TABLE: Mapping[type[ev.Event], Callable[..., Actions]] = {

@@ -12,8 +12,8 @@ import pytest
 from jupyter_gpupool.broker.beyond import Beyond
 from jupyter_gpupool.devices.model import DeviceSample, ProcessId, ProcessMemory
 from jupyter_gpupool.guard.page import Reading, Slot
+from jupyter_gpupool.pool.attribution import AGREE, excused
 from jupyter_gpupool.pool.model import Device, Slice
-from jupyter_gpupool.pool.usage import AGREE, excused
 
 from . import kit
 from .kit import MiB, wait_until

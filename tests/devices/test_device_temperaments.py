@@ -18,7 +18,7 @@ from jupyter_gpupool.devices import processes
 from jupyter_gpupool.devices.calls import SessionCalls
 from jupyter_gpupool.devices.children import ChildLost
 from jupyter_gpupool.errors import DriverError
-from jupyter_gpupool.pool.usage import slack
+from jupyter_gpupool.pool.attribution import slack
 
 MiB = 1 << 20
 SESSION = "s1"

@@ -19,12 +19,12 @@ from itertools import chain, combinations, permutations
 from typing import Any, Iterable, Sequence
 
 from jupyter_gpupool.pool.explain import Explanation
+from jupyter_gpupool.pool.facts import Ledger
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Device
 from jupyter_gpupool.pool.placement import Room
 from jupyter_gpupool.pool.requests import SETTLE
 from jupyter_gpupool.pool.schedule import Plan
-from jupyter_gpupool.pool.state import Ledger
 
 from .naive import Naive, NaiveSession
 

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jupyter_gpupool.pool.facts import Facts, Ledger, Session, Wait, record, restored
 from jupyter_gpupool.pool.model import Owner, PoolSettings, Request, SessionRecord, Slice
 from jupyter_gpupool.pool.placement import Room
 from jupyter_gpupool.pool.schedule import order
-from jupyter_gpupool.pool.session import Session, Wait, record, restored
-from jupyter_gpupool.pool.state import Ledger, State
 from jupyter_gpupool.pool.transitions import InvalidTransition, move
 
 from .builders import device
@@ -45,9 +44,9 @@ def test_spare_bytes_never_delay_the_head_of_the_queue(leases, free, wanted):
                 assert free - given_away + sum(ended) >= wanted
 
 
-def waiting(now: float, ageing: float, *sessions: Session) -> State:
+def waiting(now: float, ageing: float, *sessions: Session) -> Facts:
     classes = {"high": 10, "low": 0}
-    state = State(PoolSettings(ageing=ageing, priority_classes=classes))
+    state = Facts(PoolSettings(ageing=ageing, priority_classes=classes))
     state.now = now
     for number, s in enumerate(sessions):
         s.state, s.wait = "queued", Wait(number=number)
@@ -81,7 +80,7 @@ def test_without_ageing_only_the_class_counts():
 
 
 def test_a_step_that_the_table_does_not_have_is_an_error_with_a_story():
-    state, s = State(PoolSettings()), session()
+    state, s = Facts(PoolSettings()), session()
     state.now = 1.0
     state.add(s)
     move(state, s, "queued", "test", 1.0)

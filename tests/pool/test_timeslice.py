@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Turns of computing: shares over time, nobody starves, no turn is lost, the same every time."""
+"""Turns of computing: shares over time, no starvation, no lost turn, the same every time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from jupyter_gpupool.pool.turns import Plan, Runner, Turns, contended_devices, plan
+from jupyter_gpupool.pool.timeslice import Contender, Tallies, Turn, contended_devices, next_turn
 
 TURN = 0.1
 
@@ -41,19 +41,19 @@ class Machine:
     def __init__(self, seed: int = 0, **programs: Program) -> None:
         self.programs = programs
         self.rng = random.Random(seed)
-        self.state = Turns()
+        self.state = Tallies()
         self.now = 0.0
         self.number = 0
-        self.last: Plan | None = None
+        self.last: Turn | None = None
 
-    def turn(self) -> Plan:
+    def turn(self) -> Turn:
         runners = [
-            Runner(name, p.share, p.devices, p.busy, p.used) for name, p in self.programs.items()
+            Contender(name, p.share, p.devices, p.busy, p.used) for name, p in self.programs.items()
         ]
         shuffled = list(runners)
         self.rng.shuffle(shuffled)
-        found = plan(self.state, shuffled, self.now)
-        again = plan(self.state, tuple(runners), self.now)
+        found = next_turn(self.state, shuffled, self.now)
+        again = next_turn(self.state, tuple(runners), self.now)
         assert (again.run, again.wait, again.state) == (found.run, found.wait, found.state)
         assert found.run | found.wait == set(self.programs)
         assert not found.run & found.wait
@@ -78,7 +78,7 @@ class Machine:
         self.last = found
         return found
 
-    def check(self, found: Plan) -> None:
+    def check(self, found: Turn) -> None:
         """One at a time, all or nothing, and no turn is lost."""
         busy = {n: p for n, p in self.programs.items() if p.busy}
         for uuid in {u for p in self.programs.values() for u in p.devices}:
@@ -92,7 +92,7 @@ class Machine:
                 assert len(there) < 2 or full, "contention that nobody sees"
         assert set(self.programs) - set(busy) <= found.run, "not busy, and paused"
         assert found.contended == contended_devices(
-            Runner(n, p.share, p.devices, p.busy, p.used) for n, p in self.programs.items()
+            Contender(n, p.share, p.devices, p.busy, p.used) for n, p in self.programs.items()
         )
         for name in found.wait:
             mine = found.contended.intersection(self.programs[name].devices)
@@ -237,7 +237,7 @@ def test_a_session_that_left_is_forgotten():
 
 
 def test_without_anybody_there_is_nothing_to_plan():
-    found = plan(Turns(), (), 0.0)
+    found = next_turn(Tallies(), (), 0.0)
     assert (found.run, found.wait, found.contended) == (frozenset(), frozenset(), frozenset())
 
 
@@ -262,8 +262,8 @@ def test_without_anybody_there_is_nothing_to_plan():
 )
 def test_sessions_contend_where_two_are_busy_and_one_wants_less(programs, want):
     runners = [
-        Runner(name, share, tuple(devices.split()), name != "idle", 0.0)
+        Contender(name, share, tuple(devices.split()), name != "idle", 0.0)
         for name, (share, devices) in programs.items()
     ]
     assert contended_devices(runners) == want
-    assert plan(Turns(), runners, 0.0).contended == want
+    assert next_turn(Tallies(), runners, 0.0).contended == want

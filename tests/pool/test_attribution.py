@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpupool.pool.model import GiB, MiB, Request, Slice
-from jupyter_gpupool.pool.usage import (
+from jupyter_gpupool.pool.attribution import (
     AGREE,
     REST_LOOKS,
     SAMPLES,
@@ -33,6 +32,7 @@ from jupyter_gpupool.pool.usage import (
     tolerated,
     unlisted,
 )
+from jupyter_gpupool.pool.model import GiB, MiB, Request, Slice
 
 # ---------------------------------------------------------------------- attribution
 

@@ -31,7 +31,7 @@ FULL = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Runner:
+class Contender:
     """What was observed of one attached session in the last turn."""
 
     session: str
@@ -46,7 +46,7 @@ class Runner:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class Tally:
     """What the planner remembers of one session."""
 
     used: float
@@ -58,16 +58,16 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
-    """What the planner remembers from one turn to the next; begin with ``Turns()``."""
+class Tallies:
+    """What the planner remembers from one turn to the next; begin with ``Tallies()``."""
 
-    accounts: Mapping[str, Account] = field(default_factory=dict)
+    accounts: Mapping[str, Tally] = field(default_factory=dict)
     #: By device, the least virtual time among those who were busy there at the last plan.
     clocks: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Turn:
     """Who may run in the next turn, and what to remember."""
 
     run: frozenset[str]
@@ -75,10 +75,10 @@ class Plan:
     wait: frozenset[str]
     #: Devices on which there are turns.
     contended: frozenset[str]
-    state: Turns
+    state: Tallies
 
 
-def plan(state: Turns, runners: Sequence[Runner], now: float) -> Plan:
+def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
     """Return who may run in the turn that begins at ``now`` (seconds).
 
     Sessions that are not among ``runners`` any more are forgotten. The same arguments give the same
@@ -115,22 +115,22 @@ def plan(state: Turns, runners: Sequence[Runner], now: float) -> Plan:
     for r in runners:
         old = state.accounts.get(r.session)
         waits = r.session in wait and old is not None and old.busy
-        accounts[r.session] = Account(
+        accounts[r.session] = Tally(
             used=r.used,
             busy=r.busy,
             virtual=virtual[r.session],
             since=old.since if waits and old is not None else now,
         )
     devices = {uuid for r in runners for uuid in r.devices}
-    return Plan(
+    return Turn(
         run=frozenset(r.session for r in runners) - wait,
         wait=wait,
         contended=contended,
-        state=Turns(accounts, {uuid: clock for uuid, clock in clocks.items() if uuid in devices}),
+        state=Tallies(accounts, {uuid: clock for uuid, clock in clocks.items() if uuid in devices}),
     )
 
 
-def contended_devices(runners: Iterable[Runner]) -> frozenset[str]:
+def contended_devices(runners: Iterable[Contender]) -> frozenset[str]:
     """Return the devices for which there must be turns.
 
     Two sessions or more are busy there, and not all of them have asked for the whole device: the
@@ -143,16 +143,16 @@ def contended_devices(runners: Iterable[Runner]) -> frozenset[str]:
     )
 
 
-def _busy(runners: Iterable[Runner]) -> dict[str, list[Runner]]:
+def _busy(runners: Iterable[Contender]) -> dict[str, list[Contender]]:
     """Return the busy sessions by device."""
-    busy: dict[str, list[Runner]] = {}
+    busy: dict[str, list[Contender]] = {}
     for r in runners:
         for uuid in r.devices if r.busy else ():
             busy.setdefault(uuid, []).append(r)
     return busy
 
 
-def _charged(state: Turns, r: Runner) -> dict[str, float]:
+def _charged(state: Tallies, r: Contender) -> dict[str, float]:
     """Return the virtual times of ``r``, charged with what it has used since the last plan."""
     old = state.accounts.get(r.session)
     more = 0.0 if old is None else max(0.0, r.used - old.used) / max(1, r.share)
@@ -167,13 +167,13 @@ def _charged(state: Turns, r: Runner) -> dict[str, float]:
 
 
 def _choose(
-    contenders: Sequence[Runner],
+    contenders: Sequence[Contender],
     contended: frozenset[str],
     ahead: Mapping[str, float],
     since: Mapping[str, float],
-) -> list[Runner]:
+) -> list[Contender]:
     """Return who has its turn on each contended device: at most one, and as many as possible."""
-    chosen: list[Runner] = []
+    chosen: list[Contender] = []
     taken: set[str] = set()
     for r in sorted(contenders, key=lambda r: (ahead[r.session], since[r.session], r.session)):
         needed = contended.intersection(r.devices)

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpupool.pool.model import Device, DeviceView, PoolSettings, Quota, Refusal, Request
-from jupyter_gpupool.pool.unasked import (
+from jupyter_gpupool.pool.limits import (
     blame_default,
     changed_request,
     default_request,
     fit_unasked,
-    home_devices,
 )
+from jupyter_gpupool.pool.model import Device, DeviceView, PoolSettings, Quota, Refusal, Request
+from jupyter_gpupool.pool.placement import home_devices
 
 # ---------------------------------------------------------------------- sizes
 
