@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Write ``config.md``, ``cli.md`` and ``protocol.md`` from the code they describe.
+"""Write ``config.md``, ``cli.md``, ``protocol.md`` and ``errors.md`` from the code.
 
 ``python docs/make_reference.py`` writes; ``tests/docs`` fails while they differ.
 """
@@ -17,6 +17,7 @@ sys.path.insert(0, str(HERE.parent))
 from jupyter_gpupool import protocol  # noqa: E402
 from jupyter_gpupool.cli import app  # noqa: E402
 from jupyter_gpupool.cli.configtext import markdown_reference  # noqa: E402
+from jupyter_gpupool.errors import Code  # noqa: E402
 
 NOTE = "<!-- Written by docs/make_reference.py; do not edit. -->\n\n"
 
@@ -64,6 +65,18 @@ This page is for people who write another client. Python programs use
 
 """
 
+ERRORS = """\
+# Error codes
+
+Every refusal and every error has a code, a sentence, what to do next, and the numbers behind it.
+Programs compare the code: the text may change. A message of the [wire protocol](protocol.md) has
+the code in `code`; the [REST API](server.md) answers with it and the HTTP status that is given
+here.
+
+| code | HTTP | meaning |
+|---|---|---|
+"""
+
 
 def config_page() -> str:
     return NOTE + CONFIG + markdown_reference()
@@ -109,7 +122,17 @@ def _fields(fields: object) -> str:
     return ", ".join(f"`{name}` ({accepted.about})" for name, accepted in fields.items()) or "-"
 
 
-PAGES = {"config.md": config_page, "cli.md": cli_page, "protocol.md": protocol_page}
+def errors_page() -> str:
+    rows = (f"| `{code}` | {code.status} | {code.about} |" for code in sorted(Code))
+    return NOTE + ERRORS + "\n".join(rows) + "\n"
+
+
+PAGES = {
+    "config.md": config_page,
+    "cli.md": cli_page,
+    "protocol.md": protocol_page,
+    "errors.md": errors_page,
+}
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from .client import Client
-from .errors import BrokerUnavailable
+from .errors import BrokerUnavailable, Code
 from .protocol import Message
 from .startrecord import START_TIMEOUT
 
@@ -75,5 +75,5 @@ class ClientAgain:
                 return self._client
             except BrokerUnavailable as error:
                 # It died after it was found.
-                if error.code == "bad-socket" or time.monotonic() > give_up:
+                if error.code == Code.BAD_SOCKET or time.monotonic() > give_up:
                     raise

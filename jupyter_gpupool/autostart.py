@@ -19,7 +19,7 @@ from traitlets.config import Config
 from traitlets.config.loader import DeferredConfigString, LazyConfigValue
 
 from .endpoint import MACHINE_SOCKET, check_path, find_socket, is_machine_path
-from .errors import BrokerUnavailable
+from .errors import BrokerUnavailable, Code
 from .starting import answers, broker_environment, launch, make_folder, only_one, revive_locked
 from .startrecord import START_TIMEOUT
 
@@ -74,9 +74,9 @@ def ensure_broker(
             _start(path, settings_overrides, give_up)
         except BrokerUnavailable as error:
             other = Path(error.details.get("socket") or path)
-            if error.code == "already-running":
+            if error.code == Code.ALREADY_RUNNING:
                 return _join(other, error, give_up)
-            if error.code == "sessions-elsewhere":
+            if error.code == Code.SESSIONS_ELSEWHERE:
                 return _bring_back(other, path, error, settings_overrides, give_up)
             raise
     return path
@@ -104,9 +104,9 @@ def _bring_back(
                 _start(home, overrides, give_up)
         return home
     except BrokerUnavailable as problem:
-        if problem.code == "already-running":
+        if problem.code == Code.ALREADY_RUNNING:
             return _join(Path(problem.details.get("socket") or home), problem, give_up)
-        if problem.code != "bad-socket":
+        if problem.code != Code.BAD_SOCKET:
             raise
         _LOG.warning(
             "GPU pool: %s The broker at %s takes over the kernels' sessions: restart those kernels "
@@ -138,7 +138,7 @@ def _wait_for_service(path: Path, timeout: float) -> Path:
             return path
     raise BrokerUnavailable(
         f"This machine's GPU pool broker at {path} does not answer.",
-        code="no-broker",
+        code=Code.NO_BROKER,
         next_step="Ask your admin to look at it (systemctl status gpupool).",
     )
 
@@ -188,7 +188,7 @@ def _section(overrides: Config | Mapping[str, Any] | None) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise BrokerUnavailable(
             f"c.GPUPool cannot be handed to the broker: {error}.",
-            code="config",
+            code=Code.CONFIG,
             next_step="Use plain numbers, texts, lists and dicts.",
         ) from None
     return values

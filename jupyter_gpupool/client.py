@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from .endpoint import check_socket, dial
-from .errors import BrokerUnavailable, GPUPoolError, ProtocolError, RefusedError
+from .errors import BrokerUnavailable, Code, GPUPoolError, ProtocolError, RefusedError
 from .protocol import MAX_LINE, Message, decode, encode, raise_for
 
 #: Seconds to wait for the answer to a call that should not have to wait for anybody.
@@ -124,7 +124,7 @@ class Client:
                 raise self._unavailable(f"did not answer {kind!r} in {timeout:g} s") from None
             except RefusedError as error:
                 after = error.details.get("retry_after")
-                if error.code != "busy" or not isinstance(after, (int, float)):
+                if error.code != Code.BUSY or not isinstance(after, (int, float)):
                     raise
                 pause = min(max(float(after), MIN_PAUSE), CALL_TIMEOUT)
                 if deadline is not None and time.monotonic() + pause >= deadline:

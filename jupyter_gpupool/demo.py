@@ -29,7 +29,7 @@ from .autostart import ensure_broker
 from .client import Client
 from .emulation import real_driver_present
 from .endpoint import SOCKET_VARIABLE
-from .errors import GPUPoolError
+from .errors import Code, GPUPoolError
 from .units import format_bytes
 
 KERNEL_NAME = "gpupool-python3"
@@ -79,7 +79,7 @@ def find_notebook() -> Path:
             return folder / "pooled_gpu.ipynb"
     raise GPUPoolError(
         "The example notebook pooled_gpu.ipynb is not installed.",
-        code="no-example",
+        code=Code.NO_EXAMPLE,
         next_step="Reinstall jupyter_gpupool, or run this from a checkout.",
     )
 
@@ -244,7 +244,7 @@ def _check_packages() -> None:
     if missing:
         raise GPUPoolError(
             f"The notebooks of the demo import {', '.join(missing)}, which is not installed here.",
-            code="no-packages",
+            code=Code.NO_PACKAGES,
             next_step="Run the demo in an environment made with: "
             "pip install 'jupyter_gpupool[devices]'",
         )
@@ -318,7 +318,7 @@ def run_lab(*, emulate: str = "") -> int:
     if find_spec("jupyterlab") is None:
         raise GPUPoolError(
             "JupyterLab is not installed.",
-            code="no-lab",
+            code=Code.NO_LAB,
             next_step="Install it with: pip install 'jupyter_gpupool[lab]'",
         )
     os.execv(sys.executable, arguments)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from . import machine
-from .errors import BrokerUnavailable
+from .errors import BrokerUnavailable, Code
 
 #: Names the socket for everything below a process that sets it (the provisioner does).
 SOCKET_VARIABLE = "GPUPOOL_SOCKET"
@@ -122,13 +122,13 @@ def check_path(path: Path) -> None:
         raise BrokerUnavailable(
             f"The broker socket path has {length} bytes, and Linux allows {MAX_SOCKET_PATH}: "
             f"{path}.",
-            code="bad-socket",
+            code=Code.BAD_SOCKET,
             next_step="Set c.GPUPool.socket or GPUPOOL_SOCKET to a shorter path.",
         )
     if not path.is_absolute():
         raise BrokerUnavailable(
             f"The broker socket path must be absolute, and this is not: {path}.",
-            code="bad-socket",
+            code=Code.BAD_SOCKET,
             next_step="Set c.GPUPool.socket or GPUPOOL_SOCKET to an absolute path.",
         )
 
@@ -148,7 +148,7 @@ def check_socket(path: Path) -> None:
     except OSError:
         raise BrokerUnavailable(
             f"No GPU pool broker listens at {path}.",
-            code="no-broker",
+            code=Code.NO_BROKER,
             next_step="Open a Pooled GPU kernel, which starts one, or run "
             "`jupyter gpupool broker`.",
         ) from None
@@ -162,7 +162,7 @@ def check_socket(path: Path) -> None:
         return
     raise BrokerUnavailable(
         f"The broker socket {path} {problem}, so it is not used.",
-        code="bad-socket",
+        code=Code.BAD_SOCKET,
         next_step="Remove it, or set GPUPOOL_SOCKET to the right path.",
     )
 

@@ -7,7 +7,132 @@ Standard library only; imports nothing of this package.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, Mapping
+
+
+class Code(str, Enum):
+    """Every code of an error, a refusal or a line of the log: the word that programs compare.
+
+    ``status`` is the HTTP status with which the REST API answers, ``about`` says what the code
+    means. ``docs/errors.md`` is written from here.
+    """
+
+    status: int
+    about: str
+
+    def __new__(cls, word: str, status: int, about: str) -> Code:
+        code = str.__new__(cls, word)
+        code._value_ = word
+        code.status = status
+        code.about = about
+        return code
+
+    __str__ = str.__str__
+
+    @classmethod
+    def of(cls, word: object, otherwise: Code) -> Code:
+        """Return the code that ``word`` is; ``otherwise`` if this version knows no such code."""
+        return next((code for code in cls if code.value == word), otherwise)
+
+    # A request that no state of the pool could grant.
+    BAD_REQUEST = "bad-request", 400, "A value of the request makes no sense."
+    PROTOCOL = "protocol", 400, "A message does not follow the protocol."
+    TOO_LONG = "too-long", 400, "A message is longer than the protocol allows."
+    UNKNOWN_TYPE = "unknown-type", 502, "The broker knows no such message type."
+    UNKNOWN_PRIORITY = "unknown-priority", 400, "There is no such priority class."
+    UNKNOWN_SESSION = "unknown-session", 404, "No session of yours has this id, or it has ended."
+    AMBIGUOUS_SESSION = "ambiguous-session", 409, "More than one session id begins so."
+    UNKNOWN_DEVICE = "unknown-device", 409, "The pool has no such GPU."
+    NOT_ALLOWED = "not-allowed", 403, "Only an administrator may do this."
+    NOT_YOURS = "not-yours", 403, "The session or process belongs to another user or session."
+    BAD_TOKEN = "bad-token", 403, "The token is not the session's."
+    OVER_KERNEL_LIMIT = "over-kernel-limit", 409, "More than c.GPUPool.max_memory_per_kernel."
+    OVER_DEVICE = "over-device", 409, "More memory than a GPU of the pool can give."
+    OVER_QUOTA = "over-quota", 409, "More than your quota allows."
+    OVER_HOST = "over-host", 409, "More than host memory could keep while the kernel is suspended."
+    TOO_MANY_DEVICES = "too-many-devices", 409, "More GPUs than the pool has."
+    DEVICES_BOUND = "devices-bound", 409, "The kernel uses CUDA already, on fewer or more GPUs."
+    IN_USE = "in-use", 409, "The kernel uses more than the request would leave it."
+
+    # A request that the pool cannot grant now.
+    BUSY = "busy", 409, "Too many requests of this user; details name the seconds to wait."
+    AGAIN = "again", 409, "The slice changed meanwhile; the process asks again by itself."
+    LIMIT = "limit", 409, "An allocation exceeds the limit that the kernel asked for."
+    NO_MEMORY = "no-memory", 409, "An allocation found no free memory on the GPU or the host."
+    QUOTA = "quota", 409, "An allocation found no memory left in your quota."
+    MANUAL = "manual", 409, "A kernel with attach policy 'manual' used the GPU without a slice."
+    WAIT_TIMEOUT = "wait-timeout", 409, "No slice came free within c.GPUPool.max_wait."
+    CANCELLED = "cancelled", 409, "The wait was cancelled."
+    INTERRUPTED = "interrupted", 409, "The user interrupted the wait."
+    NOTHING_TO_RELEASE = "nothing-to-release", 409, "The kernel waits for a slice and has none."
+    CANNOT_SUSPEND = "cannot-suspend", 409, "The kernel's state cannot leave its GPU."
+    NOT_MOVED = "not-moved", 409, "The process cannot be moved to the GPU of its slice."
+    LOST = "lost", 409, "The GPU, or the kernel's state on it, was lost."
+    PAUSED = "paused", 409, "An administrator paused or drained the GPU, or the whole pool."
+    NOT_PAUSED = "not-paused", 409, "Nothing is paused or drained."
+    NO_ROOM = "no-room", 409, "The GPU has no room for its self-test."
+    NO_DEVICE = "no-device", 409, "The pool has no GPU that it can use."
+
+    # What a session, its page or its connection must be for the request.
+    SESSION_EXISTS = "session-exists", 409, "A session with this id exists already."
+    ALREADY_LAUNCHED = "already-launched", 409, "The session has a process already."
+    NOT_LAUNCHED = "not-launched", 409, "The broker does not know the session's process yet."
+    NO_PROCESS = "no-process", 409, "There is no such process in the session."
+    DUPLICATE = "duplicate", 409, "The same request is under way already."
+    NO_PAGE = "no-page", 409, "The page that kernel and broker share cannot be made, or is lost."
+    BAD_PAGE = "bad-page", 502, "The page that kernel and broker share is damaged."
+    NO_GUARD = "no-guard", 409, "The guard is not compiled, or is not used by this broker."
+    NOT_POOLED = "not-pooled", 409, "The kernel runs without a session of the pool."
+
+    # The broker and the way to it.
+    BROKER_UNAVAILABLE = "broker-unavailable", 503, "No broker listens, or it went away."
+    BROKER_SILENT = "broker-silent", 503, "The broker listens and does not answer."
+    NO_BROKER = "no-broker", 503, "There is no broker at the socket."
+    BAD_SOCKET = "bad-socket", 503, "The socket, or its folder, must not be trusted or used."
+    ALREADY_RUNNING = "already-running", 503, "Another broker runs with this socket or journal."
+    SESSIONS_ELSEWHERE = "sessions-elsewhere", 503, "Kernels look for their broker elsewhere."
+    JOURNAL_ELSEWHERE = "journal-elsewhere", 503, "The kernels' sessions are in another journal."
+    OUT_OF_REACH = "out-of-reach", 503, "Kernels have state on GPUs that this broker cannot see."
+    START_FAILED = "start-failed", 503, "The broker could not be started."
+    START_TIMEOUT = "start-timeout", 503, "The broker did not start in time."
+    KILLED = "killed", 503, "The broker was killed as it started."
+    NOT_SERVED = "not-served", 503, "The broker serves only its own user."
+    TOO_MANY = "too-many", 503, "More sessions, connections or waits than one user may have."
+    ABUSE = "abuse", 503, "The broker closed a connection that broke its bounds."
+    VERSION = "version", 503, "The two sides speak different versions of the protocol."
+    INTERNAL = "internal", 502, "A fault of the broker; its log has more."
+    JOURNAL = "journal", 409, "The journal cannot be read or written."
+    JOURNAL_NEWER = "journal-newer", 409, "A newer version of jupyter_gpupool wrote the journal."
+    BAD_RECORD = "bad-record", 502, "The start record of a broker cannot be trusted or read."
+
+    # The machine and its driver.
+    DRIVER = "driver", 502, "The CUDA driver or NVML failed."
+    NO_DRIVER = "no-driver", 502, "The NVIDIA driver is missing, too old, or did not answer."
+    NVML = "nvml", 502, "NVML did not answer."
+    NO_EMULATOR = "no-emulator", 502, "The emulated driver is not compiled."
+    BAD_FOLDER = "bad-folder", 502, "A folder cannot be made, or is not this user's alone."
+
+    # Configuration, kernelspecs, commands.
+    CONFIG = "config", 502, "The configuration has an unknown name or a bad value."
+    UNKNOWN_OPTION = "unknown-option", 502, "A kernelspec has an option that does not exist."
+    KERNELSPEC = "kernelspec", 502, "The kernelspec cannot be read, written or removed."
+    UNKNOWN_KERNELSPEC = "unknown-kernelspec", 502, "There is no such kernelspec."
+    USAGE = "usage", 409, "A magic command was not understood."
+    INSTALL = "install", 502, "The environment of the device processes could not be made."
+    NO_EXAMPLE = "no-example", 502, "The demo's notebook is not installed."
+    NO_PACKAGES = "no-packages", 502, "The demo needs packages that are not installed."
+    NO_LAB = "no-lab", 502, "JupyterLab is not installed."
+
+    # Lines of the broker's log.
+    OVERUSE = "overuse", 409, "A kernel holds more device memory than its slice."
+    STALE_COMPLETION = "stale-completion", 409, "The driver finished an operation that was over."
+    STALE_LANDING = "stale-landing", 409, "A process asked for a move that was over."
+    INVALID_TRANSITION = "invalid-transition", 502, "A fault: a session changed state wrongly."
+
+    # Where no other code fits.
+    REFUSED = "refused", 409, "The broker refused the request."
+    ERROR = "error", 502, "Any other error."
 
 
 class GPUPoolError(Exception):
@@ -16,22 +141,22 @@ class GPUPoolError(Exception):
     Attributes
     ----------
     code:
-        Stable word for programs, such as ``"over-quota"``.
+        Stable word for programs, such as ``Code.OVER_QUOTA``.
     message:
-        What was asked and why it can not be, in one sentence.
+        What was asked and why it cannot be done, in one sentence.
     next_step:
         What to do about it; may be empty.
     details:
         The numbers behind the sentence, JSON values.
     """
 
-    code = "error"
+    code = Code.ERROR
 
     def __init__(
         self,
         message: str,
         *,
-        code: str | None = None,
+        code: Code | None = None,
         next_step: str = "",
         details: Mapping[str, Any] | None = None,
     ) -> None:
@@ -46,30 +171,30 @@ class GPUPoolError(Exception):
 
 
 class RefusedError(GPUPoolError):
-    """The broker understood and said no (quota, impossible request, unknown session)."""
+    """The broker understood the request and refused it (quota, impossible, unknown session)."""
 
-    code = "refused"
+    code = Code.REFUSED
 
 
 class BrokerUnavailable(GPUPoolError):
-    """There is no broker at the socket, or it went away; the message names the socket."""
+    """No broker listens at the socket, or it went away; the message names the socket."""
 
-    code = "broker-unavailable"
+    code = Code.BROKER_UNAVAILABLE
 
 
 class ProtocolError(GPUPoolError):
     """The other side sent something that is not a message of this protocol."""
 
-    code = "protocol"
+    code = Code.PROTOCOL
 
 
 class ConfigError(GPUPoolError):
     """The admin's configuration has an unknown name or a bad value."""
 
-    code = "config"
+    code = Code.CONFIG
 
 
 class DriverError(GPUPoolError):
     """The CUDA driver or NVML is missing, too old, or failed."""
 
-    code = "driver"
+    code = Code.DRIVER

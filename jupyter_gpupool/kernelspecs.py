@@ -20,7 +20,7 @@ from typing import Any
 
 from jupyter_client.kernelspec import KernelSpecManager
 
-from .errors import GPUPoolError
+from .errors import Code, GPUPoolError
 from .launch import LAUNCHER
 from .text import did_you_mean
 
@@ -36,7 +36,7 @@ _NAME = re.compile(r"^[a-z0-9._-]+$", re.IGNORECASE)  # as jupyter_client has it
 class KernelSpecError(GPUPoolError):
     """A kernelspec that does not exist, or cannot be wrapped or unwrapped."""
 
-    code = "kernelspec"
+    code = Code.KERNELSPEC
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _find(manager: Any, name: str) -> Path:
     if folder is None:
         raise KernelSpecError(
             f"There is no kernelspec {name!r}.",
-            code="unknown-kernelspec",
+            code=Code.UNKNOWN_KERNELSPEC,
             next_step=did_you_mean(
                 name.lower(), specs, then="`jupyter kernelspec list` shows all."
             ),

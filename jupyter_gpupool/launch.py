@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Mapping, MutableMapping, Sequence
 
 from .endpoint import user_runtime_dir
-from .errors import ConfigError, GPUPoolError
+from .errors import Code, ConfigError, GPUPoolError
 from .guard.install import hide_devices, remember_devices
 from .recordcopy import kernel_environment
 from .text import did_you_mean
@@ -136,7 +136,7 @@ def check_options(stanza: Mapping[str, Any], kernel: str) -> None:
             raise ConfigError(
                 f"The kernelspec of {kernel!r} has the option {name!r} for its GPU pool "
                 f"provisioner, which does not exist; there are {', '.join(OPTIONS)}.",
-                code="unknown-option",
+                code=Code.UNKNOWN_OPTION,
                 next_step=did_you_mean(name, OPTIONS),
             )
 
@@ -184,7 +184,7 @@ def agent_folder() -> Path:
             raise GPUPoolError(
                 f"{path} is not a folder that only you can write to, so that no kernel of another "
                 "environment is started with it.",
-                code="bad-folder",
+                code=Code.BAD_FOLDER,
                 next_step=f"Remove it: rm -rf {path}",
             )
     link = folder / package.name

@@ -17,7 +17,7 @@ import uuid
 from functools import lru_cache
 from pathlib import Path
 
-from .errors import GPUPoolError
+from .errors import Code, GPUPoolError
 
 #: ``f_type`` of statfs(2), for file systems that other machines may have mounted as well, or on
 #: which locks and shared memory maps, which SQLite needs, cannot be relied on.
@@ -62,7 +62,7 @@ _FIRST_NAMESPACE = 0xEFFFFFFC
 class FolderError(GPUPoolError):
     """A folder cannot be made, or is not this user's alone."""
 
-    code = "bad-folder"
+    code = Code.BAD_FOLDER
 
 
 def boot_id() -> str:

@@ -47,7 +47,7 @@ import json
 import math
 from typing import Any, Mapping
 
-from .errors import GPUPoolError, ProtocolError, RefusedError
+from .errors import Code, GPUPoolError, ProtocolError, RefusedError
 from .fields import Field, Flag, Hold, Items, Number, Object, OutOfRange, Scalar, Text, Whole
 
 VERSION = 1
@@ -194,7 +194,7 @@ def _checked(message: Any) -> Message:
     if version != VERSION:
         raise ProtocolError(
             f"The message has protocol version {str(version)[:40]}; this side speaks {VERSION}.",
-            code="version",
+            code=Code.VERSION,
             next_step="Use the same version of jupyter_gpupool for the server and the kernel.",
         )
     return message
@@ -240,7 +240,7 @@ def check_request(message: Message) -> Message:
     kind = message["type"]
     if kind not in REQUESTS:
         raise ProtocolError(
-            f"There is no message type {kind[:40]!r}.", code="unknown-type", details=about
+            f"There is no message type {kind[:40]!r}.", code=Code.UNKNOWN_TYPE, details=about
         )
     found: Message = {"type": kind, **about}
     required, optional = REQUESTS[kind]
@@ -254,7 +254,7 @@ def check_request(message: Message) -> Message:
         except ValueError as error:
             raise ProtocolError(
                 f"The field {name!r} of a {kind!r} message {error}.",
-                code="bad-request" if isinstance(error, OutOfRange) else None,
+                code=Code.BAD_REQUEST if isinstance(error, OutOfRange) else None,
                 details=about,
             ) from None
     return found
@@ -278,7 +278,7 @@ def raise_for(message: Message) -> Message:
         return message
     raise RefusedError(
         str(message.get("message", "refused")),
-        code=str(message.get("code", "refused")),
+        code=Code.of(message.get("code"), Code.REFUSED),
         next_step=str(message.get("next_step", "")),
         details=message.get("details") or {},
     )

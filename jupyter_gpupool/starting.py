@@ -27,15 +27,12 @@ from typing import Any, Iterator, Mapping, Sequence
 from . import recordcopy, startrecord
 from .client import Client
 from .endpoint import check_socket, is_machine_path
-from .errors import BrokerUnavailable, GPUPoolError
+from .errors import BrokerUnavailable, Code, GPUPoolError
 from .guard.install import without_guard
 from .startrecord import START_TIMEOUT, Failures, log_path
 
 #: Seconds that a caller who does not wait for another one's start tries to get the lock.
 _LOOKS = 1.0
-
-#: Code of a broker that ended at its start and did not say why: one that fails by itself does.
-_KILLED = "killed"
 
 #: Seconds for a broker that did not start to end.
 _END = 10.0
@@ -59,7 +56,7 @@ def answers(path: Path) -> bool:
         with Client(path) as client:
             client.call("ping")
     except BrokerUnavailable as error:
-        if error.code == "bad-socket":
+        if error.code == Code.BAD_SOCKET:
             raise
         return False
     return True
@@ -129,9 +126,9 @@ def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
         try:
             launch(path, record.command, record.environment, give_up)
         except BrokerUnavailable as error:
-            if error.code == "already-running":
+            if error.code == Code.ALREADY_RUNNING:
                 return False  # it lives and does not answer: that is not repaired by another one
-            if error.code == _KILLED and time.monotonic() < give_up:
+            if error.code == Code.KILLED and time.monotonic() < give_up:
                 # Whatever kills brokers is no fault of this one: it counts as dead, not as failed.
                 startrecord.note_killed(path, known)
                 continue
@@ -153,7 +150,7 @@ def _failed(
 
 
 def _unavailable(known: Failures) -> BrokerUnavailable:
-    return BrokerUnavailable(known.sentence, code="start-failed", next_step=known.next_step)
+    return BrokerUnavailable(known.sentence, code=Code.START_FAILED, next_step=known.next_step)
 
 
 class _Busy(BrokerUnavailable):
@@ -175,7 +172,7 @@ def only_one(socket: Path, give_up: float) -> Iterator[None]:
     except OSError as error:
         raise BrokerUnavailable(
             f"{path} cannot be used as a lock ({error.strerror}).",
-            code="bad-socket",
+            code=Code.BAD_SOCKET,
             next_step="Set GPUPOOL_SOCKET to a path in a folder of your own.",
         ) from None
     try:
@@ -209,13 +206,13 @@ def make_folder(folder: Path) -> None:
     except OSError as error:
         raise BrokerUnavailable(
             f"The folder {folder} for the broker socket cannot be made ({error.strerror}).",
-            code="bad-socket",
+            code=Code.BAD_SOCKET,
             next_step="Set GPUPOOL_SOCKET to a path in a folder of your own.",
         ) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
         raise BrokerUnavailable(
             f"The folder {folder} for the broker socket is not yours.",
-            code="bad-socket",
+            code=Code.BAD_SOCKET,
             next_step="Remove it, or set GPUPOOL_SOCKET to a path in a folder of your own.",
         )
 
@@ -276,7 +273,7 @@ def launch(path: Path, command: Sequence[str], env: Mapping[str, str], give_up: 
         raise _late(log_file)
     raise BrokerUnavailable(
         str(answer.get("message") or "The GPU pool broker was killed as it started."),
-        code=str(answer.get("code") or _KILLED),
+        code=Code.of(answer.get("code"), Code.KILLED),
         next_step=str(answer.get("next_step") or f"See its log: {log_file}"),
         details={"socket": str(answer.get("socket") or "")},
     )
@@ -285,7 +282,7 @@ def launch(path: Path, command: Sequence[str], env: Mapping[str, str], give_up: 
 def _late(log_file: Path) -> BrokerUnavailable:
     return BrokerUnavailable(
         "The GPU pool broker did not start in time and was ended.",
-        code="start-timeout",
+        code=Code.START_TIMEOUT,
         next_step=f"See its log: {log_file}",
     )
 

@@ -22,7 +22,7 @@ from typing import Any, Mapping, Sequence
 
 from . import machine
 from .endpoint import is_machine_path
-from .errors import GPUPoolError
+from .errors import Code, GPUPoolError
 
 #: In a kernel's environment: the shell command that starts the user's own broker again.
 REVIVE_VARIABLE = "GPUPOOL_REVIVE"
@@ -78,7 +78,7 @@ SESSION_VARIABLES = (
 class BadRecord(GPUPoolError):
     """Another user could have written the record, or it cannot be read."""
 
-    code = "bad-record"
+    code = Code.BAD_RECORD
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import json
 import os
 import sys
 
+from ..errors import Code
+
 
 class _Reader:
     """Who started this broker, as the option ``--ready-fd`` names it."""
@@ -23,7 +25,7 @@ class _Reader:
     def tell(self, error: Exception) -> None:
         """Say why the start fails: a broker that says nothing was killed from outside."""
         message = f"The GPU pool broker ended by an error: {type(error).__name__}: {error}"[:500]
-        found = {"ok": False, "code": "start-failed", "message": message}
+        found = {"ok": False, "code": Code.START_FAILED, "message": message}
         try:
             # Once the broker serves it is closed, and the number is another file's.
             if os.path.samestat(os.fstat(self._descriptor), self._pipe):

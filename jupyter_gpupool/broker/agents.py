@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 
-from ..errors import ProtocolError, RefusedError
+from ..errors import Code, ProtocolError, RefusedError
 from ..pool import events as e
 from ..protocol import MAX_HOLDS, Message
 from . import processes
@@ -36,11 +36,11 @@ class Agents:
     def hello(self, connection: Connection, message: Message) -> None:
         session = self._runner.sessions.get(message["session"])
         if not session.token_is(message["token"]):
-            raise RefusedError("The token is not this session's.", code="bad-token")
+            raise RefusedError("The token is not this session's.", code=Code.BAD_TOKEN)
         if connection.peer.uid != session.uid:
             raise RefusedError(
                 f"The session belongs to user id {session.uid} and you are {connection.peer.uid}.",
-                code="not-yours",
+                code=Code.NOT_YOURS,
             )
         if session.process is None:
             # A kernel can be faster than the server that started it.
@@ -50,7 +50,7 @@ class Agents:
             raise RefusedError(
                 f"Process {connection.peer.pid} is not the kernel {session.process.pid} that the "
                 "session was opened for, nor a child of it.",
-                code="not-yours",
+                code=Code.NOT_YOURS,
             )
         holds = read_holds(message.get("holds", []), self._runner.now())
         if session.agent is not None and session.agent is not connection:
@@ -104,15 +104,15 @@ class Agents:
             raise ProtocolError(f"The hold {hold!r} is the guard's.")
         record = self._lives.record(session)
         if len(record.holds) >= MAX_HOLDS:
-            raise RefusedError(f"A session may have {MAX_HOLDS} holds at once.", code="too-many")
+            raise RefusedError(f"A session may have {MAX_HOLDS} holds at once.", code=Code.TOO_MANY)
         if message.get("wait"):
             if connection.waiting >= MAX_WAITING:
                 raise RefusedError(
-                    f"A connection may wait for {MAX_WAITING} holds at once.", code="too-many"
+                    f"A connection may wait for {MAX_WAITING} holds at once.", code=Code.TOO_MANY
                 )
             previous = session.waits.get(hold)
             if previous is not None:
-                raise RefusedError(f"The hold {hold!r} is waited for already.", code="duplicate")
+                raise RefusedError(f"The hold {hold!r} is waited for already.", code=Code.DUPLICATE)
             connection.waiting += 1
             session.waits[hold] = Wait(connection, message.get("id"))
         elif message.get("epoch", record.epoch) != record.epoch:
@@ -167,7 +167,9 @@ class Agents:
 
     def session_of(self, connection: Connection) -> Session:
         if connection.session is None:
-            raise RefusedError("Say hello first: no session is known here.", code="no-session")
+            raise RefusedError(
+                "Say hello first: no session is known here.", code=Code.UNKNOWN_SESSION
+            )
         return connection.session
 
 

@@ -16,7 +16,7 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..errors import RefusedError
+from ..errors import Code, RefusedError
 from ..pool.model import Owner
 
 _CREDENTIALS = struct.Struct("3i")
@@ -84,7 +84,7 @@ class Access:
             return
         raise RefusedError(
             f"This broker serves only user id {self.own_uid}, and you are {peer.uid}.",
-            code="not-served",
+            code=Code.NOT_SERVED,
             next_step="Unset GPUPOOL_SOCKET to use your own broker.",
         )
 

@@ -14,7 +14,7 @@ import logging
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Callable, Literal, Mapping, Protocol
 
-from ..errors import GPUPoolError, ProtocolError
+from ..errors import Code, GPUPoolError, ProtocolError
 from ..protocol import MAX_REQUEST, READS, Message, decode_request, encode, error_message
 from .accounts import ABUSE_PRICE, BAD_PRICE, BYTES_PER_POINT, PRICES, Account
 from .auth import Peer, peer_of
@@ -184,7 +184,7 @@ class Connection(asyncio.BufferedProtocol):
             method(self, message)
         except GPUPoolError as error:
             self.refuse(request_id, error)
-            if error.code in ("not-yours", "bad-token"):
+            if error.code in (Code.NOT_YOURS, Code.BAD_TOKEN):
                 self.abuse(f"claims what is not its own ({error.message})")
         except Exception:
             # A fault of ours must not take the broker, and with it everybody's kernels, along.
@@ -193,7 +193,7 @@ class Connection(asyncio.BufferedProtocol):
                 request_id,
                 GPUPoolError(
                     f"The broker failed on this {message['type']!r} message; this is a bug.",
-                    code="internal",
+                    code=Code.INTERNAL,
                     next_step="Please report it with the broker's log.",
                 ),
             )
@@ -329,7 +329,7 @@ class Connection(asyncio.BufferedProtocol):
         """Return whether the part of a request that was received may grow further."""
         if len(self._buffer) > MAX_REQUEST:
             self._bad_message(
-                ProtocolError(f"A message has more than {MAX_REQUEST} bytes.", code="too-long")
+                ProtocolError(f"A message has more than {MAX_REQUEST} bytes.", code=Code.TOO_LONG)
             )
             self.abuse("sent an endless line")
             return False
@@ -474,7 +474,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self.send(
             error_message(
-                ProtocolError(f"This connection is closed: it {what}.", code="abuse"), None
+                ProtocolError(f"This connection is closed: it {what}.", code=Code.ABUSE), None
             )
         )
         self._transport.close()

@@ -16,7 +16,7 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ..errors import RefusedError
+from ..errors import Code, RefusedError
 from .accounts import POINTS_PER_SECOND, Account, Bucket
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Dispatcher:
         return RefusedError(
             "Your processes ask the broker for more than it answers one user: this request waited "
             f"{PATIENCE:g} s.",
-            code="busy",
+            code=Code.BUSY,
             next_step=f"Try again in {seconds:g} s, and less often.",
             details={"retry_after": seconds},
         )

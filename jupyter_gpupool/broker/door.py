@@ -19,7 +19,7 @@ from collections import deque
 from functools import lru_cache
 from typing import Callable
 
-from ..errors import RefusedError
+from ..errors import Code, RefusedError
 from ..protocol import encode, error_message
 from .auth import peer_of
 from .connection import Connection
@@ -186,7 +186,7 @@ def _refusal(uid: int, rate: float) -> bytes:
     """Return the line for a connection that cannot even wait."""
     error = RefusedError(
         f"User id {uid} connects to the broker more often than {rate:g} times a second.",
-        code="busy",
+        code=Code.BUSY,
         next_step="Use one connection for several requests.",
         details={"retry_after": LOBBY / rate},
     )

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from typing import Callable
 
-from ..errors import RefusedError
+from ..errors import Code, RefusedError
 from ..guard.page import SLOT_CUDA
 from ..pool import events as e
 from ..pool.model import Refusal, SessionRecord
@@ -92,7 +92,7 @@ class Guards:
     def grow(self, connection: Connection, message: Message) -> None:
         session = self._session(connection, message)
         if not 0 < message["bytes"] < MAX_GROWTH or message["device"] < 0:
-            raise RefusedError("A growth of that size makes no sense.", code="bad-request")
+            raise RefusedError("A growth of that size makes no sense.", code=Code.BAD_REQUEST)
         if not self._may_ask(connection, session, message, self._grow_now):
             return
         self._grow_now(connection, session, message)
@@ -178,7 +178,8 @@ class Guards:
         waiting, session.guards = session.guards, {}
         for connection, request_id in waiting.items():
             connection.refuse(
-                request_id, RefusedError(f"The session has ended: {reason}.", code="ended")
+                request_id,
+                RefusedError(f"The session has ended: {reason}.", code=Code.UNKNOWN_SESSION),
             )
         self._activity.lease(session, False)
         self._rooms.ended(session)
@@ -189,28 +190,28 @@ class Guards:
     def _session(self, connection: Connection, message: Message) -> Session:
         session = self._runner.sessions.get(message["session"])
         if not session.token_is(message["token"]):
-            raise RefusedError("The token is not this session's.", code="bad-token")
+            raise RefusedError("The token is not this session's.", code=Code.BAD_TOKEN)
         if connection.peer.uid != session.uid:
             raise RefusedError(
                 f"The session belongs to user id {session.uid} and you are {connection.peer.uid}.",
-                code="not-yours",
+                code=Code.NOT_YOURS,
             )
         if self._sessions.setdefault(connection, session) is not session:
-            raise RefusedError("This connection is another session's.", code="not-yours")
+            raise RefusedError("This connection is another session's.", code=Code.NOT_YOURS)
         if connection in session.guards or connection in self._growing:
-            raise RefusedError("One question at a time.", code="duplicate")
+            raise RefusedError("One question at a time.", code=Code.DUPLICATE)
         return session
 
     def _attach_now(self, connection: Connection, session: Session, message: Message) -> None:
         record = self._runner.record(session.id)
         if record is None or record.state == "ended":
-            raise RefusedError(f"Session {session.id} has ended.", code="ended")
+            raise RefusedError(f"Session {session.id} has ended.", code=Code.UNKNOWN_SESSION)
         if len(session.guards) >= MAX_GUARDS:
-            raise RefusedError(f"{MAX_GUARDS} threads of the session wait.", code="too-many")
+            raise RefusedError(f"{MAX_GUARDS} threads of the session wait.", code=Code.TOO_MANY)
         if session.page is None:
             raise RefusedError(
                 "The page that this kernel shares with the broker is lost.",
-                code="no-page",
+                code=Code.NO_PAGE,
                 next_step="Restart the kernel to use a GPU again.",
             )
         if session.process is None:
@@ -219,7 +220,7 @@ class Guards:
             return
         if record.attach == "manual" and not record.slices and not record.holds:
             refusal = Refusal(
-                "manual",
+                Code.MANUAL,
                 "This kernel has no GPU slice, and gets one only when it is asked for (attach "
                 "policy 'manual').",
                 "Run %gpu attach, or begin the cell with %%gpu, and try again.",
@@ -262,14 +263,14 @@ class Guards:
         except OSError as error:
             raise RefusedError(
                 f"The page that this kernel shares with the broker is lost ({error}).",
-                code="no-page",
+                code=Code.NO_PAGE,
                 next_step="Restart the kernel to use a GPU again.",
             ) from None
         connection.answer(message.get("id"))
 
     def _land_now(self, connection: Connection, session: Session, message: Message) -> None:
         if self.landings is None or session.page is None:
-            raise RefusedError("This broker moves no process.", code="not-moved")
+            raise RefusedError("This broker moves no process.", code=Code.NOT_MOVED)
         self.landings.ask(connection, session, message)
 
     def _settled(self, session: Session, record: SessionRecord, looking: int) -> bool:
@@ -283,7 +284,7 @@ class Guards:
     def _grow_now(self, connection: Connection, session: Session, message: Message) -> None:
         record, ordinal = self._runner.record(session.id), message["device"]
         if record is None or record.state not in ATTACHED or ordinal >= len(record.slices):
-            raise RefusedError("The session has no lease that could grow.", code="no-memory")
+            raise RefusedError("The session has no lease that could grow.", code=Code.NO_MEMORY)
         device, total = record.slices[ordinal].device, record.slices[ordinal].bytes
         total += message["bytes"]
         # What the driver takes beyond the charge is not in the sums that the guard compares.
@@ -349,7 +350,7 @@ class Guards:
         if left >= 1:
             return True
         if -left > MAX_GUARDS:
-            raise RefusedError("This session asks more than it may.", code="too-many")
+            raise RefusedError("This session asks more than it may.", code=Code.TOO_MANY)
         loop = asyncio.get_running_loop()
         loop.call_later((1 - left) / RATE, self._later, connection, session, message, method)
         return False

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Callable, Mapping, get_args
 
 from ..config.settings import usable_attach
-from ..errors import RefusedError
+from ..errors import Code, RefusedError
 from ..pool import events as e
 from ..pool.limits import blame_default, default_request, fit_unasked
 from ..pool.model import AttachPolicy, Refusal
@@ -155,13 +155,13 @@ class Handlers:
         )
         if len(connection.account.connections) >= most:
             raise RefusedError(
-                f"User id {uid} has {most} connections to the broker already.", code="too-many"
+                f"User id {uid} has {most} connections to the broker already.", code=Code.TOO_MANY
             )
         if len(self._connections) >= self._most_connections:
             raise RefusedError(
                 f"The broker has {self._most_connections} connections, and no file descriptors "
                 "for more.",
-                code="too-many",
+                code=Code.TOO_MANY,
                 next_step="Close other kernels, or have an admin raise the broker's limit of open "
                 "files.",
             )
@@ -180,7 +180,7 @@ class Handlers:
         if method is None:
             raise RefusedError(
                 "No kernel of this broker runs under the guard.",
-                code="no-guard",
+                code=Code.NO_GUARD,
                 next_step="Restart the kernel.",
             )
         method(connection, message)
@@ -230,14 +230,14 @@ class Handlers:
         if self.no_device:
             raise RefusedError(
                 f"This pool has no GPU: {self.no_device}",
-                code="no-device",
+                code=Code.NO_DEVICE,
                 next_step="See `jupyter gpupool doctor`, or try c.GPUPool.emulate = '2x16GiB'.",
             )
         if sum(1 for s in self.sessions if s.uid == peer.uid) >= self.max_sessions:
             raise RefusedError(
                 f"You have {self.max_sessions} sessions in this pool, and more are not allowed "
                 "(c.GPUPool.max_sessions_per_user).",
-                code="too-many",
+                code=Code.TOO_MANY,
                 next_step="Shut down kernels that you do not need, or ask your administrator.",
                 details={"allowed": self.max_sessions},
             )
@@ -245,7 +245,7 @@ class Handlers:
         if attach not in _POLICIES:
             raise RefusedError(
                 f"There is no attach policy {attach[:40]!r}; there are cell, manual and lazy.",
-                code="bad-request",
+                code=Code.BAD_REQUEST,
             )
         settings, fields = self.runner.pool.settings, message.get("request", {})
         request = read_request(default_request(settings), fields)
@@ -331,7 +331,7 @@ class Handlers:
         if not self.allow_unguarded:
             raise RefusedError(
                 f"The kernel was not started, because it would run without the guard. {problem}",
-                code="no-page",
+                code=Code.NO_PAGE,
                 next_step="Free memory where the pages are (`df -h /dev/shm /run`), or set "
                 "c.GPUPool.allow_unguarded = True.",
             )
@@ -343,26 +343,26 @@ class Handlers:
         pid = message["pid"]
         process = processes.identify(pid) if pid > 0 else None
         if process is None:
-            raise RefusedError(f"There is no process {pid}.", code="no-process")
+            raise RefusedError(f"There is no process {pid}.", code=Code.NO_PROCESS)
         if session.process == process:
             connection.answer(message.get("id"))
             return
         if session.process is not None:
             raise RefusedError(
                 f"Session {session.id} already is process {session.process.pid}.",
-                code="already-launched",
+                code=Code.ALREADY_LAUNCHED,
                 next_step="Open a session for each process.",
             )
         uid = processes.real_uid(pid)
         if uid != session.uid:
             raise RefusedError(
                 f"Process {pid} belongs to user id {uid} and the session to {session.uid}.",
-                code="not-yours",
+                code=Code.NOT_YOURS,
             )
         other = self.sessions.of_process(process)
         if other is not None:
             raise RefusedError(
-                f"Process {pid} already is the session {other.id}.", code="already-launched"
+                f"Process {pid} already is the session {other.id}.", code=Code.ALREADY_LAUNCHED
             )
         session.process = process
         session.opener = None
@@ -419,7 +419,7 @@ class Handlers:
             else:
                 connection.refuse(
                     message["id"],
-                    RefusedError(f"The journal cannot be read now ({found}).", code="journal"),
+                    RefusedError(f"The journal cannot be read now ({found}).", code=Code.JOURNAL),
                 )
                 connection.end_read(0.0)
 
@@ -431,7 +431,7 @@ class Handlers:
             if connection.account.watchers >= MAX_WATCHERS:
                 raise RefusedError(
                     f"{MAX_WATCHERS} connections of user id {connection.peer.uid} watch already.",
-                    code="too-many",
+                    code=Code.TOO_MANY,
                 )
             connection.account.watchers += 1
             self._watchers.add(connection)
@@ -462,7 +462,7 @@ class Handlers:
         if not self.access.may_act(connection.peer, session.uid):
             raise RefusedError(
                 f"Session {session.id} belongs to another user.",
-                code="not-allowed",
+                code=Code.NOT_ALLOWED,
                 next_step="Ask its owner or an admin.",
             )
 

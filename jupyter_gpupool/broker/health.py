@@ -9,7 +9,7 @@ import logging
 from typing import Iterable
 
 from ..devices.service import DeviceService
-from ..errors import DriverError, GPUPoolError
+from ..errors import Code, DriverError, GPUPoolError
 from ..pool import events as e
 from ..pool.model import Device
 from .runner import Runner
@@ -18,7 +18,7 @@ from .runner import Runner
 MOST = 3600.0
 
 #: Codes of tests that were not made, which says nothing about the device.
-_NO_VERDICT = ("no-room", "paused")
+_NO_VERDICT = (Code.NO_ROOM, Code.PAUSED)
 
 
 class Health:

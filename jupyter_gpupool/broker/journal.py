@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
-from ..errors import GPUPoolError
+from ..errors import Code, GPUPoolError
 from .retention import LOCK_WAIT, tidy
 
 #: Of the tables below. A file of another version is set aside, not guessed at.
@@ -101,7 +101,7 @@ class Row:
 class JournalUnusable(GPUPoolError):
     """The journal can be neither read nor replaced."""
 
-    code = "journal"
+    code = Code.JOURNAL
 
 
 class Journal:
@@ -404,7 +404,7 @@ class Journal:
             f"The journal {self.path} was written by a newer jupyter_gpupool (version {version} of "
             f"the file; this one knows {SCHEMA_VERSION}) and was left as it is, with the kernels "
             "that are open.",
-            code="journal-newer",
+            code=Code.JOURNAL_NEWER,
             next_step="Install the newer version again. To go on with this one, end those kernels "
             "and move the file away.",
         )

@@ -24,7 +24,7 @@ from typing import Iterable
 
 from .. import machine
 from ..endpoint import MACHINE_SOCKET, journal_name
-from ..errors import BrokerUnavailable
+from ..errors import BrokerUnavailable, Code
 from .journal import JournalUnusable
 
 #: A client that looks whether the lock is held has it for an instant itself: tries, and seconds
@@ -131,7 +131,7 @@ class JournalLock:
         return BrokerUnavailable(
             f"A GPU pool broker (process {pid}) already has this machine's journal and listens at "
             f"{socket or 'an unknown place'}.",
-            code="already-running",
+            code=Code.ALREADY_RUNNING,
             next_step="Use that one, end it first, or give this one another c.GPUPool.socket and "
             "c.GPUPool.state_dir.",
             details={"socket": socket},
@@ -245,7 +245,7 @@ def _check_ended(old: Path, listened: Path, own: Path) -> None:
         raise BrokerUnavailable(
             f"A GPU pool broker of an older version{process} has the journal {old} and listens at "
             f"{listened}.",
-            code="already-running",
+            code=Code.ALREADY_RUNNING,
             next_step="Use that one, or end it first.",
             details={"socket": str(listened)},
         )

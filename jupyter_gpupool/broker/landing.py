@@ -21,7 +21,7 @@ from typing import Any, Coroutine, Iterable
 
 from ..devices.model import ProcessId
 from ..devices.service import DeviceService
-from ..errors import GPUPoolError, RefusedError
+from ..errors import Code, GPUPoolError, RefusedError
 from ..guard.page import (
     LANDING_MOVES,
     LANDING_NONE,
@@ -125,7 +125,7 @@ class Landings:
         """Answer one step of a process, at once or later."""
         step, rid = message["step"], message.get("id")
         if step not in ("begin", "move", "cancel", "stay"):
-            raise RefusedError(f"{step[:40]!r} is no step of a landing.", code="bad-request")
+            raise RefusedError(f"{step[:40]!r} is no step of a landing.", code=Code.BAD_REQUEST)
         pid = connection.peer.pid
         if step == "cancel":
             self._cancel(pid)
@@ -139,12 +139,12 @@ class Landings:
             elif step == "stay":
                 self._waiting[connection] = self._start(self._stay(connection, session, way, rid))
             elif way.problem:
-                raise RefusedError(way.problem, code="not-moved")
+                raise RefusedError(way.problem, code=Code.NOT_MOVED)
             elif step == "begin":
                 self._waiting[connection] = self._start(self._begin(connection, session, way, rid))
             elif way.slot.landing < LANDING_MOVES:
                 # Its calls may reach the driver at any moment.
-                raise RefusedError("It does not hold its calls back.", code="bad-request")
+                raise RefusedError("It does not hold its calls back.", code=Code.BAD_REQUEST)
             else:
                 self._start(self._move(connection, session, way, rid))
         except RefusedError:
@@ -172,14 +172,14 @@ class Landings:
     def _record(self, session: Session) -> SessionRecord:
         record = self._runner.record(session.id)
         if record is None or record.state not in ATTACHED or not record.slices:
-            raise RefusedError("The session has no slice now.", code="again")
+            raise RefusedError("The session has no slice now.", code=Code.AGAIN)
         return record
 
     def _way(self, session: Session, record: SessionRecord, pid: int) -> _Way:
         reading = self._pages.read(session)
         slots = [slot for slot in reading.slots if slot.pid == pid] if reading else []
         if not slots:
-            raise RefusedError(f"The session has no process {pid}.", code="no-process")
+            raise RefusedError(f"The session has no process {pid}.", code=Code.NO_PROCESS)
         known = {device_name(d.uuid): d for d in self._runner.pool.devices()}
         pairs, seen, problem, stay = [], [], "", False
         for name, piece in zip(slots[0].sees, record.slices, strict=False):
@@ -190,7 +190,7 @@ class Landings:
             if home is None or target is None:
                 raise RefusedError(
                     "The GPU on which it initialised CUDA is not in the pool any more.",
-                    code="not-moved",
+                    code=Code.NOT_MOVED,
                     next_step="Start the process (or the kernel) again.",
                 )
             seen[-1] = home.uuid
@@ -252,9 +252,9 @@ class Landings:
         """Raise RefusedError if a process that waits for room need not, or waits in vain."""
         now = self._way(session, self._record(session), way.slot.pid)
         if now.problem:
-            raise RefusedError(now.problem, code="not-moved")
+            raise RefusedError(now.problem, code=Code.NOT_MOVED)
         if now.origin != way.origin:
-            raise RefusedError("The slice is on another GPU now.", code="again")
+            raise RefusedError("The slice is on another GPU now.", code=Code.AGAIN)
 
     async def _has_room(self, origin: Iterable[str]) -> bool:
         """Return whether each device has room for one context."""
@@ -325,7 +325,7 @@ class Landings:
         if problem:
             text = f"It was not moved to the GPU of its slice. {problem}"
             self._log.warning("Session %s, process %d: %s", session.id, way.process.pid, text)
-            connection.refuse(rid, RefusedError(text, code="not-moved"))
+            connection.refuse(rid, RefusedError(text, code=Code.NOT_MOVED))
         else:
             connection.answer(rid)
 
@@ -402,7 +402,7 @@ class Landings:
                 return False
             raise RefusedError(
                 f"{text} Other processes of the kernel use the slice, so it cannot move instead.",
-                code="not-moved",
+                code=Code.NOT_MOVED,
                 next_step="End them or start this process again, and try again.",
             )
         self._runner.handle(
@@ -415,7 +415,12 @@ class Landings:
         if now is not None and now.state not in ATTACHED:
             self._pages.set_home(session, way.seen)
         self._log.info("Session %s, process %d: %s", session.id, way.slot.pid, text)
-        detail = {"what": "land", "code": "not-moved", "pid": way.slot.pid, "from": way.origin[0]}
+        detail = {
+            "what": "land",
+            "code": Code.NOT_MOVED,
+            "pid": way.slot.pid,
+            "from": way.origin[0],
+        }
         self._runner.note("refuse", session, device=way.target[0], reason=text, detail=detail)
         return True
 

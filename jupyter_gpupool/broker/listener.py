@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .. import machine
 from ..endpoint import check_path, is_machine_path
-from ..errors import BrokerUnavailable
+from ..errors import BrokerUnavailable, Code
 
 #: Connections the kernel may keep for us until we accept them: a class that starts at ten o'clock.
 BACKLOG = 512
@@ -106,7 +106,7 @@ class Claim:
 
     # ------------------------------------------------------------------ internals
 
-    def _refuse(self, what: str, code: str = "bad-socket") -> BrokerUnavailable:
+    def _refuse(self, what: str, code: Code = Code.BAD_SOCKET) -> BrokerUnavailable:
         return BrokerUnavailable(
             f"The broker socket {self.path} {what}.",
             code=code,
@@ -150,7 +150,7 @@ class Claim:
                 os.close(lock)
                 raise BrokerUnavailable(
                     f"A GPU pool broker (process {holder}) already listens at {self.path}.",
-                    code="already-running",
+                    code=Code.ALREADY_RUNNING,
                     next_step="Use that one, or end it first.",
                 ) from None
             if _is_at(lock, name):
@@ -186,7 +186,7 @@ class Claim:
             except OSError:
                 self.path.unlink()
                 return
-        raise self._refuse("is already there and somebody listens", "already-running")
+        raise self._refuse("is already there and somebody listens", Code.ALREADY_RUNNING)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from ..errors import RefusedError
+from ..errors import Code, RefusedError
 from ..pool import events as e
 from ..pool.model import SessionRecord
 from . import processes
@@ -33,7 +33,7 @@ class Lives:
         """Return the pool's record of a session; refuse one that has ended."""
         record = self._runner.record(session.id)
         if record is None:
-            raise RefusedError(f"Session {session.id} has ended.", code="unknown-session")
+            raise RefusedError(f"Session {session.id} has ended.", code=Code.UNKNOWN_SESSION)
         return record
 
     def expect_launch(self, session: Session) -> None:
@@ -85,7 +85,7 @@ class Lives:
         if wait is not None:
             wait.connection.waiting -= 1
             wait.connection.refuse(
-                wait.request_id, RefusedError("The wait was cancelled.", code="cancelled")
+                wait.request_id, RefusedError("The wait was cancelled.", code=Code.CANCELLED)
             )
         self._runner.handle(
             e.HoldDropped(now=self._runner.now(), session=session.id, hold=hold, cuda=session.cuda)

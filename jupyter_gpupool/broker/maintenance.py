@@ -20,7 +20,7 @@ from typing import Any, Awaitable, Callable, Iterable, Literal, Sequence
 from ..devices.files import Holder, holders
 from ..devices.processes import session_of
 from ..devices.service import DeviceService
-from ..errors import GPUPoolError, RefusedError
+from ..errors import Code, GPUPoolError, RefusedError
 from ..pool import events as e
 from ..pool.model import Device, SessionRecord
 from ..protocol import Message
@@ -153,7 +153,7 @@ class Maintenance:
         if not self._handlers.access.is_admin(peer):
             raise RefusedError(
                 "Only an admin of this pool may take its GPUs out of service.",
-                code="not-allowed",
+                code=Code.NOT_ALLOWED,
                 next_step="Ask root, or one of c.GPUPool.admins.",
             )
         action = message["action"]
@@ -169,7 +169,7 @@ class Maintenance:
             raise RefusedError(
                 f"There is no maintenance action {action[:40]!r}; there are pause, drain, resume "
                 "and retest.",
-                code="bad-request",
+                code=Code.BAD_REQUEST,
             )
 
     def _device(self, name: str) -> str:
@@ -185,14 +185,14 @@ class Maintenance:
         there = ", ".join(f"{d.index} ({d.uuid})" for d in self._health.devices.values())
         what = "names several GPUs" if found else "is no GPU of this pool"
         raise RefusedError(
-            f"{name[:60]!r} {what}; it has: {there or 'none'}.", code="unknown-device"
+            f"{name[:60]!r} {what}; it has: {there or 'none'}.", code=Code.UNKNOWN_DEVICE
         )
 
     def _order(self, kind: Kind, device: str, reason: str, peer: Peer) -> str:
         if kind == "drain" and not device:
             raise RefusedError(
                 "Draining is for one GPU.",
-                code="bad-request",
+                code=Code.BAD_REQUEST,
                 next_step="Name it with --device, or pause the whole pool.",
             )
         old = self._orders.get(device)
@@ -212,7 +212,7 @@ class Maintenance:
         async with self._busy:
             ended = self._ending(device)
             if not ended:
-                raise RefusedError("Nothing is paused or drained.", code="not-paused")
+                raise RefusedError("Nothing is paused or drained.", code=Code.NOT_PAUSED)
             found: Sequence[Device] = ()
             if self._service.down or any(self._stood_down(order) for order in ended):
                 found = await self._service.renew([device] if device else None)
@@ -251,7 +251,7 @@ class Maintenance:
         if "" in self._orders:
             raise RefusedError(
                 "The whole pool is paused.",
-                code="paused",
+                code=Code.PAUSED,
                 next_step="Resume it without --device.",
             )
         return [self._orders[device]] if device in self._orders else []
@@ -295,7 +295,7 @@ class Maintenance:
                 self._log.exception("An order of the administrator failed")
                 connection.refuse(
                     message.get("id"),
-                    RefusedError(f"The order failed: {error!r}.", code="internal"),
+                    RefusedError(f"The order failed: {error!r}.", code=Code.INTERNAL),
                 )
             else:
                 connection.answer(message.get("id"), {"note": note})

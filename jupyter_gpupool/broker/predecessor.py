@@ -18,7 +18,7 @@ from typing import Any, Mapping
 
 from .. import machine
 from ..devices.model import ProcessId
-from ..errors import GPUPoolError
+from ..errors import Code, GPUPoolError
 from ..startrecord import BadRecord, read_record
 from .journal import Journal
 from .processes import alive
@@ -27,13 +27,13 @@ from .processes import alive
 class SessionsElsewhere(GPUPoolError):
     """Living kernels look for their broker at another socket."""
 
-    code = "sessions-elsewhere"
+    code = Code.SESSIONS_ELSEWHERE
 
 
 class JournalElsewhere(GPUPoolError):
     """Living kernels of this socket are in another journal."""
 
-    code = "journal-elsewhere"
+    code = Code.JOURNAL_ELSEWHERE
 
 
 def check_home(journal: Journal, socket: Path) -> None:

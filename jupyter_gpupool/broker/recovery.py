@@ -37,7 +37,7 @@ from typing import Any, Collection, Literal, Mapping
 
 from ..devices.model import ProcessId
 from ..devices.service import DeviceService
-from ..errors import DriverError, GPUPoolError
+from ..errors import Code, DriverError, GPUPoolError
 from ..pool.model import Hold, SessionRecord, Slice
 from .activity import DEVICE_HOLD
 from .processes import alive
@@ -78,7 +78,7 @@ class Recovered:
 class OutOfReach(GPUPoolError):
     """Living kernels have state on devices of which this broker has none."""
 
-    code = "out-of-reach"
+    code = Code.OUT_OF_REACH
 
 
 def check_reach(

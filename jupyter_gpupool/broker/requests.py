@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Mapping, cast, get_args
 
-from ..errors import ProtocolError, RefusedError
+from ..errors import Code, ProtocolError, RefusedError
 from ..pool.limits import changed_request
 from ..pool.model import Hold, HoldKind, Request
 from ..protocol import MAX_HOLDS
@@ -34,13 +34,13 @@ def read_request(base: Request, fields: Mapping[str, Any]) -> Request:
             raise RefusedError(
                 f"A request for {name} = {value!r} makes no sense; it must be a whole number "
                 "above zero.",
-                code="bad-request",
+                code=Code.BAD_REQUEST,
             )
         wanted[name] = value
     priority = fields.get("priority")
     if priority is not None:
         if not isinstance(priority, str):
-            raise RefusedError("A priority class is a name.", code="bad-request")
+            raise RefusedError("A priority class is a name.", code=Code.BAD_REQUEST)
         wanted["priority"] = priority
     return changed_request(base, wanted)
 

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from typing import Any, Callable, Protocol
 
-from ..errors import RefusedError
+from ..errors import Code, RefusedError
 from ..pool import events as e
 from ..pool.machine import Pool
 from ..pool.model import Refusal, SessionRecord, Slice
@@ -356,13 +356,13 @@ class Runner:
             wait.connection.waiting -= 1
             wait.connection.refuse(
                 wait.request_id,
-                refused(Refusal("ended", f"The session has ended: {event.reason}.")),
+                refused(Refusal(Code.UNKNOWN_SESSION, f"The session has ended: {event.reason}.")),
             )
         session.waits.clear()
         for connection, message in session.take_early():
             connection.refuse(
                 message.get("id"),
-                refused(Refusal("ended", f"The session has ended: {event.reason}.")),
+                refused(Refusal(Code.UNKNOWN_SESSION, f"The session has ended: {event.reason}.")),
             )
         if self.guard is not None:
             self.guard.ended(session, event.reason)

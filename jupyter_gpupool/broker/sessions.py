@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Collection, Iterator, Mapping
 
 from ..devices.model import ProcessId
-from ..errors import RefusedError
+from ..errors import Code, RefusedError
 from ..guard.page import Page
 from ..pool.model import Owner
 from ..protocol import Message
@@ -140,12 +140,12 @@ class Session:
             If this connection, session or user has too many of them already.
         """
         if connection.early is not None:
-            raise RefusedError("One message may wait for the launch.", code="duplicate")
+            raise RefusedError("One message may wait for the launch.", code=Code.DUPLICATE)
         if len(self.early) >= MAX_EARLY or connection.account.early >= MAX_EARLY_OF_USER:
             raise RefusedError(
                 f"The process of session {self.id} is not known yet, and too many messages wait "
                 "for it.",
-                code="not-launched",
+                code=Code.NOT_LAUNCHED,
                 next_step="Try again when the server has told the broker of the process.",
             )
         connection.early = self
@@ -227,7 +227,7 @@ class Sessions:
         if found is None:
             raise RefusedError(
                 f"There is no session {session[:40]!r} in this pool.",
-                code="unknown-session",
+                code=Code.UNKNOWN_SESSION,
                 next_step="See `jupyter gpupool status` for those there are.",
             )
         return found

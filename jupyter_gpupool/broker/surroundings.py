@@ -15,7 +15,7 @@ from ..config import BrokerSettings
 from ..devices import processes
 from ..devices.driver import MODULE
 from ..devices.files import DEVICE_FILES
-from ..errors import DriverError
+from ..errors import Code, DriverError
 from ..machine import removed_at_logout
 from .listener import is_machine_wide
 
@@ -44,7 +44,7 @@ def machine_environment(
         return emulation.environment(settings.emulate, folder, base)
     except emulation.EmulatorError as error:
         raise DriverError(
-            str(error), code="no-emulator", next_step="Or unset c.GPUPool.emulate."
+            str(error), code=Code.NO_EMULATOR, next_step="Or unset c.GPUPool.emulate."
         ) from None
 
 

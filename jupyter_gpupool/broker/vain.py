@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 
+from ..errors import Code
 from .pages import Pages
 from .sessions import Session
 
@@ -20,7 +21,7 @@ from .sessions import Session
 LASTS = 1.0
 
 #: Refusals that come of the figures. Another may be over at once, without an event.
-CODES = ("limit", "no-memory", "quota")
+CODES = (Code.LIMIT, Code.NO_MEMORY, Code.QUOTA)
 
 
 class Vain:

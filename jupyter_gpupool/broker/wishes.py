@@ -10,7 +10,7 @@ import math
 from contextlib import suppress
 from typing import Any, Awaitable, Callable
 
-from ..errors import GPUPoolError, RefusedError
+from ..errors import Code, GPUPoolError, RefusedError
 from ..pool import events as e
 from ..pool.model import Refusal
 from ..protocol import Message
@@ -93,7 +93,9 @@ class Wishes:
         session = self._acting(connection, message)
         seconds = float(message["seconds"])
         if not math.isfinite(seconds) or not 0 <= seconds <= MAX_KEEP:
-            raise RefusedError(f"A slice cannot be kept for {seconds} seconds.", code="bad-request")
+            raise RefusedError(
+                f"A slice cannot be kept for {seconds} seconds.", code=Code.BAD_REQUEST
+            )
         until = self._runner.now() + seconds
         self._ask(
             connection,

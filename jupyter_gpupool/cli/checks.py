@@ -25,7 +25,7 @@ from ..config.differences import differences
 from ..config.quantities import memory_total
 from ..devices.driver import kill_hazard
 from ..endpoint import check_socket, find_socket
-from ..errors import BrokerUnavailable, GPUPoolError
+from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..units import format_bytes
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -220,7 +220,7 @@ def socket(path: Path, answers: bool) -> Finding:
     try:
         check_socket(path)
     except BrokerUnavailable as error:
-        if error.code != "no-broker":
+        if error.code != Code.NO_BROKER:
             return Finding("fail", "socket", error.message, error.next_step)
         todo = "The first Pooled GPU kernel starts one for you."
         return Finding("ok", "socket", f"no broker runs at {path}", todo)

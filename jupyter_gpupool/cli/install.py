@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Sequence
 
 from ..devices import interpreter, packages
-from ..errors import GPUPoolError
+from ..errors import Code, GPUPoolError
 
 #: The tested versions, for every Python that this package runs on.
 REQUIREMENTS = Path(packages.__file__).with_name("requirements.txt")
@@ -29,7 +29,7 @@ _PIP = ("--quiet", "--disable-pip-version-check", "--only-binary", ":all:")
 class InstallError(GPUPoolError):
     """The environment could not be made; what was there before is as it was."""
 
-    code = "install"
+    code = Code.INSTALL
 
 
 def install_devices(*, folder: Path | None, wheels: Path | None) -> int:

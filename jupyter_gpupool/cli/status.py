@@ -17,7 +17,7 @@ from ..client import Client
 from ..config import load_settings
 from ..config.differences import notice
 from ..endpoint import find_socket, is_machine_path
-from ..errors import BrokerUnavailable, ConfigError, RefusedError
+from ..errors import BrokerUnavailable, Code, ConfigError, RefusedError
 from .picture import Style, draw
 
 #: Leave or enter the terminal's second screen and hide or show the cursor (xterm control
@@ -69,7 +69,7 @@ def _connect(path: Path) -> Client:
     try:
         return Client(path)
     except BrokerUnavailable as error:
-        if is_machine_path(path) and error.code != "bad-socket":
+        if is_machine_path(path) and error.code != Code.BAD_SOCKET:
             raise BrokerUnavailable(
                 error.message,
                 code=error.code,
@@ -176,13 +176,13 @@ def find_session(name: str, sessions: Sequence[Mapping[str, Any]]) -> str:
     if not matches:
         raise RefusedError(
             f"No session or kernel id begins with {name!r}.",
-            code="unknown-session",
+            code=Code.UNKNOWN_SESSION,
             next_step="`jupyter gpupool status` lists them.",
         )
     if len(matches) > 1:
         raise RefusedError(
             f"{name!r} begins {len(matches)} session ids: {', '.join(sorted(matches)[:6])}.",
-            code="ambiguous-session",
+            code=Code.AMBIGUOUS_SESSION,
             next_step="Write more of it.",
         )
     return str(matches[0])

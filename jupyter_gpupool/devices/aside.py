@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, Iterable, Mapping
 
-from ..errors import DriverError
+from ..errors import Code, DriverError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -41,7 +41,7 @@ class Aside:
     def check(self, uuid: str) -> None:
         """Raise DriverError, code ``paused``, if the device is set aside."""
         if uuid in self._reasons:
-            raise DriverError(self._reasons[uuid], code="paused")
+            raise DriverError(self._reasons[uuid], code=Code.PAUSED)
 
     def put(self, uuids: Iterable[str], reason: str, machine: Iterable[str]) -> bool:
         """Set devices of this ``machine`` aside; return whether any was not."""

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping
 
-from ..errors import DriverError
+from ..errors import Code, DriverError
 from ..guard.install import without_guard
 from . import interpreter
 
@@ -144,13 +144,13 @@ class Child:
         """
         async with self._lock:
             if self._held:
-                raise DriverError(self._held, code="paused")
+                raise DriverError(self._held, code=Code.PAUSED)
             if self._process is None:
                 await self._spawn(timeout)
         if self.hello.get("problem"):
             problem = str(self.hello["problem"])
             await self.kill()
-            raise DriverError(problem, code="no-driver")
+            raise DriverError(problem, code=Code.NO_DRIVER)
         return self.hello
 
     async def call(self, op: str, timeout: float, **fields: Any) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class Child:
             self.current = ""
             self._waiting.pop(request_id, None)
         if "error" in answer:
-            raise DriverError(str(answer["error"]), code=str(answer.get("code", "driver")))
+            raise DriverError(str(answer["error"]), code=Code.of(answer.get("code"), Code.DRIVER))
         return answer
 
     async def ask(self, op: str, timeout: float, **fields: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import AsyncIterator, Callable, Mapping
 
-from ..errors import GPUPoolError
+from ..errors import Code, GPUPoolError
 from ..guard import install, page
 from ..guard.page import Page, Reading
 from . import processes, selftest
@@ -149,7 +149,7 @@ class GuardFrame(selftest.Frame):
             request = json.loads(await reader.readline() or "{}")
             answer = {"v": 1, "type": "ok", "id": request.get("id"), "epoch": 1}
             if request.get("token") != self._token or request.get("type") != "attach":
-                answer |= {"type": "error", "code": "limit", "message": "It is a self-test."}
+                answer |= {"type": "error", "code": Code.LIMIT, "message": "It is a self-test."}
             else:
                 await self._opened.wait()
             writer.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")

@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any, Iterator, Sequence
 
-from ..errors import DriverError
+from ..errors import Code, DriverError
 from .driver import problem
 from .model import DeviceSample, ProcessMemory
 from .packages import INSTALL
@@ -47,7 +47,7 @@ class Nvml:
             raise DriverError(
                 f"The Python package nvidia-ml-py, which finds the GPUs, is not in {sys.prefix} "
                 f"({error}).",
-                code="no-driver",
+                code=Code.NO_DRIVER,
                 next_step=f"Run: {INSTALL}",
             ) from None
         self._n = pynvml
@@ -60,7 +60,7 @@ class Nvml:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
             text = problem(_error_name(pynvml, error), str(error))
-            raise DriverError(text, code="no-driver") from None
+            raise DriverError(text, code=Code.NO_DRIVER) from None
 
     # ------------------------------------------------------------------ discovery
 

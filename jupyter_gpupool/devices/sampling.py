@@ -9,7 +9,7 @@ import contextlib
 import logging
 from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
 
-from ..errors import DriverError
+from ..errors import Code, DriverError
 from ..pool.attribution import slack
 from .children import Child, ChildLost
 from .model import DeviceSample, ProcessMemory
@@ -121,7 +121,7 @@ class Sampler:
         raise DriverError(
             f"NVML has not answered for {self._timeout:g} s; the driver is copying for another "
             "kernel.",
-            code="nvml",
+            code=Code.NVML,
         )
 
     async def sample(self, uuids: Sequence[str] | None = None) -> list[DeviceSample]:
@@ -202,7 +202,7 @@ class Sampler:
         except ChildLost as error:
             raise DriverError(
                 f"NVML did not answer: {error}",
-                code="nvml",
+                code=Code.NVML,
                 next_step="It is asked again by a new process; nvidia-smi shows if it hangs.",
             ) from None
 

@@ -17,7 +17,7 @@ import sys
 import threading
 from typing import Any, Callable, Mapping
 
-from ..errors import GPUPoolError
+from ..errors import Code, GPUPoolError
 
 Handler = Callable[..., Mapping[str, Any]]
 
@@ -67,5 +67,5 @@ def serve(out: int, handlers: Mapping[str, Handler]) -> None:
         except GPUPoolError as error:
             answer = {"error": str(error), "code": error.code}
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}", "code": "internal"}
+            answer = {"error": f"{type(error).__name__}: {error}", "code": Code.INTERNAL}
         emit(out, {"id": request_id, **answer})

@@ -24,7 +24,7 @@ from typing import (
     TypeVar,
 )
 
-from ..errors import DriverError, GPUPoolError
+from ..errors import Code, DriverError, GPUPoolError
 from ..pool.attribution import driver_share, unlisted
 from ..pool.model import Device
 from . import contexts, driver, landing, processes
@@ -197,13 +197,13 @@ class DeviceService:
         rows: list[dict[str, Any]] = found["devices"]
         if not rows:
             nothing = f"The NVIDIA driver {self.driver_version} sees no GPU. {driver.WITHOUT_GPU}"
-            raise DriverError(" ".join(found["problems"]) or nothing, code="no-device")
+            raise DriverError(" ".join(found["problems"]) or nothing, code=Code.NO_DEVICE)
         self._everything = tuple(row["uuid"] for row in rows if not row["mig"])
         self._aside.learn(rows)
         chosen = self.choose(rows)
         self.limit = chosen.limit
         if not chosen.rows:
-            raise DriverError(chosen.limit, code="no-device")
+            raise DriverError(chosen.limit, code=Code.NO_DEVICE)
         return [dict(row) for row in chosen.rows]
 
     async def _test(self, fresh: Sequence[str]) -> None:
@@ -276,21 +276,23 @@ class DeviceService:
         """
         self._aside.check(uuid)
         if self.down:
-            raise DriverError(self.down, code="paused")
+            raise DriverError(self.down, code=Code.PAUSED)
         if uuid not in self._devices:
             raise DriverError(
                 "The driver did not show it at the last resume. Once it does (nvidia-smi -L), "
                 "pause the whole pool and resume it: that looks for the GPUs again.",
-                code="unknown-device",
+                code=Code.UNKNOWN_DEVICE,
             )
         await self._sampler.renew([uuid])
         device = await self.self_test(uuid)
         # An Xid of the test itself shows here.
         (sample,) = await self._sampler.sample([uuid])
         if sample.lost:
-            raise DriverError(sample.lost, code="lost")
+            raise DriverError(sample.lost, code=Code.LOST)
         if uuid in self.untested:
-            raise DriverError(device.tier_reason or "It has no room for the test.", code="no-room")
+            raise DriverError(
+                device.tier_reason or "It has no room for the test.", code=Code.NO_ROOM
+            )
         return device
 
     async def renew(self, uuids: Collection[str] | None = None) -> list[Device]:
@@ -395,7 +397,7 @@ class DeviceService:
         device = self._device(uuid)
         self._aside.check(uuid)
         if self.down:
-            raise DriverError(self.down, code="paused")
+            raise DriverError(self.down, code=Code.PAUSED)
         if device.tier == "mig":
             return device
         able = driver.capabilities(self.driver_version)
@@ -639,7 +641,7 @@ class DeviceService:
         except KeyError:
             known = ", ".join(self._devices) or "none"
             raise DriverError(
-                f"There is no device {uuid}; there is: {known}.", code="unknown-device"
+                f"There is no device {uuid}; there is: {known}.", code=Code.UNKNOWN_DEVICE
             ) from None
 
     def _physical(self) -> tuple[str, ...]:
@@ -650,7 +652,7 @@ class DeviceService:
     def _free_device(self) -> Sequence[str]:
         """Return a device whose worker has nothing to do, if there is one."""
         if not self._devices:
-            raise DriverError(self.problem or "There is no device.", code="no-driver")
+            raise DriverError(self.problem or "There is no device.", code=Code.NO_DRIVER)
         serving = [uuid for uuid in self._locks if uuid not in self._aside] or [*self._locks]
         free = [uuid for uuid in serving if not self._locks[uuid].locked()]
         return (free or serving)[:1]

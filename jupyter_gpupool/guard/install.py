@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 from typing import Mapping, MutableMapping
 
-from ..errors import GPUPoolError
+from ..errors import Code, GPUPoolError
 
 #: The guard's two faces: the CUDA driver, and the NVML whose memory queries it answers.
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
@@ -47,13 +47,13 @@ _LIB = Path(__file__).resolve().parent / "lib"
 class GuardMissing(GPUPoolError):
     """The guard has not been compiled on this machine."""
 
-    code = "no-guard"
+    code = Code.NO_GUARD
 
 
 class GuardFolderError(GPUPoolError):
     """The folder of links cannot be made, or somebody else could change what is in it."""
 
-    code = "bad-folder"
+    code = Code.BAD_FOLDER
 
 
 def library() -> Path:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Sequence
 
-from ..errors import GPUPoolError
+from ..errors import Code, GPUPoolError
 
 MAGIC = 0x47505047
 VERSION = 3
@@ -73,7 +73,7 @@ def device_name(uuid: str) -> int:
 class PageError(GPUPoolError):
     """A page is gone, too short or of another version."""
 
-    code = "bad-page"
+    code = Code.BAD_PAGE
 
 
 @dataclass(frozen=True, slots=True)

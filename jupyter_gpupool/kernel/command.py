@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Mapping
 
-from ..errors import GPUPoolError
+from ..errors import Code, GPUPoolError
 from ..units import parse_bytes, parse_seconds
 
 #: The subcommands and what ``%gpu help`` says of each.
@@ -48,7 +48,7 @@ current_header: ContextVar[str] = ContextVar("gpupool_current_header", default="
 class CommandError(GPUPoolError):
     """What was typed after ``%gpu`` cannot be done; says what was typed and what can be."""
 
-    code = "usage"
+    code = Code.USAGE
 
 
 @dataclass(frozen=True)

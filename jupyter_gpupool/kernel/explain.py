@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 
+from ..errors import Code
 from .guarded import Guard
 from .link import Link
 from .one_cell import no_broker
@@ -52,7 +53,7 @@ def explain(link: Link, guard: Guard, refused: Refused | None, name: str, text: 
     figures = guard.figures()
     if refused is not None:
         parts = [f"GPU pool: {sentence(refused.message)}"]
-        if refused.what == "grow" and (refused.code == "limit" or not refused.next_step):
+        if refused.what == "grow" and (refused.code == Code.LIMIT or not refused.next_step):
             # The kernel's own limit is what it may change itself: say with which command.
             parts.append(sentence(advice(link, text, figures).removeprefix("GPU pool: ")))
             return " ".join(parts)

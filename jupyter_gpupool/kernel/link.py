@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
 
 from ..client import CALL_TIMEOUT, Client
-from ..errors import BrokerUnavailable, GPUPoolError
+from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..protocol import Message
 from .revive import Reviver
 from .untold import Untold
@@ -37,9 +37,6 @@ LONGEST_PAUSE = 1.0
 LOOK = 0.2
 
 log = logging.getLogger("jupyter_gpupool.kernel")
-
-#: Code of the errors about a broker that is there and does not answer.
-SILENT = "broker-silent"
 
 #: States of a session in which its slice is attached.
 ATTACHED = ("active", "idle")
@@ -176,7 +173,7 @@ class Link:
         """Return the error that says why the broker cannot be used now."""
         return self.down or BrokerUnavailable(
             f"The GPU pool broker at {self.path} has not answered yet.",
-            code=SILENT,
+            code=Code.BROKER_SILENT,
             next_step="Try again in a moment, or see `jupyter gpupool doctor`.",
         )
 
@@ -259,7 +256,7 @@ class Link:
         except FutureTimeout:
             raise BrokerUnavailable(
                 f"The GPU pool broker at {self.path} did not answer {kind!r} in {timeout:g} s.",
-                code=SILENT,
+                code=Code.BROKER_SILENT,
                 next_step="See `jupyter gpupool doctor`.",
             ) from None
         self.note_request(answer)
@@ -297,7 +294,7 @@ class Link:
                     log.exception("The connection to the GPU pool broker failed; trying again")
                     error = BrokerUnavailable(f"The connection to the broker failed: {error!r}.")
                     self._hang_up()
-                if error.code != SILENT:
+                if error.code != Code.BROKER_SILENT:
                     error = self.reviver.away(error)
                 self._went_down(error)
                 self._poke.wait(pause)
@@ -349,7 +346,7 @@ class Link:
             raise BrokerUnavailable(
                 f"The GPU pool broker at {self.path} did not greet this kernel in "
                 f"{CALL_TIMEOUT:g} s.",
-                code=SILENT,
+                code=Code.BROKER_SILENT,
                 next_step="CPU work goes on; see `jupyter gpupool doctor`.",
             ) from None
         self._welcome(answer)

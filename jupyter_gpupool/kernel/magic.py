@@ -12,7 +12,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.display import display
 
-from ..errors import BrokerUnavailable, GPUPoolError
+from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..units import format_bytes, format_seconds, parse_bytes
 from .cells import CellGate
 from .command import OPTIONS, SUBCOMMANDS, parse_command
@@ -82,10 +82,10 @@ class GPUMagics(Magics):  # type: ignore[misc]
             if self._no_session:
                 raise GPUPoolError(
                     f"This kernel runs without a GPU: {self._no_session}",
-                    code="not-pooled",
+                    code=Code.NOT_POOLED,
                     next_step="Then restart the kernel.",
                 )
-            raise GPUPoolError(_NOT_POOLED, code="not-pooled")
+            raise GPUPoolError(_NOT_POOLED, code=Code.NOT_POOLED)
         if command.name == "status":
             self._status(self.link)
         elif command.name == "pool":

@@ -12,11 +12,11 @@ import time
 from typing import Any, Callable, Mapping
 
 from ..endpoint import MACHINE_SOCKET
-from ..errors import BrokerUnavailable, GPUPoolError, RefusedError
+from ..errors import BrokerUnavailable, Code, GPUPoolError, RefusedError
 from ..units import format_bytes
 from .command import CellRequest
 from .interrupts import TICK, Alarm, Interrupts
-from .link import SILENT, Link
+from .link import Link
 
 #: Seconds in which a request (not a wait) is answered.
 ANSWER = 10.0
@@ -25,7 +25,7 @@ ANSWER = 10.0
 class GPUWaitInterrupted(GPUPoolError):
     """The user interrupted the wait for a slice; the cell has not run."""
 
-    code = "interrupted"
+    code = Code.INTERRUPTED
 
 
 class OneCell:
@@ -108,7 +108,7 @@ class OneCell:
             return future.result()
         raise BrokerUnavailable(
             f"The GPU pool broker at {self._link.path} did not answer in {ANSWER:g} s.",
-            code=SILENT,
+            code=Code.BROKER_SILENT,
             next_step="See `jupyter gpupool doctor`.",
         )
 
@@ -117,7 +117,7 @@ def no_broker(link: Link, error: GPUPoolError) -> GPUPoolError:
     """Return ``error``, that no broker can be used, with the way to start one if none is there."""
     named = str(link.path.with_suffix(".log")) in str(error)
     hint = "" if named else log_hint(link)
-    if error.code in ("no-broker", BrokerUnavailable.code):
+    if error.code in (Code.NO_BROKER, BrokerUnavailable.code):
         start = (
             "It is the one of the whole machine: ask its admin to start it."
             if link.path == MACHINE_SOCKET

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Mapping
 
 from ..endpoint import is_machine_path
-from ..errors import BrokerUnavailable, GPUPoolError
+from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..recordcopy import COPY_VARIABLE, can_restore
 from ..startrecord import (
     REVIVE_VARIABLE,
@@ -69,7 +69,9 @@ class Reviver:
         known = read_failures(self._path)
         if known.given_up and known.pause(time.time()):
             self.patience = 0.0
-            return BrokerUnavailable(known.sentence, code="start-failed", next_step=known.next_step)
+            return BrokerUnavailable(
+                known.sentence, code=Code.START_FAILED, next_step=known.next_step
+            )
         self._wait_for_start()
         self._start()
         return error

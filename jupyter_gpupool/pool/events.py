@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Mapping
 
+from ..errors import Code
 from .model import (
     AttachPolicy,
     Device,
@@ -445,5 +446,5 @@ class Log(Action):
     """Something an admin should be able to find again (a dropped completion, overuse, ...)."""
 
     level: Literal["debug", "info", "warning", "error"]
-    code: str
+    code: Code
     message: str

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Collection, Iterable, Mapping, Sequence
 
+from ..errors import Code
 from ..units import format_bytes
 from .facts import NO_LIMIT, Usage
 from .model import Owner, PoolSettings, Quota, Refusal, Request
@@ -46,7 +47,7 @@ def lacking(quota: Quota, usage: Usage, more: Charge, less: Charge) -> tuple[str
 class _Bound:
     """The most bytes on each device, by one rule."""
 
-    code: str
+    code: Code
     #: On each device; and as the rule names it (over all devices, for a quota).
     most: int
     whole: int
@@ -70,20 +71,20 @@ def _bounds(
     most = settings.max_memory_per_kernel
     if most is not None:
         rule = f"a kernel may have at most {format_bytes(most)} on a GPU (max_memory_per_kernel)"
-        found.append(_Bound("over-kernel-limit", most, most, rule, "more", True))
+        found.append(_Bound(Code.OVER_KERNEL_LIMIT, most, most, rule, "more", True))
     room = capacities[devices - 1]
     where = "the largest GPU" if devices == 1 else f"{devices} GPUs at once"
     rule = f"{where} can give at most {format_bytes(room)}"
-    found.append(_Bound("over-device", room, room, rule, "", True))
+    found.append(_Bound(Code.OVER_DEVICE, room, room, rule, "", True))
     quota = settings.quotas.get(owner.name) or settings.quotas.get("*") or NO_LIMIT
     if quota.memory is not None:
         size = quota.memory
         rule = f"your quota is {format_bytes(size)} of GPU memory over all your kernels"
-        found.append(_Bound("over-quota", size // devices, size, rule, "a larger quota", True))
+        found.append(_Bound(Code.OVER_QUOTA, size // devices, size, rule, "a larger quota", True))
     if suspends:
         for code, keep, whose in (
-            ("over-host", settings.host_memory, "this machine keeps at most"),
-            ("over-quota", quota.suspended, "your quota of suspended state is"),
+            (Code.OVER_HOST, settings.host_memory, "this machine keeps at most"),
+            (Code.OVER_QUOTA, quota.suspended, "your quota of suspended state is"),
         ):
             if keep is not None:
                 rule = (
@@ -98,14 +99,14 @@ def check_form(request: Request, settings: PoolSettings) -> Refusal | None:
     """Return why ``request`` makes no sense, or None."""
     if request.memory <= 0:
         return Refusal(
-            "bad-request",
+            Code.BAD_REQUEST,
             f"{request.memory} bytes of GPU memory were asked for; it must be more than nothing.",
             "Ask for a size like 4GiB.",
             {"memory": request.memory},
         )
     if request.limit < request.memory:
         return Refusal(
-            "bad-request",
+            Code.BAD_REQUEST,
             f"The memory limit {format_bytes(request.limit)} is below the guaranteed memory "
             f"{format_bytes(request.memory)}.",
             "Give a limit that is at least the memory.",
@@ -113,14 +114,14 @@ def check_form(request: Request, settings: PoolSettings) -> Refusal | None:
         )
     if request.devices < 1:
         return Refusal(
-            "bad-request",
+            Code.BAD_REQUEST,
             f"{request.devices} GPUs were asked for; it must be at least 1.",
             "Ask for 1 GPU or more.",
             {"devices": request.devices},
         )
     if not 1 <= request.compute <= 100:
         return Refusal(
-            "bad-request",
+            Code.BAD_REQUEST,
             f"A compute share of {request.compute} % was asked for; it must be from 1 to 100.",
             "Ask for a share from 1 to 100 per cent.",
             {"compute": request.compute},
@@ -128,7 +129,7 @@ def check_form(request: Request, settings: PoolSettings) -> Refusal | None:
     if request.priority not in settings.priority_classes:
         names = ", ".join(sorted(settings.priority_classes))
         return Refusal(
-            "unknown-priority",
+            Code.UNKNOWN_PRIORITY,
             f"There is no priority class {request.priority!r}.",
             f"Use one of: {names}.",
             {"priority": request.priority, "known": sorted(settings.priority_classes)},
@@ -156,14 +157,14 @@ def never(
     numbers: dict[str, Any] = {"memory": request.memory, "devices": request.devices}
     if not capacities:
         return Refusal(
-            "no-device",
+            Code.NO_DEVICE,
             "There is no GPU in this pool.",
             "Run `jupyter gpupool doctor` to see why.",
             numbers,
         )
     if request.devices > len(capacities):
         return Refusal(
-            "too-many-devices",
+            Code.TOO_MANY_DEVICES,
             f"{request.devices} GPUs were asked for; this machine has {len(capacities)}.",
             f"Ask for at most {len(capacities)}.",
             {**numbers, "most": len(capacities)},
@@ -188,7 +189,7 @@ def _above(request: Request, name: str, bound: _Bound) -> Refusal:
     """Return the refusal of a bound that is less than the memory, or limit, asked for."""
     value: int = getattr(request, name)
     asked, ask = format_bytes(value), "Ask for"
-    if bound.code == "over-kernel-limit":
+    if bound.code == Code.OVER_KERNEL_LIMIT:
         asked = f"A {name} of {asked}"
     elif name == "limit":
         asked = f"A limit of {asked}" + " on each GPU" * (request.devices > 1)
@@ -211,14 +212,14 @@ def _too_many(request: Request, owner: Owner, settings: PoolSettings) -> Refusal
     numbers = {"memory": request.memory, "devices": request.devices, "limit": request.limit}
     if quota.devices is not None and request.devices > quota.devices:
         return Refusal(
-            "over-quota",
+            Code.OVER_QUOTA,
             f"{request.devices} GPUs were asked for; your quota is {quota.devices}.",
             "Ask for fewer GPUs, or ask an admin for a larger quota.",
             {**numbers, "most": quota.devices},
         )
     if quota.leases is not None and quota.leases < 1:
         return Refusal(
-            "over-quota",
+            Code.OVER_QUOTA,
             "A GPU slice was asked for; your quota allows no slice.",
             "Ask an admin for a quota.",
             {**numbers, "most": quota.leases},
@@ -232,7 +233,7 @@ def never_there(request: Request, model: str, most: int, devices: int, *, fixed:
     where = f"{devices} of these GPUs" if devices > 1 else "that GPU" if fixed else "the largest"
     there = f"a GPU of the model {model}" if devices == 1 else f"GPUs of the model {model}"
     return Refusal(
-        "over-device",
+        Code.OVER_DEVICE,
         f"{format_bytes(request.memory)}{each} was asked for; this kernel initialised CUDA on "
         f"{there}, and {where} can give at most {format_bytes(most)}{each}.",
         f"Restart the kernel to use another GPU, or ask for at most {format_bytes(most)}.",
@@ -267,7 +268,7 @@ def most_memory(
 # --------------------------------------------------------------------------- sizes nobody asked for
 
 #: Codes of refusals that are about how much memory was asked for.
-_ABOUT_SIZE = frozenset({"over-kernel-limit", "over-device", "over-quota", "over-host"})
+_ABOUT_SIZE = frozenset({Code.OVER_KERNEL_LIMIT, Code.OVER_DEVICE, Code.OVER_QUOTA, Code.OVER_HOST})
 
 
 def default_request(settings: PoolSettings) -> Request:

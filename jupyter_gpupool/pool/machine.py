@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from ..errors import Code
 from . import invariants, requests
 from .events import Action, Event, HostPressure, ReleaseAsked, RequestChanged, Tick, Wanted
 from .explain import Explanation, News, eta, explain, reason, seconds, stays_reason
@@ -71,7 +72,7 @@ class Pool:
         for s in [s for s in facts.waiting.values() if s.queued_at + most <= facts.now]:
             last = reason(facts, self._plan, s)
             refusal = Refusal(
-                "wait-timeout",
+                Code.WAIT_TIMEOUT,
                 f"No GPU slice came free within {most:g} s (c.GPUPool.max_wait)"
                 + (f"; at the end: {last}." if last else "."),
                 "Run the cell again to wait once more, or ask for less with %gpu.",

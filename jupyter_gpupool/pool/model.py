@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Mapping
 
+from ..errors import Code
 from .residence import ResidenceRule
 
 MiB = 1 << 20
@@ -198,7 +199,7 @@ class PoolSettings:
 class Refusal:
     """A "no" as a value: a stable code, a sentence for people, the numbers, the next step."""
 
-    code: str
+    code: Code
     message: str
     next_step: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from ..errors import Code
 from ..units import format_bytes, format_seconds
 from . import events as ev
 from .explain import in_words, stays_reason
@@ -34,7 +35,7 @@ def _find(facts: Facts, name: str, rid: str) -> tuple[Session | None, Actions]:
     if s is not None and s.state != "ended":
         return s, []
     refusal = Refusal(
-        "unknown-session",
+        Code.UNKNOWN_SESSION,
         f"There is no session {name}.",
         "Run `jupyter gpupool status` to see those that there are.",
         {"session": name},
@@ -82,7 +83,7 @@ def _bound(s: Session, new: Request) -> Refusal | None:
     if not (s.suspended or s.bound or (slices and not s.empty)):
         return None
     return Refusal(
-        "devices-bound",
+        Code.DEVICES_BOUND,
         f"{new.devices} GPUs were asked for; this kernel has begun to use CUDA on {here}, and "
         "a process can not change that.",
         "Restart the kernel and ask before the first use of the GPU.",
@@ -106,7 +107,7 @@ def _in_use(s: Session, new: Request) -> Refusal | None:
             # Rounded up: who asks for that much has enough.
             enough = f"{-(-used // MiB)} MiB" if used >= MiB else format_bytes(used)
             return Refusal(
-                "in-use",
+                Code.IN_USE,
                 f"{what}{format_bytes(wanted)} was asked for; the kernel uses {enough} now.",
                 f"Free memory first, or ask for at least {enough}.",
                 {"memory": new.memory, name: wanted, "in_use": used},
@@ -204,7 +205,7 @@ def refused(draft: Draft, s: Session, uuid: str, more: int, *, waits: bool) -> R
     numbers = {"device": uuid, "bytes": more, "granted": held, "limit": limit}
     if held + more > limit:
         return Refusal(
-            "limit",
+            Code.LIMIT,
             f"{asked}; the limit of this kernel is {format_bytes(limit)} on a GPU.",
             "Free memory in the kernel, or ask for a higher limit with %gpu.",
             numbers,
@@ -214,7 +215,7 @@ def refused(draft: Draft, s: Session, uuid: str, more: int, *, waits: bool) -> R
         kept = draft.facts.devices[uuid].free > free >= 0
         without = " without what is kept for waiting kernels" if kept else ""
         return Refusal(
-            "no-memory",
+            Code.NO_MEMORY,
             f"{asked}; {format_bytes(max(0, free))} are free on this GPU now{without}.",
             "Free memory in the kernel, or try again when other kernels have gone idle; "
             "what %gpu asks for is guaranteed.",
@@ -223,7 +224,7 @@ def refused(draft: Draft, s: Session, uuid: str, more: int, *, waits: bool) -> R
     most = _host_most(draft.facts, s)
     if most is not None and s.lease.granted + more > most:
         return Refusal(
-            "no-memory",
+            Code.NO_MEMORY,
             f"{asked}; when idle the kernel must fit in host memory, of which it may have "
             f"{format_bytes(most)}.",
             "Free memory in the kernel, or ask an admin for more host memory.",
@@ -237,7 +238,7 @@ def refused(draft: Draft, s: Session, uuid: str, more: int, *, waits: bool) -> R
             else f"your quota of GPU memory has {format_bytes(max(0, left))} left."
         )
         return Refusal(
-            "quota",
+            Code.QUOTA,
             f"{asked}; {why}",
             "Free memory in the kernel, or end another kernel of yours.",
             {**numbers, "left": max(0, left)},
@@ -301,7 +302,7 @@ def grow(facts: Facts, event: ev.GrowAsked, plan: Plan) -> Actions:
     uuid, missing = event.device, max(0, event.bytes)
     if s.state not in ATTACHED or all(x.device != uuid for x in s.lease.slices):
         refusal = Refusal(
-            "no-memory",
+            Code.NO_MEMORY,
             "More memory was asked for on a GPU where the kernel has no slice now.",
             "Try again once it has its slice.",
             {"device": uuid, "bytes": event.bytes, "granted": 0},
@@ -310,7 +311,7 @@ def grow(facts: Facts, event: ev.GrowAsked, plan: Plan) -> Actions:
     actions: Actions = []
     if missing:
         why, more = _growth(facts, s, uuid, missing, plan)
-        if why is not None and why.code != "limit":
+        if why is not None and why.code != Code.LIMIT:
             # What others have grown and do not use; not of ``s``, which is about to use all it has.
             actions = reclaim(facts, but=s)
             if actions:
@@ -376,7 +377,7 @@ def release(facts: Facts, event: ev.ReleaseAsked, _plan: Plan) -> Actions:
         return unknown
     if s.state == "queued":
         refusal = Refusal(
-            "nothing-to-release",
+            Code.NOTHING_TO_RELEASE,
             "The kernel waits for a slice and has none.",
             "Interrupt the cell to stop waiting.",
         )
@@ -388,7 +389,7 @@ def release(facts: Facts, event: ev.ReleaseAsked, _plan: Plan) -> Actions:
     if not suspendable(s, facts) and (s.state == "idle" or s.lease.footprint):
         name = facts.devices[s.lease.slices[0].device].device.name
         refusal = Refusal(
-            "cannot-suspend",
+            Code.CANNOT_SUSPEND,
             f"The state of this kernel can not be moved off its GPU ({name}).",
             "Free the memory in the kernel, or restart it, to give the slice back.",
         )

@@ -13,7 +13,7 @@ import math
 from dataclasses import replace
 from typing import Callable, Mapping, NamedTuple, Sequence
 
-from ..errors import GPUPoolError
+from ..errors import Code, GPUPoolError
 from . import residence
 from .events import (
     Action,
@@ -39,7 +39,7 @@ class InvalidTransition(GPUPoolError):
     ``story`` holds the last steps of the session, oldest first.
     """
 
-    code = "invalid-transition"
+    code = Code.INVALID_TRANSITION
 
     def __init__(self, session: Session, new: State, reason: str) -> None:
         self.story = session.story_lines()
@@ -382,7 +382,7 @@ def refuse_holds(s: Session, refusal: Refusal) -> Actions:
 def lose(facts: Facts, s: Session, message: str) -> Actions:
     """The driver lost the session: it must end."""
     refusal = Refusal(
-        "lost", f"The GPU state of this kernel was lost: {message}", "Restart the kernel."
+        Code.LOST, f"The GPU state of this kernel was lost: {message}", "Restart the kernel."
     )
     return [
         *refuse_holds(s, refusal),

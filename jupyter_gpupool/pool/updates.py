@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Callable, Mapping
 
+from ..errors import Code
 from ..units import format_bytes
 from . import events as ev
 from . import requests
@@ -48,7 +49,7 @@ def _log(session: str, level: str, code: str, message: str) -> Actions:
 
 
 def _unknown_session(name: str, what: str) -> Actions:
-    return _log(name, "debug", "unknown-session", what)
+    return _log(name, "debug", Code.UNKNOWN_SESSION, what)
 
 
 # --------------------------------------------------------------------------- the machine
@@ -66,7 +67,7 @@ def _device_appeared(facts: Facts, event: ev.DeviceAppeared, _plan: Plan) -> Act
 def _known(facts: Facts, uuid: str) -> Actions:
     if uuid in facts.devices:
         return []
-    return _log("", "warning", "unknown-device", f"There is no device {uuid}.")
+    return _log("", "warning", Code.UNKNOWN_DEVICE, f"There is no device {uuid}.")
 
 
 def _device_drained(facts: Facts, event: ev.DeviceDrained, _plan: Plan) -> Actions:
@@ -146,7 +147,7 @@ def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Act
     held = held_on(s, uuid)
     if size > held >= before:
         text = f"It uses {format_bytes(size)} of a slice of {format_bytes(held)} on {uuid}."
-        actions += _log(s.id, "warning", "overuse", text)
+        actions += _log(s.id, "warning", Code.OVERUSE, text)
     return actions
 
 
@@ -181,7 +182,7 @@ def _settings(facts: Facts, event: ev.SettingsChanged, _plan: Plan) -> Actions:
 def _opened(facts: Facts, event: ev.SessionOpened, _plan: Plan) -> Actions:
     refusal: Refusal | None
     if event.session in facts.sessions:
-        refusal = Refusal("session-exists", f"There is a session {event.session} already.")
+        refusal = Refusal(Code.SESSION_EXISTS, f"There is a session {event.session} already.")
     else:
         refusal = never(
             event.request,
@@ -212,7 +213,7 @@ def _recovered(facts: Facts, event: ev.Recovered, _plan: Plan) -> Actions:
     actions: Actions = []
     for record in event.records:
         if record.id in facts.sessions:
-            actions += _log(record.id, "warning", "session-exists", "Recovered twice; ignored.")
+            actions += _log(record.id, "warning", Code.SESSION_EXISTS, "Recovered twice; ignored.")
             continue
         for x in (*record.slices, *record.suspended):
             facts.device(x.device)
@@ -228,7 +229,7 @@ def _ended(facts: Facts, event: ev.SessionEnded, _plan: Plan) -> Actions:
         return _unknown_session(event.session, f"Session {event.session} ended twice.")
     actions: Actions = []
     if s.state not in ATTACHED:
-        actions += refuse_holds(s, Refusal("session-ended", "The kernel has ended."))
+        actions += refuse_holds(s, Refusal(Code.UNKNOWN_SESSION, "The kernel has ended."))
     s.holds.clear()
     if s.state != "ended":
         actions += move(facts, s, "ended", event.reason, lost=False)
@@ -248,7 +249,9 @@ def _hold_taken(facts: Facts, event: ev.HoldTaken, _plan: Plan) -> Actions:
             if s is None
             else "The GPU state of this kernel was lost."
         )
-        refusal = Refusal("unknown-session" if s is None else "lost", text, "Restart the kernel.")
+        refusal = Refusal(
+            Code.UNKNOWN_SESSION if s is None else Code.LOST, text, "Restart the kernel."
+        )
         return [ev.HoldRefused(session=event.session, hold=event.hold, refusal=refusal)]
     known = event.hold in s.holds
     actions = _settle(facts, s, event.bound) if event.bound else []
@@ -318,7 +321,7 @@ def _landing_refused(facts: Facts, event: ev.LandingRefused, _plan: Plan) -> Act
     s = facts.sessions.get(event.session)
     if s is None or s.state != "active" or s.epoch != event.epoch:
         text = "A landing in no lease refused."
-        return _log(event.session, "debug", "stale-landing", text)
+        return _log(event.session, "debug", Code.STALE_LANDING, text)
     for uuid in event.bound:
         facts.device(uuid)
     s.bound = event.bound
@@ -387,7 +390,7 @@ def _current(
         return s, []
     now = "gone" if s is None else f"{s.state}, epoch {s.epoch}"
     text = f"{what} of epoch {epoch} came for a session that is {now}; dropped."
-    return None, _log(name, "debug" if s is None else "warning", "stale-completion", text)
+    return None, _log(name, "debug" if s is None else "warning", Code.STALE_COMPLETION, text)
 
 
 def _attach_done(facts: Facts, event: ev.AttachDone, _plan: Plan) -> Actions:

@@ -13,22 +13,13 @@ from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 from tornado import web
 
-from ..errors import BrokerUnavailable, GPUPoolError, RefusedError
+from ..errors import Code, GPUPoolError, RefusedError
 from ..units import parse_bytes
 from . import openapi, views
 from .watch import Watch
 
 #: The authorizer's name for all of this; reading is "read", changing is "write".
 RESOURCE = "gpupool"
-
-#: Of a broker's refusals, those that are not a conflict with how things stand (409).
-_STATUS = {
-    **dict.fromkeys(("bad-request", "protocol", "unknown-priority"), 400),
-    **dict.fromkeys(("not-allowed", "not-yours", "bad-token"), 403),
-    **dict.fromkeys(("unknown-session", "no-session", "ended", "session-ended"), 404),
-    **dict.fromkeys(("internal", "unknown-type"), 502),
-    **dict.fromkeys(("not-served", "too-many", "version", "abuse"), 503),
-}
 
 #: Fields of a request that may be changed, and whether each is a size.
 _FIELDS = {"memory": True, "limit": True, "devices": False, "compute": False}
@@ -44,16 +35,7 @@ _NEXT_STEPS = {
 class BadRequest(GPUPoolError):
     """The request itself is wrong."""
 
-    code = "bad-request"
-
-
-def status_of(error: GPUPoolError) -> int:
-    """Return the HTTP status of an error."""
-    if isinstance(error, BrokerUnavailable):
-        return 503
-    if isinstance(error, (RefusedError, BadRequest)):
-        return _STATUS.get(error.code, 409)
-    return 502
+    code = Code.BAD_REQUEST
 
 
 class PoolHandler(APIHandler):  # type: ignore[misc]
@@ -77,7 +59,7 @@ class PoolHandler(APIHandler):  # type: ignore[misc]
         answer["next_step"] = _NEXT_STEPS.get(status_code, "")
         answer["details"] = {}
         if isinstance(error, GPUPoolError):
-            status_code = status_of(error)
+            status_code = error.code.status
             answer["code"], answer["message"] = error.code, error.message
             answer["next_step"], answer["details"] = error.next_step, error.details
         elif isinstance(error, web.HTTPError) and error.log_message:
@@ -118,7 +100,7 @@ class PoolHandler(APIHandler):  # type: ignore[misc]
         if found is None:
             raise RefusedError(
                 f"The kernel {kernel_id[:80]!r} has no session of yours in the GPU pool.",
-                code="unknown-session",
+                code=Code.UNKNOWN_SESSION,
                 next_step="Choose the kernel Pooled GPU, or restart it.",
             )
         return view, found

@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 from ..client import CALL_TIMEOUT, Client
 from ..endpoint import check_path, check_socket
-from ..errors import BrokerUnavailable, RefusedError
+from ..errors import BrokerUnavailable, Code, RefusedError
 from ..protocol import Message
 
 #: Calls under way at once. A broker that hangs reads nothing, and what is sent must fit into the
@@ -136,7 +136,7 @@ class Link:
         elif message["type"] == "error":
             self._said = RefusedError(
                 str(message.get("message", "refused")),
-                code=str(message.get("code", "refused")),
+                code=Code.of(message.get("code"), Code.REFUSED),
                 next_step=str(message.get("next_step", "")),
             )
 

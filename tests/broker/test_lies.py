@@ -102,9 +102,9 @@ def test_sessions_that_are_not_there(broker, kind):
 
 def test_an_agents_messages_need_a_hello(broker):
     with broker.client() as client:
-        assert refusal(client, "hold", hold="h", kind="cell", wait=True) == "no-session"
-        assert refusal(client, "cancel", hold="h") == "no-session"
-        assert refusal(client, "release") == "no-session"
+        assert refusal(client, "hold", hold="h", kind="cell", wait=True) == "unknown-session"
+        assert refusal(client, "cancel", hold="h") == "unknown-session"
+        assert refusal(client, "release") == "unknown-session"
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def test_messages_before_the_launch_are_bounded_and_answered_when_it_ends(broker
 
             wait_until(accepted, "the place of the one that left")
             server.call("close", session=opened["session"])
-            assert early[0].read()["code"] == "ended"
+            assert early[0].read()["code"] == "unknown-session"
         finally:
             for raw in early:
                 raw.close()
