@@ -9,7 +9,15 @@ import signal
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# Another process on the machine makes an example slow, not wrong: Hypothesis's deadline of 200 ms
+# and its check for slow draws fail tests whose properties hold.
+hypothesis.settings.register_profile(
+    "no clock", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("no clock")
 
 #: Makes other packages' share of a process's start small, see its README.md.
 LIGHT = Path(__file__).parent / "light"

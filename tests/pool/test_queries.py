@@ -77,7 +77,7 @@ def test_every_public_method_but_handle_is_a_query():
 
 
 @given(data=st.data())
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_no_query_changes_what_the_pool_shows_or_decides(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world, "Pool", Asked)

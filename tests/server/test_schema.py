@@ -91,7 +91,6 @@ def ask(server, cases):
     @given(case=cases)
     @settings(
         max_examples=15,
-        deadline=None,
         database=None,
         derandomize=True,
         phases=[Phase.generate],
