@@ -5,9 +5,10 @@
 The provisioner loads it with ``--IPKernelApp.extra_extensions=jupyter_gpupool.kernel`` and makes it
 importable in kernel environments that do not have this package.
 
-- ``link``: the session: connection, lease, holds
-- ``cells``: the gate in front of each cell; ``progress``: what a waiting cell shows
-- ``attach``: visible devices and framework caps; ``oom``: the line under an out-of-memory error
+- ``link``: the session: connection, lease, holds (``holds``), a broker that has died (``revive``)
+- ``guard_state``: whether the guard is in this process, and what the session's page says
+- ``cells``: the gate in front of each cell; ``waits``: what a wait shows, and how it is interrupted
+- ``frameworks``: visible devices, memory caps; ``advice``: the line under an error
 - ``command``, ``magic``, ``magic_display``: ``%gpu``
 """
 

@@ -9,13 +9,12 @@ import sys
 from typing import Any, Callable
 
 from ..endpoint import NO_SESSION_VARIABLE, SOCKET_VARIABLE
-from .attach import CudaProbe, FrameworkCaps
 from .cells import CellGate
-from .guarded import Guard
-from .interrupts import Interrupts
+from .frameworks import CudaProbe, FrameworkCaps, Visible
+from .guard_state import Guard
 from .link import Link
 from .magic import GPUMagics, complete_gpu
-from .visible import Visible
+from .waits import Interrupts
 
 SESSION_VARIABLE = "GPUPOOL_SESSION"
 TOKEN_VARIABLE = "GPUPOOL_TOKEN"

@@ -29,28 +29,39 @@ import logging
 import time
 from typing import Any, Awaitable, Callable, Literal, Mapping
 
-from ..errors import BrokerUnavailable, GPUPoolError
-from .attach import FrameworkCaps, show_devices
-from .call_waits import CallWaits
+from ..errors import BrokerUnavailable, Code, GPUPoolError, RefusedError
+from ..units import format_bytes
+from .advice import explain, may_be_refused, no_broker
 from .command import (
+    CellRequest,
     cell_header,
     current_header,
     hide_header,
     is_gpu_only,
     parse_cell_header,
 )
-from .explain import explain, may_be_refused
-from .guarded import Guard
-from .interrupts import Alarm, Interrupts
+from .frameworks import FrameworkCaps, show_devices
+from .guard_state import Guard
+from .holds import Slice
 from .link import Link
-from .one_cell import OneCell, interrupted, no_broker
-from .progress import WaitDisplay, describe, worth_showing
-from .values import Slice
+from .waits import (
+    TICK,
+    Alarm,
+    CallWaits,
+    Interrupts,
+    WaitDisplay,
+    describe,
+    interrupted,
+    worth_showing,
+)
 
 Plan = Literal["pass", "free", "soft", "if-attached", "wait"]
 
 #: Seconds in which the broker's word on a refusal comes after the error that it caused.
 WORD = 0.25
+
+#: Seconds in which a request (not a wait) is answered.
+ANSWER = 10.0
 
 log = logging.getLogger("jupyter_gpupool.kernel")
 
@@ -434,6 +445,91 @@ class CellGate:
             "payload": [],
             **content,
         }
+
+
+class OneCell:
+    """Changes the session's request for one cell and back; ``notice`` shows a text to the user."""
+
+    def __init__(self, link: Link, interrupts: Interrupts, notice: Callable[[str], None]) -> None:
+        self._link = link
+        self._interrupts = interrupts
+        self._notice = notice
+
+    async def ask_for(self, asked: CellRequest, before: dict[str, Any]) -> None:
+        """Change the request for one cell; put the fields that undo it into ``before``."""
+        old = {name: self._link.request.get(name) for name in asked.fields}
+        try:
+            answer = await self._call("request", **asked.fields)
+        except BrokerUnavailable:
+            await self.broker_expected(TICK)  # it died just now: it may be back in a moment
+            answer = await self._call("request", **asked.fields)
+        before.update({name: value for name, value in old.items() if value is not None})
+        self._link.note_request(answer)
+        smallest = min((s.bytes for s in self._link.slices), default=0)
+        if self._link.attached and not self._link.holds and smallest < asked.memory:
+            # Not enough room where it is: detach, so that the cell waits for the new size.
+            await self._call("release")
+            await self._until_detached(asked.memory)
+
+    async def _until_detached(self, wanted: int) -> None:
+        """Wait until the slice that was released is on its way back."""
+        alarm = Alarm()
+        give_up = time.monotonic() + ANSWER
+        with self._interrupts.watch(alarm.interrupt):
+            while self._link.attached and not alarm.interrupted and time.monotonic() < give_up:
+                await alarm.wait()
+        if alarm.interrupted:
+            raise interrupted()
+        if self._link.attached:
+            why = self._link.pinned_reason or self._link.reason or "the kernel is busy"
+            raise RefusedError(
+                f"{format_bytes(wanted)} are not free on the GPU that this kernel is on, and it "
+                f"could not leave it: {why}.",
+                next_step="Try again later, or ask for less.",
+            )
+
+    async def give_back(self, before: dict[str, Any]) -> None:
+        try:
+            answer = await self._call("request", **before)
+        except BrokerUnavailable:
+            self._link.owe_request(before)
+        except GPUPoolError as error:
+            self._notice(f"GPU pool: the request of this kernel could not be set back: {error}")
+        else:
+            self._link.note_request(answer)
+
+    async def broker_expected(self, at_least: float = 0.0) -> None:
+        """Wait for a broker that is expected back; a new kernel is still greeting its own."""
+        alarm = Alarm()
+        begun = time.monotonic()
+        with self._interrupts.watch(alarm.interrupt):
+            while (
+                0.0 < self._link.unreachable_for() < self._link.reviver.patience
+                or time.monotonic() < begun + at_least
+            ):
+                await alarm.wait()
+                if alarm.interrupted:
+                    raise interrupted()
+
+    async def _call(self, kind: str, **fields: Any) -> Mapping[str, Any]:
+        """Send a request and return the answer, which is quick: an interrupt is not heard here.
+
+        It must not reach the event loop either, which a KeyboardInterrupt would end.
+        """
+        alarm = Alarm()
+        with self._interrupts.watch(alarm.ring):
+            future = self._link.start_call(kind, **fields)
+            future.add_done_callback(lambda _: alarm.ring())
+            deadline = time.monotonic() + ANSWER
+            while not future.done() and time.monotonic() < deadline:
+                await alarm.wait()
+        if future.done():
+            return future.result()
+        raise BrokerUnavailable(
+            f"The GPU pool broker at {self._link.path} did not answer in {ANSWER:g} s.",
+            code=Code.BROKER_SILENT,
+            next_step="See `jupyter gpupool doctor`.",
+        )
 
 
 async def _result(value: Awaitable[Any] | Any) -> Any:

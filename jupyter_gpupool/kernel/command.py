@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Mapping
 
 from ..errors import Code, GPUPoolError
+from ..text import did_you_mean
 from ..units import parse_bytes, parse_seconds
 
 #: The subcommands and what ``%gpu help`` says of each.
@@ -144,8 +144,8 @@ def parse_command(line: str, request: Mapping[str, Any]) -> Command:
     if name[0] in "0123456789.-+" and not name.startswith("--"):
         return Command("memory", _memory(words, request))
     if name not in SUBCOMMANDS:
-        near = difflib.get_close_matches(name, SUBCOMMANDS, n=1, cutoff=0.5)
-        hint = f"Did you mean %gpu {near[0]}?" if near else "Sizes are written like %gpu 12GiB."
+        hint = did_you_mean(name, SUBCOMMANDS, shown="%gpu {}")
+        hint = hint or "Sizes are written like %gpu 12GiB."
         raise CommandError(
             f"There is no subcommand {name!r} of %gpu.", next_step=f"{hint} %gpu help lists all."
         )
@@ -186,9 +186,8 @@ def _memory(words: list[str], request: Mapping[str, Any]) -> dict[str, Any]:
             continue
         name = word[2:]
         if name not in OPTIONS:
-            near = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.5)
             known = " ".join(f"--{option}" for option in OPTIONS)
-            hint = f"Did you mean --{near[0]}?" if near else f"There are {known}."
+            hint = did_you_mean(name, OPTIONS, shown="--{}") or f"There are {known}."
             raise CommandError(f"There is no option {word!r} of %gpu.", next_step=hint)
         if not words or words[0].startswith("--"):
             raise CommandError(f"The option {word} needs a value.", next_step=_example(name))

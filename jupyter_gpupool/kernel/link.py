@@ -25,9 +25,8 @@ from typing import Any, Callable, Mapping, Sequence
 from ..client import CALL_TIMEOUT, Client
 from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..protocol import Message
+from .holds import Queue, Refused, Slice, Untold, Wait, slices_of
 from .revive import Reviver
-from .untold import Untold
-from .values import Queue, Refused, Slice, Wait, slices_of
 
 #: Seconds between attempts to reach the broker: the first pause and the longest.
 FIRST_PAUSE = 0.05

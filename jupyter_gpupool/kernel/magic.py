@@ -14,15 +14,14 @@ from IPython.display import display
 
 from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..units import format_bytes, format_seconds, parse_bytes
+from .advice import no_broker
 from .cells import CellGate
 from .command import OPTIONS, SUBCOMMANDS, parse_command
-from .guarded import NO_GUARD
-from .interrupts import TICK
+from .guard_state import NO_GUARD
+from .holds import Slice
 from .link import Link
 from .magic_display import STAYS, HelpView, PoolView, SessionView, device_names, stays
-from .one_cell import no_broker
-from .progress import WaitDisplay, describe, worth_showing
-from .values import Slice
+from .waits import TICK, WaitDisplay, describe, worth_showing
 
 _NOT_POOLED = (
     "This kernel has no GPU pool session. Start a kernel whose name says Pooled GPU, or make "

@@ -10,7 +10,7 @@ from typing import Any, Mapping, Sequence
 
 from ..units import format_bytes, format_seconds, format_wait
 from .command import SUBCOMMANDS
-from .guarded import Figures
+from .guard_state import Figures
 
 _STYLE = (
     "border-collapse: collapse; font-size: var(--jp-code-font-size, 13px); "

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jupyter_gpupool.guard import page as layout
 from jupyter_gpupool.guard.page import CLOSED, UNUSED, Page
-from jupyter_gpupool.kernel.guarded import started
+from jupyter_gpupool.kernel.guard_state import started
 
 #: ``struct page_slot``, up to what its contexts are charged.
 _SLOT = struct.Struct("<IIQIIII8Q8Q")

@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 
 from emucuda.profiles import environment, parse_machine
-from jupyter_gpupool.kernel.attach import (
+from jupyter_gpupool.kernel.advice import advice, is_out_of_memory, tried_bytes
+from jupyter_gpupool.kernel.frameworks import (
     CONTEXT_BYTES,
     CudaProbe,
     FrameworkCaps,
     show_devices,
     usable_bytes,
 )
+from jupyter_gpupool.kernel.holds import Slice
 from jupyter_gpupool.kernel.link import Link
-from jupyter_gpupool.kernel.oom import advice, is_out_of_memory, tried_bytes
-from jupyter_gpupool.kernel.values import Slice
 
 GiB = 1 << 30
 
 PROBE = """
 import ctypes
-from jupyter_gpupool.kernel.attach import CudaProbe
+from jupyter_gpupool.kernel.frameworks import CudaProbe
 probe = CudaProbe()
 assert probe() is False  # not loaded
 library = ctypes.CDLL("libcuda.so.1")

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from jupyter_gpupool.kernel.holds import Queue
 from jupyter_gpupool.kernel.link import Link
 from jupyter_gpupool.kernel.magic import complete_gpu
 from jupyter_gpupool.kernel.magic_display import PoolView, session_rows
-from jupyter_gpupool.kernel.progress import describe, sentence
-from jupyter_gpupool.kernel.values import Queue
+from jupyter_gpupool.kernel.waits import describe, sentence
 
 
 def rows(session: dict[str, Any], snapshot: dict[str, Any] | None = None) -> dict[str, str]:

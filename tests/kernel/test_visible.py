@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from jupyter_gpupool.kernel.visible import Visible, corrected
+from jupyter_gpupool.kernel.frameworks import Visible, corrected
 
 HOME = "GPU-aaaa,GPU-abbb"
 DEVICES = ("GPU-1111", "GPU-2222")

@@ -10,8 +10,8 @@ import pytest
 from harness import Kernel
 from scripted_broker import ScriptedBroker
 
-from jupyter_gpupool.kernel import untold as module
-from jupyter_gpupool.kernel.untold import Untold
+from jupyter_gpupool.kernel import holds as module
+from jupyter_gpupool.kernel.holds import Untold
 
 
 class Told:
@@ -108,7 +108,7 @@ def test_a_request_comes_after_the_cells_that_were_before_it(
     """Else a release would be refused for a cell that is over."""
     kernel.run("pass")
     kernel.run(
-        "import jupyter_gpupool.kernel.untold as u; u.BRIEF = 3600\n"
+        "import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600\n"
         "from jupyter_gpupool.kernel import _agents\n"
         "told = next(iter(_agents.values())).link._untold"
     )
@@ -129,7 +129,7 @@ def test_a_short_cell_that_is_over_is_told_and_keeps_no_slice(
 ) -> None:
     """Else a stream of them would keep it from who waits."""
     kernel.run("pass")
-    kernel.run("import jupyter_gpupool.kernel.untold as u; u.BRIEF = 3600")
+    kernel.run("import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600")
     # The thread may have begun to wait with the time of before.
     broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
     kernel.run("pass")

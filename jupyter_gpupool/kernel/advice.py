@@ -1,0 +1,191 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What this kernel says of a failure that the pool caused: why, and what the user can do.
+
+A CUDA call that is refused ends with a bare error code. The broker's sentence about it comes by
+itself (``refused``); without one, the error's own text tells what the line below it is about.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ..endpoint import MACHINE_SOCKET
+from ..errors import BrokerUnavailable, Code, GPUPoolError
+from ..units import format_bytes, parse_bytes
+from .guard_state import Figures, Guard
+from .holds import Refused
+from .link import Link
+from .waits import sentence
+
+#: How libraries name the error of a call that waited in vain (802), and of managed memory (801).
+_NOT_READY = re.compile(
+    r"CUDA_ERROR_SYSTEM_NOT_READY|cudaErrorSystemNotReady|system not yet initialized", re.IGNORECASE
+)
+_NOT_SUPPORTED = re.compile(
+    r"CUDA_ERROR_NOT_SUPPORTED|cudaErrorNotSupported|CUDA error: operation not supported",
+    re.IGNORECASE,
+)
+
+#: The user's own doing: nothing to explain.
+_INTERRUPTS = ("KeyboardInterrupt", "GPUWaitInterrupted")
+
+
+_MANAGED = (
+    "GPU pool: managed memory (cudaMallocManaged) is not supported here, because the driver cannot "
+    "suspend it. If this call asked for it: use ordinary device memory, or ask your admin for "
+    "c.GPUPool.managed_memory = 'allow'."
+)
+
+
+def may_be_refused(name: str, text: str) -> bool:
+    """Return whether the broker may still say why this error came."""
+    return name not in _INTERRUPTS and bool(is_out_of_memory(name, text) or _NOT_READY.search(text))
+
+
+def explain(link: Link, guard: Guard, refused: Refused | None, name: str, text: str) -> str:
+    """Return the line to add under the error of a cell; empty if there is nothing to say.
+
+    ``refused``: what the broker refused while the cell ran.
+    """
+    if name in _INTERRUPTS:
+        return ""
+    figures = guard.figures()
+    if refused is not None:
+        parts = [f"GPU pool: {sentence(refused.message)}"]
+        if refused.what == "grow" and (refused.code == Code.LIMIT or not refused.next_step):
+            # The kernel's own limit is what it may change itself: say with which command.
+            parts.append(sentence(advice(link, text, figures).removeprefix("GPU pool: ")))
+            return " ".join(parts)
+        if refused.what == "grow" and figures is not None and figures.granted:
+            parts.append(sentence(counted(figures)))
+        return " ".join([*parts, sentence(refused.next_step)]).rstrip()
+    if is_out_of_memory(name, text):
+        return advice(link, text, figures)
+    if guard.on and _NOT_READY.search(text):
+        return f"GPU pool: {_not_ready(link)}"
+    if _NOT_SUPPORTED.search(text) and guard.refuses_managed():
+        return _MANAGED
+    return ""
+
+
+def _not_ready(link: Link) -> str:
+    doctor = "`jupyter gpupool doctor` says what is wrong."
+    if link.unreachable_for():
+        return f"a CUDA call waited for a GPU slice. {no_broker(link, link.unavailable())} {doctor}"
+    return (
+        f"a CUDA call waited for a GPU slice, and the broker at {link.path} did not answer in "
+        f"time. Run the cell again. {doctor}"
+    )
+
+
+# ---------------------------------------------------------------------- out of memory
+
+_GIB = 1 << 30
+
+#: What the libraries say, over names and texts of their errors.
+_PATTERN = re.compile(
+    r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|CUDA out of memory"
+    r"|CUDA error: out of memory|RESOURCE_EXHAUSTED: Out of memory"
+    r"|Out of memory allocating [0-9,]+ bytes",
+    re.IGNORECASE,
+)
+_NAMES = ("OutOfMemoryError", "CUDAOutOfMemoryError")
+_TRIED = re.compile(r"(?:Tried to allocate|trying to allocate|allocating) ([0-9.,]+) ?([A-Za-z]*)")
+
+
+def is_out_of_memory(name: str, text: str) -> bool:
+    """Return whether an error of this name and text says that *device* memory ran out."""
+    return name in _NAMES or bool(_PATTERN.search(text))
+
+
+def tried_bytes(text: str) -> int:
+    """Return the bytes that the failed allocation asked for; 0 if the text does not say."""
+    found = _TRIED.search(text)
+    if found is None:
+        return 0
+    number, unit = found.group(1).replace(",", ""), found.group(2)
+    try:
+        return parse_bytes(number + ("B" if unit in ("", "bytes") else unit))
+    except ValueError:
+        return 0
+
+
+def advice(link: Link, text: str, figures: Figures | None = None) -> str:
+    """Return the line to add under the error; ``figures`` are those that the guard counts."""
+    if figures is not None and figures.granted:
+        granted = figures.granted
+        line = f"GPU pool: {counted(figures)}"
+    elif link.attached and link.slices:
+        granted = min(s.bytes for s in link.slices)
+        line = f"GPU pool: this kernel is granted {format_bytes(granted)} of device memory"
+    else:
+        return (
+            "GPU pool: this kernel has no GPU slice at the moment. Type %gpu attach to get one, "
+            "or %gpu for its state."
+        )
+    return f"{line}{_what_to_type(link, granted, text)}"
+
+
+def counted(figures: Figures) -> str:
+    """Return the figures of the guard as the beginning of a sentence."""
+    line = (
+        f"this kernel uses {format_bytes(figures.used)} of the {format_bytes(figures.granted)} "
+        "of device memory that it is granted"
+    )
+    if figures.limit > figures.granted:
+        line += f", and its limit is {format_bytes(figures.limit)}"
+    return line
+
+
+def _what_to_type(link: Link, granted: int, text: str) -> str:
+    most = link.limits.get("memory")
+    wanted = _round_up(max(2 * granted, granted + tried_bytes(text)))
+    if not isinstance(most, int):
+        return f". Ask for more with: %gpu {_size(wanted)}"
+    if most <= granted:
+        return (
+            ", which is the most it may ask for. Free some in this kernel (del, then the "
+            "library's empty_cache()), or ask your admin for a larger quota."
+        )
+    wanted = min(most, wanted)
+    return f"; up to {format_bytes(most)} may be asked for. Type: %gpu {_size(wanted)}"
+
+
+def _round_up(value: int) -> int:
+    return -(-value // _GIB) * _GIB
+
+
+def _size(value: int) -> str:
+    if value % _GIB == 0:
+        return f"{value // _GIB}GiB"
+    return f"{value >> 20}MiB"
+
+
+# ---------------------------------------------------------------------- no broker
+
+
+def no_broker(link: Link, error: GPUPoolError) -> GPUPoolError:
+    """Return ``error``, that no broker can be used, with the way to start one if none is there."""
+    named = str(link.path.with_suffix(".log")) in str(error)
+    hint = "" if named else log_hint(link)
+    if error.code in (Code.NO_BROKER, BrokerUnavailable.code):
+        start = (
+            "It is the one of the whole machine: ask its admin to start it."
+            if link.path == MACHINE_SOCKET
+            else "Open another Pooled GPU kernel, which starts it with your server's options, "
+            "or run `jupyter gpupool broker`."
+        )
+    else:
+        start = error.next_step  # a broker is not what is missing
+    message = error.message
+    if str(link.path) not in message:
+        message += f" Its socket is {link.path}."
+    return BrokerUnavailable(message, code=error.code, next_step=f"{start} {hint}".strip())
+
+
+def log_hint(link: Link) -> str:
+    """Return where to look when the broker does not answer."""
+    if link.path == MACHINE_SOCKET:
+        return ""
+    return f"The broker's log is {link.path.with_suffix('.log')}, if it was started for you."
