@@ -93,14 +93,13 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 def session(folder: Path) -> tuple[dict[str, str], str]:
     """Return the environment of a session on an emulated machine, and the driver's path."""
-    from emucuda import build as emulator_build
-    from emucuda import profiles
+    import emucuda.build
     from jupyter_gpupool.guard import build as guard_build
     from jupyter_gpupool.guard import page as pages
 
-    emulator_build.compile()
+    emucuda.build.compile()
     guard_build.compile()
-    machine = profiles.environment("1x8GiB,context=32MiB", folder / "machine", base={})
+    machine = emucuda.environment("1x8GiB,context=32MiB", folder / "machine", base={})
     env = {**os.environ, **machine}
     done = subprocess.run(
         [sys.executable, "-c", UUID], env=env, check=True, capture_output=True, text=True
@@ -117,7 +116,7 @@ def session(folder: Path) -> tuple[dict[str, str], str]:
         "LD_PRELOAD": str(guard_build.DEFAULT_OUT / "libcuda.so.1"),
         "GPUPOOL_PAGE": str(folder / "page"),
     }
-    return env, str(profiles.library_dir() / "libcuda.so.1")
+    return env, str(emucuda.library_dir() / "libcuda.so.1")
 
 
 def neighbour(stack: ExitStack, env: dict[str, str]) -> None:

@@ -58,7 +58,7 @@ def private_pool(**options: Any) -> Iterator[list[str]]:
 
 def driver_environment() -> dict[str, str]:
     """Return what leads a process outside of the pool to the driver of :func:`private_pool`."""
-    names = ("GPUPOOL_EMULATE", "GPUPOOL_EMULATE_STATE")
+    names = ("EMUCUDA_MACHINE", "EMUCUDA_STATE")
     with Client(os.environ["GPUPOOL_SOCKET"]) as client:
         # What a kernel is started with is the only place where that is told.
         opened = client.call("open", kernel_id="benchmark", label="benchmark", request={})

@@ -66,14 +66,14 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 def environment(stack: ExitStack) -> dict[str, str]:
     """Return the environment that leads to the driver to measure."""
-    from emucuda import build, profiles
+    import emucuda.build
     from jupyter_gpupool.emulation import real_driver_present
 
     if real_driver_present():
         return dict(os.environ)
-    build.compile()
+    emucuda.build.compile()
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpb"))
-    machine = profiles.environment("2x4GiB", Path(folder) / "machine")
+    machine = emucuda.environment("2x4GiB", Path(folder) / "machine")
     return {**os.environ, **machine}
 
 

@@ -1,29 +1,51 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Compile the emulated driver: ``python -m emucuda.build``."""
+"""Compile the driver: ``python -m emucuda.build``. Needs a C compiler and libc's headers."""
 
 from __future__ import annotations
 
+import argparse
+import fcntl
+import os
+import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from jupyter_gpupool.compiling import Build, CompilerMissing, command_line, compiler
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
-
-__all__ = ["DEFAULT_OUT", "SOURCES", "CompilerMissing", "compile", "compiler", "libraries"]
+from typing import Sequence
 
 SOURCES = Path(__file__).resolve().parent / "src"
 #: Where the installed package looks for the libraries.
 DEFAULT_OUT = Path(__file__).resolve().parent / "lib"
 
 _SHARED = ("machine.c", "slots.c", "spec.c", "faults.c")
+_FLAGS = (
+    *("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g1", "-Wall", "-Wextra"),
+    *("-fPIC", "-fvisibility=hidden", "-pthread"),
+)
 # -Bsymbolic: a library of the same SONAME may be preloaded before this one; its symbols must not
 # replace ours inside our own tables. nodelete: the driver's thread outlives a dlclose().
-_LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,now", "-Wl,-z,nodelete")
+_LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,now", "-Wl,-z,nodelete", "-ldl")
+
+
+class CompilerMissing(RuntimeError):
+    """The machine has no C compiler."""
+
+
+def compiler() -> list[str]:
+    """Return the command of the C compiler: ``$CC``, or ``cc``.
+
+    Raises
+    ------
+    CompilerMissing
+        If it is not on PATH.
+    """
+    command = shlex.split(os.environ.get("CC", "cc")) or ["cc"]
+    if shutil.which(command[0]) is None:
+        raise CompilerMissing(
+            f"No C compiler: {command[0]!r} is not on PATH. Install gcc or clang, or set CC."
+        )
+    return command
 
 
 def libraries() -> dict[str, list[Path]]:
@@ -35,26 +57,78 @@ def libraries() -> dict[str, list[Path]]:
     return {"libcuda.so.1": cuda + shared, "libnvidia-ml.so.1": nvml + shared}
 
 
-def compile(  # noqa: A001 - the name the package build and the tests call
+def compile(  # noqa: A001 - the name that package builds and tests call
     out_dir: str | os.PathLike[str] = DEFAULT_OUT,
     *,
     sanitize: str | None = None,
     strict: bool = True,
 ) -> None:
-    """Compile both libraries into ``out_dir``; see :meth:`jupyter_gpupool.compiling.Build.into`."""
-    build = Build(libraries(), [*SOURCES.glob("*.h")], (), _LINK)
-    build.into(out_dir, sanitize=sanitize, strict=strict)
-    for soname in libraries():
-        alias = Path(out_dir) / soname.removesuffix(".1")
-        if not alias.is_symlink():
-            alias.unlink(missing_ok=True)
-            alias.symlink_to(soname)
+    """Compile each library that is older in ``out_dir`` than its sources.
+
+    ``sanitize`` is ``"address"`` or ``"thread"``: the libraries are then instrumented, and a
+    program that loads them must preload the sanitizer's runtime. ``strict`` makes warnings errors:
+    right for developers, wrong where a newer compiler has new warnings.
+
+    Raises
+    ------
+    CompilerMissing
+        If this machine has no C compiler.
+    subprocess.CalledProcessError
+        If compiling fails; the compiler has written why to standard error.
+    """
+    flags = [*compiler(), *_FLAGS, *(["-Werror"] if strict else [])]
+    if sanitize:
+        flags += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"]
+    out = Path(out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)  # concurrent test runs compile once
+        for soname, sources in libraries().items():
+            _compile(out / soname, sources, flags)
+    finally:
+        os.close(directory)
+
+
+def _compile(target: Path, sources: Sequence[Path], command: Sequence[str]) -> None:
+    inputs = [*sources, *SOURCES.glob("*.h"), Path(__file__)]
+    newest = max(path.stat().st_mtime_ns for path in inputs)
+    if target.exists() and target.stat().st_mtime_ns >= newest:
+        return
+    # Compiled aside and renamed: a process may be running on the old file.
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    link = [*_LINK, f"-Wl,-soname,{target.name}", "-o", str(aside)]
+    try:
+        subprocess.run([*command, *map(str, sources), *link], check=True)
+        aside.replace(target)
+    finally:
+        aside.unlink(missing_ok=True)
+    alias = target.with_suffix("")
+    if not alias.is_symlink():
+        alias.unlink(missing_ok=True)
+        alias.symlink_to(target.name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile on the command line; the exit status."""
-    module = "emucuda.build"
-    return command_line(module, "The emulated driver", DEFAULT_OUT, compile, argv)
+    """Compile on the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m emucuda.build")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="directory to compile into")
+    parser.add_argument(
+        "--sanitize", choices=("address", "thread"), help="instrument the libraries (for tests)"
+    )
+    options = parser.parse_args(argv)
+    try:
+        compile(options.out, sanitize=options.sanitize)
+    except CompilerMissing as error:
+        print(error, file=sys.stderr)
+    except subprocess.CalledProcessError as error:
+        print(f"The C compiler failed with status {error.returncode}.", file=sys.stderr)
+    except OSError as error:
+        print(f"{options.out} cannot be written ({error}). Choose another --out.", file=sys.stderr)
+    else:
+        print(f"The emulated driver is in {options.out}")
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -6,18 +6,18 @@ The emulated driver knows them by name (``src/kernels.c``) and computes the same
 real driver compiles the text. Each works for any one-dimensional launch.
 
 ===========================================  ======================================================
-``gpupool_spin_ns(u64 ns)``                  occupies its stream for that many nanoseconds
-``gpupool_fill_u64(u64* p, u64 n, u64 v)``   ``p[i] = v``
-``gpupool_iota_u32(u32* p, u64 n, u32 v)``   ``p[i] = v + i``, modulo 2**32
-``gpupool_add_u32(u32* p, u64 n, u32 v)``    ``p[i] += v``, modulo 2**32
-``gpupool_sum_u32(u64* out, u32* p, u64 n)``  ``*out += p[0] + ... + p[n - 1]``
-``gpupool_illegal_address()``                fails its context with CUDA_ERROR_ILLEGAL_ADDRESS
+``emucuda_spin_ns(u64 ns)``                  occupies its stream for that many nanoseconds
+``emucuda_fill_u64(u64* p, u64 n, u64 v)``   ``p[i] = v``
+``emucuda_iota_u32(u32* p, u64 n, u32 v)``   ``p[i] = v + i``, modulo 2**32
+``emucuda_add_u32(u32* p, u64 n, u32 v)``    ``p[i] += v``, modulo 2**32
+``emucuda_sum_u32(u64* out, u32* p, u64 n)``  ``*out += p[0] + ... + p[n - 1]``
+``emucuda_illegal_address()``                fails its context with CUDA_ERROR_ILLEGAL_ADDRESS
 ===========================================  ======================================================
 
 With cuda-core::
 
     from cuda.core import LaunchConfig, ObjectCode, launch
-    add = ObjectCode.from_ptx(PTX.encode()).get_kernel("gpupool_add_u32")
+    add = ObjectCode.from_ptx(PTX.encode()).get_kernel("emucuda_add_u32")
     launch(stream, LaunchConfig(grid=256, block=256), add, buffer, numpy.uint64(n), numpy.uint32(1))
 """
 
@@ -64,7 +64,7 @@ def _loop(name: str, params: str, *, shift: int, setup: str, body: str, finish: 
 PTX = (
     ".version 7.0\n.target sm_70\n.address_size 64\n"
     + _kernel(
-        "gpupool_spin_ns",
+        "emucuda_spin_ns",
         ".param .u64 ns",
         """
   .reg .pred %q;
@@ -80,28 +80,28 @@ LOOP:
 """,
     )
     + _loop(
-        "gpupool_fill_u64",
+        "emucuda_fill_u64",
         ".param .u64 p, .param .u64 n, .param .u64 value",
         shift=3,
         setup="\n  ld.param.u64 %d2, [value];",
         body="\n  st.global.u64 [%d5], %d2;",
     )
     + _loop(
-        "gpupool_iota_u32",
+        "emucuda_iota_u32",
         ".param .u64 p, .param .u64 n, .param .u32 first",
         shift=2,
         setup="\n  ld.param.u32 %r4, [first];",
         body="\n  cvt.u32.u64 %r5, %d3;\n  add.u32 %r5, %r5, %r4;\n  st.global.u32 [%d5], %r5;",
     )
     + _loop(
-        "gpupool_add_u32",
+        "emucuda_add_u32",
         ".param .u64 p, .param .u64 n, .param .u32 value",
         shift=2,
         setup="\n  ld.param.u32 %r4, [value];",
         body="\n  ld.global.u32 %r5, [%d5];\n  add.u32 %r5, %r5, %r4;\n  st.global.u32 [%d5], %r5;",
     )
     + _loop(
-        "gpupool_sum_u32",
+        "emucuda_sum_u32",
         ".param .u64 out, .param .u64 p, .param .u64 n",
         shift=2,
         setup="\n  ld.param.u64 %d2, [out];\n  cvta.to.global.u64 %d2, %d2;\n  mov.u64 %d6, 0;",
@@ -109,7 +109,7 @@ LOOP:
         finish="\n  red.global.add.u64 [%d2], %d6;",
     )
     + _kernel(
-        "gpupool_illegal_address",
+        "emucuda_illegal_address",
         "",
         """
   .reg .b64 %d<2>;

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 
-from emucuda.profiles import (
+from emucuda import (
     EmulatorError,
     EmulatorNotBuilt,
     device_files,

@@ -61,7 +61,7 @@ _MOST_FILE = 64 << 10
 _KEPT = (
     "HOME", "USER", "LOGNAME", "PATH", "SHELL", "LANG", "LC_*", "TZ", "TMPDIR",
     "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD",
-    "XDG_*", "JUPYTER_*", "GPUPOOL_*",
+    "XDG_*", "JUPYTER_*", "GPUPOOL_*", "EMUCUDA_*",
     "CUDA_*", "NVIDIA_*", "GPU_DEVICE_ORDINAL", "SLURM_*", "PBS_*", "LSB_*", "SGE_*", "FLUX_*",
 )  # fmt: skip
 

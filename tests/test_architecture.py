@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "jupyter_gpupool"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "jupyter_gpupool"
 
 #: Modules that every part may import; they import each other at most, and the standard library.
 LEAVES = ("errors", "text", "units")
@@ -118,6 +119,24 @@ def test_a_module_imports_only_what_its_part_may(path):
         elif top not in sys.stdlib_module_names:
             allowed = THIRD_PARTY.get(part, set()) | USERS_OWN.get(part, set())
             assert top in allowed, f"{part} must not import {top}"
+
+
+def test_the_emulated_driver_needs_nothing_but_the_standard_library():
+    for path in (ROOT / "emucuda").rglob("*.py"):
+        outside = {top for top, _ in imports(path)} - {"emucuda"} - sys.stdlib_module_names
+        assert not outside, path
+
+
+def test_the_emulated_driver_has_one_door():
+    """The product's door and the tests' door; the driver's own tests are beside neither."""
+    users = {
+        str(path.relative_to(ROOT))
+        for folder in (PACKAGE, ROOT / "tests")
+        for path in folder.rglob("*.py")
+        if path.parent != ROOT / "tests" / "emulator"
+        if any(top == "emucuda" for top, _ in imports(path))
+    }
+    assert users == {"jupyter_gpupool/emulation.py", "tests/emulated.py"}
 
 
 def test_the_pool_reads_no_clock_and_does_no_io():

@@ -55,7 +55,7 @@ def call(answer):
     return answer[1] if len(answer) == 2 else answer[1:]
 device = Device(); device.set_current()
 stream = device.create_stream()
-kernel = ObjectCode.from_ptx(PTX.encode()).get_kernel("gpupool_add_u32")
+kernel = ObjectCode.from_ptx(PTX.encode()).get_kernel("emucuda_add_u32")
 one = LaunchConfig(grid=1, block=32)
 word = device.allocate(4096, stream=stream)
 arguments = (word, np.uint64(1), np.uint32(1))

@@ -72,7 +72,7 @@ class Raw:
         module = call(driver.cuModuleLoadData, PTX.encode() + b"\0")
         self._functions = {
             name: call(driver.cuModuleGetFunction, module, name.encode())
-            for name in ("gpupool_iota_u32", "gpupool_add_u32", "gpupool_sum_u32")
+            for name in ("emucuda_iota_u32", "emucuda_add_u32", "emucuda_sum_u32")
         }
 
     def close(self) -> None:
@@ -90,13 +90,13 @@ class Raw:
     def fill(self, address: int, size: int, first: int) -> None:
         """Let what is at ``address`` count up from ``first``."""
         types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
-        self.launch("gpupool_iota_u32", (address, size // 4, first % _WORDS), types)
+        self.launch("emucuda_iota_u32", (address, size // 4, first % _WORDS), types)
         self.sync()
 
     def increase(self, address: int, size: int, step: int) -> None:
         """Add ``step`` to each element; returns before that is done."""
         types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
-        self.launch("gpupool_add_u32", (address, size // 4, step % _WORDS), types)
+        self.launch("emucuda_add_u32", (address, size // 4, step % _WORDS), types)
 
     def right(self, address: int, size: int, first: int) -> bool:
         """Return whether what is at ``address`` counts up from ``first``."""
@@ -104,7 +104,7 @@ class Raw:
         host = np.zeros(1, np.uint64)
         call(driver.cuMemcpyHtoD, out, host.ctypes.data, 8)
         types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
-        self.launch("gpupool_sum_u32", (out, address, size // 4), types)
+        self.launch("emucuda_sum_u32", (out, address, size // 4), types)
         call(driver.cuMemcpyDtoH, host.ctypes.data, out, 8)
         call(driver.cuMemFree, out)
         if int(host[0]) != expected_sum(size, first):

@@ -126,7 +126,7 @@ CUresult arena_open_device(int device)
     struct device *d = &driver.device[device];
     if (d->fd >= 0)
         return CUDA_SUCCESS;
-    int fd = memfd_create("gpupool-emulated-device", MFD_CLOEXEC);
+    int fd = memfd_create("emucuda-device", MFD_CLOEXEC);
     if (fd < 0)
         return CUDA_ERROR_OPERATING_SYSTEM;
     void *alias = arena_host(d->window);

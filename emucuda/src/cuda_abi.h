@@ -7,8 +7,8 @@
  * (https://docs.nvidia.com/cuda/cuda-driver-api/), so that building needs no CUDA toolkit.
  * Only layouts and numbers that cross the library boundary live here.
  */
-#ifndef GPUPOOL_CUDA_ABI_H
-#define GPUPOOL_CUDA_ABI_H
+#ifndef EMUCUDA_CUDA_ABI_H
+#define EMUCUDA_CUDA_ABI_H
 
 #include <stddef.h>
 #include <stdint.h>

@@ -11,8 +11,8 @@
  * linearly, so an allocation needs no system call; the VMM window is mapped piece by piece.
  * Files are sparse, so memory costs what was touched.
  */
-#ifndef GPUPOOL_DRIVER_H
-#define GPUPOOL_DRIVER_H
+#ifndef EMUCUDA_DRIVER_H
+#define EMUCUDA_DRIVER_H
 
 #include "cuda_abi.h"
 #include "machine.h"

@@ -2,14 +2,14 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * Injected faults: a table shared by all processes, read from `<state>/faults`, and a private
- * one from GPUPOOL_EMULATE_FAULTS.
+ * one from EMUCUDA_FAULTS.
  *
  * One fault per line (or between ';'): NAME key=value ...
  *   pid=, device=, count=   whom it strikes and how often
  *   bandwidth=              slow-copies: bytes/s
  *   code=                   the CUresult (or Xid) to report instead of the usual one
  *   op=                     hang: lock, checkpoint, restore, unlock or state
- *   bytes=, ms=, number=    what a temperament is about; see `Faults` in profiles.py
+ *   bytes=, ms=, number=    the size, time or number of a quirk; see `Faults` in faults.py
  *   id=                     identity, so that rewriting the file keeps the counts of other lines
  */
 #include "machine.h"
@@ -102,19 +102,19 @@ static void parse_table(char *text, struct fault_table *table, const char *whose
         if (table->count < MAX_FAULTS && parse_fault(line, &table->fault[table->count]))
             table->count++;
         else if (whose && *line)
-            dprintf(2, "Emulated NVIDIA driver: %s: %s '%s'.\n", whose,
+            dprintf(2, "emucuda: %s: %s '%s'.\n", whose,
                     table->count < MAX_FAULTS ? "there is no fault" : "too many faults, without", line);
     }
 }
 
 static void read_env(void)
 {
-    const char *text = getenv("GPUPOOL_EMULATE_FAULTS");
+    const char *text = getenv("EMUCUDA_FAULTS");
     if (!text || !*text)
         return;
     char *copy = strdup(text);
     if (copy)
-        parse_table(copy, &env_table, "GPUPOOL_EMULATE_FAULTS");
+        parse_table(copy, &env_table, "EMUCUDA_FAULTS");
     free(copy);
 }
 

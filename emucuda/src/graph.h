@@ -4,8 +4,8 @@
  * What a graph is. A node may only depend on nodes that exist, so the order in which nodes were
  * added is an order in which they may run; that is the order in which a launch runs them.
  */
-#ifndef GPUPOOL_GRAPH_H
-#define GPUPOOL_GRAPH_H
+#ifndef EMUCUDA_GRAPH_H
+#define EMUCUDA_GRAPH_H
 
 #include "module.h"
 

@@ -3,12 +3,12 @@
  *
  * Built-in kernels. A launch of any other name is 3 us of work that touches nothing.
  *
- *   gpupool_spin_ns(u64 ns)                      occupies the stream for that long
- *   gpupool_fill_u64(u64 *p, u64 n, u64 value)   p[i] = value
- *   gpupool_iota_u32(u32 *p, u64 n, u32 first)   p[i] = first + i
- *   gpupool_add_u32(u32 *p, u64 n, u32 value)    p[i] += value
- *   gpupool_sum_u32(u64 *out, u32 *p, u64 n)     *out += sum of p[i]
- *   gpupool_illegal_address()                    fails the context with error 700
+ *   emucuda_spin_ns(u64 ns)                      occupies the stream for that long
+ *   emucuda_fill_u64(u64 *p, u64 n, u64 value)   p[i] = value
+ *   emucuda_iota_u32(u32 *p, u64 n, u32 first)   p[i] = first + i
+ *   emucuda_add_u32(u32 *p, u64 n, u32 value)    p[i] += value
+ *   emucuda_sum_u32(u64 *out, u32 *p, u64 n)     *out += sum of p[i]
+ *   emucuda_illegal_address()                    fails the context with error 700
  *
  * `kernels.py` holds real PTX of the same kernels, so that a program that uses them also runs
  * on hardware.
@@ -107,15 +107,15 @@ static const struct {
     uint32_t params;
     CUresult (*run)(void **params);
 } builtins[] = {
-    {"gpupool_fill_u64", 3, fill_u64}, {"gpupool_iota_u32", 3, iota_u32},
-    {"gpupool_add_u32", 3, add_u32},   {"gpupool_sum_u32", 3, sum_u32},
-    {"gpupool_illegal_address", 0, illegal_address},
+    {"emucuda_fill_u64", 3, fill_u64}, {"emucuda_iota_u32", 3, iota_u32},
+    {"emucuda_add_u32", 3, add_u32},   {"emucuda_sum_u32", 3, sum_u32},
+    {"emucuda_illegal_address", 0, illegal_address},
 };
 
 uint64_t kernel_run(const char *name, void **params, uint32_t count, CUresult *result)
 {
     *result = CUDA_SUCCESS;
-    if (!strcmp(name, "gpupool_spin_ns") && count == 1)
+    if (!strcmp(name, "emucuda_spin_ns") && count == 1)
         return u64(params, 0);
     for (unsigned i = 0; i < sizeof builtins / sizeof *builtins; i++)
         if (!strcmp(name, builtins[i].name) && count == builtins[i].params)

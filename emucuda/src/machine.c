@@ -159,9 +159,9 @@ static struct machine *create_file(const char *path, const struct spec *spec)
 
 static int prepare_state_dir(void)
 {
-    const char *dir = getenv("GPUPOOL_EMULATE_STATE");
+    const char *dir = getenv("EMUCUDA_STATE");
     char fallback[64], resolved[PATH_MAX];
-    snprintf(fallback, sizeof fallback, "/dev/shm/gpupool-emulator-%u", (unsigned)geteuid());
+    snprintf(fallback, sizeof fallback, "/dev/shm/emucuda-%u", (unsigned)geteuid());
     bool own = !dir || !*dir;
     if (own)
         dir = fallback;
@@ -263,7 +263,7 @@ int machine_open(void)
 {
     pthread_mutex_lock(&open_mutex);
     if (open_result < 0 || open_result == MACHINE_CONFLICT) {
-        const char *text = getenv("GPUPOOL_EMULATE");
+        const char *text = getenv("EMUCUDA_MACHINE");
         struct spec spec;
         char error[300];
         memset(&spec, 0, sizeof spec);
@@ -271,21 +271,21 @@ int machine_open(void)
             open_result = MACHINE_NONE;
         } else if (spec_parse(text, &spec, error, sizeof error)) {
             fprintf(stderr,
-                    "gpupool emulated driver: GPUPOOL_EMULATE: %s; write for example 2x16GiB or "
+                    "emucuda: EMUCUDA_MACHINE: %s; write for example 2x16GiB or "
                     "2x16GiB,context=256MiB,bandwidth=8GB/s\n", error);
             open_result = MACHINE_BAD;
         } else if (prepare_state_dir()) {
-            fprintf(stderr, "gpupool emulated driver: the state directory cannot be used: %s; "
-                    "set GPUPOOL_EMULATE_STATE to a directory of yours\n", strerror(errno));
+            fprintf(stderr, "emucuda: the state directory cannot be used: %s; "
+                    "set EMUCUDA_STATE to a directory of yours\n", strerror(errno));
             open_result = MACHINE_BAD;
         } else {
             open_result = attach(&spec);
             if (open_result)
                 fprintf(stderr, open_result == MACHINE_CONFLICT
-                        ? "gpupool emulated driver: %s holds a machine other than GPUPOOL_EMULATE=%s "
-                          "that is in use; use another GPUPOOL_EMULATE_STATE\n"
-                        : "gpupool emulated driver: cannot create the machine in %s "
-                          "for GPUPOOL_EMULATE=%s\n", state_dir, text);
+                        ? "emucuda: %s holds a machine other than EMUCUDA_MACHINE=%s "
+                          "that is in use; use another EMUCUDA_STATE\n"
+                        : "emucuda: cannot create the machine in %s "
+                          "for EMUCUDA_MACHINE=%s\n", state_dir, text);
             if (open_result && lock_fd >= 0) {
                 close(lock_fd);
                 lock_fd = -1;

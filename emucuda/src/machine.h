@@ -8,8 +8,8 @@
  * injected faults. `<state>/lock` is held shared by every user of the machine and taken
  * exclusively only to (re)create it.
  */
-#ifndef GPUPOOL_MACHINE_H
-#define GPUPOOL_MACHINE_H
+#ifndef EMUCUDA_MACHINE_H
+#define EMUCUDA_MACHINE_H
 
 #include <pthread.h>
 #include <stdbool.h>
@@ -26,7 +26,7 @@
 #define MIB (1ull << 20)
 #define GRANULE (2 * MIB) /* size of a device page, as on the hardware */
 
-/* What GPUPOOL_EMULATE asks for. Sizes in bytes, bandwidth in bytes/s (0: unlimited). */
+/* What EMUCUDA_MACHINE asks for. Sizes in bytes, bandwidth in bytes/s (0: unlimited). */
 struct spec {
     uint64_t count;
     uint64_t memory;
@@ -145,7 +145,7 @@ struct machine {
     struct slot slot[MAX_SLOTS];
 };
 
-_Static_assert(offsetof(struct machine, faults_touch) == 16, "profiles.py writes there");
+_Static_assert(offsetof(struct machine, faults_touch) == 16, "faults.py writes there");
 
 /* Maps the machine that the environment describes. Idempotent, thread-safe.
  * 0; or a reason: */

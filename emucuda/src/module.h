@@ -3,8 +3,8 @@
  *
  * What a module and a kernel are, for loading and launching.
  */
-#ifndef GPUPOOL_MODULE_H
-#define GPUPOOL_MODULE_H
+#ifndef EMUCUDA_MODULE_H
+#define EMUCUDA_MODULE_H
 
 #include "driver.h"
 

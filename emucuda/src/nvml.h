@@ -3,8 +3,8 @@
  *
  * Shared by the NVML modules.
  */
-#ifndef GPUPOOL_NVML_H
-#define GPUPOOL_NVML_H
+#ifndef EMUCUDA_NVML_H
+#define EMUCUDA_NVML_H
 
 #include "machine.h"
 #include "nvml_abi.h"

@@ -4,8 +4,8 @@
  * The part of the NVML ABI that the emulated driver serves, written for this project from the
  * published NVML API reference (https://docs.nvidia.com/deploy/nvml-api/).
  */
-#ifndef GPUPOOL_NVML_ABI_H
-#define GPUPOOL_NVML_ABI_H
+#ifndef EMUCUDA_NVML_ABI_H
+#define EMUCUDA_NVML_ABI_H
 
 #include <stddef.h>
 #include <stdint.h>

@@ -52,7 +52,7 @@ void share_pack(CUipcMemHandle *out, int kind, int device, uint64_t offset, uint
 CUresult share_file(int *out, int kind, int device, uint64_t offset, uint64_t size)
 {
     struct record r = record_of(kind, device, offset, size);
-    int fd = memfd_create("gpupool-emulated-share", MFD_CLOEXEC);
+    int fd = memfd_create("emucuda-share", MFD_CLOEXEC);
     if (fd < 0)
         return CUDA_ERROR_OPERATING_SYSTEM;
     if (pwrite(fd, &r, sizeof r, 0) != sizeof r) {

@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The grammar of GPUPOOL_EMULATE. `profiles.py` parses the same grammar for better messages;
+ * The grammar of EMUCUDA_MACHINE. `machine.py` parses the same grammar for better messages;
  * a test compares the two on good and bad strings.
  */
 #include "machine.h"
@@ -128,8 +128,8 @@ int spec_parse(const char *text, struct spec *out, char *error, size_t error_siz
 }
 
 /* For the tests, which compare this parser with the one in Python. */
-__attribute__((visibility("default"))) int gpupool_emulator_parse(const char *text, uint64_t out[5]);
-int gpupool_emulator_parse(const char *text, uint64_t out[5])
+__attribute__((visibility("default"))) int emucuda_parse(const char *text, uint64_t out[5]);
+int emucuda_parse(const char *text, uint64_t out[5])
 {
     struct spec spec;
     char error[256];

@@ -119,7 +119,7 @@ def add(array: GPUArray, value: int, stream: Any = None) -> None:
     launch(
         stream or array.device.default_stream,
         LaunchConfig(grid=64, block=256),
-        _kernel(array.device, "gpupool_add_u32"),
+        _kernel(array.device, "emucuda_add_u32"),
         array.address,
         np.uint64(array.nbytes // 4),
         np.uint32(value),
@@ -132,7 +132,7 @@ def total(array: GPUArray) -> int:
     launch(
         array.device.default_stream,
         LaunchConfig(grid=64, block=256),
-        _kernel(array.device, "gpupool_sum_u32"),
+        _kernel(array.device, "emucuda_sum_u32"),
         result.address,
         array.address,
         np.uint64(array.nbytes // 4),

@@ -19,11 +19,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from emucuda.profiles import Faults
 from jupyter_gpupool.broker.journal import Row
 from jupyter_gpupool.broker.pages import SHARED_MEMORY, folder_name
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import GPUPoolError
+from tests.emulated import Faults
 
 MiB = 1 << 20
 ROOT = Path(__file__).parents[2]

@@ -51,7 +51,7 @@ def scene(make_broker):
             [sys.executable, "-c", STRANGER],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=kit.ROOT,
             env={**kit.environment(broker.folder), **environment, "CUDA_VISIBLE_DEVICES": device,
-                 "GPUPOOL_EMULATE_STATE": one.env["GPUPOOL_EMULATE_STATE"]},
+                 "EMUCUDA_STATE": one.env["EMUCUDA_STATE"]},
         )  # fmt: skip
 
         def end():

@@ -92,7 +92,7 @@ def test_memory_outside_the_pool_counts_once(broker, program):
     one = program("one", memory=200 * MiB, limit=200 * MiB)
     one.begin(100 * MiB)
     device = one.status()["device"]
-    keep = {k: v for k, v in one.env.items() if k.startswith("GPUPOOL_EMULATE")}
+    keep = {k: v for k, v in one.env.items() if k.startswith("EMUCUDA_")}
     library = one.env["LD_LIBRARY_PATH"].split(":")[-1]
     stranger = subprocess.Popen(
         [sys.executable, "-c", STRANGER],

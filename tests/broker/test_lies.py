@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from emucuda.profiles import library_dir
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import BrokerUnavailable, GPUPoolError, RefusedError
+from tests.emulated import library_dir
 
 from . import kit
 from .kit import Kernel, Raw, wait_until

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from snapshots import GiB, device, pool
 
-from emucuda import profiles
 from jupyter_gpupool.broker.host import Host
 from jupyter_gpupool.cli import checks, main
 from jupyter_gpupool.cli.checks import Finding
 from jupyter_gpupool.config import load_settings
 from jupyter_gpupool.emulation import real_driver_present
 from jupyter_gpupool.guard import build, install
+from tests import emulated
 
 
 def by_name(findings):
@@ -156,7 +156,7 @@ def test_an_emulated_machine_that_is_none(monkeypatch, capsys):
 
 def test_an_emulator_that_is_not_built(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("GPUPOOL_EMULATE", "1x1GiB")
-    monkeypatch.setattr(profiles, "__file__", str(tmp_path / "profiles.py"))
+    monkeypatch.setattr(emulated.machine, "__file__", str(tmp_path / "machine.py"))
     code, found = doctor(capsys)
     assert code == 1
     assert found["emulator"]["todo"] == ("Build it with: python -m emucuda.build")

@@ -137,7 +137,7 @@ async def until_async(condition, timeout=20.0):
 @pytest.fixture(scope="session")
 def driver_library():
     """Build the emulated driver, if that has not been done."""
-    from emucuda import build
+    from tests.emulated import build
 
     return build.compile()
 
@@ -145,12 +145,12 @@ def driver_library():
 @pytest.fixture
 def emulated(driver_library, tmp_path):
     """Return a function that makes a fresh emulated machine, ``2x1GiB`` unless told otherwise."""
-    from emucuda import profiles
+    from tests.emulated import Faults, environment
 
     def make(machine="2x1GiB,context=16MiB"):
         state_dir = tmp_path / "machine"
-        env = {**os.environ, **profiles.environment(machine, state_dir)}
-        return Emulated(env, profiles.Faults(state_dir), state_dir)
+        env = {**os.environ, **environment(machine, state_dir)}
+        return Emulated(env, Faults(state_dir), state_dir)
 
     return make
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from emucuda.profiles import device_files
 from jupyter_gpupool.devices import processes
 from jupyter_gpupool.devices.children import Child, ChildLost, child_environment
 from jupyter_gpupool.devices.files import holders
 from jupyter_gpupool.errors import DriverError
+from tests.emulated import device_files
 
 MiB = 1 << 20
 SESSION = "s1"

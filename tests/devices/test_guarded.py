@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from emucuda import profiles
 from jupyter_gpupool.devices import guarded, selftest
 from jupyter_gpupool.guard import install, page
 from jupyter_gpupool.guard.page import Page
+from tests.emulated import library_dir
 
 MiB = 1 << 20
 
@@ -104,7 +104,7 @@ async def test_a_full_device_is_guarded_only_when_it_was_tested(emulated):
 
 
 async def test_a_driver_is_not_taken_for_the_guard(emulated, monkeypatch, tmp_path):
-    shutil.copytree(profiles.library_dir(), tmp_path / "lib")
+    shutil.copytree(library_dir(), tmp_path / "lib")
     monkeypatch.setattr(install, "_LIB", tmp_path / "lib")
     async with emulated().started(guard=True) as (service, devices):
         assert [why(device) for device in devices] == [

@@ -127,12 +127,12 @@ def test_children_of_a_broker_inside_a_session_are_not_under_its_guard():
         "LD_LIBRARY_PATH": "/run/x/gpupool-guard:/emulator/lib",
         "GPUPOOL_PAGE": "/run/x/page",
         "GPUPOOL_SESSION": "s1",
-        "GPUPOOL_EMULATE": "1x1GiB",
+        "EMUCUDA_MACHINE": "1x1GiB",
     }
     env = children.child_environment(session)
     env.pop("PYTHONPATH", None)
     assert env == {
         "LD_PRELOAD": "/jemalloc.so",
         "LD_LIBRARY_PATH": "/emulator/lib",
-        "GPUPOOL_EMULATE": "1x1GiB",
+        "EMUCUDA_MACHINE": "1x1GiB",
     }

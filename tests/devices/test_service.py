@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from emucuda.profiles import device_files
 from jupyter_gpupool.devices.children import Child
 from jupyter_gpupool.devices.files import holders
 from jupyter_gpupool.devices.model import ProcessId
 from jupyter_gpupool.errors import DriverError
+from tests.emulated import device_files
 
 MiB = 1 << 20
 SESSION = "s1"
@@ -430,7 +430,7 @@ async def test_self_test_suspends_its_program_again_where_the_driver_hangs_witho
 ):
     """A suspended process has no device file open; the test program ends by SIGKILL."""
     machine, seen = emulated(), []
-    close, begin = Child.close, device_files(machine.env["GPUPOOL_EMULATE_STATE"])
+    close, begin = Child.close, device_files(machine.env["EMUCUDA_STATE"])
 
     async def look_and_close(child):
         if child.module == "selftest":

@@ -296,7 +296,7 @@ class Pool:
 
     def take_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let this process and its children find this pool, and nothing of the user's."""
-        for name in ("GPUPOOL_EMULATE", "GPUPOOL_EMULATE_STATE", "GPUPOOL_SESSION"):
+        for name in ("GPUPOOL_EMULATE", "EMUCUDA_STATE", "GPUPOOL_SESSION"):
             monkeypatch.delenv(name, raising=False)
         for name in ("config", "runtime", "ipython", "data"):
             (self.folder / name).mkdir()
@@ -327,7 +327,7 @@ class Pool:
         answer = self.call("open", kernel_id="e2e-probe", label="probe")
         # Past the guard: eyes of our own.
         env = without_guard(answer["env"])
-        names = ("GPUPOOL_EMULATE", "GPUPOOL_EMULATE_STATE", "LD_LIBRARY_PATH")
+        names = ("EMUCUDA_MACHINE", "EMUCUDA_STATE", "LD_LIBRARY_PATH")
         self.driver_env = {name: env[name] for name in names if name in env}
         self.call("close", session=answer["session"], reason="probe")
 

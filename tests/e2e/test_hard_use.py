@@ -14,7 +14,7 @@ from functools import partial
 import psutil
 import pytest
 
-from emucuda.profiles import Faults
+from tests.emulated import Faults
 
 from . import cells
 from .kit import MiB, until
@@ -373,7 +373,7 @@ def test_who_took_more_than_the_quota_is_told_or_served_but_not_forgotten(pool):
 
 
 def faults(pool):
-    return Faults(pool.driver_env["GPUPOOL_EMULATE_STATE"])
+    return Faults(pool.driver_env["EMUCUDA_STATE"])
 
 
 def test_a_resume_that_fails_loses_one_session_says_so_and_touches_no_other(pool):

@@ -28,7 +28,7 @@ MOODS = {
 @pytest.mark.parametrize("mood", MOODS.values(), ids=MOODS)
 def test_a_notebook_idles_yields_and_comes_back(pool, monkeypatch, mood):
     """One kernel leaves by itself, another takes the whole device, the first comes back whole."""
-    monkeypatch.setenv("GPUPOOL_EMULATE_FAULTS", mood)
+    monkeypatch.setenv("EMUCUDA_FAULTS", mood)
     pool = pool("1x640MiB,context=32MiB", default_memory=SLICE, idle_timeout=0.5, overuse="end")
 
     async def scenario():
@@ -53,7 +53,7 @@ def test_a_notebook_idles_yields_and_comes_back(pool, monkeypatch, mood):
 
 def test_a_notebook_that_cannot_be_moved_waits_for_its_gpu(pool, monkeypatch):
     """migration-refused: found by the self-test, so nobody even tries."""
-    monkeypatch.setenv("GPUPOOL_EMULATE_FAULTS", "migration-refused")
+    monkeypatch.setenv("EMUCUDA_FAULTS", "migration-refused")
     pool = pool(MACHINE, default_memory=400 * MiB, attach="cell")
 
     async def scenario():

@@ -3,8 +3,8 @@
  *
  * What the cases of conformance.c stand on: checks, and TAP output.
  */
-#ifndef GPUPOOL_CONFORMANCE_H
-#define GPUPOOL_CONFORMANCE_H
+#ifndef CONFORMANCE_H
+#define CONFORMANCE_H
 
 #include "conformance_targets.h"
 

@@ -3,8 +3,8 @@
  *
  * The driver as conformance.c calls it: its structures and entry points.
  */
-#ifndef GPUPOOL_CONFORMANCE_DRIVER_H
-#define GPUPOOL_CONFORMANCE_DRIVER_H
+#ifndef CONFORMANCE_DRIVER_H
+#define CONFORMANCE_DRIVER_H
 
 #include <dlfcn.h>
 #include <stdint.h>

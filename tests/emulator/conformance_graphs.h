@@ -3,8 +3,8 @@
  *
  * Cases of conformance.c about graphs, their memory, and stream capture.
  */
-#ifndef GPUPOOL_CONFORMANCE_GRAPHS_H
-#define GPUPOOL_CONFORMANCE_GRAPHS_H
+#ifndef CONFORMANCE_GRAPHS_H
+#define CONFORMANCE_GRAPHS_H
 
 #include "conformance.h"
 

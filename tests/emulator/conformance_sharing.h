@@ -3,8 +3,8 @@
  *
  * Cases of conformance.c about memory that other processes see, arrays of arrays, and host memory.
  */
-#ifndef GPUPOOL_CONFORMANCE_SHARING_H
-#define GPUPOOL_CONFORMANCE_SHARING_H
+#ifndef CONFORMANCE_SHARING_H
+#define CONFORMANCE_SHARING_H
 
 #include "conformance.h"
 
@@ -20,7 +20,7 @@ static void put_pattern(uint64_t p, size_t bytes)
 static struct child start_with(const struct handle *handle)
 {
     static char variable[160];
-    size_t at = (size_t)sprintf(variable, "GPUPOOL_HANDLE=");
+    size_t at = (size_t)sprintf(variable, "CONFORMANCE_HANDLE=");
     for (unsigned i = 0; i < sizeof *handle; i++)
         at += (size_t)sprintf(variable + at, "%02x", handle->bytes[i]);
     return start(variable);

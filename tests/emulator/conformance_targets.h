@@ -3,8 +3,8 @@
  *
  * Processes that conformance.c suspends: itself again, obeying one line at a time.
  */
-#ifndef GPUPOOL_CONFORMANCE_TARGETS_H
-#define GPUPOOL_CONFORMANCE_TARGETS_H
+#ifndef CONFORMANCE_TARGETS_H
+#define CONFORMANCE_TARGETS_H
 
 #include "conformance_driver.h"
 
@@ -20,10 +20,10 @@
 
 static const char ptx[] =
     ".version 7.0\n.target sm_70\n.address_size 64\n"
-    ".visible .entry gpupool_spin_ns(.param .u64 ns)\n{\n"
+    ".visible .entry emucuda_spin_ns(.param .u64 ns)\n{\n"
     " .reg .pred %q; .reg .b64 %d<4>;\n ld.param.u64 %d0, [ns]; mov.u64 %d1, %globaltimer;\n"
     "L: mov.u64 %d2, %globaltimer; sub.u64 %d3, %d2, %d1; setp.lt.u64 %q, %d3, %d0; @%q bra L; ret;\n}\n"
-    ".visible .entry gpupool_add_u32(.param .u64 p, .param .u64 n, .param .u32 v)\n{\n"
+    ".visible .entry emucuda_add_u32(.param .u64 p, .param .u64 n, .param .u32 v)\n{\n"
     " .reg .pred %q; .reg .b32 %r<6>; .reg .b64 %d<6>;\n"
     " mov.u32 %r0, %ctaid.x; mov.u32 %r1, %ntid.x; mov.u32 %r2, %tid.x; mov.u32 %r3, %nctaid.x;\n"
     " mul.wide.u32 %d3, %r0, %r1; cvt.u64.u32 %d4, %r2; add.u64 %d3, %d3, %d4; mul.wide.u32 %d4, %r3, %r1;\n"
@@ -42,12 +42,12 @@ static void *kernel(const char *name)
     return function;
 }
 
-static void *add_kernel(void) { return kernel("gpupool_add_u32"); }
+static void *add_kernel(void) { return kernel("emucuda_add_u32"); }
 
 static int spin(void *stream, uint64_t ns)
 {
     void *params[] = {&ns};
-    return cuLaunchKernel(kernel("gpupool_spin_ns"), 1, 1, 1, 1, 1, 1, 0, stream, params, NULL);
+    return cuLaunchKernel(kernel("emucuda_spin_ns"), 1, 1, 1, 1, 1, 1, 0, stream, params, NULL);
 }
 
 static int open_context(void)
@@ -110,7 +110,7 @@ static int target_alloc(size_t mib)
 static struct handle target_handle(void)
 {
     struct handle h = {{0}};
-    const char *text = getenv("GPUPOOL_HANDLE");
+    const char *text = getenv("CONFORMANCE_HANDLE");
     for (unsigned i = 0; text && i < sizeof h && text[2 * i]; i++) {
         char two[3] = {text[2 * i], text[2 * i + 1], 0};
         h.bytes[i] = (unsigned char)strtoul(two, NULL, 16);

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from emucuda import build
-from emucuda.profiles import Faults, environment
+from emucuda import Faults, build, environment
 
 #: Seconds within which a child answers, unless it hangs.
 TIMEOUT = 30

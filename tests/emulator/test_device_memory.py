@@ -74,7 +74,7 @@ def test_loading_the_libraries_costs_nothing(emulated):
     import ctypes, os
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
         ctypes.CDLL(name)
-    print(len(os.listdir("/proc/self/task")), os.path.exists(os.environ["GPUPOOL_EMULATE_STATE"]))
+    print(len(os.listdir("/proc/self/task")), os.path.exists(os.environ["EMUCUDA_STATE"]))
     """
     assert machine.run(dedent(code)) == "1 False"
 
@@ -159,9 +159,9 @@ _ = pid
         child.kill()
         assert look("used(0)") == 0
         maps = Path(f"/proc/{survivor}/maps").read_text()
-        assert "gpupool-emulated-device" not in maps
+        assert "emucuda-device" not in maps
         links = [link.readlink().name for link in Path(f"/proc/{survivor}/fd").iterdir()]
-        assert not [name for name in links if "gpupool-emulated-device" in name]
+        assert not [name for name in links if "emucuda-device" in name]
     finally:
         os.kill(survivor, signal.SIGKILL)
 

@@ -168,13 +168,11 @@ def test_a_lock_may_wait_for_ever(trio):
 
 def test_a_fault_of_the_environment_that_there_is_not_is_said(emulated):
     """A suite that was to run under it would else run without."""
-    variables = {"GPUPOOL_EMULATE_FAULTS": "nonsense bytes=3; ;residue bytes=8MiB"}
+    variables = {"EMUCUDA_FAULTS": "nonsense bytes=3; ;residue bytes=8MiB"}
     done = subprocess.run(
         [sys.executable, "-c", "import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))"],
         env={**os.environ, **emulated("1x1GiB").env, **variables},
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert done.stdout == "0\n"
-    assert done.stderr == (
-        "Emulated NVIDIA driver: GPUPOOL_EMULATE_FAULTS: there is no fault 'nonsense'.\n"
-    )
+    assert done.stderr == ("emucuda: EMUCUDA_FAULTS: there is no fault 'nonsense'.\n")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from emucuda.profiles import FAULTS, EmulatorError, Faults
+from emucuda import FAULTS, EmulatorError, Faults
 from tests.emulator.asking import WORKER
 
 
@@ -158,7 +158,7 @@ def test_faults_from_the_environment(emulated):
     machine = emulated()
     worker = machine.target()
     worker.do(WORKER)
-    target = machine.target(GPUPOOL_EMULATE_FAULTS="nothing-known; lock-timeout count=1 code=999")
+    target = machine.target(EMUCUDA_FAULTS="nothing-known; lock-timeout count=1 code=999")
     target.do("context()")
     assert call(worker, target, "lock", 10) == "CUDA_ERROR_UNKNOWN"
     assert call(worker, target, "lock", 10) is None

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from emucuda import profiles
-from emucuda.profiles import (
+from emucuda import (
     EmulatorError,
     EmulatorNotBuilt,
     Machine,
     environment,
     library_dir,
     parse_machine,
+    remove_state,
 )
+from emucuda import machine as machine_module
 
 GIB = 1 << 30
 
@@ -86,7 +87,7 @@ BAD = [
 
 PARSE_IN_C = """
 import ctypes, json, sys
-parse = ctypes.CDLL("libcuda.so.1").gpupool_emulator_parse
+parse = ctypes.CDLL("libcuda.so.1").emucuda_parse
 found = []
 for text in json.load(sys.stdin):
     out = (ctypes.c_uint64 * 5)()
@@ -138,15 +139,15 @@ def test_the_environment_keeps_the_library_path(tmp_path):
     folder = str(library_dir())
     assert env == {
         "LD_LIBRARY_PATH": f"{folder}:/opt/one:/opt/two",
-        "GPUPOOL_EMULATE": "2x16GiB",
-        "GPUPOOL_EMULATE_STATE": str(tmp_path / "state"),
+        "EMUCUDA_MACHINE": "2x16GiB",
+        "EMUCUDA_STATE": str(tmp_path / "state"),
     }
     assert environment(Machine(2, 16 * GIB), tmp_path / "state", env) == env
     assert base == {"LD_LIBRARY_PATH": "/opt/one::/opt/two"}
 
 
 def test_without_libraries_the_way_to_build_them_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(profiles, "__file__", str(tmp_path / "profiles.py"))
+    monkeypatch.setattr(machine_module, "__file__", str(tmp_path / "machine.py"))
     with pytest.raises(EmulatorNotBuilt, match=r"python -m emucuda\.build"):
         library_dir()
 
@@ -165,13 +166,13 @@ print(int(D.cuInit(0)[0]), nvml)
 
 def test_without_a_machine_there_is_no_device(emulated):
     machine = emulated()
-    assert machine.run(INIT, GPUPOOL_EMULATE="") == "100 9"
+    assert machine.run(INIT, EMUCUDA_MACHINE="") == "100 9"
 
 
 def test_the_driver_says_what_is_wrong_with_a_machine(emulated):
     done = subprocess.run(
         [sys.executable, "-c", INIT],
-        env={**emulated().env, "GPUPOOL_EMULATE": "2x16parsec"},
+        env={**emulated().env, "EMUCUDA_MACHINE": "2x16parsec"},
         capture_output=True,
         text=True,
         timeout=30,
@@ -185,9 +186,9 @@ def test_one_state_directory_is_one_machine(emulated):
     machine = emulated("2x1GiB")
     child = machine.target()
     assert child.do("context(); _ = 1") == 1
-    assert machine.run(INIT, GPUPOOL_EMULATE="2x2GiB") == "803 18"
+    assert machine.run(INIT, EMUCUDA_MACHINE="2x2GiB") == "803 18"
     child.kill()
-    assert machine.run(INIT, GPUPOOL_EMULATE="2x2GiB") == "0 0"  # nobody used the old one
+    assert machine.run(INIT, EMUCUDA_MACHINE="2x2GiB") == "0 0"  # nobody used the old one
 
 
 UUIDS = """
@@ -200,7 +201,7 @@ print([pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in r
 def test_uuids_follow_from_the_state_directory(emulated):
     one, two = emulated(), emulated()
     first = one.run(UUIDS)
-    profiles.remove_state(one.state_dir)
+    remove_state(one.state_dir)
     assert not Path(one.state_dir).exists()
     assert one.run(UUIDS) == first
     assert two.run(UUIDS) != first

@@ -165,7 +165,7 @@ def test_kernels_compute_and_take_time(emulated):
     assert not end.is_done
     end.sync()
     assert 29 < end - start < 2000, end - start
-    kernel = module.get_kernel("gpupool_sum_u32")
+    kernel = module.get_kernel("emucuda_sum_u32")
     assert kernel.num_arguments == 3
     run("illegal_address")
     try:
@@ -186,7 +186,7 @@ def test_streams_wait_for_one_another(emulated):
         from emucuda.kernels import PTX
         context()
         module = ok(D.cuModuleLoadData(PTX.encode()))
-        spin = ok(D.cuModuleGetFunction(module, b"gpupool_spin_ns"))
+        spin = ok(D.cuModuleGetFunction(module, b"emucuda_spin_ns"))
         def start(stream, ms):
             args = ((ms * 1_000_000,), (ctypes.c_uint64,))
             ok(D.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, stream, args, 0))
@@ -312,7 +312,7 @@ def test_utilisation_is_the_modelled_kernel_time(emulated):
         from emucuda.kernels import PTX
         import time
         context()
-        spin = ok(D.cuModuleGetFunction(ok(D.cuModuleLoadData(PTX.encode())), b"gpupool_spin_ns"))
+        spin = ok(D.cuModuleGetFunction(ok(D.cuModuleLoadData(PTX.encode())), b"emucuda_spin_ns"))
         def work(ms):
             args = ((ms * 1_000_000,), (ctypes.c_uint64,))
             ok(D.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, 0, args, 0))

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from emucuda.profiles import library_dir
+from emucuda import library_dir
 from tests.driver_records import calls, child, libraries, procaddr, process
 from tests.driver_records.record import RECORDS, functions, records, written
 from tests.emulator import parity
@@ -30,7 +30,7 @@ NVML_LATER = {
 
 
 def _record(*options, **variables):
-    env = {**{k: v for k, v in os.environ.items() if k != "GPUPOOL_EMULATE"}, **variables}
+    env = {**{k: v for k, v in os.environ.items() if k != "EMUCUDA_MACHINE"}, **variables}
     done = process.run(str(library_dir()), *options, env=env, timeout=110)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -54,7 +54,7 @@ def machine(emulate: str = EMULATED) -> Iterator[Machine]:
     if real_driver_present():
         yield Machine(dict(os.environ), "")
         return
-    from emucuda import build
+    from tests.emulated import build
 
     build.compile()
     with TemporaryDirectory(prefix="gpb") as folder:

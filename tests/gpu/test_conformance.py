@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from emucuda import build
+from tests.emulated import build
 
 SOURCE = Path(__file__).parents[1] / "emulator" / "conformance.c"
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from emucuda import build
-from emucuda.profiles import library_dir
 from tests.driver_records import procaddr, process
+from tests.emulated import build, library_dir
 from tests.emulator import parity
 
 SECTIONS = (

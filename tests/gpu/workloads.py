@@ -80,16 +80,16 @@ class CudaCore:
     def __init__(self) -> None:
         from cuda.core import Device, LaunchConfig, ObjectCode, launch
 
-        from emucuda.kernels import PTX
+        from tests.emulated import PTX
 
         self._device = Device()
         self._device.set_current()
         self._stream = self._device.create_stream()
         module = ObjectCode.from_ptx(PTX.encode())
-        self._iota = module.get_kernel("gpupool_iota_u32")
-        self._add = module.get_kernel("gpupool_add_u32")
-        self._sum = module.get_kernel("gpupool_sum_u32")
-        self._spin = module.get_kernel("gpupool_spin_ns")
+        self._iota = module.get_kernel("emucuda_iota_u32")
+        self._add = module.get_kernel("emucuda_add_u32")
+        self._sum = module.get_kernel("emucuda_sum_u32")
+        self._spin = module.get_kernel("emucuda_spin_ns")
         self._launch, self._grid = launch, LaunchConfig(grid=1024, block=256)
         self._one = LaunchConfig(grid=1, block=1)
         self._buffers: dict[str, Any] = {}

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import pytest
 
-from emucuda import build as emulator_build
-from emucuda.profiles import environment
 from jupyter_gpupool.guard import build as guard_build
 from jupyter_gpupool.guard import page as pages
+from tests.emulated import build as emulator_build
+from tests.emulated import environment
 
 HERE = Path(__file__).parent
 

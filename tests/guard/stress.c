@@ -515,8 +515,8 @@ int main(int argc, char **argv)
     OK(cuDevicePrimaryCtxRetain(&context, 0));
     OK(cuCtxSetCurrent(context));
     OK(cuModuleLoadData(&module, ptx));
-    OK(cuModuleGetFunction(&add, module, "gpupool_add_u32"));
-    OK(cuModuleGetFunction(&spin, module, "gpupool_spin_ns"));
+    OK(cuModuleGetFunction(&add, module, "emucuda_add_u32"));
+    OK(cuModuleGetFunction(&spin, module, "emucuda_spin_ns"));
     pthread_t collector[2];
     bool collects = !strcmp(mode, "collect");
     open_collected();

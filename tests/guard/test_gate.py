@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from emucuda.profiles import library_dir
 from jupyter_gpupool.guard import build
 from jupyter_gpupool.guard import page as pages
+from tests.emulated import library_dir
 
 NOT_READY = 802
 CHOICES = [

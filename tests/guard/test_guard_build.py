@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from emucuda import build as emulator_build
 from jupyter_gpupool.guard import build
 from jupyter_gpupool.guard import page as pages
+from tests.emulated import build as emulator_build
 
 HERE = Path(__file__).parent
 

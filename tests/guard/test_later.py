@@ -68,7 +68,7 @@ def make():
 @pytest.fixture
 def child(session):
     """A child with a context."""
-    from emucuda.kernels import PTX
+    from tests.emulated import PTX
 
     made = session.child()
     made.do(f"PTX = {PTX.encode()!r}")
@@ -176,7 +176,7 @@ def test_an_event_that_was_noted_is_not_done_before_the_work_that_it_follows(ses
     """The suspend is refused, and what was submitted before it still runs."""
     child.do("""
 calls = make(); s, module = calls[2][1], calls[11][1]
-spin, new = handle(C.cuModuleGetFunction, module, b"gpupool_spin_ns"), handle(C.cuEventCreate, 2)
+spin, new = handle(C.cuModuleGetFunction, module, b"emucuda_spin_ns"), handle(C.cuEventCreate, 2)
 time_ns = U(3_000_000_000)
 args = (V * 1)(ctypes.addressof(time_ns))
 good(C.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, s, args, None))

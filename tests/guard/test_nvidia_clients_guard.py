@@ -155,7 +155,7 @@ def test_cuda_core_pools_kernels_and_memory_info(session, client):
     from emucuda.kernels import PTX
     module = ObjectCode.from_ptx(PTX.encode())
     numbers = device.allocate(400_000, stream=stream)
-    launch(stream, LaunchConfig(grid=8, block=64), module.get_kernel("gpupool_iota_u32"),
+    launch(stream, LaunchConfig(grid=8, block=64), module.get_kernel("emucuda_iota_u32"),
            numbers, np.uint64(100_000), np.uint32(7))
     Buffer.from_handle(int(host.handle), 400_000).copy_from(numbers, stream=stream)
     stream.sync()

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from emucuda.profiles import environment, library_dir
 from jupyter_gpupool.guard import build
+from tests.emulated import environment, library_dir
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from emucuda import build as emulator_build
-from emucuda.profiles import library_dir
 from jupyter_gpupool.guard import build as guard_build
 from jupyter_gpupool.guard import page as pages
+from tests.emulated import build as emulator_build
+from tests.emulated import library_dir
 
 NOT_INITIALIZED, NO_DEVICE, NOT_FOUND, NOT_SUPPORTED = 3, 100, 500, 801
 PER_THREAD = 2

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from emucuda import build as emulator_build
 from jupyter_gpupool.guard import build
+from tests.emulated import build as emulator_build
 
 MIB = 1 << 20
 #: Less than the largest request, so that some are refused also where threads do not meet.

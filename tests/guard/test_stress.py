@@ -14,9 +14,9 @@ import time
 import pytest
 from suspender import Suspender
 
-from emucuda import build as emulator_build
-from emucuda.kernels import PTX
 from jupyter_gpupool.guard import build as guard_build
+from tests.emulated import PTX
+from tests.emulated import build as emulator_build
 
 MIB = 1 << 20
 CONTEXT = 32 * MIB

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from emucuda.profiles import library_dir
+from tests.emulated import library_dir
 
 MIB = 1 << 20
 SOURCES = Path(__file__).parents[2] / "jupyter_gpupool" / "guard" / "src"

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from emucuda.profiles import environment, parse_machine
 from jupyter_gpupool.kernel.advice import advice, is_out_of_memory, tried_bytes
 from jupyter_gpupool.kernel.frameworks import (
     CONTEXT_BYTES,
@@ -23,6 +22,7 @@ from jupyter_gpupool.kernel.frameworks import (
 )
 from jupyter_gpupool.kernel.holds import Slice
 from jupyter_gpupool.kernel.link import Link
+from tests.emulated import environment, parse_machine
 
 GiB = 1 << 30
 

@@ -14,10 +14,10 @@ import pytest
 from conftest import IPYKERNEL
 from jupyter_client import KernelManager
 
-from emucuda import build as emulator_build
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.demo import private_broker
 from jupyter_gpupool.guard import build as guard_build
+from tests.emulated import build as emulator_build
 
 #: What somebody runs in a pooled notebook: a pooled kernel, and CUDA in it.
 INNER = """

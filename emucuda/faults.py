@@ -1,0 +1,176 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Faults and quirks, injected into a running machine or into one process."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Mapping
+
+from .text import EmulatorError, did_you_mean, parse_size
+
+#: Every fault with the parameters it takes.
+FAULTS: dict[str, tuple[str, ...]] = {
+    "slow-copies": ("pid", "device", "count", "bandwidth"),
+    "lock-timeout": ("pid", "count", "code"),
+    "checkpoint-refused": ("pid", "device", "count", "code"),
+    "restore-failed": ("pid", "device", "count", "code"),
+    "device-lost": ("device", "code"),
+    "nvml-missing-pids": ("device",),
+    "hang": ("pid", "count", "op"),
+    "residue": ("device", "bytes"),
+    "nvml-less": ("pid", "device", "bytes"),
+    "nvml-waits": ("device",),
+    "nvml-late": ("pid", "device", "ms"),
+    "nvml-lag": ("pid", "device", "ms"),
+    "suspend-keeps": ("pid", "device", "bytes"),
+    "restore-keeps-state": ("pid", "code"),
+    "restore-more": ("pid", "device", "count", "bytes"),
+    "migration-refused": ("pid", "count", "code"),
+    "init-suffices": ("pid",),
+    "lock-ignores-timeout": ("pid",),
+    "nvml-host-pids": ("pid", "device", "number"),
+    "context-more": ("pid", "device", "bytes"),
+    "loaded-code": ("pid", "device", "bytes"),
+}
+#: What a fault is not without.
+_NEEDED = {
+    "slow-copies": ("bandwidth", "in bytes/s"),
+    "residue": ("bytes", "such as 200MiB"),
+    "nvml-less": ("bytes", "such as 64MiB"),
+    "nvml-late": ("ms", "in milliseconds"),
+    "nvml-lag": ("ms", "in milliseconds"),
+    "suspend-keeps": ("bytes", "such as 4MiB, or 0"),
+    "restore-more": ("bytes", "such as 16MiB"),
+    "context-more": ("bytes", "such as 16MiB"),
+    "loaded-code": ("bytes", "such as 256MiB"),
+}
+_OPERATIONS = ("lock", "checkpoint", "restore", "unlock", "state")
+
+
+class Faults:
+    """Injects faults into the machine of ``state_dir``, while it runs.
+
+    ======================  ====================================================================
+    ``slow-copies``         copies run at ``bandwidth`` bytes/s at most
+    ``lock-timeout``        a checkpoint lock fails with NOT_READY after its time-out
+    ``checkpoint-refused``  the checkpoint call fails (NOT_SUPPORTED); the process stays locked
+    ``restore-failed``      the restore call fails (OPERATING_SYSTEM); the process is FAILED
+    ``device-lost``         NVML reports GPU_IS_LOST and an Xid event, CUDA calls fail
+    ``nvml-missing-pids``   NVML lists no processes
+    ``hang``                a checkpoint call never returns
+    ======================  ====================================================================
+
+    And temperaments: no failures, but the other answer to a question that nobody has put to a
+    real driver yet. What runs above the driver must be right with either.
+
+    ========================  ==================================================================
+    ``residue``               ``bytes`` of the device are in use and no process's
+    ``nvml-less``             NVML lists a process with ``bytes`` less than it really has
+    ``nvml-waits``            NVML does not answer while a checkpoint or restore is copying
+    ``nvml-late``             NVML lists a process only ``ms`` after its first memory
+    ``nvml-lag``              NVML lists a suspended process as before for ``ms`` more
+    ``suspend-keeps``         a suspended process keeps ``bytes``, and is listed (0: with none)
+    ``restore-keeps-state``   a restore that fails leaves the process CHECKPOINTED
+    ``restore-more``          a restored process has ``bytes`` more than before
+    ``migration-refused``     a restore onto another device fails (NOT_SUPPORTED), and can be had
+                              again
+    ``init-suffices``         cuInit alone, without a context, makes a process that can be
+                              suspended
+    ``lock-ignores-timeout``  a lock waits for work that never ends, whatever its time-out, until
+                              this is cleared
+    ``nvml-host-pids``        NVML lists processes by numbers of another PID namespace, as in a
+                              container: a process is listed as ``number``, or by one that no
+                              process here can have
+    ``context-more``          a context takes ``bytes`` more than the machine's text says
+    ``loaded-code``           the driver takes ``bytes`` more with a process's first work on a
+                              device, as lazily loaded modules do
+    ========================  ==================================================================
+
+    Each may be narrowed with ``pid`` (the target process), ``device`` (the machine's index) and
+    ``count`` (how often it strikes); ``code`` is the CUresult to report instead of the usual one
+    (for ``device-lost`` the Xid, 79 if not given), ``op`` the call that hangs.
+    """
+
+    def __init__(self, state_dir: str | os.PathLike[str]) -> None:
+        self._folder = Path(state_dir)
+
+    def set(self, name: str, **params: int | str) -> None:
+        """Inject fault ``name``. One with the same name, ``pid`` and ``device`` is replaced.
+
+        Raises
+        ------
+        EmulatorError
+            If there is no such fault or parameter.
+        """
+        _check_fault(name, params)
+        words = [name, *(f"{key}={value}" for key, value in params.items())]
+        # The identity keeps this fault's count while others come and go.
+        line = " ".join([*words, f"id={secrets.randbits(63)}"])
+        self._write([*(old for old in self._read() if _scope(old) != _scope(line)), line])
+
+    def clear(self, name: str | None = None) -> None:
+        """Remove fault ``name``, or all of them."""
+        if name is None:
+            self._write([])
+            return
+        _check_fault(name, {})
+        self._write([line for line in self._read() if _scope(line)[0] != name])
+
+    def _read(self) -> list[str]:
+        try:
+            text = (self._folder / "faults").read_text(encoding="ascii")
+        except FileNotFoundError:
+            return []
+        return [line for line in text.replace(";", "\n").splitlines() if line.strip()]
+
+    def _write(self, lines: list[str]) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        temporary = self._folder / f"faults.{os.getpid()}.{secrets.token_hex(4)}"
+        temporary.write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
+        temporary.replace(self._folder / "faults")
+        # Tells running processes: see `faults_touch` in machine.h.
+        try:
+            fd = os.open(self._folder / "machine", os.O_WRONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return  # no process yet: the first will read the file
+        try:
+            os.pwrite(fd, time.time_ns().to_bytes(8, "little"), 16)
+        finally:
+            os.close(fd)
+
+
+def _scope(line: str) -> tuple[str, ...]:
+    """Return what tells one fault from another: its name, ``pid`` and ``device``."""
+    name, *words = line.split()
+    return (name, *sorted(word for word in words if word.startswith(("pid=", "device="))))
+
+
+def _check_fault(name: str, params: Mapping[str, object]) -> None:
+    if name not in FAULTS:
+        raise EmulatorError(
+            f"{name!r} is not a fault; the faults are {', '.join(FAULTS)}. "
+            f"{did_you_mean(name, FAULTS)}"
+        )
+    for key, value in params.items():
+        if key not in FAULTS[name]:
+            raise EmulatorError(
+                f"Fault {name!r} takes {', '.join(FAULTS[name])}, not {key!r}. "
+                f"{did_you_mean(key, FAULTS[name])}"
+            )
+        if key == "op" and value not in _OPERATIONS:
+            raise EmulatorError(f"op={value!r} is none of {', '.join(_OPERATIONS)}; name one.")
+        if key == "bandwidth":
+            good = isinstance(value, (int, str)) and bool(parse_size(str(value), rate=True))
+        elif key == "bytes":
+            good = isinstance(value, (int, str)) and parse_size(str(value)) is not None
+        else:
+            good = key == "op" or (isinstance(value, int) and not isinstance(value, bool))
+        if not good:
+            raise EmulatorError(f"{key}={value!r} of fault {name!r} is not a number; give one.")
+    key, how = _NEEDED.get(name, ("", ""))
+    if key and params and key not in params:
+        raise EmulatorError(f"Fault {name!r} needs {key}=, {how}.")

@@ -1,0 +1,194 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Machines to emulate, and the environment that selects the emulated driver.
+
+Nothing here loads a driver: a process gets the emulated one if it starts with :func:`environment`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .text import EmulatorError, did_you_mean, format_size, parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: Bytes of device memory that a process's first context on a device costs, unless asked otherwise.
+DEFAULT_CONTEXT = 64 << 20
+#: Devices of one machine at most.
+MAX_DEVICES = 64
+#: Bytes of one device, and of all devices of a machine, at most: twice the total must fit the
+#: address space of a process.
+MAX_MEMORY = 1 << 40
+MAX_TOTAL = 16 << 40
+#: Bytes/s of copies at least, if limited at all: who writes ``bandwidth=8`` means GB/s.
+MIN_BANDWIDTH = 1_000_000
+#: Device memory is handed out in pages of this many bytes, as on current NVIDIA hardware.
+PAGE = 2 << 20
+
+_EXAMPLE = "2x16GiB or 2x16GiB,context=256MiB,bandwidth=8GB/s"
+_OPTIONS = ("context", "bandwidth", "reserved")
+
+
+class EmulatorNotBuilt(EmulatorError):
+    """The emulated driver has not been compiled on this machine."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """An emulated machine: ``count`` equal devices."""
+
+    #: Devices.
+    count: int
+    #: Bytes of memory per device, a multiple of 2 MiB.
+    memory: int
+    #: Bytes that each process is charged on each device on which it has a context.
+    context: int = DEFAULT_CONTEXT
+    #: Bytes/s of copies between host and device, checkpoint and restore included; 0: as fast as
+    #: the host's memory.
+    bandwidth: int = 0
+    #: Bytes per device that the driver keeps for itself (NVML's ``reserved``).
+    reserved: int = 0
+
+    def __str__(self) -> str:
+        """Return the text that :func:`parse_machine` reads."""
+        text = f"{self.count}x{format_size(self.memory)}"
+        if self.context != DEFAULT_CONTEXT:
+            text += f",context={format_size(self.context)}"
+        if self.bandwidth:
+            text += f",bandwidth={self.bandwidth}B/s"
+        if self.reserved:
+            text += f",reserved={format_size(self.reserved)}"
+        return text
+
+
+def _option(text: str, found: dict[str, int]) -> None:
+    key, equals, value = text.partition("=")
+    if key not in _OPTIONS:
+        raise EmulatorError(
+            f"{key!r} is not an option of an emulated machine; the options are "
+            f"{', '.join(_OPTIONS)}. {did_you_mean(key, _OPTIONS)}"
+        )
+    size = parse_size(value, rate=key == "bandwidth") if equals else None
+    if size is None:
+        raise EmulatorError(
+            f"{text!r} is not a size for {key!r}; write for example {key}="
+            + ("8GB/s." if key == "bandwidth" else "256MiB.")
+        )
+    if key == "bandwidth" and 0 < size < MIN_BANDWIDTH:
+        raise EmulatorError(
+            f"{text!r} is less than 1 MB/s, and nothing would ever be done at that; write for "
+            "example bandwidth=8GB/s."
+        )
+    if key in found:
+        raise EmulatorError(f"{key!r} is given twice; write it once.")
+    found[key] = size
+
+
+def parse_machine(text: str) -> Machine:
+    """Return the machine that ``text`` describes, such as ``"2x16GiB,context=256MiB"``.
+
+    ``COUNTxSIZE``, then any of ``context=SIZE``, ``bandwidth=SIZE/s`` and ``reserved=SIZE``, after
+    commas. Sizes are decimal numbers with a unit: KiB MiB GiB TiB (or K M G T) are powers of
+    1024, kB MB GB TB powers of 1000. A device's memory is rounded down to whole 2 MiB pages.
+
+    Raises
+    ------
+    EmulatorError
+        If the text is none, or the machine is impossible.
+    """
+    head, *options = text.split(",")
+    match = re.fullmatch(r"([0-9]+)x(.*)", head, re.ASCII | re.DOTALL)
+    if match is None:
+        raise EmulatorError(
+            f"{text!r} is not an emulated machine: it must be COUNTxSIZE. Write {_EXAMPLE}."
+        )
+    size = parse_size(match[2])
+    if size is None:
+        raise EmulatorError(
+            f"{match[2]!r} in {text!r} is not a size of device memory. Write {_EXAMPLE}."
+        )
+    if len(match[1]) > 9 or not 1 <= int(match[1]) <= MAX_DEVICES:
+        raise EmulatorError(
+            f"{text!r} asks for {match[1]} devices, but an emulated machine has 1 to "
+            f"{MAX_DEVICES}. Ask for fewer."
+        )
+    found: dict[str, int] = {}
+    for option in options:
+        _option(option, found)
+    machine = Machine(int(match[1]), size - size % PAGE, **found)
+    if machine.memory > MAX_MEMORY or machine.memory * machine.count > MAX_TOTAL:
+        raise EmulatorError(
+            f"{text!r} is too large: a device may have 1 TiB and a machine 16 TiB. Ask for less."
+        )
+    if machine.context + machine.reserved >= machine.memory:
+        raise EmulatorError(
+            f"{text!r} leaves no memory to allocate: of {format_size(machine.memory)}, a context "
+            f"takes {format_size(machine.context)} and the driver {format_size(machine.reserved)}. "
+            "Ask for larger devices, or a smaller overhead like context=16MiB."
+        )
+    return machine
+
+
+def library_dir() -> Path:
+    """Return the directory that holds the compiled ``libcuda.so.1`` and ``libnvidia-ml.so.1``.
+
+    Raises
+    ------
+    EmulatorNotBuilt
+        If they have not been compiled.
+    """
+    folder = Path(__file__).resolve().parent / "lib"
+    if not all((folder / name).exists() for name in ("libcuda.so.1", "libnvidia-ml.so.1")):
+        raise EmulatorNotBuilt(
+            "The emulated NVIDIA driver has not been compiled. Install a C compiler (gcc or "
+            "clang, callable as cc) and run: python -m emucuda.build"
+        )
+    return folder
+
+
+def environment(
+    machine: Machine | str,
+    state_dir: str | os.PathLike[str],
+    base: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Return the variables that give a child process the emulated driver.
+
+    Parameters
+    ----------
+    machine
+        The machine, or its text. All processes that share a ``state_dir`` must name the same.
+    state_dir
+        Directory of the machine's shared state. Another directory is another machine. It is
+        created by the first process that uses the driver, if its parent exists.
+    base
+        The environment to which the variables will be added, for its ``LD_LIBRARY_PATH``;
+        ``os.environ`` if None.
+    """
+    if isinstance(machine, str):
+        machine = parse_machine(machine)
+    if base is None:
+        base = os.environ
+    folder = str(library_dir())
+    rest = [p for p in base.get("LD_LIBRARY_PATH", "").split(":") if p and p != folder]
+    return {
+        "LD_LIBRARY_PATH": ":".join([folder, *rest]),
+        "EMUCUDA_MACHINE": str(machine),
+        "EMUCUDA_STATE": os.path.abspath(os.fspath(state_dir)),
+    }
+
+
+def device_files(state_dir: str | os.PathLike[str]) -> str:
+    """Return how the paths of the machine's device files begin, as ``/dev/nvidia`` does."""
+    return str(Path(state_dir).resolve() / "nvidia")
+
+
+def remove_state(state_dir: str | os.PathLike[str]) -> None:
+    """Remove a machine's shared state, which no process should be using any more."""
+    shutil.rmtree(state_dir, ignore_errors=True)
