@@ -1,0 +1,143 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The whole file, from its parts."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from pathlib import Path
+
+from jupyter_gpupool.errors import Code
+
+from . import cell, commands, pool, source
+from .sheet import Sheet
+from .source import Sentence
+
+FILE = Path(__file__).with_name("all.txt")
+
+HEAD = """\
+What jupyter_gpupool says to people
+
+Written by `python -m tests.texts`; do not edit it, change the text in the code. Below each
+situation is what a person then reads; the code of an error or the rule of a wait is in brackets.
+"""
+
+_AREAS = {
+    "broker": "The broker: refusals, its log",
+    "cli": "The command line",
+    "config": "The configuration",
+    "devices": "The devices and the driver",
+    "emulator": "The emulated driver",
+    "guard": "The guard",
+    "kernel": "The kernel",
+    "pool": "The pool",
+    "server": "The server extension",
+}
+
+#: Pieces of this length or less, between two values, say nothing about which text it is.
+_SHORT = 12
+
+#: Characters that a value in a text may have.
+_VALUE = 200
+
+
+def everything() -> str:
+    """Return the text of the file."""
+    shown = Sheet()
+    rules = scenes(shown)
+    assert rules, "no rule was met"
+    text = shown.text()
+    rest = Sheet()
+    remaining(rest, text)
+    return f"{HEAD}\n{text}\n{rest.text()}"
+
+
+def scenes(sheet: Sheet) -> set[str]:
+    """Write what the makers of texts say in plausible situations; return the rules met."""
+    sheet.heading("A cell that waits")
+    cell.waiting(sheet)
+    sheet.heading(
+        "Why it waits",
+        "Shown in the waiting cell, in %gpu, in JupyterLab and in `jupyter gpupool status`.",
+    )
+    rules = pool.waits(sheet)
+    sheet.heading(
+        "Why an idle kernel keeps its slice",
+        "Shown in %gpu, in JupyterLab and in `jupyter gpupool status`.",
+    )
+    pool.stays(sheet)
+    sheet.heading("What is refused at once", "As soon as a kernel starts or asks.")
+    pool.refusals(sheet)
+    sheet.heading("What the pool answers", "To %gpu and to JupyterLab.")
+    pool.answers(sheet)
+    sheet.heading("The line under an error in a cell")
+    cell.errors(sheet)
+    cell.visible(sheet)
+    sheet.heading("%gpu")
+    cell.magic(sheet)
+    sheet.heading("Sizes and durations")
+    commands.sizes(sheet)
+    sheet.heading("jupyter gpupool")
+    commands.commands(sheet)
+    commands.status(sheet)
+    commands.doctor(sheet)
+    sheet.heading("A configuration that is wrong")
+    commands.configuration(sheet)
+    return rules
+
+
+def remaining(sheet: Sheet, shown: str) -> None:
+    """Write every sentence of the source that ``shown`` does not have."""
+    sheet.heading("JupyterLab", "Every text of the extension that can be translated.")
+    _by_module(sheet, source.typescript_sentences())
+    sheet.heading("The guard, on the standard error of a program")
+    _by_module(sheet, source.c_sentences())
+    flat = " ".join(shown.split())
+    left = [s for s in source.python_sentences() if not _is_shown(s, shown, flat)]
+    sheet.heading("What the codes of errors mean", "In docs/errors.md, for programs.")
+    sheet.list([f"{code}: {code.about}" for code in Code])
+    for area, group in groupby(left, key=lambda s: _area(s.place)):
+        sheet.heading(f"More sentences: {area}", "With a name in angle brackets for each value.")
+        _by_module(sheet, list(group))
+
+
+def _is_shown(sentence: Sentence, shown: str, flat: str) -> bool:
+    if sentence.code and f"[{sentence.code}]" not in shown:
+        return False
+    alone = sentence.text.startswith("<") and sentence.text.endswith(">")
+    return (alone and bool(sentence.code)) or is_in(sentence.text, flat)
+
+
+def _area(place: str) -> str:
+    folder = place.split("/", maxsplit=1)[0]
+    return _AREAS.get(folder, "Start of brokers and kernels")
+
+
+def _by_module(sheet: Sheet, sentences: list[Sentence]) -> None:
+    for place, group in groupby(sentences, key=lambda s: s.place):
+        sheet.sub(place)
+        lines = [" ".join(s.text.split()) + (f"  [{s.code}]" if s.code else "") for s in group]
+        sheet.list(list(dict.fromkeys(lines)))
+
+
+def is_in(template: str, flat: str) -> bool:
+    """Return whether a text made of the template is in ``flat``, whatever its first letter."""
+    flat, template = flat.casefold(), template.casefold()
+    pieces = re.split(r"<[^<>]*>|%[-.0-9]*[a-z]", " ".join(template.split()).strip("."))
+    while not pieces[0] and len(pieces) > 1:
+        pieces = pieces[1:]
+    if all(len(piece) <= _SHORT for piece in pieces) or any(p not in flat for p in pieces):
+        return False
+    at = flat.find(pieces[0])
+    while at >= 0:
+        end: int = at + len(pieces[0])
+        for piece in pieces[1:]:
+            found = flat.find(piece, end, end + _VALUE + len(piece))
+            if found < 0:
+                break
+            end = found + len(piece)
+        else:
+            return True
+        at = flat.find(pieces[0], at + 1) if pieces[0] else -1
+    return False

@@ -1,0 +1,261 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What ``jupyter gpupool`` prints, and what it says of a configuration that is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Iterator, Mapping
+from unittest import mock
+
+from jupyter_gpupool.cli import app, checks
+from jupyter_gpupool.cli.doctor import _lines, _summary
+from jupyter_gpupool.cli.maintenance import progress
+from jupyter_gpupool.cli.picture import Style, draw
+from jupyter_gpupool.config import BrokerSettings, files, load_settings
+from jupyter_gpupool.config.differences import notice
+from jupyter_gpupool.errors import ConfigError
+from jupyter_gpupool.units import parse_bytes, parse_seconds
+
+from .sheet import Sheet
+
+GiB, MiB = 1 << 30, 1 << 20
+
+
+def commands(sheet: Sheet) -> None:
+    """Write the commands, and what they say of a wrong one."""
+    sheet.put(
+        "jupyter gpupool --help begins and ends with", app._DESCRIPTION + "\n" + app._EXIT_CODES
+    )
+    for name, parser in app.subcommands().items():
+        lines = [str(parser.description)]
+        for action in parser._actions:
+            if action.help and not isinstance(action, argparse._HelpAction):
+                names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
+                lines.append(f"  {names}: {action.help}")
+        sheet.put(f"jupyter gpupool {name} --help", "\n".join(lines))
+    for line in ("statsu", "drain", "status --interval 0"):
+        sheet.put(f"jupyter gpupool {line}", _printed(line.split()))
+
+
+def _printed(arguments: list[str]) -> str:
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown), contextlib.redirect_stdout(shown):
+        app.run(arguments)
+    return shown.getvalue()
+
+
+# --------------------------------------------------------------------------- status
+
+UUIDS = ("GPU-5d1c0000-aaaa", "GPU-7e2f0000-bbbb")
+
+
+def device(index: int = 0, **changes: Any) -> dict[str, Any]:
+    return {
+        "uuid": UUIDS[index], "index": index, "name": "NVIDIA H100", "emulated": False,
+        "tier": "guarded", "tier_reason": "", "can_suspend": True, "memory_total": 16 * GiB,
+        "memory_capacity": 16 * GiB, "memory_granted": 0, "memory_foreign": 0,
+        "memory_free": 16 * GiB, "memory_used": 0, "utilisation": 0, "drained_reason": "",
+        **changes,
+    }  # fmt: skip
+
+
+def session(name: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "id": name, "pid": 1, "owner": "ada", "label": f"{name}.ipynb", "kernel_id": name,
+        "state": "detached", "attach": "lazy", "priority": "notebook", "granted_bytes": 0,
+        "footprint_bytes": 0, "suspended_bytes": 0, "holds": [], "device": None, "devices": [],
+        "request": {"memory": 4 * GiB, "limit": 4 * GiB, "devices": 1}, "queue_position": None,
+        "queue_length": 0, "eta_seconds": None, "wait_reason": "", "pinned_reason": "",
+        "wait_seconds_total": 0.0, "attached_seconds_total": 0.0, "idle_seconds": None,
+        "suspends": 0, "resumes": 0, "migrations": 0, **changes,
+    }  # fmt: skip
+
+
+def on(index: int) -> dict[str, Any]:
+    return {"device": UUIDS[index], "devices": [UUIDS[index]]}
+
+
+STATUS: dict[str, Any] = {
+    "version": "0.1.0", "socket": "/run/gpupool/broker.sock", "pid": 1, "now": 1000.0,
+    "emulated": False, "machine": "", "queue_length": 1, "settings": {},
+    "host": {"budget_bytes": 12 * GiB, "used_bytes": 5 * GiB, "available_bytes": 20 * GiB},
+    "devices": [
+        device(0, memory_granted=10 * GiB, memory_foreign=2 * GiB, memory_free=4 * GiB,
+               utilisation=41),
+        device(1, drained_reason="Xid 79", memory_free=None),
+    ],
+    "sessions": [
+        session("77aa33", state="queued", queue_position=1, eta_seconds=40.0,
+                wait_reason="all 16 GiB in use by running cells", wait_seconds_total=7,
+                request={"memory": 8 * GiB, "devices": 2}),
+        session("9c0d22", state="idle", granted_bytes=4 * GiB, idle_seconds=40,
+                footprint_bytes=512 * MiB, pinned_reason="it uses managed memory", **on(0)),
+        session("3f2a1b", state="active", granted_bytes=6 * GiB, footprint_bytes=GiB,
+                used_bytes=3 * GiB, overuse_bytes=GiB, **on(0)),
+        session("b00c44", suspended_bytes=5 * GiB),
+    ],
+}  # fmt: skip
+
+
+def status(sheet: Sheet) -> None:
+    """Write the picture of the pool, and what an order of an admin waits for."""
+    sheet.put("jupyter gpupool status", "\n".join(draw(STATUS, Style(width=90))))
+    empty = {**STATUS, "devices": [], "sessions": [], "queue_length": 0}
+    sheet.put("jupyter gpupool status, without a GPU", "\n".join(draw(empty, Style(width=90))))
+    row = {"label": "viz.ipynb", "session": "9c0d22", "owner": "ada", "devices": ["0"],
+           "why": "a cell runs"}  # fmt: skip
+    order: dict[str, Any] = {"waits": [row], "others": 1, "device": "", "files": [], "step": ""}
+    sheet.put("jupyter gpupool pause waits for kernels", "\n".join(progress(order)))
+    files_open = {"pid": 4711, "session": "9c0d22", "command": "python", "uid": 1000}
+    order = {**order, "waits": [], "others": 0, "files": [files_open]}
+    sheet.put("jupyter gpupool pause waits for processes", "\n".join(progress(order)))
+
+
+# --------------------------------------------------------------------------- doctor
+
+
+def _defaults() -> BrokerSettings:
+    """Return a configuration that does not depend on this machine."""
+    with tempfile.TemporaryDirectory() as folder, _only(folder):
+        settings = load_settings()
+    return replace(settings, pool=replace(settings.pool, host_memory=32 * GiB))
+
+
+@contextlib.contextmanager
+def _only(folder: str) -> Iterator[None]:
+    """Read configuration in ``folder`` alone."""
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL")}
+    with (
+        mock.patch.object(files, "jupyter_config_path", return_value=[folder]),
+        mock.patch.dict(os.environ, plain, clear=True),
+    ):
+        yield
+
+
+def doctor(sheet: Sheet) -> None:
+    """Write the checks whose outcome the caller can choose."""
+    settings = _defaults()
+    order = {"kind": "pause", "device": "", "by": "root", "since": 0.0, "reason": "new driver"}
+    mig = device(tier="mig", can_suspend=False, tier_reason="A MIG instance cannot be suspended.")
+    with (
+        mock.patch("time.localtime", time.gmtime),
+        mock.patch.object(checks, "memory_total", return_value=64 * GiB),
+    ):
+        findings = [
+            *checks.devices([device(context_bytes=512 * MiB), mig], ""),
+            *checks.devices([device(1, drained_reason="Xid 79")], ""),
+            *checks.devices([device(1, drained_reason="paused")], "", [order]),
+            *checks.devices([], "The NVIDIA driver sees no GPU."),
+            checks.attach("lazy", "", settings),
+            checks.attach("cell", "Attach policy 'lazy' needs the guard.", settings),
+            checks.attach("manual", "", settings),
+            *checks.guard_limits([device()]),
+            checks.socket(Path("/run/gpupool/broker.sock"), answers=True),
+            checks.socket(Path("/nowhere/broker.sock"), answers=False),
+            checks.host_memory(settings, [device(memory_capacity=1 << 40)]),
+            *checks.default_fits(settings, [device(memory_capacity=2 * GiB)]),
+        ]
+    sheet.put(
+        "jupyter gpupool doctor",
+        "\n".join(line for f in findings for line in _lines(f, Style(width=90)))
+        + "\n"
+        + _summary(findings),
+    )
+    sheet.put("jupyter gpupool doctor ends with, if all is well", _summary(findings[:1]).strip())
+
+
+# --------------------------------------------------------------------------- configuration
+
+#: A line of a configuration file that is refused.
+WRONG = (
+    "idle_timout = 60",
+    "idle_timeout = 'soon'",
+    "idle_timeout = -1",
+    "default_memory = 'much'",
+    "default_memory = 12.5",
+    "default_memory = '12'",
+    "attach = 'eager'",
+    "guard = 'maybe'",
+    "devices = []",
+    "devices = ['H100']",
+    "devices = [0, 0]",
+    "quotas = {'@staff': {'leases': 1}}",
+    "quotas = {'ada': 4}",
+    "quotas = {'ada': {'gpus': 4}}",
+    "quotas = {'ada': {'leases': -1}}",
+    "quotas = {'ada': {'memory': 'much'}}",
+    "priority_classes = {}",
+    "priority_classes = {'a b': 1}",
+    "priority_classes = {'high': 'first'}",
+    "default_priority = 'urgent'",
+    "host_memory = '120%'",
+    "host_memory = 'half'",
+    "host_reserve = '100%'",
+    "max_swap_overhead = 2",
+    "max_sessions_per_user = 0",
+    "metrics_port = 70000",
+    "socket = 'broker.sock'",
+    f"socket = '/{'x' * 120}'",
+    "default_limit = '1GiB'",
+    "max_memory_per_kernel = '2GiB'",
+    "emulate = '2x'",
+    "linger = None",
+)
+
+
+def configuration(sheet: Sheet) -> None:
+    """Write what is said of configuration files that are wrong."""
+    with tempfile.TemporaryDirectory() as folder, _only(folder):
+        path = Path(folder, "jupyter_server_config.py")
+
+        def put(situation: str, text: str) -> None:
+            path.write_text(text, encoding="utf-8")
+            try:
+                load_settings()
+            except ConfigError as error:
+                said = str(error).replace(folder, "/etc/jupyter")
+                sheet.put(situation, said, error.code)
+            else:
+                raise AssertionError(f"accepted: {text}")
+
+        for line in WRONG:
+            put(f"c.GPUPool.{line[:60]}", f"c.GPUPool.{line}")
+        put("c.GpuPool.idle_timeout = 60", "c.GpuPool.idle_timeout = 60")
+        put("A file that is no Python", "c.GPUPool.idle_timeout =")
+        put("A file that ends the program", "import sys; sys.exit(3)")
+        path.unlink()
+        try:
+            load_settings([Path("/etc/gpupool.py")])
+        except ConfigError as error:
+            sheet.put("A file that is not there", str(error), error.code)
+    in_force: Mapping[str, Any] = {
+        "config": {"options": {"idle_timeout": 60.0}, "origins": {"idle_timeout": "/etc/pool.py"}},
+        "broker": {"problem": ""},
+        "pid": 4711,
+    }
+    with tempfile.TemporaryDirectory() as folder, _only(folder):
+        sheet.put("Another configuration is in force", notice({}, in_force))
+
+
+def sizes(sheet: Sheet) -> None:
+    """Write what is said of sizes and durations, wherever they are typed."""
+    for text in ("12", "0GiB", "much", "9999999TiB"):
+        sheet.put(f"The size {text!r}", _wrong(parse_bytes, text))
+    for text in ("soon", "0s"):
+        sheet.put(f"The duration {text!r}", _wrong(parse_seconds, text))
+
+
+def _wrong(read: Any, text: str) -> str:
+    try:
+        read(text)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError(f"accepted: {text}")

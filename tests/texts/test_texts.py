@@ -1,0 +1,62 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The file of all texts is what the product says, and misses nothing."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from jupyter_gpupool.errors import Code
+from jupyter_gpupool.pool import model
+
+from . import collect
+from .sheet import Sheet
+
+TESTS = Path(__file__).parents[1]
+
+#: How to write the file anew.
+HOW = "Read the difference; then run: python -m tests.texts"
+
+#: The longest name of a test.
+LONGEST = 60
+
+#: Names that are longer: to be lowered as they are shortened, and never raised.
+STILL_LONGER = 404
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return collect.everything()
+
+
+def test_file_is_what_the_product_says(text: str) -> None:
+    committed = collect.FILE.read_text(encoding="utf-8").splitlines()
+    lines = list(difflib.unified_diff(committed, text.splitlines(), "all.txt", "now", lineterm=""))
+    shown = "\n".join(lines[:60])
+    assert not lines, f"{HOW}\n{shown}"
+
+
+def test_every_error_code_is_in_the_file(text: str) -> None:
+    assert [code.value for code in Code if f"[{code}]" not in text] == []
+
+
+def test_every_rule_of_a_wait_is_in_the_file() -> None:
+    assert collect.scenes(Sheet()) == set(get_args(model.Rule))
+
+
+def test_names_of_tests_do_not_grow() -> None:
+    long = [
+        f"{path.relative_to(TESTS)}: {node.name}"
+        for path in sorted(TESTS.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and re.match("test_", node.name)
+        and len(node.name) > LONGEST
+    ]
+    assert len(long) <= STILL_LONGER, "\n".join(long)
