@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Literal
 
 _SIZES = {
     "": 1,
@@ -13,6 +14,7 @@ _SIZES = {
     **{u: 1 << (10 * n) for n, s in enumerate("kmgt", 1) for u in (s, s + "ib")},
     **{s + "b": 1000**n for n, s in enumerate("kmgt", 1)},
 }
+_PRINTED = ("B", "KiB", "MiB", "GiB", "TiB")
 _SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*$")
 
@@ -46,14 +48,29 @@ def parse_bytes(text: str | int) -> int:
     return value
 
 
-def format_bytes(value: int) -> str:
-    """Return ``value`` bytes with a binary unit and at most one decimal: ``"5.5 GiB"``."""
-    size, units = float(value), iter(("B", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while abs(size) >= 1024 and unit != "TiB":
-        size, unit = size / 1024, next(units)
-    text = f"{size:.1f}".removesuffix(".0")
-    return f"{text} {unit}"
+def format_bytes(value: int, *, rounding: Literal["near", "up", "down"] = "near") -> str:
+    """Return ``value`` bytes with a binary unit and at most one decimal: ``"5.5 GiB"``.
+
+    Round a size that has to be free ``up`` and one that is free ``down``: the two then never read
+    the same. JupyterLab prints sizes as "near" does (``labextension/src/__tests__/sizes.json``).
+    """
+    power = 0
+    while True:
+        unit = 1 << (10 * power)
+        extra = {"near": unit // 2, "up": unit - 1, "down": 0}[rounding]
+        tenths = (abs(value) * 10 + extra) // unit
+        if tenths < 10240 or power == len(_PRINTED) - 1:
+            break
+        power += 1
+    whole, tenth = divmod(tenths, 10)
+    text = f"{whole}.{tenth}" if tenth else f"{whole}"
+    return f"{'-' if value < 0 else ''}{text} {_PRINTED[power]}"
+
+
+def typed_bytes(value: int) -> str:
+    """Return whole GiB or MiB as people type them: ``"12GiB"``; less than a MiB is dropped."""
+    mib = value >> 20
+    return f"{mib}MiB" if mib % 1024 else f"{mib >> 10}GiB"
 
 
 def parse_seconds(text: str | float) -> float:

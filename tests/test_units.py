@@ -2,6 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,12 @@ from jupyter_gpupool.units import (
     format_wait,
     parse_bytes,
     parse_seconds,
+    typed_bytes,
+)
+
+#: Read by the tests of the JupyterLab extension as well.
+SIZES = json.loads(
+    (Path(__file__).parent.parent / "labextension/src/__tests__/sizes.json").read_text()
 )
 
 
@@ -52,6 +61,35 @@ def test_text_without_a_unit_is_refused(text):
 def test_only_text_and_whole_numbers_are_sizes(value):
     with pytest.raises(ValueError, match="like 12GiB"):
         parse_bytes(value)
+
+
+@pytest.mark.parametrize(("value", "text"), SIZES["printed"])
+def test_sizes_are_printed_as_jupyterlab_prints_them(value, text):
+    assert format_bytes(value) == text
+
+
+@pytest.mark.parametrize(("text", "value"), SIZES["read"])
+def test_sizes_are_read_as_jupyterlab_reads_them(text, value):
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", SIZES["refused"])
+def test_what_jupyterlab_refuses_is_no_size(text):
+    with pytest.raises(ValueError, match="like 12GiB"):
+        parse_bytes(text)
+
+
+@given(st.integers(1, 1 << 52))
+def test_a_need_never_reads_like_less_than_it_is(value):
+    up, down = (format_bytes(value, rounding=way) for way in ("up", "down"))
+    assert parse_bytes(down) <= value <= parse_bytes(up) + 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(12 << 30, "12GiB"), (1536 << 20, "1536MiB"), ((1 << 30) + 1, "1GiB")]
+)
+def test_whole_sizes_are_written_as_people_type_them(value, text):
+    assert typed_bytes(value) == text
 
 
 @given(st.integers(1, 1 << 50))

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Collection, Mapping, Sequence
 
 from ..errors import DriverError
+from ..units import format_bytes
 from . import checkpoint, contexts, processes
 from .calls import LOST, PATIENCE, Refused, SessionCalls
 from .checkpoint import Answer, complete_mapping
@@ -394,8 +395,8 @@ class Operation:
                 return f"Device {sample.uuid} is lost: {sample.lost}"
             if sample.free < need[sample.uuid]:
                 return (
-                    f"Device {sample.uuid} has {sample.free >> 20} MiB free, and the session "
-                    f"needs {-(-need[sample.uuid] >> 20)} MiB."
+                    f"Device {sample.uuid} has {format_bytes(sample.free, rounding='down')} free, "
+                    f"and the session needs {format_bytes(need[sample.uuid], rounding='up')}."
                 )
         return ""
 

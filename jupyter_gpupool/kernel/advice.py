@@ -12,7 +12,7 @@ import re
 
 from ..endpoint import MACHINE_SOCKET
 from ..errors import BrokerUnavailable, Code, GPUPoolError
-from ..units import format_bytes, parse_bytes
+from ..units import format_bytes, parse_bytes, typed_bytes
 from .guard_state import Figures, Guard
 from .holds import Refused
 from .link import Link
@@ -142,24 +142,18 @@ def _what_to_type(link: Link, granted: int, text: str) -> str:
     most = link.limits.get("memory")
     wanted = _round_up(max(2 * granted, granted + tried_bytes(text)))
     if not isinstance(most, int):
-        return f". Ask for more with: %gpu {_size(wanted)}"
+        return f". Ask for more with: %gpu {typed_bytes(wanted)}"
     if most <= granted:
         return (
             ", which is the most it may ask for. Free some in this kernel (del, then the "
             "library's empty_cache()), or ask your admin for a larger quota."
         )
     wanted = min(most, wanted)
-    return f"; up to {format_bytes(most)} may be asked for. Type: %gpu {_size(wanted)}"
+    return f"; up to {format_bytes(most)} may be asked for. Type: %gpu {typed_bytes(wanted)}"
 
 
 def _round_up(value: int) -> int:
     return -(-value // _GIB) * _GIB
-
-
-def _size(value: int) -> str:
-    if value % _GIB == 0:
-        return f"{value // _GIB}GiB"
-    return f"{value >> 20}MiB"
 
 
 # ---------------------------------------------------------------------- no broker

@@ -15,7 +15,7 @@ from ..units import format_bytes, format_seconds
 from . import events as ev
 from .explain import in_words, stays_reason
 from .facts import NO_LIMIT, Facts, Session, charge_of
-from .model import ATTACHED, HAS_LEASE, MiB, Refusal, Request, Slice
+from .model import ATTACHED, HAS_LEASE, Refusal, Request, Slice
 from .needs import ever
 from .placement import Draft
 from .preemption import leaves_at, suspendable
@@ -104,8 +104,7 @@ def _in_use(s: Session, new: Request) -> Refusal | None:
     ):
         if wanted < had and wanted < used:
             what = "A limit of " if name == "limit" else ""
-            # Rounded up: who asks for that much has enough.
-            enough = f"{-(-used // MiB)} MiB" if used >= MiB else format_bytes(used)
+            enough = format_bytes(used, rounding="up")
             return Refusal(
                 Code.IN_USE,
                 f"{what}{format_bytes(wanted)} was asked for; the kernel uses {enough} now.",

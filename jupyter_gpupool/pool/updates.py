@@ -44,7 +44,7 @@ def update(facts: Facts, event: ev.Event, plan: Plan) -> Actions:
     return _TABLE[type(event)](facts, event, plan)
 
 
-def _log(session: str, level: str, code: str, message: str) -> Actions:
+def _log(session: str, level: str, code: Code, message: str) -> Actions:
     return [ev.Log(session=session, level=level, code=code, message=message)]  # type: ignore[arg-type]
 
 

@@ -7,20 +7,25 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IDevice, ISession, IWait } from './api';
 
 const GIB = 1024 ** 3;
-const MIB = 1024 ** 2;
+const UNITS = ['B', 'KiB', 'MiB', 'GiB', 'TiB'] as const;
 
-/** `6.0 GiB`, `512 MiB`: two digits that count, as the rest of the project writes sizes. */
+/** `6 GiB`, `1.5 GiB`, `512 MiB`: as Python's `format_bytes` prints them (`sizes.json`). */
 export function bytes(value: number): string {
-  const mib = Math.round(value / MIB);
-  return mib >= 1024 || value === 0 ? `${gib(value)} GiB` : `${Math.max(1, mib)} MiB`;
+  let amount = value;
+  let unit = 0;
+  while (Number(amount.toFixed(1)) >= 1024 && unit < UNITS.length - 1) {
+    amount /= 1024;
+    unit += 1;
+  }
+  return `${tenths(amount)} ${UNITS[unit]}`;
 }
 
-function gib(value: number): string {
-  const amount = value / GIB;
-  return amount >= 100 ? amount.toFixed(0) : amount.toFixed(1);
+/** `6`, `1.5`: at most one decimal. */
+function tenths(amount: number): string {
+  return amount.toFixed(1).replace(/\.0$/, '');
 }
 
-/** `6.0 of 8.0 GiB`: one unit if both have the same. */
+/** `6 of 8 GiB`: one unit if both have the same. */
 export function part(trans: TranslationBundle, used: number, whole: number): string {
   const one = bytes(used).split(' ');
   const other = bytes(whole).split(' ');
@@ -188,8 +193,8 @@ export function say(
           ? size
           : trans.__(
               '%1/%2 GiB',
-              Number(gib(used)),
-              Number(gib(session.granted_bytes))
+              tenths(used / GIB),
+              tenths(session.granted_bytes / GIB)
             );
       return plain(trans.__('%1 on %2', size, where), 'busy', short);
     }

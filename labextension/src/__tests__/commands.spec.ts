@@ -16,14 +16,14 @@ const WAIT = {
   position: 2,
   length: 5,
   eta_seconds: 40,
-  reason: 'no GPU has 8.0 GiB free',
+  reason: 'no GPU has 8 GiB free',
   ahead: { total: 1, mine: 0, by_priority: { interactive: 1 } }
 };
 
 describe('why a kernel waits', () => {
   test('is said in sentences, by class and without names', () => {
     expect(describeWait(trans, WAIT)).toEqual([
-      'No GPU has 8.0 GiB free.',
+      'No GPU has 8 GiB free.',
       'It is 2nd of 5 in the queue.',
       'It will probably take ~40 s.',
       'Ahead of it is 1 kernel: 1 of class interactive.'
@@ -240,7 +240,7 @@ describe('the commands', () => {
     );
     const done = commands.execute(CommandIDs.ask);
     const open = await dialog();
-    expect(open.textContent).toContain('at most 6.0 GiB');
+    expect(open.textContent).toContain('at most 6 GiB');
     const input = open.querySelector('input')!;
     expect(input.value).toBe('8');
     input.value = '4.5';
@@ -275,7 +275,7 @@ describe('the commands', () => {
       await new Promise(resolve => setTimeout(resolve, 5));
       second = await dialog();
     }
-    expect(second.textContent).toContain('25.0 GiB is more than you may ask for');
+    expect(second.textContent).toContain('25 GiB is more than you may ask for');
     const input = second.querySelector('input')!;
     expect(input.value).toBe('25');
     input.value = '23.7';

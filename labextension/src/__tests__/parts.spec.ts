@@ -83,7 +83,7 @@ describe('the idle warning', () => {
     expect(shown().map(n => [n.type, n.message])).toEqual([
       [
         'warning',
-        `a.ipynb: its GPU slice goes back to the pool at ${at}. Bringing 6.0 GiB back takes ~3 s.`
+        `a.ipynb: its GPU slice goes back to the pool at ${at}. Bringing 6 GiB back takes ~3 s.`
       ]
     ]);
     expect(shown()[0]!.options.autoClose).toBe(20_000);
@@ -268,9 +268,9 @@ describe('among all that runs', () => {
     );
     expect(manager.running().map(i => [i.label(), i.detail?.(), !!i.shutdown])).toEqual(
       [
-        ['a.ipynb', '6.0 of 8.0 GiB on GPU 0', true],
+        ['a.ipynb', '6 of 8 GiB on GPU 0', true],
         ['label of q', 'Waiting: 2nd, ~40 s', false],
-        ['label of d', 'In host memory 1.0 GiB', false],
+        ['label of d', 'In host memory 1 GiB', false],
         ['label of i', 'Idle on GPU 0', true]
       ]
     );

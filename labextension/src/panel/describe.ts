@@ -8,7 +8,7 @@ import type { IAnySession, IDevice } from '../api';
 import { bytes, part } from '../words';
 import type { IPart } from './geometry';
 
-/** `12.0 of 15.5 GiB granted`. */
+/** `12 of 15.5 GiB granted`. */
 export function granted(trans: TranslationBundle, device: IDevice): string {
   return trans.__(
     '%1 granted',

@@ -11,12 +11,16 @@ export const MIB = 1024 ** 2;
 
 const UNITS: Readonly<Record<string, number>> = {
   '': GIB,
-  g: GIB,
-  gib: GIB,
-  gb: 1000 ** 3,
+  b: 1,
+  k: 1024,
+  kib: 1024,
+  kb: 1000,
   m: MIB,
   mib: MIB,
   mb: 1000 ** 2,
+  g: GIB,
+  gib: GIB,
+  gb: 1000 ** 3,
   t: 1024 * GIB,
   tib: 1024 * GIB,
   tb: 1000 ** 4
@@ -48,11 +52,9 @@ export function editable(value: number): string {
   return value >= GIB ? text : `${text} MiB`;
 }
 
-/** The same in a sentence: `7.45 GiB`, `8.0 GiB`, `0.102 MiB`. */
+/** The same in a sentence: `7.45 GiB`, `8 GiB`, `0.102 MiB`. */
 export function exact(value: number): string {
-  const [amount = '', unit = 'GiB'] = editable(value).split(' ');
-  const whole = unit === 'GiB' && !amount.includes('.');
-  return `${amount}${whole ? '.0' : ''} ${unit}`;
+  return value >= GIB ? `${editable(value)} GiB` : editable(value);
 }
 
 /** The step of the slider: half a GiB, less where there is little. */

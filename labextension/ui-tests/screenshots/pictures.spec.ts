@@ -49,7 +49,7 @@ test('pictures', async ({ browser }) => {
   await chip(train, 'none', /^No GPU$/);
   const work = new Work('train');
   await train.run(uses(4 * 1024) + work.code, false);
-  await chip(train, 'active', /^4\.\d of 6\.0 GiB on GPU/);
+  await chip(train, 'active', /^4\.\d of 6 GiB on GPU/);
   await train.chip.click();
   await expect(popover).toContainText('You may ask for up to');
   await shoot(lab, 'popover', [`${BAR} .jp-KernelName`, '.jp-gpupool-Popover']);
@@ -93,7 +93,7 @@ test('pictures', async ({ browser }) => {
   await page.sidebar.setWidth(300, 'right');
   await train.activate();
   await expect(
-    lab.panel.getByText('4.3 of 6.0 GiB').or(lab.panel.getByText('Waiting')).first()
+    lab.panel.getByText('4.3 of 6 GiB').or(lab.panel.getByText('Waiting')).first()
   ).toBeVisible();
   await shoot(lab, 'panel-light', ['.jp-gpupool-panel']);
   await lab.theme('JupyterLab Dark');

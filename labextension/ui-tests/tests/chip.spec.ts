@@ -40,8 +40,8 @@ test('no GPU, then a slice, then idle, then in host memory, then back', async ({
   const said = await notebook.listen();
   const work = new Work('one');
   await notebook.run(uses(1024) + work.code, false);
-  await expect(notebook.chip).toHaveText(/^1\.\d of 6\.0 GiB on GPU [01]$/);
-  await expect(lab.statusItem).toHaveText(/^1\.\d of 6\.0 GiB on GPU [01]$/);
+  await expect(notebook.chip).toHaveText(/^1\.\d of 6 GiB on GPU [01]$/);
+  await expect(lab.statusItem).toHaveText(/^1\.\d of 6 GiB on GPU [01]$/);
   await expect(notebook.chip).toHaveAttribute('title', /\(emulated\)/);
   work.end();
   await expect(notebook.chip).toHaveText(/^Idle, back to the pool in (59|1:00):\d\d/);
@@ -65,7 +65,7 @@ test('two notebooks compete for one device', async ({ lab }) => {
   const first = await lab.notebook('first');
   const work = new Work('first');
   await first.run(work.code, false);
-  await expect(first.chip).toHaveText(/of 6\.0 GiB on GPU [01]$/);
+  await expect(first.chip).toHaveText(/of 6 GiB on GPU [01]$/);
 
   const second = await lab.notebook('second');
   const said = await second.listen();

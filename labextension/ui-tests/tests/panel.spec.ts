@@ -25,16 +25,16 @@ test('devices, queue, kernels, host memory and use; no names; no accessibility f
   const devices = panel.getByRole('listbox');
   await expect(devices).toHaveCount(2);
   await expect(
-    panel.getByRole('option', { name: /^Somebody \(.*\): 6\.0 GiB, at work$/ })
+    panel.getByRole('option', { name: /^Somebody \(.*\): 6 GiB, at work$/ })
   ).toHaveCount(1);
   await expect(mine.chip).toHaveText(/^In host memory 1\.\d GiB$/);
   await expect(
-    panel.getByRole('option', { name: /^Somebody \(.*\): 7\.0 GiB, at work$/ })
+    panel.getByRole('option', { name: /^Somebody \(.*\): 7 GiB, at work$/ })
   ).toHaveCount(1);
   await expect(panel).toContainText('2 GPUs · 2 kernels have one · 0 wait');
   await expect(panel.getByRole('meter', { name: /^Host memory/ })).toHaveAttribute(
     'aria-valuetext',
-    /^1\.\d of 16\.0 GiB/
+    /^1\.\d of 16 GiB/
   );
 
   // Now it is I who wait.
@@ -46,7 +46,7 @@ test('devices, queue, kernels, host memory and use; no names; no accessibility f
   await ask('leave', { name: 'batch' });
   await expect(queue).toContainText('Nobody waits for a GPU.');
   await expect(
-    panel.getByRole('option', { name: /mine\.ipynb: 1\.\d of 6\.0 GiB used, idle/ })
+    panel.getByRole('option', { name: /mine\.ipynb: 1\.\d of 6 GiB used, idle/ })
   ).toHaveCount(1);
 
   const kernels = panel.getByRole('region', { name: 'My kernels on this server' });

@@ -17,18 +17,18 @@ test('ask for another size: granted, and refused in the server’s words', async
   await expect(notebook.chip).toHaveText('No GPU');
   await notebook.chip.click();
   const { popover } = lab;
-  await expect(popover).toContainText('You may ask for up to 7.0 GiB per GPU.');
+  await expect(popover).toContainText('You may ask for up to 7 GiB per GPU.');
   const field = popover.getByRole('textbox', { name: 'GPU memory' });
   await field.fill('3');
   await popover.getByRole('button', { name: 'Ask for it' }).click();
   await expect(popover.getByRole('status').first()).not.toBeEmpty();
-  await expect(popover).toContainText('Asked for now: 3.0 GiB.');
+  await expect(popover).toContainText('Asked for now: 3 GiB.');
   expect((await session(notebook.kernelId))?.request.memory).toBe(3 * GiB);
 
   // More than the quota: the page knows it. More than is free: only the server does.
   await field.fill('9');
   await popover.getByRole('button', { name: 'Ask for it' }).click();
-  await expect(popover.getByRole('alert').first()).toContainText('7.0 GiB');
+  await expect(popover.getByRole('alert').first()).toContainText('7 GiB');
   expect((await session(notebook.kernelId))?.request.memory).toBe(3 * GiB);
 
   // More than any device has: within the quota, and refused by the server.
@@ -70,7 +70,7 @@ test('a release while work runs is seen until it comes, and keeping takes it bac
   const notebook = await lab.notebook('later');
   const work = new Work('later');
   await notebook.run(work.code, false);
-  await expect(notebook.chip).toHaveText(/of 6\.0 GiB on GPU [01]$/);
+  await expect(notebook.chip).toHaveText(/of 6 GiB on GPU [01]$/);
   await notebook.chip.click();
   const { popover } = lab;
   const release = popover.getByRole('button', { name: 'Release now' });

@@ -268,7 +268,7 @@ describe('devices', () => {
       1
     );
     expect(cells[8]!.getAttribute('aria-label')).toContain(
-      '1 kernel-a.ipynb: 6.0 of 8.0 GiB used, at work (the open document)'
+      '1 kernel-a.ipynb: 6 of 8 GiB used, at work (the open document)'
     );
     fireEvent.click(cells[8]!);
     expect(cells[8]!.getAttribute('aria-expanded')).toBe('true');
@@ -287,8 +287,8 @@ describe('devices', () => {
     show(pool(devices));
     expect(screen.getByRole('list', { name: 'NVIDIA H100' }).children).toHaveLength(4);
     expect(screen.getByRole('list', { name: 'NVIDIA A100' }).children).toHaveLength(8);
-    screen.getByText('0 in use of 4 · 16.0 GiB');
-    screen.getByText('8 in use of 8 · 16.0 GiB');
+    screen.getByText('0 in use of 4 · 16 GiB');
+    screen.getByText('8 in use of 8 · 16 GiB');
   });
 
   it('go by arrow keys in the grid', () => {
@@ -309,15 +309,15 @@ describe('devices', () => {
     const idle = { state: 'idle', granted_bytes: 4 * GIB } as const;
     const { opened } = show(pool([on], [mine('a'), other('b', idle)]));
     const bar = screen.getByRole('listbox', {
-      name: 'GPU 0, NVIDIA A100, 12.0 of 15.0 GiB granted, utilisation 43 %'
+      name: 'GPU 0, NVIDIA A100, 12 of 15 GiB granted, utilisation 43 %'
     });
     const options = within(bar).getAllByRole('option');
     expect(options.map(option => option.getAttribute('aria-label'))).toEqual([
-      '1 kernel-a.ipynb: 6.0 of 8.0 GiB used, at work (the open document)',
-      'Somebody (batch): 4.0 GiB, idle',
-      'Used outside of any slice: 1.0 GiB',
-      'Free: 2.0 GiB',
-      'Reserved, not granted to anybody: 1.0 GiB'
+      '1 kernel-a.ipynb: 6 of 8 GiB used, at work (the open document)',
+      'Somebody (batch): 4 GiB, idle',
+      'Used outside of any slice: 1 GiB',
+      'Free: 2 GiB',
+      'Reserved, not granted to anybody: 1 GiB'
     ]);
     expect(options.map(option => option.tabIndex)).toEqual([0, -1, -1, -1, -1]);
     expect(options.map(option => option.style.width)).toEqual([
@@ -327,7 +327,7 @@ describe('devices', () => {
       '12.5%',
       '6.25%'
     ]);
-    screen.getByText('12.0 of 15.0 GiB granted');
+    screen.getByText('12 of 15 GiB granted');
     act(() => options[0]!.focus());
     fireEvent.keyDown(options[0]!, { key: 'Enter' });
     expect(opened).toEqual(['kernel-a']);
@@ -337,8 +337,8 @@ describe('devices', () => {
     // Other people's cannot be opened; what has the focus is said below the bar.
     fireEvent.keyDown(options[1]!, { key: 'Enter' });
     expect(opened).toEqual(['kernel-a']);
-    screen.getByText('Somebody (batch): 4.0 GiB, idle');
-    expect(screen.queryByText('12.0 of 15.0 GiB granted')).toBeNull();
+    screen.getByText('Somebody (batch): 4 GiB, idle');
+    expect(screen.queryByText('12 of 15 GiB granted')).toBeNull();
   });
 
   it('tell what is special', () => {
@@ -355,8 +355,8 @@ describe('devices', () => {
       within(screen.getByRole('listbox', { name }))
         .getAllByRole('option')
         .map(option => option.getAttribute('aria-label'));
-    expect(options(/^GPU 0,/)[0]).toBe('Not granted to anybody now: 15.0 GiB');
-    expect(options(/^GPU 1,/)[0]).toBe('Free: 15.0 GiB');
+    expect(options(/^GPU 0,/)[0]).toBe('Not granted to anybody now: 15 GiB');
+    expect(options(/^GPU 1,/)[0]).toBe('Free: 15 GiB');
   });
 
   it('say on each what a session has there', () => {
@@ -372,8 +372,8 @@ describe('devices', () => {
         .getAllByRole('option', { name: /^1 / })
         .map(option => option.getAttribute('aria-label'))
     ).toEqual([
-      '1 kernel-a.ipynb: 6.0 of 8.0 GiB used, at work (the open document)',
-      '1 kernel-a.ipynb: 2.0 GiB, used: ?, at work (the open document)'
+      '1 kernel-a.ipynb: 6 of 8 GiB used, at work (the open document)',
+      '1 kernel-a.ipynb: 2 GiB, used: ?, at work (the open document)'
     ]);
   });
 
@@ -404,7 +404,7 @@ describe('devices', () => {
     );
     screen.getByText('utilisation ?');
     screen.getByRole('option', {
-      name: /^1 kernel-a.ipynb: 8.0 GiB, used: \?, at work/
+      name: /^1 kernel-a.ipynb: 8 GiB, used: \?, at work/
     });
     expect(container.querySelector('[role="option"] .jp-gpupool-used')).toBeNull();
     expect(screen.queryByText(/\b0 %/)).toBeNull();
@@ -430,14 +430,14 @@ describe('the queue', () => {
     const items = region('Queue').getAllByRole('listitem');
     expect(items[0]!.textContent).toBe('1stSomebody (batch)');
     expect(items[1]!.textContent).toBe(
-      '2nd1kernel-a.ipynb8.0 GiB · ~40 s to goNo device has 8 GiB free.'
+      '2nd1kernel-a.ipynb8 GiB · ~40 s to goNo device has 8 GiB free.'
     );
   });
 
   it('shows an end and a place that nobody knows as ?', () => {
     show(pool([device(0)], [mine('a', queued)]));
     expect(region('Queue').getByRole('listitem').textContent).toBe(
-      '?1kernel-a.ipynb8.0 GiB · ? to go'
+      '?1kernel-a.ipynb8 GiB · ? to go'
     );
   });
 
@@ -479,9 +479,9 @@ describe('my kernels', () => {
         ]
       )
     );
-    kernels().getByText('6.0 of 8.0 GiB on GPU 0');
+    kernels().getByText('6 of 8 GiB on GPU 0');
     kernels().getByText('Idle, back to the pool in 0:42');
-    kernels().getByText('In host memory 6.0 GiB');
+    kernels().getByText('In host memory 6 GiB');
     kernels().getByText('Pinned: it is shared memory');
     kernels().getByText('Idle on GPU 0, stays');
     kernels().getByText('Stays: Host memory is full.');
@@ -520,7 +520,7 @@ describe('my kernels', () => {
     kernels().getByText('No kernel of this server is in the pool.');
     kernels().getByText(/^Yours too, but of another server/);
     expect(kernels().getByRole('listitem').textContent).toBe(
-      '1kernel-a.ipynb6.0 of 8.0 GiB on GPU 0'
+      '1kernel-a.ipynb6 of 8 GiB on GPU 0'
     );
     expect(kernels().queryByRole('button')).toBeNull();
     screen.getByRole('option', { name: /at work \(yours on another server\)$/ });
@@ -652,7 +652,7 @@ describe('my kernels', () => {
     const columns = { time: [NOW - 1, NOW], used: [GIB, 2 * GIB], busy: [0.2, null] };
     act(() => past.change(history({ kernels: { 'kernel-a': columns } })));
     kernels().getByRole('img', {
-      name: 'Memory in the last 5 minutes: least 1.0 GiB, most 2.0 GiB, now 2.0 GiB'
+      name: 'Memory in the last 5 minutes: least 1 GiB, most 2 GiB, now 2 GiB'
     });
     kernels().getByRole('img', {
       name: 'Share of time in which it used CUDA in the last 5 minutes: least 20 %, most 20 %, now not known'
@@ -670,7 +670,7 @@ describe('the totals', () => {
       )
     );
     const host = region('Host memory');
-    host.getByText('8.0 of 32.0 GiB hold suspended kernels · yours: 4.0 GiB');
+    host.getByText('8 of 32 GiB hold suspended kernels · yours: 4 GiB');
     host.getByText('Free on this machine: ?');
     const meter = host.getByRole('meter');
     expect(meter.getAttribute('aria-valuenow')).toBe('25');

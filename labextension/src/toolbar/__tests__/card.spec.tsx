@@ -63,9 +63,9 @@ describe('what the popover says', () => {
   it('of an active slice: how much of it is used, guaranteed, and the limit', () => {
     card(new FakeModel(session({ request: burst })));
     screen.getByRole('heading', {
-      name: 'This notebook has 6.0 of 8.0 GiB on GPU 1 (emulated).'
+      name: 'This notebook has 6 of 8 GiB on GPU 1 (emulated).'
     });
-    screen.getByText('6.0 GiB used · 8.0 GiB guaranteed · up to 12.0 GiB');
+    screen.getByText('6 GiB used · 8 GiB guaranteed · up to 12 GiB');
     screen.getByText('EMULATED');
   });
 
@@ -73,12 +73,12 @@ describe('what the popover says', () => {
     const request = { ...session().request, memory: 11 * GIB, limit: 11 * GIB };
     const granted_bytes = 5 * GIB;
     card(new FakeModel(session({ request, granted_bytes, used_bytes: GIB })));
-    screen.getByText('1.0 GiB used · 5.0 GiB granted · 11.0 GiB asked for');
+    screen.getByText('1 GiB used · 5 GiB granted · 11 GiB asked for');
   });
 
   it.each([
-    [detached, 'It gets 8.0 GiB when a cell first uses CUDA.'],
-    [{ ...detached, attach: 'cell' as const }, 'It gets 8.0 GiB when a cell runs.'],
+    [detached, 'It gets 8 GiB when a cell first uses CUDA.'],
+    [{ ...detached, attach: 'cell' as const }, 'It gets 8 GiB when a cell runs.'],
     [
       { ...detached, suspended_bytes: 6 * GIB },
       'Your data is safe in host memory; the next CUDA call brings it back.'
@@ -137,7 +137,7 @@ describe('what the popover says', () => {
     );
     model.shows({ devices: [device(1), device(2)] });
     card(model);
-    screen.getByText('GPU 1: 5.0 of 12.0 GiB · GPU 2: 8.0 GiB');
+    screen.getByText('GPU 1: 5 of 12 GiB · GPU 2: 8 GiB');
   });
 
   it('of a server that does not let it ask', () => {
@@ -155,7 +155,7 @@ describe('what the popover says', () => {
     card(model);
     act(() => model.away('No broker at its socket.', 'Start it.'));
     screen.getByText('No broker at its socket. Start it.');
-    screen.getByText('Last heard: 8.0 GiB on GPU 1.');
+    screen.getByText('Last heard: 8 GiB on GPU 1.');
   });
 
   it('of a machine without a GPU: why there is none', () => {
@@ -219,17 +219,17 @@ describe('asking for memory', () => {
     expect(slider().getAttribute('aria-valuetext')).toBe('0.102 MiB');
     type('999999999999');
     press('Ask for it');
-    expect(alerted()).toContain('is more than you may ask for: at most 24.0 GiB.');
+    expect(alerted()).toContain('is more than you may ask for: at most 24 GiB.');
   });
 
   it('shows what may be asked for and what is', () => {
     card(new FakeModel(session({ request: burst })));
     expect(field().value).toBe('8');
     screen.getByText(
-      'You may ask for up to 24.0 GiB per GPU. ' +
-        'Asked for now: 8.0 GiB; it may grow to 12.0 GiB while that much is free.'
+      'You may ask for up to 24 GiB per GPU. ' +
+        'Asked for now: 8 GiB; it may grow to 12 GiB while that much is free.'
     );
-    expect(slider().getAttribute('aria-valuetext')).toBe('8.0 GiB');
+    expect(slider().getAttribute('aria-valuetext')).toBe('8 GiB');
     expect(slider().max).toBe('48');
   });
 
@@ -237,11 +237,11 @@ describe('asking for memory', () => {
     const request = { ...session().request, devices: 2 };
     const model = new FakeModel(session({ request, most_bytes: 12 * GIB }));
     card(model);
-    screen.getByText('You may ask for up to 12.0 GiB per GPU. Asked for now: 8.0 GiB.');
+    screen.getByText('You may ask for up to 12 GiB per GPU. Asked for now: 8 GiB.');
     expect(slider().max).toBe('24');
     fireEvent.change(screen.getByRole('textbox'), { target: { value: '13' } });
     press('Ask for it');
-    expect(alerted()).toContain('at most 12.0 GiB');
+    expect(alerted()).toContain('at most 12 GiB');
     expect(model.client.change).not.toHaveBeenCalled();
   });
 
@@ -286,7 +286,7 @@ describe('asking for memory', () => {
     expect(alerted()).toContain('“lots” is not a size');
     type('25');
     press('Ask for it');
-    expect(alerted()).toContain('at most 24.0 GiB');
+    expect(alerted()).toContain('at most 24 GiB');
     expect(field().value).toBe('25');
     expect(model.client.change).not.toHaveBeenCalled();
   });
@@ -294,9 +294,9 @@ describe('asking for memory', () => {
   it('does not ask for what it has, however that is written', () => {
     const model = new FakeModel(session());
     card(model);
-    type('8.0 GiB');
+    type('8 GiB');
     press('Ask for it');
-    expect(status()).toContain('This notebook asks for 8.0 GiB already.');
+    expect(status()).toContain('This notebook asks for 8 GiB already.');
     expect(model.client.change).not.toHaveBeenCalled();
   });
 

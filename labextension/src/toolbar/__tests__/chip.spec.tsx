@@ -88,12 +88,12 @@ async function opened(from: HTMLElement): Promise<HTMLElement> {
 describe('the chip', () => {
   it('is a button that says the state, in full in its name', async () => {
     const { widget, button } = await chip(new FakeModel(session()));
-    expect(button().textContent).toBe('6.0 of 8.0 GiB on GPU 1');
-    const full = 'GPU of this notebook: 6.0 of 8.0 GiB on GPU 1 (emulated)';
+    expect(button().textContent).toBe('6 of 8 GiB on GPU 1');
+    const full = 'GPU of this notebook: 6 of 8 GiB on GPU 1 (emulated)';
     expect(button().title).toBe(full);
     // What is seen comes first in what it is called.
     expect(button().getAttribute('aria-label')).toBe(
-      '6.0 of 8.0 GiB on GPU 1 (emulated), GPU of this notebook'
+      '6 of 8 GiB on GPU 1 (emulated), GPU of this notebook'
     );
     expect(button().getAttribute('aria-haspopup')).toBe('dialog');
     expect(widget.isHidden).toBe(false);
@@ -133,7 +133,7 @@ describe('the chip', () => {
     const back = 'Goes back to the pool when its work on the GPU is done.';
     expect(button().title.split('\n')[1]).toBe(back);
     expect(button().getAttribute('aria-label')).toBe(
-      `6.0 of 8.0 GiB on GPU 1 (emulated), GPU of this notebook. ${back}`
+      `6 of 8 GiB on GPU 1 (emulated), GPU of this notebook. ${back}`
     );
   });
 
@@ -182,7 +182,7 @@ describe('the chip', () => {
     expect(heard(widget)).toBe('At work on GPU 1');
     await until(
       () => model.becomes({ used_bytes: 7 * GIB, granted_bytes: 9 * GIB }),
-      () => expect(button().textContent).toContain('7.0 of 9.0')
+      () => expect(button().textContent).toContain('7 of 9')
     );
     expect(heard(widget)).toBe('At work on GPU 1');
     await until(
@@ -298,11 +298,11 @@ describe('the status bar item', () => {
     follow(item, new FakeContext());
     expect(item.active).toBe(true);
     await waitFor(() =>
-      expect(button(item)?.textContent).toBe('6.0 of 8.0 GiB on GPU 1')
+      expect(button(item)?.textContent).toBe('6 of 8 GiB on GPU 1')
     );
     await until(
       () => model.becomes({ ...detached, suspended_bytes: 6 * GIB }),
-      () => expect(button(item)?.textContent).toBe('In host memory 6.0 GiB')
+      () => expect(button(item)?.textContent).toBe('In host memory 6 GiB')
     );
     follow(item, new FakeContext('python3'));
     expect(item.active).toBe(false);

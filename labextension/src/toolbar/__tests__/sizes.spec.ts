@@ -1,6 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
+import SIZES from '../../__tests__/sizes.json';
 import {
   editable,
   exact,
@@ -17,14 +18,11 @@ const MIB = 1024 ** 2;
 
 describe('sizes', () => {
   it.each([
+    ...(SIZES.read as [string, number][]),
     ['12', 12 * GIB],
-    ['12GiB', 12 * GIB],
     [' 512 MiB ', 512 * MIB],
     ['1.5', 1.5 * GIB],
     ['1,5', 1.5 * GIB],
-    ['.5g', GIB / 2],
-    ['2 GB', 2e9],
-    ['1TiB', 1024 * GIB],
     ['0.0001', 107374],
     ['999999999999', MOST]
   ])('reads %p', (text, size) => {
@@ -32,16 +30,14 @@ describe('sizes', () => {
   });
 
   it.each([
-    '',
+    ...SIZES.refused,
     'much',
     '0.0000001',
     '-1',
     '0',
-    '1e9',
-    '12 KiB',
+    '512 B',
     '1,024',
-    '1.2.3',
-    '12 GiB!'
+    '1.2.3'
   ])('does not guess what %p is', text => {
     expect(parseSize(text)).toBeNull();
   });
@@ -58,14 +54,14 @@ describe('sizes', () => {
 
   it('writes it alike in the field and in sentences', () => {
     expect([editable(8e9), exact(8e9)]).toEqual(['7.45', '7.45 GiB']);
-    expect([editable(8 * GIB), exact(8 * GIB)]).toEqual(['8', '8.0 GiB']);
+    expect([editable(8 * GIB), exact(8 * GIB)]).toEqual(['8', '8 GiB']);
     expect([editable(107374), exact(107374)]).toEqual(['0.102 MiB', '0.102 MiB']);
   });
 
   it('says of what is beyond all bounds that it is', () => {
     const far = '999999999999';
     expect(readSize(trans, far, 24 * GIB).fault).toBe(
-      `“${far}” is more than you may ask for: at most 24.0 GiB.`
+      `“${far}” is more than you may ask for: at most 24 GiB.`
     );
     expect(readSize(trans, far, null).fault).toBe(`“${far}” is more than any GPU has.`);
   });
@@ -90,7 +86,7 @@ describe('sizes', () => {
     expect(readSize(trans, 'a lot', null).fault).toContain('“a lot” is not a size');
     expect(readSize(trans, ' ', null).fault).toContain('Write a size');
     expect(readSize(trans, '25', 24 * GIB).fault).toBe(
-      '25.0 GiB is more than you may ask for: at most 24.0 GiB.'
+      '25 GiB is more than you may ask for: at most 24 GiB.'
     );
     expect(readSize(trans, '25', null)).toEqual({ size: 25 * GIB, fault: '' });
   });

@@ -28,7 +28,7 @@ describe('KernelWatch', () => {
     );
     expect(watch.situation).toBeNull();
     context.choose('gpupool-python3', 'k1');
-    expect(watch.situation?.said.text).toBe('6.0 of 8.0 GiB on GPU 1');
+    expect(watch.situation?.said.text).toBe('6 of 8 GiB on GPU 1');
     context.choose('python3', 'k3');
     expect(watch.situation).toBeNull();
     expect(watch.kernelId).toBeNull();
@@ -37,19 +37,19 @@ describe('KernelWatch', () => {
   it.each([
     [
       {},
-      '6.0 of 8.0 GiB on GPU 1',
-      'This notebook has 6.0 of 8.0 GiB on GPU 1 (emulated).'
+      '6 of 8 GiB on GPU 1',
+      'This notebook has 6 of 8 GiB on GPU 1 (emulated).'
     ],
     [
       { used_bytes: null },
-      '8.0 GiB on GPU 1',
-      'This notebook has 8.0 GiB on GPU 1 (emulated).'
+      '8 GiB on GPU 1',
+      'This notebook has 8 GiB on GPU 1 (emulated).'
     ],
     [detached, 'No GPU', 'This notebook has no GPU.'],
     [
       { ...detached, suspended_bytes: 6 * GIB },
-      'In host memory 6.0 GiB',
-      '6.0 GiB of this notebook are in host memory.'
+      'In host memory 6 GiB',
+      '6 GiB of this notebook are in host memory.'
     ],
     [queued, 'Waiting: 2nd, ~40 s', 'This notebook waits for a GPU.'],
     [
@@ -59,8 +59,8 @@ describe('KernelWatch', () => {
     ],
     [
       { ...detached, state: 'attaching' as const, suspended_bytes: 6 * GIB },
-      'Restoring 6.0 GiB…',
-      '6.0 GiB of this notebook are on their way from host memory to the GPU.'
+      'Restoring 6 GiB…',
+      '6 GiB of this notebook are on their way from host memory to the GPU.'
     ],
     [
       { state: 'detaching' as const },
@@ -70,7 +70,7 @@ describe('KernelWatch', () => {
     [
       idle,
       'Idle, back to the pool in 0:42',
-      'This notebook is idle with 8.0 GiB on GPU 1 (emulated).'
+      'This notebook is idle with 8 GiB on GPU 1 (emulated).'
     ]
   ])('says %p', (changes, text, headline) => {
     const { watch } = watching(new FakeModel(session(changes)));
@@ -85,7 +85,7 @@ describe('KernelWatch', () => {
     expect(watch.situation?.said.text).toBe('GPU pool away');
     expect(watch.situation?.session?.id).toBe('s1');
     model.back();
-    expect(watch.situation?.said.text).toBe('6.0 of 8.0 GiB on GPU 1');
+    expect(watch.situation?.said.text).toBe('6 of 8 GiB on GPU 1');
   });
 
   it('tells no GPU at all from none just now', () => {
