@@ -11,17 +11,15 @@ from typing import Any
 from unittest import mock
 
 from jupyter_gpupool.errors import BrokerUnavailable, GPUPoolError
-from jupyter_gpupool.kernel.attach import OURS_VARIABLE
+from jupyter_gpupool.kernel.advice import explain, no_broker
 from jupyter_gpupool.kernel.command import parse_cell_header, parse_command
-from jupyter_gpupool.kernel.explain import explain
-from jupyter_gpupool.kernel.guarded import Figures
+from jupyter_gpupool.kernel.frameworks import OURS_VARIABLE, Visible
+from jupyter_gpupool.kernel.guard_state import Figures
+from jupyter_gpupool.kernel.holds import Queue, Refused, Slice
 from jupyter_gpupool.kernel.link import Link
 from jupyter_gpupool.kernel.magic import GPUMagics
 from jupyter_gpupool.kernel.magic_display import HelpView, PoolView, SessionView
-from jupyter_gpupool.kernel.one_cell import interrupted, no_broker
-from jupyter_gpupool.kernel.progress import HOW_TO_STOP, HOW_TO_STOP_CALL, describe
-from jupyter_gpupool.kernel.values import Queue, Refused, Slice
-from jupyter_gpupool.kernel.visible import Visible
+from jupyter_gpupool.kernel.waits import HOW_TO_STOP, HOW_TO_STOP_CALL, describe, interrupted
 
 from .sheet import Sheet
 

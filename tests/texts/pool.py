@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Callable
 
-from jupyter_gpupool.kernel.progress import sentence
+from jupyter_gpupool.kernel.waits import sentence
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.limits import never
 from jupyter_gpupool.pool.model import Device, Owner, Quota, Refusal, Request
