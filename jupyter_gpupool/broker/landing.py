@@ -23,6 +23,7 @@ from ..devices.model import ProcessId
 from ..devices.service import DeviceService
 from ..errors import Code, GPUPoolError, RefusedError
 from ..guard.page import (
+    LANDING_BEGUN,
     LANDING_MOVES,
     LANDING_NONE,
     LANDING_RESTORE,
@@ -73,6 +74,8 @@ class _Landing:
     origin: tuple[str, ...]
     room: contextlib.AsyncExitStack
     watch: asyncio.Task[None] | None = None
+    #: The move failed: the process still has the contexts that it made for it.
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ class Landings:
                 self._cancel(pid)
                 connection.answer(rid)  # it sees the slice
             elif step == "stay":
+                self._cancel(pid)  # it has released its contexts
                 self._waiting[connection] = self._start(self._stay(connection, session, way, rid))
             elif way.problem:
                 raise RefusedError(way.problem, code=Code.NOT_MOVED)
@@ -270,13 +274,23 @@ class Landings:
         )
 
     async def _watch(self, landing: _Landing) -> None:
-        """Take the room back from a process that does not come to use it."""
+        """Take the room back from a process that does not use it, or no longer does."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + PATIENCE
         while processes.alive(landing.process) and loop.time() < give_up:
-            await asyncio.sleep(WATCH)
+            if landing.refused and self._has_released(landing):
+                break
+            await asyncio.sleep(DRAIN_POLL if landing.refused else WATCH)
         landing.watch = None
         self._over(landing.process)
+
+    def _has_released(self, landing: _Landing) -> bool:
+        """Return whether a process has released the contexts of a move that failed."""
+        reading = self._pages.read(landing.session)
+        slots = reading.slots if reading is not None else ()
+        return not any(
+            slot.pid == landing.process.pid and slot.landing != LANDING_NONE for slot in slots
+        )
 
     def _over(self, process: ProcessId) -> None:
         landing = self._under_way.pop(process, None)
@@ -299,10 +313,13 @@ class Landings:
         self, connection: Connection, session: Session, way: _Way, rid: int | None
     ) -> None:
         landing = self._under_way.get(way.process)
-        if landing is not None and landing.watch is not None:
+        if landing is None:  # an earlier broker gave it the room
+            landing = _Landing(session, way.process, way.origin, contextlib.AsyncExitStack())
+            self._under_way[way.process] = landing
+        if landing.watch is not None:
             landing.watch.cancel()  # it has come
             landing.watch = None
-        session.landing = (*session.landing, *way.origin)
+        self._tell(session)
         problem, again = "", True
         try:
             for tries in range(TRIES):
@@ -315,13 +332,17 @@ class Landings:
             problem = error.message
             session.not_landed += 1
         finally:
-            self._over(way.process)
-            self._tell(session)
+            if problem and way.process in self._under_way:
+                # Nothing of the session is suspended while the process has contexts there.
+                landing.refused = True
+                landing.watch = self._start(self._watch(landing))
+            else:
+                self._over(way.process)
         if session.page is not None:
             with contextlib.suppress(OSError):
                 if not problem:
                     session.page.set_sees(way.slot, _on_slice(way.slot))
-                session.page.set_landing(way.slot, LANDING_NONE)
+                session.page.set_landing(way.slot, LANDING_BEGUN if problem else LANDING_NONE)
         if problem:
             text = f"It was not moved to the GPU of its slice. {problem}"
             self._log.warning("Session %s, process %d: %s", session.id, way.process.pid, text)

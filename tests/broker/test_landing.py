@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.guard.page import device_name
+from jupyter_gpupool.guard.page import (
+    LANDING_BEGUN,
+    LANDING_MOVES,
+    LANDING_NONE,
+    Page,
+    device_name,
+)
 
 from . import kit
 from .kit import MiB, wait_until
@@ -407,6 +413,31 @@ def test_a_move_of_a_process_whose_calls_go_on_is_refused_and_frees_the_room(bro
     assert k.do("land", step="cancel") is None
     assert k.do("context") is None
     assert broker.rows("land")
+
+
+def set_landing(k, landing):
+    """Write what the guard of a program writes."""
+    page = Page.open(Path(k.env["GPUPOOL_PAGE"]))
+    (slot,) = [slot for slot in page.read().slots if slot.pid == k.process.pid]
+    page.set_landing(slot, landing)
+    page.close()
+
+
+def test_a_refused_move_is_not_over_before_the_contexts_are_released(broker, kernel):
+    k = kernel(memory=BIG)
+    (home,) = k.do("ask")
+    occupy(kernel, but=[u for u in devices(broker) if u != home])
+    k.do("hold", hold="attach")
+    k.wait_state("active")
+    assert k.do("land", step="begin") is None
+    set_landing(k, LANDING_MOVES)
+    broker.faults.set("migration-refused", pid=k.process.pid)
+    assert k.do("land", step="move") == "not-moved"
+    # As the guard, which now releases the contexts that it has made for the move.
+    assert k.mark() == LANDING_BEGUN
+    assert k.status()["landing"] == [home]
+    set_landing(k, LANDING_NONE)
+    wait_until(lambda: k.status()["landing"] == [], "it has released them", PATIENCE)
 
 
 # ---------------------------------------------------------------------- an agent that waits

@@ -171,12 +171,13 @@ static CUresult land(void)
         kept.count = 0;
         return error;
     }
-    set(LANDING_NONE);
+    /* After a refusal the broker suspends nothing of the session until the contexts are released. */
+    set(error ? LANDING_BEGUN : LANDING_NONE);
     gate_point();
     if (error) {
-        /* First, for who waits for another slice keeps nothing here. */
         gate_step_back();
         landing_over();
+        set(LANDING_NONE);
         return stay(error);
     }
     gate = gate_step_in();
