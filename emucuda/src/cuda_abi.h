@@ -1,7 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The part of the CUDA driver ABI (64-bit, version 13.0) that the emulated driver serves.
+ * The part of the CUDA driver ABI (64-bit, version 13.0) that this repository's C code handles: the
+ * emulated driver, and by a symbolic link the guard, to which every handle is opaque.
  *
  * Written for this project from the published CUDA Driver API reference
  * (https://docs.nvidia.com/cuda/cuda-driver-api/), so that building needs no CUDA toolkit.
@@ -44,6 +45,7 @@ enum {
     CUDA_ERROR_INVALID_VALUE = 1,
     CUDA_ERROR_OUT_OF_MEMORY = 2,
     CUDA_ERROR_NOT_INITIALIZED = 3,
+    CUDA_ERROR_DEINITIALIZED = 4,
     CUDA_ERROR_DEVICE_UNAVAILABLE = 46,
     CUDA_ERROR_NO_DEVICE = 100,
     CUDA_ERROR_INVALID_DEVICE = 101,
@@ -68,6 +70,7 @@ enum {
     CUDA_ERROR_LAUNCH_FAILED = 719,
     CUDA_ERROR_NOT_PERMITTED = 800,
     CUDA_ERROR_NOT_SUPPORTED = 801,
+    CUDA_ERROR_SYSTEM_NOT_READY = 802,
     CUDA_ERROR_SYSTEM_DRIVER_MISMATCH = 803,
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
     CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
@@ -82,6 +85,10 @@ enum {
 /* Reserved stream handles; a null stream means LEGACY, or PER_THREAD in the _ptsz calls. */
 #define STREAM_LEGACY ((CUstream)0x1)
 #define STREAM_PER_THREAD ((CUstream)0x2)
+
+/* cuGetProcAddress: CUdriverProcAddress_flags and CUdriverProcAddressQueryResult. */
+enum { PROC_DEFAULT = 0, PROC_LEGACY_STREAM = 1, PROC_PER_THREAD_STREAM = 2 };
+enum { PROC_FOUND = 0, PROC_NOT_FOUND = 1, PROC_TOO_NEW = 2 };
 
 enum { STREAM_NON_BLOCKING = 1 };
 enum { EVENT_BLOCKING_SYNC = 1, EVENT_DISABLE_TIMING = 2, EVENT_INTERPROCESS = 4 };

@@ -8,8 +8,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-enum { FLAG_LEGACY_STREAM = 1, FLAG_PER_THREAD_STREAM = 2, FLAGS = 3 };
-enum { STATUS_SUCCESS = 0, STATUS_NOT_FOUND = 1, STATUS_VERSION = 2 };
+#define FLAGS (PROC_LEGACY_STREAM | PROC_PER_THREAD_STREAM)
 
 /* Only addresses are taken here, so the types do not matter. */
 #define ENTRY(NAME, SINCE, SYMBOL, PER_THREAD) \
@@ -32,24 +31,24 @@ static const struct entry {
     {"cuGetProcAddress", 12000, (void (*)(void))cuGetProcAddress_v2, (void (*)(void))cuGetProcAddress_v2},
 };
 
-/* What a name is at a version, NULL if nothing. As the driver (tests/driver_records): versions
- * are compared without a sign, and the variants for per-thread streams came with CUDA 7. */
+/* The address of a name at a version, or NULL. NVIDIA's libraries compare versions unsigned, and
+ * have the variants for per-thread streams since CUDA 7 (tests/driver_records). */
 static void *lookup(const char *name, int version, uint64_t flags, int *status)
 {
-    const bool per_thread = flags & FLAG_PER_THREAD_STREAM;
+    const bool per_thread = flags & PROC_PER_THREAD_STREAM;
     const struct entry *best = NULL;
-    *status = STATUS_NOT_FOUND;
+    *status = PROC_NOT_FOUND;
     for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) {
         const struct entry *e = &entries[i];
         if (strcmp(e->name, name))
             continue;
         int since = per_thread && e->per_thread != e->symbol && e->since < 7000 ? 7000 : e->since;
         if ((unsigned)since > (unsigned)version)
-            *status = best ? *status : STATUS_VERSION;
+            *status = best ? *status : PROC_TOO_NEW;
         else if (!best || e->since > best->since)
             best = e;
         if (best)
-            *status = STATUS_SUCCESS;
+            *status = PROC_FOUND;
     }
     return !best ? NULL : (void *)(per_thread ? best->per_thread : best->symbol);
 }
@@ -63,10 +62,10 @@ EXPORT CUresult cuGetProcAddress_v2(const char *name, void **out, int version, u
     *out = lookup(name, version, flags, &found);
     if (status)
         *status = found;
-    return CUDA_SUCCESS; /* also for what there is not */
+    return CUDA_SUCCESS; /* also for an unknown name */
 }
 
-/* The form of CUDA 11 says otherwise what there is not, and leaves `out` alone. */
+/* The form of CUDA 11 returns an error for an unknown name and leaves `out` alone. */
 EXPORT CUresult cuGetProcAddress(const char *name, void **out, int version, uint64_t flags)
 {
     int found;
