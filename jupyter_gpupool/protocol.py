@@ -149,7 +149,7 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ok: note, once it has begun (pause, drain; ``status`` says how far it is) or is done
     "maintain": ({"action": Text()}, {"device": Text(null=True), "reason": _WORDS}),
     # ---- anybody
-    # ok: the snapshot described in ``broker/status.py``
+    # ok: the snapshot described in ``broker/messages/snapshot.py``
     "status": ({}, {}),
     # ok: rows, oldest first, with ``seq`` above ``after``, at most ``limit`` and 1,000;
     # more: whether there are further ones; seq of the newest row of all

@@ -50,50 +50,8 @@ from ..startrecord import (
     write_record,
 )
 from ..units import format_bytes
-from .aftermath import Aftermath
-from .auth import Access
-from .connection import Connection
-from .door import Door
-from .effects import DeviceEffects
-from .ending import Ending, Stopped
-from .guarding import Guarding
-from .handlers import Handlers
-from .health import Health
-from .homes import Homes
-from .host import Host
-from .hostroom import HostRoom
-from .journal import Journal
-from .journal_file import JournalLock, place, take_over
-from .keeper import Keeper
-from .leftovers import sweep
-from .listener import Claim, is_machine_wide
-from .lives import GRACE
-from .loglimit import LogLimit
-from .maintenance import Maintenance, untouchable
-from .metrics import Metrics
-from .monitor import QUIET, Monitor
-from .predecessor import check_home, check_record
-from .pressure import Pressure
-from .records import (
-    devices_from_text,
-    devices_to_text,
-    from_json,
-    numbers_from_text,
-    numbers_to_text,
-)
-from .recovery import (
-    GRACE_UNDER_GUARD,
-    RECOVERED_HOLD,
-    Recovered,
-    check_reach,
-    frozen_in,
-    recover,
-)
-from .rest import Rest
-from .runner import Clock, Runner
-from .sessions import Sessions
-from .status import Snapshots
-from .surroundings import (
+from .environment import (
+    LogLimit,
     device_files,
     emulated_folder,
     machine_environment,
@@ -101,6 +59,43 @@ from .surroundings import (
     raise_descriptor_limit,
     report,
 )
+from .gpu.actions import DeviceEffects
+from .gpu.health import Aftermath, Health
+from .gpu.maintenance import Maintenance, untouchable
+from .gpu.monitor import QUIET, Monitor
+from .gpu.rest import Rest
+from .guarding import Guarding
+from .hostmemory import Host, HostRoom
+from .lives import GRACE
+from .messages.router import Handlers
+from .messages.snapshot import Snapshots
+from .metrics import Metrics
+from .pages.hints import Homes
+from .pressure import Pressure
+from .runner import Clock, Runner
+from .sessions import Sessions
+from .shutdown import Ending, Stopped
+from .store.files import Keeper, sweep
+from .store.journal import Journal
+from .store.journal_file import JournalLock, check_home, check_record, place, take_over
+from .store.records import (
+    devices_from_text,
+    devices_to_text,
+    from_json,
+    numbers_from_text,
+    numbers_to_text,
+)
+from .store.recovery import (
+    GRACE_UNDER_GUARD,
+    RECOVERED_HOLD,
+    Recovered,
+    check_reach,
+    frozen_in,
+    recover,
+)
+from .transport.auth import Access
+from .transport.connection import Connection
+from .transport.listener import Claim, Door, is_machine_wide
 
 #: Seconds that driver calls under way may still take when the broker is asked to end. One that
 #: takes longer is left to the next broker, which finishes or undoes it: see ``recovery``.

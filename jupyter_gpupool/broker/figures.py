@@ -35,10 +35,10 @@ from prometheus_client.registry import Collector
 from .. import __version__
 from ..devices.model import DeviceSample
 from ..pool.model import DeviceView, PoolView
-from . import host
-from .effects import DeviceEffects
-from .journal import Row
+from . import hostmemory
+from .gpu.actions import DeviceEffects
 from .runner import Runner
+from .store.journal import Row
 
 PREFIX = "jupyter_gpupool_"
 
@@ -277,7 +277,7 @@ class Gauges:
             "pool_host_budget_bytes", "Host memory that device state may take", view.host_budget
         )
         try:
-            available = host.available()
+            available = hostmemory.available()
         except OSError:
             return
         yield _gauge("pool_host_available_bytes", "Host memory that could be taken now", available)

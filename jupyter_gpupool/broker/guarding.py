@@ -17,23 +17,22 @@ from ..devices.service import DeviceService
 from ..errors import GPUPoolError
 from ..guard.install import guard_directory
 from ..pool.model import Device, SessionRecord
-from .activity import DEVICE_HOLD, Activity
-from .beyond import Beyond
-from .effects import DeviceEffects
-from .guards import Guards
-from .handlers import Handlers
-from .homes import Homes
-from .landing import Landings
-from .monitor import Monitor
-from .pages import ATTACHED, Pages, page_folder
-from .recovery import Recovered
-from .rooms import Rooms
+from .gpu.actions import DeviceEffects
+from .gpu.beyond import Beyond
+from .gpu.landing import Landings
+from .gpu.monitor import Monitor
+from .gpu.setaside import SetAside
+from .gpu.watchdog import Watchdog
+from .messages.guard import Guards
+from .messages.router import Handlers
+from .messages.snapshot import Snapshots
+from .pages.activity import DEVICE_HOLD, Activity
+from .pages.control import ATTACHED, Pages, page_folder
+from .pages.hints import Homes, Rooms
+from .pages.timeshare import TurnKeeper
 from .runner import Runner
 from .sessions import Session
-from .setaside import SetAside
-from .status import Snapshots
-from .turns import TurnKeeper
-from .watchdog import Watchdog
+from .store.recovery import Recovered
 
 #: Least seconds between two looks for better homes: each reads all sessions.
 HOMES = 2.0

@@ -11,7 +11,7 @@ from ..errors import Code, RefusedError
 from ..pool import events as e
 from ..pool.model import SessionRecord
 from . import processes
-from .activity import DEVICE_HOLD
+from .pages.activity import DEVICE_HOLD
 from .runner import Runner
 from .sessions import Session
 

@@ -12,9 +12,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from ..config import BrokerSettings
-from .effects import DeviceEffects
-from .journal import Row
+from .gpu.actions import DeviceEffects
 from .runner import Runner
+from .store.journal import Row
 
 if TYPE_CHECKING:
     from .figures import Figures

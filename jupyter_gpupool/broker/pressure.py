@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from ..devices.model import ProcessId
 from ..pool import events as e
 from ..units import format_bytes
-from .host import Group, Level
-from .hostroom import SLACK, HostRoom
+from .hostmemory import SLACK, Group, HostRoom, Level
 from .runner import Runner
 from .sessions import Session
 

@@ -19,11 +19,10 @@ from ..errors import Code, RefusedError
 from ..pool import events as e
 from ..pool.machine import Pool
 from ..pool.model import Refusal, SessionRecord, Slice
-from .journal import Journal, Row
-from .ledger import Ledger, steady
-from .records import slices_to_json, to_json
-from .rows import RowBudget
 from .sessions import Session, Sessions
+from .store.journal import Journal, Row
+from .store.records import slices_to_json, to_json
+from .store.rows import Ledger, RowBudget, steady
 
 #: Seconds for which a changed hold may be missing in the journal. A restart does not need it: no
 #: slice is taken before its agent has had the time to come back and tell (see ``recovery``).

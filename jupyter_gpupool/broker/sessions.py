@@ -16,8 +16,8 @@ from ..errors import Code, RefusedError
 from ..guard.page import Page
 from ..pool.model import Owner
 from ..protocol import Message
-from .connection import Connection
 from .processes import Death
+from .transport.connection import Connection
 
 #: Messages of one session, and of all sessions of a user, that may wait for their ``launched``.
 MAX_EARLY, MAX_EARLY_OF_USER = 16, 256

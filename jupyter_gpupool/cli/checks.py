@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Mapping, Sequence
 
-from ..broker.host import Host
-from ..broker.hostroom import HostRoom
+from ..broker.hostmemory import Host, HostRoom
 from ..config import BrokerSettings
 from ..config.differences import differences
 from ..config.quantities import memory_total
@@ -324,7 +323,7 @@ def journal(status: Mapping[str, Any]) -> list[Finding]:
 
 def journal_place(settings: BrokerSettings, path: Path) -> list[Finding]:
     """Where a broker at the socket ``path`` would keep its journal, if none runs."""
-    from ..broker.journal_file import place
+    from ..broker.store.journal_file import place
 
     try:
         found = place(settings.state_dir, path)

@@ -4,7 +4,7 @@
 
 A process is bound to the devices that it saw at cuInit. If its session has its slice elsewhere
 when it wants its first context, it takes one where it is, and is then suspended there and restored
-on the slice. See ``guard/src/landing.c`` and ``broker/landing.py``.
+on the slice. See ``guard/src/landing.c`` and ``broker/gpu/landing.py``.
 """
 
 from __future__ import annotations

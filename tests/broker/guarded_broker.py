@@ -11,7 +11,8 @@ import os
 import sys
 from dataclasses import replace
 
-from jupyter_gpupool.broker import activity, app, guarding
+from jupyter_gpupool.broker import app, guarding
+from jupyter_gpupool.broker.pages import activity
 from jupyter_gpupool.devices.service import DeviceService
 
 start = DeviceService.start

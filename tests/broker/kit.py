@@ -19,8 +19,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from jupyter_gpupool.broker.journal import Row
-from jupyter_gpupool.broker.pages import SHARED_MEMORY, folder_name
+from jupyter_gpupool.broker.pages.control import SHARED_MEMORY, folder_name
+from jupyter_gpupool.broker.store.journal import Row
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import GPUPoolError
 from tests.emulated import Faults

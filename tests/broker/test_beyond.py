@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jupyter_gpupool.broker.beyond import Beyond
+from jupyter_gpupool.broker.gpu.beyond import Beyond
 from jupyter_gpupool.devices.model import DeviceSample, ProcessId, ProcessMemory
 from jupyter_gpupool.guard.page import Reading, Slot
 from jupyter_gpupool.pool.attribution import AGREE, excused

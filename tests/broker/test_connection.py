@@ -11,9 +11,9 @@ import logging
 
 import pytest
 
-from jupyter_gpupool.broker import connection as module
-from jupyter_gpupool.broker.connection import Connection, Counters
-from jupyter_gpupool.broker.dispatch import Dispatcher
+from jupyter_gpupool.broker.transport import connection as module
+from jupyter_gpupool.broker.transport.connection import Connection, Counters
+from jupyter_gpupool.broker.transport.dispatch import Dispatcher
 from jupyter_gpupool.errors import RefusedError
 from jupyter_gpupool.protocol import MAX_REQUEST
 

@@ -11,12 +11,11 @@ import socket
 
 import pytest
 
-from jupyter_gpupool.broker import accounts, dispatch
-from jupyter_gpupool.broker import connection as module
-from jupyter_gpupool.broker.accounts import PRICES, Bucket
-from jupyter_gpupool.broker.auth import Peer
-from jupyter_gpupool.broker.connection import Connection, Counters
-from jupyter_gpupool.broker.dispatch import Dispatcher
+from jupyter_gpupool.broker.transport import connection as module
+from jupyter_gpupool.broker.transport import dispatch
+from jupyter_gpupool.broker.transport.auth import Peer
+from jupyter_gpupool.broker.transport.connection import Connection, Counters
+from jupyter_gpupool.broker.transport.dispatch import PRICES, Bucket, Dispatcher
 from jupyter_gpupool.protocol import MAX_REQUEST, REQUESTS
 
 #: User ids; the peer of a connection is of the user that the test is.
@@ -162,8 +161,8 @@ def test_other_connections_of_the_same_user_get_their_turn(folder, monkeypatch):
 
 
 def small_budgets(monkeypatch, *, reads=(1000.0, 20.0), acts=(1000.0, 50.0)):
-    monkeypatch.setattr(accounts, "READS", reads)
-    monkeypatch.setattr(accounts, "ACTS", acts)
+    monkeypatch.setattr(dispatch, "READS", reads)
+    monkeypatch.setattr(dispatch, "ACTS", acts)
 
 
 def test_the_budget_is_the_users_whatever_the_number_of_connections(folder, monkeypatch):
@@ -448,15 +447,15 @@ def test_stalled_long_requests_are_closed_and_the_others_of_their_user_are_handl
 
     async def scenario(service, connect):
         loop = asyncio.get_running_loop()
-        stalled = [await connect(ADA) for _ in range(accounts.MAX_LONG)]
+        stalled = [await connect(ADA) for _ in range(dispatch.MAX_LONG)]
         for one in stalled:
             await loop.sock_sendall(one, part)
         (account,) = {c.account for c in service.connections}
-        await until(lambda: len(account.long) == accounts.MAX_LONG)
+        await until(lambda: len(account.long) == dispatch.MAX_LONG)
         hers = await connect(ADA)
         await loop.sock_sendall(hers, part)
         await until(lambda: account.longer)
-        await until(lambda: service.counters.closed_for_abuse == accounts.MAX_LONG)
+        await until(lambda: service.counters.closed_for_abuse == dispatch.MAX_LONG)
         await loop.sock_sendall(hers, b'"}\n')
         await until(lambda: service.handled == [(ADA, "ping")])
         for one in stalled:
@@ -473,7 +472,7 @@ def test_stalled_long_requests_are_closed_and_the_others_of_their_user_are_handl
 
 def test_few_long_requests_of_a_user_are_read_at_once_and_all_in_the_end(folder, monkeypatch):
     """A hundred connections that send all they can would keep the loop reading."""
-    size, count = 200_000, 3 * accounts.MAX_LONG
+    size, count = 200_000, 3 * dispatch.MAX_LONG
     line = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * size
 
     async def scenario(service, connect):
@@ -481,14 +480,14 @@ def test_few_long_requests_of_a_user_are_read_at_once_and_all_in_the_end(folder,
         senders = [await connect(ADA) for _ in range(count)]
         ends = [asyncio.ensure_future(loop.sock_sendall(one, line)) for one in senders]
         await until(lambda: sum(c.buffered == len(line) for c in service.connections)
-                    == accounts.MAX_LONG)  # fmt: skip
+                    == dispatch.MAX_LONG)  # fmt: skip
         await until(lambda: all(c.buffered >= module.CHUNK for c in service.connections))
 
         def read_on():
             return [c for c in service.connections if c.buffered > 2 * module.CHUNK]
 
         long = read_on()
-        assert len(long) == accounts.MAX_LONG, "the others wait in their senders"
+        assert len(long) == dispatch.MAX_LONG, "the others wait in their senders"
         # Another user's is read, and a short one of the same user.
         (ben, short) = await connect(BEN), await connect(ADA)
         await loop.sock_sendall(ben, line + b'"}\n')
@@ -498,7 +497,7 @@ def test_few_long_requests_of_a_user_are_read_at_once_and_all_in_the_end(folder,
         leaver = senders[service.connections.index(long[0])]
         ends[senders.index(leaver)].cancel()
         leaver.close()
-        await until(lambda: len(read_on()) == accounts.MAX_LONG and long[0] not in read_on())
+        await until(lambda: len(read_on()) == dispatch.MAX_LONG and long[0] not in read_on())
         rest = [pair for pair in zip(senders, ends, strict=True) if pair[0] is not leaver]
         await asyncio.gather(*(finish(loop, one, end) for one, end in rest))
         await until(lambda: len(service.handled) == 2 + len(rest))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jupyter_gpupool.broker.monitor import Monitor
+from jupyter_gpupool.broker.gpu.monitor import Monitor
 from jupyter_gpupool.devices.model import DeviceSample, ProcessId, ProcessMemory
 
 from . import kit

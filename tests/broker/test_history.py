@@ -10,9 +10,9 @@ import logging
 
 import pytest
 
-from jupyter_gpupool.broker import history
-from jupyter_gpupool.broker.history import History, Page, Query
-from jupyter_gpupool.broker.journal import Journal, Row
+from jupyter_gpupool.broker.store import history
+from jupyter_gpupool.broker.store.history import History, Page, Query
+from jupyter_gpupool.broker.store.journal import Journal, Row
 
 from .kit import journal_rows
 

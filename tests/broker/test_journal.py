@@ -11,9 +11,9 @@ import stat
 
 import pytest
 
-from jupyter_gpupool.broker import journal as module
-from jupyter_gpupool.broker.journal import Journal, JournalUnusable, Row
-from jupyter_gpupool.broker.records import from_json, to_json
+from jupyter_gpupool.broker.store import journal as module
+from jupyter_gpupool.broker.store.journal import Journal, JournalUnusable, Row
+from jupyter_gpupool.broker.store.records import from_json, to_json
 from jupyter_gpupool.pool.model import Hold, Owner, Request, SessionRecord, Slice
 
 from .kit import journal_rows

@@ -16,10 +16,10 @@ import pytest
 
 from jupyter_gpupool import endpoint, machine
 from jupyter_gpupool.autostart import ensure_broker
-from jupyter_gpupool.broker import journal as module
-from jupyter_gpupool.broker import journal_file
-from jupyter_gpupool.broker.journal import Journal, JournalUnusable, Row
-from jupyter_gpupool.broker.journal_file import JournalLock, take_over
+from jupyter_gpupool.broker.store import journal as module
+from jupyter_gpupool.broker.store import journal_file
+from jupyter_gpupool.broker.store.journal import Journal, JournalUnusable, Row
+from jupyter_gpupool.broker.store.journal_file import JournalLock, take_over
 from jupyter_gpupool.errors import BrokerUnavailable
 
 from . import kit
@@ -201,7 +201,7 @@ def test_living_broker_whose_lock_was_deleted_keeps_its_journal(folder):
     old = older(folder)
     script = (
         "import logging, sys; from pathlib import Path;"
-        "from jupyter_gpupool.broker.journal import Journal;"
+        "from jupyter_gpupool.broker.store.journal import Journal;"
         "j = Journal(Path(sys.argv[1]), logging.getLogger()); print(flush=True); input()"
     )
     holder = subprocess.Popen(

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpupool import machine
-from jupyter_gpupool.broker import leftovers
-from jupyter_gpupool.broker.leftovers import sweep
-from jupyter_gpupool.broker.pages import SHARED_MEMORY, folder_name
+from jupyter_gpupool.broker.pages.control import SHARED_MEMORY, folder_name
+from jupyter_gpupool.broker.store import files as kept
+from jupyter_gpupool.broker.store.files import sweep
 
 from . import kit
 from .guardkit import Guarded, GuardedBroker
@@ -27,7 +27,7 @@ LOG = logging.getLogger("test")
 
 def age(*paths):
     """Make files older than what somebody may just be starting."""
-    then = time.time() - leftovers.YOUNG - 10
+    then = time.time() - kept.YOUNG - 10
     for path in paths:
         if os.path.lexists(path):
             os.utime(path, (then, then), follow_symlinks=False)
@@ -48,7 +48,7 @@ def dead(folder):
 
 def files(broker):
     pages = SHARED_MEMORY / folder_name(broker.socket)
-    return [pages, *leftovers._files_of(broker.socket)]
+    return [pages, *kept._files_of(broker.socket)]
 
 
 def living(kernel):
@@ -112,7 +112,7 @@ def test_folder_of_an_older_version_goes_when_nobody_can_need_it(tmp_path):
     age(old)
     sweep(Path("/tmp/other.sock"), LOG, shared=shared)
     assert old.exists()
-    then = time.time() - leftovers.UNKNOWN_YOUNG - 10
+    then = time.time() - kept.UNKNOWN_YOUNG - 10
     os.utime(old, (then, then))
     sweep(Path("/tmp/other.sock"), LOG, shared=shared)
     assert not old.exists()
@@ -143,7 +143,7 @@ def test_socket_of_a_containers_broker_is_left_to_it_until_the_machine_starts_ag
     age(*left)
     sweep(Path("/tmp/other.sock"), LOG)
     assert files(broker) == left
-    then = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - leftovers.YOUNG - 10
+    then = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - kept.YOUNG - 10
     for path in left:
         os.utime(path, (then, then), follow_symlinks=False)
     sweep(Path("/tmp/other.sock"), LOG)
@@ -155,15 +155,15 @@ def test_socket_that_names_no_namespace_is_kept_for_a_day(dead, folder, monkeypa
     monkeypatch.setattr(machine, "LOCAL_BASES", (folder,))
     kernel.kill()
     Path(f"{broker.socket}.lock").write_text("1234567890")
-    beside = leftovers._files_of(broker.socket)
+    beside = kept._files_of(broker.socket)
     age(*beside)
     sweep(Path("/tmp/other.sock"), LOG)
-    assert leftovers._files_of(broker.socket) == beside
-    then = time.time() - leftovers.UNKNOWN_YOUNG - 10
+    assert kept._files_of(broker.socket) == beside
+    then = time.time() - kept.UNKNOWN_YOUNG - 10
     for path in beside:
         os.utime(path, (then, then), follow_symlinks=False)
     sweep(Path("/tmp/other.sock"), LOG)
-    assert leftovers._files_of(broker.socket) == []
+    assert kept._files_of(broker.socket) == []
 
 
 def test_broker_sweeps_as_it_starts(dead, make_broker):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpupool.broker.status import measured
+from jupyter_gpupool.broker.messages.snapshot import measured
 from jupyter_gpupool.errors import RefusedError
 from jupyter_gpupool.guard.install import without_guard
 from jupyter_gpupool.pool.model import Owner, Request, SessionRecord, Slice

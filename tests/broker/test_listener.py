@@ -11,7 +11,7 @@ import stat
 
 import pytest
 
-from jupyter_gpupool.broker.listener import Claim, is_machine_wide
+from jupyter_gpupool.broker.transport.listener import Claim, is_machine_wide
 from jupyter_gpupool.errors import BrokerUnavailable
 
 

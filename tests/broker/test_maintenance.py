@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.broker.auth import Access, Peer
-from jupyter_gpupool.broker.health import Health
-from jupyter_gpupool.broker.maintenance import Maintenance
+from jupyter_gpupool.broker.gpu.health import Health
+from jupyter_gpupool.broker.gpu.maintenance import Maintenance
+from jupyter_gpupool.broker.transport.auth import Access, Peer
 from jupyter_gpupool.cli.maintenance import progress
 from jupyter_gpupool.cli.picture import Style, draw
 from jupyter_gpupool.devices.files import holders

@@ -18,8 +18,8 @@ from prometheus_client import REGISTRY, enable_created_metrics
 
 from jupyter_gpupool.broker import figures as f
 from jupyter_gpupool.broker import scrape
-from jupyter_gpupool.broker.effects import DeviceEffects
-from jupyter_gpupool.broker.journal import Row
+from jupyter_gpupool.broker.gpu.actions import DeviceEffects
+from jupyter_gpupool.broker.store.journal import Row
 from jupyter_gpupool.devices.model import DeviceSample
 from jupyter_gpupool.pool import events as e
 from jupyter_gpupool.pool.machine import Pool

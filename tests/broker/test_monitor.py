@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from jupyter_gpupool.broker import monitor as monitoring
-from jupyter_gpupool.broker.effects import DeviceEffects
-from jupyter_gpupool.broker.hostroom import HostRoom
-from jupyter_gpupool.broker.monitor import Monitor
+from jupyter_gpupool.broker.gpu import monitor as monitoring
+from jupyter_gpupool.broker.gpu.actions import DeviceEffects
+from jupyter_gpupool.broker.gpu.monitor import Monitor
+from jupyter_gpupool.broker.hostmemory import HostRoom
 from jupyter_gpupool.devices.model import DeviceSample, ProcessId, ProcessMemory
 from jupyter_gpupool.errors import DriverError
 from jupyter_gpupool.pool import events as e

@@ -25,8 +25,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import attack
-from jupyter_gpupool.broker import door
 from jupyter_gpupool.broker.sessions import MAX_EARLY
+from jupyter_gpupool.broker.transport import listener
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import RefusedError
 from jupyter_gpupool.protocol import REQUESTS
@@ -133,7 +133,7 @@ def test_the_backlog_is_as_long_as_it_says(folder):
     waiting = []
     try:
         os.kill(broker.process.pid, 19)  # SIGSTOP: it accepts nobody
-        for _ in range(door.LOBBY + 200):
+        for _ in range(listener.LOBBY + 200):
             waiting.append(socket.socket(socket.AF_UNIX))
             waiting[-1].setblocking(False)
             waiting[-1].connect(str(broker.socket))

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from jupyter_gpupool.broker import pace, processes
-from jupyter_gpupool.broker.activity import Activity
-from jupyter_gpupool.broker.rooms import Rooms
+from jupyter_gpupool.broker.pages.activity import Activity
+from jupyter_gpupool.broker.pages.hints import Rooms
 from jupyter_gpupool.pool.model import Slice
 
 SESSIONS = 50
@@ -27,7 +27,7 @@ def slow_clock(monkeypatch):
     ticks = count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * pace.PART)
     monkeypatch.setattr(pace, "time", clock)
-    monkeypatch.setattr("jupyter_gpupool.broker.rooms.time", clock)
+    monkeypatch.setattr("jupyter_gpupool.broker.pages.hints.time", clock)
 
 
 def sessions():

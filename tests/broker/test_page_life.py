@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from jupyter_gpupool.broker import processes
-from jupyter_gpupool.broker.guards import Guards
-from jupyter_gpupool.broker.pages import Pages, page_folder
+from jupyter_gpupool.broker.messages.guard import Guards
+from jupyter_gpupool.broker.pages.control import Pages, page_folder
 from jupyter_gpupool.devices.processes import identify
 from jupyter_gpupool.guard import page as layout
 

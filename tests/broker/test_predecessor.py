@@ -13,7 +13,7 @@ import pytest
 
 from jupyter_gpupool import startrecord
 from jupyter_gpupool.autostart import ensure_broker
-from jupyter_gpupool.broker.pages import SHARED_MEMORY, folder_name
+from jupyter_gpupool.broker.pages.control import SHARED_MEMORY, folder_name
 from jupyter_gpupool.errors import BrokerUnavailable
 from jupyter_gpupool.guard import page as layout
 

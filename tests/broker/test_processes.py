@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from jupyter_gpupool.broker import host, processes
-from jupyter_gpupool.broker.auth import Access, Peer, owner_of
+from jupyter_gpupool.broker import hostmemory, processes
+from jupyter_gpupool.broker.transport.auth import Access, Peer, owner_of
 from jupyter_gpupool.devices.model import ProcessId
 from jupyter_gpupool.errors import RefusedError
 
@@ -197,10 +197,10 @@ def test_host_memory_is_the_least_of_machine_and_cgroups(tmp_path, groups, files
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    assert host.available(root=root, proc=proc) == expected
+    assert hostmemory.available(root=root, proc=proc) == expected
 
 
 def test_host_memory_of_this_machine():
-    assert host.available() > 0
-    assert host.available(os.getpid()) > 0
-    assert host.available(2**22 - 1) > 0  # no such process: only the machine limits
+    assert hostmemory.available() > 0
+    assert hostmemory.available(os.getpid()) > 0
+    assert hostmemory.available(2**22 - 1) > 0  # no such process: only the machine limits

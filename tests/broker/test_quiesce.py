@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from jupyter_gpupool.broker import quiesce
+from jupyter_gpupool.broker.pages import quiesce
 
 from .kit import wait_until
 

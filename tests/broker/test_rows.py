@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jupyter_gpupool.broker import journal as journal_module
-from jupyter_gpupool.broker import rows as module
-from jupyter_gpupool.broker.journal import Row
-from jupyter_gpupool.broker.rows import RowBudget
+from jupyter_gpupool.broker.store import journal as journal_module
+from jupyter_gpupool.broker.store import rows as module
+from jupyter_gpupool.broker.store.journal import Row
+from jupyter_gpupool.broker.store.rows import RowBudget
 
 
 def row(kind="open", owner="mallory", **fields):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from jupyter_gpupool.broker.pages import SHARED_MEMORY, folder_name
+from jupyter_gpupool.broker.pages.control import SHARED_MEMORY, folder_name
 
 from . import cells
 from .kit import MiB, until

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpupool.broker.records import from_json, to_json
+from jupyter_gpupool.broker.store.records import from_json, to_json
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.model import Owner, Request, Slice
 

@@ -1,0 +1,218 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Devices that failed: out of service at once, tested again by and by, back when they pass."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Callable, Iterable
+
+from ...devices.service import DeviceService
+from ...errors import Code, DriverError, GPUPoolError
+from ...pool import events as e
+from ...pool.model import Device, SessionRecord
+from .. import processes
+from ..runner import Runner
+
+#: Longest pause between two tests of a device that goes on failing, in seconds.
+MOST = 3600.0
+
+#: Codes of tests that were not made, which says nothing about the device.
+_NO_VERDICT = (Code.NO_ROOM, Code.PAUSED)
+
+
+class Health:
+    """Keeps the pool informed about failed devices.
+
+    A device that NVML could not read comes back when NVML reads it again. One that had an Xid, or
+    failed a self-test, comes back when it passes a self-test: after ``retest_after`` seconds the
+    first time, then after twice as long, and when an admin asks (0: only then).
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.retest_after = 0.0
+        #: The pool's devices as they were when they last passed, by UUID.
+        self.devices: dict[str, Device] = {}
+        #: Why a device is out of service.
+        self.failed: dict[str, str] = {}
+        self._log = log
+        self._runner: Runner | None = None
+        self._service: DeviceService | None = None
+        #: Devices that only a self-test can bring back.
+        self._bad: set[str] = set()
+        self._failures: dict[str, int] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._tests: dict[str, asyncio.Task[GPUPoolError | None]] = {}
+
+    def begin(self, runner: Runner, service: DeviceService, devices: Iterable[Device]) -> None:
+        """Announce the pool's devices, and tell the pool of failures: past ones and from now on."""
+        self._runner, self._service = runner, service
+        for device in devices:
+            self.add(device)
+        for uuid, reason in list(self.failed.items()):
+            self.lost(uuid, reason)
+
+    def add(self, device: Device) -> None:
+        """Announce a device that is in service now."""
+        assert self._runner is not None
+        self.devices[device.uuid] = device
+        self._forget(device.uuid)
+        self._runner.note(
+            "device-seen", device=device.uuid, bytes=device.memory_total,
+            detail={"name": device.name, "tier": device.tier, "reason": device.tier_reason},
+        )  # fmt: skip
+        self._runner.handle(e.DeviceAppeared(now=self._runner.now(), device=device))
+
+    def lost(self, uuid: str, reason: str) -> None:
+        """Take a device out of service."""
+        self.failed[uuid] = reason
+        if self._runner is None or uuid not in self.devices:
+            return
+        self._runner.note("device-lost", device=uuid, reason=reason)
+        self._runner.handle(e.DeviceDrained(now=self._runner.now(), device=uuid, reason=reason))
+        self._schedule(uuid)
+
+    def bad(self, uuid: str, reason: str) -> None:
+        """Take out a device that failed its self-test; NVML's word does not bring it back."""
+        self._bad.add(uuid)
+        self.lost(uuid, reason)
+
+    def suspect(self, uuid: str, reason: str) -> None:
+        """Take out a device that may hang, and test it at once."""
+        if self._runner is None or uuid not in self.devices:
+            return
+        self.bad(uuid, f"{reason} It is being tested.")
+
+        def tested(test: asyncio.Task[GPUPoolError | None]) -> None:
+            error = None if test.cancelled() else test.result()
+            if error is not None and uuid in self.failed:
+                failed = error.code not in _NO_VERDICT
+                what = "Its test failed" if failed else "It has not been tested yet"
+                self.lost(uuid, f"{reason} {what}: {error.message}")
+
+        self._test(uuid).add_done_callback(tested)
+
+    def readable(self, uuid: str) -> None:
+        """NVML can read a device (again)."""
+        if uuid not in self._bad and uuid in self.failed:
+            self._back(uuid, "healthy again")
+
+    async def retest(self, uuid: str) -> str:
+        """Test a device that is out of service; return "" if it is back, else why not."""
+        error = await asyncio.shield(self._test(uuid))
+        return "" if error is None else error.message
+
+    def close(self) -> None:
+        """Test nothing more."""
+        for timer in self._timers.values():
+            timer.cancel()
+        for test in self._tests.values():
+            test.cancel()
+
+    # ------------------------------------------------------------------ internals
+
+    def _test(self, uuid: str) -> asyncio.Task[GPUPoolError | None]:
+        """Return the test that is under way, begun now if need be."""
+        test = self._tests.get(uuid)
+        if test is None:
+            test = asyncio.get_running_loop().create_task(self._retest(uuid))
+            self._tests[uuid] = test
+            test.add_done_callback(lambda _: self._tests.pop(uuid, None))
+        return test
+
+    async def _retest(self, uuid: str) -> GPUPoolError | None:
+        assert self._service is not None
+        # The monitor forgets the Xid for the test, and must not bring the device back meanwhile.
+        self._bad.add(uuid)
+        before = self.devices[uuid]
+        try:
+            device = await self._service.retest(uuid)
+            if before.can_suspend and not device.can_suspend:
+                raise DriverError(device.tier_reason)
+        except GPUPoolError as error:
+            self._log.warning("GPU %d is still out of service: %s", before.index, error)
+            if error.code not in _NO_VERDICT:
+                self._failures[uuid] = self._failures.get(uuid, 0) + 1
+            if uuid in self.failed:
+                self._schedule(uuid)
+            return error
+        self.devices[uuid] = device
+        self._back(uuid, "passed its self-test")
+        return None
+
+    def _back(self, uuid: str, why: str) -> None:
+        self._forget(uuid)
+        if self._runner is not None and uuid in self.devices:
+            device = self.devices[uuid]
+            self._log.info("GPU %d (%s) is back in service: %s", device.index, uuid, why)
+            self._runner.note("device-seen", device=uuid, reason=why)
+            self._runner.handle(e.DeviceAppeared(now=self._runner.now(), device=device))
+
+    def _forget(self, uuid: str) -> None:
+        self.failed.pop(uuid, None)
+        self._failures.pop(uuid, None)
+        self._bad.discard(uuid)
+        timer = self._timers.pop(uuid, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _schedule(self, uuid: str) -> None:
+        timer = self._timers.pop(uuid, None)
+        if timer is not None:
+            timer.cancel()
+        if self.retest_after:
+            pause = min(MOST, self.retest_after * 2.0 ** min(self._failures.get(uuid, 0), 16))
+            loop = asyncio.get_running_loop()
+            self._timers[uuid] = loop.call_later(pause, self._due, uuid)
+
+    def _due(self, uuid: str) -> None:
+        self._timers.pop(uuid, None)
+        if uuid in self.failed:
+            self._test(uuid)
+
+
+class Aftermath:
+    """Tests the GPUs of restored processes that ended without being suspended first.
+
+    Some drivers hang when that happens. The pool and its servers suspend a kernel again before
+    they end it. Nobody does that for the out-of-memory killer, for a user's ``kill -9``, or for a
+    kernel that ends by itself. The GPU may hang for its next user, so no kernel gets it before a
+    test has passed there.
+
+    ``hazard`` returns what is known of the loaded driver; "" if such an end is harmless there.
+    """
+
+    def __init__(
+        self, runner: Runner, health: Health, hazard: Callable[[], str], log: logging.Logger
+    ) -> None:
+        self._runner = runner
+        self._health = health
+        self._hazard = hazard
+        self._log = log
+
+    def ending(self, event: e.SessionEnded) -> None:
+        """A session is about to end, for whatever reason."""
+        session = self._runner.sessions.find(event.session)
+        record = self._runner.record(event.session)
+        if session is None or record is None or session.retired or session.process is None:
+            return
+        if not processes.alive(session.process):
+            self.ended(record)
+
+    def ended(self, record: SessionRecord) -> None:
+        """A kernel has ended that nobody had suspended first."""
+        if not self._hazard() or not record.resumes or not record.slices:
+            return
+        why = (
+            "A kernel that had been suspended and resumed ended here without being suspended "
+            "first, which is known to hang this driver."
+        )
+        for uuid in dict.fromkeys(piece.device for piece in record.slices):
+            if uuid in self._health.devices:
+                self._log.error(
+                    "GPU %d: %s (Session %s; the pool did not end it: it called exit(), or was "
+                    "killed from outside, see dmesg.) No kernel gets the GPU before it has "
+                    "passed a test", self._health.devices[uuid].index, why, record.id,
+                )  # fmt: skip
+                self._health.suspect(uuid, why)

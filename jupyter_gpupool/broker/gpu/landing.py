@@ -1,0 +1,540 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Processes that asked about one device and have their slice on another of the model.
+
+CUDA binds a process to the devices that it sees at cuInit, which needs no lease. At its first
+context such a process asks to *land*: it takes a context on the device that it sees, in the room
+that each device keeps for one (``Device.landing_bytes``), and is then suspended there and restored
+on its slice. One process at a time has that room; others wait.
+
+A process that cannot be moved, because the driver refuses it or its slice is on another model,
+asks to *stay*: its session gives the slice back and waits for a GPU that the process can use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+from typing import Any, Coroutine, Iterable
+
+from ...devices.model import ProcessId
+from ...devices.service import DeviceService
+from ...errors import Code, GPUPoolError, RefusedError
+from ...guard.page import (
+    LANDING_BEGUN,
+    LANDING_MOVES,
+    LANDING_NONE,
+    LANDING_RESTORE,
+    SEES_NONE,
+    SEES_SLICE,
+    Page,
+    PageError,
+    Reading,
+    Slot,
+    device_name,
+)
+from ...pool import events as e
+from ...pool.model import SessionRecord
+from ...protocol import Message
+from .. import processes
+from ..pages.control import ATTACHED, CLOSED, PAUSED, Pages
+from ..pages.quiesce import quiesce
+from ..runner import Runner
+from ..sessions import Session
+from ..transport.connection import Connection
+from .actions import DRAIN, DRAIN_POLL, DeviceEffects
+
+#: Seconds between looks for room for a context, and at a process that has it.
+ROOM_POLL, WATCH = 0.1, 0.5
+
+#: Seconds in which a process that was given the room makes its context and says so.
+PATIENCE = 60.0
+
+#: Tries to move a process, and seconds between them: its work may have to drain first.
+TRIES, PAUSE = 4, 0.5
+
+#: After so many failed moves in a row a session waits for the devices that its processes see.
+MOST_FAILED = 3
+
+#: On its way to its slice.
+_MOVING = (LANDING_MOVES, LANDING_RESTORE)
+
+#: Seconds in which the thread that a dead broker was moving asks the next one.
+AGAIN = 10.0
+
+
+@dataclass(eq=False)
+class _Landing:
+    """One process that has the room."""
+
+    session: Session
+    process: ProcessId
+    origin: tuple[str, ...]
+    room: contextlib.AsyncExitStack
+    watch: asyncio.Task[None] | None = None
+    #: The move failed: the process still has the contexts that it made for it.
+    refused: bool = False
+
+
+@dataclass(frozen=True)
+class _Way:
+    """From where to where, by the page: ``origin[i]`` to ``target[i]``.
+
+    ``seen``: what the process sees in the place of each device of the slice, for a session that
+    is to wait for that.
+    """
+
+    slot: Slot
+    slice: list[str]
+    seen: tuple[str, ...]
+    origin: tuple[str, ...] = ()
+    target: tuple[str, ...] = ()
+    #: Why it is not moved, and whether no device but those that it sees will do.
+    problem: str = ""
+    stay: bool = False
+
+    @property
+    def process(self) -> ProcessId:
+        return ProcessId(self.slot.pid, self.slot.start_time)
+
+
+class Landings:
+    """Handles the steps of ``land``."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        effects: DeviceEffects,
+        devices: DeviceService,
+        pages: Pages,
+        log: logging.Logger,
+    ) -> None:
+        self._runner = runner
+        self._effects = effects
+        self._devices = devices
+        self._pages = pages
+        self._log = log
+        self._room: dict[str, asyncio.Lock] = {}
+        self._under_way: dict[ProcessId, _Landing] = {}
+        #: Threads that wait for room.
+        self._waiting: dict[Connection, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------------ messages
+
+    def ask(self, connection: Connection, session: Session, message: Message) -> None:
+        """Answer one step of a process, at once or later."""
+        step, rid = message["step"], message.get("id")
+        if step not in ("begin", "move", "cancel", "stay"):
+            raise RefusedError(f"{step[:40]!r} is no step of a landing.", code=Code.BAD_REQUEST)
+        pid = connection.peer.pid
+        if step == "cancel":
+            self._cancel(pid)
+            connection.answer(rid)
+            return
+        try:
+            way = self._way(session, self._record(session), pid)
+            if not way.origin:
+                self._cancel(pid)
+                connection.answer(rid)  # it sees the slice
+            elif step == "stay":
+                self._cancel(pid)  # it has released its contexts
+                self._waiting[connection] = self._start(self._stay(connection, session, way, rid))
+            elif way.problem:
+                raise RefusedError(way.problem, code=Code.NOT_MOVED)
+            elif step == "begin":
+                self._waiting[connection] = self._start(self._begin(connection, session, way, rid))
+            elif way.slot.landing < LANDING_MOVES:
+                # Its calls may reach the driver at any moment.
+                raise RefusedError("It does not hold its calls back.", code=Code.BAD_REQUEST)
+            else:
+                self._start(self._move(connection, session, way, rid))
+        except RefusedError:
+            self._cancel(pid)
+            raise
+
+    def _cancel(self, pid: int) -> None:
+        """Take the room back from a process that will not be moved now."""
+        for process in [p for p in self._under_way if p.pid == pid]:
+            self._over(process)
+
+    def gone(self, connection: Connection) -> None:
+        """The thread that waits for room waits no more."""
+        task = self._waiting.pop(connection, None)
+        if task is not None:
+            task.cancel()
+
+    def close(self) -> None:
+        """The broker ends; a process that is being moved is for the next one."""
+        for task in self._tasks:
+            task.cancel()
+
+    # ------------------------------------------------------------------ which way
+
+    def _record(self, session: Session) -> SessionRecord:
+        record = self._runner.record(session.id)
+        if record is None or record.state not in ATTACHED or not record.slices:
+            raise RefusedError("The session has no slice now.", code=Code.AGAIN)
+        return record
+
+    def _way(self, session: Session, record: SessionRecord, pid: int) -> _Way:
+        reading = self._pages.read(session)
+        slots = [slot for slot in reading.slots if slot.pid == pid] if reading else []
+        if not slots:
+            raise RefusedError(f"The session has no process {pid}.", code=Code.NO_PROCESS)
+        known = {device_name(d.uuid): d for d in self._runner.pool.devices()}
+        pairs, seen, problem, stay = [], [], "", False
+        for name, piece in zip(slots[0].sees, record.slices, strict=False):
+            seen.append(piece.device)
+            if name in (SEES_NONE, SEES_SLICE, device_name(piece.device)):
+                continue
+            home, target = known.get(name), self._runner.pool.device(piece.device)
+            if home is None or target is None:
+                raise RefusedError(
+                    "The GPU on which it initialised CUDA is not in the pool any more.",
+                    code=Code.NOT_MOVED,
+                    next_step="Start the process (or the kernel) again.",
+                )
+            seen[-1] = home.uuid
+            pairs.append((home.uuid, target.uuid))
+            if home.model != target.model:
+                problem = problem or (
+                    f"It initialised CUDA on GPU {home.index}, and the slice is on GPU "
+                    f"{target.index}, of another model."
+                )
+            elif unusable := self._unusable(home.uuid):
+                stay = True
+                problem = f"It initialised CUDA on GPU {home.index}. {unusable}"
+            elif not (home.landing_bytes and target.can_migrate):
+                stay = True
+                problem = (
+                    f"It initialised CUDA on GPU {home.index}, the slice is on GPU "
+                    f"{target.index}, and this driver does not move processes."
+                )
+        if pairs and not problem and session.not_landed >= MOST_FAILED:
+            stay, problem = True, "The driver did not move it to the GPU of its slice before."
+        return _Way(
+            slots[0], [piece.device for piece in record.slices], tuple(seen),
+            tuple(o for o, _ in pairs), tuple(t for _, t in pairs),
+            problem, stay,
+        )  # fmt: skip
+
+    def _unusable(self, uuid: str) -> str:
+        """Return why no context can be made on a device until somebody mends that; or ""."""
+        if self._devices.is_aside(uuid):
+            return "That GPU is paused by the administrator."
+        sample = self._effects.samples.get(uuid)
+        return sample.lost if sample is not None else ""
+
+    # ------------------------------------------------------------------ room
+
+    async def _begin(
+        self, connection: Connection, session: Session, way: _Way, rid: int | None
+    ) -> None:
+        room = contextlib.AsyncExitStack()
+        try:
+            for uuid in sorted(way.origin):
+                await room.enter_async_context(self._room.setdefault(uuid, asyncio.Lock()))
+            while not await self._has_room(way.origin):
+                self._look_again(session, way)
+                await asyncio.sleep(ROOM_POLL)
+            self._look_again(session, way)
+            landing = _Landing(session, way.process, way.origin, room.pop_all())
+            session.landing = (*session.landing, *way.origin)
+            self._under_way[way.process] = landing
+            landing.watch = self._start(self._watch(landing))
+            connection.answer(rid)
+        except GPUPoolError as error:
+            connection.refuse(rid, error)
+        finally:
+            self._waiting.pop(connection, None)
+            await room.aclose()
+
+    def _look_again(self, session: Session, way: _Way) -> None:
+        """Raise RefusedError if a process that waits for room need not, or waits in vain."""
+        now = self._way(session, self._record(session), way.slot.pid)
+        if now.problem:
+            raise RefusedError(now.problem, code=Code.NOT_MOVED)
+        if now.origin != way.origin:
+            raise RefusedError("The slice is on another GPU now.", code=Code.AGAIN)
+
+    async def _has_room(self, origin: Iterable[str]) -> bool:
+        """Return whether each device has room for one context."""
+        try:
+            samples = {sample.uuid: sample for sample in await self._effects.sample()}
+        except GPUPoolError:
+            return False
+        return all(
+            uuid in samples
+            and not samples[uuid].lost
+            and samples[uuid].free >= self._devices.context_bytes(uuid)
+            for uuid in origin
+        )
+
+    async def _watch(self, landing: _Landing) -> None:
+        """Take the room back from a process that does not use it, or no longer does."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + PATIENCE
+        while processes.alive(landing.process) and loop.time() < give_up:
+            if landing.refused and self._has_released(landing):
+                break
+            await asyncio.sleep(DRAIN_POLL if landing.refused else WATCH)
+        landing.watch = None
+        self._over(landing.process)
+
+    def _has_released(self, landing: _Landing) -> bool:
+        """Return whether a process has released the contexts of a move that failed."""
+        reading = self._pages.read(landing.session)
+        slots = reading.slots if reading is not None else ()
+        return not any(
+            slot.pid == landing.process.pid and slot.landing != LANDING_NONE for slot in slots
+        )
+
+    def _over(self, process: ProcessId) -> None:
+        landing = self._under_way.pop(process, None)
+        if landing is None:
+            return
+        for uuid in landing.origin:
+            self._runner.moved(uuid)
+        if landing.watch is not None:
+            landing.watch.cancel()
+        self._start(landing.room.aclose())
+        self._tell(landing.session)
+
+    def _tell(self, session: Session) -> None:
+        mine = [landing for landing in self._under_way.values() if landing.session is session]
+        session.landing = tuple({uuid for landing in mine for uuid in landing.origin})
+
+    # ------------------------------------------------------------------ the move
+
+    async def _move(
+        self, connection: Connection, session: Session, way: _Way, rid: int | None
+    ) -> None:
+        landing = self._under_way.get(way.process)
+        if landing is None:  # an earlier broker gave it the room
+            landing = _Landing(session, way.process, way.origin, contextlib.AsyncExitStack())
+            self._under_way[way.process] = landing
+        if landing.watch is not None:
+            landing.watch.cancel()  # it has come
+            landing.watch = None
+        self._tell(session)
+        problem, again = "", True
+        try:
+            for tries in range(TRIES):
+                if tries:
+                    await asyncio.sleep(PAUSE)
+                problem, again = await self._try(session, way)
+                if not again:
+                    break
+        except GPUPoolError as error:
+            problem = error.message
+            session.not_landed += 1
+        finally:
+            if problem and way.process in self._under_way:
+                # Nothing of the session is suspended while the process has contexts there.
+                landing.refused = True
+                landing.watch = self._start(self._watch(landing))
+            else:
+                self._over(way.process)
+        if session.page is not None:
+            with contextlib.suppress(OSError):
+                if not problem:
+                    session.page.set_sees(way.slot, _on_slice(way.slot))
+                session.page.set_landing(way.slot, LANDING_BEGUN if problem else LANDING_NONE)
+        if problem:
+            text = f"It was not moved to the GPU of its slice. {problem}"
+            self._log.warning("Session %s, process %d: %s", session.id, way.process.pid, text)
+            connection.refuse(rid, RefusedError(text, code=Code.NOT_MOVED))
+        else:
+            connection.answer(rid)
+
+    async def _try(self, session: Session, way: _Way) -> tuple[str, bool]:
+        """Move the process once; return why it did not, and whether to try again."""
+        if not await self._drained(session, way):
+            return "A CUDA call of the process did not return.", True
+        record, page = self._record(session), session.page
+        if page is None:
+            return "The page that it shares with the broker is lost.", False
+        sizes = {piece.device: piece.bytes for piece in record.slices}
+        need = {uuid: min(self._devices.context_bytes(uuid), sizes[uuid]) for uuid in way.target}
+        began = self._runner.now()
+
+        def restoring() -> None:
+            # A page that was given up meanwhile must not leave the process between the two calls.
+            with contextlib.suppress(OSError):
+                page.set_landing(way.slot, LANDING_RESTORE)
+
+        outcome = await self._devices.land(
+            way.process, way.target, way.origin, session=session.id, need=need,
+            restoring=restoring,
+        )  # fmt: skip
+        if outcome.status == "resumed":
+            session.not_landed = 0
+            seconds = round(self._runner.now() - began, 3)
+            self._runner.note(
+                "land", session, device=way.target[0],
+                detail={"pid": way.process.pid, "from": way.origin[0], "seconds": seconds},
+            )  # fmt: skip
+            return "", False
+        if outcome.status in ("failed", "hung"):
+            message = f"{outcome.message} It was on its way to the GPU of its slice."
+            self._effects.end_session(e.EndSession(session=session.id, message=message))
+            return outcome.message, False
+        with contextlib.suppress(OSError):
+            page.set_landing(way.slot, LANDING_MOVES)
+        if outcome.status == "refused":
+            session.not_landed = MOST_FAILED if outcome.stay else session.not_landed + 1
+        return outcome.message or "It has ended.", outcome.status != "gone" and not outcome.stay
+
+    # ------------------------------------------------------------------ not moved
+
+    async def _stay(
+        self, connection: Connection, session: Session, way: _Way, rid: int | None
+    ) -> None:
+        """Give the slice back, for one that the process can use. It asks again until it has one."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + PATIENCE
+        text = way.problem or "The process was not moved to the GPU of its slice."
+        try:
+            while not self._given_back(session, way, text) and loop.time() < give_up:
+                await asyncio.sleep(DRAIN_POLL)
+            connection.answer(rid, {"note": text})
+        except GPUPoolError as error:
+            self._log.warning("Session %s, process %d: %s", session.id, way.slot.pid, error)
+            connection.refuse(rid, error)
+        finally:
+            self._waiting.pop(connection, None)
+
+    def _given_back(self, session: Session, way: _Way, text: str) -> bool:
+        """Give the slice back, unless it is in use; return whether the process may look again."""
+        record, gate = self._record(session), self._pages.gate(session)
+        if [piece.device for piece in record.slices] != way.slice:
+            return True
+        others = any(landing.session is session for landing in self._under_way.values())
+        if others or record.state != "active" or gate == PAUSED:
+            return False  # for a moment
+        self._pages.set_gate(session, CLOSED)
+        reading = self._pages.read(session)
+        if reading is None or reading.inflight or _used_by_others(reading, way.slot.pid):
+            self._pages.set_gate(session, gate)
+            if reading is None or not _used_by_others(reading, way.slot.pid):
+                return False
+            raise RefusedError(
+                f"{text} Other processes of the kernel use the slice, so it cannot move instead.",
+                code=Code.NOT_MOVED,
+                next_step="End them or start this process again, and try again.",
+            )
+        self._runner.handle(
+            e.LandingRefused(
+                now=self._runner.now(), session=session.id, epoch=record.epoch, bound=way.seen,
+                message=text, stay=way.stay,
+            )
+        )  # fmt: skip
+        now = self._runner.record(session.id)
+        if now is not None and now.state not in ATTACHED:
+            self._pages.set_home(session, way.seen)
+        self._log.info("Session %s, process %d: %s", session.id, way.slot.pid, text)
+        detail = {
+            "what": "land",
+            "code": Code.NOT_MOVED,
+            "pid": way.slot.pid,
+            "from": way.origin[0],
+        }
+        self._runner.note("refuse", session, device=way.target[0], reason=text, detail=detail)
+        return True
+
+    # ------------------------------------------------------------------ at rest
+
+    async def _drained(self, session: Session, way: _Way) -> bool:
+        """Wait until none of the process's calls can be on its way into the driver."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + DRAIN
+        while True:
+            reading = self._pages.read(session)
+            slots = [s for s in reading.slots if s.pid == way.slot.pid] if reading else []
+            if not any(slot.inflight for slot in slots):
+                return await quiesce([way.slot.pid])
+            if loop.time() >= give_up:
+                return False
+            await asyncio.sleep(DRAIN_POLL)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # ------------------------------------------------------------------ after another broker
+
+    async def recover(self, name: str) -> None:
+        """Let processes run that an earlier broker was moving, before session ``name`` goes on.
+
+        The thread that waits for the move asks again. One that was interrupted meanwhile does not:
+        then the process goes on where it is, and lands with its next context.
+        """
+        page = await self._page(name)
+        if page is None:
+            return
+        try:
+            for slot in page.read().slots:
+                process = ProcessId(slot.pid, slot.start_time)
+                if slot.landing not in _MOVING or not processes.alive(process):
+                    continue
+                found, trouble = await self._devices.landed(process, session=name)
+                if trouble:
+                    self._log.error("Session %s: %s", name, trouble)
+                elif slot.landing == LANDING_RESTORE and found != "checkpointed":
+                    page.set_sees(slot, _on_slice(slot))
+                page.set_landing(slot, LANDING_MOVES)
+                asyncio.get_running_loop().call_later(AGAIN, self._forget, name, slot)
+        except (OSError, GPUPoolError) as error:
+            self._log.error("The landings of session %s are unknown: %s", name, error)
+        finally:
+            page.close()
+
+    async def _page(self, name: str) -> Page | None:
+        """Return the page of a session of an earlier broker, wherever it is by now.
+
+        After a logout its path is a link to that broker's descriptor, or nothing.
+        """
+        path = self._pages.path_of(name)
+        try:
+            if path.is_symlink() or not path.exists():
+                # All processes are looked at, which takes a while.
+                page = await asyncio.to_thread(Page.find, path, name)
+                if page is None and path.is_symlink():
+                    self._log.warning(
+                        "The page of session %s was deleted and no process has it; a process that "
+                        "was on its way to its GPU goes on when it is seen.", name,
+                    )  # fmt: skip
+                return page
+            return Page.open(path)
+        except (OSError, PageError) as error:
+            self._log.warning("The landings of session %s are unknown: %s", name, error)
+        return None
+
+    def _forget(self, name: str, slot: Slot) -> None:
+        session = self._runner.sessions.find(name)
+        if session is None and processes.alive(ProcessId(slot.pid, slot.start_time)):
+            # The driver is still asked about the sessions that this broker goes on with.
+            asyncio.get_running_loop().call_later(AGAIN, self._forget, name, slot)
+            return
+        reading = self._pages.read(session) if session is not None else None
+        if session is None or session.page is None or reading is None or session.landing:
+            return
+        for now in reading.slots:
+            same = (now.pid, now.start_time) == (slot.pid, slot.start_time)
+            if same and now.landing in _MOVING:
+                session.page.set_landing(now, LANDING_NONE)
+
+
+def _used_by_others(reading: Reading, pid: int) -> bool:
+    """Return whether other processes of the session than ``pid`` have contexts on its slice."""
+    others = [slot for slot in reading.slots if slot.pid != pid]
+    return any(any(slot.used) or SEES_SLICE in slot.sees for slot in others)
+
+
+def _on_slice(slot: Slot) -> list[int]:
+    return [SEES_SLICE if name else SEES_NONE for name in slot.sees]

@@ -1,0 +1,574 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Devices that an admin takes out of service for a while, and gives back.
+
+``pause`` is for work on the driver or on a device: every session that can be suspended is, and
+then the broker's own children close the device files. ``drain`` empties one device and lets the
+pool go on using the driver. Both last until ``resume``, and survive a restart of the broker; one
+that starts while the whole pool is paused does not touch the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Awaitable, Callable, Iterable, Literal, Sequence
+
+from ...devices.files import Holder, holders
+from ...devices.processes import session_of
+from ...devices.service import DeviceService
+from ...errors import Code, GPUPoolError, RefusedError
+from ...pool import events as e
+from ...pool.model import Device, SessionRecord
+from ...protocol import Message
+from .. import processes
+from ..messages.parsing import MAX_NAME
+from ..messages.router import Handlers
+from ..runner import Runner
+from ..sessions import Session
+from ..store.journal import Journal
+from ..transport.auth import Peer, owner_of
+from ..transport.connection import Connection
+from .health import Health
+from .monitor import ENVIRON_TIMEOUT
+from .setaside import SetAside
+
+Kind = Literal["pause", "drain"]
+
+#: Where the journal has the orders.
+_META = "maintenance"
+
+#: Seconds between two looks at what a pause waits for; reading all of /proc happens less often.
+POLL, SCAN = 0.2, 1.0
+
+#: Stands for the broker itself where a session is named.
+_OWN = "broker"
+
+_WORDS = {"pause": "paused", "drain": "drained"}
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What an admin asked for; ``device`` is "" for the whole pool."""
+
+    kind: Kind
+    device: str
+    reason: str
+    by: str
+    since: float
+    #: What was asked for is true now: no lease is left and, of a pause, no device file is open.
+    closed: bool = False
+
+    @property
+    def text(self) -> str:
+        """Why sessions wait, in words."""
+        why = f": {self.reason}" if self.reason else ""
+        return f"{_WORDS[self.kind]} by the administrator{why}"
+
+
+def stored(journal: Journal) -> dict[str, Order]:
+    """Return the orders that the journal has, by device."""
+    try:
+        orders = [Order(**row) for row in json.loads(journal.meta(_META) or "[]")]
+    except (TypeError, ValueError):
+        return {}
+    return {order.device: order for order in orders}
+
+
+def untouchable(journal: Journal) -> str:
+    """Return why a broker that starts now must not touch the driver; "" if it may."""
+    order = stored(journal).get("")
+    return order.text if order is not None and order.closed else ""
+
+
+class Maintenance:
+    """Carries out ``pause``, ``drain``, ``resume`` and ``retest``.
+
+    Parameters
+    ----------
+    files:
+        How the paths of the device files begin.
+    renewed:
+        Called with the devices that are there after a resume; returns those of the pool.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        service: DeviceService,
+        health: Health,
+        handlers: Handlers,
+        *,
+        files: str,
+        renewed: Callable[[Sequence[Device]], Sequence[Device]],
+        log: logging.Logger,
+    ) -> None:
+        self._runner = runner
+        self._service = service
+        self._health = health
+        self._handlers = handlers
+        self._files = files
+        self._renewed = renewed
+        self._log = log
+        self._orders = stored(runner.journal)
+        #: Who had device files open when a pause looked last, by its device; and how many processes
+        #: it could not ask.
+        self._left: dict[str, list[tuple[Holder, str]]] = {}
+        self._unseen: dict[str, int] = {}
+        self._own = processes.identify(os.getpid())
+        #: Suspends who has only looked at the devices; None where nobody runs under the guard.
+        self.aside: SetAside | None = None
+        #: What is being done for an order beside its sessions with a lease, by its device.
+        self._step: dict[str, str] = {}
+        #: Sessions that were told to restart, by order.
+        self._told: set[tuple[str, float, str]] = set()
+        self._busy = asyncio.Lock()
+        self._work: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self) -> None:
+        """Tell the pool what an earlier broker was asked for."""
+        for device, order in self._orders.items():
+            if order.kind == "pause" and device and not self._service.down:
+                # To find the devices, this broker has opened the files of all.
+                self._orders[device] = replace(order, closed=False)
+        for order in self._orders.values():
+            self._log.warning("%s", self._sentence(order))
+            self._shut(order)
+
+    def close(self) -> None:
+        """Stop working; the orders stay in the journal."""
+        for task in (self._work, *self._tasks):
+            if task is not None:
+                task.cancel()
+
+    # ------------------------------------------------------------------ what an admin asks
+
+    def maintain(self, connection: Connection, message: Message) -> None:
+        """Answer a ``maintain`` request."""
+        peer = connection.peer
+        if not self._handlers.access.is_admin(peer):
+            raise RefusedError(
+                "Only an admin of this pool may take its GPUs out of service.",
+                code=Code.NOT_ALLOWED,
+                next_step="Ask root, or one of c.GPUPool.admins.",
+            )
+        action = message["action"]
+        device = self._device(str(message.get("device") or ""))
+        if action in ("pause", "drain"):
+            reason = str(message.get("reason") or "").strip()[:MAX_NAME]
+            note = self._order(action, device, reason, peer)
+            connection.answer(message.get("id"), {"note": note, "device": device})
+        elif action in ("resume", "retest"):
+            method = self._resume if action == "resume" else self._retest
+            self._answer_later(connection, message, method(device))
+        else:
+            raise RefusedError(
+                f"There is no maintenance action {action[:40]!r}; there are pause, drain, resume "
+                "and retest.",
+                code=Code.BAD_REQUEST,
+            )
+
+    def _device(self, name: str) -> str:
+        """Return the UUID that an admin names by number or by its beginning; "" for all."""
+        if not name:
+            return ""
+        found = [
+            d for d in self._health.devices.values()
+            if name == str(d.index) or d.uuid.startswith(name)
+        ]  # fmt: skip
+        if len({d.uuid for d in found}) == 1:
+            return found[0].uuid
+        there = ", ".join(f"{d.index} ({d.uuid})" for d in self._health.devices.values())
+        what = "names several GPUs" if found else "is no GPU of this pool"
+        raise RefusedError(
+            f"{name[:60]!r} {what}; it has: {there or 'none'}.", code=Code.UNKNOWN_DEVICE
+        )
+
+    def _order(self, kind: Kind, device: str, reason: str, peer: Peer) -> str:
+        if kind == "drain" and not device:
+            raise RefusedError(
+                "Draining is for one GPU.",
+                code=Code.BAD_REQUEST,
+                next_step="Name it with --device, or pause the whole pool.",
+            )
+        old = self._orders.get(device)
+        order = Order(
+            kind, device, reason, owner_of(peer.uid, peer.gid).name, self._runner.now(),
+            closed=old is not None and old.kind == kind and old.closed,
+        )  # fmt: skip
+        self._orders[device] = order
+        self._runner.note(kind, device=device or None, reason=reason, detail={"by": order.by})
+        self._log.warning("%s", self._sentence(order))
+        self._save()
+        self._shut(order)
+        self.go_on()
+        return self._sentence(order)
+
+    async def _resume(self, device: str) -> str:
+        async with self._busy:
+            ended = self._ending(device)
+            if not ended:
+                raise RefusedError("Nothing is paused or drained.", code=Code.NOT_PAUSED)
+            found: Sequence[Device] = ()
+            if self._service.down or any(self._stood_down(order) for order in ended):
+                found = await self._service.renew([device] if device else None)
+            self._runner.note("unpause", device=device or None)
+            if found:
+                self._exchange(self._renewed(found))
+            for order in ended:
+                if self._orders.get(order.device) is order:
+                    del self._orders[order.device]
+                self._left.pop(order.device, None)
+                self._step.pop(order.device, None)
+                if self.aside is not None:
+                    self.aside.forget((order.device, order.since))
+            self._save()
+            if self.aside is not None and not device:
+                await self.aside.resume()
+            for order in ended:
+                self._open(order)
+        gone = [d for d in self._health.failed if d in self._health.devices]
+        note = "The GPUs are in service again." if not device else "The GPU is in service again."
+        if gone:
+            note += " Out of service: " + " ".join(
+                f"GPU {self._health.devices[u].index}: {self._health.failed[u]}" for u in gone
+            )
+        self._log.warning("%s", note)
+        return note
+
+    def _stood_down(self, order: Order) -> bool:
+        """Return whether children of this broker have ended for an order, now or before."""
+        pause = order.kind == "pause" and order.closed
+        return pause or self._service.is_aside(order.device)
+
+    def _ending(self, device: str) -> list[Order]:
+        if not device:
+            return [*self._orders.values()]
+        if "" in self._orders:
+            raise RefusedError(
+                "The whole pool is paused.",
+                code=Code.PAUSED,
+                next_step="Resume it without --device.",
+            )
+        return [self._orders[device]] if device in self._orders else []
+
+    def _exchange(self, found: Iterable[Device]) -> None:
+        """Take note of which devices there are now, and of what they can do.
+
+        One that failed and was not tested now stays out of service.
+        """
+        there = {device.uuid: device for device in found}
+        for uuid in [uuid for uuid in self._health.devices if uuid not in there]:
+            self._health.bad(
+                uuid,
+                "it was not found any more after a pause. Once the driver shows it again "
+                "(nvidia-smi -L), pause the whole pool and resume it",
+            )
+        for uuid, device in there.items():
+            passed = uuid in self._service.renewed and device.can_suspend
+            if uuid not in self._health.failed or passed:
+                self._health.add(device)
+
+    async def _retest(self, device: str) -> str:
+        chosen = [u for u in self._health.failed if u in self._health.devices]
+        chosen = [uuid for uuid in chosen if device in ("", uuid)]
+        if not chosen:
+            return "No GPU is out of service for a failure."
+        lines = []
+        for uuid in chosen:
+            name = f"GPU {self._index(uuid)}"
+            why = await self._health.retest(uuid)
+            lines.append(f"{name} stays out of service: {why}" if why else f"{name} is back.")
+        return " ".join(lines)
+
+    def _answer_later(self, connection: Connection, message: Message, work: Awaitable[str]) -> None:
+        async def answer() -> None:
+            try:
+                note = await work
+            except GPUPoolError as error:
+                connection.refuse(message.get("id"), error)
+            except Exception as error:  # the admin waits for an answer
+                self._log.exception("An order of the administrator failed")
+                connection.refuse(
+                    message.get("id"),
+                    RefusedError(f"The order failed: {error!r}.", code=Code.INTERNAL),
+                )
+            else:
+                connection.answer(message.get("id"), {"note": note})
+
+        task = asyncio.get_running_loop().create_task(answer())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------------------------ the pool
+
+    def _targets(self, order: Order) -> list[str]:
+        return [order.device] if order.device else [*self._health.devices]
+
+    def _shut(self, order: Order) -> None:
+        for uuid in self._targets(order):
+            whole = self._orders.get("", order)
+            self._runner.handle(
+                e.DevicePaused(now=self._runner.now(), device=uuid, reason=whole.text)
+            )
+
+    def _open(self, order: Order) -> None:
+        for uuid in self._targets(order):
+            left = self._orders.get("") or self._orders.get(uuid)
+            now = self._runner.now()
+            if left is not None:
+                self._runner.handle(e.DevicePaused(now=now, device=uuid, reason=left.text))
+            else:
+                self._runner.handle(e.DeviceResumed(now=now, device=uuid))
+
+    def _save(self) -> None:
+        rows = [asdict(order) for order in self._orders.values()]
+        self._runner.journal.remember(_META, json.dumps(rows))
+        self._runner.commit()
+
+    # ------------------------------------------------------------------ until it is true
+
+    def go_on(self) -> None:
+        """Work on what is not finished; not before all sessions are known that have a lease."""
+        if self._work is None or self._work.done():
+            self._work = asyncio.get_running_loop().create_task(self._until_closed())
+
+    async def _until_closed(self) -> None:
+        scanned = float("-inf")
+        loop = asyncio.get_running_loop()
+        while any(not order.closed for order in self._orders.values()):
+            try:
+                scanned = await self._look(scanned, loop.time())
+            except (OSError, GPUPoolError) as error:
+                # /proc cannot be listed without a free descriptor; or a child does not end.
+                for device in self._step:
+                    self._step[device] = f"another try, because the last one failed: {error}"
+                self._log.error("A pause goes on later: %s", error)
+            await asyncio.sleep(POLL)
+
+    async def _look(self, scanned: float, now: float) -> float:
+        """Do what can be done for each order now; return when open files were looked for last."""
+        due = now >= scanned + SCAN
+        async with self._busy:
+            for order in [o for o in self._orders.values() if not o.closed]:
+                self._tell(order)
+                if self._holding(order):
+                    continue
+                if order.kind == "pause":
+                    if self.aside is not None and not self._stood_aside(order):
+                        self._step[order.device] = (
+                            "kernels that have called cuInit and nothing else to be suspended"
+                        )
+                        await self.aside.suspend(self._targets(order), (order.device, order.since))
+                        if self._holding(order):
+                            continue
+                    if not self._stood_aside(order):
+                        self._step[order.device] = (
+                            "the broker's own processes to end what they do and close the device "
+                            "files"
+                        )
+                    await self._stand_down(order)
+                    if not self._left.get(order.device):
+                        self._step[order.device] = "a look at who has device files open"
+                    if not due:
+                        continue
+                    scanned = now
+                    if await self._open_files(order):
+                        self._step.pop(order.device, None)  # these are named
+                        self._tell_holders(order)
+                        continue
+                self._done(order)
+        return scanned
+
+    def _done(self, order: Order) -> None:
+        self._step.pop(order.device, None)
+        if self._orders.get(order.device) is order:
+            self._orders[order.device] = replace(order, closed=True)
+            self._log.warning("%s", self._sentence(self._orders[order.device]))
+            self._runner.note(_WORDS[order.kind], device=order.device or None, reason=order.reason)
+            self._save()
+
+    def _stood_aside(self, order: Order) -> bool:
+        """Return whether the children are gone that suspend sessions where ``order`` is."""
+        return bool(self._service.down) or self._service.is_aside(order.device)
+
+    async def _stand_down(self, order: Order) -> None:
+        if order.device:
+            await self._service.stand_down(order.text, [order.device])
+        elif not self._service.down:
+            await self._service.stand_down(order.text)
+
+    def _holding(self, order: Order) -> list[tuple[Session, SessionRecord]]:
+        """Return the sessions that have a lease on the devices of ``order``."""
+        targets = {*self._targets(order)}
+        found = []
+        for name in self._runner.busy:
+            record, session = self._runner.record(name), self._runner.sessions.find(name)
+            if record and session and any(x.device in targets for x in record.slices):
+                found.append((session, record))
+        return found
+
+    async def _open_files(self, order: Order) -> bool:
+        """Return whether a process of this pool has a device file open; see who else has."""
+        number = self._service.device_file(order.device) if order.device else None
+        if order.device and number is None:
+            return False  # a MIG instance: its GPU's file is the other instances' as well
+        found, self._unseen[order.device] = await asyncio.to_thread(holders, self._files, number)
+        left = [(holder, await self._whose(holder)) for holder in found]
+        self._left[order.device] = left
+        return any(whose for _, whose in left)
+
+    async def _whose(self, holder: Holder) -> str:
+        """Return the session of a process, "broker" for a child of this one, "" for any other."""
+        sessions, pid = self._runner.sessions, holder.process.pid
+        for session in sessions:
+            if session.process and processes.descends(pid, session.process):
+                return session.id
+        if self._own is not None and processes.descends(pid, self._own):
+            return _OWN
+        try:
+            named = await asyncio.wait_for(asyncio.to_thread(session_of, pid), ENVIRON_TIMEOUT)
+        except asyncio.TimeoutError:
+            return ""
+        found = sessions.find(named) if named else None
+        return found.id if found is not None and found.uid == holder.uid else ""
+
+    def _tell(self, order: Order) -> None:
+        """Ask the users of sessions that cannot be suspended to restart them; each once."""
+        for session, record in self._holding(order):
+            why = self._pinned(session, record)
+            if why:
+                self._ask_to_restart(
+                    order,
+                    session,
+                    f"The GPU state of this kernel cannot be moved to host memory "
+                    f"({why.rstrip('.')})",
+                )
+
+    def _tell_holders(self, order: Order) -> None:
+        """Ask the users of sessions without a slice that use the driver all the same."""
+        why = (
+            f"This kernel has opened the device file of GPU {self._index(order.device)}, so it "
+            "keeps that GPU in use"
+            if order.device
+            else "This kernel has initialised CUDA and holds no memory that could be moved, so it "
+            "keeps the driver in use"
+        )
+        for _, whose in self._left[order.device]:
+            session = self._runner.sessions.find(whose)
+            if session is not None:
+                self._ask_to_restart(order, session, why)
+
+    def _ask_to_restart(self, order: Order, session: Session, why: str) -> None:
+        key = (order.device, order.since, session.id)
+        if key in self._told or session.agent is None:
+            return
+        self._told.add(key)
+        what = f"GPU {self._index(order.device)} is" if order.device else "The GPUs are"
+        session.agent.send(
+            {
+                "type": "notice",
+                "message": f"{what} being {order.text}. {why}: save what you need and "
+                "restart the kernel, which the maintenance waits for.",
+            }
+        )
+        self._runner.note("restart-notice", session, reason=why)
+
+    def _pinned(self, session: Session, record: SessionRecord) -> str:
+        why = record.pinned_reason or session.use.pins
+        if why:
+            return why
+        for piece in record.slices:
+            device = self._health.devices.get(piece.device)
+            if device is not None and not device.can_suspend:
+                return device.tier_reason or "this GPU cannot suspend"
+        return ""
+
+    # ------------------------------------------------------------------ for people
+
+    def _sentence(self, order: Order) -> str:
+        what = "The pool" if not order.device else f"GPU {self._index(order.device)}"
+        if order.closed:
+            done = {
+                "pause": "no process of it has a device file open"
+                if not order.device
+                else "no kernel has a slice there"
+                if self._service.device_file(order.device) is None
+                else "no process of the pool has its device file open",
+                "drain": "no kernel has a slice there",
+            }[order.kind]
+            return f"{what} is {order.text}; {done}."
+        return f"{what} is being {order.text}."
+
+    def _index(self, uuid: str) -> str:
+        device = self._health.devices.get(uuid)
+        return uuid if device is None else str(device.index)
+
+    def status(self, peer: Peer) -> list[dict[str, Any]]:
+        """Return the orders in force, and what each still waits for, as ``peer`` may see it."""
+        access = self._handlers.access
+        found = []
+        for order in self._orders.values():
+            waits = self._waits(order) if not order.closed else []
+            shown = [
+                {**row, "session": session.id, "label": record.label, "owner": record.owner.name}
+                for session, record, row in waits
+                if access.may_act(peer, session.uid)
+            ]
+            row = {
+                **asdict(order),
+                "text": self._sentence(order),
+                "waits": shown,
+                "others": len(waits) - len(shown),
+                "step": "" if order.closed or waits else self._doing(order),
+            }
+            if access.is_admin(peer) and order.kind == "pause":
+                row["files"] = [self._file(*each) for each in self._left.get(order.device, ())]
+                row["unseen"] = self._unseen.get(order.device, 0)
+            found.append(row)
+        return found
+
+    def _doing(self, order: Order) -> str:
+        """Return what the pool itself does for an order that no session with a lease holds up."""
+        if order.device in self._step:
+            return self._step[order.device]
+        return "" if self._left.get(order.device) else "a look at what uses it"
+
+    def _waits(self, order: Order) -> list[tuple[Session, SessionRecord, dict[str, Any]]]:
+        holding = self._holding(order)
+        if not holding:
+            return []
+        stays = {
+            view.record.id: view.stays_reason
+            for view in self._runner.pool.view(self._runner.now()).sessions
+        }
+        found = []
+        for session, record in holding:
+            pinned = self._pinned(session, record)
+            if pinned:
+                why = f"cannot be suspended: {pinned.rstrip('.')}. Restart or end it."
+            elif record.state == "active":
+                what = {hold.kind for hold in record.holds}
+                why = "a cell runs" if what - {"device"} else "it uses its GPU"
+            elif record.state in ("attaching", "detaching"):
+                why = "its state is being moved"
+            else:
+                why = stays.get(session.id) or "it is asked again soon"
+            devices = [self._index(piece.device) for piece in record.slices]
+            found.append(
+                (session, record, {"devices": devices, "why": why, "pinned": bool(pinned)})
+            )
+        return found
+
+    @staticmethod
+    def _file(holder: Holder, whose: str) -> dict[str, Any]:
+        return {
+            "pid": holder.process.pid,
+            "uid": holder.uid,
+            "command": holder.command,
+            "session": whose or None,
+        }

@@ -1,0 +1,343 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the driver and the host show, told to the pool; and processes that are not of the pool.
+
+Runs only while there is a session, and slower while nothing is attached and nobody waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import suppress
+from typing import Awaitable, Callable, Mapping, Sequence
+
+from ...config import BrokerSettings
+from ...devices.contexts import assumed
+from ...devices.model import DeviceSample, ProcessId
+from ...devices.processes import identify, session_of
+from ...errors import GPUPoolError
+from ...pool import events as e
+from ...pool.attribution import REST_LOOKS, Attribution, Holder, Listed, Observed, attribute
+from .. import processes
+from ..pace import Pace
+from ..pages.activity import Activity
+from ..pressure import Pressure
+from ..runner import Runner
+from .actions import DeviceEffects
+from .beyond import Beyond
+from .rest import Rest
+from .watchdog import Watchdog
+
+#: Seconds between a change and the look at it.
+SETTLE = 0.05
+
+#: Intervals between samples while nothing is attached and nobody waits.
+QUIET = 5
+
+#: Seconds for a look under way to be given up when the broker ends.
+CLOSE = 1.0
+
+#: A change of host memory that is worth an event while nobody waits, in bytes.
+HOST_STEP = 64 << 20
+
+#: Seconds to read the environment of a foreign process: it blocks while the process is being
+#: suspended by somebody else, so it is read in a thread and given up.
+ENVIRON_TIMEOUT = 1.0
+
+
+class Monitor:
+    """Samples devices and host while there are sessions, and until these are seen to be gone."""
+
+    def __init__(
+        self, runner: Runner, effects: DeviceEffects, settings: BrokerSettings, log: logging.Logger
+    ) -> None:
+        self.settings = settings
+        self._runner = runner
+        self._effects = effects
+        self._log = log
+        self._wanted = asyncio.Event()
+        self._soon = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+        #: By device: whose memory it is, and which sessions were idle before the look began, and
+        #: since when: what the pool knows of an idle session must have been seen since, or its
+        #: whole slice counts as its state.
+        self._told: dict[str, tuple[Attribution, frozenset[tuple[str, float]]]] = {}
+        self._told_host = -1
+        self._told_changes: dict[str, int] = {}
+        #: Whose session each process on a device is; None: nobody's.
+        self._known: dict[ProcessId, str | None] = {}
+        self._reported: set[ProcessId] = set()
+        #: Processes that were a session's when they were first seen, and are on a device still.
+        self._ours: set[ProcessId] = set()
+        #: Those of them whose session has ended since the last look: they are about to end, too.
+        self._leaving: set[ProcessId] = set()
+        self._failing = ""
+        #: This process: what it starts (workers, self-tests) is the pool's.
+        self.own = identify(os.getpid())
+        #: What the guard tells, and who compares; None where nobody runs under it.
+        self.activity: Activity | None = None
+        self.watchdog: Watchdog | None = None
+        #: Measures what the driver takes by itself on devices at rest.
+        self.rest: Rest | None = None
+        #: Learns what the driver takes beyond what the guard counts.
+        self.beyond: Beyond | None = None
+        #: Who looks whether host memory is short; None in tests that have no use for it.
+        self.pressure: Pressure | None = None
+        #: Called after each sample, when what is free where is known again.
+        self.on_sample: Callable[[], Awaitable[None]] = _nothing
+        #: Called with each device that could be read.
+        self.on_healthy: Callable[[str], None] = lambda _uuid: None
+
+    def start(self) -> None:
+        """Begin, in a task of its own."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def want(self, sessions: int) -> None:
+        """Sample while there are sessions."""
+        if sessions:
+            self._wanted.set()
+        else:
+            self._wanted.clear()
+
+    def look_soon(self) -> None:
+        """Something was attached, suspended or ended: what was seen before is old."""
+        self._soon.set()
+
+    async def close(self) -> None:
+        """End. A flag besides the cancellation: up to Python 3.11 ``wait_for`` may swallow that."""
+        self._closed = True
+        self._soon.set()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=CLOSE)
+
+    async def _run(self) -> None:
+        after = 0  # looks that have begun since the last session went
+        while not self._closed:
+            if after >= REST_LOOKS and not self._ours:
+                await self._wanted.wait()
+            after = 0 if self._wanted.is_set() else after + 1
+            await self._try(self.look)
+            quiet = QUIET if not self._runner.busy else 1
+            for left in reversed(range(quiet)):
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._soon.wait(), self.settings.sample_interval)
+                    await asyncio.sleep(SETTLE)  # changes come in groups
+                    break
+                if left and self.pressure is not None:
+                    # Devices at rest change little; host memory is everybody's.
+                    await self._try(self.pressure.look)
+            self._soon.clear()
+
+    async def _try(self, look: Callable[[], Awaitable[None]]) -> None:
+        """Look; one that fails is logged once, and the next one may do."""
+        try:
+            await look()
+        except (GPUPoolError, OSError) as error:
+            if self._failing != str(error):
+                self._log.error("Devices and host memory were not read: %s", error)
+            self._failing = str(error)
+        except Exception:
+            self._log.exception("A sample failed")
+        else:
+            self._failing = ""
+
+    async def look(self) -> None:
+        """Take one sample and tell the pool."""
+        waited_for = "queued" in self._runner.busy.values()
+        room = self._effects.room
+        available = await room.read(room.machine)
+        # What was suspended since the last word is counted against it until there is a new one,
+        # also when it has come back meanwhile: without news there would be no room in the end.
+        moved = self._runner.changes != self._told_changes
+        if waited_for or moved or abs(available - self._told_host) >= HOST_STEP:
+            self._told_host = available
+            self._told_changes = dict(self._runner.changes)
+            self._runner.handle(e.HostMemorySeen(now=self._runner.now(), available=available))
+        if self.pressure is not None:
+            await self.pressure.look()
+        if self._effects.down:
+            return
+        before, began = dict(self._runner.changes), self._runner.now()
+        pages = await self.activity.readings() if self.activity is not None else {}
+        samples = await self._effects.sample()
+        await self._identify(samples)
+        pace = Pace()
+        # What is attached or given back while these are gathered shows in ``changes``.
+        granted = await self._granted(pace)
+        idle = await self._idle(began, pace)
+        counted = await self._counted(pace)
+        shown: dict[str, dict[str, int]] = {}
+        old = {sample.uuid for sample in samples}
+        for sample in samples:
+            await pace.step()
+            if sample.lost:
+                continue  # the device service tells of a loss itself, once
+            self.on_healthy(sample.uuid)
+            if self._runner.changes.get(sample.uuid) != before.get(sample.uuid):
+                continue  # something was attached or suspended there meanwhile: old news
+            old.discard(sample.uuid)
+            if self.rest is not None:
+                leased = bool(granted.get(sample.uuid))
+                self.rest.look(sample, self._listed(sample), leased=leased)
+            use = self._attribute(sample, granted.get(sample.uuid, {}), counted)
+            news = use, frozenset(idle.get(sample.uuid, ()))
+            for name, size in use.shown.items():
+                shown.setdefault(name, {})[sample.uuid] = size
+            if waited_for or self._told.get(sample.uuid) != news:
+                self._told[sample.uuid] = news
+                self._runner.handle(
+                    e.DeviceMemorySeen(
+                        now=self._runner.now(), device=sample.uuid, foreign=use.foreign,
+                        footprints=use.footprints,
+                    )
+                )  # fmt: skip
+        if self.beyond is not None and self.activity is not None:
+            await self.beyond.learn(samples, pages, self.activity.reading, old, self._known)
+        if self.settings.foreign_processes != "count":
+            self._treat_foreign(samples)
+        if self.watchdog is not None:
+            self.watchdog.seen(shown, old)
+        await self.on_sample()
+
+    # ------------------------------------------------------------------ whose memory
+
+    async def _identify(self, samples: Sequence[DeviceSample]) -> None:
+        """Find out whose session each process on a device is, once per process."""
+        present: dict[ProcessId, str | None] = {}
+        pace = Pace()
+        for sample in samples:
+            for entry in sample.processes:
+                await pace.step()
+                process = identify(entry.pid)
+                if process is None:
+                    continue
+                owner = self._known.get(process)
+                if owner is None or owner not in self._runner.sessions:
+                    owner = await self._owner(process)
+                present[process] = owner
+        owned = {process for process, owner in present.items() if owner is not None}
+        self._leaving = {
+            process for process in present.keys() - owned if self._known.get(process) is not None
+        }
+        self._known = present
+        self._reported &= present.keys()
+        self._ours = owned | (self._ours & present.keys())
+
+    async def _owner(self, process: ProcessId) -> str | None:
+        # Its own ancestors are few, and the sessions may be a thousand.
+        above = processes.ancestry(process.pid)
+        roots = {session.process: session.id for session in self._runner.sessions}
+        nearest = next((roots[one] for one in (process, *above) if one in roots), None)
+        if nearest is not None:
+            return nearest
+        if process in self._known:
+            return None  # its environment does not change
+        try:
+            named = await asyncio.wait_for(
+                asyncio.to_thread(session_of, process.pid), ENVIRON_TIMEOUT
+            )
+        except asyncio.TimeoutError:
+            return None
+        found = self._runner.sessions.find(named) if named else None
+        same_user = found is not None and processes.real_uid(process.pid) == found.uid
+        return found.id if found is not None and same_user else None
+
+    def _listed(self, sample: DeviceSample) -> tuple[Listed, ...]:
+        """Return the processes of a sample with their sessions, as :meth:`_identify` found them."""
+        owners = {process.pid: owner for process, owner in self._known.items()}
+        return tuple(Listed(p.bytes, owners.get(p.pid), p.pid > 0) for p in sample.processes)
+
+    def _attribute(
+        self,
+        sample: DeviceSample,
+        granted: Mapping[str, int],
+        counted: Mapping[str, Mapping[str, int]],
+    ) -> Attribution:
+        """Return whose memory a device's is (:mod:`jupyter_gpupool.pool.attribution`).
+
+        ``granted`` are the bytes of the sessions with a slice there, ``counted`` what the guard
+        counts, by session and device.
+        """
+        uuid, device = sample.uuid, self._runner.pool.device(sample.uuid)
+        observed = Observed(
+            used=sample.used,
+            listed=self._listed(sample),
+            driver=max(0, device.memory_reserved - sample.reserved) if device else 0,
+            context=(device and device.context_bytes) or assumed(sample.total),
+        )
+        holders = {}
+        for name, size in granted.items():
+            session = self._runner.sessions.find(name)
+            cuda = session.cuda if session is not None else None
+            holders[name] = Holder(size, counted.get(name, {}).get(uuid, 0), cuda)
+        found = (self._runner.sessions.find(entry.session or "") for entry in observed.listed)
+        landing = {session.id for session in found if session and uuid in session.landing}
+        return attribute(observed, holders, landing)
+
+    async def _counted(self, pace: Pace) -> dict[str, Mapping[str, int]]:
+        """Return the bytes that the guard counts now, by session and device."""
+        if self.activity is None:
+            return {}
+        found = {}
+        for session in [*self.activity.attached.values()]:
+            found[session.id] = self.activity.counted(session)
+            await pace.step()
+        return found
+
+    async def _idle(self, before: float, pace: Pace) -> dict[str, list[tuple[str, float]]]:
+        """Return by device who has been idle since ``before`` or longer, and since when."""
+        found: dict[str, list[tuple[str, float]]] = {}
+        for name, state in [*self._runner.busy.items()]:
+            await pace.step()
+            record = self._runner.record(name) if state == "idle" else None
+            if record is not None and record.idle_since <= before:
+                for piece in record.slices:
+                    found.setdefault(piece.device, []).append((name, record.idle_since))
+        return found
+
+    async def _granted(self, pace: Pace) -> dict[str, dict[str, int]]:
+        """Return the granted bytes by device and session."""
+        granted: dict[str, dict[str, int]] = {}
+        for name in [*self._runner.busy]:
+            await pace.step()
+            record = self._runner.record(name)
+            for piece in record.slices if record else ():
+                granted.setdefault(piece.device, {})[name] = piece.bytes
+        return granted
+
+    # ------------------------------------------------------------------ foreign processes
+
+    def _treat_foreign(self, samples: Sequence[DeviceSample]) -> None:
+        users = {session.uid for session in self._runner.sessions}
+        for sample in samples:
+            for entry in sample.processes:
+                process = identify(entry.pid)
+                if process is None or self._known.get(process):
+                    continue
+                if process in self._reported or process in self._leaving:
+                    continue
+                if self.own is not None and processes.descends(process.pid, self.own):
+                    continue
+                self._reported.add(process)
+                uid = processes.real_uid(process.pid)
+                # Root's processes are the machine's (a display server, say), whoever has a kernel.
+                end = self.settings.foreign_processes == "end" and uid in users and uid != 0
+                what = "ended" if end else "seen"
+                self._log.warning(
+                    "Foreign process %d of user id %s on %s %s", process.pid, uid, sample.uuid, what
+                )
+                self._runner.note(
+                    "foreign", device=sample.uuid, bytes=entry.bytes, reason=what,
+                    detail={"pid": process.pid, "uid": uid},
+                )  # fmt: skip
+                if end:
+                    for problem in processes.kill([process]):
+                        self._log.error("%s", problem)
+
+
+async def _nothing() -> None:
+    pass

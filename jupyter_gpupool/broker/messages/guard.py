@@ -1,0 +1,398 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the guard in a session's processes asks: a lease for a call that waits, a larger grant.
+
+Each question has a connection of its own, made by the thread that waits; when it ends, the thread
+has stopped waiting. All threads of a session share one hold, so they are one place in the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Callable
+
+from ...errors import Code, RefusedError
+from ...guard.page import SLOT_CUDA
+from ...pool import events as e
+from ...pool.model import Refusal, SessionRecord
+from ...protocol import Message
+from ..gpu.landing import Landings
+from ..pages.activity import Activity
+from ..pages.control import ATTACHED, Pages
+from ..pages.hints import Homes, Rooms
+from ..runner import Runner, refused
+from ..sessions import Session
+from ..transport.connection import Connection
+
+#: Threads of one session that may wait at once.
+MAX_GUARDS = 1000
+
+#: Questions a second that one session may ask for long, and at once; more are answered later.
+RATE, BURST = 200.0, 400.0
+
+#: Seconds for which the same refusal of the same session is in the journal once.
+SAME = 10.0
+
+#: Seconds for which what was read of a page is good enough for a question.
+RECENT = 0.1
+
+#: Most bytes that one question may be about.
+MAX_GROWTH = 1 << 50
+
+
+_Method = Callable[[Connection, Session, Message], None]
+
+#: No request's id.
+_NOBODY = -1
+
+
+class Guards:
+    """Handles ``attach``, ``grow``, ``home``, ``page`` and ``land``."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        pages: Pages,
+        activity: Activity,
+        *,
+        rooms: Rooms,
+        homes: Homes,
+        log: logging.Logger,
+    ) -> None:
+        self._runner = runner
+        self._pages = pages
+        self._activity = activity
+        self._rooms = rooms
+        self._homes = homes
+        self._vain = Vain(pages)
+        self._log = log
+        #: Moves processes to their slice; None where no driver call can be made.
+        self.landings: Landings | None = None
+        self._sessions: dict[Connection, Session] = {}
+        #: Growth asked of the pool, by connection: the answer's id.
+        self._growing: dict[Connection, str] = {}
+        self._asked = 0
+        #: By session: questions it may ask at once now, as of when (loop time).
+        self._allowance: dict[str, tuple[float, float]] = {}
+        #: By session: its last refusal in the journal, and when (loop time).
+        self._told: dict[str, tuple[str, float]] = {}
+        self._now = asyncio.get_running_loop().time
+
+    # ------------------------------------------------------------------ messages
+
+    def attach(self, connection: Connection, message: Message) -> None:
+        session = self._session(connection, message)
+        if not self._may_ask(connection, session, message, self._attach_now):
+            return
+        self._attach_now(connection, session, message)
+
+    def grow(self, connection: Connection, message: Message) -> None:
+        session = self._session(connection, message)
+        if not 0 < message["bytes"] < MAX_GROWTH or message["device"] < 0:
+            raise RefusedError("A growth of that size makes no sense.", code=Code.BAD_REQUEST)
+        if not self._may_ask(connection, session, message, self._grow_now):
+            return
+        self._grow_now(connection, session, message)
+
+    def home(self, connection: Connection, message: Message) -> None:
+        session = self._session(connection, message)
+        if self._may_ask(connection, session, message, self._home_now):
+            self._home_now(connection, session, message)
+
+    def page(self, connection: Connection, message: Message) -> None:
+        """A new process does not find the page; somebody, or a logout, has deleted it."""
+        session = self._session(connection, message)
+        if self._may_ask(connection, session, message, self._page_now):
+            self._page_now(connection, session, message)
+
+    def land(self, connection: Connection, message: Message) -> None:
+        session = self._session(connection, message)
+        if self._may_ask(connection, session, message, self._land_now):
+            self._land_now(connection, session, message)
+
+    def gone(self, connection: Connection) -> None:
+        """A thread waits no more: interrupted, ended, or answered before."""
+        if self.landings is not None:
+            self.landings.gone(connection)
+        rid = self._growing.pop(connection, None)
+        if rid is not None:
+            self._runner.forget(rid)
+        session = self._sessions.pop(connection, None)
+        if session is None or session.guards.pop(connection, _NOBODY) is _NOBODY:
+            return
+        record = self._runner.record(session.id)
+        if record is None or session.guards or record.state in ATTACHED:
+            return  # attached: its activity says when the hold is over
+        self._activity.drop(session)
+
+    # ------------------------------------------------------------------ what the pool answers
+
+    def granted(self, session: Session, epoch: int) -> None:
+        """The session has its lease and its gate is open: let its threads go on."""
+        if session.forced:
+            return
+        waiting, session.guards = session.guards, {}
+        session.use.busy_at = self._now()
+        for connection, request_id in waiting.items():
+            connection.answer(request_id, {"epoch": epoch})
+
+    def refused(self, session: Session, refusal: Refusal) -> None:
+        """The session will not get a lease now: tell its threads, and its user why."""
+        session.use.held = False
+        waiting, session.guards = session.guards, {}
+        self._tell(session, "attach", refusal)
+        for connection, request_id in waiting.items():
+            connection.refuse(request_id, refused(refusal))
+
+    # ------------------------------------------------------------------ the session's life
+
+    def about_to_change(self) -> None:
+        """The pool is about to handle an event: what it refused until now it may grant after it."""
+        self._vain.withdraw()
+
+    def changed(self, session: Session) -> None:
+        """The session's state, lease or request has changed: its page must say so first."""
+        record = self._runner.record(session.id)
+        if record is None:
+            return
+        if record.state == "detached":
+            session.forced = False
+        # First: once the gate is open, a process may ask how much memory there is.
+        self._rooms.changed(session, record)
+        self._pages.follow(session, record)
+        if record.state == "queued" and not record.bound:
+            # A process may have called cuInit while it was attaching, which has failed.
+            self._activity.settle(session)
+        over = record.state in (*ATTACHED, "detached") and not session.forced
+        if over and session.guards and not session.use.held:
+            # They began to wait while a rule was suspending it: now they may ask.
+            self._activity.take(session)
+
+    def ended(self, session: Session, reason: str) -> None:
+        """The session is over."""
+        self._allowance.pop(session.id, None)
+        self._told.pop(session.id, None)
+        waiting, session.guards = session.guards, {}
+        for connection, request_id in waiting.items():
+            connection.refuse(
+                request_id,
+                RefusedError(f"The session has ended: {reason}.", code=Code.UNKNOWN_SESSION),
+            )
+        self._activity.lease(session, False)
+        self._rooms.ended(session)
+        self._pages.remove(session)
+
+    # ------------------------------------------------------------------ internals
+
+    def _session(self, connection: Connection, message: Message) -> Session:
+        session = self._runner.sessions.get(message["session"])
+        if not session.token_is(message["token"]):
+            raise RefusedError("The token is not this session's.", code=Code.BAD_TOKEN)
+        if connection.peer.uid != session.uid:
+            raise RefusedError(
+                f"The session belongs to user id {session.uid} and you are {connection.peer.uid}.",
+                code=Code.NOT_YOURS,
+            )
+        if self._sessions.setdefault(connection, session) is not session:
+            raise RefusedError("This connection is another session's.", code=Code.NOT_YOURS)
+        if connection in session.guards or connection in self._growing:
+            raise RefusedError("One question at a time.", code=Code.DUPLICATE)
+        return session
+
+    def _attach_now(self, connection: Connection, session: Session, message: Message) -> None:
+        record = self._runner.record(session.id)
+        if record is None or record.state == "ended":
+            raise RefusedError(f"Session {session.id} has ended.", code=Code.UNKNOWN_SESSION)
+        if len(session.guards) >= MAX_GUARDS:
+            raise RefusedError(f"{MAX_GUARDS} threads of the session wait.", code=Code.TOO_MANY)
+        if session.page is None:
+            raise RefusedError(
+                "The page that this kernel shares with the broker is lost.",
+                code=Code.NO_PAGE,
+                next_step="Restart the kernel to use a GPU again.",
+            )
+        if session.process is None:
+            # A program can be faster than the server that started it.
+            session.put_early(connection, message)
+            return
+        if record.attach == "manual" and not record.slices and not record.holds:
+            refusal = Refusal(
+                Code.MANUAL,
+                "This kernel has no GPU slice, and gets one only when it is asked for (attach "
+                "policy 'manual').",
+                "Run %gpu attach, or begin the cell with %%gpu, and try again.",
+            )
+            self._tell(session, "attach", refusal)
+            raise refused(refusal)
+        session.guards[connection] = message.get("id")
+        if not session.forced:
+            self._activity.take(session)
+
+    def _home_now(self, connection: Connection, session: Session, message: Message) -> None:
+        """A process settles on its devices now, and mostly asks for the lease a moment later."""
+        # The process that asks has said that it is about to look.
+        self._settle_home(session, looking=1)
+        connection.answer(message.get("id"))
+
+    def request_changed(self, session: Session) -> None:
+        """Let the kernel's processes see as many devices as it asks for by now.
+
+        What a program then writes into ``CUDA_VISIBLE_DEVICES`` is compared with these.
+        """
+        if session.page is not None:
+            self._settle_home(session, looking=0)
+
+    def _settle_home(self, session: Session, *, looking: int) -> None:
+        record = self._runner.record(session.id)
+        places = ("detached", "queued", "attaching")
+        if record is None or record.state not in places or self._settled(session, record, looking):
+            return
+        self._pages.set_home(session, self._homes.now(record, session.home))
+        if record.state == "queued":
+            # It waits for a slice that its agent asked for, and must get one that it can use.
+            self._activity.settle(session)
+
+    def _page_now(self, connection: Connection, session: Session, message: Message) -> None:
+        try:
+            if session.page is None:
+                raise FileNotFoundError("it was lost before this broker came")
+            self._pages.restore(session)
+        except OSError as error:
+            raise RefusedError(
+                f"The page that this kernel shares with the broker is lost ({error}).",
+                code=Code.NO_PAGE,
+                next_step="Restart the kernel to use a GPU again.",
+            ) from None
+        connection.answer(message.get("id"))
+
+    def _land_now(self, connection: Connection, session: Session, message: Message) -> None:
+        if self.landings is None or session.page is None:
+            raise RefusedError("This broker moves no process.", code=Code.NOT_MOVED)
+        self.landings.ask(connection, session, message)
+
+    def _settled(self, session: Session, record: SessionRecord, looking: int) -> bool:
+        """Return whether a process has looked at its devices, beside ``looking`` that do so now."""
+        if record.suspended or record.bound:
+            return True
+        reading = self._pages.read(session)
+        looked = 0 if reading is None else sum(bool(s.flags & SLOT_CUDA) for s in reading.slots)
+        return reading is None or looked > looking
+
+    def _grow_now(self, connection: Connection, session: Session, message: Message) -> None:
+        record, ordinal = self._runner.record(session.id), message["device"]
+        if record is None or record.state not in ATTACHED or ordinal >= len(record.slices):
+            raise RefusedError("The session has no lease that could grow.", code=Code.NO_MEMORY)
+        device, total = record.slices[ordinal].device, record.slices[ordinal].bytes
+        total += message["bytes"]
+        # What the driver takes beyond the charge is not in the sums that the guard compares.
+        beyond = session.use.beyond
+        vain = max(1, total - (beyond[ordinal] if ordinal < len(beyond) else 0))
+        self._asked += 1
+        rid = f"g{self._asked}"
+
+        def reply(refusal: Refusal | None, _note: str) -> None:
+            self._growing.pop(connection, None)
+            if refusal is not None:
+                self._tell(session, "grow", refusal)
+                if refusal.code in CODES:
+                    self._vain.refused(session, ordinal, vain)
+                connection.refuse(message.get("id"), refused(refusal))
+                return
+            now = self._runner.record(session.id)
+            sizes = [piece.bytes for piece in now.slices] if now is not None else []
+            granted = sizes[ordinal] if ordinal < len(sizes) else 0
+            connection.answer(message.get("id"), {"granted": granted})
+
+        self._growing[connection] = rid
+        self._runner.expect(rid, reply)
+        # What is known of its use may be a second old, and the question is about now. (But the page
+        # of 256 processes takes milliseconds, and an application may ask hundreds of times.)
+        if self._now() - session.use.read_at >= RECENT:
+            self._activity.read(session)
+        self._runner.handle(
+            e.GrowAsked(
+                now=self._runner.now(), session=session.id, device=device,
+                bytes=message["bytes"], rid=rid,
+            )
+        )  # fmt: skip
+
+    def _tell(self, session: Session, what: str, refusal: Refusal) -> None:
+        """Leave the reason where people find it: with the agent, and in the journal."""
+        if session.agent is not None:
+            session.agent.send(
+                {
+                    "type": "refused",
+                    "what": what,
+                    "code": refusal.code,
+                    "message": refusal.message,
+                    "next_step": refusal.next_step,
+                }
+            )
+        key, at = self._told.get(session.id, ("", 0.0))
+        if key == f"{what} {refusal.code}" and self._now() - at < SAME:
+            return  # an application that tries smaller and smaller sizes
+        self._told[session.id] = f"{what} {refusal.code}", self._now()
+        self._runner.note(
+            "refuse", session, reason=refusal.message, detail={"what": what, "code": refusal.code}
+        )
+
+    def _may_ask(
+        self, connection: Connection, session: Session, message: Message, method: _Method
+    ) -> bool:
+        """Return whether the question may be handled now; if not, it is, later."""
+        now = self._now()
+        left, at = self._allowance.get(session.id, (BURST, now))
+        left = min(BURST, left + (now - at) * RATE)
+        self._allowance[session.id] = left - 1, now
+        if left >= 1:
+            return True
+        if -left > MAX_GUARDS:
+            raise RefusedError("This session asks more than it may.", code=Code.TOO_MANY)
+        loop = asyncio.get_running_loop()
+        loop.call_later((1 - left) / RATE, self._later, connection, session, message, method)
+        return False
+
+    def _later(
+        self, connection: Connection, session: Session, message: Message, method: _Method
+    ) -> None:
+        if connection.open:
+            connection.attempt(message, lambda asking, asked: method(asking, session, asked))
+
+
+#: Seconds after which the broker is asked again in any case.
+LASTS = 1.0
+
+#: Refusals that come of the figures. Another may be over at once, without an event.
+CODES = (Code.LIMIT, Code.NO_MEMORY, Code.QUOTA)
+
+
+class Vain:
+    """Growth that was just refused need not be asked for again before anything has changed.
+
+    Programs that look for the largest size that fits, or that retry, ask hundreds of times. So the
+    page says from how many bytes in all a growth is refused, and the guard refuses it without a
+    message. The pool decides by its events alone: the figure is withdrawn before the pool handles
+    the next event. So the guard never refuses what the pool would have granted. The figure also
+    ends by itself: a broker that was killed withdraws nothing.
+    """
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        #: By session: bytes in all from which its growth is refused, by place of the device.
+        self._totals: dict[Session, dict[int, int]] = {}
+
+    def refused(self, session: Session, ordinal: int, total: int) -> None:
+        """A growth to ``total`` bytes of its device number ``ordinal`` was refused just now."""
+        totals = self._totals.setdefault(session, {})
+        totals[ordinal] = min(total, totals.get(ordinal, total))
+        row = [totals.get(place, 0) for place in range(max(totals) + 1)]
+        self._pages.set_vain(session, row, time.monotonic_ns() + int(LASTS * 1e9))
+
+    def withdraw(self) -> None:
+        """Something is about to change."""
+        if self._totals:
+            told, self._totals = self._totals, {}
+            for session in told:
+                self._pages.set_vain(session, (), 0)

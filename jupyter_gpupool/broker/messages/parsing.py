@@ -1,0 +1,69 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a client may ask for, read from a message: numbers that make sense, names that are short."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping, cast, get_args
+
+from ...errors import Code, ProtocolError, RefusedError
+from ...pool.limits import changed_request
+from ...pool.model import Hold, HoldKind, Request
+from ...protocol import MAX_HOLDS
+
+#: Characters of a name that a client chooses.
+MAX_NAME = 200
+
+_HOLD_KINDS = frozenset(get_args(HoldKind))
+
+
+def read_request(base: Request, fields: Mapping[str, Any]) -> Request:
+    """Return ``base`` with what ``fields`` asks for.
+
+    Raises
+    ------
+    RefusedError
+        With code ``bad-request``. Whether the pool can do it, the pool says.
+    """
+    wanted: dict[str, Any] = {}
+    for name in ("memory", "limit", "devices", "compute"):
+        value = fields.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or not 0 < value < 1 << 60:
+            raise RefusedError(
+                f"A request for {name} = {value!r} makes no sense; it must be a whole number "
+                "above zero.",
+                code=Code.BAD_REQUEST,
+            )
+        wanted[name] = value
+    priority = fields.get("priority")
+    if priority is not None:
+        if not isinstance(priority, str):
+            raise RefusedError("A priority class is a name.", code=Code.BAD_REQUEST)
+        wanted["priority"] = priority
+    return changed_request(base, wanted)
+
+
+def named(fields: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the fields that somebody has given a value."""
+    return frozenset(name for name, value in fields.items() if value is not None)
+
+
+def read_hold_kind(kind: str) -> HoldKind:
+    """Return ``kind`` if it is one; raise :class:`ProtocolError` otherwise."""
+    if kind not in _HOLD_KINDS:
+        raise ProtocolError(f"There is no kind of hold {kind[:40]!r}.")
+    return cast(HoldKind, kind)
+
+
+def read_holds(given: list[Any], now: float) -> tuple[Hold, ...]:
+    """Return the holds that an agent says it has."""
+    holds = []
+    for entry in given[:MAX_HOLDS]:
+        name = entry.get("id", entry.get("hold")) if isinstance(entry, dict) else entry
+        kind = entry.get("kind", "cell") if isinstance(entry, dict) else "cell"
+        if not isinstance(name, str) or not name or not isinstance(kind, str):
+            raise ProtocolError("A hold in 'holds' must be an object with 'id' and 'kind'.")
+        holds.append(Hold(name[:MAX_NAME], read_hold_kind(kind), now))
+    return tuple(holds)

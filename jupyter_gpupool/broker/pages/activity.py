@@ -1,0 +1,321 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Who uses its device now: read from the pages of attached sessions, told to the pool as holds.
+
+All CUDA activity of a session is one hold, :data:`DEVICE_HOLD`. It is taken when a call waits for
+a lease (see ``guards``) or the gate was passed, and dropped when nothing was seen for
+``quiet_after`` seconds, no call is inside the driver and no graph is being recorded; or at once
+when somebody waits and the agent says that no cell runs (:meth:`Activity.resting`). One byte is
+read for each attached session and look; its whole page only if that byte says that something may
+have changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Callable, Mapping
+
+from ...guard.page import DEVICES, Reading, device_name
+from ...pool import events as e
+from ..pace import Pace
+from ..runner import Runner
+from ..sessions import Session
+from .control import CLOSED, OPEN, UNUSED, Pages
+
+#: The hold that stands for the CUDA activity of a session. Agents may not use this name.
+DEVICE_HOLD = "device"
+
+#: Seconds between two looks at the gates.
+LOOK = 0.25
+
+#: Seconds between the two looks at a kernel in which no cell runs any more.
+SETTLE = 0.02
+
+#: Seconds without a CUDA call after which a graph that is being recorded counts as abandoned.
+ABANDONED = 120.0
+
+#: Seconds for which what was read of a page is good enough: of a busy session, of one at rest.
+STALE, REST = 1.0, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one look saw: the gate was passed, calls are inside the driver, calls wait."""
+
+    touched: bool = False
+    inflight: bool = False
+    waiting: bool = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether it uses its device, or would if it were let."""
+        return self.touched or self.inflight or self.waiting
+
+
+_NOTHING = Seen()
+
+
+class Activity:
+    """Looks at the pages of attached sessions, while there are some."""
+
+    def __init__(
+        self, runner: Runner, pages: Pages, log: logging.Logger, *, quiet_after: float
+    ) -> None:
+        self.quiet_after = quiet_after
+        self.attached: dict[str, Session] = {}
+        #: Somebody else looks at them, more often.
+        self.elsewhere = False
+        #: Called after a round with those that were busy, if they are two or more.
+        self.on_round: Callable[[list[Session]], None] = lambda _busy: None
+        self._runner = runner
+        self._pages = pages
+        self._log = log
+        self._timer: asyncio.TimerHandle | None = None
+        self._now = asyncio.get_running_loop().time
+
+    def lease(self, session: Session, attached: bool) -> None:
+        """A lease has come or gone: look at the session from now on, or no more."""
+        if attached and session.page is not None:
+            if session.id not in self.attached:
+                self.attached[session.id] = session
+                # Who has just got its lease is about to use it.
+                session.use.busy_at = session.use.looked_at = self._now()
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(LOOK, self._round)
+        elif self.attached.pop(session.id, None) is not None:
+            session.use.counted = {}
+            if session.page is None and session.use.held:
+                # Given up while in use: nobody would see the end of it.
+                asyncio.get_running_loop().call_soon(self.drop, session)
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.attached.clear()
+
+    # ------------------------------------------------------------------ one session
+
+    def busy(self, session: Session) -> bool:
+        """Return whether it was used since the last look, or has calls inside the driver."""
+        touched = self._touched(session)
+        reading = self.read(session)
+        inside = reading is not None and (reading.inflight or reading.waiting)
+        if touched or inside or self.recording(session):
+            self._used(session, 0.0)
+            return True
+        return False
+
+    def untouched(self, session: Session) -> bool:
+        """Return whether its page says that nobody has used the device since somebody looked."""
+        gate, reading = self._pages.gate(session), self.read(session)
+        if reading is None or gate not in (UNUSED, CLOSED):
+            return False
+        return not (reading.inflight or reading.waiting or reading.captures)
+
+    def go_on(self, session: Session, quiet_for: float) -> None:
+        """Take over the hold of a session in use, which was last used ``quiet_for`` seconds ago."""
+        session.use.held = True
+        session.use.busy_at = self._now() - quiet_for
+
+    def recording(self, session: Session) -> bool:
+        """Return whether it was recording a graph when last read: that is use.
+
+        Unless there was no CUDA call for so long that nobody will end it any more.
+        """
+        use = session.use
+        return bool(use.captures) and self._now() - use.captured_at < ABANDONED
+
+    def read(self, session: Session) -> Reading | None:
+        """Read the whole page now, and keep what it says in ``session.use``."""
+        reading = self._pages.read(session)
+        if reading is None:
+            return None
+        use, record = session.use, self._runner.record(session.id)
+        use.read_at = self._now()
+        use.waiting = reading.waiting
+        if reading.captures and (reading.inflight or reading.waiting or not use.captures):
+            use.captured_at = self._now()
+        use.captures = reading.captures
+        session.cuda = reading.cuda
+        if record is not None:
+            beyond = [*use.beyond, *[0] * len(record.slices)]
+            pieces = zip(record.slices, reading.used, beyond, strict=False)
+            use.counted = {piece.device: max(0, size + more) for piece, size, more in pieces}
+        if reading.pins != use.pins:
+            use.pins = reading.pins
+            if use.pins:
+                self._runner.note("pinned", session, reason=use.pins)
+        return reading
+
+    def reading(self, session: Session) -> Reading | None:
+        """Return what the page of an attached session says now; None of any other."""
+        return self._pages.read(session) if session.id in self.attached else None
+
+    async def readings(self) -> dict[str, Reading]:
+        """Return what the page of each attached session says, read one after the other."""
+        pace, found = Pace(), {}
+        for session in [*self.attached.values()]:
+            reading = self._pages.read(session)
+            if reading is not None:
+                found[session.id] = reading
+            await pace.step()
+        return found
+
+    def counted(self, session: Session) -> Mapping[str, int]:
+        """Return the bytes that it has on each device of its lease; {} without a page.
+
+        Read now, unless nothing can have changed but by the death of a process: nearly all
+        sessions are idle.
+        """
+        use = session.use
+        untouched = not use.held and self._pages.gate(session) == UNUSED
+        if untouched and self._now() - use.read_at < REST:
+            return use.counted
+        return use.counted if self.read(session) is not None else {}
+
+    # ------------------------------------------------------------------ the rounds
+
+    def _round(self) -> None:
+        try:
+            # Where turns are kept, every turn ends with a look.
+            sessions = [] if self.elsewhere else [*self.attached.values()]
+            busy = [s for s in sessions if (seen := self.look(s)) is not None and seen.busy]
+            if len(busy) > 1:
+                self.on_round(busy)
+        except Exception:
+            self._log.exception("A look at the pages failed")
+        self._timer = None
+        if self.attached and not self._runner.stopped:
+            self._timer = asyncio.get_running_loop().call_later(LOOK, self._round)
+
+    def look(self, session: Session, elapsed: float = LOOK) -> Seen | None:
+        """Look at one session, whose last look was ``elapsed`` seconds ago; tell the pool.
+
+        None for one that a rule is suspending: what it does is of no account.
+        """
+        now, use = self._now(), session.use
+        if session.forced:
+            return None
+        if self._touched(session):
+            self._used(session, elapsed)
+            if now - use.looked_at >= STALE:
+                use.looked_at = now
+                self.read(session)
+            return Seen(touched=True)
+        if not use.held:
+            return _NOTHING
+        reading = self.read(session)
+        if reading is not None and (reading.inflight or reading.waiting):
+            # Who waits while there is a lease waits for its turn.
+            self._used(session, elapsed if reading.inflight else 0.0)
+            return Seen(inflight=bool(reading.inflight), waiting=bool(reading.waiting))
+        if reading is not None and self.recording(session):
+            self._used(session, 0.0)
+            return _NOTHING  # nothing that runs on the device
+        if now - use.busy_at >= self.quiet_after:
+            self.drop(session)
+        return _NOTHING
+
+    def _touched(self, session: Session) -> bool:
+        if self._pages.gate(session) != OPEN:
+            return False
+        self._pages.set_gate(session, UNUSED)
+        session.use.captured_at = self._now()
+        return True
+
+    def _used(self, session: Session, seconds: float) -> None:
+        session.use.busy_at = self._now()
+        session.use.busy_seconds += seconds
+        if not session.use.held:
+            self.take(session)
+
+    def take(self, session: Session) -> None:
+        """Take the hold, or ask for a lease with it."""
+        session.use.held = True
+        self._runner.handle(
+            e.HoldTaken(
+                now=self._runner.now(), session=session.id, hold=DEVICE_HOLD, kind="device",
+                bound=self.bound(session),
+            )
+        )  # fmt: skip
+
+    def bound(self, session: Session) -> tuple[str, ...]:
+        """Return the devices that processes of a session without a lease have settled on.
+
+        cuInit needs none: they see the session's home devices of that moment. () if none has called
+        it, or if the pool knows better where the session has to be.
+        """
+        record = self._runner.record(session.id)
+        if record is None or record.state not in ("detached", "queued") or record.suspended:
+            return ()
+        if record.bound and record.state == "queued":
+            return ()
+        reading = self.read(session)
+        if reading is None or not reading.cuda:
+            return ()
+        known = {device_name(device.uuid): device.uuid for device in self._runner.pool.devices()}
+        # In the place of each of the session's devices: what the first process there has seen.
+        seen = [
+            next((known[slot.sees[i]] for slot in reading.slots if slot.sees[i] in known), home)
+            for i, home in enumerate(session.home[:DEVICES])
+        ]
+        return tuple(seen[: record.request.devices])
+
+    def settle(self, session: Session) -> None:
+        """Tell the pool on which devices the session has settled, before it places the session."""
+        bound = self.bound(session)
+        if bound:
+            self._runner.handle(
+                e.DevicesSettled(now=self._runner.now(), session=session.id, bound=bound)
+            )
+
+    def cell_over(self, session: Session) -> None:
+        """The agent's last hold is over, in a policy where cells hold: idle from now on.
+
+        What the cell itself did is no reason to keep the slice for ``quiet_after`` seconds; a
+        thread that goes on will be seen at the next look, or before its slice is taken.
+        """
+        record = self._runner.record(session.id)
+        if record is None or record.attach == "lazy" or not session.use.held:
+            return
+        if any(hold.id != DEVICE_HOLD for hold in record.holds):
+            return
+        if not self._occupied(session):
+            self._touched(session)
+            self.drop(session)
+
+    def resting(self, session: Session) -> None:
+        """No cell of it runs any more, and somebody waits: idle, unless something goes on.
+
+        A thread that the cell has left behind may be between two calls: one look more, a moment
+        later, and whoever has called meanwhile is busy until the rounds say otherwise.
+        """
+        if session.use.held and not self._occupied(session):
+            self._touched(session)
+            asyncio.get_running_loop().call_later(SETTLE, self._settled, session)
+
+    def _settled(self, session: Session) -> None:
+        if self.attached.get(session.id) is not session or not session.use.held or session.forced:
+            return
+        if self._pages.gate(session) != OPEN and not self._occupied(session):
+            self.drop(session)
+
+    def _occupied(self, session: Session) -> bool:
+        """Return whether a call is inside the driver, or waits, or a graph is being recorded."""
+        reading = self.read(session)
+        if reading is None:
+            return True
+        return bool(reading.inflight or reading.waiting) or self.recording(session)
+
+    def drop(self, session: Session) -> None:
+        """Drop the hold: nothing uses the device, or waits for it."""
+        session.use.held = False
+        self._runner.handle(
+            e.HoldDropped(
+                now=self._runner.now(), session=session.id, hold=DEVICE_HOLD, cuda=session.cuda
+            )
+        )

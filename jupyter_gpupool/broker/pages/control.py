@@ -1,0 +1,493 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The sessions' shared pages: made, kept true to the pool's records, removed.
+
+One small file for each session that runs under the guard, in a folder of this broker's own. What
+the guard in the session's processes may do it reads there; a message is needed only when the gate
+is closed or memory is short. A page that its user damaged is given up: that session goes on
+without what the page is for, and nobody else notices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import stat
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Callable, Mapping, Sequence
+
+from ... import machine
+from ...devices.model import ProcessId
+from ...guard.install import session_environment
+from ...guard.page import (
+    CLOSED,
+    DEVICES,
+    LANDING_ASIDE,
+    LANDING_NONE,
+    OPEN,
+    PAUSED,
+    SLOT_CONTEXT,
+    SLOT_CUDA,
+    UNUSED,
+    Page,
+    PageError,
+    Reading,
+    device_name,
+)
+from ...pool.model import SessionRecord
+from .. import processes
+from ..pace import Pace
+from ..sessions import Session, Sessions
+
+__all__ = ["CLOSED", "OPEN", "PAUSED", "UNUSED", "Pages", "environment", "page_folder"]
+
+#: Where shared memory is, if the machine has it.
+SHARED_MEMORY = Path("/dev/shm")
+
+#: In a folder of pages: the socket of the broker whose they are, and its PID namespace.
+SOCKET_FILE = "socket"
+
+_SUFFIX = ".page"
+
+ATTACHED = ("active", "idle")
+
+
+class Pages:
+    """Every page of one broker.
+
+    Parameters
+    ----------
+    folder:
+        See :func:`page_folder`.
+    managed:
+        Whether managed memory is allowed.
+    context_bytes:
+        What a context is charged.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sessions: Sessions,
+        log: logging.Logger,
+        *,
+        managed: bool = False,
+        context_bytes: int = 0,
+        machine_wide: bool = False,
+        socket: Path | None = None,
+    ) -> None:
+        self.folder = folder
+        self._socket = socket
+        self._mode = 0o711 if machine_wide else 0o700
+        #: When the folder last changed, as of the last look: its inode and time.
+        self._seen = (0, 0)
+        self.managed = managed
+        self.context_bytes = context_bytes
+        self._sessions = sessions
+        self._log = log
+        #: Called with a session whose lease has come (True) or gone.
+        self.on_lease: Callable[[Session, bool], None] = lambda _session, _attached: None
+
+    # ------------------------------------------------------------------ life
+
+    def make_folder(self) -> None:
+        """Make the folder if need be, and say in it whose it is (see ``leftovers``).
+
+        Raises
+        ------
+        OSError
+            If it cannot be made.
+        """
+        own_folder(self.folder, self._mode)
+        mark = self.folder / SOCKET_FILE
+        if self._socket is not None and not mark.exists():
+            with suppress(OSError):  # a full disk does not matter here
+                mark.write_text(f"{self._socket}\n{machine.pid_namespace()}")
+
+    def _make_folder_of(self, path: Path) -> None:
+        """Make the folder of a page, which may be that of an earlier broker."""
+        if path.parent == self.folder:
+            self.make_folder()
+        else:
+            own_folder(path.parent, self._mode)
+
+    def create(self, session: Session, devices: Sequence[str], limit: int) -> Path:
+        """Make the page of a new session, its gate closed.
+
+        ``devices`` are those that its processes see before its first lease.
+
+        Raises
+        ------
+        OSError
+            If that is not possible, mostly because shared memory is full.
+        """
+        path = self._path(session)
+        self.make_folder()  # somebody may have deleted it
+        session.page = Page.create(path, session.id, session.uid)
+        session.page.set_policy(managed=self.managed, context_bytes=self.context_bytes)
+        session.page.set_devices(devices[:DEVICES])
+        session.page.set_grant([], limit, 0)
+        session.home = tuple(devices)
+        session.cuda = False  # until a slot says so
+        return path
+
+    def adopt(self, session: Session, *, used: bool) -> None:
+        """Open the page of a session that an earlier broker made, if it had one.
+
+        ``used``: the session has had a device, so that a page that is lost has no substitute.
+        """
+        path = self._place(session)
+        try:
+            if not os.path.lexists(path) or path.is_symlink():
+                session.page = self._find(session, path, used)
+            else:
+                session.page = Page.open(path)
+            if session.page is None:
+                if _named_page(session) is not None:
+                    self._log.error("Session %s goes on unguarded: no page at %s", session.id, path)
+                return
+            if session.page.gate() == PAUSED:
+                # For a turn that nobody keeps any more. The pause itself is over by now, but a call
+                # leaves no trace in a paused gate: the session would look idle from here on.
+                session.page.set_gate(UNUSED)
+        except (OSError, PageError) as error:
+            self._log.error("Session %s goes on unguarded: %s", session.id, error)
+            session.page = None
+            return
+        session.page.set_policy(managed=self.managed, context_bytes=self.context_bytes)
+        session.home = session.page.devices()
+
+    def _place(self, session: Session) -> Path:
+        """Return where the page is: the session's processes name the place that they know.
+
+        A broker of another version or at another socket may have made it in a folder of its own.
+        What another user's processes say counts only for the folder that this broker once had.
+        """
+        path = self._path(session)
+        if os.path.lexists(path):
+            return path
+        named = _named_page(session)
+        if named is None or named.name != path.name:
+            return path
+        once = SHARED_MEMORY / folder_name(self._socket) if self._socket else None
+        return named if session.uid == os.geteuid() or named.parent == once else path
+
+    def _find(self, session: Session, path: Path, used: bool) -> Page | None:
+        """Return the page of a session that was deleted; None if it had none, or it is lost.
+
+        A new one takes its place only where no process can have the old one: two would split the
+        session's accounts.
+        """
+        if session.uid != os.geteuid() or _named_page(session) != path:
+            return None
+        page = Page.find(path, session.id)
+        self._make_folder_of(path)
+        if page is not None:
+            page.restore()
+            self._log.warning("The page of session %s was deleted and is back", session.id)
+        elif not used:
+            path.unlink(missing_ok=True)  # a link of the broker before
+            page = Page.create(path, session.id, session.uid)
+            page.set_grant([], 0, 0)
+        else:
+            self._log.error("The page of session %s was deleted and no process has it", session.id)
+        return page
+
+    async def keep(self) -> None:
+        """Put back the pages that were deleted under their sessions.
+
+        Raises
+        ------
+        OSError
+            If that is not possible now.
+        """
+        self.make_folder()
+        now = _version(self.folder)
+        changed = self._seen != now  # something came or went in it
+        problem, pace = None, Pace()
+        for session in [*self._sessions]:
+            await pace.step()
+            page = session.page
+            if page is None or not (changed or page.path.parent != self.folder):
+                continue
+            try:
+                self.restore(session)
+            except OSError as error:
+                problem = error
+        if problem is not None:
+            raise problem
+        self._seen = now
+
+    def restore(self, session: Session) -> None:
+        """Give the session's page its name again if it was deleted.
+
+        Raises
+        ------
+        OSError
+            If that is not possible now.
+        """
+        page = session.page
+        if page is None or not page.is_lost():
+            return
+        if session.uid != os.geteuid():
+            raise PermissionError(f"The page {page.path} of user id {session.uid} was deleted")
+        self._make_folder_of(page.path)
+        page.restore()
+        self._log.warning("The page of session %s was deleted and is back", session.id)
+
+    def remove(self, session: Session) -> None:
+        """The session is over."""
+        page, session.page = session.page, None
+        if page is not None:
+            # Whatever of it still runs has no session any more.
+            with suppress(OSError):
+                page.set_gate(CLOSED)
+            with suppress(OSError):
+                page.remove()
+
+    def sweep(self) -> None:
+        """Remove the pages of sessions that there are not."""
+        with suppress(OSError):
+            for path in self.folder.glob(f"*{_SUFFIX}"):
+                if path.name.removesuffix(_SUFFIX) not in self._sessions:
+                    path.unlink(missing_ok=True)
+
+    def path_of(self, name: str) -> Path:
+        """Return where the page of the session ``name`` is, or would be."""
+        return self.folder / f"{name}{_SUFFIX}"
+
+    def _path(self, session: Session) -> Path:
+        return self.path_of(session.id)
+
+    def close(self) -> bool:
+        """Forget the pages; remove the folder, and say so, if no session needs it any more."""
+        empty = True
+        for session in self._sessions:
+            if session.page is not None:
+                session.page.close()
+                session.page, empty = None, False
+        if empty:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return empty
+
+    # ------------------------------------------------------------------ true to the record
+
+    def follow(self, session: Session, record: SessionRecord) -> None:
+        """Make the page say what the record says.
+
+        While a suspend is under way the gate is its effect's business; a gate that is open, or
+        paused for a neighbour's turn, stays so.
+        """
+        page = session.page
+        if page is None:
+            return
+        attached = record.state in ATTACHED and bool(record.slices)
+        try:
+            if attached:
+                uuids = [piece.device for piece in record.slices]
+                sizes = [piece.bytes for piece in record.slices]
+                # What the driver takes by itself is a part of the slice.
+                beyond = [*session.use.beyond, *[0] * len(sizes)]
+                left = [max(0, s - more) for s, more in zip(sizes, beyond, strict=False)]
+                page.set_devices(uuids[:DEVICES])
+                session.home = tuple(uuids)
+                page.set_grant(left[:DEVICES], max(record.request.limit, *sizes), record.epoch)
+                if not session.forced and page.gate() == CLOSED:
+                    page.set_gate(UNUSED)
+            elif record.state != "detaching":
+                page.set_gate(CLOSED)
+                page.set_grant([], record.request.limit, record.epoch)
+        except (OSError, PageError) as error:
+            self._damaged(session, error)
+            return
+        self.on_lease(session, attached)
+
+    def set_home(self, session: Session, devices: Sequence[str]) -> None:
+        """Say which devices the processes of a session without a lease will see."""
+        if session.page is None or tuple(devices) == session.home:
+            return
+        try:
+            session.page.set_devices(devices[:DEVICES])
+        except (OSError, PageError) as error:
+            self._damaged(session, error)
+        session.home = tuple(devices)
+
+    def set_room(self, session: Session, room: Sequence[int]) -> None:
+        """Say by how many bytes the grant could grow now on each device."""
+        if session.page is not None:
+            try:
+                session.page.set_room(room[:DEVICES])
+            except OSError as error:
+                self._damaged(session, error)
+
+    # ------------------------------------------------------------------ what it says
+
+    def gate(self, session: Session) -> int:
+        """Return the gate; :data:`CLOSED` if the page is of no use any more."""
+        if session.page is not None:
+            try:
+                return session.page.gate()
+            except (OSError, PageError) as error:
+                self._damaged(session, error)
+        return CLOSED
+
+    def set_gate(self, session: Session, gate: int, *, pause_until: int = 0) -> None:
+        """Open, close or pause."""
+        if session.page is not None:
+            try:
+                session.page.set_gate(gate, pause_until=pause_until)
+            except OSError as error:
+                self._damaged(session, error)
+
+    def read(self, session: Session) -> Reading | None:
+        """Return what the living processes say; None if the page cannot be read.
+
+        A process that died by SIGKILL says nothing any more, also if it was in the middle of a
+        call: its slot stays until another process of the session needs it.
+        """
+        if session.page is None:
+            return None
+        try:
+            reading = session.page.read()
+        except (OSError, PageError) as error:
+            self._damaged(session, error)
+            return None
+        # A page may say what it likes: who is there 256 times is looked at once.
+        known = {ProcessId(slot.pid, slot.start_time) for slot in reading.slots}
+        alive = {process for process in known if processes.alive(process)}
+        there = tuple(s for s in reading.slots if ProcessId(s.pid, s.start_time) in alive)
+        return replace(reading, slots=there)
+
+    def set_vain(self, session: Session, totals: Sequence[int], until: int) -> None:
+        """Say from how many bytes in all growth is refused, or () that it is to be asked for."""
+        if session.page is not None:
+            try:
+                session.page.set_vain(totals[:DEVICES], until)
+            except OSError as error:
+                self._damaged(session, error)
+
+    def moved(
+        self, session: Session, suspended: Sequence[ProcessId], moves: Mapping[str, str]
+    ) -> None:
+        """Say what processes see that were suspended, and are restored with a map of devices.
+
+        What has a context moves with its session. But the driver may have state of a process
+        without one, too, whose slot names the devices that it saw.
+        """
+        reading = self.read(session) if moves else None
+        names = {device_name(old): device_name(new) for old, new in moves.items()}
+        for slot in reading.slots if reading is not None else ():
+            sees = [names.get(name, name) for name in slot.sees]
+            if ProcessId(slot.pid, slot.start_time) in suspended and sees != [*slot.sees]:
+                with suppress(OSError):  # it is found to be damaged at the next look
+                    if session.page is not None:
+                        session.page.set_sees(slot, sees)
+
+    def set_aside(self, session: Session) -> bool:
+        """Hold back what processes without a context ask the driver; False if one is moved now.
+
+        Their other calls wait at the gate, which is closed.
+        """
+        reading = self.read(session)
+        for slot in reading.slots if reading is not None else ():
+            if slot.landing not in (LANDING_NONE, LANDING_ASIDE):
+                return False
+        for slot in reading.slots if reading is not None else ():
+            if slot.flags & SLOT_CUDA and not slot.flags & SLOT_CONTEXT:
+                with suppress(OSError):  # it is found to be damaged at the next look
+                    if session.page is not None:
+                        session.page.set_landing(slot, LANDING_ASIDE)
+        return reading is not None
+
+    def is_aside(self, session: Session) -> bool:
+        """Return whether :meth:`set_aside` is in force."""
+        reading = self.read(session)
+        return reading is not None and any(s.landing == LANDING_ASIDE for s in reading.slots)
+
+    def no_longer_aside(self, session: Session) -> None:
+        """Let the processes of a session ask the driver again, which runs them."""
+        reading = self.read(session)
+        for slot in reading.slots if reading is not None else ():
+            if slot.landing == LANDING_ASIDE:
+                with suppress(OSError):
+                    if session.page is not None:
+                        session.page.set_landing(slot, LANDING_NONE)
+
+    def _damaged(self, session: Session, error: Exception) -> None:
+        self._log.error("The page of session %s is given up: %s", session.id, error)
+        if session.page is not None:
+            session.page.close()
+            session.page = None
+        self.on_lease(session, False)
+
+
+def environment(directory: Path, page: Path, base: Mapping[str, str], home: str) -> dict[str, str]:
+    """Return what, over ``base``, puts a kernel that sees the devices ``home`` under the guard."""
+    return {**session_environment(directory, page, base), "GPUPOOL_VISIBLE": home}
+
+
+def page_folder(socket: Path, *, machine_wide: bool, shared: Path = SHARED_MEMORY) -> Path:
+    """Return the folder for the pages of the broker at ``socket``, made if need be.
+
+    In shared memory, or beside the socket where there is none or somebody else has the name. The
+    machine's broker has them beside its socket, below ``/run``: shared memory is for every user to
+    fill, and logind deletes a user's files there at the last logout.
+
+    Raises
+    ------
+    OSError
+        If it can be made nowhere.
+    """
+    beside = socket.with_name(socket.name + ".pages")
+    if machine_wide:
+        return own_folder(beside, 0o711)
+    try:
+        return own_folder(shared / folder_name(socket), 0o700)
+    except OSError:
+        return own_folder(beside, 0o700)
+
+
+def folder_name(socket: Path) -> str:
+    """Return the name of the folder in shared memory for the broker at ``socket``."""
+    return f"gpupool-{os.geteuid()}-{hashlib.sha256(os.fsencode(socket)).hexdigest()[:12]}"
+
+
+def _version(folder: Path) -> tuple[int, int]:
+    """Return what changes when a file in ``folder`` comes or goes, or the folder itself."""
+    found = os.lstat(folder)
+    return found.st_ino, found.st_mtime_ns
+
+
+def _named_page(session: Session) -> Path | None:
+    """Return the page that the session's kernel was started with, under the guard; else None."""
+    if session.process is None:
+        return None
+    with suppress(OSError):
+        environ = Path(f"/proc/{session.process.pid}/environ").read_bytes().split(b"\0")
+        for entry in environ:
+            name, _, value = entry.partition(b"=")
+            if name == b"GPUPOOL_PAGE":
+                return Path(os.fsdecode(value))
+    return None
+
+
+def own_folder(path: Path, mode: int) -> Path:
+    """Return the folder ``path``, made if need be, with this mode.
+
+    Raises
+    ------
+    OSError
+        If it cannot be made or is somebody else's.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = os.lstat(path)
+    # Anybody may make a name in /dev/shm before us.
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to somebody else")
+    path.chmod(mode)
+    return path

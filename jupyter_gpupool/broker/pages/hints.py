@@ -1,0 +1,177 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a page tells beside the grant: the devices to see, and by how much the grant could grow."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Callable, Mapping
+
+from ...pool.model import PoolView, Request, SessionRecord, Slice
+from ...pool.placement import home_devices
+from ..pace import PART, REST, Pace
+from ..runner import Runner
+from ..sessions import Session
+from .activity import Activity
+from .control import ATTACHED, Pages
+
+if TYPE_CHECKING:
+    from ..runner import Runner
+    from .activity import Activity
+    from .control import Pages
+
+
+class Rooms:
+    """Keeps each page true about the bytes that its session's grant could grow by now.
+
+    The guard bounds ``cuMemGetInfo`` by this figure. The device's own free memory is no bound: what
+    a neighbour was guaranteed and does not use yet shows as free there, and a framework that sizes
+    itself by free memory (JAX, TensorFlow, vLLM) would plan with it and run out of memory later.
+
+    Written when a lease comes, and again when another lease on a device changes.
+    """
+
+    def __init__(self, runner: Runner, pages: Pages, activity: Activity) -> None:
+        self._runner = runner
+        self._pages = pages
+        self._activity = activity
+        #: By attached session: its slices and limit as last seen, and what its page says.
+        self._slices: dict[str, tuple[tuple[Slice, ...], int]] = {}
+        self._told: dict[str, tuple[int, ...]] = {}
+        #: Sessions whose figure may be another one by now, the next one first.
+        self._due: dict[str, None] = {}
+        self._later: asyncio.Handle | None = None
+
+    def changed(self, session: Session, record: SessionRecord) -> None:
+        """The session's record has changed: write its own figure now, its neighbours' soon."""
+        slices = record.slices if record.state in ATTACHED else ()
+        if slices:
+            self._tell(session, slices, record.request.limit)
+        elif self._told.pop(session.id, ()):
+            # Nobody can say what a lease to come could grow by.
+            self._pages.set_room(session, ())
+        before, _ = self._slices.pop(session.id, ((), 0))
+        if slices:
+            self._slices[session.id] = slices, record.request.limit
+        if before != slices:
+            self.refresh_soon()
+
+    def ended(self, session: Session) -> None:
+        """The session is over."""
+        self._told.pop(session.id, None)
+        self._due.pop(session.id, None)
+        if self._slices.pop(session.id, None):
+            self.refresh_soon()
+
+    def refresh_soon(self) -> None:
+        """Write every figure that is another by then, in short parts."""
+        for name, (slices, limit) in self._slices.items():
+            # One that cannot grow depends on nobody.
+            if any(piece.bytes < limit for piece in slices):
+                self._due[name] = None
+        if self._due and self._later is None:
+            self._later = asyncio.get_running_loop().call_later(REST, self._refresh)
+
+    def _refresh(self) -> None:
+        self._later = None
+        until = time.perf_counter() + PART
+        while self._due and time.perf_counter() < until:
+            name = next(iter(self._due))
+            del self._due[name]
+            session, found = self._activity.attached.get(name), self._slices.get(name)
+            if session is not None and found is not None:
+                self._tell(session, *found)
+        if self._due:
+            self._later = asyncio.get_running_loop().call_later(REST, self._refresh)
+
+    def close(self) -> None:
+        """Write nothing later."""
+        self._due.clear()
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+
+    def _tell(self, session: Session, slices: tuple[Slice, ...], limit: int) -> None:
+        if all(piece.bytes >= limit for piece in slices):
+            # It cannot grow, and the guard needs no word to know that.
+            room: tuple[int, ...] = ()
+        else:
+            room = self._runner.pool.growable(session.id)
+        if room != self._told.get(session.id):
+            self._told[session.id] = room
+            self._pages.set_room(session, room)
+
+
+#: CUDA's numbering of devices must be NVML's, or an index means two devices.
+_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+#: Defaults of frameworks that would take the whole device at their first use, or memory that cannot
+#: be suspended.
+_FRUGAL = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    # cudf.pandas uses managed memory by default, which the driver cannot suspend.
+    "CUDF_PANDAS_RMM_MODE": "async",
+}
+
+
+def environment(devices: tuple[str, ...]) -> Mapping[str, str]:
+    """Return the variables that show a new kernel these devices."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices), **_ORDER, **_FRUGAL}
+
+
+class Homes:
+    """Chooses the devices that kernels see before they have a slice, by :mod:`...pool.unasked`.
+
+    ``recent`` returns a view of the pool that may be a moment old.
+    """
+
+    def __init__(self, runner: Runner, recent: Callable[[], PoolView]) -> None:
+        self._runner = runner
+        self._recent = recent
+
+    def first(self, request: Request) -> tuple[str, ...]:
+        """Return the devices that a new kernel sees; its first attach corrects them."""
+        return home_devices(
+            self._recent().devices, self._kernels(), memory=request.memory, count=request.devices
+        )
+
+    def now(self, record: SessionRecord, seen: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the devices for a kernel that sees ``seen`` and is about to settle."""
+        planned = self._runner.pool.preferred(record.id)
+        return home_devices(
+            self._recent().devices, self._kernels(),
+            memory=record.request.memory, count=record.request.devices, seen=seen, planned=planned,
+        )  # fmt: skip
+
+    async def refresh(self, pages: Pages, activity: Activity) -> None:
+        """Let kernels that have not called cuInit see devices with room for them."""
+        devices, kernels = self._recent().devices, self._kernels()
+        pace = Pace()
+        for session in [*self._runner.sessions]:
+            await pace.step()
+            if session.page is None or session.process is None:
+                continue  # nobody reads its page yet
+            record, seen = self._runner.record(session.id), session.home
+            if not seen or record is None or _settled(record):
+                continue
+            better = home_devices(
+                devices, kernels, memory=record.request.memory, count=len(seen), seen=seen
+            )
+            if better == seen:
+                continue
+            reading = activity.read(session)
+            if reading is not None and not reading.cuda:
+                pages.set_home(session, better)
+                kernels.subtract(seen)
+                kernels.update(better)
+
+    def _kernels(self) -> Counter[str]:
+        """Return how many kernels see each device."""
+        return Counter(uuid for session in self._runner.sessions for uuid in session.home)
+
+
+def _settled(record: SessionRecord) -> bool:
+    return record.state != "detached" or bool(record.suspended or record.bound)

@@ -1,0 +1,337 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Files of a broker: put back when somebody deletes them, removed when their broker was killed.
+
+logind removes ``/run/user/UID`` and, with ``RemoveIPC=yes``, a user's files in ``/dev/shm`` when
+the last login ends. Kernels in tmux or of a server that goes on still need their broker and its
+files. A look costs a few microseconds for each file, so the broker looks every second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import shutil
+import socket
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Awaitable, Callable
+
+from ... import machine
+from ...devices.processes import identify
+from ...endpoint import user_runtime_dir
+from ...errors import GPUPoolError
+from ..pages.control import SHARED_MEMORY, SOCKET_FILE, folder_name
+from ..runner import Runner
+from ..transport.listener import Claim
+from .journal_file import JournalLock
+
+#: Seconds between two looks.
+LOOK = 1.0
+
+#: Seconds between two times at which the kept files are made young: systemd-tmpfiles removes what
+#: nobody has used for 10 days in /tmp and for 30 in /var/tmp.
+TOUCH = 86400.0
+
+#: Bytes of a file beside the socket that is remembered to be written again.
+MAX_KEPT = 1 << 20
+
+#: Suffixes of what others make again, or have locked.
+_NOT_KEPT = (".sock", ".lock", ".start", ".failed", ".log", ".old")
+
+
+class Keeper:
+    """Looks after the files of one broker.
+
+    ``serve`` begins to accept connections at a socket that was made anew.
+    """
+
+    def __init__(
+        self,
+        claim: Claim,
+        lock: JournalLock,
+        runner: Runner,
+        serve: Callable[[socket.socket], Awaitable[None]],
+        log: logging.Logger,
+    ) -> None:
+        self._claim = claim
+        self._lock = lock
+        self._runner = runner
+        self._serve = serve
+        self._log = log
+        #: Puts back the sessions' pages and the links to the guard.
+        self.keep_pages: Callable[[], Awaitable[None]] = _nothing
+        #: Puts back the copy of the start record that is beside the journal.
+        self.keep_record: Callable[[], None] = lambda: None
+        #: Of each file beside the socket: which version (inode, time), mode, content.
+        self._kept: dict[Path, tuple[tuple[int, int], int, bytes]] = {}
+        self._problems: dict[str, str] = {}
+        self._touch_at = time.monotonic() + TOUCH
+
+    async def run(self) -> None:
+        """Look for as long as the broker serves."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK)
+
+    async def look(self) -> None:
+        """Look once, and put back what is missing."""
+        await self._try("socket", self._keep_socket)
+        await self._try("journal", self._keep_journal)
+        await self._try("page of a session", self._keep_pages)
+
+    async def _try(self, what: str, keep: Callable[[], Awaitable[None]]) -> None:
+        """What cannot be put back now is tried at each look, and said once."""
+        try:
+            await keep()
+        except (OSError, GPUPoolError) as error:
+            if self._problems.get(what) != str(error):
+                self._log.error("The %s cannot be put back yet: %s", what, error)
+            self._problems[what] = str(error)
+        else:
+            self._problems.pop(what, None)
+
+    # ------------------------------------------------------------------ the socket
+
+    async def _keep_socket(self) -> None:
+        if not self._claim.is_lost():
+            self._remember()
+            if time.monotonic() >= self._touch_at:
+                self._touch_at = time.monotonic() + TOUCH
+                for path in self._kept:
+                    with suppress(OSError):
+                        os.utime(path)
+            return
+        listening = self._claim.restore()
+        if listening is not None:
+            await self._serve(listening)
+        for path, (_, mode, content) in self._kept.items():
+            if not path.exists():
+                _write(path, mode, content)
+        self._reopen_log()
+        self._log.warning("The socket %s was deleted and is back", self._claim.path)
+
+    def _remember(self) -> None:
+        """Keep what lies beside the socket and is ours: how this broker is started again."""
+        prefix = f"{self._claim.path.stem}."
+        with os.scandir(self._claim.path.parent) as entries:
+            found = [e for e in entries if e.name.startswith(prefix)]
+        for entry in found:
+            if entry.name.endswith(_NOT_KEPT):
+                continue
+            with suppress(OSError):
+                now = entry.stat(follow_symlinks=False)
+                version = (now.st_ino, now.st_mtime_ns)
+                path = Path(entry.path)
+                if not stat.S_ISREG(now.st_mode) or now.st_size > MAX_KEPT:
+                    continue
+                if path not in self._kept or self._kept[path][0] != version:
+                    self._kept[path] = version, stat.S_IMODE(now.st_mode), path.read_bytes()
+
+    def _reopen_log(self) -> None:
+        """Go on with the log at its name, if it was deleted with the socket."""
+        with suppress(OSError):
+            name = str(Path("/proc/self/fd/2").readlink())
+            path = Path(name.removesuffix(" (deleted)"))
+            if name == str(path) or path.parent != self._claim.path.parent:
+                return
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            log = os.open(path, flags, 0o600)
+            for descriptor in (1, 2):
+                os.dup2(log, descriptor)
+            os.close(log)
+
+    # ------------------------------------------------------------------ the journal
+
+    async def _keep_journal(self) -> None:
+        if self._lock.is_lost():
+            self._lock.restore()
+            self._log.warning("The lock %s was deleted and is back", self._lock.path)
+        self.keep_record()
+        journal = self._runner.journal
+        if not journal.is_lost():
+            return
+        journal.restore()
+        for session in self._runner.sessions:
+            self._runner.dirty(session.id)
+        self._runner.commit()
+        self._log.warning("The journal %s was deleted; its sessions are in it again", journal.path)
+
+    async def _keep_pages(self) -> None:
+        await self.keep_pages()
+
+
+def _write(path: Path, mode: int, content: bytes) -> None:
+    with suppress(FileExistsError):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags, mode), "wb") as file:
+            file.write(content)
+
+
+async def _nothing() -> None:
+    """Until there are pages."""
+
+
+#: Seconds for which files are left alone: somebody may be starting a broker with them.
+YOUNG = 600.0
+
+#: The same for a folder that does not say whose it is, of an older version.
+UNKNOWN_YOUNG = 86400.0
+
+#: Beside a socket, by what is added to its name; the log stays for people.
+_BESIDE = ("", ".lock", ".start", ".start.json", ".start.failed", ".pages", ".emulated")
+
+
+def sweep(own: Path, log: logging.Logger, *, shared: Path = SHARED_MEMORY) -> None:
+    """Remove what killed brokers of this user left; ``own`` is the socket of the caller.
+
+    A broker that ends in order leaves nothing, and one that is started again at the same socket
+    finds its files. What is left belongs to sockets that nobody uses any more: a test, a container,
+    an old path. Files that a living broker or kernel could need stay.
+
+    Reads ``/proc`` and the disk: not for an event loop.
+    """
+    used = _in_use()
+    removed = [path for path in _dead_pages(own, used, shared) if _remove(path)]
+    for dead in _dead_sockets(own, used, shared):
+        removed += [path for path in _files_of(dead) if _remove(path)]
+    if removed:
+        log.info("Removed what killed brokers have left: %s", ", ".join(map(str, removed)))
+
+
+def _in_use() -> set[Path]:
+    """Return the sockets and the folders of pages that living processes of this user name."""
+    found = set()
+    with os.scandir("/proc") as entries:
+        pids = [entry.name for entry in entries if entry.name.isdigit()]
+    for pid in pids:
+        with suppress(OSError):  # it has ended, or is another user's
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                name, _, value = entry.partition(b"=")
+                if name == b"GPUPOOL_PAGE":
+                    found.add(Path(os.fsdecode(value)).parent)
+                elif name == b"GPUPOOL_SOCKET":
+                    found.add(Path(os.fsdecode(value)))
+    return found
+
+
+def _dead_pages(own: Path, used: set[Path], shared: Path) -> list[Path]:
+    found = []
+    for folder in _ours(shared, f"gpupool-{os.geteuid()}-*"):
+        if folder in used or folder.name == folder_name(own) or not folder.is_dir():
+            continue
+        socket = None
+        with suppress(OSError, ValueError):
+            name, namespace = (folder / SOCKET_FILE).read_text().split("\n")
+            if namespace != machine.pid_namespace():
+                continue  # of a container: whether its processes live is not to be seen here
+            socket = Path(name)
+        if not _is_old(folder, YOUNG if socket else UNKNOWN_YOUNG):
+            continue
+        if socket is None or not _broker_lives(socket):
+            found.append(folder)
+    return found
+
+
+def _dead_sockets(own: Path, used: set[Path], shared: Path) -> list[Path]:
+    found = []
+    for folder in {machine.local_folder(), user_runtime_dir(), own.parent}:
+        if not _is_ours(folder):
+            continue
+        for lock in _ours(folder, "*.sock.lock"):
+            socket = lock.with_name(lock.name.removesuffix(".lock"))
+            pages = socket.with_name(f"{socket.name}.pages")
+            names = {socket, pages, shared / folder_name(socket)}
+            if socket == own or used & names or _broker_lives(socket):
+                continue
+            young = _young(lock)
+            if young is not None and all(_is_old(path, young) for path in _files_of(socket)):
+                found.append(socket)
+    return found
+
+
+def _young(lock: Path) -> float | None:
+    """Return the seconds for which the files of a dead broker are left alone; None for good.
+
+    A container's kernels are not to be seen from here. They may have their broker started again
+    with these files for as long as the machine runs.
+    """
+    _, namespace = _holder(lock)
+    if not namespace:
+        return UNKNOWN_YOUNG
+    if namespace != machine.pid_namespace() and not _is_old(lock, _uptime() + YOUNG):
+        return None
+    return YOUNG
+
+
+def _uptime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _holder(lock: Path) -> tuple[int, str]:
+    """Return who claimed a socket last: process and PID namespace, as far as the lock says it."""
+    with suppress(OSError, ValueError):
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            pid, *rest = os.read(descriptor, 100).decode(errors="replace").split()
+        finally:
+            os.close(descriptor)
+        return int(pid), rest[0] if rest else ""
+    return 0, ""
+
+
+def _files_of(socket: Path) -> list[Path]:
+    names = [socket.with_name(socket.name + suffix) for suffix in _BESIDE]
+    names.append(socket.with_suffix(".config.json"))
+    return [path for path in names if os.path.lexists(path)]
+
+
+def _broker_lives(socket: Path) -> bool:
+    """Return whether the process that claimed the socket lives, or one with its number."""
+    try:
+        descriptor = os.open(f"{socket}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        if identify(_holder(Path(f"{socket}.lock"))[0]) is not None:
+            return True
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # of a container, perhaps
+    except (OSError, ValueError):
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _ours(folder: Path, pattern: str) -> list[Path]:
+    with suppress(OSError):
+        return [path for path in folder.glob(pattern) if _is_ours(path)]
+    return []
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return os.lstat(path).st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def _is_old(path: Path, seconds: float) -> bool:
+    with suppress(OSError):
+        return time.time() - os.lstat(path).st_mtime > seconds
+    return True
+
+
+def _remove(path: Path) -> bool:
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,204 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Work on the journal's file outside of the event loop: pages for clients, and trimming.
+
+SQLite may wait for the disk. One thread reads pages, for one request at a time; users take turns. A
+page is bounded in rows and in bytes, and an index leads to its rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from json.encoder import encode_basestring_ascii as quoted
+from pathlib import Path
+from typing import Any, Callable
+from urllib.parse import quote
+
+#: Rows, and bytes, that one answer has at most.
+MAX_ROWS, MAX_BYTES = 1000, 256 << 10
+
+#: Rows fetched between two looks at the size of the page.
+FETCH = 50
+
+_COLUMNS = "seq, time, kind, session, owner, device, bytes, seconds, reason, detail"
+
+
+@dataclass(frozen=True)
+class Query:
+    """Rows above ``after``, at most ``limit``; of one session or one owner, if these are set."""
+
+    after: int = 0
+    limit: int = MAX_ROWS
+    session: str = ""
+    owner: str | None = None
+
+
+@dataclass(frozen=True)
+class Page:
+    """Rows as JSON objects with commas between them; ``more``: there are further ones."""
+
+    rows: str
+    more: bool
+    #: Seconds of the processor's time that it took.
+    seconds: float = 0.0
+
+
+Done = Callable[[Page | sqlite3.Error], None]
+
+
+class History:
+    """Answers queries of the journal at ``path``."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._loop = asyncio.get_running_loop()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpupool-history")
+        #: By user: queries that wait. Whose turn is next comes first.
+        self._waiting: dict[int, deque[tuple[Query, Done]]] = {}
+        self._reading = False
+        self._closed = False
+
+    def ask(self, uid: int, query: Query, done: Done) -> None:
+        """Have ``done`` called, in the event loop, with the page or what went wrong."""
+        self._waiting.setdefault(uid, deque()).append((query, done))
+        self._next()
+
+    def close(self) -> None:
+        """Answer nothing more."""
+        self._closed = True
+        self._waiting.clear()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _next(self) -> None:
+        if self._reading or self._closed or not self._waiting:
+            return
+        uid = next(iter(self._waiting))
+        waiting = self._waiting.pop(uid)
+        query, done = waiting.popleft()
+        if waiting:
+            self._waiting[uid] = waiting  # behind the other users
+        self._reading = True
+        future = self._loop.run_in_executor(self._thread, self._read, query)
+        future.add_done_callback(lambda future: self._finish(future, done))
+
+    def _finish(self, future: asyncio.Future[Page | sqlite3.Error], done: Done) -> None:
+        self._reading = False
+        if not self._closed and not future.cancelled():
+            done(future.result())
+            self._next()
+
+    def _read(self, query: Query) -> Page | sqlite3.Error:
+        try:
+            # A connection for each page: the file may be another one by the next.
+            before = time.thread_time()
+            db = sqlite3.connect(
+                f"file:{quote(str(self._path))}?mode=ro", uri=True, timeout=LOCK_WAIT
+            )
+            try:
+                page = read_page(db, query)
+                return replace(page, seconds=time.thread_time() - before)
+            finally:
+                db.close()
+        except sqlite3.Error as error:
+            return error
+
+
+def read_page(db: sqlite3.Connection, query: Query) -> Page:
+    """Return the page that ``query`` asks for."""
+    conditions, values = ["seq > ?"], [max(0, query.after)]  # type: list[str], list[Any]
+    if query.session:
+        conditions.append("session = ?")
+        values.append(query.session)
+    if query.owner is not None:
+        conditions.append("owner = ?")
+        values.append(query.owner)
+    limit = max(0, min(query.limit, MAX_ROWS))
+    cursor = db.execute(
+        f"SELECT {_COLUMNS} FROM events WHERE {' AND '.join(conditions)} ORDER BY seq LIMIT ?",
+        (*values, limit + 1),
+    )
+    rows: list[str] = []
+    size = 0
+    while found := cursor.fetchmany(FETCH):
+        for row in found:
+            if len(rows) == limit or size > MAX_BYTES:
+                return Page(",".join(rows), True)
+            rows.append(_encoded(row))
+            size += len(rows[-1])
+    return Page(",".join(rows), False)
+
+
+def _encoded(row: tuple[Any, ...]) -> str:
+    """Return a row as ``journal.Row.as_message`` shows it, encoded."""
+    seq, time, kind, session, owner, device, size, seconds, reason, detail = row
+    return (
+        f'{{"seq":{seq},"time":{time!r},"kind":{quoted(kind)},"session":{quoted(session)},'
+        f'"owner":{quoted(owner)},"device":{_or_null(device, quoted)},'
+        f'"bytes":{_or_null(size, str)},'
+        f'"seconds":{_or_null(seconds, repr)},"reason":{quoted(reason)},"detail":{detail}}}'
+    )
+
+
+def _or_null(value: Any, encoded: Callable[[Any], str]) -> str:
+    return "null" if value is None else encoded(value)
+
+
+#: Seconds to wait for another connection that has the file locked. The event loop waits, too.
+LOCK_WAIT = 0.2
+
+#: Rows or pages in one transaction, and seconds between two: the event loop waits for each.
+STEP = 500
+BREATH = 0.002
+
+
+def tidy(path: Path, *, keep_above: int, max_bytes: int) -> None:
+    """Drop rows up to ``keep_above``, then the oldest until the file fits; empty the log into it.
+
+    In small steps, because the broker's own commits wait for each.
+
+    Raises
+    ------
+    sqlite3.Error
+        If the file is not there, or locked for too long.
+    """
+    # Not to make it, if somebody has deleted it.
+    name = f"{path.absolute().as_uri()}?mode=rw"
+    with closing(sqlite3.connect(name, uri=True, timeout=LOCK_WAIT)) as db:
+        _drop(db, "seq <= ?", keep_above)
+        while (excess := _used_bytes(db) - max_bytes) > 0:
+            first, count = db.execute("SELECT min(seq), count(*) FROM events").fetchone()
+            if not count:
+                break
+            # By their average size, and a look afterwards at what that gave back.
+            rows = max(STEP, round(count * min(1.0, excess / max_bytes)))
+            _drop(db, "seq < ?", first + rows)
+        db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+
+def _drop(db: sqlite3.Connection, which: str, value: int) -> None:
+    found = f"SELECT seq FROM events WHERE {which} ORDER BY seq LIMIT {STEP}"
+    while db.execute(f"DELETE FROM events WHERE seq IN ({found})", (value,)).rowcount:
+        db.commit()
+        time.sleep(BREATH)
+    db.commit()
+    while db.execute("PRAGMA freelist_count").fetchone()[0]:
+        before = db.execute("PRAGMA page_count").fetchone()[0]
+        db.execute(f"PRAGMA incremental_vacuum({STEP})").fetchall()
+        db.commit()
+        if db.execute("PRAGMA page_count").fetchone()[0] == before:
+            return  # a file of the first version: it keeps its pages, and fills them again
+        time.sleep(BREATH)
+
+
+def _used_bytes(db: sqlite3.Connection) -> int:
+    size, pages, free = (
+        db.execute(f"PRAGMA {name}").fetchone()[0]
+        for name in ("page_size", "page_count", "freelist_count")
+    )
+    return int(size * (pages - free))

@@ -1,0 +1,417 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What must outlive the broker: the current sessions, and a row for everything that happened.
+
+One SQLite file in WAL mode. ``sessions`` is what a restart begins from; ``events`` is append-only
+and what reports and timelines are drawn from. A commit is not synced to the disk: it survives the
+death of the broker, and after the death of the machine there are no sessions left to recover.
+
+The pool goes on when the journal cannot be written (disk full, read-only): :attr:`Journal.problem`
+says so, rows are kept in memory, and every later commit tries again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sqlite3
+import time
+from collections import deque
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+from ...errors import Code, GPUPoolError
+from .history import LOCK_WAIT, tidy
+
+#: Of the tables below. A file of another version is set aside, not guessed at.
+SCHEMA_VERSION = 1
+
+#: Rows kept; older ones are dropped. About 200 bytes each.
+MAX_ROWS = 500_000
+
+#: Bytes on the disk, unless configured otherwise. The write-ahead log comes on top.
+MAX_BYTES = 256 << 20
+
+#: Bytes of write-ahead log after which it is begun anew.
+MAX_LOG = 16 << 20
+
+#: Commits between two looks at its size.
+LOOK_AT_LOG = 32
+
+#: Rows kept in memory while the file cannot be written.
+MAX_PENDING = 20_000
+
+_SCHEMA = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE sessions (id TEXT PRIMARY KEY, record TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE events (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    time REAL NOT NULL,
+    kind TEXT NOT NULL,
+    session TEXT NOT NULL,
+    owner TEXT NOT NULL,
+    device TEXT,
+    bytes INTEGER,
+    seconds REAL,
+    reason TEXT NOT NULL,
+    detail TEXT NOT NULL
+);
+CREATE INDEX events_session ON events (session, seq);
+"""
+_COLUMNS = "seq, time, kind, session, owner, device, bytes, seconds, reason, detail"
+
+
+@dataclass(slots=True)
+class Row:
+    """Something that happened. ``session`` and ``owner`` are empty for what concerns no session.
+
+    ``seconds`` is what the thing took: the wait of an attach, the driver's part of a suspend.
+    """
+
+    time: float
+    kind: str
+    session: str = ""
+    owner: str = ""
+    device: str | None = None
+    bytes: int | None = None
+    seconds: float | None = None
+    reason: str = ""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    seq: int = 0
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the row as the protocol shows it."""
+        return {
+            "seq": self.seq,
+            "time": self.time,
+            "kind": self.kind,
+            "session": self.session,
+            "owner": self.owner,
+            "device": self.device,
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+            "reason": self.reason,
+            "detail": dict(self.detail),
+        }
+
+
+class JournalUnusable(GPUPoolError):
+    """The journal can be neither read nor replaced."""
+
+    code = Code.JOURNAL
+
+
+class Journal:
+    """The file at ``path``, made if need be.
+
+    Parameters
+    ----------
+    machine:
+        Whose journal it is (:func:`jupyter_gpupool.machine.machine_id`): another machine's is
+        refused, because its sessions are none here.
+    max_bytes:
+        What it may take on the disk; the oldest rows go first.
+
+    Raises
+    ------
+    JournalUnusable
+        If the folder or file can be neither used nor made, or the file is of another machine,
+        user or newer version. It is left as it is.
+    """
+
+    def __init__(
+        self, path: Path, log: logging.Logger, *, machine: str = "", max_bytes: int = MAX_BYTES
+    ) -> None:
+        self.path = path
+        self.max_bytes = max_bytes
+        self._log = log
+        #: Why nothing can be written now; empty if all is well.
+        self.problem = ""
+        #: Why an older journal had to be set aside at the start; empty if it had not.
+        self.set_aside = ""
+        self._records: dict[str, str | None] = {}
+        self._rows: deque[Row] = deque()
+        self._meta: dict[str, str] = {}
+        self._lost = 0
+        self._commits = 0
+        #: Called when :meth:`tidy` is due before its time: it leaves less for the event loop to do.
+        self.on_long: Callable[[], None] = lambda: None
+        self._known: dict[str, str] = {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._inspect(machine)
+            self._db = self._open()
+        except (sqlite3.DatabaseError, ValueError) as error:
+            if isinstance(error, sqlite3.OperationalError) and "malformed" not in str(error):
+                raise self._unusable(error) from None  # not damaged: locked, or no permission
+            self._db = self._replace(error)
+        except OSError as error:
+            raise self._unusable(error) from None
+        self.seq = self._last_seq()
+        self._known = dict(self._db.execute("SELECT name, value FROM meta"))
+        if machine:
+            self.remember("machine", machine)
+
+    # ------------------------------------------------------------------ reading
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """Return the current sessions by id, as they were last committed."""
+        found = {}
+        for session, text in self._db.execute("SELECT id, record FROM sessions"):
+            try:
+                found[session] = json.loads(text)
+            except ValueError:
+                self._log.error("The journal's record of session %s is not JSON; dropped", session)
+        return found
+
+    def meta(self, name: str) -> str:
+        """Return a remembered value, or empty."""
+        row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+        return str(row[0]) if row else ""
+
+    @property
+    def _log_path(self) -> Path:
+        return self.path.with_name(f"{self.path.name}-wal")
+
+    # ------------------------------------------------------------------ writing
+
+    def put(self, session: str, record: Mapping[str, Any] | None) -> None:
+        """Note a session's current record (None: it is gone) for the next commit."""
+        self._records[session] = (
+            None if record is None else json.dumps(record, separators=(",", ":"))
+        )
+
+    def append(self, row: Row) -> Row:
+        """Note a row for the next commit and give it its number."""
+        self.seq += 1
+        row.seq = self.seq
+        # A client may send half a character, which is no text to SQLite; see also _complain.
+        row.reason = row.reason.encode("utf-8", "replace").decode()
+        self._rows.append(row)
+        if len(self._rows) > MAX_PENDING:
+            self._rows.popleft()
+            self._lost += 1
+        return row
+
+    def remember(self, name: str, value: str) -> None:
+        """Note a value for the next commit."""
+        self._meta[name] = value
+        self._known[name] = value
+
+    def is_lost(self) -> bool:
+        """Return whether the file was deleted: what is written now, nobody would find."""
+        try:
+            return not os.path.samestat(os.lstat(self.path), self._file)
+        except OSError:
+            return True
+
+    def restore(self) -> None:
+        """Begin the file anew after it was deleted; who calls puts the sessions in again.
+
+        Raises
+        ------
+        JournalUnusable
+            If that is not possible now.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for suffix in ("-wal", "-shm"):  # of the file that is gone
+                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+            db = self._open()
+        except (OSError, sqlite3.Error, ValueError) as error:
+            raise self._unusable(error) from None
+        self._db.close()
+        self._db = db
+        self._meta = {**self._known, **self._meta}
+
+    def commit(self) -> bool:
+        """Write what was noted. Return whether it is in the file now; never raises."""
+        if not (self._records or self._rows or self._meta):
+            return not self.problem
+        try:
+            with self._db:
+                self._write()
+        except sqlite3.Error as error:
+            self._complain(error)
+            return False
+        self._records.clear()
+        self._rows.clear()
+        self._meta.clear()
+        self._bound_log()
+        if self.problem:
+            self._log.warning(
+                "The journal %s can be written again; %d rows were lost", self.path, self._lost
+            )
+            self.problem = ""
+        return True
+
+    def tidy(self) -> None:
+        """Move the log into the file and drop the oldest rows. May be called in another thread.
+
+        On a connection of its own, so that the event loop does not wait for the disk.
+        """
+        try:
+            tidy(self.path, keep_above=self.seq - MAX_ROWS, max_bytes=self.max_bytes)
+        except sqlite3.Error as error:
+            self._log.info("The journal %s was not tidied up: %s", self.path, error)
+
+    def _bound_log(self) -> None:
+        """Let the next transaction begin the log anew, if it has become long.
+
+        :meth:`tidy` cannot end a log that is written without a pause: there is always something
+        that came after its look. Here nobody else writes. Without a sync: that is left to the next
+        tidying, and until then only a machine that loses its power may lose rows.
+        """
+        self._commits += 1
+        if self._commits % LOOK_AT_LOG:
+            return
+        try:
+            size = self._log_path.stat().st_size
+            if size >= MAX_LOG // 2:
+                self.on_long()
+            if size < MAX_LOG:
+                return
+            self._db.execute("PRAGMA synchronous = OFF")
+            try:
+                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            finally:
+                self._db.execute("PRAGMA synchronous = NORMAL")
+        except (OSError, sqlite3.Error):
+            pass  # tried again at the next commit
+
+    def close(self) -> None:
+        """Commit and close the file."""
+        self.commit()
+        self._db.close()
+
+    # ------------------------------------------------------------------ internals
+
+    def _open(self) -> sqlite3.Connection:
+        # The journal names kernels and users: nobody else's business.
+        descriptor = os.open(
+            self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        self._file = os.fstat(descriptor)
+        os.close(descriptor)
+        db = sqlite3.connect(self.path, timeout=LOCK_WAIT)
+        try:
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # counts for a new file
+            db.execute("PRAGMA journal_mode = WAL").fetchall()
+            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute(f"PRAGMA journal_size_limit = {MAX_LOG // 4}").fetchall()
+            # tidy() does this, where the event loop does not wait for it.
+            db.execute("PRAGMA wal_autocheckpoint = 0").fetchall()
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if version == 0 and tables == 0:
+                with db:
+                    db.executescript(_SCHEMA)
+                    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            elif version != SCHEMA_VERSION:
+                raise ValueError(
+                    f"it has version {version} and this broker writes {SCHEMA_VERSION}"
+                )
+            # Since the first version; what a user may see is looked for by owner.
+            db.execute("CREATE INDEX IF NOT EXISTS events_owner ON events (owner, seq)")
+            found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if found != "ok":
+                raise ValueError(str(found))
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _replace(self, error: Exception) -> sqlite3.Connection:
+        """Set a damaged file aside and begin a new one."""
+        aside = self.path.with_name(f"{self.path.name}.damaged-{int(time.time())}")
+        try:
+            self.path.rename(aside)
+            for suffix in ("-wal", "-shm"):
+                other = self.path.with_name(self.path.name + suffix)
+                if other.exists():
+                    other.rename(aside.with_name(aside.name + suffix))
+            db = self._open()
+        except (OSError, sqlite3.Error, ValueError) as second:
+            raise self._unusable(second) from None
+        self.set_aside = (
+            f"The journal {self.path} was damaged ({error}) and is now {aside.name}; kernels that "
+            "were open have to be restarted to use a GPU again."
+        )
+        self._log.error("%s", self.set_aside)
+        return db
+
+    def _write(self) -> None:
+        for session, record in self._records.items():
+            if record is None:
+                self._db.execute("DELETE FROM sessions WHERE id = ?", (session,))
+            else:
+                self._db.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?)", (session, record))
+        self._db.executemany(
+            f"INSERT INTO events ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [
+                (
+                    r.seq, r.time, r.kind, r.session, r.owner, r.device, r.bytes, r.seconds,
+                    r.reason, json.dumps(r.detail, separators=(",", ":")),
+                )
+                for r in self._rows
+            ],
+        )  # fmt: skip
+        for name, value in self._meta.items():
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+
+    def _last_seq(self) -> int:
+        row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
+        return int(row[0]) if row else 0
+
+    def _complain(self, error: sqlite3.Error) -> None:
+        problem = (
+            f"The journal {self.path} cannot be written ({error}): the pool goes on, but a restart "
+            "of the broker would now lose track of what is suspended. Make room or set "
+            "c.GPUPool.state_dir to another folder."
+        )
+        if not self.problem:
+            self._log.error("%s", problem)
+        self.problem = problem
+
+    def _inspect(self, machine: str) -> None:
+        """Refuse what is not ours to change: without a write, not even one of SQLite's own."""
+        try:
+            if os.lstat(self.path).st_uid != os.geteuid():
+                raise self._not_ours("belongs to another user")
+            name = f"{self.path.absolute().as_uri()}?mode=ro"
+            with closing(sqlite3.connect(name, uri=True, timeout=LOCK_WAIT)) as db:
+                version = db.execute("PRAGMA user_version").fetchone()[0]
+                if version > SCHEMA_VERSION:
+                    raise self._newer(version)
+                row = db.execute("SELECT value FROM meta WHERE name = 'machine'").fetchone()
+        except (FileNotFoundError, sqlite3.Error):
+            return  # new, or damaged: it is opened to find that out
+        if machine and row is not None and row[0] != machine:
+            raise self._not_ours("is of another machine")
+
+    def _not_ours(self, why: str) -> JournalUnusable:
+        return JournalUnusable(
+            f"The journal {self.path} {why}, and was left as it is.",
+            next_step="Move it away, or set c.GPUPool.state_dir to a folder of your own on this "
+            "machine.",
+        )
+
+    def _newer(self, version: int) -> JournalUnusable:
+        return JournalUnusable(
+            f"The journal {self.path} was written by a newer jupyter_gpupool (version {version} of "
+            f"the file; this one knows {SCHEMA_VERSION}) and was left as it is, with the kernels "
+            "that are open.",
+            code=Code.JOURNAL_NEWER,
+            next_step="Install the newer version again. To go on with this one, end those kernels "
+            "and move the file away.",
+        )
+
+    def _unusable(self, error: Exception) -> JournalUnusable:
+        reason = getattr(error, "strerror", None) or str(error)
+        return JournalUnusable(
+            f"The journal {self.path} cannot be used ({reason}).",
+            next_step="Set c.GPUPool.state_dir to a folder that you may write.",
+        )

@@ -1,0 +1,404 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Which file is the journal, and whether this broker may go on with the sessions in it.
+
+Two brokers that write one journal would both drive the kernels in it. So the journal has a lock,
+held for a broker's life; the lock says where its broker listens, so that whoever wanted to start
+a second one can join the first.
+
+Kernels know one socket. A broker at another one could read their sessions in the journal, but the
+kernels would never find it; a broker at their socket that uses another journal would not know
+them. Both start only when no process of such a session lives any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import sqlite3
+import struct
+import time
+import zlib
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterable, Mapping
+
+from ... import machine
+from ...devices.model import ProcessId
+from ...endpoint import MACHINE_SOCKET, journal_name
+from ...errors import BrokerUnavailable, Code, GPUPoolError
+from ...startrecord import BadRecord, read_record
+from ..processes import alive
+from .journal import Journal, JournalUnusable
+
+#: A client that looks whether the lock is held has it for an instant itself: tries, and seconds
+#: between two.
+TRIES, PAUSE = 10, 0.02
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the journal is; ``note`` says why that is not the configured folder."""
+
+    path: Path
+    note: str = ""
+
+
+def place(state_dir: Path, socket: Path) -> Place:
+    """Return the journal's place for the broker at ``socket``.
+
+    Raises
+    ------
+    FolderError
+        If ``state_dir`` is on a network and there is no folder on this machine.
+    """
+    name = f"{journal_name(socket)}.sqlite"
+    kind = machine.network_file_system(state_dir)
+    if not kind:
+        return Place(state_dir / name)
+    folder = machine.make_private(machine.local_folder())
+    return Place(
+        folder / name,
+        f"{state_dir} is on a network file system ({kind}), where a journal is not safe: it is in "
+        f"{folder} instead. Set c.GPUPool.state_dir to a local folder.",
+    )
+
+
+class JournalLock:
+    """The right to write the journal at ``path``, from construction to :meth:`close`.
+
+    Raises
+    ------
+    BrokerUnavailable
+        Code ``already-running`` if a living broker has it; its socket is in the details.
+    JournalUnusable
+        If the lock's file cannot be made.
+    """
+
+    def __init__(self, path: Path, socket: Path) -> None:
+        self.path = path.with_suffix(".lock")
+        self._socket = socket
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._descriptor = self._take()
+        except OSError as error:
+            raise JournalUnusable(
+                f"The journal {path} cannot be locked ({error.strerror}).",
+                next_step="Set c.GPUPool.state_dir to a folder that you may write.",
+            ) from None
+
+    def is_lost(self) -> bool:
+        """Return whether the lock's file was deleted, so that a second broker could start."""
+        return not _same(self._descriptor, self.path)
+
+    def restore(self) -> None:
+        """Make the lock's file again.
+
+        Raises
+        ------
+        OSError, BrokerUnavailable
+            If that is not possible now, or another broker was faster.
+        """
+        old, self._descriptor = self._descriptor, self._take(tries=0)
+        os.close(old)
+
+    def close(self) -> None:
+        """Let go. The file stays: one that is removed can be locked twice."""
+        os.close(self._descriptor)
+
+    def _take(self, tries: int = TRIES) -> int:
+        descriptor = os.open(
+            self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        try:
+            for left in range(tries, -1, -1):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not left:
+                        raise self._held(descriptor) from None
+                    time.sleep(PAUSE)
+            text = {"pid": os.getpid(), "socket": str(self._socket), "boot": machine.boot_id()}
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(text).encode(), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _held(self, descriptor: int) -> BrokerUnavailable:
+        pid, socket = "unknown", ""
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            holder = json.loads(os.pread(descriptor, 4096, 0))
+            pid, socket = str(holder["pid"]), str(holder["socket"])
+        return BrokerUnavailable(
+            f"A GPU pool broker (process {pid}) already has this machine's journal and listens at "
+            f"{socket or 'an unknown place'}.",
+            code=Code.ALREADY_RUNNING,
+            next_step="Use that one, end it first, or give this one another c.GPUPool.socket and "
+            "c.GPUPool.state_dir.",
+            details={"socket": socket},
+        )
+
+
+def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) -> None:
+    """Begin the journal at ``path`` with the one that an older version kept for this machine.
+
+    That one had no machine in its name. It is this machine's if its sessions are of this boot, or
+    if no other machine can have written it because the folder is local.
+
+    Raises
+    ------
+    BrokerUnavailable
+        If the broker of the older version lives.
+    JournalUnusable
+        If the older journal cannot be copied. It is left as it is: an empty one in its place would
+        forget kernels that may live.
+    """
+    if path.exists():
+        return
+    local = not machine.network_file_system(state_dir)
+    for old, listened in _older_names(state_dir, socket):
+        try:
+            if os.lstat(old).st_uid != os.geteuid():
+                continue
+            if not local and _holder(old) == 0 and _boot(old, "immutable=1") != machine.boot_id():
+                continue  # a broker on another machine has it open
+            _check_ended(old, listened, socket)
+            if not _copy(old, path, any_boot=local):
+                continue
+        except FileNotFoundError:
+            continue
+        except (OSError, sqlite3.Error) as error:
+            raise JournalUnusable(
+                f"The journal {old} of an older version cannot be taken over as {path}: {error}.",
+                next_step="Make room or correct the permissions; or, if all pooled kernels have "
+                f"ended, move it away: mv {old} {old}.old",
+            ) from None
+        for suffix in ("-wal", "-shm", ""):
+            with suppress(OSError):  # it is not looked at again
+                old.with_name(old.name + suffix).unlink()
+        log.info("The journal %s goes on as %s", old, path)
+        return
+
+
+def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
+    """Copy a journal; return False if it is of another boot and only this one's is wanted.
+
+    ``path`` is there with all of it, or not at all.
+    """
+    temporary = path.with_name(f"{path.name}.new")
+    try:
+        if not any_boot and _boot(old, "mode=ro") != machine.boot_id():
+            return False
+        with closing(sqlite3.connect(f"{old.absolute().as_uri()}?mode=ro", uri=True)) as source:
+            temporary.unlink(missing_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            os.close(os.open(temporary, flags, 0o600))
+            with closing(sqlite3.connect(temporary)) as copy:
+                source.backup(copy)
+                # All of it in the one file that is renamed.
+                copy.execute("PRAGMA journal_mode = DELETE")
+        _sync(temporary)
+        temporary.rename(path)
+        _sync(path.parent)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+    return True
+
+
+def _boot(journal: Path, option: str) -> str:
+    """Return the boot that the sessions of a journal are of.
+
+    With ``immutable=1`` without SQLite's locks, which a network may not keep: what is not in the
+    file itself yet is not seen.
+    """
+    with closing(sqlite3.connect(f"{journal.absolute().as_uri()}?{option}", uri=True)) as db:
+        row = db.execute("SELECT value FROM meta WHERE name = 'boot'").fetchone()
+    return str(row[0]) if row else ""
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_ended(old: Path, listened: Path, own: Path) -> None:
+    """Refuse to go on with a journal whose broker lives: an older version locks its socket only.
+
+    The socket's lock may have been deleted under it. SQLite keeps locks in a journal that is open,
+    and the kernel says who has them.
+    """
+    holder = _holder(old)
+    if holder is None and listened != own:  # our own socket is claimed by us
+        with suppress(OSError):
+            lock = os.open(f"{listened}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = 0
+            finally:
+                os.close(lock)
+    if holder is not None:
+        process = f" (process {holder})" if holder > 0 else ""
+        raise BrokerUnavailable(
+            f"A GPU pool broker of an older version{process} has the journal {old} and listens at "
+            f"{listened}.",
+            code=Code.ALREADY_RUNNING,
+            next_step="Use that one, or end it first.",
+            details={"socket": str(listened)},
+        )
+
+
+#: ``struct flock`` of Linux on 64-bit machines: type, whence, start, length, process.
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+def _holder(journal: Path) -> int | None:
+    """Return a process that has the journal open; None if none has.
+
+    0 if it is another container's or, on a network file system, another machine's.
+    """
+    for suffix in ("", "-shm"):
+        with suppress(FileNotFoundError):
+            descriptor = os.open(f"{journal}{suffix}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+                found = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))
+            finally:
+                os.close(descriptor)
+            if found[0] != fcntl.F_UNLCK:
+                return max(0, int(found[4]))
+    return None
+
+
+def _older_names(state_dir: Path, socket: Path) -> Iterable[tuple[Path, Path]]:
+    """Yield the journals that may be ours, each with the socket of its broker."""
+    uid = os.geteuid()
+    sockets = [
+        socket,
+        Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}") / "gpupool" / "broker.sock",
+        machine.LOGIN_FOLDERS / str(uid) / "gpupool" / "broker.sock",
+        Path(f"/tmp/gpupool-{uid}/broker.sock"),
+    ]
+    if socket == MACHINE_SOCKET:
+        yield state_dir / "journal.sqlite", socket
+        return
+    mine = journal_name(socket)
+    for one in dict.fromkeys(sockets):
+        if one == socket or journal_name(one) == mine:
+            yield state_dir / f"journal-{zlib.crc32(os.fsencode(one)):08x}.sqlite", one
+
+
+def _same(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except OSError:
+        return False
+
+
+class SessionsElsewhere(GPUPoolError):
+    """Living kernels look for their broker at another socket."""
+
+    code = Code.SESSIONS_ELSEWHERE
+
+
+class JournalElsewhere(GPUPoolError):
+    """Living kernels of this socket are in another journal."""
+
+    code = Code.JOURNAL_ELSEWHERE
+
+
+def check_home(journal: Journal, socket: Path) -> None:
+    """Refuse the sessions of living kernels that look for their broker at another socket.
+
+    Raises
+    ------
+    SessionsElsewhere
+        If there are such kernels; their socket is in the details. Nothing has been changed.
+    """
+    home = journal.meta("socket")
+    if not home or journal.meta("boot") != machine.boot_id() or _same_place(Path(home), socket):
+        return
+    pids = living(journal.records())
+    if pids:
+        raise SessionsElsewhere(
+            f"{_kernels(pids)} a GPU pool broker at {home}, which has ended. A broker at {socket} "
+            "would take over the sessions, and no kernel would find it there.",
+            next_step=f"Start the broker there: jupyter gpupool broker --socket {home}. If nothing "
+            "can listen there any more, start this one with --take-over: idle GPU memory is freed, "
+            "but those kernels cannot ask for a GPU again until they are restarted.",
+            details={"socket": home},
+        )
+
+
+def check_record(socket: Path, path: Path) -> None:
+    """Refuse to use ``path`` as the journal while the kernels of this socket are in another one.
+
+    The start record of a broker that died names its journal.
+
+    Raises
+    ------
+    JournalElsewhere
+        If a process of a session in that journal lives.
+    """
+    try:
+        record = read_record(socket)
+    except BadRecord:
+        return  # another user could have written it
+    if record is None or not record.journal or _same_place(Path(record.journal), path):
+        return
+    pids = living(_read(Path(record.journal)))
+    if pids:
+        folder = Path(record.journal).parent
+        raise JournalElsewhere(
+            f"{_kernels(pids)} this broker, but their sessions are in the journal "
+            f"{record.journal}, and this configuration uses {path}.",
+            next_step=f"Set c.GPUPool.state_dir to {str(folder)!r}, or end the kernels: processes "
+            f"{', '.join(map(str, pids))}.",
+        )
+
+
+def living(stored: Mapping[str, Mapping[str, Any]]) -> list[int]:
+    """Return the kernels' processes, of sessions in a journal, that still run."""
+    found = []
+    for entry in stored.values():
+        try:
+            if alive(ProcessId(int(entry["pid"]), int(entry["start_time"]))):
+                found.append(int(entry["pid"]))
+        except (KeyError, TypeError, ValueError):
+            continue  # its kernel has not started yet, or the record is unreadable
+    return sorted(found)
+
+
+def _kernels(pids: list[int]) -> str:
+    if len(pids) == 1:
+        return f"A kernel (process {pids[0]}) depends on"
+    return f"{len(pids)} kernels (processes {', '.join(map(str, pids))}) depend on"
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the sessions of this boot in the journal at ``path``; none if it is unreadable."""
+    try:
+        if os.lstat(path).st_uid != os.geteuid():
+            return {}
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            row = db.execute("SELECT value FROM meta WHERE name = 'boot'").fetchone()
+            if row is None or row[0] != machine.boot_id():
+                return {}
+            rows = db.execute("SELECT id, record FROM sessions").fetchall()
+        return {name: json.loads(text) for name, text in rows}
+    except (OSError, sqlite3.Error, ValueError):
+        return {}
+
+
+def _same_place(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

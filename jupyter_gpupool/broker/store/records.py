@@ -1,0 +1,89 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Pool records to JSON and back, for the journal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from typing import Any, Mapping, Sequence
+
+from ...devices.numbers import namespace
+from ...pool.model import Device, Hold, Owner, Request, SessionRecord, Slice
+
+_FIELDS = tuple(f.name for f in fields(SessionRecord))
+_REQUEST_FIELDS = tuple(f.name for f in fields(Request))
+
+
+def to_json(record: SessionRecord) -> dict[str, Any]:
+    """Return ``record`` as JSON values; by hand, as ``asdict`` takes ten times as long."""
+    data = {name: getattr(record, name) for name in _FIELDS}
+    data["owner"] = {"name": record.owner.name, "groups": record.owner.groups}
+    data["request"] = request_to_json(record.request)
+    data["holds"] = [{"id": h.id, "kind": h.kind, "since": h.since} for h in record.holds]
+    data["slices"] = slices_to_json(record.slices)
+    data["suspended"] = slices_to_json(record.suspended)
+    return data
+
+
+def from_json(data: Mapping[str, Any]) -> SessionRecord:
+    """Return the record that :func:`to_json` made.
+
+    Fields that this version does not know are left out, fields that it newly has get their
+    default: a journal outlives an update.
+
+    Raises
+    ------
+    (KeyError, TypeError, ValueError)
+        If this is not a record.
+    """
+    known = {f.name for f in fields(SessionRecord)}
+    values = {name: value for name, value in data.items() if name in known}
+    owner = values["owner"]
+    values["owner"] = Owner(owner["name"], tuple(owner["groups"]))
+    values["request"] = Request(**values["request"])
+    values["holds"] = tuple(Hold(**hold) for hold in values.get("holds", ()))
+    for name in ("slices", "suspended"):
+        values[name] = tuple(Slice(**s) for s in values.get(name, ()))
+    for name in ("bound", "last_devices"):
+        values[name] = tuple(values.get(name, ()))
+    return SessionRecord(**values)
+
+
+def slices_to_json(slices: tuple[Slice, ...]) -> list[dict[str, Any]]:
+    """Return slices as the protocol shows them."""
+    return [{"device": s.device, "bytes": s.bytes} for s in slices]
+
+
+def request_to_json(request: Request) -> dict[str, Any]:
+    """Return a request as the protocol shows it."""
+    return {name: getattr(request, name) for name in _REQUEST_FIELDS}
+
+
+def devices_to_text(devices: Sequence[Device]) -> str:
+    """Return devices with the verdicts of their self-tests, for the journal."""
+    return json.dumps([asdict(device) for device in devices])
+
+
+def devices_from_text(text: str) -> dict[str, Device]:
+    """Return by UUID what :func:`devices_to_text` wrote; {} if it cannot be read."""
+    known = {f.name for f in fields(Device)}
+    try:
+        rows = [{n: v for n, v in row.items() if n in known} for row in json.loads(text or "[]")]
+        return {row["uuid"]: Device(**row) for row in rows}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return {}
+
+
+def numbers_to_text(proven: bool | None, boot: str) -> str:
+    """Return, for the journal, whether NVML's process numbers are this PID namespace's."""
+    return json.dumps([boot, namespace(), proven])
+
+
+def numbers_from_text(text: str, boot: str) -> bool | None:
+    """Return what :func:`numbers_to_text` wrote in this boot and namespace, else None."""
+    try:
+        *where, proven = json.loads(text or "[]")
+    except ValueError:
+        return None
+    return proven if where == [boot, namespace()] and isinstance(proven, bool) else None

@@ -1,0 +1,249 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""After a broker was killed: the pool as it was, from the journal and the driver's own word.
+
+The journal says what had been begun, the driver says how far it came:
+
+===========  ==============  ======================================================================
+journal      driver          result
+===========  ==============  ======================================================================
+any          process gone    closed
+opened       no process yet  detached; its server says which process it started, or it is closed
+queued       any             detached; its agent asks again
+attaching    none            detached (nothing had been begun)
+attaching    checkpointed    detached, still suspended
+attaching    running         attached: the restore had succeeded
+active/idle  running, none   attached
+active/idle  checkpointed    detached and suspended: somebody did it behind our back
+detaching    running, none   attached: the suspend had not begun, or was undone
+detaching    checkpointed    detached and suspended: it had succeeded
+any          locked          unlocked, then as running
+any          failed          lost: told to its user and ended
+any          hung            as the journal has it (stopped by SIGSTOP, most likely)
+any          no answer       as the journal has it: not to know is no reason to end a kernel
+===========  ==============  ======================================================================
+
+A broker that finds none of the devices that living kernels have state on does not start at all
+(:func:`check_reach`): it was started with other options, or the driver is broken, and neither is
+repaired by taking these kernels for lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, Collection, Literal, Mapping
+
+from ...devices.model import ProcessId
+from ...devices.service import DeviceService
+from ...errors import Code, DriverError, GPUPoolError
+from ...pool.model import Hold, SessionRecord, Slice
+from ..pages.activity import DEVICE_HOLD
+from ..processes import alive
+from ..sessions import Session
+from .records import from_json
+
+#: A hold that stands for whatever the agent will say when it is back. Until then, or for so many
+#: seconds, nobody takes the slice. Where the guard shows what is used it is not needed for the
+#: state to be safe, only for a cell that holds without computing.
+RECOVERED_HOLD = "recovered"
+GRACE_UNDER_GUARD = 2.0
+
+ATTACHED = ("active", "idle")
+
+
+@dataclass
+class Recovered:
+    """A session to go on with: ``lost`` says why it cannot."""
+
+    session: Session
+    record: SessionRecord
+    lost: str = ""
+    #: Since when the session was idle with its slice, as the journal has it; 0.0 if it was not.
+    idle_since: float = 0.0
+    #: It was active, and no agent held its slice.
+    computed: bool = False
+
+    def at_rest(self, since: float = 0.0) -> None:
+        """It has been idle ``since`` then, or as the journal says: nobody has to be waited for."""
+        idle_since = since or self.idle_since
+        self.record = replace(self.record, state="idle", holds=(), idle_since=idle_since)
+
+    def in_use(self, now: float) -> None:
+        """Its page shows what it does with the device: that alone keeps its slice."""
+        self.record = replace(self.record, holds=(Hold(DEVICE_HOLD, "device", now),))
+
+
+class OutOfReach(GPUPoolError):
+    """Living kernels have state on devices of which this broker has none."""
+
+    code = Code.OUT_OF_REACH
+
+
+def check_reach(
+    stored: Mapping[str, Mapping[str, Any]], found: Collection[str], problem: str, was: str
+) -> None:
+    """Let nobody go on with sessions whose devices are all missing.
+
+    Parameters
+    ----------
+    stored:
+        The journal's records of this boot.
+    found:
+        UUIDs of the machine's devices, as this broker sees it.
+    problem:
+        Why there is none, if there is none.
+    was:
+        ``c.GPUPool.emulate`` of the broker before.
+
+    Raises
+    ------
+    OutOfReach
+        If there are such sessions. Nothing has been changed.
+    """
+    pids: list[int] = []
+    places: set[str] = set()
+    for entry in stored.values():
+        try:
+            record = from_json(entry["record"])
+            session = _session(record, entry)
+        except (KeyError, TypeError, ValueError):
+            continue  # nothing can be done with it anyway
+        there = {*record.bound, *(piece.device for piece in (*record.slices, *record.suspended))}
+        if there and session.process is not None and alive(session.process):
+            pids.append(session.process.pid)
+            places |= there
+    if not pids or not places.isdisjoint(found):
+        return
+    # What is wrong, without what else one might do about a missing driver.
+    why = problem.partition(". ")[0].rstrip(".") or "The machine has other devices now"
+    many = f"{len(pids)} kernels" if len(pids) > 1 else "A kernel"
+    driver = f"on c.GPUPool.emulate = {was!r}" if was else "on the machine's NVIDIA driver"
+    raise OutOfReach(
+        f"{many} of the broker before this one would be lost, with state on a GPU that this one "
+        f"cannot reach. {why}. Nothing was changed.",
+        next_step=f"That broker ran {driver}: start this one with the same options (a new Pooled "
+        "GPU kernel of the same server does), or mend the driver, or end the kernels: processes "
+        f"{', '.join(map(str, sorted(pids)))}.",
+    )
+
+
+async def recover(
+    stored: Mapping[str, Mapping[str, Any]], devices: DeviceService, now: float, log: logging.Logger
+) -> tuple[list[Recovered], list[tuple[str, str, str]]]:
+    """Return the sessions that live, and (id, owner, reason) of those that do not."""
+    living: list[tuple[Session, SessionRecord]] = []
+    dead: list[tuple[str, str, str]] = []
+    for name, entry in stored.items():
+        try:
+            record = from_json(entry["record"])
+            session = _session(record, entry)
+        except (KeyError, TypeError, ValueError) as error:
+            log.error("The journal's record of session %s cannot be read: %r", name, error)
+            dead.append((name, "", "its journal record cannot be read"))
+            continue
+        if session.process is not None and not alive(session.process):
+            dead.append((name, record.owner.name, "its process ended while there was no broker"))
+        else:
+            living.append((session, record))
+    found = await asyncio.gather(*(_recover_one(s, r, devices, now, log) for s, r in living))
+    return list(found), dead
+
+
+def _session(record: SessionRecord, entry: Mapping[str, Any]) -> Session:
+    session = Session(
+        id=record.id,
+        owner=record.owner,
+        uid=int(entry["uid"]),
+        token_digest=str(entry["token_digest"]),
+        kernel_id=str(entry["kernel_id"]),
+        moving={str(k): int(v) for k, v in entry.get("moving", {}).items()},
+    )
+    session.frozen = frozen_in(entry)
+    if entry["pid"] is not None:
+        session.process = ProcessId(int(entry["pid"]), int(entry["start_time"]))
+    if record.bound:
+        session.cuda = True
+    return session
+
+
+def frozen_in(entry: Mapping[str, Any]) -> tuple[ProcessId, ...]:
+    """Return the suspended processes of a journal's record; () if it names none."""
+    try:
+        return tuple(ProcessId(int(pid), int(start)) for pid, start in entry.get("frozen", ()))
+    except (TypeError, ValueError):
+        return ()
+
+
+async def _recover_one(
+    session: Session,
+    record: SessionRecord,
+    devices: DeviceService,
+    now: float,
+    log: logging.Logger,
+) -> Recovered:
+    if session.process is None:
+        # Its server opened it and starts the kernel now: ``launched`` will say which process.
+        return Recovered(session, _detached(record, now))
+    try:
+        state = await devices.driver_state(session.process, session=session.id)
+    except Exception:
+        log.exception("The driver's state of session %s is unknown", session.id)
+        state = "hung"
+    if state == "locked":
+        try:
+            await devices.unlock(session.process, session=session.id)
+            state = await devices.driver_state(session.process, session=session.id)
+        except DriverError as error:
+            log.error("Session %s cannot be unlocked: %s", session.id, error)
+    log.info("Session %s was %s, the driver says %s", session.id, record.state, state)
+    moving, session.moving = session.moving, {}
+    if state == "hung":
+        # Stopped, or stuck: nobody can tell. What it had it keeps until somebody can.
+        state = "checkpointed" if record.suspended and record.state != "attaching" else "running"
+    if state in ("failed", "locked"):
+        return Recovered(
+            session, _detached(record, now), f"The driver lost its GPU state ({state})."
+        )
+    if state == "checkpointed":
+        return Recovered(session, _suspended(record, moving, now))
+    if record.state in (*ATTACHED, "detaching") or (
+        record.state == "attaching" and record.suspended and state == "running"
+    ):
+        idle_since = record.idle_since if record.state in ("idle", "detaching") else 0.0
+        computed = record.state == "active" and {h.id for h in record.holds} == {DEVICE_HOLD}
+        return Recovered(session, _attached(record, now), idle_since=idle_since, computed=computed)
+    if record.suspended:
+        # It was suspended and runs: somebody resumed it behind our back, without a grant.
+        log.warning("Session %s was suspended and runs without a slice", session.id)
+        record = replace(record, suspended=())
+    return Recovered(session, _detached(record, now))
+
+
+def _attached(record: SessionRecord, now: float) -> SessionRecord:
+    # Whatever its cells do now, the agent will say; until then the slice is in use.
+    hold = Hold(RECOVERED_HOLD, "cell", now)
+    state: Literal["active"] = "active"
+    return replace(
+        record, state=state, state_since=now, holds=(hold,), suspended=(), idle_since=0.0,
+        wait_reason="",
+    )  # fmt: skip
+
+
+def _detached(record: SessionRecord, now: float) -> SessionRecord:
+    # ``queued_at`` stays: who was waiting keeps its place if its agent asks again.
+    return replace(record, state="detached", state_since=now, holds=(), slices=(), wait_reason="")
+
+
+def _suspended(record: SessionRecord, moving: Mapping[str, int], now: float) -> SessionRecord:
+    suspended = record.suspended or tuple(
+        Slice(piece.device, moving.get(piece.device) or piece.bytes) for piece in record.slices
+    )
+    if not suspended:
+        suspended = tuple(Slice(device, record.footprint) for device in record.bound)
+    return replace(
+        _detached(record, now),
+        suspended=suspended,
+        bound=record.bound or tuple(piece.device for piece in suspended),
+    )

@@ -1,0 +1,3 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The socket: who may connect, bytes to messages and back, whose request is handled next."""

@@ -1,0 +1,480 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""One peer's connection: bytes to messages and back, and the limits that keep one from all.
+
+Nothing here knows what a message means, nor whose turn it is: ``dispatch`` calls :meth:`step`. The
+acts of a connection are handled in the order they came; one read may wait beside them for its
+answer. Nothing is read from a peer that has a request waiting behind that, or does not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Callable, Literal, Mapping, Protocol
+
+from ...errors import Code, GPUPoolError, ProtocolError
+from ...protocol import MAX_REQUEST, READS, Message, decode_request, encode, error_message
+from .auth import Peer, peer_of
+from .dispatch import ABUSE_PRICE, BAD_PRICE, BYTES_PER_POINT, PRICES, Account
+
+if TYPE_CHECKING:
+    from ..sessions import Session
+    from .dispatch import Dispatcher
+
+#: Bytes read from a peer at once. A request that is longer is read on when few others of its user
+#: are: a hundred connections that all have something would keep the loop reading.
+CHUNK = 16 << 10
+
+#: Bytes of unfinished requests that one user may leave here, over all connections.
+MAX_UNFINISHED = 4 << 20
+
+#: Messages that are no messages before the connection is closed.
+MAX_BAD = 16
+
+#: Holds that one connection may wait for at once.
+MAX_WAITING = 256
+
+#: Bytes of answers left unread from which on a peer gets no further answer.
+HIGH_WATER = 32 << 10
+
+#: Bytes that may be left unread before the connection is closed. Beyond HIGH_WATER they are
+#: messages that the peer did not ask for.
+MAX_UNREAD = 1 << 20
+
+#: Seconds for which a peer may leave more than HIGH_WATER unread, or take for the rest of a long
+#: request once that is read.
+READER_PATIENCE = 30.0
+
+#: What every connection receives into, one at a time.
+_INBOX = memoryview(bytearray(CHUNK))
+
+
+@dataclass
+class Counters:
+    """What the broker has seen since its start."""
+
+    connections: int = 0
+    messages: int = 0
+    bad_messages: int = 0
+    refused: int = 0
+    throttled: int = 0
+    closed_for_abuse: int = 0
+
+    def snapshot(self) -> dict[str, int]:
+        """Return the figures by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+class Service(Protocol):
+    """What a connection needs of the rest of the broker."""
+
+    counters: Counters
+    log: logging.Logger
+    dispatcher: Dispatcher
+
+    def connected(self, connection: Connection) -> None:
+        """Take note of a new connection, or raise :class:`GPUPoolError` to refuse it."""
+
+    def received(self, connection: Connection, message: Message) -> None:
+        """Handle a well-formed request, or raise :class:`GPUPoolError` to refuse it."""
+
+    def disconnected(self, connection: Connection) -> None:
+        """Forget the connection. Called once for each that was not refused."""
+
+
+class Connection(asyncio.BufferedProtocol):
+    """See the module. ``session`` is set for a kernel's agent once it has said hello."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.peer = Peer(0, -1, -1)
+        self.account: Account
+        self.session: Session | None = None
+        #: Sessions opened here and not yet launched.
+        self.opened: set[str] = set()
+        #: The session whose ``launched`` a message of this connection waits for.
+        self.early: Session | None = None
+        #: Hold requests that wait for their answer.
+        self.waiting = 0
+        self.accepted = False
+        #: It is in its account's queue of connections with something to be handled.
+        self.queued = False
+        #: Bytes of answers that the peer had not read when they were last counted.
+        self.unread = 0
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+        self._scanned = 0
+        self._ended = False
+        self._bad = 0
+        #: The next request, decoded, where it cannot be handled yet.
+        self._next: Message | None = None
+        self._next_waits = False
+        #: A read that waits for its user's budget, may be handled now, or is being answered.
+        self._read: Message | None = None
+        self._read_state: Literal["", "waits", "due", "answering"] = ""
+        self._reading = True
+        self._choked: asyncio.TimerHandle | None = None
+        #: Ends the connection if the rest of a long request does not come in time.
+        self._rest: asyncio.TimerHandle | None = None
+        #: Bytes of the answers to the request being handled.
+        self._sent = 0
+
+    # ------------------------------------------------------------------ for the rest of the broker
+
+    @property
+    def open(self) -> bool:
+        """Whether what is sent still goes somewhere."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def buffered(self) -> int:
+        """Bytes that were received and not handled."""
+        return len(self._buffer)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message; without effect if the connection has ended."""
+        if self.open:
+            self.send_line(encode(message))
+
+    def send_line(self, line: bytes) -> None:
+        """Send an encoded message; without effect if the connection has ended."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        choked = self._choked is not None
+        self._sent += len(line)
+        self._transport.write(line)
+        self.count_unread()
+        if choked and self.unread > MAX_UNREAD:
+            self.abuse("does not read its answers", abort=True)
+
+    def count_unread(self) -> None:
+        """Tell the account how much the peer leaves unread."""
+        if self.accepted and self._transport is not None:
+            size = self._transport.get_write_buffer_size()
+            if size != self.unread:
+                self.service.dispatcher.note_unread(self, size)
+
+    def answer(self, request_id: int | None, fields_: Mapping[str, Any] | None = None) -> None:
+        """Answer a request with ``ok``; a request without an id has no answer."""
+        if request_id is not None:
+            self.send({"type": "ok", "id": request_id, **(fields_ or {})})
+
+    def refuse(self, request_id: int | None, error: GPUPoolError) -> None:
+        """Answer a request with ``error``, also one that has no id: it must not be lost."""
+        self.service.counters.refused += 1
+        self.send(error_message(error, request_id))
+
+    def close(self) -> None:
+        """Send what is to be sent, then end the connection."""
+        if self._transport is not None:
+            self._transport.close()
+            if self._transport.get_write_buffer_size():
+                # A peer that does not read must not keep the bytes and its place for good.
+                asyncio.get_running_loop().call_later(READER_PATIENCE, self._transport.abort)
+
+    def attempt(self, message: Message, method: Callable[[Connection, Message], None]) -> None:
+        """Have ``method`` handle a request, and answer whatever it raises.
+
+        Every request that a client sends is handled through here, also one that waited.
+        """
+        request_id = message.get("id")
+        try:
+            method(self, message)
+        except GPUPoolError as error:
+            self.refuse(request_id, error)
+            if error.code in (Code.NOT_YOURS, Code.BAD_TOKEN):
+                self.abuse(f"claims what is not its own ({error.message})")
+        except Exception:
+            # A fault of ours must not take the broker, and with it everybody's kernels, along.
+            self.service.log.exception("A %r message was not handled", message["type"])
+            self.refuse(
+                request_id,
+                GPUPoolError(
+                    f"The broker failed on this {message['type']!r} message; this is a bug.",
+                    code=Code.INTERNAL,
+                    next_step="Please report it with the broker's log.",
+                ),
+            )
+
+    def begin_read(self) -> None:
+        """The read being handled is answered later; see :meth:`end_read`."""
+        self._read_state = "answering"
+
+    def end_read(self, cost: float) -> None:
+        """The read was answered, for so many points elsewhere: the next may come."""
+        self.account.reads.pay(cost, asyncio.get_running_loop().time())
+        if self._read_state == "answering":
+            self._read_state = ""
+        self._go_on()
+
+    # ------------------------------------------------------------------ for the dispatcher
+
+    def has_work(self) -> bool:
+        """Return whether :meth:`step` would handle something."""
+        if not self.open or self._choked is not None:
+            return False
+        if self._read_state == "due":
+            return True
+        if self._next is not None:
+            return not self._next_waits and not self._blocked()
+        return self._has_line() or (self._ended and not self._read_state)
+
+    def step(self, now: float) -> tuple[float, bool]:
+        """Handle one request, or have it wait; return its price, and whether it is a read."""
+        self._sent = 0
+        price, read = self._step(now)
+        self._look_at_reading()
+        return price + self._sent / BYTES_PER_POINT, read
+
+    def go_on(self, *, read: bool) -> None:
+        """The budget covers the request that waited for it."""
+        if read and self._read_state == "waits":
+            self._read_state = "due"
+        elif not read:
+            self._next_waits = False
+        self._go_on()
+
+    def give_up_read(self, error: GPUPoolError) -> None:
+        """The budget did not cover the read in time."""
+        if self._read is not None and self.open:
+            message, self._read, self._read_state = self._read, None, ""
+            self.refuse(message.get("id"), error)
+        self._go_on()
+
+    def next_price(self) -> float:
+        """Return the price of the request that waits for the budget."""
+        message = self._read or self._next
+        return PRICES[message["type"]] if message is not None and self.open else 0.0
+
+    # ------------------------------------------------------------------ asyncio.BufferedProtocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=HIGH_WATER)
+        self.service.counters.connections += 1
+        try:
+            self.peer = peer_of(transport.get_extra_info("socket"))
+            self.account = self.service.dispatcher.account(self.peer.uid)
+            self.service.connected(self)
+            self.accepted = True
+            self.service.dispatcher.joined(self)
+        except GPUPoolError as error:
+            self.refuse(None, error)
+            transport.close()
+        except OSError:
+            transport.abort()  # it left before we looked
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
+        return _INBOX
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if not self.accepted:
+            return
+        self._buffer += _INBOX[:nbytes]
+        self.account.buffered += nbytes
+        self._go_on()
+
+    def eof_received(self) -> bool:
+        self._ended = True
+        self._go_on()
+        return True  # we close it ourselves, when all it sent has been handled
+
+    def pause_writing(self) -> None:
+        if self._choked is None:
+            self._choked = asyncio.get_running_loop().call_later(
+                READER_PATIENCE, self.abuse, "does not read its answers", True
+            )
+
+    def resume_writing(self) -> None:
+        if self._choked is not None:
+            self._choked.cancel()
+            self._choked = None
+        self.count_unread()
+        self._go_on()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self._transport = None
+        if self._choked is not None:
+            self._choked.cancel()
+            self._choked = None
+        if self.accepted:
+            self._end_long()
+            self.service.dispatcher.left(self)
+            self._buffer.clear()
+            self.accepted = False
+            self.service.disconnected(self)
+
+    # ------------------------------------------------------------------ internals
+
+    def _go_on(self) -> None:
+        """Something has changed: come back for a turn, if there is something to be handled."""
+        if not self.accepted:
+            return
+        if not self._has_line() and len(self._buffer) > 0 and not self._check_unfinished():
+            return
+        if self.has_work():
+            self.service.dispatcher.ready(self)
+        self._look_at_reading()
+
+    def _has_line(self) -> bool:
+        if self._buffer.find(b"\n", self._scanned) >= 0:
+            return True
+        self._scanned = len(self._buffer)
+        return False
+
+    def _check_unfinished(self) -> bool:
+        """Return whether the part of a request that was received may grow further."""
+        if len(self._buffer) > MAX_REQUEST:
+            self._bad_message(
+                ProtocolError(f"A message has more than {MAX_REQUEST} bytes.", code=Code.TOO_LONG)
+            )
+            self.abuse("sent an endless line")
+            return False
+        if self.account.buffered > MAX_UNFINISHED:
+            self.abuse("and others of its user leave too many requests unfinished")
+            return False
+        return True
+
+    def _blocked(self) -> bool:
+        """Return whether the next request is a read behind another one."""
+        return self._next is not None and self._next["type"] in READS and bool(self._read_state)
+
+    def _look_at_reading(self) -> None:
+        """Read from the peer exactly while what it sends could be handled soon."""
+        if self._transport is None or self._transport.is_closing() or self._ended:
+            return
+        stuck = self._next is not None or self._choked is not None
+        wanted = not stuck and (len(self._buffer) < CHUNK or self._may_read_on())
+        if wanted and not self._reading:
+            self._transport.resume_reading()
+        elif self._reading and not wanted:
+            self._transport.pause_reading()
+        self._reading = wanted
+
+    def _may_read_on(self) -> bool:
+        """Return whether the rest of a long request is read now, or when others of its user are."""
+        whole = self._has_line()
+        if self.accepted:
+            (self._end_long if whole else self._begin_long)()
+        return not whole and (not self.accepted or self in self.account.long)
+
+    def _begin_long(self) -> None:
+        """A long request takes one of its user's few places now or later, and not without limit."""
+        self.account.begin_long(self)
+        if self._rest is None and self in self.account.long:
+            loop = asyncio.get_running_loop()
+            self._rest = loop.call_later(READER_PATIENCE, self._stalled)
+
+    def _end_long(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
+        self.account.end_long(self)
+
+    def _stalled(self) -> None:
+        if not self._has_line():
+            self.abuse(f"did not send the rest of a long request in {READER_PATIENCE:g} seconds")
+
+    def read_on(self) -> None:
+        """It is this connection's turn to have the rest of a long request read."""
+        self._look_at_reading()
+
+    def _step(self, now: float) -> tuple[float, bool]:
+        if self._read_state == "due" and self._read is not None:
+            message, self._read, self._read_state = self._read, None, ""
+            return self._handle(message), True
+        if self._next is not None:
+            message, self._next = self._next, None
+        else:
+            found = self._take_line()
+            if isinstance(found, float):
+                return found, False
+            message = found
+        if message["type"] in READS:
+            if self._read_state:
+                self._next = message
+                return 0.0, True
+            if self.account.reads.left(now) <= 0:
+                self.service.counters.throttled += 1
+                self._read, self._read_state = message, "waits"
+                self.service.dispatcher.wait_read(self)
+                return 0.0, True
+            return self._handle(message), True
+        if self.account.acts.left(now) <= 0:
+            self.service.counters.throttled += 1
+            self._next, self._next_waits = message, True
+            self.service.dispatcher.wait_act(self)
+            return 0.0, False
+        return self._handle(message), False
+
+    def _handle(self, message: Message) -> float:
+        self.attempt(message, self.service.received)
+        return PRICES[message["type"]]
+
+    def _take_line(self) -> Message | float:
+        """Return the next request; the price if there is none, or none that is valid."""
+        end = self._buffer.find(b"\n", self._scanned)
+        if end < 0:
+            if self._ended and not self._read_state:
+                self._finish()
+            return 0.0
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        self.account.buffered -= end + 1
+        self._scanned = 0
+        self.service.counters.messages += 1
+        try:
+            return decode_request(line)
+        except ProtocolError as error:
+            self._bad_message(error, error.details.get("id"))
+            return BAD_PRICE + end / BYTES_PER_POINT
+
+    def _finish(self) -> None:
+        """The peer has said all that it will."""
+        if self._buffer and self.accepted:
+            self._forget_buffer()
+            self._bad_message(ProtocolError("The connection ended in the middle of a message."))
+        self.close()
+
+    def _forget_buffer(self) -> None:
+        if self.accepted:
+            self._end_long()
+            self.account.buffered -= len(self._buffer)
+        self._buffer.clear()
+        self._scanned = 0
+
+    def _bad_message(self, error: ProtocolError, request_id: int | None = None) -> None:
+        self.service.counters.bad_messages += 1
+        self._bad += 1
+        self.refuse(request_id, error)
+        if self._bad >= MAX_BAD:
+            self.abuse("keeps sending what is no message")
+
+    def abuse(self, what: str, abort: bool = False) -> None:
+        """Close the connection of a peer that misbehaves."""
+        if not self.open:
+            if abort and self._transport is not None:
+                # It closes already, but what it still has to send is not read.
+                self._transport.abort()
+            return
+        assert self._transport is not None
+        self.service.counters.closed_for_abuse += 1
+        self.account.connects.pay(ABUSE_PRICE, asyncio.get_running_loop().time())
+        self.service.log.warning(
+            "Connection of process %d (user id %d) closed: it %s",
+            self.peer.pid, self.peer.uid, what, extra={"cause": self.peer.uid},
+        )  # fmt: skip
+        self._forget_buffer()
+        self._next = self._read = None
+        if abort:
+            self._transport.abort()
+            return
+        self.send(
+            error_message(
+                ProtocolError(f"This connection is closed: it {what}.", code=Code.ABUSE), None
+            )
+        )
+        self._transport.close()

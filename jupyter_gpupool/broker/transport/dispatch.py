@@ -1,0 +1,376 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Which request the broker handles next: deficit round robin between users, in short turns.
+
+A user's connections share that user's place. A turn of the event loop handles requests for a
+quarter of a millisecond, whoever sent them; then the loop reads, accepts and runs its timers. A
+request over its user's budget waits here. The broker reads nothing more from its connection
+meanwhile, so a flood waits in its sender.
+
+Prices are in points; a point is about 50 microseconds of the event loop. A price is the least that
+a request costs: one that takes the loop longer costs what it took. The budget is the user's, by
+user id: more connections or more processes give no more of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING, Mapping
+
+from ...errors import Code, RefusedError
+
+if TYPE_CHECKING:
+    from .connection import Connection
+
+
+#: Points of one turn of the event loop, and of one user's part of it. To be connected and to be
+#: answered takes others several turns, so a turn is short.
+TURN, QUANTUM = 5.0, 2.5
+
+#: Points owed at most: what a request took beyond that, turns without work do not make up for.
+MAX_OWED = 100.0
+
+#: Seconds that a read waits for its user's budget before it is refused.
+PATIENCE = 2.0
+
+#: Seconds between two looks at a budget.
+LOOK = 0.01
+
+#: Bytes of answers that all connections together, and those of one user, may leave unread.
+MAX_UNREAD, USER_UNREAD = 32 << 20, 8 << 20
+
+
+class Dispatcher:
+    """All users' accounts, and the turns between them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._accounts: dict[int, Account] = {}
+        self._active: deque[Account] = deque()
+        self._turn_handle: asyncio.Handle | None = None
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._unread = 0
+        #: Points that the last turn took too much.
+        self._owed = 0.0
+        #: Reads that waited for their user's budget, and those that were refused for it.
+        self.delayed = 0
+        self.busy = 0
+
+    def account(self, uid: int) -> Account:
+        """Return the account of a user."""
+        found = self._accounts.get(uid)
+        if found is None:
+            found = self._accounts[uid] = Account(uid, self._loop.time())
+        return found
+
+    def close(self) -> None:
+        """Handle nothing more."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self._active.clear()
+        if self._turn_handle is not None:
+            self._turn_handle.cancel()
+
+    # ------------------------------------------------------------------ what connections tell
+
+    def joined(self, connection: Connection) -> None:
+        """A connection begins."""
+        connection.account.connections.add(connection)
+
+    def left(self, connection: Connection) -> None:
+        """A connection has ended."""
+        account = connection.account
+        account.connections.discard(connection)
+        account.buffered -= connection.buffered
+        account.end_long(connection)
+        self.note_unread(connection, 0)
+        if not account.connections:
+            # Its budgets fill up within seconds; a connection before that finds them as they are.
+            self._arm(account)
+
+    def ready(self, connection: Connection) -> None:
+        """A connection has something that can be handled now."""
+        if connection.queued:
+            return
+        connection.queued = True
+        account = connection.account
+        account.ready.append(connection)
+        if not account.active:
+            account.active = True
+            self._active.append(account)
+        if self._turn_handle is None:
+            self._turn_handle = self._loop.call_soon(self._turn)
+
+    def wait_act(self, connection: Connection) -> None:
+        """The next act of a connection is over its user's budget."""
+        connection.account.waiting_acts.append(connection)
+        self._arm(connection.account)
+
+    def wait_read(self, connection: Connection) -> None:
+        """The same of a read."""
+        self.delayed += 1
+        connection.account.waiting_reads.append((connection, self._loop.time() + PATIENCE))
+        self._arm(connection.account)
+
+    def note_unread(self, connection: Connection, size: int) -> None:
+        """A connection has ``size`` bytes of answers that were not read; close the worst."""
+        account, more = connection.account, size - connection.unread
+        connection.unread = size
+        account.unread += more
+        self._unread += more
+        if more > 0 and account.unread > USER_UNREAD:
+            self._relieve(account, USER_UNREAD)
+        if more > 0 and self._unread > MAX_UNREAD:
+            worst = max(self._accounts.values(), key=lambda a: a.unread)
+            self._relieve(worst, worst.unread // 2)
+
+    # ------------------------------------------------------------------ turns
+
+    def _turn(self) -> None:
+        self._turn_handle = None
+        # After an expensive request the loop looks at all other connections a few times, before the
+        # next one.
+        left = TURN - self._owed
+        try:
+            while self._active and left > 0:
+                left -= self._serve_one(self._active.popleft(), left)
+        finally:
+            # Whatever went wrong with one request: all others go on.
+            self._owed = min(MAX_OWED, max(0.0, -left))
+            if self._active and self._turn_handle is None:
+                self._turn_handle = self._loop.call_soon(self._turn)
+
+    def _serve_one(self, account: Account, left: float) -> float:
+        """Serve one user as long as its share and ``left`` last; return what it cost."""
+        account.deficit = min(QUANTUM, account.deficit + QUANTUM)
+        try:
+            return self._spend(account, left)
+        finally:
+            if account.ready:
+                self._active.append(account)
+            else:
+                account.active = False
+                account.deficit = min(0.0, account.deficit)
+
+    def _spend(self, account: Account, left: float) -> float:
+        """Have a user's requests handled while its share and ``left`` last; return their cost."""
+        spent = 0.0
+        while account.ready and account.deficit > 0 and spent < left:
+            connection = account.ready.popleft()
+            connection.queued = False
+            cost = self._serve(account, connection)
+            account.deficit -= cost
+            spent += cost
+            if connection.has_work():
+                self.ready(connection)
+        return spent
+
+    def _serve(self, account: Account, connection: Connection) -> float:
+        """Have one request handled; return what it cost."""
+        # The processor's time, not the clock's: the user does not pay for other processes.
+        before = time.thread_time()
+        price, read = connection.step(self._loop.time())
+        cost = max(price, (time.thread_time() - before) * POINTS_PER_SECOND)
+        bucket = account.reads if read else account.acts
+        bucket.pay(cost, self._loop.time())
+        return cost
+
+    # ------------------------------------------------------------------ over the budget
+
+    def _arm(self, account: Account) -> None:
+        if account.uid not in self._timers:
+            self._timers[account.uid] = self._loop.call_later(LOOK, self._look, account)
+
+    def _look(self, account: Account) -> None:
+        """Let those go on that the budgets cover by now, and refuse reads that waited too long."""
+        del self._timers[account.uid]
+        now = self._loop.time()
+        for connection in self._covered(account.acts, account.waiting_acts, now):
+            account.waiting_acts.popleft()
+            connection.go_on(read=False)
+        reads = [entry[0] for entry in account.waiting_reads]
+        for connection in self._covered(account.reads, reads, now):
+            account.waiting_reads.popleft()
+            connection.go_on(read=True)
+        while account.waiting_reads and account.waiting_reads[0][1] <= now:
+            connection, _ = account.waiting_reads.popleft()
+            self.busy += 1
+            connection.give_up_read(self._busy(account, now))
+        if account.waiting_acts or account.waiting_reads:
+            self._arm(account)
+        elif account.rested(now):
+            self._accounts.pop(account.uid, None)
+        elif not account.connections:
+            self._timers[account.uid] = self._loop.call_later(1.0, self._look, account)
+
+    def _covered(
+        self, bucket: Bucket, waiting: deque[Connection] | list[Connection], now: float
+    ) -> list[Connection]:
+        """Return those at the head of ``waiting`` whose requests the budget covers together."""
+        left, count = bucket.left(now), 0
+        for connection in waiting:
+            if left <= 0:
+                break
+            left -= connection.next_price()
+            count += 1
+        return [*islice(waiting, count)]
+
+    def _busy(self, account: Account, now: float) -> RefusedError:
+        owed = sum(connection.next_price() for connection, _ in account.waiting_reads)
+        seconds = max(LOOK, round(account.reads.seconds_until(owed, now), 2))
+        return RefusedError(
+            "Your processes ask the broker for more than it answers one user: this request waited "
+            f"{PATIENCE:g} s.",
+            code=Code.BUSY,
+            next_step=f"Try again in {seconds:g} s, and less often.",
+            details={"retry_after": seconds},
+        )
+
+    def _relieve(self, account: Account, most: int) -> None:
+        """Close the connections of a user that leave most unread, until ``most`` bytes are left."""
+        for connection in account.connections:
+            connection.count_unread()
+        while account.unread > most:
+            worst = max(account.connections, key=lambda c: c.unread)
+            worst.abuse("does not read its answers", abort=True)
+            self.note_unread(worst, 0)
+
+
+#: Points that a second of the event loop is worth.
+POINTS_PER_SECOND = 20_000.0
+
+#: Points by kind of request; see also BYTES_PER_POINT.
+PRICES: Mapping[str, float] = {
+    "open": 50.0,
+    "launched": 10.0,
+    "retire": 10.0,
+    "close": 20.0,
+    "hello": 6.0,
+    "hold": 2.0,
+    "drop": 2.0,
+    "cancel": 2.0,
+    "attach": 4.0,
+    "home": 4.0,
+    "grow": 4.0,
+    "page": 10.0,
+    "land": 10.0,
+    "yielded": 2.0,
+    "resting": 2.0,
+    "request": 10.0,
+    "release": 10.0,
+    "keep": 10.0,
+    "maintain": 20.0,
+    "status": 8.0,
+    "journal": 16.0,
+    "watch": 4.0,
+    "ping": 1.0,
+}
+
+#: Points for a line that is no request.
+BAD_PRICE = 4.0
+
+#: Bytes, received or sent, that cost a point beside the price of their request.
+BYTES_PER_POINT = 16 << 10
+
+#: Points a second, and points at once, of one user's acts: half of the event loop.
+ACTS = 10_000.0, 20_000.0
+
+#: The same of reads: a fifth.
+READS = 4_000.0, 8_000.0
+
+#: Long requests of one user that are read at the same time.
+MAX_LONG = 4
+
+#: Connections a second, and at once.
+CONNECTS = 500.0, 1_000.0
+
+#: What a connection costs, in connections, that had to be closed for abuse: whoever connects again
+#: at once has to wait.
+ABUSE_PRICE = 25.0
+
+
+class Bucket:
+    """A token bucket that may be overdrawn by one request.
+
+    Parameters
+    ----------
+    rate, size:
+        Points a second, and the most that it holds.
+    """
+
+    __slots__ = ("_at", "_left", "rate", "size")
+
+    def __init__(self, rate: float, size: float, now: float) -> None:
+        self.rate, self.size = rate, size
+        self._left, self._at = size, now
+
+    def left(self, now: float) -> float:
+        """Return the points in it; below zero it is overdrawn."""
+        self._left = min(self.size, self._left + (now - self._at) * self.rate)
+        self._at = now
+        return self._left
+
+    def pay(self, points: float, now: float) -> None:
+        """Take points out."""
+        self._left = self.left(now) - points
+
+    def seconds_until(self, points: float, now: float) -> float:
+        """Return the seconds until it holds ``points``."""
+        return max(0.0, (points - self.left(now)) / self.rate)
+
+
+class Account:
+    """One user's budgets, and the connections of that user that have something to be handled."""
+
+    def __init__(self, uid: int, now: float) -> None:
+        self.uid = uid
+        self.acts = Bucket(*ACTS, now)
+        self.reads = Bucket(*READS, now)
+        self.connects = Bucket(*CONNECTS, now)
+        self.connections: set[Connection] = set()
+        self.watchers = 0
+        #: Connections in the middle of a long request: those that are read, and those that wait.
+        self.long: set[Connection] = set()
+        self.longer: dict[Connection, None] = {}
+        #: Bytes received and not handled; bytes sent and not read.
+        self.buffered = 0
+        self.unread = 0
+        #: Messages that wait for the ``launched`` of their session.
+        self.early = 0
+        #: Connections with a request for this turn, and points that the user may spend in it.
+        self.ready: deque[Connection] = deque()
+        self.deficit = 0.0
+        self.active = False
+        #: Connections whose request waits for the budget; reads with the time of their refusal.
+        self.waiting_acts: deque[Connection] = deque()
+        self.waiting_reads: deque[tuple[Connection, float]] = deque()
+
+    def begin_long(self, connection: Connection) -> None:
+        """A connection has a long request that is not complete: its turn comes now or later."""
+        if len(self.long) < MAX_LONG:
+            self.longer.pop(connection, None)
+            self.long.add(connection)
+        elif connection not in self.long:
+            self.longer[connection] = None
+
+    def end_long(self, connection: Connection) -> None:
+        """The request is complete, or the connection has ended: the next one may be read."""
+        self.longer.pop(connection, None)
+        if connection in self.long:
+            self.long.discard(connection)
+            if self.longer:
+                following = next(iter(self.longer))
+                self.begin_long(following)
+                following.read_on()
+
+    def rested(self, now: float) -> bool:
+        """Return whether a new account would be the same."""
+        return (
+            not self.connections
+            and not self.ready
+            and all(b.left(now) >= b.size for b in (self.acts, self.reads, self.connects))
+        )

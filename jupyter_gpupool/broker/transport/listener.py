@@ -1,0 +1,382 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The socket's file, which one broker has and nobody can replace, and the connections to it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import logging
+import os
+import resource
+import select
+import socket
+import stat
+from collections import deque
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Callable
+
+from ... import machine
+from ...endpoint import check_path, is_machine_path
+from ...errors import BrokerUnavailable, Code, RefusedError
+from ...protocol import encode, error_message
+from .auth import peer_of
+from .connection import Connection
+from .dispatch import Dispatcher
+
+#: Connections the kernel may keep for us until we accept them: a class that starts at ten o'clock.
+BACKLOG = 512
+
+
+def is_machine_wide(path: Path) -> bool:
+    """Return whether a broker at ``path`` serves everybody: it is root's and below ``/run``."""
+    return os.geteuid() == 0 and is_machine_path(path)
+
+
+class Claim:
+    """The right to listen at ``path``, held from construction to :meth:`close`.
+
+    Raises
+    ------
+    BrokerUnavailable
+        Code ``bad-socket`` if the path can not be trusted, ``already-running`` if a broker has it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_path(path)
+        self.path = path
+        self.machine_wide = is_machine_wide(path)
+        self._make_folder()
+        self._lock = self._take_lock()
+        self._bound: tuple[int, int] | None = None
+        try:
+            self._remove_stale()
+        except BaseException:
+            self._give_up_lock()
+            raise
+
+    def bind(self) -> socket.socket:
+        """Return a listening socket."""
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        # Never connectable by others, not even between bind and chmod.
+        before = os.umask(0o177)
+        try:
+            listening.bind(str(self.path))
+        except OSError as error:
+            listening.close()
+            raise self._refuse(f"cannot be made ({error.strerror})") from None
+        finally:
+            os.umask(before)
+        if self.machine_wide:
+            self.path.chmod(0o666)
+        found = os.lstat(self.path)
+        self._bound = (found.st_dev, found.st_ino)
+        listening.listen(BACKLOG)
+        return listening
+
+    def is_lost(self) -> bool:
+        """Return whether the socket's or the lock's file is not ours any more."""
+        if not _is_at(self._lock, self._lock_path):
+            return True
+        try:
+            found = os.lstat(self.path)
+        except OSError:
+            return True
+        return (found.st_dev, found.st_ino) != self._bound
+
+    def restore(self) -> socket.socket | None:
+        """Claim the path again; return a new listening socket if the old one is not there.
+
+        Raises
+        ------
+        BrokerUnavailable
+            If the path cannot be had now: its folder cannot be made, or another broker tries.
+        """
+        self._make_folder()
+        if not _is_at(self._lock, self._lock_path):
+            old, self._lock = self._lock, self._take_lock()
+            os.close(old)
+        with suppress(OSError):
+            found = os.lstat(self.path)
+            if (found.st_dev, found.st_ino) == self._bound:
+                return None
+        self._remove_stale()
+        return self.bind()
+
+    def close(self) -> None:
+        """Remove the socket's file, if it still is ours, and give up the lock."""
+        try:
+            found = os.lstat(self.path)
+            if (found.st_dev, found.st_ino) == self._bound:
+                self.path.unlink()
+        except OSError:
+            pass  # somebody tidied up before us
+        self._give_up_lock()
+
+    # ------------------------------------------------------------------ internals
+
+    def _refuse(self, what: str, code: Code = Code.BAD_SOCKET) -> BrokerUnavailable:
+        return BrokerUnavailable(
+            f"The broker socket {self.path} {what}.",
+            code=code,
+            next_step="Set c.GPUPool.socket or GPUPOOL_SOCKET to a path in a folder of your own.",
+        )
+
+    def _make_folder(self) -> None:
+        folder = self.path.parent
+        mode = 0o755 if self.machine_wide else 0o700
+        try:
+            folder.mkdir(parents=True, mode=mode)
+            folder.chmod(mode)  # mkdir's mode is subject to the umask
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise self._refuse(f"needs the folder {folder} ({error.strerror})") from None
+        found = os.lstat(folder)
+        if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
+            raise self._refuse("is in something that is not a folder, or is a symbolic link")
+        if found.st_uid not in (os.geteuid(), 0):
+            raise self._refuse(f"is in a folder of user id {found.st_uid}")
+        if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+            raise self._refuse("is in a folder that other users may write")
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.path.with_name(self.path.name + ".lock")
+
+    def _take_lock(self) -> int:
+        name = self._lock_path
+        while True:
+            try:
+                lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise self._refuse(f"cannot be locked: {name} ({error.strerror})") from None
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                words = os.pread(lock, 100, 0).decode(errors="replace").split()
+                holder = words[0] if words else "unknown"
+                os.close(lock)
+                raise BrokerUnavailable(
+                    f"A GPU pool broker (process {holder}) already listens at {self.path}.",
+                    code=Code.ALREADY_RUNNING,
+                    next_step="Use that one, or end it first.",
+                ) from None
+            if _is_at(lock, name):
+                break
+            # Its holder ended and removed it between our two calls: there may be a new one.
+            os.close(lock)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n{machine.pid_namespace()}\n".encode(), 0)
+        return lock
+
+    def _give_up_lock(self) -> None:
+        """Remove the lock's file while we hold it, and let go; who opened it before looks again."""
+        if _is_at(self._lock, self._lock_path):
+            with suppress(OSError):
+                self._lock_path.unlink()
+        os.close(self._lock)
+
+    def _remove_stale(self) -> None:
+        try:
+            found = os.lstat(self.path)
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(found.st_mode):
+            kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a socket"
+            raise self._refuse(f"is already there and is {kind}")
+        if found.st_uid != os.geteuid():
+            raise self._refuse(f"is already there and belongs to user id {found.st_uid}")
+        # We have the lock; but somebody may have removed the lock's file under a living broker.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(str(self.path))
+            except OSError:
+                self.path.unlink()
+                return
+        raise self._refuse("is already there and somebody listens", Code.ALREADY_RUNNING)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether ``path`` is the very file that is open as ``descriptor``."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except OSError:
+        return False
+
+
+#: Connections accepted in one turn of the event loop.
+ACCEPTS = 32
+
+#: Connections of one user that may wait here for the budget; more are refused.
+LOBBY = 128
+
+#: Seconds for which nothing is accepted when there are no descriptors left.
+PAUSE = 0.2
+
+#: Seconds between two words in the log about that.
+COMPLAIN = 60.0
+
+#: Descriptors that are for other things than connections.
+RESERVED = 64
+
+
+def connection_limit() -> int:
+    """Return how many connections this process has descriptors for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(16, soft - RESERVED)
+
+
+class Door:
+    """Accepts connections until :meth:`close`: a few in each turn of the loop, by user.
+
+    asyncio's own server accepts as many connections at once as its backlog is long, before
+    anything else runs, and makes a transport for each. A user who connects and leaves all the time
+    would keep the loop busy with that. Here a connection over its user's budget waits as a bare
+    socket.
+
+    ``make`` returns the protocol of a new connection.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        make: Callable[[], Connection],
+        dispatcher: Dispatcher,
+        log: logging.Logger,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listening = listening
+        self._make = make
+        self._dispatcher = dispatcher
+        self._log = log
+        self._lobby: dict[int, deque[socket.socket]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._starting: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._complained_at = float("-inf")
+        listening.setblocking(False)
+        self._loop.add_reader(listening.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Accept no more. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._listening.fileno())
+        self._listening.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        for waiting in self._lobby.values():
+            for accepted in waiting:
+                accepted.close()
+        self._lobby.clear()
+
+    # ------------------------------------------------------------------ internals
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS):
+            try:
+                accepted, _address = self._listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    raise
+                self._complain(error)
+                self._loop.remove_reader(self._listening.fileno())
+                self._loop.call_later(PAUSE, self._again)
+                return
+            self._admit(accepted)
+
+    def _complain(self, error: OSError) -> None:
+        if self._loop.time() - self._complained_at >= COMPLAIN:
+            self._complained_at = self._loop.time()
+            self._log.error(
+                "No connection can be accepted now: %s; raise the broker's limit (LimitNOFILE, "
+                "ulimit -n)", error.strerror,
+            )  # fmt: skip
+
+    def _again(self) -> None:
+        if not self._closed:
+            self._loop.add_reader(self._listening.fileno(), self._accept)
+
+    def _admit(self, accepted: socket.socket) -> None:
+        """Serve a connection now, or later, or not."""
+        accepted.setblocking(False)
+        try:
+            uid = peer_of(accepted).uid
+        except OSError:
+            accepted.close()
+            return
+        account, waiting = self._dispatcher.account(uid), self._lobby.get(uid)
+        left = account.connects.left(self._loop.time())
+        if left < account.connects.size / 2 and _hung_up(accepted):
+            accepted.close()  # by a user who does that often
+        elif waiting is None and left >= 1:
+            self._serve(accepted, uid)
+        elif waiting is None or len(waiting) < LOBBY:
+            self._lobby.setdefault(uid, deque()).append(accepted)
+            if self._timer is None:
+                self._timer = self._loop.call_later(0.01, self._look)
+        else:
+            self._turn_away(accepted, uid)
+
+    def _serve(self, accepted: socket.socket, uid: int) -> None:
+        self._dispatcher.account(uid).connects.pay(1, self._loop.time())
+        task = self._loop.create_task(self._start(accepted))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+
+    async def _start(self, accepted: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make, accepted)
+        except OSError:
+            accepted.close()
+
+    def _look(self) -> None:
+        """Serve those of the lobby whose user's budget allows it by now."""
+        self._timer = None
+        now = self._loop.time()
+        for uid, waiting in [*self._lobby.items()]:
+            account = self._dispatcher.account(uid)
+            while waiting and account.connects.left(now) >= 1:
+                accepted = waiting.popleft()
+                if _hung_up(accepted):
+                    accepted.close()
+                else:
+                    self._serve(accepted, uid)
+            if not waiting:
+                del self._lobby[uid]
+        if self._lobby:
+            self._timer = self._loop.call_later(0.01, self._look)
+
+    def _turn_away(self, accepted: socket.socket, uid: int) -> None:
+        try:
+            accepted.send(_refusal(uid, self._dispatcher.account(uid).connects.rate))
+        except OSError:
+            pass  # it has left already
+        accepted.close()
+
+
+def _hung_up(accepted: socket.socket) -> bool:
+    """Return whether the peer has closed the connection: nobody would read an answer."""
+    poll = select.poll()
+    poll.register(accepted, 0)
+    return any(events & select.POLLHUP for _, events in poll.poll(0))
+
+
+@lru_cache(maxsize=64)
+def _refusal(uid: int, rate: float) -> bytes:
+    """Return the line for a connection that cannot even wait."""
+    error = RefusedError(
+        f"User id {uid} connects to the broker more often than {rate:g} times a second.",
+        code=Code.BUSY,
+        next_step="Use one connection for several requests.",
+        details={"retry_after": LOBBY / rate},
+    )
+    return encode(error_message(error, None))
