@@ -121,7 +121,7 @@ def test_a_module_imports_only_what_its_part_may(path):
             assert top in allowed, f"{part} must not import {top}"
 
 
-def test_the_emulated_driver_needs_nothing_but_the_standard_library():
+def test_emulated_driver_imports_only_the_standard_library():
     for path in (ROOT / "emucuda").rglob("*.py"):
         outside = {top for top, _ in imports(path)} - {"emucuda"} - sys.stdlib_module_names
         assert not outside, path

@@ -95,9 +95,7 @@ def test_messages_without_an_answer_carry_no_id(server, client):
     assert server.read() == {"v": 1, "type": "drop", "hold": "h"}
 
 
-def test_when_the_broker_goes_every_waiting_call_ends_and_on_close_is_told_once(
-    server, client, pushes
-):
+def test_waiting_calls_end_when_the_broker_goes_away(server, client, pushes):
     futures = [client.start("ping") for _ in range(3)]
     server.lines.close()
     server.peer.close()
@@ -113,7 +111,7 @@ def test_when_the_broker_goes_every_waiting_call_ends_and_on_close_is_told_once(
     assert pushes.empty()
 
 
-def test_rubbish_from_the_other_side_ends_the_connection_with_a_reason(server, client, pushes):
+def test_malformed_input_closes_the_connection_with_a_reason(server, client, pushes):
     server.peer.sendall(b"SSH-2.0-OpenSSH\n")
     assert "does not speak our protocol" in str(pushes.get(timeout=10))
 
@@ -155,7 +153,7 @@ def test_a_dead_socket_file_is_an_unreachable_broker(tmp_path):
 # ---------------------------------------------------------------- a broker that is busy
 
 
-def test_a_client_waits_its_turn_while_the_queue_of_connections_is_full(tmp_path):
+def test_client_waits_while_the_listen_queue_is_full(tmp_path):
     """Others have filled the backlog; the system keeps our place until somebody accepts."""
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener:

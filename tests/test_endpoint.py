@@ -36,7 +36,7 @@ def test_the_machine_wide_socket_is_used_if_there_is_one(monkeypatch, listening,
     assert endpoint.find_socket() == tmp_path / "gpupool" / "broker.sock"
 
 
-def test_without_a_runtime_directory_each_user_has_a_folder_of_his_own(monkeypatch):
+def test_each_user_has_a_folder_without_a_runtime_directory(monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/does/not/exist")
     assert str(os.getuid()) in endpoint.user_runtime_dir().name
 

@@ -22,7 +22,7 @@ def fresh():
     machine.machine_id.cache_clear()
 
 
-def test_machine_id_is_the_same_in_every_process_and_does_not_show_the_number():
+def test_machine_id_is_stable_and_hides_the_real_number():
     command = [
         sys.executable,
         "-c",
@@ -74,9 +74,7 @@ def test_file_system_is_that_of_the_nearest_folder_that_exists(tmp_path):
     assert machine.network_file_system(tmp_path) == ""
 
 
-def test_local_folder_skips_a_base_on_a_network_and_a_name_that_somebody_took(
-    monkeypatch, tmp_path
-):
+def test_local_folder_skips_network_mounts_and_taken_names(monkeypatch, tmp_path):
     bases = [tmp_path / name for name in ("network", "taken", "good")]
     for base in bases:
         base.mkdir()

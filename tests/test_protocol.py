@@ -82,7 +82,7 @@ def test_a_request_without_its_required_fields_is_refused(kind):
         check_request({"type": kind})
 
 
-def test_unknown_fields_are_ignored_so_that_the_other_side_may_be_newer():
+def test_unknown_fields_of_a_newer_peer_are_ignored():
     assert check_request({"type": "ping", "id": 3, "colour": "red"})["id"] == 3
 
 

@@ -90,7 +90,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__.removeprefix("damage_"))
-def test_a_record_that_another_user_could_have_written_is_refused(socket, damage):
+def test_record_that_others_could_have_written_is_refused(socket, damage):
     write_record(socket, COMMAND, {})
     damage(record_path(socket))
     with pytest.raises(BadRecord) as caught:
@@ -107,7 +107,7 @@ def test_a_record_of_another_boot_starts_nothing(socket):
     assert read_record(socket) is None
 
 
-def test_failures_are_counted_and_spaced_and_forgotten_by_a_start(socket):
+def test_failed_starts_back_off_until_one_succeeds(socket):
     known = startrecord.read_failures(socket)
     assert known == Failures()
     for count in range(1, startrecord.ATTEMPTS + 1):
@@ -133,7 +133,7 @@ def died(socket, pid, **how):
     return startrecord.read_failures(socket)
 
 
-def test_brokers_that_serve_nobody_are_started_later_and_later_and_then_no_more(socket):
+def test_brokers_that_serve_nobody_back_off_and_stop(socket):
     pauses = []
     for pid in range(1, startrecord.MOST_DEATHS + 1):
         assert not startrecord.too_often(startrecord.read_failures(socket))
@@ -144,7 +144,7 @@ def test_brokers_that_serve_nobody_are_started_later_and_later_and_then_no_more(
     assert pauses[-1] == max(startrecord.DEATH_PAUSES) == 5.0
 
 
-def test_after_the_pause_one_more_broker_is_tried_and_counted_like_the_others(socket, monkeypatch):
+def test_one_more_broker_is_tried_after_the_pause(socket, monkeypatch):
     for pid in range(1, startrecord.MOST_DEATHS + 1):
         known = died(socket, pid)
     known = startrecord.note_failure(socket, known, "again and again", "", final=True)
@@ -163,7 +163,7 @@ def test_one_death_is_counted_once_however_many_notice_it(socket):
     assert len(known.deaths) == 1
 
 
-def test_a_broker_that_is_killed_while_it_serves_is_started_again_for_as_long_as_that_goes_on(
+def test_broker_killed_while_serving_is_always_restarted(
     socket,
 ):
     died(socket, 1)
@@ -190,7 +190,7 @@ def test_deaths_of_long_ago_do_not_count(socket, monkeypatch):
     assert known.often(later) == ""
 
 
-def test_a_broker_that_ends_in_order_leaves_no_record_whatever_is_noted_then(socket):
+def test_broker_that_ends_in_order_leaves_no_record(socket):
     record = startrecord.write_record(socket, COMMAND, {})
     startrecord.remove_record(socket)
     startrecord.change_record(socket, record, served=True)

@@ -139,7 +139,7 @@ async def test_a_process_that_only_uses_nvml_has_nothing_to_suspend(machine, not
         assert await process.do("pid") == process.pid
 
 
-async def test_a_process_that_only_called_cuinit_has_nothing_to_suspend(machine, note):
+async def test_process_that_only_called_cuinit_has_no_state(machine, note):
     async with bench(machine) as found, target("cuda-core", found.env, start=False) as process:
         assert await process.do("init") == "CUDA_SUCCESS"
         note(

@@ -101,7 +101,7 @@ ask("put", "theirs", {size}, 5)
 
 
 @workloads("cuda-core", "torch")
-def test_processes_of_a_notebook_share_its_slice_and_move_with_it(
+def test_processes_of_a_notebook_share_and_follow_its_slice(
     pooled, notebook, neighbour, workload, note
 ):
     size = pooled.machine.bytes(128 * MiB)

@@ -43,9 +43,7 @@ print(free, total, properties.total_memory)
 
 
 @workloads("torch")
-def test_torch_sees_a_device_at_any_time_and_it_is_as_large_as_the_slice(
-    pooled, notebook, neighbour, note
-):
+def test_torch_always_sees_a_device_of_the_size_of_the_slice(pooled, notebook, neighbour, note):
     async def scenario():
         # To look whether there is a device needs none, and asks nobody.
         await notebook.cell(FREE)

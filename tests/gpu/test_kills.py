@@ -97,7 +97,7 @@ async def as_new(found: Bench, *gone: Target) -> float:
 # ------------------------------------------------------------------ the service's own processes
 
 
-async def test_the_monitor_killed_while_a_process_is_suspended_is_not_missed(machine, note):
+async def test_monitor_killed_during_a_suspend_is_started_again(machine, note):
     async with bench(machine) as found:
         async with target("cuda-core", found.env) as process:
             await prepare(found, process)

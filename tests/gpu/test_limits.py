@@ -52,7 +52,7 @@ def text(size):
 
 
 @workloads("cuda-core", "torch", "torch-expandable", "torch-async", "cupy", "jax")
-def test_more_than_the_slice_is_the_frameworks_own_error_and_it_goes_on(
+def test_exceeding_the_slice_raises_the_frameworks_own_error(
     pooled, notebook, workload, slice_, some, note
 ):
     name, words = TOLD[workload]
@@ -95,7 +95,7 @@ for found in (
 
 
 @workloads("cuda-core", "torch", "torch-async")
-def test_nine_tenths_of_a_slice_can_be_had_and_all_figures_are_of_the_slice(pooled, notebook, note):
+def test_nine_tenths_of_a_slice_can_be_allocated(pooled, notebook, note):
     size = pooled.machine.bytes(16 * GiB)
     most = size // 10 * 9 // (2 * MiB) * (2 * MiB)
 

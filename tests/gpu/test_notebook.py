@@ -81,7 +81,7 @@ class Running:
 
 
 @workloads("cuda-core", "torch")
-def test_a_loop_that_lends_its_gpu_half_way_computes_what_it_would_have(pooled, workload, note):
+def test_loop_suspended_half_way_computes_the_same(pooled, workload, note):
     cells = NOTEBOOKS[workload]
     half = range(len(cells) // 2), range(len(cells) // 2, len(cells))
 

@@ -78,7 +78,7 @@ async def test_without_room_nothing_is_touched(machine, note):
 
 
 @pytest.mark.parametrize("headroom", [PoolSettings().resume_headroom, 0])
-async def test_beside_a_foreign_process_there_is_room_for_what_was_freed(machine, headroom, note):
+async def test_state_fits_again_beside_a_foreign_process(machine, headroom, note):
     """A foreign process may have the rest: what a suspend freed is all that its resume needs.
 
     The pool reserves some headroom beside, except where a session fills all that it was granted.
@@ -109,7 +109,7 @@ async def test_beside_a_foreign_process_there_is_room_for_what_was_freed(machine
         await found.empty(process, other)
 
 
-async def test_a_restore_without_room_is_told_and_holds_nothing_in_the_end(machine, note):
+async def test_restore_without_room_fails_and_leaves_nothing(machine, note):
     """What the driver makes of it: the design believes that the process is lost for good.
 
     If it can be resumed after all the service may be kinder; what it must never do is to call a

@@ -94,9 +94,7 @@ def options(**fields):
     )
 
 
-def test_what_has_ended_is_not_run_again_and_what_has_no_time_is_run_later(
-    items, tmp_path, capsys, monkeypatch
-):
+def test_runner_resumes_with_what_has_not_run(items, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runner, "adopt_orphans", lambda: None)
     monkeypatch.setattr(runner, "end_descendants", list)
     one, two = items("one", PASSES, bound=30), items("two", FAILS, bound=90)
