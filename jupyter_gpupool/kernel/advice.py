@@ -13,8 +13,8 @@ import re
 from ..endpoint import MACHINE_SOCKET
 from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..units import format_bytes, parse_bytes, typed_bytes
-from .guard_state import Figures, Guard
-from .holds import Refused
+from .guard_state import Guard, MemoryFigures
+from .holds import CallRefusal
 from .link import Link
 from .waits import sentence
 
@@ -43,7 +43,7 @@ def may_be_refused(name: str, text: str) -> bool:
     return name not in _INTERRUPTS and bool(is_out_of_memory(name, text) or _NOT_READY.search(text))
 
 
-def explain(link: Link, guard: Guard, refused: Refused | None, name: str, text: str) -> str:
+def explain(link: Link, guard: Guard, refused: CallRefusal | None, name: str, text: str) -> str:
     """Return the line to add under the error of a cell; empty if there is nothing to say.
 
     ``refused``: what the broker refused while the cell ran.
@@ -111,7 +111,7 @@ def tried_bytes(text: str) -> int:
         return 0
 
 
-def advice(link: Link, text: str, figures: Figures | None = None) -> str:
+def advice(link: Link, text: str, figures: MemoryFigures | None = None) -> str:
     """Return the line to add under the error; ``figures`` are those that the guard counts."""
     if figures is not None and figures.granted:
         granted = figures.granted
@@ -127,7 +127,7 @@ def advice(link: Link, text: str, figures: Figures | None = None) -> str:
     return f"{line}{_what_to_type(link, granted, text)}"
 
 
-def counted(figures: Figures) -> str:
+def counted(figures: MemoryFigures) -> str:
     """Return the figures of the guard as the beginning of a sentence."""
     line = (
         f"this kernel uses {format_bytes(figures.used)} of the {format_bytes(figures.granted)} "

@@ -55,7 +55,7 @@ from .waits import (
     worth_showing,
 )
 
-Plan = Literal["pass", "free", "soft", "if-attached", "wait"]
+Admission = Literal["pass", "free", "soft", "if-attached", "wait"]
 
 #: Seconds in which the broker's word on a refusal comes after the error that it caused.
 WORD = 0.25
@@ -84,7 +84,7 @@ class CellGate:
         self.calls = CallWaits(self.kernel, link, guard) if guard.on else None
         self.caps = caps
         self.interrupts = interrupts
-        self.one_cell = OneCell(link, interrupts, self.notice)
+        self.one_cell = RequestForOneCell(link, interrupts, self.notice)
         self._ids = itertools.count(1)
         self._notices: list[str] = []
         self._told_unreachable = False
@@ -253,7 +253,7 @@ class CellGate:
 
     def plan(
         self, code: str, silent: bool, meta: Mapping[str, Any] | None, header: str = ""
-    ) -> Plan:
+    ) -> Admission:
         """Return what to do for one execute request before it runs."""
         if header:
             return "wait"
@@ -276,7 +276,7 @@ class CellGate:
         """Whether CUDA calls wait by themselves, so that requests need not."""
         return self.link.policy == "lazy" and self.guard.on
 
-    def _must_wait(self, plan: Plan) -> bool:
+    def _must_wait(self, plan: Admission) -> bool:
         if plan == "soft":
             return self.link.suspended and self.link.policy != "manual"
         return plan == "wait"
@@ -447,7 +447,7 @@ class CellGate:
         }
 
 
-class OneCell:
+class RequestForOneCell:
     """Changes the session's request for one cell and back; ``notice`` shows a text to the user."""
 
     def __init__(self, link: Link, interrupts: Interrupts, notice: Callable[[str], None]) -> None:

@@ -33,7 +33,7 @@ def started(pid: int) -> int:
     return int(data.rpartition(b")")[2].split()[19])
 
 
-class Figures(NamedTuple):
+class MemoryFigures(NamedTuple):
     """Bytes on the device of the session that has the least room left; threads at the gate."""
 
     used: int
@@ -126,11 +126,11 @@ class Guard:
         except OSError:
             return False
 
-    def figures(self) -> Figures | None:
+    def figures(self) -> MemoryFigures | None:
         """Return the bytes of the fullest device."""
         reading = self.reading()
         if reading is None:
             return None
         pairs = zip(reading.granted, reading.used, strict=True)
         granted, used = min(pairs, key=lambda pair: pair[0] - pair[1], default=(0, 0))
-        return Figures(used, granted, reading.limit, reading.waiting)
+        return MemoryFigures(used, granted, reading.limit, reading.waiting)

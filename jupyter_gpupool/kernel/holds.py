@@ -33,7 +33,7 @@ def slices_of(message: Mapping[str, Any]) -> tuple[Slice, ...]:
     return tuple(Slice(str(s["device"]), int(s["bytes"])) for s in message.get("slices") or ())
 
 
-class Wait:
+class HoldWait:
     """One hold that waits for its lease.
 
     ``answer`` is None while it waits, then the broker's ``ok``, or the error that ended it.
@@ -51,7 +51,7 @@ class Wait:
         self.answer: Message | GPUPoolError | None = None
 
 
-class Queue(NamedTuple):
+class QueuePlace(NamedTuple):
     """Where a waiting session stands; ``position`` 1 is next, ``eta`` in seconds or None."""
 
     position: int
@@ -60,7 +60,7 @@ class Queue(NamedTuple):
     reason: str
 
 
-class Refused(NamedTuple):
+class CallRefusal(NamedTuple):
     """The broker's answer to a CUDA call that got no slice or no memory.
 
     ``what`` is ``attach`` or ``grow``.
@@ -72,7 +72,7 @@ class Refused(NamedTuple):
     next_step: str
 
 
-class Untold:
+class LateReports:
     """Holds not told of yet, by id, and the thread that tells of them.
 
     Parameters

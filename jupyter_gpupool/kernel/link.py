@@ -25,7 +25,7 @@ from typing import Any, Callable, Mapping, Sequence
 from ..client import CALL_TIMEOUT, Client
 from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..protocol import Message
-from .holds import Queue, Refused, Slice, Untold, Wait, slices_of
+from .holds import CallRefusal, HoldWait, LateReports, QueuePlace, Slice, slices_of
 from .revive import Reviver
 
 #: Seconds between attempts to reach the broker: the first pause and the longest.
@@ -91,8 +91,8 @@ class Link:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._holds: dict[str, str] = {}
-        self._untold = Untold(self._lock, self._tell_hold, self._tell_over)
-        self._waits: dict[str, Wait] = {}
+        self._untold = LateReports(self._lock, self._tell_hold, self._tell_over)
+        self._waits: dict[str, HoldWait] = {}
         self._owed: dict[str, Any] | None = None
         #: Cells and widget callbacks that run; and whether somebody waits for the slice.
         self._requests: set[object] = set()
@@ -116,12 +116,12 @@ class Link:
         self.devices: dict[str, Mapping[str, Any]] = {}
         #: Until when (``time.time()``) the user has asked to keep the slice; 0.0 if not at all.
         self.kept_until = 0.0
-        self.queue: Queue | None = None
+        self.queue: QueuePlace | None = None
         self._queued_since = 0.0
         self.reason = ""
         self.pinned_reason = ""
         #: What the pool last refused to a CUDA call of this session, and how often it refused.
-        self.refused: Refused | None = None
+        self.refused: CallRefusal | None = None
         self.refusals = 0
         #: Called, in any thread, whenever the broker has told something new, or has gone.
         self.on_news: Callable[[], None] = lambda: None
@@ -155,7 +155,7 @@ class Link:
         since = self._greeting_since or self._down_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def given_up(self, wait: Wait) -> bool:
+    def given_up(self, wait: HoldWait) -> bool:
         """Return whether there has been no broker for too long, and none just now either."""
         return self.unreachable_for() > self.reviver.patience and self._failures > wait.failures
 
@@ -196,9 +196,9 @@ class Link:
             self._untold.begin(hold, kind)
             return True
 
-    def wait(self, hold: str, kind: str, on_change: Callable[[], None]) -> Wait:
+    def wait(self, hold: str, kind: str, on_change: Callable[[], None]) -> HoldWait:
         """Ask for the slice. The caller watches the result and ends it with :meth:`drop`."""
-        wait = Wait(hold, kind, on_change)
+        wait = HoldWait(hold, kind, on_change)
         with self._lock:
             wait.failures = self._failures
             self._waits[hold] = wait
@@ -372,7 +372,7 @@ class Link:
             if not self.attached:
                 # The new broker has taken the slice meanwhile: what runs needs it back.
                 for hold, kind in list(self._holds.items()):
-                    self._ask(Wait(hold, kind, lambda: None))
+                    self._ask(HoldWait(hold, kind, lambda: None))
         self._changed()
 
     def _owed_answered(self, future: Future[Message]) -> None:
@@ -414,7 +414,7 @@ class Link:
     def _tell_drop(self, hold: str) -> None:
         self._tell("drop", hold=hold, cuda=self._probe())
 
-    def _ask(self, wait: Wait) -> None:
+    def _ask(self, wait: HoldWait) -> None:
         if self._client is None or not self._greeted or wait.asked:
             return
         try:
@@ -426,7 +426,7 @@ class Link:
         wait.asked = True
         future.add_done_callback(partial(self._answered, wait))
 
-    def _answered(self, wait: Wait, future: Future[Message]) -> None:
+    def _answered(self, wait: HoldWait, future: Future[Message]) -> None:
         try:
             answer: Message | GPUPoolError = future.result()
         except (BrokerUnavailable, CancelledError):
@@ -486,7 +486,7 @@ class Link:
             with self._lock:
                 if self.queue is None:
                     self._queued_since = time.monotonic()
-                self.queue = Queue(
+                self.queue = QueuePlace(
                     int(message.get("position") or 0),
                     int(message.get("length") or 0),
                     message.get("eta"),
@@ -496,7 +496,7 @@ class Link:
         elif kind == "refused":
             with self._lock:
                 names = ("what", "code", "message", "next_step")
-                self.refused = Refused(*(str(message.get(name) or "") for name in names))
+                self.refused = CallRefusal(*(str(message.get(name) or "") for name in names))
                 self.refusals += 1
             self._changed()
         elif kind == "wanted":

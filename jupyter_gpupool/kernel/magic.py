@@ -20,7 +20,7 @@ from .command import OPTIONS, SUBCOMMANDS, parse_command
 from .guard_state import NO_GUARD
 from .holds import Slice
 from .link import Link
-from .magic_display import STAYS, HelpView, PoolView, SessionView, device_names, stays
+from .magic_display import STAYS, HelpDisplay, PoolDisplay, SessionDisplay, device_names, stays
 from .waits import TICK, WaitDisplay, describe, worth_showing
 
 _NOT_POOLED = (
@@ -75,7 +75,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         command = parse_command(line, request)
         if command.name == "help":
             guarded = self.gate is not None and self.gate.guard.on
-            display(HelpView(request, guarded))
+            display(HelpDisplay(request, guarded))
             return
         if self.link is None or self.gate is None:
             if self._no_session:
@@ -88,7 +88,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         if command.name == "status":
             self._status(self.link)
         elif command.name == "pool":
-            display(PoolView(self.link.call("status"), self.link.session))
+            display(PoolDisplay(self.link.call("status"), self.link.session))
         elif command.name == "attach":
             self._attach(self.link, self.gate)
         elif command.name == "release":
@@ -110,12 +110,12 @@ class GPUMagics(Magics):  # type: ignore[misc]
             # What the agent knows by itself is still true; the error says what is not known.
             known = {"devices": list(link.devices.values())}
             session = {**_own_view(link), **self._guarded({})}
-            display(SessionView(session, known, problem=str(no_broker(link, error))))
+            display(SessionDisplay(session, known, problem=str(no_broker(link, error))))
             return
         own = next((s for s in snapshot.get("sessions", ()) if s.get("id") == link.session), None)
         caps = self.gate.caps.problem if self.gate is not None else ""
         session = {"kept_until": link.kept_until, **(own or _own_view(link))}
-        display(SessionView({**session, **self._guarded(snapshot)}, snapshot, problem=caps))
+        display(SessionDisplay({**session, **self._guarded(snapshot)}, snapshot, problem=caps))
 
     def _guarded(self, snapshot: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the guard and its page say, for the view of this session."""

@@ -10,7 +10,7 @@ from typing import Any, Mapping, Sequence
 
 from ..units import format_bytes, format_seconds, format_wait
 from .command import SUBCOMMANDS
-from .guard_state import Figures
+from .guard_state import MemoryFigures
 
 _STYLE = (
     "border-collapse: collapse; font-size: var(--jp-code-font-size, 13px); "
@@ -65,7 +65,7 @@ def _table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-class _View:
+class _Display:
     """Something IPython shows in both forms."""
 
     def text(self) -> str:
@@ -78,7 +78,7 @@ class _View:
         return {"text/plain": self.text(), "text/html": self.html()}
 
 
-class SessionView(_View):
+class SessionDisplay(_Display):
     """``%gpu``: one session, from its entry in the status snapshot."""
 
     def __init__(
@@ -107,7 +107,7 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
     if granted:
         where = device_names(session.get("devices") or (), snapshot)
         rows.append(("granted", f"{format_bytes(granted)} on {where}" if where else ""))
-    figures: Figures | None = session.get("figures")
+    figures: MemoryFigures | None = session.get("figures")
     if figures is not None and figures.granted:
         rows.append(("in use", _used(figures)))
     elif session.get("footprint_bytes"):
@@ -168,7 +168,7 @@ STAYS = "Once used, it stays until the kernel ends: state on this GPU cannot be 
 _GUARD = "on: CUDA calls wait for the slice, allocations are kept within it"
 
 
-def _used(figures: Figures) -> str:
+def _used(figures: MemoryFigures) -> str:
     text = f"{format_bytes(figures.used)} of {format_bytes(figures.granted)}"
     if figures.limit > figures.granted:
         text += f", may grow to {format_bytes(figures.limit)}"
@@ -242,7 +242,7 @@ def device_names(devices: Sequence[str], snapshot: Mapping[str, Any]) -> str:
     return ", ".join(names)
 
 
-class PoolView(_View):
+class PoolDisplay(_Display):
     """``%gpu pool``: every device, and every session as far as its owner may be told."""
 
     def __init__(self, snapshot: Mapping[str, Any], own: str) -> None:
@@ -299,7 +299,7 @@ def _size(value: Any) -> str:
     return format_bytes(int(value)) if isinstance(value, (int, float)) else "?"
 
 
-class HelpView(_View):
+class HelpDisplay(_Display):
     """``%gpu help``."""
 
     def __init__(self, request: Mapping[str, Any], guarded: bool = False) -> None:

@@ -28,7 +28,7 @@ from typing import Any, Callable, Iterator, Mapping
 from ..errors import Code, GPUPoolError
 from ..units import format_bytes, format_seconds, format_wait
 from .guard_state import Guard
-from .holds import Wait
+from .holds import HoldWait
 from .link import Link
 
 #: Longest time, in seconds, between two looks at a wait. A change wakes it at once; the tick is
@@ -165,7 +165,7 @@ def sentence(reason: str) -> str:
     return text if not text or text.endswith((".", "!", "?")) else f"{text}."
 
 
-def worth_showing(link: Link, wait: Wait) -> bool:
+def worth_showing(link: Link, wait: HoldWait) -> bool:
     """Return whether the user should hear of this wait (yet)."""
     return link.queue is not None or time.monotonic() - wait.since >= PATIENCE
 
@@ -230,7 +230,7 @@ class WaitDisplay:
 _OUTPUTS = frozenset({"stream", "display_data", "execute_result", "error", "update_display_data"})
 
 
-class Running:
+class RunningRequest:
     """One execute request that runs."""
 
     __slots__ = ("before", "begun", "display", "parent", "silent")
@@ -253,7 +253,7 @@ class CallWaits:
         self._guard = guard
         #: Of what is shown.
         self._lock = threading.Lock()
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, RunningRequest] = {}
         self._keys = itertools.count(1)
         self._news = threading.Event()
         self._thread: threading.Thread | None = None
@@ -290,7 +290,7 @@ class CallWaits:
     def begin(self, silent: bool) -> int:
         """Note that an execute request begins, in its thread; return its key."""
         key = next(self._keys)
-        self._running[key] = Running(self._kernel.get_parent(), silent, self._outputs)
+        self._running[key] = RunningRequest(self._kernel.get_parent(), silent, self._outputs)
         return key
 
     def end(self, key: int) -> None:
@@ -354,7 +354,7 @@ class CallWaits:
             if running.display is not None:
                 self._clear(running)
 
-    def _clear(self, running: Running) -> None:
+    def _clear(self, running: RunningRequest) -> None:
         def clear() -> None:
             with self._lock:
                 display = running.display
@@ -376,7 +376,7 @@ class CallWaits:
         # In the thread that publishes, so that no output slips in between the look and the act.
         self._kernel.iopub_thread.schedule(clear)
 
-    def _publisher(self, running: Running) -> Callable[[str, dict[str, Any]], None]:
+    def _publisher(self, running: RunningRequest) -> Callable[[str, dict[str, Any]], None]:
         kernel, parent = self._kernel, running.parent
 
         def publish(kind: str, content: dict[str, Any]) -> None:

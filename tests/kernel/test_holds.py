@@ -11,7 +11,7 @@ from harness import Kernel
 from scripted_broker import ScriptedBroker
 
 from jupyter_gpupool.kernel import holds as module
-from jupyter_gpupool.kernel.holds import Untold
+from jupyter_gpupool.kernel.holds import LateReports
 
 
 class Told:
@@ -20,7 +20,7 @@ class Told:
     def __init__(self) -> None:
         self.lock = threading.Condition(threading.RLock())
         self.words: list[tuple[str, str]] = []
-        self.untold = Untold(self.lock, self._lasting, self._over)
+        self.untold = LateReports(self.lock, self._lasting, self._over)
 
     def _lasting(self, hold: str, kind: str) -> None:
         assert kind == "cell"

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpupool.kernel.holds import Queue
+from jupyter_gpupool.kernel.holds import QueuePlace
 from jupyter_gpupool.kernel.link import Link
 from jupyter_gpupool.kernel.magic import complete_gpu
-from jupyter_gpupool.kernel.magic_display import PoolView, session_rows
+from jupyter_gpupool.kernel.magic_display import PoolDisplay, session_rows
 from jupyter_gpupool.kernel.waits import describe, sentence
 
 
@@ -63,7 +63,7 @@ def test_a_reason_is_shown_as_a_sentence(reason: str, said: str) -> None:
     assert sentence(reason) == said
     link = Link("/nowhere/broker.sock", "s1", "token")
     link._down_since = None
-    link.queue = Queue(1, 1, 0.2, reason)
+    link.queue = QueuePlace(1, 1, 0.2, reason)
     expected = f"Waiting for a GPU slice: position 1 of 1, about 1 s. {said}".rstrip()
     assert describe(link) == expected
 
@@ -142,6 +142,8 @@ def test_pool_shows_the_reason_and_no_free_memory_of_a_gpu_out_of_service() -> N
     why = "paused by the administrator: new driver"
     device = {"index": 0, "name": "A", "memory_granted": 0, "memory_capacity": 8 << 30}
     for free in (None, 8 << 30):  # an older broker tells a figure
-        shown = PoolView({"devices": [{**device, "memory_free": free, "drained_reason": why}]}, "")
+        shown = PoolDisplay(
+            {"devices": [{**device, "memory_free": free, "drained_reason": why}]}, ""
+        )
         row = shown.text().splitlines()[-1]
         assert re.split(r"  +", row.strip()) == ["GPU 0", "A", "none", "0 B", "8 GiB", why]
