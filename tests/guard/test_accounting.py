@@ -123,14 +123,14 @@ def test_every_refusal_is_out_of_memory(session, process, code):
     assert used(session) == 32 * MIB
 
 
-def test_a_broker_that_grants_nothing_is_not_asked_for_ever(session, process):
+def test_broker_that_grants_nothing_is_asked_a_few_times_only(session, process):
     session.grant(session.uuids, each=64 * MIB, limit=64 * MIB)
     session.broker.answer = lambda _: {"type": "ok", "granted": 0}
     assert process().do("_ = alloc(100 << 20)") == OUT_OF_MEMORY
     assert 1 < len(session.broker.messages) < 20
 
 
-def test_sizes_that_no_sum_can_hold(session, process):
+def test_size_that_overflows_the_sum_is_refused(session, process):
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
     child = process()
     for size in (2**64 - 1, 2**63, 2**64 - 32 * MIB):

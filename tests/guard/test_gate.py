@@ -183,7 +183,7 @@ def test_what_is_known_of_devices_is_renewed_with_the_lease(session):
     assert session.broker.messages == []
 
 
-def test_a_pause_is_sat_out_and_asks_nobody(session):
+def test_call_waits_out_a_pause_without_asking_the_broker(session):
     child = session.child()
     assert child.do("_ = context()") == 0
     until = time.monotonic_ns() + 300_000_000
@@ -257,7 +257,7 @@ def test_a_context_that_was_made_past_the_guard_is_noticed(session):
     assert child.reply() == 0
 
 
-def test_a_process_without_descriptors_takes_nobody_for_dead(session):
+def test_process_without_descriptors_reaps_no_living_process(session):
     """It cannot read /proc: then it says nothing about the living, itself among them."""
     other, child = session.child(), session.child()
     assert other.do("_ = context()") == child.do("_ = context()") == 0
@@ -303,7 +303,7 @@ def test_a_slot_is_not_given_back_while_calls_are_inside(make_session, until):
     assert [slot.pid for slot in session.slots()] == [child.pid]
 
 
-def test_slot_of_a_process_with_other_threads_is_left_to_be_reaped(session):
+def test_slot_of_a_process_with_other_threads_is_reaped_later(session):
     """A thread that has looked the slot up may still count itself into it."""
     ending = session.child()
     assert ending.do("_ = context()") == 0
@@ -490,7 +490,7 @@ def test_a_page_that_cannot_be_used_fails_calls_clearly(session, spoil, why):
     assert done.stderr.count("\n") == 1
 
 
-def test_page_that_was_deleted_is_asked_for_and_the_accounts_are_one(session, tmp_path):
+def test_guard_asks_the_broker_for_a_deleted_page(session, tmp_path):
     """As at a logout; the broker gives the page its name again, as a link to its descriptor."""
     first = session.child()
     assert first.do("_ = context()") == 0
@@ -532,7 +532,7 @@ def put_back(session):
     return True
 
 
-def test_two_threads_with_the_interpreter_s_lock_can_both_ask_for_a_lost_page(session, until):
+def test_two_threads_that_hold_the_gil_can_ask_for_a_lost_page(session, until):
     """The first one gives that lock up while it waits, and needs it again to return."""
     session.page_path.unlink()
     answer = threading.Event()
@@ -601,7 +601,7 @@ def test_broker_that_refuses_a_lost_page_is_asked_again_later(session, until):
     assert child.do("_ = context()") == 0
 
 
-def test_broker_that_stays_away_is_asked_for_a_lost_page_less_and_less_often(session, until):
+def test_guard_asks_for_a_lost_page_with_back_off(session, until):
     """Each question waits for seconds; a program that goes on calling would do nothing else."""
     session.page_path.unlink()
     session.broker.stop()
@@ -637,7 +637,7 @@ _ = os.read(r, 100).decode()
     assert child.do("_ = context()") == 0
 
 
-def test_process_without_descriptors_at_its_first_call_gets_its_slot_later(session, until):
+def test_process_without_descriptors_gets_its_slot_later(session, until):
     child = session.child()
     child.do("import resource; limits = resource.getrlimit(resource.RLIMIT_NOFILE)")
     assert child.do("_ = C.cuGetErrorName(0, ctypes.byref(ctypes.c_void_p()))") == 0  # loaded
@@ -668,7 +668,7 @@ def test_page_of_another_session_is_not_used(session, way):
     other.close()
 
 
-def test_process_keeps_the_page_open_for_a_broker_that_comes_later(session):
+def test_process_keeps_the_page_open_for_the_next_broker(session):
     child = session.child()
     assert child.do("_ = context()") == 0
     session.page_path.unlink()
@@ -677,7 +677,7 @@ def test_process_keeps_the_page_open_for_a_broker_that_comes_later(session):
     assert names == [f"{session.page_path} (deleted)"]
 
 
-def test_a_deleted_page_still_serves(session):
+def test_deleted_page_still_works(session):
     child = session.child()
     assert child.do("_ = context()") == 0
     session.page_path.unlink()
@@ -728,9 +728,7 @@ def test_a_process_sees_the_devices_of_its_session(make_session, visible, expect
 
 
 @pytest.mark.parametrize(("visible", "expected"), OTHERS)
-def test_a_gpu_that_the_session_lacks_means_a_gpu_and_one_line_says_so(
-    make_session, visible, expected
-):
+def test_visible_gpu_outside_the_session_means_the_slice(make_session, visible, expected):
     session = make_session("4x1GiB,context=32MiB")
     found, error, said = seen_by(session, visible)
     assert (found, error) == (expected, "0")
@@ -739,12 +737,12 @@ def test_a_gpu_that_the_session_lacks_means_a_gpu_and_one_line_says_so(
 
 
 @pytest.mark.parametrize("order", ["FASTEST_FIRST", "PCI_BUS_ID", "rubbish"])
-def test_the_order_of_the_driver_does_not_change_the_order_of_the_slice(make_session, order):
+def test_device_order_of_the_driver_does_not_reorder_the_slice(make_session, order):
     session = make_session("4x1GiB,context=32MiB")
     assert seen_by(session, "1,0", CUDA_DEVICE_ORDER=order) == ([1, 0], "0", "")
 
 
-def test_a_variable_that_is_set_after_the_library_was_loaded_counts(session):
+def test_variable_set_after_the_library_was_loaded_counts(session):
     """Python's os.environ is seen by getenv(); cuInit has not been called yet."""
     child = session.child()
     assert child.do("_ = number(C.cuDriverGetVersion) > 0")
@@ -760,7 +758,7 @@ def test_devices_are_settled_at_the_first_cuinit(session):
     assert child.do("_ = C.cuInit(0), number(C.cuDeviceGetCount)") == (0, 1)
 
 
-def test_cuinit_without_a_lease_asks_once_which_devices_to_look_at(session):
+def test_cuinit_without_a_lease_asks_once_for_the_home_devices(session):
     home, better = session.uuids[0], session.uuids[1:]
     session.page.set_devices([home])
     session.page.set_gate(pages.CLOSED)
@@ -812,7 +810,7 @@ def test_a_process_with_a_context_moves_with_its_session(session):
     assert child.do("x = ctypes.c_void_p(); _ = C.cuCtxCreate_v2(ctypes.byref(x), 0, 0)") == 0
 
 
-def test_what_a_program_starts_after_a_move_sees_the_slice_of_now(session):
+def test_child_started_after_a_move_sees_the_current_slice(session):
     """No agent corrects the environment of a C program: its children must not be left behind."""
     first, second = session.uuids
     child = session.child(GPUPOOL_VISIBLE="GPU-home", CUDA_VISIBLE_DEVICES="GPU-home")
@@ -859,7 +857,7 @@ def test_a_gate_that_closes_at_the_worst_moment_is_noticed(tmp_path, compiled, t
 
 
 @pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
-def test_calls_and_a_broker_on_another_processor_never_miss_each_other(tmp_path, compiled, thread):
+def test_calls_and_a_closing_gate_never_miss_each_other(tmp_path, compiled, thread):
     """Neither side reads before what it wrote is seen: a plain store would be too little."""
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
@@ -893,9 +891,7 @@ if os.fork():
 
 
 @pytest.mark.parametrize("first", FIRST)
-def test_a_call_inside_stays_counted_while_another_thread_comes_and_goes(
-    make_session, until, first
-):
+def test_call_inside_stays_counted_while_another_thread_leaves(make_session, until, first):
     """One thread counts in a word of its own, which it sets to zero: it must be one alone."""
     session = make_session("1x1GiB,context=32MiB,bandwidth=1MB/s")  # a copy outlasts the test
     child = session.child()

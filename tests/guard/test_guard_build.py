@@ -79,7 +79,7 @@ def test_an_unwritable_directory_is_reported(tmp_path, capsys):
     assert "--out" in capsys.readouterr().err
 
 
-def test_the_package_build_needs_nothing_but_the_standard_library():
+def test_package_build_needs_only_the_standard_library():
     """What this package requires is not installed while it is built."""
     root = str(Path(build.__file__).parents[2])
     code = (
@@ -100,7 +100,7 @@ def test_the_package_build_needs_nothing_but_the_standard_library():
      "cuInit 2000 back", "cuInit 2000 back 4", "cuInit 2000 note 4",
      "cuOther 2000 gate", "cuInit 2000 same cuOther"],
 )  # fmt: skip
-def test_a_line_that_cannot_be_is_refused(generator, tmp_path, line):
+def test_impossible_line_of_entries_is_refused(generator, tmp_path, line):
     path = tmp_path / "entries.txt"
     path.write_text(f"# comment\ncuOther 2000 gate # comment\n\n{line}\n")
     with pytest.raises(generator.EntriesError):
@@ -167,7 +167,7 @@ def test_all_that_nvidia_s_client_asks_for_is_known(entries):
 # ---------------------------------------------------------------------- the entry points
 
 
-def test_what_is_passed_arrives(generator, tmp_path):
+def test_arguments_and_registers_reach_the_driver_unchanged(generator, tmp_path):
     """Registers, stack, alignment, unwinding; open, closed and refused; all kinds."""
     made = tmp_path / "entries.txt"
     made.write_text(

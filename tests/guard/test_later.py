@@ -103,7 +103,7 @@ def test_frees_are_answered_at_once_and_made_at_the_resume(session, child, suspe
     assert session.page.read().used[0] == CONTEXT
 
 
-def test_a_call_that_is_only_gated_makes_them_too(session, child, suspender, until):
+def test_gated_call_makes_the_noted_calls_first(session, child, suspender, until):
     child.do("p = alloc(8 << 20)")
     suspender.suspend([child.pid], until)
     assert child.do("_ = C.cuMemFree_v2(U(p))") == 0
@@ -172,7 +172,7 @@ def test_an_event_is_recorded_while_suspended(session, child, suspender, until):
     )
 
 
-def test_an_event_that_was_noted_is_not_done_before_the_work_that_it_follows(session, child):
+def test_noted_event_is_not_done_before_the_work_it_follows(session, child):
     """The suspend is refused, and what was submitted before it still runs."""
     child.do("""
 calls = make(); s, module = calls[2][1], calls[11][1]
@@ -189,7 +189,7 @@ good(C.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, s, args, None))
     assert session.broker.messages == []
 
 
-def test_a_question_while_the_suspend_is_under_way_waits_for_its_end(session, child, suspender):
+def test_query_during_a_suspend_waits_for_its_end(session, child, suspender):
     """Before the driver has drained the work nobody knows the answer."""
     session.page.set_gate(pages.CLOSED)
     child.send("_ = C.cuStreamQuery(None)")
@@ -205,7 +205,7 @@ def test_a_question_while_the_suspend_is_under_way_waits_for_its_end(session, ch
     assert session.broker.messages == []
 
 
-def test_question_in_a_suspend_that_takes_long_is_answered_not_ready(session, child):
+def test_query_during_a_long_suspend_answers_not_ready(session, child):
     """The caller keeps the interpreter's lock, so the call returns, and the other threads run."""
     child.do("""
 ticks, stop = 0, False
@@ -262,7 +262,7 @@ _ = error, done
     assert session.broker.messages == []
 
 
-def test_the_call_of_another_thread_finds_the_noted_ones_made(session, child, suspender, until):
+def test_call_of_another_thread_comes_after_the_noted_calls(session, child, suspender, until):
     """Each in the context of its own thread, and before anything new, whoever comes first."""
     child.do("""
 second = handle(C.cuCtxCreate_v2, 0, 0)
@@ -368,7 +368,7 @@ _ = a, current()
     assert child.do("_ = current()") == ("first", 0)
 
 
-def test_a_call_that_makes_no_sense_leaves_the_accounts_right(session, child, suspender, until):
+def test_invalid_free_while_suspended_keeps_the_accounts_right(session, child, suspender, until):
     child.do("p = alloc(8 << 20)")
     suspender.suspend([child.pid], until)
     assert child.do("""
@@ -381,7 +381,7 @@ _ = [C.cuMemFree_v2(U(p)), C.cuMemFree_v2(U(p)), C.cuMemFree_v2(U(12345)),
     assert suspender.used() == CONTEXT
 
 
-def test_very_many_are_noted(session, child, suspender, until):
+def test_very_many_frees_are_noted(session, child, suspender, until):
     count = 50_000
     child.do("events = [handle(C.cuEventCreate, 2) for _ in range(2000)]; p = alloc(8 << 20)")
     suspender.suspend([child.pid], until)
@@ -434,7 +434,7 @@ builtins.tensor, tensors = Tensor(), [Tensor(), Tensor()]
     assert [slot for slot in session.slots() if slot.pid == child.pid] == []
 
 
-def test_in_a_pause_they_go_to_the_driver(session, child):
+def test_frees_in_a_pause_go_to_the_driver(session, child):
     """Nothing is suspended then: a free takes no turn from anybody."""
     child.do("p = alloc(8 << 20); e = handle(C.cuEventCreate, 0)")
     session.page.set_gate(pages.PAUSED, pause_until=time.monotonic_ns() + 600_000_000_000)
@@ -459,7 +459,7 @@ _ = [C.cuMemFree_v2(ctypes.c_uint64(4096)), C.cuEventQuery(None), C.cuStreamDest
     assert session.broker.messages == []
 
 
-def test_a_free_while_the_suspend_is_under_way_is_made_when_it_is_refused(session, child):
+def test_free_during_a_refused_suspend_is_made_afterwards(session, child):
     child.do("p = [U(alloc(2 << 20)) for _ in range(4)]")
     session.page.set_gate(pages.CLOSED)
     assert child.do("_ = [C.cuMemFree_v2(a) for a in p[:3]]") == [0] * 3
@@ -471,7 +471,7 @@ def test_a_free_while_the_suspend_is_under_way_is_made_when_it_is_refused(sessio
     assert session.broker.messages == []
 
 
-def test_threads_that_come_together_wait_until_all_are_made(session, child, suspender, until):
+def test_threads_wait_until_all_noted_calls_are_made(session, child, suspender, until):
     """One makes them; the others do not overtake it."""
     child.do("p = [U(alloc(512 << 10)) for _ in range(600)]")
     taken = session.page.read().used[0]

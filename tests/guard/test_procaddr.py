@@ -101,7 +101,7 @@ def test_version_and_flags_choose_the_form(emulated, name, version, flags, symbo
     assert address == emulated.do(f"_ = at({symbol!r})")
 
 
-def test_what_there_is_not_is_told_as_the_driver_tells_it(emulated, odd):
+def test_missing_name_is_answered_as_by_the_driver(emulated, odd):
     """By NVIDIA's: the form with a status succeeds, the older one leaves the pointer as it was."""
     assert odd.do("_ = get('cuNoSuchCall')") == (0, None, 1)
     assert odd.do("_ = get('cuNoSuchCall', with_status=False)") == (0, None, 77)
@@ -151,7 +151,7 @@ def test_memory_that_other_devices_are_given_pins_the_session(odd, session, call
     assert session.slots()[0].pins == pin
 
 
-def test_a_driver_that_finds_the_guard_s_functions_by_its_own_names_is_not_taken_for_it(odd_as):
+def test_driver_that_answers_with_guard_functions_is_called(odd_as):
     """Its names are looked up in the process, where the guard's come first."""
     odd = odd_as()
     found = odd.do("C.cuInit(0); _ = get('cuStreamCreate')[1]")
@@ -381,7 +381,7 @@ def test_the_driver_is_searched_as_the_loader_does(session, copies):
     assert which(session, LD_LIBRARY_PATH=path) == (0, [str(two / "libcuda.so.1")])
 
 
-def test_what_the_loader_would_pass_over_is_passed_over(session, copies):
+def test_files_that_the_loader_skips_are_skipped(session, copies):
     guard, one, two = copies
     data = bytearray((one / "libcuda.so.1").read_bytes())
     data[18] = 3  # for another processor

@@ -34,7 +34,7 @@ def race(make_session, compiled):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_is_left(race, seed):
+def test_stress_leaves_nothing_behind(race, seed):
     assert race(seed, 1000) > 0  # it did get full
 
 
@@ -58,6 +58,6 @@ def instrumented(request, tmp_path_factory):
 
 
 @pytest.mark.long
-def test_nothing_is_left_instrumented(race, instrumented):
+def test_instrumented_stress_leaves_nothing_behind(race, instrumented):
     flag, variables = instrumented
     race(7, 150, flag, **variables)

@@ -46,7 +46,7 @@ def table(session, compiled):
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-def test_every_cell(table, column):
+def test_every_way_to_allocate_is_counted(table, column):
     done = table(column)
     assert done.returncode == 0, done.stdout + done.stderr
     cells = [line.split("\t") for line in done.stdout.splitlines()]

@@ -369,7 +369,7 @@ def test_where_starts_have_failed_a_call_fails_at_once(session, waiting):
     assert child.reply() == 0
 
 
-def test_a_broker_that_hangs_up_again_and_again_is_as_good_as_none(session, waiting):
+def test_broker_that_keeps_hanging_up_counts_as_away(session, waiting):
     def hang_up(message):
         raise OSError
 
@@ -418,7 +418,7 @@ def test_growth_is_asked_in_the_session_s_devices(session):
     assert (message["session"], message["token"]) == ("s-1", 't"1')
 
 
-def test_what_was_just_refused_is_not_asked_again_until_something_changes(session):
+def test_refused_growth_is_not_asked_again_until_a_change(session):
     """The page says from how many bytes in all; less is asked for, and so is all once it is not."""
     child = session.child()
     assert child.do("_ = context()") == 0
@@ -440,7 +440,7 @@ def test_what_was_just_refused_is_not_asked_again_until_something_changes(sessio
     assert len(session.broker.messages) == 3
 
 
-def test_a_refusal_without_a_message_still_finds_the_bytes_of_the_dead(session):
+def test_remembered_refusal_still_reaps_dead_processes(session):
     child, other = session.child(), session.child()
     assert child.do("_ = context()") == other.do("_ = context()") == 0
     assert other.do("_ = alloc(300 << 20) > 1 << 20") is True

@@ -100,7 +100,7 @@ def test_a_subshell_has_a_hold_of_its_own(
     assert broker.live_holds() == set()
 
 
-def test_while_one_shell_runs_the_slice_is_kept_when_the_other_ends(
+def test_slice_is_kept_while_another_shell_runs(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()

@@ -110,7 +110,7 @@ def test_cells_and_widgets_send_nothing(
     assert kinds(broker) == ["hello"]
 
 
-def test_who_asks_for_a_slice_gets_one_before_the_cell(
+def test_cell_that_asks_for_a_slice_gets_it_first(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -180,7 +180,7 @@ def test_a_yield_is_answered_at_once_in_the_middle_of_a_cell(
 # ---------------------------------------------------------------------- somebody waits
 
 
-def test_who_is_waited_for_says_at_once_that_no_cell_runs(
+def test_wanted_idle_kernel_reports_rest_at_once(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -190,7 +190,7 @@ def test_who_is_waited_for_says_at_once_that_no_cell_runs(
     broker.wait_for("resting")
 
 
-def test_who_is_waited_for_in_a_cell_says_so_at_its_end_and_at_that_of_the_next_ones(
+def test_wanted_kernel_reports_rest_after_each_cell(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -209,7 +209,7 @@ def test_who_is_waited_for_in_a_cell_says_so_at_its_end_and_at_that_of_the_next_
     broker.wait_for("resting", count=2)
 
 
-def test_a_widget_callback_is_a_cell_to_who_waits(
+def test_wanted_kernel_counts_a_widget_callback_as_a_cell(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -267,7 +267,7 @@ def test_children_are_shown_the_devices_of_the_lease(
     assert kernel.run(SEE).text == f" {OTHER_DEVICE}\n"  # the user's own choice stays
 
 
-def test_frameworks_are_not_capped_where_the_guard_tells_them_the_size(
+def test_guarded_kernel_sets_no_framework_cap(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -339,7 +339,7 @@ def test_the_wait_of_a_call_is_shown_and_leaves_no_trace(
     assert set(kinds(broker)) == {"hello"}
 
 
-def test_what_the_cell_has_printed_stays(
+def test_output_of_the_cell_stays_after_a_wait(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -490,7 +490,7 @@ def test_a_refused_allocation_is_explained_with_figures(
     )
 
 
-def test_our_own_advice_follows_a_refusal_that_names_no_next_step(
+def test_advice_follows_a_refusal_without_a_next_step(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -510,7 +510,7 @@ def test_our_own_advice_follows_a_refusal_that_names_no_next_step(
     ("what", "text"),
     [("grow", "CUDA error: operation not supported"), ("attach", NOT_READY), ("attach", "odd")],
 )
-def test_a_refusal_is_said_under_whatever_error_it_caused(
+def test_refusal_is_shown_under_the_error_it_caused(
     broker: ScriptedBroker,
     page: GuardPage,
     start: Callable[..., Kernel],
@@ -542,7 +542,7 @@ def test_refused_managed_memory_is_explained_where_it_is_refused(
     assert raising(kernel, broker, flag, text, None) == ""
 
 
-def test_what_a_dead_process_held_is_not_counted(
+def test_bytes_of_a_dead_process_are_not_counted(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -557,7 +557,7 @@ def test_what_a_dead_process_held_is_not_counted(
     assert "1 GiB of 4 GiB" in kernel.run("%gpu").text
 
 
-def test_what_the_broker_says_a_moment_after_the_error_is_waited_for(
+def test_error_waits_a_moment_for_the_brokers_reason(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -623,7 +623,7 @@ def test_nothing_is_explained_after_an_interrupt_or_a_success(
 # ---------------------------------------------------------------------- %gpu
 
 
-def test_gpu_tells_what_the_guard_counts(
+def test_gpu_shows_the_figures_of_the_guard(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()

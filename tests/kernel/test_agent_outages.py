@@ -60,7 +60,7 @@ def test_a_waiting_cell_asks_the_new_broker(broker: ScriptedBroker, kernel: Kern
     assert cell.done().outputs == [{"name": "stdout", "text": "hi\n"}]
 
 
-def test_without_a_broker_cpu_work_goes_on_and_it_is_said_once(
+def test_cpu_cells_run_without_a_broker_with_one_notice(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
     broker.die()
@@ -109,7 +109,7 @@ def test_the_old_request_is_owed_to_a_broker_that_comes_back(
     assert "4 GiB" in kernel.run("%gpu help").text
 
 
-def test_in_manual_policy_a_released_state_is_said_once(
+def test_manual_policy_reports_a_released_state_once(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     broker.attach = "manual"
@@ -122,7 +122,7 @@ def test_in_manual_policy_a_released_state_is_said_once(
     assert second.text == "2\n"
 
 
-def test_with_its_state_in_host_memory_a_cell_fails_without_a_broker(
+def test_cell_of_a_suspended_kernel_fails_without_a_broker(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
     """It could only hang: a CUDA call would wait for a resume that nobody can do."""
@@ -161,7 +161,7 @@ def test_a_new_broker_that_took_the_slice_is_asked_for_it(
     assert broker.live_holds() == set()
 
 
-def test_a_forgotten_session_is_said(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_user_is_told_of_a_forgotten_session(broker: ScriptedBroker, kernel: Kernel) -> None:
     broker.die()
 
     def unknown(message: Any) -> None:
@@ -185,7 +185,9 @@ def test_a_refused_hello_and_another_version_are_no_crash(
     assert kernel.run("1 + 1").text == "2"
 
 
-def test_lost_state_is_said_at_once_and_again(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_user_is_told_of_lost_state_at_once_and_again(
+    broker: ScriptedBroker, kernel: Kernel
+) -> None:
     cell = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(20)")
     cell.until("stream")
     broker.push("lost", message="The driver could not restore this kernel: device lost.")

@@ -170,7 +170,7 @@ def test_one_cell_with_more_than_is_free_waits(pool_of: Callable[..., Pool]) -> 
     assert cell.done().outputs == [{"name": "stdout", "text": "mine\n"}]
 
 
-def test_more_than_there_is_says_how_much_there_is(pool_of: Callable[..., Pool]) -> None:
+def test_request_beyond_the_pool_names_the_maximum(pool_of: Callable[..., Pool]) -> None:
     pool = pool_of(max_memory_per_kernel=3 * GiB)
     kernel = pool.kernel()
     cell = kernel.run("%gpu 99GiB")

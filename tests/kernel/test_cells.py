@@ -98,7 +98,9 @@ def test_a_refusal_is_the_cells_error(broker: ScriptedBroker, kernel: Kernel) ->
     assert kernel.value("'ran' in globals()") == "False"
 
 
-def test_what_needs_no_hold(broker: ScriptedBroker, start: Callable[..., Kernel]) -> None:
+def test_gpu_lines_and_empty_cells_need_no_hold(
+    broker: ScriptedBroker, start: Callable[..., Kernel]
+) -> None:
     kernel = start()
     for code in ("", "   \n", "%gpu help", "# mine\n%gpu help\n\n%gpu help", "%gpu?"):
         assert kernel.run(code).status == "ok"

@@ -52,7 +52,7 @@ def by_hand(monkeypatch):
     told.untold.close()
 
 
-def test_short_ones_are_told_of_once_for_all(by_hand):
+def test_short_cells_are_reported_once_for_all(by_hand):
     assert all(by_hand.cell(f"c{n}") for n in range(20))
     assert by_hand.words == []
     by_hand.untold.tell()
@@ -61,7 +61,7 @@ def test_short_ones_are_told_of_once_for_all(by_hand):
     assert len(by_hand.words) == 1
 
 
-def test_the_end_of_one_that_was_told_of_is_for_the_caller_to_tell(by_hand):
+def test_end_of_a_reported_hold_is_left_to_the_caller(by_hand):
     by_hand.untold.begin("c1", "cell")
     by_hand.untold.tell()
     assert by_hand.words == [("lasting", "c1")]
@@ -71,7 +71,7 @@ def test_the_end_of_one_that_was_told_of_is_for_the_caller_to_tell(by_hand):
     assert by_hand.words == [("lasting", "c1")]
 
 
-def test_one_that_goes_on_says_enough(by_hand):
+def test_lasting_cell_is_reported_once(by_hand):
     by_hand.cell("short")
     by_hand.untold.begin("long", "cell")
     by_hand.untold.begin("longer", "cell")
@@ -79,7 +79,7 @@ def test_one_that_goes_on_says_enough(by_hand):
     assert by_hand.words == [("lasting", "long"), ("lasting", "longer")]
 
 
-def test_what_is_told_in_another_way_is_forgotten(by_hand):
+def test_holds_told_in_the_hello_are_not_reported_again(by_hand):
     by_hand.cell("short")
     by_hand.untold.begin("long", "cell")
     by_hand.untold.forget()
@@ -88,7 +88,7 @@ def test_what_is_told_in_another_way_is_forgotten(by_hand):
     assert by_hand.untold.end("long") is False
 
 
-def test_the_thread_tells_by_itself_and_again():
+def test_thread_reports_by_itself_and_again():
     told = Told()
     with told.lock:
         told.cell("c1")

@@ -46,7 +46,7 @@ def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Client, "start", started)
 
 
-def test_waits_whose_answers_are_there_at_once_are_all_asked_for_again(
+def test_all_waits_are_asked_again_after_a_reconnect(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick_answers(monkeypatch)
@@ -65,7 +65,7 @@ def test_waits_whose_answers_are_there_at_once_are_all_asked_for_again(
         link.close()
 
 
-def test_a_fault_of_ours_does_not_end_the_connection_for_ever(
+def test_exception_in_the_agent_does_not_end_the_connection(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     greeted = threading.Event()

@@ -138,7 +138,7 @@ def test_completion_offers_what_may_be_asked_for(line: str, offered: list[str]) 
     assert [word for word in found if not word.startswith("--")] == offered
 
 
-def test_pool_shows_the_reason_and_no_free_memory_of_a_gpu_out_of_service() -> None:
+def test_pool_shows_why_a_gpu_is_out_of_service() -> None:
     why = "paused by the administrator: new driver"
     device = {"index": 0, "name": "A", "memory_granted": 0, "memory_capacity": 8 << 30}
     for free in (None, 8 << 30):  # an older broker tells a figure

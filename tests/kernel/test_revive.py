@@ -46,9 +46,7 @@ def test_a_broker_that_died_is_started_once_and_waited_for(socket: Path, started
     assert one.describe() == "The GPU pool's broker ended; it is being started again."
 
 
-def test_a_broker_that_keeps_dying_is_described_with_number_and_log(
-    socket: Path, started: Path
-) -> None:
+def test_broker_that_keeps_dying_is_described_with_its_log(socket: Path, started: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
     for _ in range(startrecord.MANY_STARTS):
         startrecord.note_start(socket, startrecord.read_failures(socket))
@@ -58,7 +56,7 @@ def test_a_broker_that_keeps_dying_is_described_with_number_and_log(
     assert f"its log: {socket.with_suffix('.log')}" in one.describe()
 
 
-def test_one_that_ended_in_order_is_not_started(socket: Path, started: Path) -> None:
+def test_broker_that_ended_in_order_is_not_started(socket: Path, started: Path) -> None:
     one = reviver(socket, started)
     assert one.away(AWAY) is AWAY
     assert not started.exists()
@@ -67,9 +65,7 @@ def test_one_that_ended_in_order_is_not_started(socket: Path, started: Path) -> 
     assert str(socket) in one.describe()
 
 
-def test_broker_whose_record_was_deleted_is_started_from_the_copy(
-    socket: Path, started: Path
-) -> None:
+def test_broker_is_started_from_the_copy_of_its_record(socket: Path, started: Path) -> None:
     copy = socket.with_name("copy.json")
     one = Reviver(socket, {REVIVE_VARIABLE: f"echo called >> {started}", COPY_VARIABLE: str(copy)})
     one.away(AWAY)
@@ -87,7 +83,7 @@ def test_without_the_command_nothing_is_started(socket: Path) -> None:
     assert not one.expected
 
 
-def test_who_starts_one_is_waited_for_and_not_disturbed(socket: Path, started: Path) -> None:
+def test_start_by_another_process_is_waited_for(socket: Path, started: Path) -> None:
     one = reviver(socket, started)
     with only_one(socket, time.monotonic() + 5):
         one.away(AWAY)
@@ -98,7 +94,7 @@ def test_who_starts_one_is_waited_for_and_not_disturbed(socket: Path, started: P
     assert not one.expected
 
 
-def test_a_start_that_failed_is_told_and_not_waited_for(socket: Path, started: Path) -> None:
+def test_failed_start_is_reported_without_waiting(socket: Path, started: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
     known = startrecord.read_failures(socket)
     for _ in range(ATTEMPTS):

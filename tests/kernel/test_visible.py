@@ -41,7 +41,7 @@ DEVICES = ("GPU-1111", "GPU-2222")
         ("GPU-2222,GPU-ffff", "1"),
     ],
 )
-def test_a_gpu_of_others_means_a_gpu(text, expected):
+def test_gpu_of_others_means_the_own_gpu(text, expected):
     assert corrected(text, DEVICES, HOME) == expected
 
 
@@ -55,7 +55,7 @@ def environ(monkeypatch):
     visible.uninstall()
 
 
-def test_every_way_to_assign_is_corrected_and_said_once(environ, capsys):
+def test_every_way_to_assign_is_corrected_with_one_message(environ, capsys):
     environ["CUDA_VISIBLE_DEVICES"] = "5"
     assert environ["CUDA_VISIBLE_DEVICES"] == HOME
     environ.update({"CUDA_VISIBLE_DEVICES": "5"})
@@ -65,20 +65,20 @@ def test_every_way_to_assign_is_corrected_and_said_once(environ, capsys):
     assert "CUDA_VISIBLE_DEVICES='5' names a GPU that this kernel does not have" in said
 
 
-def test_the_kernels_own_choice_stays_and_nothing_is_said(environ, capsys):
+def test_valid_choice_of_the_user_stays_without_a_message(environ, capsys):
     for text in ("1", "", "-1", "1,0"):
         environ["CUDA_VISIBLE_DEVICES"] = text
         assert environ["CUDA_VISIBLE_DEVICES"] == text
     assert capsys.readouterr().err == ""
 
 
-def test_a_variable_that_is_deleted_is_the_pools_again(environ):
+def test_deleted_variable_gets_the_pools_value_back(environ):
     environ["CUDA_VISIBLE_DEVICES"] = "1"
     assert environ.pop("CUDA_VISIBLE_DEVICES") == "1"
     assert environ["CUDA_VISIBLE_DEVICES"] == HOME
 
 
-def test_other_variables_and_other_types_are_none_of_its_business(environ):
+def test_other_variables_and_types_are_left_alone(environ):
     environ["GPUPOOL_TEST_OTHER"] = "5"
     assert environ.pop("GPUPOOL_TEST_OTHER") == "5"
     with pytest.raises(TypeError):

@@ -14,11 +14,11 @@ from jupyter_gpupool.errors import BrokerUnavailable, GPUPoolError
 from jupyter_gpupool.kernel.advice import explain, no_broker
 from jupyter_gpupool.kernel.command import parse_cell_header, parse_command
 from jupyter_gpupool.kernel.frameworks import OURS_VARIABLE, Visible
-from jupyter_gpupool.kernel.guard_state import Figures
-from jupyter_gpupool.kernel.holds import Queue, Refused, Slice
+from jupyter_gpupool.kernel.guard_state import MemoryFigures
+from jupyter_gpupool.kernel.holds import CallRefusal, QueuePlace, Slice
 from jupyter_gpupool.kernel.link import Link
 from jupyter_gpupool.kernel.magic import GPUMagics
-from jupyter_gpupool.kernel.magic_display import HelpView, PoolView, SessionView
+from jupyter_gpupool.kernel.magic_display import HelpDisplay, PoolDisplay, SessionDisplay
 from jupyter_gpupool.kernel.waits import HOW_TO_STOP, HOW_TO_STOP_CALL, describe, interrupted
 
 from .sheet import Sheet
@@ -41,9 +41,9 @@ def link(path: str = SOCKET, **changes: Any) -> Link:
 
 def waiting(sheet: Sheet) -> None:
     """Write what a cell shows while it waits, and when that ends."""
-    sheet.put("It waits in the queue", describe(link(queue=Queue(2, 3, 40.0, REASON))))
+    sheet.put("It waits in the queue", describe(link(queue=QueuePlace(2, 3, 40.0, REASON))))
     with mock.patch("time.monotonic", return_value=1000.0):
-        long = link(queue=Queue(2, 3, None, REASON), _queued_since=953.0)
+        long = link(queue=QueuePlace(2, 3, None, REASON), _queued_since=953.0)
         sheet.put("It waits, and nobody can tell how long", describe(long))
     sheet.put("It gets its slice", describe(link(state="attaching")))
     sheet.put("Its state comes back", describe(link(state="attaching", suspended=True)))
@@ -73,11 +73,11 @@ class Guard:
 
     on = True
 
-    def __init__(self, figures: Figures | None = None, managed: bool = True) -> None:
+    def __init__(self, figures: MemoryFigures | None = None, managed: bool = True) -> None:
         self._figures = figures
         self._managed = managed
 
-    def figures(self) -> Figures | None:
+    def figures(self) -> MemoryFigures | None:
         return self._figures
 
     def refuses_managed(self) -> bool:
@@ -87,10 +87,12 @@ class Guard:
 def errors(sheet: Sheet) -> None:
     """Write the line below the error of a cell."""
     oom = "CUDA out of memory. Tried to allocate 3.00 GiB."
-    full = Figures(used=7 * GiB, granted=8 * GiB, limit=12 * GiB, waiting=0)
+    full = MemoryFigures(used=7 * GiB, granted=8 * GiB, limit=12 * GiB, waiting=0)
     attached = {"attached": True, "slices": (Slice("GPU-5d1c", 8 * GiB),)}
 
-    def put(situation: str, guard: Guard, refused: Refused | None, text: str, own: Link) -> None:
+    def put(
+        situation: str, guard: Guard, refused: CallRefusal | None, text: str, own: Link
+    ) -> None:
         name = "OutOfMemoryError" if "memory" in text else "RuntimeError"
         sheet.put(situation, explain(own, guard, refused, name, text))  # type: ignore[arg-type]
 
@@ -99,14 +101,14 @@ def errors(sheet: Sheet) -> None:
     most = link(**attached, limits={"memory": 8 * GiB})
     put("Out of memory, and more is not allowed", Guard(full), None, oom, most)
     put("Out of memory, without a slice", Guard(), None, oom, link())
-    limit = Refused(
+    limit = CallRefusal(
         "grow",
         "limit",
         "5 GiB more than the slice of 8 GiB was asked for; the limit of this kernel is 12 GiB",
         "Free memory in the kernel.",
     )
     put("A CUDA call asked for too much", Guard(full), limit, oom, link(**attached))
-    full_pool = Refused("grow", "no-memory", "Nothing is free on this GPU", "Try again later")
+    full_pool = CallRefusal("grow", "no-memory", "Nothing is free on this GPU", "Try again later")
     put("A CUDA call found no free memory", Guard(full), full_pool, oom, link(**attached))
     not_ready = "CUDA error: system not yet initialized"
     put("A CUDA call waited in vain", Guard(), None, not_ready, link())
@@ -165,7 +167,7 @@ SESSION: dict[str, Any] = {
     "devices": ["GPU-5d1c"],
     "request": {"memory": 8 * GiB, "limit": 12 * GiB, "devices": 1, "compute": 50,
                 "priority": "notebook"},
-    "figures": Figures(6 * GiB, 8 * GiB, 12 * GiB, 0), "guard": True, "guard_reason": "",
+    "figures": MemoryFigures(6 * GiB, 8 * GiB, 12 * GiB, 0), "guard": True, "guard_reason": "",
 }  # fmt: skip
 
 COMMANDS = (
@@ -180,7 +182,7 @@ def magic(sheet: Sheet) -> None:
     gone = {"granted_bytes": 0, "devices": [], "figures": None}
 
     def put(situation: str, **changes: Any) -> None:
-        sheet.put(f"%gpu {situation}", SessionView({**SESSION, **changes}, SNAPSHOT).text())
+        sheet.put(f"%gpu {situation}", SessionDisplay({**SESSION, **changes}, SNAPSHOT).text())
 
     put("of a kernel that computes")
     put("of an idle one", state="idle", idle_seconds=40.0)
@@ -189,15 +191,15 @@ def magic(sheet: Sheet) -> None:
     put("of one that the driver cannot move", pinned_reason="it uses managed memory")
     put("of one on a GPU that cannot suspend", devices=["MIG-11aa"])
     put("of one that waits", state="queued", queue_position=2, queue_length=3, queued_at=900.0,
-        wait_reason=REASON, **{**gone, "figures": Figures(0, 0, 12 * GiB, 2)})  # fmt: skip
+        wait_reason=REASON, **{**gone, "figures": MemoryFigures(0, 0, 12 * GiB, 2)})  # fmt: skip
     put("of one in host memory", state="detached", suspended_bytes=6 * GiB, **gone)
     put("without a slice, attaching by hand", state="detached", attach="manual", **gone)
     put("without a slice, attaching by cell", state="detached", attach="cell", **gone,
         guard=False, guard_reason="the broker does not guard this kernel")  # fmt: skip
     put("while its state moves", state="detaching")
     put("while it gets a slice", state="attaching", **gone)
-    sheet.put("%gpu pool", PoolView(SNAPSHOT, "s1").text())
-    sheet.put("%gpu help", HelpView(SESSION["request"], guarded=True).text())
+    sheet.put("%gpu pool", PoolDisplay(SNAPSHOT, "s1").text())
+    sheet.put("%gpu help", HelpDisplay(SESSION["request"], guarded=True).text())
     sheet.sub("What %gpu does not understand")
     for line in COMMANDS:
         sheet.put(f"%gpu {line}", _refused(lambda line=line: parse_command(line, {})))
