@@ -27,7 +27,7 @@ HOW = "Read the difference; then run: python -m tests.texts"
 LONGEST = 60
 
 #: Names that are longer: to be lowered as they are shortened, and never raised.
-STILL_LONGER = 379
+STILL_LONGER = 346
 
 
 @pytest.fixture(scope="module")
