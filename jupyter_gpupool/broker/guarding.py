@@ -114,7 +114,7 @@ class Guarding:
         )  # fmt: skip
         self.aside = SetAside(runner, service, pages, activity, self._log)
         guards.landings = self.landings = Landings(runner, self._effects, service, pages, self._log)
-        watchdog = Watchdog(runner, self._effects, pages, self._log, policy=settings.overuse)
+        watchdog = Watchdog(runner, self._effects, self._log, policy=settings.overuse)
         self.turns = TurnKeeper(runner, pages, activity, self._log, turn=settings.turn)
         runner.guard = guards
         self._effects.pages, self._effects.activity = pages, activity

@@ -124,8 +124,6 @@ class Session:
     host_short: str = ""
     #: Its processes have been made safe to kill, see ``effects.retire``.
     retired: bool = False
-    #: It is being suspended by a rule, whether it is at rest or not.
-    forced: bool = False
 
     def token_is(self, token: str) -> bool:
         """Return whether ``token`` is the one this session was opened with."""

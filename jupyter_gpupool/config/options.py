@@ -48,6 +48,19 @@ def _option(trait: _T, what: str, *, unit: str, default: str, example: str) -> _
     return trait
 
 
+class _Overuse(Enum):  # type: ignore[type-arg]
+    """The policies for overuse; a configuration of an earlier version may name a third one."""
+
+    def validate(self, obj: Any, value: Any) -> Any:
+        """Return ``value``, or say which one replaces it."""
+        if value == "suspend":
+            raise TraitError(
+                "'suspend' is not a value any more: a kernel that goes around the guard can take "
+                "the memory again. Write 'report', or 'end' to end such kernels."
+            )
+        return super().validate(obj, value)
+
+
 class GPUPool(Configurable):
     """Everything an admin may decide about a GPU pool; read by the broker, never by kernels."""
 
@@ -253,13 +266,13 @@ class GPUPool(Configurable):
         example='managed_memory = "allow"',
     )
     overuse = _option(
-        Enum(("report", "suspend", "end"), default_value="report"),
+        _Overuse(("report", "end"), default_value="report"),
         "What is done about a kernel that holds more device memory than it was granted, which "
         "takes a program that goes around the guard, or no guard: 'report' logs it and shows it "
-        "in the status, 'suspend' also takes its slice, 'end' ends the kernel.",
-        unit="'report', 'suspend' or 'end'",
+        "in the status, 'end' ends the kernel.",
+        unit="'report' or 'end'",
         default="'report'",
-        example='overuse = "suspend"',
+        example='overuse = "end"',
     )
     foreign_processes = _option(
         Enum(("count", "report", "end"), default_value="count"),

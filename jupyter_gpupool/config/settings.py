@@ -23,7 +23,7 @@ MIN_TURN = 0.01
 
 ForeignPolicy = Literal["count", "report", "end"]
 ManagedPolicy = Literal["refuse", "allow"]
-OverusePolicy = Literal["report", "suspend", "end"]
+OverusePolicy = Literal["report", "end"]
 
 QUOTA_KEYS = tuple(f.name for f in fields(Quota))
 

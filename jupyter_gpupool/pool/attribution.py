@@ -14,8 +14,8 @@ bytes on one device unless a mapping names the devices. Five questions, in this 
   charged. The guard charges a constant for a context (one self-test measured it) and the bytes that
   the program allocates. Contexts differ, and code is loaded lazily, 200 to 800 MiB for cuBLAS,
   cuDNN or Triton. A comparison of the driver's figure with the guard's shows how much.
-* *Overuse* (:func:`overuse`, :func:`confirmed`, :func:`larger_request`): which session has more
-  than it was granted, from when on that counts, and which request would cover it.
+* *Overuse* (:func:`overuse`, :func:`confirmed`): which session has more than it was granted, and
+  from when on that counts.
 * *State* (:func:`state_to_move`, :func:`state_moved`, :func:`restore_room`): how many bytes a
   suspend will move, how many it has moved, and how many must be free for the way back.
 """
@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Collection, Iterable, Mapping, Sequence
 
-from .model import MiB, Request, Slice
+from .model import MiB, Slice
 
 # ---------------------------------------------------------------------- attribution
 
@@ -311,13 +311,6 @@ def confirmed(samples: int, over: int) -> tuple[int, bool]:
     """
     samples = samples + 1 if over else 0
     return samples, samples == SAMPLES
-
-
-def larger_request(request: Request, used: Mapping[str, int]) -> Request | None:
-    """Return the request that covers what a session uses by device; None if its own one does."""
-    memory = max(request.memory, *used.values()) if used else request.memory
-    found = replace(request, memory=memory, limit=max(memory, request.limit))
-    return None if found == request else found
 
 
 # ---------------------------------------------------------------------- state that is moved

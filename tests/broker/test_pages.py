@@ -537,21 +537,6 @@ def test_overuse_is_reported(make_broker):
     k.close()
 
 
-def test_overuse_is_suspended_and_comes_back_with_what_it_uses(make_broker):
-    broker = make_broker(overuse="suspend").started
-    k = overusing(broker)
-    # Busy all the time: it does not matter.
-    k.set(INFLIGHT, 0)
-    k.touch()
-    k.wait_state("detached")
-    assert k.gate() == CLOSED
-    wait_until(lambda: k.status()["request"]["memory"] >= 220 * MiB, "it asks for what it uses")
-    k.lease()
-    assert k.granted() >= 220 * MiB
-    assert k.do("check") == 220 * MiB
-    k.close()
-
-
 def test_kernel_that_a_rule_ends_is_suspended_first_where_the_driver_needs_that(make_broker):
     broker = make_broker(overuse="end")
     state = broker.folder / "broker.sock.emulated"

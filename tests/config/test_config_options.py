@@ -84,7 +84,6 @@ def test_pool_options(name, value, found):
         ("turn", 0.25, 0.25),
         ("turn", 0.01, 0.01),
         ("managed_memory", "allow", "allow"),
-        ("overuse", "suspend", "suspend"),
         ("overuse", "end", "end"),
         ("devices", None, None),
         ("devices", [0, "1", "GPU-5d1c", "MIG-ab"], ("0", "1", "GPU-5d1c", "MIG-ab")),
@@ -199,7 +198,9 @@ def test_state_dir_of_a_user_and_of_root(monkeypatch, tmp_path):
         ("quiet_after", 0, "'0' is not a duration above zero. Write one like 10m."),
         ("turn", 0.001, "0.001 is below 0.01, which is the least."),
         ("managed_memory", "deny", "'deny' is not allowed. It takes: 'refuse' or 'allow'."),
-        ("overuse", "kill", "'kill' is not allowed. It takes: 'report', 'suspend' or 'end'."),
+        ("overuse", "kill", "'kill' is not allowed. It takes: 'report' or 'end'."),
+        ("overuse", "suspend", ("'suspend' is not a value any more: a kernel that goes around the "
+         "guard can take the memory again. Write 'report', or 'end' to end such kernels.")),
         ("max_swap_overhead", -1, ("-1 is not a share above 0 and below 1. Write 0.1 or '10%'.")),
         ("max_swap_overhead", 1, ("1 is not a share above 0 and below 1. Write 0.1 or '10%'.")),
         ("max_swap_overhead", "lots", ("'lots' is not a share above 0 and below 1. Write 0.1 or "

@@ -22,7 +22,6 @@ from jupyter_gpupool.pool.attribution import (
     confirmed,
     driver_share,
     excused,
-    larger_request,
     measured_again,
     overuse,
     restore_room,
@@ -32,7 +31,7 @@ from jupyter_gpupool.pool.attribution import (
     tolerated,
     unlisted,
 )
-from jupyter_gpupool.pool.model import GiB, MiB, Request, Slice
+from jupyter_gpupool.pool.model import GiB, MiB, Slice
 
 # ---------------------------------------------------------------------- attribution
 
@@ -319,14 +318,6 @@ def test_overuse_is_acted_upon_once_for_each_time():
         samples, act = confirmed(samples, over)
         acts.append(act)
     assert acts == [False, False, *[False, False, True, False, False], False, False, False, True]
-
-
-def test_larger_request_covers_what_is_used():
-    request = Request(memory=4, limit=6)
-    assert larger_request(request, {"G0": 5, "G1": 3}) == Request(memory=5, limit=6)
-    assert larger_request(request, {"G0": 9}) == Request(memory=9, limit=9)
-    assert larger_request(request, {"G0": 4}) is None
-    assert larger_request(request, {}) is None
 
 
 # ---------------------------------------------------------------------- state that is moved

@@ -245,7 +245,7 @@ class DeviceEffects:
         if obstacle:
             self._refused(action, *obstacle)
             return
-        agreed, why = (True, "") if session.forced else await self._ask(session, action.epoch)
+        agreed, why = await self._ask(session, action.epoch)
         if not agreed:
             self._refused(action, "busy", why)
             return
@@ -350,16 +350,9 @@ class DeviceEffects:
         busy = self.activity.busy(session)
         if session.use.pins:
             return "pinned", session.use.pins
-        if busy and not session.forced:
+        if busy:
             return "busy", RECORDING if session.use.captures else "it uses its GPU"
         loop = asyncio.get_running_loop()
-        give_up = loop.time() + DRAIN
-        while session.forced and self.activity.recording(session):
-            # Its calls need the open gate to come to an end.
-            if loop.time() >= give_up:
-                return "drain", RECORDING
-            await asyncio.sleep(DRAIN_POLL)
-            self.activity.read(session)
         self.pages.set_gate(session, CLOSED)
         give_up = loop.time() + DRAIN
         while (reading := self.activity.read(session)) is not None and reading.inflight:
@@ -434,8 +427,6 @@ class DeviceEffects:
     def _refused(self, action: e.Suspend, kind: str, why: str) -> None:
         assert kind in ("busy", "pinned", "drain", "host")
         session = self._runner.sessions.find(action.session)
-        if session is not None:
-            session.forced = False
         self._runner.handle(
             e.SuspendRefused(
                 now=self._runner.now(),

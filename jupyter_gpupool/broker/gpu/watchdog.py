@@ -9,22 +9,16 @@ the driver opened by its path) is seen here, a few samples late, and treated as 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Collection, Mapping
 
 from ...config.settings import OverusePolicy
 from ...pool import attribution
 from ...pool import events as e
-from ...pool.model import Refusal
 from ...units import format_bytes
-from ..pages.control import ATTACHED, CLOSED, Pages
 from ..runner import Runner
 from ..sessions import Session
 from .actions import DeviceEffects
-
-#: Seconds for which the gate stays closed for a suspend that does not begin.
-PATIENCE, POLL = 5.0, 0.02
 
 
 class Watchdog:
@@ -34,7 +28,6 @@ class Watchdog:
         self,
         runner: Runner,
         effects: DeviceEffects,
-        pages: Pages,
         log: logging.Logger,
         *,
         policy: OverusePolicy,
@@ -42,9 +35,7 @@ class Watchdog:
         self.policy = policy
         self._runner = runner
         self._effects = effects
-        self._pages = pages
         self._log = log
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def seen(self, sizes: Mapping[str, Mapping[str, int]], old: Collection[str]) -> None:
         """Take note of a sample: bytes by session and device, as NVML shows them.
@@ -58,7 +49,7 @@ class Watchdog:
 
     def _judge(self, session: Session, used: Mapping[str, int]) -> None:
         record, use = self._runner.record(session.id), session.use
-        if record is None or session.id in self._effects.busy or session.forced:
+        if record is None or session.id in self._effects.busy:
             return
         granted = {piece.device: piece.bytes for piece in record.slices}
         totals = {uuid: sample.total for uuid, sample in self._effects.samples.items()}
@@ -87,72 +78,3 @@ class Watchdog:
                     message=f"{sentence} This pool ends such kernels (c.GPUPool.overuse).",
                 )
             )
-        elif self.policy == "suspend":
-            task = asyncio.get_running_loop().create_task(self._suspend(session, used))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    # ------------------------------------------------------------------ suspend by rule
-
-    async def _suspend(self, session: Session, used: Mapping[str, int]) -> None:
-        """Take the slice although it may be in use, and ask for one that covers what is used."""
-        record = self._runner.record(session.id)
-        if record is None or record.state not in ATTACHED:
-            return  # it has no slice that could be taken
-        if session.page is not None:
-            session.forced = True
-            self._pages.set_gate(session, CLOSED)
-            # Nothing of it can reach the device now, whatever its holds say.
-            self._drop_holds(session)
-        rid, answer = f"w{session.id}", []  # type: str, list[Refusal | None]
-        self._runner.expect(rid, lambda refusal, _note: answer.append(refusal))
-        try:
-            self._runner.handle(e.ReleaseAsked(now=self._runner.now(), session=session.id, rid=rid))
-            if answer and answer[0] is not None:
-                self._log.warning("Session %s keeps its slice: %s", session.id, answer[0])
-            elif session.page is not None:
-                await self._begun(session)
-        finally:
-            # Whatever happened: a gate that stays shut with nobody to open it is a hung kernel.
-            if session.forced and not self._going(session):
-                session.forced = False
-            if self._runner.guard is not None:
-                self._runner.guard.changed(session)
-        self._ask_for_more(session, used)
-
-    def _drop_holds(self, session: Session) -> None:
-        session.use.held = False
-        record = self._runner.record(session.id)
-        for hold in record.holds if record is not None else ():
-            self._runner.handle(
-                e.HoldDropped(
-                    now=self._runner.now(), session=session.id, hold=hold.id, cuda=session.cuda
-                )
-            )
-
-    def _going(self, session: Session) -> bool:
-        record = self._runner.record(session.id)
-        return record is not None and record.state == "detaching"
-
-    async def _begun(self, session: Session) -> None:
-        """Wait until the suspend is over, or is not going to begin."""
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + PATIENCE
-        while session.forced and (self._going(session) or loop.time() < give_up):
-            await asyncio.sleep(POLL)
-
-    def _ask_for_more(self, session: Session, used: Mapping[str, int]) -> None:
-        record = self._runner.record(session.id)
-        request = attribution.larger_request(record.request, used) if record is not None else None
-        if request is None:
-            return
-        rid = f"w{session.id}"
-
-        def reply(refusal: Refusal | None, _note: str) -> None:
-            if refusal is not None:
-                self._log.warning("Session %s may not have more: %s", session.id, refusal)
-
-        self._runner.expect(rid, reply)
-        self._runner.handle(
-            e.RequestChanged(now=self._runner.now(), session=session.id, request=request, rid=rid)
-        )

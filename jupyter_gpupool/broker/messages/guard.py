@@ -131,8 +131,6 @@ class Guards:
 
     def granted(self, session: Session, epoch: int) -> None:
         """The session has its lease and its gate is open: let its threads go on."""
-        if session.forced:
-            return
         waiting, session.guards = session.guards, {}
         session.use.busy_at = self._now()
         for connection, request_id in waiting.items():
@@ -157,18 +155,12 @@ class Guards:
         record = self._runner.record(session.id)
         if record is None:
             return
-        if record.state == "detached":
-            session.forced = False
         # First: once the gate is open, a process may ask how much memory there is.
         self._rooms.changed(session, record)
         self._pages.follow(session, record)
         if record.state == "queued" and not record.bound:
             # A process may have called cuInit while it was attaching, which has failed.
             self._activity.settle(session)
-        over = record.state in (*ATTACHED, "detached") and not session.forced
-        if over and session.guards and not session.use.held:
-            # They began to wait while a rule was suspending it: now they may ask.
-            self._activity.take(session)
 
     def ended(self, session: Session, reason: str) -> None:
         """The session is over."""
@@ -227,8 +219,7 @@ class Guards:
             self._tell(session, "attach", refusal)
             raise refused(refusal)
         session.guards[connection] = message.get("id")
-        if not session.forced:
-            self._activity.take(session)
+        self._activity.take(session)
 
     def _home_now(self, connection: Connection, session: Session, message: Message) -> None:
         """A process settles on its devices now, and mostly asks for the lease a moment later."""

@@ -183,7 +183,7 @@ class Activity:
         try:
             # Where turns are kept, every turn ends with a look.
             sessions = [] if self.elsewhere else [*self.attached.values()]
-            busy = [s for s in sessions if (seen := self.look(s)) is not None and seen.busy]
+            busy = [s for s in sessions if self.look(s).busy]
             if len(busy) > 1:
                 self.on_round(busy)
         except Exception:
@@ -192,14 +192,9 @@ class Activity:
         if self.attached and not self._runner.stopped:
             self._timer = asyncio.get_running_loop().call_later(LOOK, self._round)
 
-    def look(self, session: Session, elapsed: float = LOOK) -> Seen | None:
-        """Look at one session, whose last look was ``elapsed`` seconds ago; tell the pool.
-
-        None for one that a rule is suspending: what it does is of no account.
-        """
+    def look(self, session: Session, elapsed: float = LOOK) -> Seen:
+        """Look at one session, whose last look was ``elapsed`` seconds ago; tell the pool."""
         now, use = self._now(), session.use
-        if session.forced:
-            return None
         if self._touched(session):
             self._used(session, elapsed)
             if now - use.looked_at >= STALE:
@@ -299,7 +294,7 @@ class Activity:
             asyncio.get_running_loop().call_later(SETTLE, self._settled, session)
 
     def _settled(self, session: Session) -> None:
-        if self.attached.get(session.id) is not session or not session.use.held or session.forced:
+        if self.attached.get(session.id) is not session or not session.use.held:
             return
         if self._pages.gate(session) != OPEN and not self._occupied(session):
             self.drop(session)

@@ -296,7 +296,7 @@ class Pages:
                 page.set_devices(uuids[:DEVICES])
                 session.home = tuple(uuids)
                 page.set_grant(left[:DEVICES], max(record.request.limit, *sizes), record.epoch)
-                if not session.forced and page.gate() == CLOSED:
+                if page.gate() == CLOSED:
                     page.set_gate(UNUSED)
             elif record.state != "detaching":
                 page.set_gate(CLOSED)

@@ -101,7 +101,7 @@ class TurnKeeper:
         for session in list(self._activity.attached.values()):
             seen = self._activity.look(session, elapsed)
             record = self._runner.record(session.id)
-            if seen is None or record is None or session.id not in self._activity.attached:
+            if record is None or session.id not in self._activity.attached:
                 continue
             # A session that only waits for its turn uses nothing; a call that runs on into the
             # turn of another does.
