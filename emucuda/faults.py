@@ -12,7 +12,7 @@ from typing import Mapping
 
 from .text import EmulatorError, did_you_mean, parse_size
 
-#: Every fault with the parameters it takes.
+#: Every fault and quirk, with its parameters.
 FAULTS: dict[str, tuple[str, ...]] = {
     "slow-copies": ("pid", "device", "count", "bandwidth"),
     "lock-timeout": ("pid", "count", "code"),
@@ -36,7 +36,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "context-more": ("pid", "device", "bytes"),
     "loaded-code": ("pid", "device", "bytes"),
 }
-#: What a fault is not without.
+#: The parameter that a fault must have.
 _NEEDED = {
     "slow-copies": ("bandwidth", "in bytes/s"),
     "residue": ("bytes", "such as 200MiB"),
@@ -52,7 +52,7 @@ _OPERATIONS = ("lock", "checkpoint", "restore", "unlock", "state")
 
 
 class Faults:
-    """Injects faults into the machine of ``state_dir``, while it runs.
+    """Injects faults into the machine of ``state_dir`` while it runs.
 
     ======================  ====================================================================
     ``slow-copies``         copies run at ``bandwidth`` bytes/s at most
@@ -64,51 +64,49 @@ class Faults:
     ``hang``                a checkpoint call never returns
     ======================  ====================================================================
 
-    And temperaments: no failures, but the other answer to a question that nobody has put to a
-    real driver yet. What runs above the driver must be right with either.
+    Quirks are no failures: each gives the other answer to a question that nobody has asked a real
+    driver yet. A program is ready for real drivers if it works with either answer.
 
     ========================  ==================================================================
-    ``residue``               ``bytes`` of the device are in use and no process's
-    ``nvml-less``             NVML lists a process with ``bytes`` less than it really has
-    ``nvml-waits``            NVML does not answer while a checkpoint or restore is copying
+    ``residue``               ``bytes`` of the device are in use and belong to no process
+    ``nvml-less``             NVML lists a process with ``bytes`` less than it has
+    ``nvml-waits``            NVML answers only after a running checkpoint or restore
     ``nvml-late``             NVML lists a process only ``ms`` after its first memory
-    ``nvml-lag``              NVML lists a suspended process as before for ``ms`` more
+    ``nvml-lag``              NVML lists a suspended process unchanged for ``ms`` more
     ``suspend-keeps``         a suspended process keeps ``bytes``, and is listed (0: with none)
     ``restore-keeps-state``   a restore that fails leaves the process CHECKPOINTED
     ``restore-more``          a restored process has ``bytes`` more than before
-    ``migration-refused``     a restore onto another device fails (NOT_SUPPORTED), and can be had
-                              again
-    ``init-suffices``         cuInit alone, without a context, makes a process that can be
-                              suspended
-    ``lock-ignores-timeout``  a lock waits for work that never ends, whatever its time-out, until
-                              this is cleared
+    ``migration-refused``     a restore onto another device fails (NOT_SUPPORTED) and can be
+                              repeated
+    ``init-suffices``         a process that has only called cuInit can be suspended
+    ``lock-ignores-timeout``  a lock waits for running work, whatever its time-out, until this
+                              quirk is cleared
     ``nvml-host-pids``        NVML lists processes by numbers of another PID namespace, as in a
-                              container: a process is listed as ``number``, or by one that no
-                              process here can have
+                              container: as ``number``, or as one that no process here can have
     ``context-more``          a context takes ``bytes`` more than the machine's text says
     ``loaded-code``           the driver takes ``bytes`` more with a process's first work on a
                               device, as lazily loaded modules do
     ========================  ==================================================================
 
-    Each may be narrowed with ``pid`` (the target process), ``device`` (the machine's index) and
-    ``count`` (how often it strikes); ``code`` is the CUresult to report instead of the usual one
-    (for ``device-lost`` the Xid, 79 if not given), ``op`` the call that hangs.
+    ``pid`` (the target process), ``device`` (the machine's index) and ``count`` (how often) narrow
+    each of them. ``code`` is the CUresult to report instead of the usual one (for ``device-lost``
+    the Xid, 79 by default), ``op`` the call that hangs.
     """
 
     def __init__(self, state_dir: str | os.PathLike[str]) -> None:
         self._folder = Path(state_dir)
 
     def set(self, name: str, **params: int | str) -> None:
-        """Inject fault ``name``. One with the same name, ``pid`` and ``device`` is replaced.
+        """Inject fault ``name``; it replaces one with the same name, ``pid`` and ``device``.
 
         Raises
         ------
         EmulatorError
-            If there is no such fault or parameter.
+            If the name or a parameter is unknown.
         """
         _check_fault(name, params)
         words = [name, *(f"{key}={value}" for key, value in params.items())]
-        # The identity keeps this fault's count while others come and go.
+        # The identity keeps this fault's count when other lines change.
         line = " ".join([*words, f"id={secrets.randbits(63)}"])
         self._write([*(old for old in self._read() if _scope(old) != _scope(line)), line])
 
@@ -144,9 +142,24 @@ class Faults:
 
 
 def _scope(line: str) -> tuple[str, ...]:
-    """Return what tells one fault from another: its name, ``pid`` and ``device``."""
+    """Return the identity of a fault: its name, ``pid`` and ``device``."""
     name, *words = line.split()
     return (name, *sorted(word for word in words if word.startswith(("pid=", "device="))))
+
+
+def check_faults(text: str) -> str:
+    """Return ``text``, the value of ``EMUCUDA_FAULTS``, if each fault in it is right.
+
+    Raises
+    ------
+    EmulatorError
+        If the name or a parameter of one is unknown.
+    """
+    for line in text.replace(";", "\n").splitlines():
+        if words := line.split():
+            pairs = (word.partition("=") for word in words[1:])
+            _check_fault(words[0], {key: int(v) if v.isdecimal() else v for key, _, v in pairs})
+    return text
 
 
 def _check_fault(name: str, params: Mapping[str, object]) -> None:

@@ -123,6 +123,11 @@ def parse_machine(text: str) -> Machine:
     for option in options:
         _option(option, found)
     machine = Machine(int(match[1]), size - size % PAGE, **found)
+    if not machine.memory:
+        raise EmulatorError(
+            f"{match[2]!r} in {text!r} is less than one page of {format_size(PAGE)}. Write a unit: "
+            f"{_EXAMPLE}."
+        )
     if machine.memory > MAX_MEMORY or machine.memory * machine.count > MAX_TOTAL:
         raise EmulatorError(
             f"{text!r} is too large: a device may have 1 TiB and a machine 16 TiB. Ask for less."
@@ -155,7 +160,7 @@ def library_dir() -> Path:
 
 def environment(
     machine: Machine | str,
-    state_dir: str | os.PathLike[str],
+    state_dir: str | os.PathLike[str] | None = None,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the variables that give a child process the emulated driver.
@@ -165,11 +170,12 @@ def environment(
     machine
         The machine, or its text. All processes that share a ``state_dir`` must name the same.
     state_dir
-        Directory of the machine's shared state. Another directory is another machine. It is
-        created by the first process that uses the driver, if its parent exists.
+        Directory of the machine's shared state; another directory is another machine. The first
+        process that uses the driver creates it, if its parent exists. None: the one that
+        ``base`` names, or ``/dev/shm/emucuda-<uid>``.
     base
-        The environment to which the variables will be added, for its ``LD_LIBRARY_PATH``;
-        ``os.environ`` if None.
+        The environment that will get the variables, for its ``LD_LIBRARY_PATH``; ``os.environ``
+        if None.
     """
     if isinstance(machine, str):
         machine = parse_machine(machine)
@@ -177,18 +183,17 @@ def environment(
         base = os.environ
     folder = str(library_dir())
     rest = [p for p in base.get("LD_LIBRARY_PATH", "").split(":") if p and p != folder]
-    return {
-        "LD_LIBRARY_PATH": ":".join([folder, *rest]),
-        "EMUCUDA_MACHINE": str(machine),
-        "EMUCUDA_STATE": os.path.abspath(os.fspath(state_dir)),
-    }
+    found = {"LD_LIBRARY_PATH": ":".join([folder, *rest]), "EMUCUDA_MACHINE": str(machine)}
+    if state_dir is not None:
+        found["EMUCUDA_STATE"] = os.path.abspath(os.fspath(state_dir))
+    return found
 
 
 def device_files(state_dir: str | os.PathLike[str]) -> str:
-    """Return how the paths of the machine's device files begin, as ``/dev/nvidia`` does."""
+    """Return what the paths of the machine's device files begin with, like ``/dev/nvidia``."""
     return str(Path(state_dir).resolve() / "nvidia")
 
 
 def remove_state(state_dir: str | os.PathLike[str]) -> None:
-    """Remove a machine's shared state, which no process should be using any more."""
+    """Remove the shared state of a machine that no process uses any more."""
     shutil.rmtree(state_dir, ignore_errors=True)

@@ -1,0 +1,45 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``python -m emucuda.build``."""
+
+import os
+import sys
+
+import pytest
+
+from emucuda import build
+
+
+def test_only_what_is_stale_is_compiled(tmp_path, monkeypatch):
+    build.compile(tmp_path)
+    names = ["libcuda.so", "libcuda.so.1", "libnvidia-ml.so", "libnvidia-ml.so.1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    before = (tmp_path / "libcuda.so.1").stat().st_ino
+    monkeypatch.setenv("CC", f"{sys.executable} -c raise")  # would fail
+    build.compile(tmp_path)
+    assert (tmp_path / "libcuda.so.1").stat().st_ino == before
+    monkeypatch.delenv("CC")
+    os.utime(tmp_path / "libcuda.so.1", (1, 1))
+    build.compile(tmp_path)
+    assert (tmp_path / "libcuda.so.1").stat().st_ino != before
+
+
+def test_without_a_compiler_the_way_to_one_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(build.CompilerMissing, match="Install gcc or clang"):
+        build.compile(tmp_path)
+    assert build.main(["--out", str(tmp_path)]) == 1
+    assert "'no-such-compiler' is not on PATH" in capsys.readouterr().err
+
+
+def test_a_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CC", "false")
+    assert build.main(["--out", str(tmp_path)]) == 1
+    assert "failed with status 1" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unwritable_directory_is_reported(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert build.main(["--out", str(tmp_path / "file" / "lib")]) == 1
+    assert "--out" in capsys.readouterr().err
