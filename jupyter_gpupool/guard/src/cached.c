@@ -52,8 +52,7 @@ void cached_fill(void)
     pthread_rwlock_unlock(&lock);
 }
 
-/* Whether to answer from memory; the lock is held then. */
-static bool remembered(void)
+static __attribute__((noinline)) bool remembered_slowly(void)
 {
     if (!guard_blocked())
         return false;
@@ -62,6 +61,13 @@ static bool remembered(void)
         return true;
     pthread_rwlock_unlock(&lock);
     return false;
+}
+
+/* Whether to answer from memory; the lock is held then. The byte that the entry points test comes
+ * first: zero says that the driver does not block, and is one load for all that guard_blocked() reads. */
+static inline bool remembered(void)
+{
+    return __builtin_expect(*__atomic_load_n(&guard_free_gate, __ATOMIC_ACQUIRE), 0) && remembered_slowly();
 }
 
 static bool known(CUdevice device)
@@ -75,7 +81,7 @@ static bool known(CUdevice device)
         CUresult error = guard_enter_free();  \
         if (error)                            \
             return error;                     \
-        if (guard_has_context() && cache.epoch != guard_page->epoch) \
+        if (guard_page && cache.epoch != guard_page->epoch && guard_has_context()) \
             cached_fill();                    \
         error = call;                         \
         guard_leave();                        \
