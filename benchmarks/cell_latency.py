@@ -1,18 +1,23 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Round trip of a cell: on an attached session, and CPU-only, against plain ipykernel.
+"""Round trip of a cell in the Pooled GPU kernel, against plain ipykernel.
 
-Three kernels run at the same time and take turns in random order, one ``pass`` cell each: plain
-ipykernel, the Pooled GPU kernel attached (policy ``cell``), and the Pooled GPU kernel in policy
-``manual``, whose cells send no message to the broker. A round trip ends when the client has the
-reply and the kernel is idle again. The difference at p50 is the median of the differences within
-each round; at p99 it is that of the two p99. What the agent itself does for a cell is measured
-too, inside the attached kernel, where no other process disturbs the figure.
+Five kernels run at the same time and take turns in random order, one ``pass`` cell each:
+
+- *plain* and *plain again*: ipykernel. The difference of these two is what a difference is worth.
+- *attached*: policy ``lazy``, the default, with a context and device memory, on its slice.
+- *without CUDA*: policy ``lazy``, a kernel that never touched CUDA. The broker counts its messages.
+- *per cell*: policy ``cell``, which takes a hold for each cell, on its slice.
+
+A round trip ends when the client has the reply and the kernel is idle again. The difference at p50
+is the median of the differences within each round; at p99 it is that of the two p99. What the agent
+itself does for a cell is measured inside the kernels, where no other process disturbs the figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -22,30 +27,53 @@ from typing import Any
 
 from benchmarks.common import budget, percentile, summary
 from benchmarks.kernels import Kernel, private_pool
+from jupyter_gpupool.client import Client
 
 #: Milliseconds that a cell may take more than in plain ipykernel.
 ATTACHED_P50_MS, ATTACHED_P99_MS, CPU_P50_MS = 0.05, 0.5, 0.05
 
-#: Runs in the kernel: seconds of everything the gate does around one attached cell.
+#: A context and a little device memory, which stay.
+ATTACH = """
+from cuda.bindings import driver
+def call(answer):
+    assert answer[0] == 0, answer
+    return answer[1] if len(answer) > 1 else None
+call(driver.cuInit(0))
+call(driver.cuCtxSetCurrent(call(driver.cuDevicePrimaryCtxRetain(call(driver.cuDeviceGet(0))))))
+kept = call(driver.cuMemAlloc(1 << 20))
+"""
+
+#: Runs in a kernel: microseconds of everything the agent's gate does around one cell.
 INSIDE = """
 import time
 from jupyter_gpupool.kernel import _agents
 gate = next(iter(_agents.values())).gate
-def once(number):
-    gate.plan("pass", False, {"cellId": "x"}, "")
-    hold = f"benchmark-{number}"
-    assert gate.link.take(hold, "cell")
-    gate.settle()
-    gate.caps.apply(gate.link.slices)
-    gate.link.drop(hold)
+def once():
+{body}
 took = []
-for number in range(%d):
+for number in range(2000):
     began = time.perf_counter()
-    once(number)
+    once()
     took.append(time.perf_counter() - began)
 took.sort()
 print(took[len(took) // 2] * 1e6, took[int(len(took) * 0.99)] * 1e6)
 """
+LAZY = INSIDE.format(
+    body="""
+    gate.plan("pass", False, {"cellId": "x"}, "")
+    gate._before_cell(False)
+    gate.calls.end(gate.calls.begin(False))
+"""
+)
+PER_CELL = INSIDE.format(
+    body="""
+    gate.plan("pass", False, {"cellId": "x"}, "")
+    assert gate.link.take("benchmark", "cell")
+    gate.settle()
+    gate.caps.apply(gate.link.slices)
+    gate.link.drop("benchmark")
+"""
+)
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
@@ -56,24 +84,36 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     options = parser.parse_args(argv)
     rounds = options.rounds or (200 if options.quick else 2000)
     with ExitStack() as stack:
-        devices = stack.enter_context(private_pool())
+        devices = stack.enter_context(private_pool(default_memory=1 << 30))
+        client = stack.enter_context(Client(os.environ["GPUPOOL_SOCKET"]))
+
+        def kernel(name: str = "python3", **provisioner: Any) -> Kernel:
+            return stack.enter_context(Kernel(name, **provisioner))
+
+        pooled = "gpupool-python3"
         kernels = {
-            "plain": stack.enter_context(Kernel("python3")),
-            "attached": stack.enter_context(Kernel("gpupool-python3", attach="cell")),
-            "cpu-only": stack.enter_context(Kernel("gpupool-python3", attach="manual")),
+            "plain": kernel(),
+            "plain again": kernel(),
+            "attached": kernel(pooled, attach="lazy"),
+            "without CUDA": kernel(pooled, attach="lazy"),
+            "per cell": kernel(pooled, attach="cell"),
         }
-        took: dict[str, list[float]] = {name: [] for name in kernels}
-        for kernel in kernels.values():
+        kernels["attached"].run(ATTACH)
+        for one in kernels.values():
             for _ in range(20):
-                kernel.run("pass")  # attaches, and warms everything up
-        order, dice = list(kernels), random.Random(0)
-        for _ in range(rounds):
-            dice.shuffle(order)
-            for name in order:
-                began = time.perf_counter()
-                kernels[name].run("pass")
-                took[name].append((time.perf_counter() - began) * 1000)
-        inside = [float(n) for n in kernels["attached"].run(INSIDE % 2000).split()]
+                one.run("pass")  # warms everything up
+        names = {name: kernels[name].session() for name in ("attached", "without CUDA")}
+        before = sessions(client)
+        took = round_trips(kernels, rounds)
+        after = sessions(client)
+        sent = {name: after[s]["messages"] - before[s]["messages"] for name, s in names.items()}
+        state = after[names["attached"]]["state"]
+        if state not in ("active", "idle"):
+            raise RuntimeError(f"The attached kernel has lost its slice: it is {state}.")
+        inside = {
+            name: [float(n) for n in kernels[name].run(code).split()]
+            for name, code in (("without CUDA", LAZY), ("per cell", PER_CELL))
+        }
     plain = took["plain"]
     more = {
         name: {
@@ -91,10 +131,29 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         "kernels": {name: summary(values) for name, values in took.items()},
         "difference": more,
         "ratio_p50": {name: percentile(took[name], 50) / percentile(plain, 50) for name in more},
-        "agent_microseconds": {"p50": inside[0], "p99": inside[1]},
+        "agent_microseconds": {name: {"p50": n[0], "p99": n[1]} for name, n in inside.items()},
+        "messages_sent_by_cells": sent,
         "budgets": [
             budget("cell, attached, p50", more["attached"]["p50_ms"], ATTACHED_P50_MS, "ms"),
             budget("cell, attached, p99", more["attached"]["p99_ms"], ATTACHED_P99_MS, "ms"),
-            budget("cell, CPU-only, p50", more["cpu-only"]["p50_ms"], CPU_P50_MS, "ms"),
+            budget("cell, without CUDA, p50", more["without CUDA"]["p50_ms"], CPU_P50_MS, "ms"),
+            budget("messages of cells without CUDA", sent["without CUDA"], 0.0, "messages"),
         ],
     }
+
+
+def sessions(client: Client) -> dict[str, dict[str, Any]]:
+    return {s["id"]: s for s in client.call("status")["sessions"]}
+
+
+def round_trips(kernels: dict[str, Kernel], rounds: int) -> dict[str, list[float]]:
+    """Return the milliseconds of each round trip, by kernel, round by round."""
+    took: dict[str, list[float]] = {name: [] for name in kernels}
+    order, dice = list(kernels), random.Random(0)
+    for _ in range(rounds):
+        dice.shuffle(order)
+        for name in order:
+            began = time.perf_counter()
+            kernels[name].run("pass")
+            took[name].append((time.perf_counter() - began) * 1000)
+    return took

@@ -46,6 +46,8 @@ def private_pool(**options: Any) -> Iterator[list[str]]:
             ensure_broker({"GPUPool": config}, str(socket))
             with Client(socket) as client:
                 status = client.call("status")
+                if status["settings"]["attach_reason"]:
+                    raise RuntimeError(status["settings"]["attach_reason"])
                 try:
                     yield [device["name"] for device in status["devices"]]
                 finally:

@@ -1,167 +1,141 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Suspend and resume: the whole operation against the driver's own part of it.
+"""Suspend and resume of a kernel, end to end, against the driver's own part of it.
 
-A CUDA process writes every byte of its device memory and is suspended and resumed in turn through
-``DeviceService``, as the broker does it: processes found, NVML asked, room checked, memory
-verified to be free. The baseline, in the same run, is the sum of the driver calls as the worker
-measures them. On the emulated driver unless this machine has a real one.
+A Pooled GPU kernel in policy ``lazy`` writes every byte of its device memory, gives its slice back
+and takes it again, in turn, as in a notebook:
+
+- *suspend*: from the broker's decision (the journal's row ``detaching``) to its end (``detached``):
+  the page's gate is closed, calls in flight end, processes are found, the driver checkpoints them,
+  NVML shows the memory free, the journal has it.
+- *asked*: from the request to give the slice back to that decision. The request comes as soon as
+  the cell has ended.
+- *resume*: the first CUDA call after that, timed in the kernel (it reads one byte of device
+  memory), less the same call with the slice at hand: the question, the plan, the driver's restore,
+  the journal, the page and the gate.
+
+The baseline, in the same run, are the seconds of the driver calls as the device worker measures
+them; the journal has them. On the emulated driver unless this machine has a real one.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmarks.common import budget, percentile, summary
-from jupyter_gpupool.devices import processes
-from jupyter_gpupool.devices.model import ProcessId
-from jupyter_gpupool.devices.service import DeviceService
+from benchmarks.kernels import Kernel, private_pool
+from jupyter_gpupool.client import Client
 
 MiB = 1 << 20
 
 #: Milliseconds that suspend or resume may take beyond the driver.
 BUDGET_P50_MS, BUDGET_P99_MS = 20.0, 100.0
 
-#: Takes and writes so many bytes, says so, and waits for its stdin to end.
-TARGET = """
-import sys
+#: Takes and writes so many bytes.
+SETUP = """
+import time
 from cuda.bindings import driver
-def call(function, *arguments):
-    result, *values = function(*arguments)
-    assert result == driver.CUresult.CUDA_SUCCESS, result
-    return values[0] if values else None
-size = int(sys.argv[1])
-call(driver.cuInit, 0)
-call(driver.cuCtxSetCurrent, call(driver.cuDevicePrimaryCtxRetain, call(driver.cuDeviceGet, 0)))
-call(driver.cuMemsetD8, call(driver.cuMemAlloc, size), 165, size)
-call(driver.cuCtxSynchronize)
-print(flush=True)
-sys.stdin.read()
+def call(answer):
+    assert answer[0] == 0, answer
+    return answer[1] if len(answer) > 1 else None
+call(driver.cuInit(0))
+call(driver.cuCtxSetCurrent(call(driver.cuDevicePrimaryCtxRetain(call(driver.cuDeviceGet(0))))))
+memory = call(driver.cuMemAlloc({size}))
+call(driver.cuMemsetD8(memory, 165, {size}))
+call(driver.cuCtxSynchronize())
+last = int(memory) + {size} - 1
+def touch():
+    byte = bytearray(1)
+    began = time.perf_counter()
+    call(driver.cuMemcpyDtoH(byte, last, 1))
+    took = time.perf_counter() - began
+    assert byte == bytes([165]), byte
+    return took * 1000
+touch()
 """
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run, and return medians, ratios and the difference in milliseconds by size."""
+    """Run, and return the milliseconds by size: whole, in the driver, and the difference."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller sizes")
     parser.add_argument("--rounds", type=int, default=0)
     options = parser.parse_args(argv)
-    rounds = options.rounds or (5 if options.quick else 20)
-    sizes = [64, 256] if options.quick else [64, 128, 256, 512, 1024]
+    rounds = options.rounds or (5 if options.quick else 100)
+    sizes = [64, 256] if options.quick else [64, 256, 1024]
     with ExitStack() as stack:
-        env = environment(stack)
-        return asyncio.run(measure(env, [size * MiB for size in sizes], rounds))
-
-
-def environment(stack: ExitStack) -> dict[str, str]:
-    """Return the environment that leads to the driver to measure."""
-    import emucuda.build
-    from jupyter_gpupool.emulation import real_driver_present
-
-    if real_driver_present():
-        return dict(os.environ)
-    emucuda.build.compile()
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpb"))
-    machine = emucuda.environment("2x4GiB", Path(folder) / "machine")
-    return {**os.environ, **machine}
-
-
-async def measure(env: dict[str, str], sizes: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Measure each size in turn."""
-    service = DeviceService(env=env)
-    try:
-        begin = time.perf_counter()
-        devices = await service.start()
-        started = time.perf_counter() - begin
-        device = next((device for device in devices if device.can_suspend), None)
-        if device is None:
-            reasons = [d.tier_reason for d in devices] or [service.problem]
-            raise RuntimeError(f"No device can suspend. {reasons[0]}")
-        rows = []
-        for size in sizes:
-            target = subprocess.Popen(
-                [sys.executable, "-c", TARGET, str(size)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**env, "CUDA_VISIBLE_DEVICES": device.uuid},
-            )
-            with target:
-                assert target.stdin is not None
-                assert target.stdout is not None
-                if target.stdout.readline() != b"\n":
-                    raise RuntimeError("The CUDA process did not come up.")
-                root = processes.identify(target.pid)
-                assert root is not None
-                rows.append({"bytes": size, **await swap(service, root, device.uuid, rounds)})
-                target.kill()
-    finally:
-        await service.close()
-    worst = max(row[op]["beyond_ms"]["p50"] for row in rows for op in ("suspend", "resume"))
-    late = max(row[op]["beyond_ms"]["p99"] for row in rows for op in ("suspend", "resume"))
+        devices = stack.enter_context(private_pool())
+        client = stack.enter_context(Client(os.environ["GPUPOOL_SOCKET"]))
+        rows = [swap(client, size * MiB, rounds) for size in sizes]
+    budgets = []
+    for operation in ("suspend", "resume"):
+        beyond = [row[operation]["beyond_ms"] for row in rows]
+        for part, allowed in (("p50", BUDGET_P50_MS), ("p99", BUDGET_P99_MS)):
+            worst = max(one[part] for one in beyond)
+            name = f"{operation} beyond the driver, the worst size, {part}"
+            budgets.append(budget(name, worst, allowed, "ms"))
     return {
-        "what": "seconds of suspend and resume, whole and in the driver",
-        "driver": service.driver_version,
-        "emulated": device.emulated,
-        "devices": len(devices),
-        "start_seconds": started,
+        "what": "milliseconds of suspend and resume, end to end and in the driver",
+        "device_names": devices,
         "rounds": rounds,
         "sizes": rows,
-        "budgets": [
-            budget("suspend and resume beyond the driver, p50", worst, BUDGET_P50_MS, "ms"),
-            budget("suspend and resume beyond the driver, p99", late, BUDGET_P99_MS, "ms"),
-        ],
+        "budgets": budgets,
     }
 
 
-async def swap(service: DeviceService, root: ProcessId, uuid: str, rounds: int) -> dict[str, Any]:
-    """Suspend and resume ``rounds`` times, after once that does not count."""
+def swap(client: Client, size: int, rounds: int) -> dict[str, Any]:
+    """Suspend and resume a kernel of ``size`` bytes, after once that does not count."""
     whole: dict[str, list[float]] = {"suspend": [], "resume": []}
     driver: dict[str, list[float]] = {"suspend": [], "resume": []}
-    for turn in range(rounds + 1):
-        begin = time.perf_counter()
-        suspended = await service.suspend(root, [uuid], session="benchmark")
-        middle = time.perf_counter()
-        if suspended.status != "suspended" or suspended.message:
-            raise RuntimeError(f"{suspended.status}: {suspended.message}")
-        between = time.perf_counter()
-        resumed = await service.resume(
-            root, [uuid], [uuid], session="benchmark", need=suspended.freed
-        )
-        end = time.perf_counter()
-        if resumed.status != "resumed":
-            raise RuntimeError(f"{resumed.status}: {resumed.message}")
-        if turn:
-            whole["suspend"].append(middle - begin)
-            whole["resume"].append(end - between)
-            driver["suspend"].append(suspended.driver_seconds)
-            driver["resume"].append(resumed.driver_seconds)
-    return {op: compare(whole[op], driver[op]) for op in ("suspend", "resume")}
+    waited: list[float] = []
+    with Kernel("gpupool-python3", attach="lazy") as kernel:
+        kernel.run(SETUP.format(size=size))
+        session = kernel.session()
+        for turn in range(rounds + 1):
+            before = int(client.call("journal", limit=0)["seq"])
+            asked = time.time()
+            client.call("release", session=session)
+            wait_detached(client, session)
+            first, second = kernel.run("print(touch(), touch())").split()
+            rows = client.journal(after=before)
+            mine = [row for row in rows if row["session"] == session]
+            at = {row["detail"]["new"]: row["time"] for row in mine if row["kind"] == "state"}
+            suspend = next(row for row in mine if row["kind"] == "suspend")
+            resume = next(row for row in mine if row["kind"] == "resume")
+            if turn:
+                waited.append(1000 * (at["detaching"] - asked))
+                whole["suspend"].append(1000 * (at["detached"] - at["detaching"]))
+                driver["suspend"].append(1000 * suspend["seconds"])
+                whole["resume"].append(float(first) - float(second))
+                driver["resume"].append(1000 * resume["detail"]["driver_seconds"])
+    return {
+        "bytes": size,
+        "asked_ms": summary(waited),
+        **{name: compare(whole[name], driver[name]) for name in ("suspend", "resume")},
+    }
+
+
+def wait_detached(client: Client, session: str) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        found = next(s for s in client.call("status")["sessions"] if s["id"] == session)
+        if found["state"] == "detached":
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not detached: {found}")
+        time.sleep(0.005)
 
 
 def compare(whole: Sequence[float], driver: Sequence[float]) -> dict[str, Any]:
-    """Return the medians, their ratio, and what the whole takes beyond the driver."""
-    beyond = [1000 * (a - b) for a, b in zip(whole, driver, strict=True)]
+    """Return both, their ratio, and what the whole takes beyond the driver."""
     return {
-        "seconds_p50": median(whole),
-        "driver_seconds_p50": median(driver),
+        "whole_ms": summary(whole),
+        "driver_ms": summary(driver),
         "ratio_p50": percentile([a / b for a, b in zip(whole, driver, strict=True)], 50),
-        "beyond_ms": summary(beyond),
+        "beyond_ms": summary([a - b for a, b in zip(whole, driver, strict=True)]),
     }
-
-
-if __name__ == "__main__":
-    import json
-
-    json.dump(main(sys.argv[1:]), sys.stdout, indent=2)
-    print()
