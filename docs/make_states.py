@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from jupyter_gpupool.pool.model import ATTACHED, HAS_LEASE, State
 from jupyter_gpupool.pool.transitions import TRANSITIONS
+from jupyter_gpupool.states import ATTACHED, HAS_LEASE, State
 
 PAGE = Path(__file__).parent / "states.md"
 

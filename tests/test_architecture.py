@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jupyter_gpupool"
 
 #: Modules that every part may import; they import each other at most, and the standard library.
-LEAVES = ("errors", "text", "units")
+LEAVES = ("errors", "states", "text", "units")
 
 #: part -> the parts it may import besides itself, the leaves and the standard library.
 ALLOWED: dict[str, str] = {

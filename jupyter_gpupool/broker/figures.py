@@ -35,6 +35,7 @@ from prometheus_client.registry import Collector
 from .. import __version__
 from ..devices.model import DeviceSample
 from ..pool.model import DeviceView, PoolView
+from ..states import LIVING
 from . import hostmemory
 from .gpu.actions import DeviceEffects
 from .runner import Runner
@@ -45,9 +46,6 @@ PREFIX = "jupyter_gpupool_"
 WAITS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 MOVES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
-
-#: States a session can be in while it is one.
-STATES = ("detached", "queued", "attaching", "active", "idle", "detaching")
 
 #: Why a slice left; all but the first two are for somebody who waits.
 CAUSES = ("idle", "release", "waiting")
@@ -331,7 +329,7 @@ def _figures(view: DeviceView, sample: DeviceSample | None) -> dict[str, float |
 
 
 def _sessions(view: PoolView) -> Iterator[Metric]:
-    counts = {(s, p): 0 for s in STATES for p in view.settings.priority_classes}
+    counts = {(s, p): 0 for s in LIVING for p in view.settings.priority_classes}
     oldest, waiting = 0.0, 0
     for session in view.sessions:
         record = session.record

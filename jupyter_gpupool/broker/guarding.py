@@ -17,6 +17,7 @@ from ..devices.service import DeviceService
 from ..errors import GPUPoolError
 from ..guard.install import guard_directory
 from ..pool.model import Device, SessionRecord
+from ..states import ATTACHED
 from .gpu.actions import DeviceEffects
 from .gpu.beyond import Beyond
 from .gpu.landing import Landings
@@ -27,7 +28,7 @@ from .messages.guard import Guards
 from .messages.router import Handlers
 from .messages.snapshot import Snapshots
 from .pages.activity import DEVICE_HOLD, Activity
-from .pages.control import ATTACHED, Pages, page_folder
+from .pages.control import Pages, page_folder
 from .pages.hints import Homes, Rooms
 from .pages.timeshare import TurnKeeper
 from .runner import Runner

@@ -25,6 +25,7 @@ from typing import Any, Callable, Mapping, Sequence
 from ..client import CALL_TIMEOUT, Client
 from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..protocol import Message
+from ..states import ATTACHED
 from .holds import CallRefusal, HoldWait, LateReports, QueuePlace, Slice, slices_of
 from .revive import Reviver
 
@@ -36,9 +37,6 @@ LONGEST_PAUSE = 1.0
 LOOK = 0.2
 
 log = logging.getLogger("jupyter_gpupool.kernel")
-
-#: States of a session in which its slice is attached.
-ATTACHED = ("active", "idle")
 
 
 class Link:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Mapping
 
 from ..errors import Code
+from ..states import State
 from .model import (
     AttachPolicy,
     Device,
@@ -24,7 +25,6 @@ from .model import (
     Request,
     SessionRecord,
     Slice,
-    State,
 )
 
 # --------------------------------------------------------------------------- events

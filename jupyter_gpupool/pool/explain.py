@@ -12,10 +12,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, Iterable
 
+from ..states import ATTACHED, HAS_LEASE
 from ..units import format_bytes, format_seconds
 from .events import Action, QueueMoved, StateChanged
 from .facts import Facts, Session
-from .model import ATTACHED, HAS_LEASE, Reason, Slice
+from .model import Reason, Slice
 from .needs import asking
 from .preemption import leaves_at, stays_until, suspendable, yields_at
 from .schedule import Plan

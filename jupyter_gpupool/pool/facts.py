@@ -27,8 +27,8 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Iterable, Iterator, Sequence
 
+from ..states import ATTACHED, State
 from .model import (
-    ATTACHED,
     AttachPolicy,
     Device,
     DeviceView,
@@ -39,7 +39,6 @@ from .model import (
     Request,
     SessionRecord,
     Slice,
-    State,
 )
 from .residence import Gap, Habits, Stay
 
@@ -254,8 +253,6 @@ def restored(r: SessionRecord, now: float) -> Session:
 
 
 # --------------------------------------------------------------------------- the whole
-
-NO_LIMIT = Quota()
 
 
 @dataclass(slots=True, eq=False)
@@ -532,9 +529,8 @@ class Facts:
     # ------------------------------------------------------------------ owners
 
     def limit(self, owner: str) -> Quota:
-        """Return the owner's limits; ``"*"`` is everybody who is not named."""
-        quotas = self.settings.quotas
-        return (quotas.get(owner) or quotas.get("*") or NO_LIMIT) if quotas else NO_LIMIT
+        """Return the owner's limits."""
+        return self.settings.quota_of(owner)
 
     def leases_of(self, owner: str) -> Iterable[Session]:
         """Return the owner's sessions that have a lease."""

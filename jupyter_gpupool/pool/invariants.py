@@ -7,8 +7,8 @@ The plan must be at rest, too: to plan again at the same instant changes nothing
 
 from __future__ import annotations
 
+from ..states import ATTACHED, HAS_LEASE
 from .facts import Facts, Session, Usage
-from .model import ATTACHED, HAS_LEASE
 from .schedule import Plan, plan
 
 

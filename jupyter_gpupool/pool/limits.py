@@ -19,8 +19,8 @@ from typing import Any, Collection, Iterable, Mapping, Sequence
 
 from ..errors import Code
 from ..units import format_bytes
-from .facts import NO_LIMIT, Usage
-from .model import Owner, PoolSettings, Quota, Refusal, Request
+from .facts import Usage
+from .model import NO_LIMIT, Owner, PoolSettings, Quota, Refusal, Request
 
 #: Bytes, devices and leases.
 Charge = tuple[int, int, int]
@@ -76,7 +76,7 @@ def _bounds(
     where = "the largest GPU" if devices == 1 else f"{devices} GPUs at once"
     rule = f"{where} can give at most {format_bytes(room)}"
     found.append(_Bound(Code.OVER_DEVICE, room, room, rule, "", True))
-    quota = settings.quotas.get(owner.name) or settings.quotas.get("*") or NO_LIMIT
+    quota = settings.quota_of(owner.name)
     if quota.memory is not None:
         size = quota.memory
         rule = f"your quota is {format_bytes(size)} of GPU memory over all your kernels"
@@ -208,7 +208,7 @@ def _above(request: Request, name: str, bound: _Bound) -> Refusal:
 
 def _too_many(request: Request, owner: Owner, settings: PoolSettings) -> Refusal | None:
     """Return why the owner may not have that many devices, or any slice, or None."""
-    quota = settings.quotas.get(owner.name) or settings.quotas.get("*") or NO_LIMIT
+    quota = settings.quota_of(owner.name)
     numbers = {"memory": request.memory, "devices": request.devices, "limit": request.limit}
     if quota.devices is not None and request.devices > quota.devices:
         return Refusal(
@@ -255,7 +255,7 @@ def most_memory(
     """
     if not 1 <= devices <= len(capacities):
         return None
-    quota = settings.quotas.get(owner.name) or settings.quotas.get("*") or NO_LIMIT
+    quota = settings.quota_of(owner.name)
     if (quota.devices is not None and devices > quota.devices) or (
         quota.leases is not None and quota.leases < 1
     ):
@@ -316,8 +316,8 @@ def fit_unasked(
     if "memory" not in asked:
         memory = min(memory, most)
     if "limit" not in asked:
-        quota = settings.quotas.get(owner) or settings.quotas.get("*")
-        if quota is not None and quota.memory is not None:
+        quota = settings.quota_of(owner)
+        if quota.memory is not None:
             most = min(most, quota.memory // request.devices)
         limit = max(memory, min(limit, most))
     return replace(request, memory=memory, limit=limit)

@@ -13,11 +13,12 @@ import math
 from dataclasses import replace
 
 from ..errors import Code
+from ..states import ATTACHED
 from . import invariants, requests
 from .events import Action, Event, HostPressure, ReleaseAsked, RequestChanged, Tick, Wanted
 from .explain import Explanation, News, eta, explain, reason, seconds, stays_reason
 from .facts import NEVER, Facts, Session, record
-from .model import ATTACHED, Device, PoolSettings, PoolView, Refusal, SessionRecord, SessionView
+from .model import Device, PoolSettings, PoolView, Refusal, SessionRecord, SessionView
 from .needs import asking, headroom
 from .schedule import Plan, forecast, next_recheck, plan
 from .transitions import Actions, grant, move, refuse_holds, resize

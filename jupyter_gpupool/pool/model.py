@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Mapping
 
 from ..errors import Code
+from ..states import State
 from .residence import ResidenceRule
 
 MiB = 1 << 20
@@ -24,19 +25,9 @@ AttachPolicy = Literal["lazy", "cell", "manual"]
 #: What enforces a slice on a device; see the security page of the documentation.
 Tier = Literal["driver", "guarded", "unguarded", "mps", "mig", "none"]
 
-#: The states of a session. ``attaching`` and ``detaching`` are states and not flags because a
-#: driver call cannot be cancelled. The table of transitions is in ``transitions.py``.
-State = Literal["detached", "queued", "attaching", "active", "idle", "detaching", "ended"]
-
 #: Why a lease is in use. A lease without a hold is idle. ``device`` is the session's CUDA activity
 #: as the broker sees it; all others are taken by the session's own side.
 HoldKind = Literal["cell", "comm", "manual", "command", "device"]
-
-#: The session has (part of) a device: its slices count as granted.
-HAS_LEASE: frozenset[State] = frozenset({"attaching", "active", "idle", "detaching"})
-
-#: The session may use its slice now.
-ATTACHED: frozenset[State] = frozenset({"active", "idle"})
 
 #: Which rule of the planner keeps a session waiting (see :class:`Reason`).
 Rule = Literal[
@@ -154,6 +145,10 @@ class Quota:
     suspended: int | None = None
 
 
+#: The quota of an owner whom no rule bounds.
+NO_LIMIT = Quota()
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
     """Everything the pool's rules may read. ``config.py`` makes it from ``c.GPUPool.*``."""
@@ -193,6 +188,10 @@ class PoolSettings:
     max_swap_overhead: float = 0.1
     #: How long an idle kernel that was moved to its slice keeps it from those who wait.
     residence: ResidenceRule = "work"
+
+    def quota_of(self, owner: str) -> Quota:
+        """Return the limits of ``owner``; ``"*"`` stands for everybody who is not named."""
+        return self.quotas.get(owner) or self.quotas.get("*") or NO_LIMIT
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Iterable, Mapping, Sequence
 
-from .facts import NO_LIMIT, Facts, Ledger, Session
+from .facts import Facts, Ledger, Session
 from .limits import Charge, never, never_there
-from .model import PoolSettings, Reason, Refusal, Request
+from .model import NO_LIMIT, PoolSettings, Reason, Refusal, Request
 from .placement import Need, choose, in_turn
 
 #: The headroom of a resume is at most this part of a device.

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 
 from ..errors import Code
+from ..states import ATTACHED, HAS_LEASE
 from ..units import format_bytes, format_seconds
 from . import events as ev
 from .explain import in_words, stays_reason
-from .facts import NO_LIMIT, Facts, Session, charge_of
-from .model import ATTACHED, HAS_LEASE, Refusal, Request, Slice
+from .facts import Facts, Session, charge_of
+from .model import NO_LIMIT, Refusal, Request, Slice
 from .needs import ever
 from .placement import Draft
 from .preemption import leaves_at, suspendable

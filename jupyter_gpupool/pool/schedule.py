@@ -62,9 +62,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Iterable, Sequence
 
+from ..states import ATTACHED
 from .facts import Facts, Session, charge_of
 from .limits import Charge
-from .model import ATTACHED, Reason, Slice
+from .model import Reason, Slice
 from .needs import Asking, asking
 from .placement import Draft, Need, Reservation, choose
 from .preemption import (

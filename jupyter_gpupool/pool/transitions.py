@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Callable, Mapping, NamedTuple, Sequence
 
 from ..errors import Code, GPUPoolError
+from ..states import State
 from . import residence
 from .events import (
     Action,
@@ -26,7 +27,7 @@ from .events import (
     Suspend,
 )
 from .facts import Facts, Session, Wait, weighted
-from .model import Refusal, Slice, State
+from .model import Refusal, Slice
 from .placement import preferred
 from .residence import Gap
 

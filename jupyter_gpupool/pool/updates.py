@@ -11,12 +11,13 @@ from __future__ import annotations
 from typing import Callable, Mapping
 
 from ..errors import Code
+from ..states import ATTACHED
 from ..units import format_bytes
 from . import events as ev
 from . import requests
 from .facts import Facts, Session, restored, weighted
 from .limits import never
-from .model import ATTACHED, Hold, Refusal, Slice
+from .model import Hold, Refusal, Slice
 from .needs import ever
 from .requests import SETTLE, grow_by, held_on, trimmed, unused_for_long
 from .schedule import Plan

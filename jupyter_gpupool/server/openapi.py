@@ -12,9 +12,6 @@ import yaml
 
 from .. import __version__
 
-#: Seconds for which a slice may be kept idle at a time, as the broker has it.
-MAX_KEEP = 30 * 86400
-
 FILE = Path(__file__).with_name("openapi.yaml")
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Iterable, Mapping
 
+from ..states import HAS_LEASE
+
 View = dict[str, Any]
 
 #: Sessions to be remembered; of those that are gone the first are forgotten.
 MOST = 2000
-
-_HAS_LEASE = ("attaching", "active", "idle", "detaching")
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Usage:
         if seen is None or seen.ended or at < seen.at:
             return
         if row["kind"] == "state":
-            has = row.get("detail", {}).get("new") in _HAS_LEASE
+            has = row.get("detail", {}).get("new") in HAS_LEASE
             if has and seen.leased is None:
                 seen.leased = at
             elif not has and seen.leased is not None:
@@ -87,7 +87,7 @@ class Usage:
 
     def _look(self, name: str, session: Mapping[str, Any], now: float) -> None:
         total = float(session.get("attached_seconds_total") or 0.0)
-        leased = now if session["state"] in _HAS_LEASE else None
+        leased = now if session["state"] in HAS_LEASE else None
         seen = self._seen.get(name)
         if seen is None:
             opened = session.get("opened_at")

@@ -11,11 +11,12 @@ import socket
 
 import pytest
 
+from jupyter_gpupool.broker.pace import Bucket
 from jupyter_gpupool.broker.transport import connection as module
 from jupyter_gpupool.broker.transport import dispatch
 from jupyter_gpupool.broker.transport.auth import Peer
 from jupyter_gpupool.broker.transport.connection import Connection, Counters
-from jupyter_gpupool.broker.transport.dispatch import PRICES, Bucket, Dispatcher
+from jupyter_gpupool.broker.transport.dispatch import PRICES, Dispatcher
 from jupyter_gpupool.protocol import MAX_REQUEST, REQUESTS
 
 #: User ids; the peer of a connection is of the user that the test is.

@@ -11,6 +11,8 @@ from jupyter_gpupool.broker.store import rows as module
 from jupyter_gpupool.broker.store.journal import Row
 from jupyter_gpupool.broker.store.rows import RowBudget
 
+RATE, BURST = module.ROWS
+
 
 def row(kind="open", owner="mallory", **fields):
     return Row(time=0.0, kind=kind, owner=owner, **fields)
@@ -18,8 +20,8 @@ def row(kind="open", owner="mallory", **fields):
 
 def test_rows_beyond_the_allowance_are_counted_and_told_in_one():
     budget = RowBudget()
-    admitted = [budget.admits(row(), 0.0) for _ in range(int(module.BURST) + 30)]
-    assert admitted.count(True) == module.BURST
+    admitted = [budget.admits(row(), 0.0) for _ in range(int(BURST) + 30)]
+    assert admitted.count(True) == BURST
     assert not budget.admits(row("close"), 0.1)
     assert budget.summaries(1.0) == []
     assert budget.summaries(module.SUMMARY) == [("mallory", {"open": 30, "close": 1})]
@@ -42,9 +44,9 @@ def test_allowance_comes_back_and_users_are_forgotten():
     while budget.admits(row(), 0.0):
         pass
     budget.summaries(0.0, all_of_them=True)
-    assert [budget.admits(row(), 1.0) for _ in range(6)] == [True] * int(module.RATE) + [False]
+    assert [budget.admits(row(), 1.0) for _ in range(6)] == [True] * int(RATE) + [False]
     budget.summaries(1.0, all_of_them=True)
-    budget.summaries(1.0 + module.FORGET)
+    budget.summaries(1.0 + BURST / RATE)
     assert budget._users == {}
 
 
@@ -63,6 +65,6 @@ def test_sessions_that_open_and_close_without_a_pause_leave_a_bounded_journal(ma
     broker.started  # noqa: B018
     rows = broker.rows()
     counted = [row for row in rows if row["kind"] in ("open", "close", "state")]
-    assert len(counted) < module.BURST + 60 * module.RATE
+    assert len(counted) < BURST + 60 * RATE
     (omitted,) = [row for row in rows if row["kind"] == "omitted"]
     assert sum(omitted["detail"]["rows"].values()) + len(counted) == 3900

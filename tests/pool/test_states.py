@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from jupyter_gpupool.pool.model import State
 from jupyter_gpupool.pool.transitions import TRANSITIONS
+from jupyter_gpupool.states import State
 
 DOCS = Path(__file__).parents[2] / "docs"
 

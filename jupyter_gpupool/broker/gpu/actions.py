@@ -17,6 +17,7 @@ from ...errors import GPUPoolError
 from ...pool import events as e
 from ...pool.attribution import restore_room, slack, state_moved, state_to_move
 from ...pool.model import SessionRecord, Slice
+from ...states import ATTACHED
 from ...units import format_bytes
 from .. import processes
 from ..hostmemory import HostRoom
@@ -300,7 +301,7 @@ class DeviceEffects:
         record = self._runner.record(session.id)
         if not self.hazard or record is None or session.process is None:
             return True
-        if not record.resumes or record.state not in ("active", "idle"):
+        if not record.resumes or record.state not in ATTACHED:
             return True  # never restored, or suspended (again)
         if self.pages is not None:
             self.pages.set_gate(session, CLOSED)

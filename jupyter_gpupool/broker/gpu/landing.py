@@ -38,8 +38,9 @@ from ...guard.page import (
 from ...pool import events as e
 from ...pool.model import SessionRecord
 from ...protocol import Message
+from ...states import ATTACHED
 from .. import processes
-from ..pages.control import ATTACHED, CLOSED, PAUSED, Pages
+from ..pages.control import CLOSED, PAUSED, Pages
 from ..pages.quiesce import quiesce
 from ..runner import Runner
 from ..sessions import Session

@@ -18,9 +18,11 @@ from ...guard.page import SLOT_CUDA
 from ...pool import events as e
 from ...pool.model import Refusal, SessionRecord
 from ...protocol import Message
+from ...states import ATTACHED
 from ..gpu.landing import Landings
+from ..pace import Bucket
 from ..pages.activity import Activity
-from ..pages.control import ATTACHED, Pages
+from ..pages.control import Pages
 from ..pages.hints import Homes, Rooms
 from ..runner import Runner, refused
 from ..sessions import Session
@@ -30,7 +32,7 @@ from ..transport.connection import Connection
 MAX_GUARDS = 1000
 
 #: Questions a second that one session may ask for long, and at once; more are answered later.
-RATE, BURST = 200.0, 400.0
+QUESTIONS = 200.0, 400.0
 
 #: Seconds for which the same refusal of the same session is in the journal once.
 SAME = 10.0
@@ -74,8 +76,8 @@ class Guards:
         #: Growth asked of the pool, by connection: the answer's id.
         self._growing: dict[Connection, str] = {}
         self._asked = 0
-        #: By session: questions it may ask at once now, as of when (loop time).
-        self._allowance: dict[str, tuple[float, float]] = {}
+        #: By session: how many questions it may ask now.
+        self._allowance: dict[str, Bucket] = {}
         #: By session: its last refusal in the journal, and when (loop time).
         self._told: dict[str, tuple[str, float]] = {}
         self._now = asyncio.get_running_loop().time
@@ -334,15 +336,18 @@ class Guards:
     ) -> bool:
         """Return whether the question may be handled now; if not, it is, later."""
         now = self._now()
-        left, at = self._allowance.get(session.id, (BURST, now))
-        left = min(BURST, left + (now - at) * RATE)
-        self._allowance[session.id] = left - 1, now
-        if left >= 1:
+        bucket = self._allowance.get(session.id)
+        if bucket is None:
+            bucket = self._allowance[session.id] = Bucket(*QUESTIONS, now)
+        bucket.pay(1.0, now)
+        left = bucket.left(now)
+        if left >= 0:
             return True
-        if -left > MAX_GUARDS:
+        if -left > MAX_GUARDS + 1:
             raise RefusedError("This session asks more than it may.", code=Code.TOO_MANY)
         loop = asyncio.get_running_loop()
-        loop.call_later((1 - left) / RATE, self._later, connection, session, message, method)
+        wait = bucket.seconds_until(0.0, now)
+        loop.call_later(wait, self._later, connection, session, message, method)
         return False
 
     def _later(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from contextlib import suppress
 from typing import Any, Awaitable, Callable
 
@@ -21,8 +20,8 @@ from ..store.records import request_to_json
 from ..transport.connection import Connection
 from .parsing import read_request
 
-#: Seconds for which a slice may be kept idle at a time: a month.
-MAX_KEEP = 30 * 86400.0
+#: Seconds for which a slice may be kept idle at a time: 30 days.
+MAX_KEEP = 30 * 86400
 
 #: Requests that may wait for a sample at once; more are judged by the last one.
 MAX_LOOKS = 16
@@ -92,9 +91,11 @@ class Wishes:
     def keep(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
         seconds = float(message["seconds"])
-        if not math.isfinite(seconds) or not 0 <= seconds <= MAX_KEEP:
+        if not 0 <= seconds <= MAX_KEEP:
             raise RefusedError(
-                f"A slice cannot be kept for {seconds} seconds.", code=Code.BAD_REQUEST
+                f"A slice cannot be kept for {seconds:g} seconds.",
+                code=Code.BAD_REQUEST,
+                next_step=f"Ask for at most {MAX_KEEP} (30 days).",
             )
         until = self._runner.now() + seconds
         self._ask(

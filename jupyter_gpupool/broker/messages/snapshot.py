@@ -86,8 +86,7 @@ class Snapshots:
 
     def _limits(self, owner: Owner, view: PoolView) -> dict[str, Any]:
         settings = view.settings
-        quota = settings.quotas.get(owner.name) or settings.quotas.get("*")
-        devices = [len(view.devices), quota.devices if quota else None]
+        devices = [len(view.devices), settings.quota_of(owner.name).devices]
         return {
             "memory": Most(view).of(owner, 1),
             "devices": min(d for d in devices if d is not None),

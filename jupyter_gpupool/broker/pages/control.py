@@ -39,6 +39,7 @@ from ...guard.page import (
     device_name,
 )
 from ...pool.model import SessionRecord
+from ...states import ATTACHED
 from .. import processes
 from ..pace import Pace
 from ..sessions import Session, Sessions
@@ -52,8 +53,6 @@ SHARED_MEMORY = Path("/dev/shm")
 SOCKET_FILE = "socket"
 
 _SUFFIX = ".page"
-
-ATTACHED = ("active", "idle")
 
 
 class Pages:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Callable, Mapping
 
 from ...pool.model import PoolView, Request, SessionRecord, Slice
 from ...pool.placement import home_devices
+from ...states import ATTACHED
 from ..pace import PART, REST, Pace
 from ..runner import Runner
 from ..sessions import Session
 from .activity import Activity
-from .control import ATTACHED, Pages
+from .control import Pages
 
 if TYPE_CHECKING:
     from ..runner import Runner

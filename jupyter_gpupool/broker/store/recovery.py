@@ -39,6 +39,7 @@ from ...devices.model import ProcessId
 from ...devices.service import DeviceService
 from ...errors import Code, DriverError, GPUPoolError
 from ...pool.model import Hold, SessionRecord, Slice
+from ...states import ATTACHED
 from ..pages.activity import DEVICE_HOLD
 from ..processes import alive
 from ..sessions import Session
@@ -49,8 +50,6 @@ from .records import from_json
 #: state to be safe, only for a cell that holds without computing.
 RECOVERED_HOLD = "recovered"
 GRACE_UNDER_GUARD = 2.0
-
-ATTACHED = ("active", "idle")
 
 
 @dataclass

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from ...pool import events as e
 from ...pool.model import SessionRecord
+from ...states import ATTACHED
+from ..pace import Bucket
 from ..sessions import Session
 from .journal import Row
 
@@ -23,21 +25,17 @@ if TYPE_CHECKING:
 
 
 #: Rows a second that a user may cause for long, and at once.
-RATE, BURST = 5.0, 2000.0
+ROWS = 5.0, 2000.0
 
 #: Seconds of rows that one row stands for, once there were too many.
 SUMMARY = 60.0
-
-#: Of a user who has caused none for this many seconds nothing is kept: the allowance is full again.
-FORGET = BURST / RATE
 
 _CHEAP = frozenset({"open", "close", "refuse", "queue"})
 
 
 @dataclass(slots=True)
 class _User:
-    left: float = BURST
-    at: float = 0.0
+    bucket: Bucket
     #: Rows that were not written, by kind, and since when.
     missing: Counter[str] = field(default_factory=Counter)
     since: float = 0.0
@@ -62,11 +60,9 @@ class RowBudget:
             return True
         user = self._users.get(row.owner)
         if user is None:
-            user = self._users[row.owner] = _User(at=now)
-        user.left = min(BURST, user.left + (now - user.at) * RATE)
-        user.at = now
-        if user.left >= 1:
-            user.left -= 1
+            user = self._users[row.owner] = _User(Bucket(*ROWS, now))
+        if user.bucket.left(now) >= 1:
+            user.bucket.pay(1.0, now)
             return True
         if not user.missing:
             user.since = now
@@ -80,14 +76,14 @@ class RowBudget:
             if user.missing and (all_of_them or now - user.since >= SUMMARY):
                 found.append((owner, user.missing))
                 user.missing = Counter()
-            elif not user.missing and now - user.at >= FORGET:
-                del self._users[owner]
+            elif not user.missing and user.bucket.left(now) >= user.bucket.size:
+                del self._users[owner]  # as one who has caused nothing
         return found
 
 
 def steady(change: e.StateChanged) -> bool:
     """Return whether only a hold came or went: the lease is as it was."""
-    return {change.old, change.new} == {"active", "idle"}
+    return {change.old, change.new} == ATTACHED
 
 
 class Ledger:
@@ -132,7 +128,7 @@ class Ledger:
         if change.new == "queued":
             session.queued_at = change.now
             self._runner.note("queue", session, reason=change.reason)
-        elif change.old == "attaching" and change.new in ("active", "idle"):
+        elif change.old == "attaching" and change.new in ATTACHED:
             self._attach(session, change, cause)
         elif change.old == "detaching":
             self._suspend(session, change, cause)

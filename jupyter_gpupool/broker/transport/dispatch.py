@@ -21,6 +21,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Mapping
 
 from ...errors import Code, RefusedError
+from ..pace import Bucket
 
 if TYPE_CHECKING:
     from .connection import Connection
@@ -291,36 +292,6 @@ CONNECTS = 500.0, 1_000.0
 #: What a connection costs, in connections, that had to be closed for abuse: whoever connects again
 #: at once has to wait.
 ABUSE_PRICE = 25.0
-
-
-class Bucket:
-    """A token bucket that may be overdrawn by one request.
-
-    Parameters
-    ----------
-    rate, size:
-        Points a second, and the most that it holds.
-    """
-
-    __slots__ = ("_at", "_left", "rate", "size")
-
-    def __init__(self, rate: float, size: float, now: float) -> None:
-        self.rate, self.size = rate, size
-        self._left, self._at = size, now
-
-    def left(self, now: float) -> float:
-        """Return the points in it; below zero it is overdrawn."""
-        self._left = min(self.size, self._left + (now - self._at) * self.rate)
-        self._at = now
-        return self._left
-
-    def pay(self, points: float, now: float) -> None:
-        """Take points out."""
-        self._left = self.left(now) - points
-
-    def seconds_until(self, points: float, now: float) -> float:
-        """Return the seconds until it holds ``points``."""
-        return max(0.0, (points - self.left(now)) / self.rate)
 
 
 class Account:

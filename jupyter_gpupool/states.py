@@ -1,0 +1,20 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The states of a session, which every part speaks of. Standard library only (kernels use it)."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+#: ``attaching`` and ``detaching`` are states and not flags because a driver call cannot be
+#: cancelled. The table of transitions is in ``pool/transitions.py``.
+State = Literal["detached", "queued", "attaching", "active", "idle", "detaching", "ended"]
+
+#: The states of a session that has not ended.
+LIVING: tuple[State, ...] = tuple(state for state in get_args(State) if state != "ended")
+
+#: The session has (part of) a device: its slices count as granted.
+HAS_LEASE: frozenset[State] = frozenset({"attaching", "active", "idle", "detaching"})
+
+#: The session may use its slice now.
+ATTACHED: frozenset[State] = frozenset({"active", "idle"})
