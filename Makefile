@@ -131,7 +131,7 @@ lock:
 	  --extra test --extra docs --extra lab -o requirements/lock.txt
 	$(BIN)/uv pip compile -q --universal --python-version 3.10 --no-header --no-annotate \
 	  --no-emit-index-url --no-emit-find-links requirements/devices.in \
-	  -c requirements/lock.txt -o jupyter_gpupool/devices/requirements.txt
+	  -c requirements/lock.txt -o jupyter_gpupool/devices/nvidia/requirements.txt
 
 clean:
 	rm -rf $(VENV) $(GPU_VENV) build dist docs/_build emucuda/lib jupyter_gpupool/guard/lib \

@@ -20,6 +20,7 @@ LEAVES = ("errors", "states", "text", "units")
 ALLOWED: dict[str, str] = {
     "__init__": "",
     "machine": "",
+    "procfs": "",
     "endpoint": "machine",
     "compiling": "",
     "fields": "",
@@ -28,12 +29,12 @@ ALLOWED: dict[str, str] = {
     "pool": "",
     "guard": "compiling",
     "config": "emulation endpoint guard machine pool.model",
-    "devices": "guard pool.model pool.attribution",
+    "devices": "guard pool.model pool.attribution procfs",
     "startrecord": "endpoint machine",
     "recordcopy": "endpoint machine startrecord",
     "starting": "__init__ client endpoint guard recordcopy startrecord",
-    "broker": "__init__ config devices emulation endpoint guard machine pool protocol "
-    "recordcopy starting startrecord",
+    "broker": "__init__ config devices emulation endpoint guard machine pool procfs "
+    "protocol recordcopy starting startrecord",
     "autostart": "__init__ endpoint starting startrecord",
     "kernel": "__init__ client endpoint guard.page protocol recordcopy startrecord",
     "launch": "endpoint guard recordcopy",

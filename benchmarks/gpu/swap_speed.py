@@ -25,13 +25,13 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.common import budget
+from jupyter_gpupool import procfs
 from jupyter_gpupool.broker import hostmemory
-from jupyter_gpupool.devices import processes
-from jupyter_gpupool.devices.calls import SessionCalls
-from jupyter_gpupool.devices.checkpoint import Answer
-from jupyter_gpupool.devices.model import ProcessId
-from jupyter_gpupool.devices.service import DeviceService
+from jupyter_gpupool.devices.nvidia.calls import SessionCalls
+from jupyter_gpupool.devices.nvidia.checkpoint import Answer
+from jupyter_gpupool.devices.nvidia.service import DeviceService
 from jupyter_gpupool.pool.model import Device
+from jupyter_gpupool.procfs import ProcessId
 from tests.gpu.machine import GiB, Machine, MiB, machine
 
 from .child import Remote, remote
@@ -198,7 +198,7 @@ async def swap(
     asyncio.TimeoutError
         If it takes longer than ``longest`` seconds.
     """
-    root = processes.identify(process.pid)
+    root = procfs.identify(process.pid)
     if root is None:
         raise RuntimeError("the process has ended")
     taken = dict.fromkeys(CALLS, 0.0)

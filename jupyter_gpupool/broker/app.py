@@ -28,10 +28,10 @@ from traitlets.config.loader import DeferredConfigString
 from .. import __version__
 from ..config import BrokerSettings, load_settings
 from ..config.settings import needs_restart
-from ..devices import interpreter
-from ..devices.driver import kill_hazard
-from ..devices.given import Given, given
-from ..devices.service import DeviceService
+from ..devices.nvidia import interpreter
+from ..devices.nvidia.driver import kill_hazard
+from ..devices.nvidia.given import Given, given
+from ..devices.nvidia.service import DeviceService
 from ..endpoint import find_socket
 from ..errors import ConfigError, GPUPoolError
 from ..guard.install import without_guard

@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Callable, Hashable, Mapping
 
+from .. import procfs
 from ..config import BrokerSettings
-from ..devices import processes
-from ..devices.driver import MODULE
-from ..devices.files import DEVICE_FILES
+from ..devices.nvidia.driver import MODULE
+from ..devices.nvidia.files import DEVICE_FILES
 from ..errors import Code, DriverError
 from ..machine import removed_at_logout
 from .transport.listener import is_machine_wide
@@ -110,7 +110,7 @@ def raise_descriptor_limit(log: logging.Logger) -> None:
             "This broker may open %d files, enough for about %d kernels; raise its limit "
             "(LimitNOFILE, ulimit -n)", soft, soft // 3,
         )  # fmt: skip
-    processes.spare.keep()
+    procfs.spare.keep()
 
 
 #: Records of one cause in a PERIOD (seconds): of any, and of those that name a cause or carry a

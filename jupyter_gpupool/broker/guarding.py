@@ -13,7 +13,7 @@ from typing import Any, Mapping, Sequence
 
 from ..config import BrokerSettings
 from ..config.settings import usable_attach
-from ..devices.service import DeviceService
+from ..devices.nvidia.service import DeviceService
 from ..errors import GPUPoolError
 from ..guard.install import guard_directory
 from ..pool.model import Device, SessionRecord

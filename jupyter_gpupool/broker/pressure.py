@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from ..devices.model import ProcessId
 from ..pool import events as e
+from ..procfs import ProcessId
 from ..units import format_bytes
 from .hostmemory import SLACK, Group, HostRoom, Level
 from .runner import Runner

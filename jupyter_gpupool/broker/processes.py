@@ -10,8 +10,7 @@ import signal
 from pathlib import Path
 from typing import Callable, Iterable
 
-from ..devices.model import ProcessId
-from ..devices.processes import identify, presence, read_stat
+from ..procfs import ProcessId, identify, presence, read_stat
 
 __all__ = ["Death", "alive", "descendants", "descends", "identify", "kill", "real_uid"]
 

@@ -11,10 +11,10 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Collection, Iterator, Mapping
 
-from ..devices.model import ProcessId
 from ..errors import Code, RefusedError
 from ..guard.page import Page
 from ..pool.model import Owner
+from ..procfs import ProcessId
 from ..protocol import Message
 from .processes import Death
 from .transport.connection import Connection

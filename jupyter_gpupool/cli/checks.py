@@ -22,7 +22,7 @@ from ..broker.hostmemory import Host, HostRoom
 from ..config import BrokerSettings
 from ..config.differences import differences
 from ..config.quantities import memory_total
-from ..devices.driver import kill_hazard
+from ..devices.nvidia.driver import kill_hazard
 from ..endpoint import check_socket, find_socket
 from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..units import format_bytes
@@ -68,7 +68,7 @@ def packages() -> list[Finding]:
 
 def device_python(settings: BrokerSettings) -> list[Finding]:
     """The interpreter of the broker's device processes, and NVIDIA's packages in it."""
-    from ..devices import interpreter
+    from ..devices.nvidia import interpreter
 
     try:
         found = interpreter.ask(interpreter.choose(settings.device_python))

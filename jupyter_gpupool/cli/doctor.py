@@ -113,9 +113,9 @@ def _probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str,
 
     Return them, why there are none, why none is guarded, and what leaves out others.
     """
-    from ..devices import interpreter
-    from ..devices.given import given
-    from ..devices.service import DeviceService
+    from ..devices.nvidia import interpreter
+    from ..devices.nvidia.given import given
+    from ..devices.nvidia.service import DeviceService
 
     async def probe(
         env: Mapping[str, str] | None,

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Sequence
 
-from ..devices import interpreter, packages
+from ..devices.nvidia import interpreter, packages
 from ..errors import Code, GPUPoolError
 
 #: The tested versions, for every Python that this package runs on.

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Start of every child process, a script: ``PYTHON .../devices/child.py MODULE ARGUMENT...``.
 
-It runs ``MODULE`` (``jupyter_gpupool.devices.worker``, say) in any Python, whether this package is
-installed there or not: the package is taken from this very file's place, and nothing else that is
-installed beside it. NVIDIA's packages come from the interpreter's own environment.
+It runs ``MODULE`` (``jupyter_gpupool.devices.nvidia.worker``, say) in any Python, whether this
+package is installed there or not: the package is taken from this very file's place, and nothing
+else that is installed beside it. NVIDIA's packages come from the interpreter's own environment.
 """
 
 import importlib.util
@@ -12,10 +12,13 @@ import runpy
 import sys
 from pathlib import Path
 
+#: This file.
+SCRIPT = Path(__file__).resolve()
+
 
 def main() -> None:
     """Import this package from where this file is, and run the program."""
-    folder = Path(__file__).resolve().parent
+    folder = SCRIPT.parent
     # Python puts a script's folder first: our modules would stand in front of others of that name.
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != folder]
     package = folder.parent

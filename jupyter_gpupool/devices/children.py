@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Mapping
 
 from ..errors import Code, DriverError
-from ..guard.install import without_guard
-from . import interpreter
+from .child import SCRIPT
 
 #: Seconds that a new child may take to load its libraries and initialise the driver. cuInit of a
 #: machine with many GPUs and no persistence mode takes seconds.
@@ -35,15 +34,6 @@ RETRY_PAUSE = 0.05
 #: Bytes of one line from a child: a sample of 64 devices with a thousand processes fits.
 _MAX_LINE = 1 << 24
 
-#: Not for children, nor is the guard. The first group would hide devices from them; with the second
-#: they would count as processes of the session that the broker was started from.
-_SCRUBBED = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "GPUPOOL_SESSION",
-    "GPUPOOL_TOKEN",
-)
-
 
 class ChildLost(Exception):
     """The child died, or was killed because its answer was late (``hung``)."""
@@ -51,18 +41,6 @@ class ChildLost(Exception):
     def __init__(self, message: str, *, hung: bool) -> None:
         super().__init__(message)
         self.hung = hung
-
-
-def child_environment(base: Mapping[str, str] | None, python: str = "") -> dict[str, str]:
-    """Return the environment for children that ``python`` runs: ``base``, made fit.
-
-    ``base`` None: this process's environment; ``python`` "": this process's interpreter.
-    """
-    # A broker that was started from within a session is not governed by that session.
-    env = without_guard(os.environ if base is None else base)
-    for name in _SCRUBBED:
-        env.pop(name, None)
-    return interpreter.environment(python or sys.executable, env)
 
 
 @dataclass(frozen=True)
@@ -78,8 +56,8 @@ class Child:
 
     Parameters
     ----------
-    module:
-        Name of the program in this package.
+    program:
+        Dotted name of the module that runs.
     arguments:
         For the program, after the parent's pid.
     env:
@@ -94,7 +72,7 @@ class Child:
 
     def __init__(
         self,
-        module: str,
+        program: str,
         *arguments: str,
         env: Mapping[str, str],
         log: logging.Logger,
@@ -102,7 +80,9 @@ class Child:
         restart: bool = True,
         python: str = "",
     ) -> None:
-        self.module = module
+        #: What messages call it.
+        self.module = program.rpartition(".")[2]
+        self._program = program
         self.hello: dict[str, Any] = {}
         #: The call that waits for its answer, empty if none does.
         self.current = ""
@@ -258,8 +238,8 @@ class Child:
     async def _execute(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             self._python,
-            str(interpreter.CHILD),
-            f"{__package__}.{self.module}",
+            str(SCRIPT),
+            self._program,
             str(os.getpid()),
             *self._arguments,
             stdin=asyncio.subprocess.PIPE,

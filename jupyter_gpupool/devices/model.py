@@ -7,21 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Mapping
 
+from ..procfs import ProcessId
+
 SuspendStatus = Literal["suspended", "nothing", "pinned", "drain", "gone", "failed", "hung", "kept"]
 ResumeStatus = Literal["resumed", "no-room", "refused", "gone", "failed", "hung"]
 
 #: What the driver says of a session: the worst over its processes. ``none``: no CUDA context.
 #: ``hung``: no answer in time, or a process is stopped (SIGSTOP) and so cannot answer.
 SessionState = Literal["running", "locked", "checkpointed", "failed", "none", "gone", "hung"]
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessId:
-    """A process, safe against reuse of its number."""
-
-    pid: int
-    #: Field 22 of ``/proc/<pid>/stat``: clock ticks between boot and the start of the process.
-    start_time: int
 
 
 @dataclass(frozen=True, slots=True)

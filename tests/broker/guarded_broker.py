@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from jupyter_gpupool.broker import app, guarding
 from jupyter_gpupool.broker.pages import activity
-from jupyter_gpupool.devices.service import DeviceService
+from jupyter_gpupool.devices.nvidia.service import DeviceService
 
 start = DeviceService.start
 

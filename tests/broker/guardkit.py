@@ -10,9 +10,9 @@ import struct
 from contextlib import contextmanager
 from pathlib import Path
 
-from jupyter_gpupool.devices.processes import identify
 from jupyter_gpupool.guard import page as layout
 from jupyter_gpupool.guard.install import without_guard
+from jupyter_gpupool.procfs import identify
 
 from . import kit
 

@@ -8,7 +8,7 @@ import sys
 from typing import Any, Mapping
 
 from jupyter_gpupool.broker import app
-from jupyter_gpupool.devices.service import DeviceService
+from jupyter_gpupool.devices.nvidia.service import DeviceService
 
 known = DeviceService._add
 

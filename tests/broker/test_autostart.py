@@ -19,8 +19,8 @@ from traitlets.config.loader import KVArgParseConfigLoader
 from jupyter_gpupool import starting
 from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.devices.processes import identify
 from jupyter_gpupool.errors import BrokerUnavailable, RefusedError
+from jupyter_gpupool.procfs import identify
 
 from . import kit
 from .kit import BIG, MACHINE, Kernel, MiB, wait_until

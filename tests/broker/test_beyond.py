@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from jupyter_gpupool.broker.gpu.beyond import Beyond
-from jupyter_gpupool.devices.model import DeviceSample, ProcessId, ProcessMemory
+from jupyter_gpupool.devices.model import DeviceSample, ProcessMemory
 from jupyter_gpupool.guard.page import Reading, Slot
 from jupyter_gpupool.pool.attribution import AGREE, excused
 from jupyter_gpupool.pool.model import Device, Slice
+from jupyter_gpupool.procfs import ProcessId
 
 from . import kit
 from .kit import MiB, wait_until

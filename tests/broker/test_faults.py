@@ -36,7 +36,10 @@ def children(broker, module):
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if parent == broker.process.pid and f"jupyter_gpupool.devices.{module}".encode() in command:
+        if (
+            parent == broker.process.pid
+            and f"jupyter_gpupool.devices.nvidia.{module}".encode() in command
+        ):
             found.append(int(entry.name))
     return found
 

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from jupyter_gpupool.broker.gpu.monitor import Monitor
-from jupyter_gpupool.devices.model import DeviceSample, ProcessId, ProcessMemory
+from jupyter_gpupool.devices.model import DeviceSample, ProcessMemory
+from jupyter_gpupool.procfs import ProcessId
 
 from . import kit
 from .kit import Kernel, MiB, wait_until

@@ -20,8 +20,8 @@ from jupyter_gpupool import recordcopy, starting, startrecord
 from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.broker.pages.control import SHARED_MEMORY, folder_name
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.devices.processes import identify
 from jupyter_gpupool.guard import page as layout
+from jupyter_gpupool.procfs import identify
 from jupyter_gpupool.recordcopy import kernel_environment
 
 from . import kit

@@ -15,11 +15,12 @@ from jupyter_gpupool.broker.gpu import monitor as monitoring
 from jupyter_gpupool.broker.gpu.actions import DeviceEffects
 from jupyter_gpupool.broker.gpu.monitor import Monitor
 from jupyter_gpupool.broker.hostmemory import HostRoom
-from jupyter_gpupool.devices.model import DeviceSample, ProcessId, ProcessMemory
+from jupyter_gpupool.devices.model import DeviceSample, ProcessMemory
 from jupyter_gpupool.errors import DriverError
 from jupyter_gpupool.pool import events as e
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Device, GiB, Owner, PoolSettings, Request, Slice
+from jupyter_gpupool.procfs import ProcessId
 
 
 class Runner:

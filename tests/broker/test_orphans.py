@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.devices import processes
-from jupyter_gpupool.devices.processes import identify
+from jupyter_gpupool import procfs
+from jupyter_gpupool.procfs import identify
 
 from . import kit
 from .kit import MiB, wait_until
@@ -123,9 +123,9 @@ def test_the_broker_raises_its_limit_as_far_as_it_may(broker):
 
 def test_a_living_process_is_alive_when_no_file_can_be_opened():
     me = identify(os.getpid())
-    gone = processes.ProcessId((1 << 22) + 1, 5)
+    gone = procfs.ProcessId((1 << 22) + 1, 5)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    processes.spare.keep()
+    procfs.spare.keep()
     opened = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors(os.getpid()) + 8, before[1]))
     try:
@@ -134,9 +134,9 @@ def test_a_living_process_is_alive_when_no_file_can_be_opened():
                 opened.append(os.open("/dev/null", os.O_RDONLY))
         # By the spare descriptor, and without it.
         for _ in range(2):
-            assert processes.presence(me) == "alive"
-            assert processes.identify(os.getpid()) in (me, None)
-            assert processes.presence(gone) == "gone"
+            assert procfs.presence(me) == "alive"
+            assert procfs.identify(os.getpid()) in (me, None)
+            assert procfs.presence(gone) == "gone"
             with suppress(OSError):
                 opened.append(os.dup(0))
     finally:

@@ -17,8 +17,8 @@ import pytest
 from jupyter_gpupool.broker import processes
 from jupyter_gpupool.broker.messages.guard import Guards
 from jupyter_gpupool.broker.pages.control import Pages, page_folder
-from jupyter_gpupool.devices.processes import identify
 from jupyter_gpupool.guard import page as layout
+from jupyter_gpupool.procfs import identify
 
 from . import kit
 from .guardkit import CLOSED, FLAGS, INFLIGHT, OPEN, PAUSED, UNUSED, Guarded, GuardedBroker

@@ -14,8 +14,8 @@ import pytest
 
 from jupyter_gpupool.broker import hostmemory, processes
 from jupyter_gpupool.broker.transport.auth import Access, Peer, owner_of
-from jupyter_gpupool.devices.model import ProcessId
 from jupyter_gpupool.errors import RefusedError
+from jupyter_gpupool.procfs import ProcessId
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 

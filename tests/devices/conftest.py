@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.devices import processes
-from jupyter_gpupool.devices.service import DeviceService
+from jupyter_gpupool import procfs
+from jupyter_gpupool.devices.nvidia.service import DeviceService
 
 MiB = 1 << 20
 
@@ -85,7 +85,7 @@ class Target:
             start_new_session=True,
         )
         self.pid = await self.do("pid")
-        self.root = processes.identify(self.pid)
+        self.root = procfs.identify(self.pid)
 
     async def do(self, name, *arguments, timeout=30):
         """Return what function ``name`` of the target returns; RuntimeError if it raised."""
@@ -104,7 +104,7 @@ class Target:
     def stop(self):
         """SIGSTOP, and wait until the kernel has done it."""
         os.kill(self.pid, signal.SIGSTOP)
-        until(lambda: processes.presence(self.root) == "stopped")
+        until(lambda: procfs.presence(self.root) == "stopped")
 
     def go_on(self):
         os.kill(self.pid, signal.SIGCONT)

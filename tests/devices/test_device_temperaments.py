@@ -14,9 +14,9 @@ import signal
 
 import pytest
 
-from jupyter_gpupool.devices import processes
-from jupyter_gpupool.devices.calls import SessionCalls
+from jupyter_gpupool import procfs
 from jupyter_gpupool.devices.children import ChildLost
+from jupyter_gpupool.devices.nvidia.calls import SessionCalls
 from jupyter_gpupool.errors import DriverError
 from jupyter_gpupool.pool.attribution import slack
 
@@ -127,7 +127,7 @@ async def test_a_little_that_a_suspended_process_keeps_is_not_waited_for(emulate
 
 async def test_a_process_that_nvml_forgets_late_is_suspended_all_the_same(emulated, monkeypatch):
     """nvml-lag: the wait for the list is bounded, and what follows is right."""
-    monkeypatch.setattr("jupyter_gpupool.devices.sampling.FREED_TIMEOUT", 0.2)
+    monkeypatch.setattr("jupyter_gpupool.devices.nvidia.sampling.FREED_TIMEOUT", 0.2)
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -215,7 +215,7 @@ async def test_an_nvml_that_hangs_without_a_copy_is_replaced_as_ever(emulated):
 
 async def test_a_copy_that_goes_on_is_waited_for_however_slow(emulated, monkeypatch):
     """A checkpoint that takes several times what is allowed: the worker goes, the copy does not."""
-    monkeypatch.setattr("jupyter_gpupool.devices.calls.PROGRESS", 1 * MiB)
+    monkeypatch.setattr("jupyter_gpupool.devices.nvidia.calls.PROGRESS", 1 * MiB)
     machine = emulated(ONE)
     async with (
         machine.started(call_timeout=1.0) as (service, devices),
@@ -258,8 +258,8 @@ async def test_memory_that_goes_up_and_down_is_no_copy(monkeypatch, op, sizes, l
         seen.append(sizes[min(len(seen), len(sizes) - 1)] * MiB)
         return seen[-1], 0
 
-    monkeypatch.setattr(processes, "resident", resident)
-    here = processes.identify(os.getpid())
+    monkeypatch.setattr(procfs, "resident", resident)
+    here = procfs.identify(os.getpid())
     silent = SessionCalls(Silent(), here, SESSION, lock_timeout=1.0, call_timeout=1.0)
     answer = await silent.call(op, here)
     assert (answer.outcome, len(seen)) == ("hung", looks)

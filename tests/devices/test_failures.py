@@ -13,14 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.devices import processes
-from jupyter_gpupool.devices.children import Child, ChildLost, child_environment
-from jupyter_gpupool.devices.files import holders
+from jupyter_gpupool import procfs
+from jupyter_gpupool.devices.children import Child, ChildLost
+from jupyter_gpupool.devices.nvidia.files import holders
+from jupyter_gpupool.devices.nvidia.interpreter import child_environment
 from jupyter_gpupool.errors import DriverError
 from tests.emulated import device_files
 
 MiB = 1 << 20
 SESSION = "s1"
+WORKER = "jupyter_gpupool.devices.nvidia.worker"
 
 
 def worker_of(service, uuid):
@@ -92,7 +94,7 @@ async def test_a_hanging_worker_is_replaced_and_the_session_runs(emulated, op):
         outcome = await service.suspend(target.root, [uuid], session=SESSION)
         assert outcome.status == ("drain" if op == "lock" else "pinned"), outcome.message
         assert worker_of(service, uuid).pid not in (None, first)
-        assert processes.identify(first) is None
+        assert procfs.identify(first) is None
         assert await service.driver_state(target.root, session=SESSION) == "running"
         assert await target.do("digest", 1) == digest
         outcome = await service.suspend(target.root, [uuid], session=SESSION)
@@ -154,7 +156,7 @@ async def test_a_cancelled_caller_does_not_stop_the_driver(emulated):
 
 
 async def test_child_that_is_closed_while_it_is_being_started_is_ended():
-    child = Child("worker", env=child_environment(None), log=logging.getLogger())
+    child = Child(WORKER, env=child_environment(None), log=logging.getLogger())
     start = asyncio.ensure_future(child.start())
     await asyncio.sleep(0)  # its process is being made
     await child.close()
@@ -165,7 +167,7 @@ async def test_child_that_is_closed_while_it_is_being_started_is_ended():
 
 
 async def test_child_that_has_just_died_is_waited_for_by_close():
-    child = Child("worker", env=child_environment(None), log=logging.getLogger())
+    child = Child(WORKER, env=child_environment(None), log=logging.getLogger())
     await child._spawn(60)
     reader = child._reader
     os.kill(child.pid, signal.SIGKILL)
@@ -178,7 +180,7 @@ async def test_child_that_has_just_died_is_waited_for_by_close():
 async def test_children_end_with_their_parent(emulated, waiting):
     until, _ = waiting
     code = (
-        "import asyncio, os; from jupyter_gpupool.devices.service import DeviceService\n"
+        "import asyncio, os; from jupyter_gpupool.devices.nvidia.service import DeviceService\n"
         "async def main():\n"
         "    service = DeviceService(); devices = await service.start()\n"
         "    await service.sample()\n"
@@ -194,7 +196,7 @@ async def test_children_end_with_their_parent(emulated, waiting):
         stdout=asyncio.subprocess.PIPE,
     )
     line = await process.stdout.readline()
-    children = [processes.identify(int(word)) for word in line.split()]
+    children = [procfs.identify(int(word)) for word in line.split()]
     assert len(children) == 3
     assert None not in children
     for child in children:
@@ -204,7 +206,7 @@ async def test_children_end_with_their_parent(emulated, waiting):
     os.kill(children[1].pid, signal.SIGSTOP)
     process.kill()
     await process.wait()
-    until(lambda: all(processes.presence(child) == "gone" for child in children))
+    until(lambda: all(procfs.presence(child) == "gone" for child in children))
 
 
 # ------------------------------------------------------------------ targets
@@ -483,7 +485,7 @@ async def test_an_nvml_that_hangs_is_bounded_and_replaced(emulated):
         os.kill(first, signal.SIGSTOP)
         with pytest.raises(DriverError, match="NVML did not answer"):
             await service.sample()
-        assert processes.identify(first) is None
+        assert procfs.identify(first) is None
         (sample,) = await service.sample()
         assert sample.uuid == devices[0].uuid
         assert sample.used > 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.devices import guarded, selftest
+from jupyter_gpupool.devices.nvidia import guarded, selftest
 from jupyter_gpupool.guard import install, page
 from jupyter_gpupool.guard.page import Page
 from tests.emulated import library_dir

@@ -10,9 +10,9 @@ import subprocess
 
 import pytest
 
-from jupyter_gpupool.devices import numbers
 from jupyter_gpupool.devices.model import DeviceSample, ProcessMemory
-from jupyter_gpupool.devices.numbers import Numbers
+from jupyter_gpupool.devices.nvidia import numbers
+from jupyter_gpupool.devices.nvidia.numbers import Numbers
 
 MiB = 1 << 20
 SESSION = "s1"

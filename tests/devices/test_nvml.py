@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from jupyter_gpupool.devices.nvml import Nvml
+from jupyter_gpupool.devices.nvidia.nvml import Nvml
 from jupyter_gpupool.errors import DriverError
 
 GiB = 1 << 30

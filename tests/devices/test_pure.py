@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpupool.devices import checkpoint, children, driver
 from jupyter_gpupool.devices.model import DeviceSample, ProcessMemory
-from jupyter_gpupool.devices.operations import freed_bytes
+from jupyter_gpupool.devices.nvidia import checkpoint, driver, interpreter
+from jupyter_gpupool.devices.nvidia.operations import freed_bytes
 
 
 def test_no_map_where_nothing_moves():
@@ -114,7 +114,7 @@ def test_freed_bytes_are_unknown_where_nothing_tells():
 
 
 def test_children_do_not_inherit_what_would_mislead_them():
-    env = children.child_environment(
+    env = interpreter.child_environment(
         {"CUDA_VISIBLE_DEVICES": "", "GPUPOOL_SESSION": "s", "GPUPOOL_TOKEN": "t", "HOME": "/h"}
     )
     env.pop("PYTHONPATH", None)  # where this package is, if it is not installed
@@ -129,7 +129,7 @@ def test_children_of_a_broker_inside_a_session_are_not_under_its_guard():
         "GPUPOOL_SESSION": "s1",
         "EMUCUDA_MACHINE": "1x1GiB",
     }
-    env = children.child_environment(session)
+    env = interpreter.child_environment(session)
     env.pop("PYTHONPATH", None)
     assert env == {
         "LD_PRELOAD": "/jemalloc.so",

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpupool.devices.children import Child
-from jupyter_gpupool.devices.files import holders
-from jupyter_gpupool.devices.model import ProcessId
+from jupyter_gpupool.devices.nvidia.files import holders
 from jupyter_gpupool.errors import DriverError
+from jupyter_gpupool.procfs import ProcessId
 from tests.emulated import device_files
 
 MiB = 1 << 20
@@ -120,7 +120,7 @@ async def test_known_devices_are_not_tested_again(emulated):
 
 
 async def test_no_driver_is_a_sentence(tmp_path):
-    from jupyter_gpupool.devices.service import DeviceService
+    from jupyter_gpupool.devices.nvidia.service import DeviceService
 
     env = {k: v for k, v in os.environ.items() if not k.startswith(("LD_", "GPUPOOL"))}
     service = DeviceService(env=env)
@@ -136,7 +136,7 @@ async def test_no_driver_is_a_sentence(tmp_path):
 
 def test_the_broker_process_loads_no_vendor_library(emulated):
     code = (
-        "import asyncio, sys; from jupyter_gpupool.devices.service import DeviceService\n"
+        "import asyncio, sys; from jupyter_gpupool.devices.nvidia.service import DeviceService\n"
         "async def main():\n"
         "    service = DeviceService(); devices = await service.start()\n"
         "    await service.sample(); await service.close(); print(len(devices))\n"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpupool import demo
-from jupyter_gpupool.devices import interpreter, packages
+from jupyter_gpupool.devices.nvidia import interpreter, packages
 from jupyter_gpupool.errors import GPUPoolError
 
 from .kit import KERNEL_NAME

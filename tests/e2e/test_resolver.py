@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.devices import packages
+from jupyter_gpupool.devices.nvidia import packages
 
 from . import frameworks
 from .kit import KERNEL_NAME

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from jupyter_gpupool.devices.children import ChildLost
-from jupyter_gpupool.devices.model import DeviceSample, ProcessId, ResumeOutcome, SuspendOutcome
-from jupyter_gpupool.devices.service import DeviceService
+from jupyter_gpupool.devices.model import DeviceSample, ResumeOutcome, SuspendOutcome
+from jupyter_gpupool.devices.nvidia.service import DeviceService
 from jupyter_gpupool.pool.model import Device
+from jupyter_gpupool.procfs import ProcessId
 
 from .machine import Machine, MiB
 from .target import Failed, Target

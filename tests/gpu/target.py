@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from jupyter_gpupool.devices import processes
-from jupyter_gpupool.devices.model import ProcessId
+from jupyter_gpupool import procfs
+from jupyter_gpupool.procfs import ProcessId
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +53,7 @@ class Target:
         )
         self.pid: int = self.process.pid
         await self.do("pid")
-        root = processes.identify(self.pid)
+        root = procfs.identify(self.pid)
         assert root is not None
         self.root: ProcessId = root
         return self

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.devices import contexts, processes
-from jupyter_gpupool.devices.calls import LOCK_GRACE
-from jupyter_gpupool.devices.service import DeviceService
+from jupyter_gpupool import procfs
+from jupyter_gpupool.devices.nvidia import contexts
+from jupyter_gpupool.devices.nvidia.calls import LOCK_GRACE
+from jupyter_gpupool.devices.nvidia.service import DeviceService
 
 from .device import CALL, SETTLED, START, bench, bytes_of, speeds, threads, until
 from .machine import GiB, MiB
@@ -186,7 +187,7 @@ async def test_a_stopped_process_is_not_touched(machine, note):
     async with bench(machine) as found, target("cuda-core", found.env) as process:
         await process.do("put", "a", 4 * MiB, 1)
         os.kill(process.pid, signal.SIGSTOP)
-        assert await until(lambda: processes.presence(process.root) == "stopped")
+        assert await until(lambda: procfs.presence(process.root) == "stopped")
         worker = found.worker.pid
         outcome = await asyncio.wait_for(found.suspend(process), CALL)
         assert outcome.status == "drain", outcome

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpupool.devices import processes
+from jupyter_gpupool import procfs
 
 from .device import CALL, SETTLED, Bench, bench, bytes_of, speeds, until
 from .machine import GiB, MiB
@@ -109,7 +109,7 @@ async def test_monitor_killed_during_a_suspend_is_started_again(machine, note):
             there = await asyncio.wait_for(task, SETTLING)
             note(status=there.status, message=there.message, suspend=speeds(there))
             assert there.status == "suspended", there
-            assert await until(lambda: processes.identify(first) is None)
+            assert await until(lambda: procfs.identify(first) is None)
             assert await found.used() <= found.base + found.slack
             assert child.pid not in (None, first)
             back = await found.resume(process, there)
@@ -144,7 +144,7 @@ async def test_a_worker_killed_in_the_middle_loses_nothing_unsaid(machine, op, n
                 lost=lost,
                 worker_new=found.worker.pid != first,
             )
-            assert await until(lambda: processes.identify(first) is None)
+            assert await until(lambda: procfs.identify(first) is None)
             if not lost:
                 expected_state = {
                     "suspended": "checkpointed",

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from jupyter_gpupool.devices.service import DeviceService
+from jupyter_gpupool.devices.nvidia.service import DeviceService
 
 from .machine import MiB
 from .target import target

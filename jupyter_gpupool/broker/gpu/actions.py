@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 from typing import Callable, Coroutine, Mapping, Sequence
 
-from ...devices.model import DeviceSample, ProcessId, SuspendOutcome
-from ...devices.service import DeviceService
+from ...devices.model import DeviceSample, SuspendOutcome
+from ...devices.nvidia.service import DeviceService
 from ...errors import GPUPoolError
 from ...pool import events as e
 from ...pool.attribution import restore_room, slack, state_moved, state_to_move
 from ...pool.model import SessionRecord, Slice
+from ...procfs import ProcessId
 from ...states import ATTACHED
 from ...units import format_bytes
 from .. import processes

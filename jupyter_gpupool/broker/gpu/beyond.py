@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Callable, Collection, Mapping, Sequence
 
-from ...devices.model import DeviceSample, ProcessId
+from ...devices.model import DeviceSample
 from ...guard.page import Reading
 from ...pool import attribution
 from ...pool.attribution import Listed, Observed, Overhead
+from ...procfs import ProcessId
 from ..pace import Pace
 from ..runner import Runner
 from ..sessions import Session

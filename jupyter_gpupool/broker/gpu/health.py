@@ -8,7 +8,7 @@ import asyncio
 import logging
 from typing import Callable, Iterable
 
-from ...devices.service import DeviceService
+from ...devices.nvidia.service import DeviceService
 from ...errors import Code, DriverError, GPUPoolError
 from ...pool import events as e
 from ...pool.model import Device, SessionRecord

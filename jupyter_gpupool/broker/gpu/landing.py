@@ -19,8 +19,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Coroutine, Iterable
 
-from ...devices.model import ProcessId
-from ...devices.service import DeviceService
+from ...devices.nvidia.service import DeviceService
 from ...errors import Code, GPUPoolError, RefusedError
 from ...guard.page import (
     LANDING_BEGUN,
@@ -37,6 +36,7 @@ from ...guard.page import (
 )
 from ...pool import events as e
 from ...pool.model import SessionRecord
+from ...procfs import ProcessId
 from ...protocol import Message
 from ...states import ATTACHED
 from .. import processes

@@ -17,12 +17,12 @@ import os
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Awaitable, Callable, Iterable, Literal, Sequence
 
-from ...devices.files import Holder, holders
-from ...devices.processes import session_of
-from ...devices.service import DeviceService
+from ...devices.nvidia.files import Holder, holders
+from ...devices.nvidia.service import DeviceService
 from ...errors import Code, GPUPoolError, RefusedError
 from ...pool import events as e
 from ...pool.model import Device, SessionRecord
+from ...procfs import session_of
 from ...protocol import Message
 from .. import processes
 from ..messages.parsing import MAX_NAME

@@ -14,12 +14,12 @@ from contextlib import suppress
 from typing import Awaitable, Callable, Mapping, Sequence
 
 from ...config import BrokerSettings
-from ...devices.contexts import assumed
-from ...devices.model import DeviceSample, ProcessId
-from ...devices.processes import identify, session_of
+from ...devices.model import DeviceSample
+from ...devices.nvidia.contexts import assumed
 from ...errors import GPUPoolError
 from ...pool import events as e
 from ...pool.attribution import REST_LOOKS, Attribution, Holder, Listed, Observed, attribute
+from ...procfs import ProcessId, identify, session_of
 from .. import processes
 from ..pace import Pace
 from ..pages.activity import Activity

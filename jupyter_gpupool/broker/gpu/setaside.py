@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from ...devices.service import DeviceService
+from ...devices.nvidia.service import DeviceService
 from ...pool import events as e
 from ...pool.model import SessionRecord, Slice
 from ..pages.activity import Activity

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Callable, Mapping, Sequence
 
 from ... import machine
-from ...devices.model import ProcessId
 from ...guard.install import session_environment
 from ...guard.page import (
     CLOSED,
@@ -39,6 +38,7 @@ from ...guard.page import (
     device_name,
 )
 from ...pool.model import SessionRecord
+from ...procfs import ProcessId
 from ...states import ATTACHED
 from .. import processes
 from ..pace import Pace

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Awaitable, Callable
 
 from ... import machine
-from ...devices.processes import identify
 from ...endpoint import user_runtime_dir
 from ...errors import GPUPoolError
+from ...procfs import identify
 from ..pages.control import SHARED_MEMORY, SOCKET_FILE, folder_name
 from ..runner import Runner
 from ..transport.listener import Claim

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, Iterable, Mapping
 
 from ... import machine
-from ...devices.model import ProcessId
 from ...endpoint import MACHINE_SOCKET, journal_name
 from ...errors import BrokerUnavailable, Code, GPUPoolError
+from ...procfs import ProcessId
 from ...startrecord import BadRecord, read_record
 from ..processes import alive
 from .journal import Journal, JournalUnusable

@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict, fields
 from typing import Any, Mapping, Sequence
 
-from ...devices.numbers import namespace
+from ...devices.nvidia.numbers import namespace
 from ...pool.model import Device, Hold, Owner, Request, SessionRecord, Slice
 
 _FIELDS = tuple(f.name for f in fields(SessionRecord))

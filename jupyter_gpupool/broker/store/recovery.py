@@ -35,10 +35,10 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any, Collection, Literal, Mapping
 
-from ...devices.model import ProcessId
-from ...devices.service import DeviceService
+from ...devices.nvidia.service import DeviceService
 from ...errors import Code, DriverError, GPUPoolError
 from ...pool.model import Hold, SessionRecord, Slice
+from ...procfs import ProcessId
 from ...states import ATTACHED
 from ..pages.activity import DEVICE_HOLD
 from ..processes import alive

@@ -15,9 +15,10 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, Callable, Literal, Mapping
 
-from ..errors import DriverError
-from . import packages, processes
-from .model import ProcessId
+from ... import procfs
+from ...errors import DriverError
+from ...procfs import ProcessId
+from . import packages
 
 #: ``ok``; the process has ended (or another has its number); it is stopped; the driver said no;
 #: (added by the parent) not even its state could be had.
@@ -114,13 +115,13 @@ def _ends(process: ProcessId, tries: int) -> bool:
     for turn in range(tries):
         if turn:
             time.sleep(0.01)
-        if processes.ending(process):
+        if procfs.ending(process):
             return True
     return False
 
 
 def _call(process: ProcessId, action: Callable[[Any], object]) -> Answer:
-    there = processes.presence(process)
+    there = procfs.presence(process)
     if there != "alive":
         return Answer(there, message=absent(process, there))
     from cuda.core.checkpoint import Process

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.devices import processes
-from jupyter_gpupool.devices.model import ProcessId
+from jupyter_gpupool import procfs
+from jupyter_gpupool.procfs import ProcessId
 
 #: Prints its pid and those of the chain of processes below it, then waits for its stdin to end.
 CHAIN = """
@@ -61,13 +61,13 @@ def spawn():
 
 def wait_state(pid, states):
     """Wait until the process is in one of ``states``; the kernel gets there on its own."""
-    while (stat := processes.read_stat(pid)) is None or stat.state not in states:
+    while (stat := procfs.read_stat(pid)) is None or stat.state not in states:
         time.sleep(0.002)
 
 
 def test_a_name_with_blanks_and_brackets_is_parsed():
     rest = "S 7 3 3 0 -1 4 0 0 0 0 1 2 3 4 20 0 9 0 123456 99 88"
-    stat = processes.parse_stat(f"42 (a) (b c) {rest}\n")
+    stat = procfs.parse_stat(f"42 (a) (b c) {rest}\n")
     assert (stat.pid, stat.state, stat.parent, stat.threads, stat.start_time) == (
         42,
         "S",
@@ -78,50 +78,50 @@ def test_a_name_with_blanks_and_brackets_is_parsed():
 
 
 def test_own_process_is_alive():
-    me = processes.identify(os.getpid())
+    me = procfs.identify(os.getpid())
     assert me is not None
-    assert processes.presence(me) == "alive"
+    assert procfs.presence(me) == "alive"
 
 
 def test_a_number_used_again_is_another_process():
-    me = processes.identify(os.getpid())
-    assert processes.presence(ProcessId(me.pid, me.start_time - 1)) == "gone"
+    me = procfs.identify(os.getpid())
+    assert procfs.presence(ProcessId(me.pid, me.start_time - 1)) == "gone"
 
 
 def test_a_stopped_process_is_told_apart(spawn):
     _, (pid,) = spawn(CHAIN, "0", CHAIN)
-    identity = processes.identify(pid)
+    identity = procfs.identify(pid)
     os.kill(pid, signal.SIGSTOP)
     wait_state(pid, "T")
-    assert processes.presence(identity) == "stopped"
+    assert procfs.presence(identity) == "stopped"
     os.kill(pid, signal.SIGCONT)
     wait_state(pid, "RS")
-    assert processes.presence(identity) == "alive"
+    assert procfs.presence(identity) == "alive"
 
 
 def test_a_zombie_is_gone(spawn):
     process, (pid,) = spawn(CHAIN, "0", CHAIN)
-    identity = processes.identify(pid)
+    identity = procfs.identify(pid)
     process.kill()
     wait_state(pid, "Z")
-    assert processes.presence(identity) == "gone"
-    assert processes.identify(pid) is None
+    assert procfs.presence(identity) == "gone"
+    assert procfs.identify(pid) is None
 
 
 def test_a_process_that_is_being_killed_is_ending(spawn):
     process, (pid,) = spawn(CHAIN, "0", CHAIN)
-    identity = processes.identify(pid)
-    assert not processes.ending(identity)
+    identity = procfs.identify(pid)
+    assert not procfs.ending(identity)
     os.kill(pid, signal.SIGKILL)
-    assert processes.ending(identity)
+    assert procfs.ending(identity)
     process.wait()
-    assert processes.ending(identity)
+    assert procfs.ending(identity)
 
 
 def test_children_come_before_their_parents(spawn):
     _, pids = spawn(CHAIN, "2", CHAIN, count=3)
-    root = processes.identify(pids[0])
-    members = processes.session_members(root, "s")
+    root = procfs.identify(pids[0])
+    members = procfs.session_members(root, "s")
     assert [member.process.pid for member in members] == pids[::-1]
     assert {member.libcuda for member in members} == {False}
 
@@ -130,49 +130,49 @@ def test_a_process_in_the_background_belongs_by_its_environment(spawn):
     _, (root,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
     _, (orphan,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
     spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "other"})
-    members = processes.session_members(processes.identify(root), "mine")
+    members = procfs.session_members(procfs.identify(root), "mine")
     assert [member.process.pid for member in members] == [orphan, root]
 
 
-def test_a_kernel_started_from_a_notebook_is_a_session_of_its_own(spawn):
+def test_kernel_of_a_notebook_is_a_session_of_its_own(spawn):
     nested = (
         "import os, subprocess, sys; print(os.getpid(), flush=True);"
         "subprocess.Popen([sys.executable, '-c', sys.argv[2], '0', ''],"
         " env={**os.environ, 'GPUPOOL_SESSION': 'inner'}).wait()"
     )
     _, (outer, inner) = spawn(nested, "", CHAIN, env={"GPUPOOL_SESSION": "outer"}, count=2)
-    members = processes.session_members(processes.identify(outer), "outer")
+    members = procfs.session_members(procfs.identify(outer), "outer")
     assert [member.process.pid for member in members] == [outer]
-    members = processes.session_members(processes.identify(inner), "inner")
+    members = procfs.session_members(procfs.identify(inner), "inner")
     assert [member.process.pid for member in members] == [inner]
 
 
-def test_a_broker_started_from_a_notebook_is_no_member_nor_is_what_is_below_it(spawn):
+def test_broker_of_a_notebook_is_no_member_of_its_session(spawn):
     _, pids = spawn(CHAIN, "2", CHAIN, count=3, env={"GPUPOOL_SESSION": "mine"})
     root, broker, _ = pids
-    members = processes.session_members(processes.identify(root), "mine", broker)
+    members = procfs.session_members(procfs.identify(root), "mine", broker)
     assert [member.process.pid for member in members] == [root]
     # Nor if its parent has ended and its environment names the session.
     _, (other,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
-    members = processes.session_members(processes.identify(other), "mine", root)
+    members = procfs.session_members(procfs.identify(other), "mine", root)
     assert [member.process.pid for member in members] == [other]
     # A broker above the kernel excludes nobody.
-    members = processes.session_members(processes.identify(broker), "mine", root)
+    members = procfs.session_members(procfs.identify(broker), "mine", root)
     assert len(members) >= 2
 
 
 def test_a_session_whose_root_ended_has_no_members():
-    assert processes.session_members(ProcessId(os.getpid(), 1), "s") == []
+    assert procfs.session_members(ProcessId(os.getpid(), 1), "s") == []
 
 
 def test_a_session_without_a_name_is_refused():
     with pytest.raises(ValueError, match="name"):
-        processes.session_members(processes.identify(os.getpid()), "")
+        procfs.session_members(procfs.identify(os.getpid()), "")
 
 
-def test_an_environment_that_cannot_be_read_is_unknown_and_not_empty():
-    assert processes.session_of(2**22 + 1) is None
-    assert processes.maps_libcuda(2**22 + 1) is None
+def test_unreadable_environment_is_unknown_and_not_empty():
+    assert procfs.session_of(2**22 + 1) is None
+    assert procfs.maps_libcuda(2**22 + 1) is None
 
 
 def test_the_driver_library_is_seen_in_the_map(spawn, tmp_path):
@@ -184,19 +184,19 @@ def test_the_driver_library_is_seen_in_the_map(spawn, tmp_path):
         "print(os.getpid(), flush=True); sys.stdin.read()"
     )
     _, (pid,) = spawn(code, str(library))
-    assert processes.maps_libcuda(pid) is True
+    assert procfs.maps_libcuda(pid) is True
 
 
 def test_the_guard_is_not_taken_for_the_driver(monkeypatch, tmp_path):
     (tmp_path / "7").mkdir()
-    monkeypatch.setattr(processes, "_PROC", tmp_path)
+    monkeypatch.setattr(procfs, "_PROC", tmp_path)
     maps = tmp_path / "7" / "maps"
     guard = "7f00-7f01 r-xp 00000000 08:01 42  /opt/x/jupyter_gpupool/guard/lib/libcuda.so.1\n"
     maps.write_text(guard)
-    assert processes.maps_libcuda(7) is False
+    assert procfs.maps_libcuda(7) is False
     for driver in (
         "/usr/lib/x86_64-linux-gnu/libcuda.so.580.95.05",
         "/opt/x/emucuda/lib/libcuda.so.1",
     ):
         maps.write_text(f"{guard}7f02-7f03 r-xp 00000000 08:01 43  {driver}\n")
-        assert processes.maps_libcuda(7) is True
+        assert procfs.maps_libcuda(7) is True

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, Iterable, Mapping
 
-from ..errors import Code, DriverError
+from ...errors import Code, DriverError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -13,20 +13,21 @@ import time
 from dataclasses import replace
 from typing import Any, Collection, Mapping, Sequence
 
-from ..errors import DriverError
-from ..units import format_bytes
-from . import checkpoint, contexts, processes
-from .calls import LOST, PATIENCE, Refused, SessionCalls
-from .checkpoint import Answer, complete_mapping
-from .model import (
+from ... import procfs
+from ...errors import DriverError
+from ...procfs import ProcessId
+from ...units import format_bytes
+from ..model import (
     DeviceSample,
-    ProcessId,
     ResumeOutcome,
     ResumeStatus,
     SessionState,
     SuspendOutcome,
     SuspendStatus,
 )
+from . import checkpoint, contexts
+from .calls import LOST, PATIENCE, Refused, SessionCalls
+from .checkpoint import Answer, complete_mapping
 from .sampling import Sampler, others
 
 #: Times to look for processes that a session started while it was being locked.
@@ -105,7 +106,7 @@ class Operation:
             return await self._give_up(refused)
         except DriverError as error:
             return await self._give_up(Refused("drain", f"It was not suspended. {error}"))
-        if processes.ending(self._root):
+        if procfs.ending(self._root):
             return self._suspended("gone", checkpoint.absent(self._root, "gone"), targets)
         if not targets:  # they have ended, and the root has no context
             return self._suspended("nothing", "")
@@ -194,7 +195,7 @@ class Operation:
 
     async def _give_up(self, refused: Refused) -> SuspendOutcome:
         trouble = await self.undo(self.touched)
-        if processes.ending(self._root):
+        if procfs.ending(self._root):
             return self._suspended("gone", checkpoint.absent(self._root, "gone"))
         if trouble:
             return self._suspended(trouble[0], f"{refused.message} {trouble[1]}")
@@ -211,7 +212,7 @@ class Operation:
         assert earlier.refused is not None
         self._before, self.refused = earlier._before, earlier.refused
         trouble = await self.undo(earlier.kept, patience=0.0)
-        if processes.ending(self._root):
+        if procfs.ending(self._root):
             return self._suspended("gone", checkpoint.absent(self._root, "gone"))
         if trouble:
             return self._suspended(trouble[0], trouble[1])
@@ -380,7 +381,7 @@ class Operation:
                     "hung" if answer.outcome == "hung" else "failed",
                     f"Process {process.pid} was restored but not unlocked: {answer.message}",
                 )
-        if processes.ending(self._root):
+        if procfs.ending(self._root):
             return self._resumed("gone", checkpoint.absent(self._root, "gone"))
         return self._resumed("resumed", "")
 

@@ -13,11 +13,13 @@ import asyncio
 import time
 from typing import Any
 
-from ..errors import DriverError
-from . import checkpoint, processes
+from ... import procfs
+from ...errors import DriverError
+from ...procfs import ProcessId
+from ..children import RETRY_PAUSE, Child, ChildLost
+from ..model import SuspendStatus
+from . import checkpoint
 from .checkpoint import Answer
-from .children import RETRY_PAUSE, Child, ChildLost
-from .model import ProcessId, SuspendStatus
 
 #: Seconds beyond the lock's own time-out before its worker is taken to hang.
 LOCK_GRACE = 5.0
@@ -137,7 +139,7 @@ class SessionCalls:
         """
         if self._alone:
             self.pids.add(self._root.pid)
-            presence = processes.presence(self._root)
+            presence = procfs.presence(self._root)
             if presence != "alive":
                 status: SuspendStatus = "gone" if presence == "gone" else "drain"
                 raise Refused(status, checkpoint.absent(self._root, presence))
@@ -208,7 +210,7 @@ class SessionCalls:
             return self._count(await self._worker.ask(op, patience, process=_wire(process)))
         except (ChildLost, DriverError) as error:
             message = str(error)
-        there = processes.presence(process)
+        there = procfs.presence(process)
         if there != "alive":  # stopped since: that explains it
             return Answer(there, message=checkpoint.absent(process, there))
         return Answer("hung", message=f"Process {process.pid} does not answer: {message}")
@@ -245,10 +247,10 @@ class SessionCalls:
         if op == "lock":
             # Nothing was copied, and what the lock waits for may take any time.
             return await self.state(process, min(self.patience, LOCK_GRACE))
-        least = most = processes.resident(process)
+        least = most = procfs.resident(process)
         while True:
             now = await self.state(process)
-            seen = processes.resident(process)
+            seen = procfs.resident(process)
             # Only beyond all that was seen so far: threads that take and give back memory all the
             # time would else be waited for, with the device, for ever.
             moved = max(*(a - b for a, b in zip(seen, most, strict=True)),

@@ -19,11 +19,12 @@ import tempfile
 from pathlib import Path
 from typing import AsyncIterator, Callable, Mapping
 
-from ..errors import Code, GPUPoolError
-from ..guard import install, page
-from ..guard.page import Page, Reading
-from . import processes, selftest
-from .children import Child
+from ... import procfs
+from ...errors import Code, GPUPoolError
+from ...guard import install, page
+from ...guard.page import Page, Reading
+from ..children import Child
+from . import selftest
 
 #: Bytes of the test's slice, and what is asked for beyond it. The context is not charged here.
 GRANT = 64 << 20
@@ -222,5 +223,5 @@ def _sweep(place: Path) -> None:
         pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
             mine = folder.lstat().st_uid == os.geteuid()
-            if mine and pid.isdigit() and not processes.read_stat(int(pid)):
+            if mine and pid.isdigit() and not procfs.read_stat(int(pid)):
                 shutil.rmtree(folder, ignore_errors=True)

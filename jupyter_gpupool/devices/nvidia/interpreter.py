@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Mapping
 
-from ..errors import ConfigError
+from ...errors import ConfigError
+from ...guard.install import without_guard
+from ..child import SCRIPT
 from . import packages
 from .packages import INSTALL
 
@@ -26,7 +28,14 @@ _BELOW = Path("gpupool", "devices")
 #: Seconds for an interpreter to say what it has.
 _ASK_TIMEOUT = 60.0
 
-CHILD = Path(__file__).resolve().with_name("child.py")
+#: Not for children, nor is the guard. The first group would hide devices from them; with the second
+#: they would count as processes of the session that the broker was started from.
+_SCRUBBED = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "GPUPOOL_SESSION",
+    "GPUPOOL_TOKEN",
+)
 
 
 @dataclass(frozen=True)
@@ -93,11 +102,23 @@ def environment(python: str, env: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in env.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
 
 
+def child_environment(base: Mapping[str, str] | None, python: str = "") -> dict[str, str]:
+    """Return the environment for children that ``python`` runs: ``base``, made fit.
+
+    ``base`` None: this process's environment; ``python`` "": this process's interpreter.
+    """
+    # A broker that was started from within a session is not governed by that session.
+    env = without_guard(os.environ if base is None else base)
+    for name in _SCRUBBED:
+        env.pop(name, None)
+    return environment(python or sys.executable, env)
+
+
 def ask(python: str, env: Mapping[str, str] | None = None) -> Found:
     """Ask ``python`` for the versions of NVIDIA's packages that it has. Blocks."""
     try:
         done = subprocess.run(
-            [python, str(CHILD), packages.__name__],
+            [python, str(SCRIPT), packages.__name__],
             env=environment(python, os.environ if env is None else env),
             cwd="/",
             capture_output=True,

@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Sequence
 
-from .model import DeviceSample, ProcessMemory
+from ..model import DeviceSample, ProcessMemory
 
 #: Inode of the initial PID namespace: a constant of Linux (PROC_PID_INIT_INO).
 INITIAL = 0xEFFFFFFC

@@ -8,9 +8,9 @@ import asyncio
 import contextlib
 from typing import AsyncIterator
 
-from ..errors import DriverError
-from .children import Child
-from .model import DeviceSample
+from ...errors import DriverError
+from ..children import Child
+from ..model import DeviceSample
 from .sampling import Sampler, others
 
 #: Bytes assumed where nothing was measured; at most this part of a small (emulated) device.

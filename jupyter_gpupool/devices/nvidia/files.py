@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import processes
-from .model import ProcessId
+from ... import procfs
+from ...procfs import ProcessId
 
 #: How the paths of NVIDIA's device files begin.
 DEVICE_FILES = "/dev/nvidia"
@@ -50,7 +50,7 @@ def holders(begin: str, number: int | None = None) -> tuple[list[Holder], int]:
             continue  # ended meanwhile
         if number is not None:
             paths &= {f"{begin}{number}"}
-        process = processes.identify(pid) if paths else None
+        process = procfs.identify(pid) if paths else None
         if process is not None:
             found.append(Holder(process, uid, _command(entry), tuple(sorted(paths))))
     return sorted(found, key=lambda holder: holder.process.pid), unseen

@@ -13,9 +13,9 @@ import sys
 import time
 from typing import Any, Iterator, Sequence
 
-from ..errors import Code, DriverError
+from ...errors import Code, DriverError
+from ..model import DeviceSample, ProcessMemory
 from .driver import problem
-from .model import DeviceSample, ProcessMemory
 from .packages import INSTALL
 
 #: Xid errors that are a fault of the application, not of the device; the others mean that the

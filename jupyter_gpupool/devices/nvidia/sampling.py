@@ -9,10 +9,10 @@ import contextlib
 import logging
 from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
 
-from ..errors import Code, DriverError
-from ..pool.attribution import slack
-from .children import Child, ChildLost
-from .model import DeviceSample, ProcessMemory
+from ...errors import Code, DriverError
+from ...pool.attribution import slack
+from ..children import Child, ChildLost
+from ..model import DeviceSample, ProcessMemory
 from .numbers import Numbers
 
 #: Seconds that NVML may take for one look at the devices before its process is replaced.
@@ -62,7 +62,9 @@ class Sampler:
         python: str = "",
         numbers: bool | None = None,
     ) -> None:
-        self.child = Child("monitor", env=env, log=log, on_event=self._take, python=python)
+        self.child = Child(
+            f"{__package__}.monitor", env=env, log=log, on_event=self._take, python=python
+        )
         self.numbers = Numbers(log, numbers)
         self._timeout = timeout
         #: Seconds that each copy under way may take.

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The monitor: ``child.py jupyter_gpupool.devices.monitor <parent pid>``, all that NVML is for.
+"""The monitor, all that NVML is for: ``child.py MODULE <parent pid>``.
 
 A thread of its own waits for Xid errors and sends ``{"event": "lost", "uuid", "reason"}``.
 """
@@ -11,9 +11,9 @@ import threading
 from dataclasses import asdict
 from typing import Any
 
-from ..errors import DriverError
+from ...errors import DriverError
+from ..serve import Handler, claim_stdout, die_with_parent, emit, serve
 from .nvml import Nvml
-from .serve import Handler, claim_stdout, die_with_parent, emit, serve
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Can this device suspend? Ask it: ``child.py jupyter_gpupool.devices.selftest <parent> <UUID>``.
+"""Can this device suspend? Ask it: ``child.py MODULE <parent> <UUID>``.
 
 The program holds a few MiB of known bytes on one device. :func:`judge` suspends it, resumes it
 and has the bytes compared, in place and, where there is a peer of the same model, on that peer.
@@ -16,12 +16,12 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Sequence
 
-from ..errors import DriverError, GPUPoolError
-from . import processes
-from .children import Child, ChildLost
+from ... import procfs
+from ...errors import DriverError, GPUPoolError
+from ..children import Child, ChildLost
+from ..serve import claim_stdout, die_with_parent, emit, serve
 from .contexts import Stage
 from .operations import Operation
-from .serve import claim_stdout, die_with_parent, emit, serve
 
 #: Bytes of the pattern: more than one 2 MiB page of device memory.
 SIZE = 4 << 20
@@ -93,7 +93,7 @@ async def judge(
     process = None
     try:
         await stage.start(target, uuid, SIZE, STEP_TIMEOUT)
-        process = None if target.pid is None else processes.identify(target.pid)
+        process = None if target.pid is None else procfs.identify(target.pid)
         if process is None:
             return Verdict(False, False, frame.failed("the test program ended as it started"))
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The suspend worker: ``child.py jupyter_gpupool.devices.worker <parent pid>``.
+"""The suspend worker: ``child.py jupyter_gpupool.devices.nvidia.worker <parent pid>``.
 
 One per device, kept for as long as the broker runs: a fresh process would pay for cuInit on each
 call. It may be killed at any time; the broker then asks a new one for the driver's own state.
@@ -12,10 +12,11 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from ..errors import DriverError
-from . import checkpoint, processes
-from .model import ProcessId
-from .serve import Handler, claim_stdout, die_with_parent, emit, serve
+from ... import procfs
+from ...errors import DriverError
+from ...procfs import ProcessId
+from ..serve import Handler, claim_stdout, die_with_parent, emit, serve
+from . import checkpoint
 
 
 class Finder:
@@ -23,23 +24,23 @@ class Finder:
 
     def __init__(self) -> None:
         self._about: tuple[ProcessId, str, frozenset[int]] | None = None
-        self._members: list[processes.Member] = []
+        self._members: list[procfs.Member] = []
 
     def find(self, root: dict[str, int], session: str, again: bool) -> dict[str, Any]:
-        """Return the processes of a session, see :func:`processes.session_members`.
+        """Return the processes of a session, see :func:`procfs.session_members`.
 
         ``again``: within one operation, to see what was started meanwhile. If no process of the
         machine was, only those found before are looked at.
         """
         top = ProcessId(**root)
-        about = (top, session, processes.all_pids())
+        about = (top, session, procfs.all_pids())
         if again and about == self._about:
-            self._members = processes.look_again(self._members)
+            self._members = procfs.look_again(self._members)
         else:
-            self._members = processes.session_members(top, session, os.getppid())
+            self._members = procfs.session_members(top, session, os.getppid())
         self._about = about
         return {
-            "root": processes.presence(top),
+            "root": procfs.presence(top),
             "members": [asdict(member) for member in self._members],
         }
 

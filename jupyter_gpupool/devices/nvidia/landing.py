@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import Callable, Mapping, Sequence
 
-from .model import ProcessId, ResumeOutcome
+from ...procfs import ProcessId
+from ..model import ResumeOutcome
 from .operations import Operation
 
 

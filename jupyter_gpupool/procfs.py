@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .model import ProcessId
-
 #: Set in the environment of a session's kernel; whatever it starts inherits it.
 SESSION_VARIABLE = "GPUPOOL_SESSION"
 
@@ -35,6 +33,15 @@ _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 #: In ``flags``: the first thread is past the point of no return.
 _PF_EXITING = 0x4
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process, safe against reuse of its number."""
+
+    pid: int
+    #: Field 22 of ``/proc/<pid>/stat``: clock ticks between boot and the start of the process.
+    start_time: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,17 +24,20 @@ from typing import (
     TypeVar,
 )
 
-from ..errors import Code, DriverError, GPUPoolError
-from ..pool.attribution import driver_share, unlisted
-from ..pool.model import Device
-from . import contexts, driver, landing, processes
+from ... import procfs
+from ...errors import Code, DriverError, GPUPoolError
+from ...pool.attribution import driver_share, unlisted
+from ...pool.model import Device
+from ...procfs import ProcessId
+from ..children import Child
+from ..model import DeviceSample, ResumeOutcome, SessionState, SuspendOutcome
+from . import contexts, driver, landing
 from .aside import Aside
 from .calls import SessionCalls
 from .checkpoint import complete_mapping
-from .children import Child, child_environment
 from .examiner import Examiner, Findings
 from .given import Given
-from .model import DeviceSample, ProcessId, ResumeOutcome, SessionState, SuspendOutcome
+from .interpreter import child_environment
 from .operations import Operation
 from .sampling import FREED_TIMEOUT, SAMPLE_TIMEOUT, Sampler
 from .selftest import Verdict
@@ -595,7 +598,7 @@ class DeviceService:
 
         Return the driver's state as it was found, and what stands in the way.
         """
-        if processes.presence(process) == "gone":
+        if procfs.presence(process) == "gone":
             return "gone", ""
 
         async def run(operation: Operation) -> tuple[str, str]:
@@ -608,7 +611,7 @@ class DeviceService:
 
         ``hung`` if a process does not answer; one that is stopped (SIGSTOP) never does.
         """
-        if processes.presence(root) == "gone":
+        if procfs.presence(root) == "gone":
             return "gone"
 
         async def run(operation: Operation) -> SessionState:
@@ -633,7 +636,7 @@ class DeviceService:
     # ------------------------------------------------------------------ internals
 
     def _worker(self) -> Child:
-        return Child("worker", env=self._env, log=self._log, python=self._python)
+        return Child(f"{__package__}.worker", env=self._env, log=self._log, python=self._python)
 
     def _device(self, uuid: str) -> Device:
         try:
@@ -727,7 +730,7 @@ class DeviceService:
             return
 
         async def settle() -> None:
-            while any(processes.presence(process) == "stopped" for process in stopped):
+            while any(procfs.presence(process) == "stopped" for process in stopped):
                 await asyncio.sleep(_SETTLE_POLL)
             locked = await self._landed(late, root, session) if late else []
             if not stopped and not locked:

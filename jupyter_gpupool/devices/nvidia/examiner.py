@@ -8,14 +8,14 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Callable, Mapping, Sequence
 
-from ..errors import GPUPoolError
-from ..guard import install
-from ..pool.model import Device, Tier
+from ...errors import GPUPoolError
+from ...guard import install
+from ...pool.model import Device, Tier
+from ...procfs import ProcessId
+from ..children import Child
 from . import selftest
-from .children import Child
 from .contexts import Stage
 from .guarded import guard_frame
-from .model import ProcessId
 from .operations import Operation
 from .sampling import Sampler
 from .selftest import Frame, Verdict
@@ -66,7 +66,7 @@ class Examiner:
 
         async def judge(frame: Frame, env: Mapping[str, str]) -> Verdict:
             target = Child(
-                "selftest",
+                f"{__package__}.selftest",
                 device.uuid,
                 env=env,
                 log=self._log,
