@@ -62,7 +62,7 @@ class Code(str, Enum):
     NO_MEMORY = "no-memory", 409, "An allocation found no free memory on the GPU or the host."
     QUOTA = "quota", 409, "An allocation found no memory left in your quota."
     MANUAL = "manual", 409, "A kernel with attach policy 'manual' used the GPU without a slice."
-    WAIT_TIMEOUT = "wait-timeout", 409, "No slice came free within c.GPUPool.max_wait."
+    WAIT_TIMEOUT = "wait-timeout", 409, "No slice became free within c.GPUPool.max_wait."
     CANCELLED = "cancelled", 409, "The wait was cancelled."
     INTERRUPTED = "interrupted", 409, "The user interrupted the wait."
     NOTHING_TO_RELEASE = "nothing-to-release", 409, "The kernel waits for a slice and has none."

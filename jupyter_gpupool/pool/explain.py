@@ -162,8 +162,8 @@ def reason(facts: Facts, plan: Plan, s: Session) -> str:
         ago = format_seconds(facts.now - v.lease.resumed_at)
         left = format_seconds(stays_until(v, facts) - facts.now)
         return (
-            f"the idle kernel there was moved {ago} ago; moving takes {v.measured.moving:.2g} s, "
-            f"so it keeps its slice for {left} more"
+            f"an idle kernel came back to its GPU {ago} ago; moving it takes "
+            f"{v.measured.moving:.2g} s, so it keeps its slice for {left} more"
         )
     settled = why.rule == "busy" and s.bound and (s.immovable or not s.suspended)
     if settled and _best(facts, plan) >= s.request.memory:
@@ -181,8 +181,8 @@ def in_words(facts: Facts, why: Reason) -> str:
         used, budget = facts.host_used + facts.host_going, facts.settings.host_memory
         if facts.host_room < budget - used:
             return (
-                "the state of idle kernels has no room in host memory: of this machine's memory "
-                f"{format_bytes(max(0, facts.host_room))} may be used for it now"
+                "idle kernels cannot be suspended: this machine has room for only "
+                f"{format_bytes(max(0, facts.host_room))} of suspended state now"
             )
         text = f"{format_bytes(used)} of {format_bytes(budget)} in use"
         return f"host memory for suspended state is full ({text})"
@@ -191,8 +191,8 @@ def in_words(facts: Facts, why: Reason) -> str:
         most, limit = why.most, why.limit
         size = format_bytes(most) if limit == "memory" else _count(most, nouns[limit])
         if not why.count:
-            return f"your quota of {size} is kept for another waiting kernel of yours"
-        return f"your quota of {size} is in use by your other {_count(why.count, 'kernel')}"
+            return f"another waiting kernel of yours has reserved your quota of {size}"
+        return f"your quota of {size} is in use by {_others(why.count)}"
     if why.rule == "drained":
         name = facts.devices[why.devices[0]].device.name
         return f"its GPU ({name}) is out of service: {why.text}"
@@ -203,15 +203,19 @@ def in_words(facts: Facts, why: Reason) -> str:
 
 
 _SENTENCES = {
-    "behind-head": "the free memory is kept for the kernel that is next in the queue",
-    "behind-own": "another kernel of yours is ahead and waits for your quota",
-    "nowhere": "no GPU that it can use is in service",
-    "retry": "the last try to attach failed",
+    "behind-head": "the free memory is reserved for the next kernel in the queue",
+    "behind-own": "another kernel of yours is ahead in the queue and waits for your quota",
+    "nowhere": "every GPU that this kernel can use is out of service",
+    "retry": "the last attempt to attach failed",
 }
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _others(number: int) -> str:
+    return "your other kernel" if number == 1 else f"{number} other kernels of yours"
 
 
 def _avail(facts: Facts, plan: Plan) -> dict[str, int]:
@@ -235,26 +239,42 @@ def _planned(facts: Facts, devices: tuple[str, ...]) -> str:
         if s.state == "detaching" and any(x.device in devices for x in s.lease.slices)
     ]
     if not leaving:
-        return "waiting for memory to come free"
+        return "waiting for memory to become free"
     return f"waiting for {_count(len(leaving), 'idle kernel')} to be suspended"
 
 
 def _busy(facts: Facts, plan: Plan, why: Reason) -> str:
-    best = _best(facts, plan)
-    active = any(s.state == "active" for s in facts.leased.values())
-    users = "running cells" if active else "kernels that keep their slice"
-    roomless = sum(1 for s in facts.leased.values() if s.state == "idle" and s.roomless)
-    if roomless:
-        idle = _count(roomless, "idle kernel")
-        users += f", and {idle} cannot be moved to host memory, which is short or limited there"
+    free, users = _avail(facts, plan), _users(facts)
+    best = max(free.values(), default=0)
     if best <= 0:
         total = sum(d.capacity for d in facts.devices.values() if not d.drained)
         return f"all {format_bytes(total)} in use by {users}"
-    where = "" if why.count == 1 else f" on each of {why.count} GPUs"
+    if why.count > 1:
+        large = sum(1 for size in free.values() if size >= why.bytes)
+        there = f"{_count(large, 'GPU')} {'has' if large == 1 else 'have'} that much free"
+        return (
+            f"{format_bytes(why.bytes)} on each of {why.count} GPUs is needed and {there}; "
+            f"the rest is in use by {users}"
+        )
     return (
-        f"{format_bytes(why.bytes)}{where} is needed and at most {format_bytes(best)} is free on a "
-        f"GPU; the rest is in use by {users}"
+        f"{format_bytes(why.bytes)} is needed and at most {format_bytes(best)} is free on a GPU; "
+        f"the rest is in use by {users}"
     )
+
+
+def _users(facts: Facts) -> str:
+    """Return who has the slices, as the end of a sentence."""
+    idle = [s for s in facts.leased.values() if s.state == "idle"]
+    roomless = sum(1 for s in idle if s.roomless)
+    users = []
+    if any(s.state == "active" for s in facts.leased.values()):
+        users.append("running cells")
+    elif len(idle) > roomless or not idle:
+        users.append("kernels that keep their slice")
+    if roomless:
+        kernels = _count(roomless, "idle kernel")
+        users.append(f"{kernels} that cannot be suspended, as host memory is short there")
+    return " and ".join(users)
 
 
 def _settled(facts: Facts, plan: Plan, s: Session) -> str:
@@ -275,11 +295,11 @@ def _settled(facts: Facts, plan: Plan, s: Session) -> str:
     where = f"GPU {names}" if len(ledgers) == 1 else f"each of GPUs {names}"
     needed = max([s.request.memory, *(need.bytes for need in needs)])
     why = (
-        "its state is from there, and the driver does not move it"
+        "its suspended state is from there, and the driver cannot move it"
         if s.suspended
-        else "it has initialised CUDA there, and the driver did not move it to another GPU"
+        else "it initialised CUDA there, and the driver could not move it to another GPU"
         if s.immovable
-        else "it has initialised CUDA there, and can move only once it has had its slice"
+        else "it initialised CUDA there, and can move only after it has had a slice"
     )
     return f"{format_bytes(needed)} is needed on {where} and {free} is free there; {why}"
 
@@ -354,7 +374,7 @@ def stays_reason(facts: Facts, s: Session, now: float) -> str:
     free = budget - facts.host_used - facts.host_going
     if bound > budget:
         return (
-            f"Its state may take {format_bytes(bound)}, and this machine keeps at most "
+            f"Its state may need {format_bytes(bound)}, and this machine keeps at most "
             f"{format_bytes(budget)} in host memory; the slice stays until the kernel frees memory "
             "or ends."
         )
@@ -365,8 +385,9 @@ def stays_reason(facts: Facts, s: Session, now: float) -> str:
         return f"Your quota of {size} of suspended state is full; the slice leaves {_ROOM}."
     if bound > free:
         return (
-            f"Its state may take {format_bytes(bound)}, and of {format_bytes(budget)} of host "
-            f"memory for suspended kernels {format_bytes(free)} is free; the slice leaves {_ROOM}."
+            f"Its state may need {format_bytes(bound)}, and {format_bytes(free)} of the "
+            f"{format_bytes(budget)} of host memory for suspended kernels is free; the slice "
+            f"leaves {_ROOM}."
         )
     return _STAYS["machine"] if bound > facts.host_room else _STAYS["kept"]
 
@@ -377,14 +398,14 @@ _STAYS = {
     "fixed": (
         "This GPU cannot be suspended; the slice stays until the kernel frees its memory or ends."
     ),
-    "refused": "The last try to move it to host memory was refused; it is tried again by itself.",
+    "refused": "The last attempt to suspend it failed; the pool tries again by itself.",
     "pressed": (
-        "Host memory is short where the kernel runs, so its state is not moved there; the slice "
+        "Host memory is short where the kernel runs, so its state stays on the GPU; the slice "
         f"leaves {_ROOM}."
     ),
     "machine": f"This machine has too little free memory now; the slice leaves {_ROOM}.",
     "kept": (
-        "The host memory that is left is kept for the kernel that is next in the queue; the slice "
+        "The remaining host memory is reserved for the next kernel in the queue; the slice "
         f"leaves {_ROOM}."
     ),
 }

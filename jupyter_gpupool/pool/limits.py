@@ -70,7 +70,8 @@ def _bounds(
     found = []
     most = settings.max_memory_per_kernel
     if most is not None:
-        rule = f"a kernel may have at most {format_bytes(most)} on a GPU (max_memory_per_kernel)"
+        option = "c.GPUPool.max_memory_per_kernel"
+        rule = f"a kernel may have at most {format_bytes(most)} on a GPU ({option})"
         found.append(_Bound(Code.OVER_KERNEL_LIMIT, most, most, rule, "more", True))
     room = capacities[devices - 1]
     where = "the largest GPU" if devices == 1 else f"{devices} GPUs at once"
@@ -79,17 +80,15 @@ def _bounds(
     quota = settings.quota_of(owner.name)
     if quota.memory is not None:
         size = quota.memory
-        rule = f"your quota is {format_bytes(size)} of GPU memory over all your kernels"
+        rule = f"your quota for all your kernels together is {format_bytes(size)} of GPU memory"
         found.append(_Bound(Code.OVER_QUOTA, size // devices, size, rule, "a larger quota", True))
     if suspends:
         for code, keep, whose in (
             (Code.OVER_HOST, settings.host_memory, "this machine keeps at most"),
-            (Code.OVER_QUOTA, quota.suspended, "your quota of suspended state is"),
+            (Code.OVER_QUOTA, quota.suspended, "your quota for suspended state is"),
         ):
             if keep is not None:
-                rule = (
-                    f"when idle it must fit in host memory, and {whose} {format_bytes(keep)} there"
-                )
+                rule = f"an idle kernel must fit in host memory, and {whose} {format_bytes(keep)}"
                 admin = "more host memory"
                 found.append(_Bound(code, keep // devices, keep, rule, admin, False))
     return found
@@ -100,7 +99,7 @@ def check_form(request: Request, settings: PoolSettings) -> Refusal | None:
     if request.memory <= 0:
         return Refusal(
             Code.BAD_REQUEST,
-            f"{request.memory} bytes of GPU memory were asked for; it must be more than nothing.",
+            f"{request.memory} bytes of GPU memory were asked for; it must be more than 0.",
             "Ask for a size like 4GiB.",
             {"memory": request.memory},
         )
@@ -189,9 +188,7 @@ def _above(request: Request, name: str, bound: _Bound) -> Refusal:
     """Return the refusal of a bound that is less than the memory, or limit, asked for."""
     value: int = getattr(request, name)
     asked, ask = format_bytes(value), "Ask for"
-    if bound.code == Code.OVER_KERNEL_LIMIT:
-        asked = f"A {name} of {asked}"
-    elif name == "limit":
+    if name == "limit":
         asked = f"A limit of {asked}" + " on each GPU" * (request.devices > 1)
         ask = "Give a limit of"
     elif request.devices > 1:
@@ -220,7 +217,7 @@ def _too_many(request: Request, owner: Owner, settings: PoolSettings) -> Refusal
     if quota.leases is not None and quota.leases < 1:
         return Refusal(
             Code.OVER_QUOTA,
-            "A GPU slice was asked for; your quota allows no slice.",
+            "Your quota allows no GPU slice.",
             "Ask an admin for a quota.",
             {**numbers, "most": quota.leases},
         )

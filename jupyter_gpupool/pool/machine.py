@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from ..errors import Code
 from ..states import ATTACHED
+from ..units import format_seconds
 from . import invariants, requests
 from .events import Action, Event, HostPressure, ReleaseAsked, RequestChanged, Tick, Wanted
 from .explain import Explanation, News, eta, explain, reason, seconds, stays_reason
@@ -74,8 +75,8 @@ class Pool:
             last = reason(facts, self._plan, s)
             refusal = Refusal(
                 Code.WAIT_TIMEOUT,
-                f"No GPU slice came free within {most:g} s (c.GPUPool.max_wait)"
-                + (f"; at the end: {last}." if last else "."),
+                f"No GPU slice became free within {format_seconds(most)} (c.GPUPool.max_wait)"
+                + (f". The last reason: {last}." if last else "."),
                 "Run the cell again to wait once more, or ask for less with %gpu.",
                 {"max_wait": most, "reason": last},
             )

@@ -38,7 +38,7 @@ def _find(facts: Facts, name: str, rid: str) -> tuple[Session | None, Actions]:
     refusal = Refusal(
         Code.UNKNOWN_SESSION,
         f"There is no session {name}.",
-        "Run `jupyter gpupool status` to see those that there are.",
+        "`jupyter gpupool status` lists the sessions.",
         {"session": name},
     )
     return None, [ev.Answer(session=name, rid=rid, refusal=refusal)]
@@ -85,8 +85,8 @@ def _bound(s: Session, new: Request) -> Refusal | None:
         return None
     return Refusal(
         Code.DEVICES_BOUND,
-        f"{new.devices} GPUs were asked for; this kernel has begun to use CUDA on {here}, and "
-        "a process can not change that.",
+        f"{new.devices} GPUs were asked for; this kernel already uses CUDA on {here}, and a "
+        "process cannot change that.",
         "Restart the kernel and ask before the first use of the GPU.",
         {"devices": new.devices, "bound": here},
     )
@@ -121,7 +121,7 @@ def _size_note(facts: Facts, s: Session, plan: Plan) -> str:
     if request.limit > request.memory:
         note += (
             f" It may grow to {format_bytes(request.limit)} while that much is free; "
-            f"{format_bytes(request.memory)} are guaranteed."
+            f"{format_bytes(request.memory)} is guaranteed."
         )
     return note
 
@@ -132,20 +132,21 @@ def _what_became(facts: Facts, s: Session, plan: Plan) -> str:
     if s.state not in HAS_LEASE:
         return "It applies when the kernel next gets its slice."
     if s.state not in ATTACHED:
-        return "It applies as soon as the change under way is done."
+        return "It applies when the current change is done."
     slices, limit = s.lease.slices, s.request.limit
     if s.request.devices != len(slices):
         return "It applies at the next attach: release the slice first (%gpu release)."
     have = format_bytes(slices[0].bytes)
     if s.id in plan.promises:
-        return f"The slice stays {have} until idle kernels have made room."
+        return f"The slice stays at {have} until idle kernels have made room."
     if s.id in facts.short:
         why = plan.reasons.get(s.id)
         if why is not None and why.rule == "quota":
-            return f"The slice stays {have}: {in_words(facts, why)}. It grows as soon as it is not."
+            held = in_words(facts, why)
+            return f"The slice stays at {have}: {held}. It grows when the quota has room."
         return (
-            f"The slice stays {have}: there is no more on this GPU now. It grows as soon as "
-            "memory comes free."
+            f"The slice stays at {have}: this GPU has no more free memory. It grows as soon as "
+            "memory becomes free."
         )
     if all(x.bytes <= max(limit, s.lease.footprints.get(x.device, 0)) for x in slices):
         return f"The slice is {have} now."
@@ -201,7 +202,7 @@ def refused(draft: Draft, s: Session, uuid: str, more: int, *, waits: bool) -> R
     ``draft``: what the plan leaves; ``waits``: another session of the owner waits for its quota.
     """
     held, limit = held_on(s, uuid), s.request.limit
-    asked = f"{format_bytes(more)} beyond the slice of {format_bytes(held)} were asked for"
+    asked = f"{format_bytes(more)} more than the slice of {format_bytes(held)} was asked for"
     numbers = {"device": uuid, "bytes": more, "granted": held, "limit": limit}
     if held + more > limit:
         return Refusal(
@@ -213,11 +214,11 @@ def refused(draft: Draft, s: Session, uuid: str, more: int, *, waits: bool) -> R
     free = _room(draft, uuid)
     if free < more:
         kept = draft.facts.devices[uuid].free > free >= 0
-        without = " without what is kept for waiting kernels" if kept else ""
+        without = ", besides what is reserved for waiting kernels" if kept else ""
         return Refusal(
             Code.NO_MEMORY,
-            f"{asked}; {format_bytes(max(0, free))} are free on this GPU now{without}.",
-            "Free memory in the kernel, or try again when other kernels have gone idle; "
+            f"{asked}; {format_bytes(max(0, free))} is free on this GPU now{without}.",
+            "Free memory in the kernel, or try again when other kernels are idle; "
             "what %gpu asks for is guaranteed.",
             {**numbers, "free": max(0, free)},
         )
@@ -225,7 +226,7 @@ def refused(draft: Draft, s: Session, uuid: str, more: int, *, waits: bool) -> R
     if most is not None and s.lease.granted + more > most:
         return Refusal(
             Code.NO_MEMORY,
-            f"{asked}; when idle the kernel must fit in host memory, of which it may have "
+            f"{asked}; an idle kernel must fit in host memory, of which it may use "
             f"{format_bytes(most)}.",
             "Free memory in the kernel, or ask an admin for more host memory.",
             {**numbers, "most": most},
@@ -385,12 +386,12 @@ def release(facts: Facts, event: ev.ReleaseAsked, _plan: Plan) -> Actions:
     if s.state == "detached":
         return _answer(s, event.rid, "The kernel has no slice.")
     if s.state == "detaching":
-        return _answer(s, event.rid, "The slice is on its way back already.")
+        return _answer(s, event.rid, "The slice is already on its way back.")
     if not suspendable(s, facts) and (s.state == "idle" or s.lease.footprint):
         name = facts.devices[s.lease.slices[0].device].device.name
         refusal = Refusal(
             Code.CANNOT_SUSPEND,
-            f"The state of this kernel can not be moved off its GPU ({name}).",
+            f"The state of this kernel cannot be moved off its GPU ({name}).",
             "Free the memory in the kernel, or restart it, to give the slice back.",
         )
         return _refuse(s, event.rid, refusal)
@@ -410,9 +411,9 @@ def _release_note(facts: Facts, s: Session) -> str:
         return "The slice goes back to the pool."
     why = stays_reason(facts, s, facts.now)
     if leaves_at(s, facts) > facts.now and not (s.pressed or (s.roomless and not s.pinned_reason)):
-        why = s.pinned_reason or "the last try was refused"
+        why = s.pinned_reason or "the last attempt failed"
         left = format_seconds(leaves_at(s, facts) - facts.now)
-        return f"The slice can not be moved now ({why}); again in {left}."
+        return f"The slice cannot be given back now ({why}); the pool tries again in {left}."
     return why or (
         "There is no room for its state in host memory; the slice goes back once there is."
     )

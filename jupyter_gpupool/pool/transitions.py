@@ -45,7 +45,7 @@ class InvalidTransition(GPUPoolError):
     def __init__(self, session: Session, new: State, reason: str) -> None:
         self.story = session.story_lines()
         super().__init__(
-            f"Session {session.id} can not go from {session.state} to {new} ({reason}).",
+            f"Session {session.id} cannot go from {session.state} to {new} ({reason}).",
             next_step="This should never happen: please report it with the history below.\n"
             + "\n".join(self.story),
             details={"session": session.id, "old": session.state, "new": new},

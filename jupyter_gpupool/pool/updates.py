@@ -183,7 +183,7 @@ def _settings(facts: Facts, event: ev.SettingsChanged, _plan: Plan) -> Actions:
 def _opened(facts: Facts, event: ev.SessionOpened, _plan: Plan) -> Actions:
     refusal: Refusal | None
     if event.session in facts.sessions:
-        refusal = Refusal(Code.SESSION_EXISTS, f"There is a session {event.session} already.")
+        refusal = Refusal(Code.SESSION_EXISTS, f"Session {event.session} exists already.")
     else:
         refusal = never(
             event.request,
@@ -450,7 +450,7 @@ def _suspend_refused(facts: Facts, event: ev.SuspendRefused, _plan: Plan) -> Act
         return actions
     s.roomless = event.message if event.kind == "host" and not s.holds else ""
     if event.kind == "pinned":
-        s.pinned_reason = event.message or "the driver can not suspend it"
+        s.pinned_reason = event.message or "the driver cannot suspend it"
         s.pinned_at = facts.now
     elif not (event.kind == "busy" and s.holds):
         # Else it is known what is in the way, and it may be asked again once that is over. A later

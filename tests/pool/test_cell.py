@@ -164,7 +164,7 @@ def test_waiting_ends_after_max_wait_with_every_hold_refused(make):
     assert {a.refusal.code for a in all_of(actions, ev.HoldRefused)} == {"wait-timeout"}
     message = all_of(actions, ev.HoldRefused)[0].refusal.message
     assert message.startswith(
-        "No GPU slice came free within 30 s (c.GPUPool.max_wait); at the end:"
+        "No GPU slice became free within 30 s (c.GPUPool.max_wait). The last reason:"
     )
     assert "in use by running cells" in message
     assert lab.state("w") == "detached"
@@ -389,8 +389,8 @@ def test_who_settled_on_a_busy_device_is_told_why_a_free_one_is_no_help(make):
     lab.end("a")
     assert lab.state("w") == "queued"
     assert lab.reason("w") == (
-        "12 B is needed on GPU 1 and 0 B is free there; it has initialised CUDA there, and can "
-        "move only once it has had its slice"
+        "12 B is needed on GPU 1 and 0 B is free there; it initialised CUDA there, and can move "
+        "only after it has had a slice"
     )
 
 

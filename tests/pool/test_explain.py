@@ -200,4 +200,6 @@ def test_a_quota_that_only_a_waiting_kernel_has_taken_is_not_in_use_by_0_kernels
     lab.hold("head")
     lab.open("next", 16, owner="u")
     lab.hold("next")
-    assert lab.reason("next") == "your quota of 1 slice is kept for another waiting kernel of yours"
+    assert (
+        lab.reason("next") == "another waiting kernel of yours has reserved your quota of 1 slice"
+    )

@@ -72,7 +72,7 @@ def test_beyond_the_limit_is_refused_with_the_figures(lab):
     assert code(actions) == "limit"
     refusal = got(actions, ev.Answer).refusal
     assert refusal.details == {"device": "G0", "bytes": 5, "granted": 4, "limit": 8}
-    assert str(refusal).startswith("5 B beyond the slice of 4 B were asked for; the limit")
+    assert str(refusal).startswith("5 B more than the slice of 4 B was asked for; the limit")
 
 
 def test_what_is_not_free_is_refused_and_nobody_is_suspended_for_it(make):
@@ -158,7 +158,7 @@ def test_growth_leaves_what_the_head_of_the_queue_accumulates(make):
     lab.hold("w")
     actions = lab.grow("a", 1)
     assert code(actions) == "no-memory"
-    assert "kept for waiting kernels" in got(actions, ev.Answer).refusal.message
+    assert "reserved for waiting kernels" in got(actions, ev.Answer).refusal.message
     assert attaches(lab.end("b")) == ["w"]
 
 

@@ -130,6 +130,6 @@ def test_a_suspend_that_host_memory_refused_says_why_it_stays(make):
     lab.hold("w")
     lab.refused("a", "host", "control group /x has 1 GiB left.")
     assert stays(lab, "a") == "control group /x has 1 GiB left."
-    assert "1 idle kernel cannot be moved to host memory" in lab.reason("w")
+    assert "1 idle kernel that cannot be suspended" in lab.reason("w")
     lab.hold("a")
     assert "host memory" not in lab.reason("w")

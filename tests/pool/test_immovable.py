@@ -35,7 +35,7 @@ def lab(make):
 
 def test_who_is_not_moved_waits_for_the_device_he_had(lab):
     none(lab.after(2), ev.Attach)
-    assert "its state is from there, and the driver does not move it" in lab.reason("a")
+    assert "its suspended state is from there, and the driver cannot move it" in lab.reason("a")
     assert "on GPU 0" in lab.reason("a")
     attach = got(lab.end("b"), ev.Attach, session="a")
     assert [s.device for s in attach.slices] == ["G0"]

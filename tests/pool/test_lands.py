@@ -113,7 +113,7 @@ def test_who_is_not_moved_gives_the_slice_back_and_waits_where_it_looked():
     none(not_landed(lab, "a", "G0", stay=True), ev.Attach)
     assert (lab.state("a"), lab.record("a").slices) == ("queued", ())
     assert lab.reason("a").startswith("10 B is needed on GPU 0 and 0 B is free there")
-    assert "the driver did not move it" in lab.reason("a")
+    assert "the driver could not move it" in lab.reason("a")
     got(lab.hold("c"), ev.Attach, session="c", slices=(Slice("G1", 10),))
     got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
 

@@ -166,11 +166,11 @@ def test_a_machine_without_free_memory_does_not_read_as_a_full_budget(make):
     lab.open("w", 16)
     assert suspends(lab.hold("w")) == []
     assert lab.reason("w") == (
-        "the state of idle kernels has no room in host memory: of this machine's memory 5 B may be "
-        "used for it now"
+        "idle kernels cannot be suspended: this machine has room for only 5 B of suspended state "
+        "now"
     )
     lab.send(ev.HostMemorySeen, available=-3)
-    assert "0 B may be used" in lab.reason("w")
+    assert "only 0 B" in lab.reason("w")
 
 
 def test_a_wait_for_host_memory_has_no_estimate(make):
@@ -315,9 +315,7 @@ def test_a_later_small_request_does_not_take_what_the_head_accumulates(make):
     assert attaches(lab.hold("small")) == ["small"]
     lab.open("small2", 2)
     assert attaches(lab.hold("small2")) == []
-    assert lab.reason("small2") == (
-        "the free memory is kept for the kernel that is next in the queue"
-    )
+    assert lab.reason("small2") == ("the free memory is reserved for the next kernel in the queue")
 
 
 def test_who_is_behind_a_head_that_asks_for_less_passes_at_once(make):
@@ -416,7 +414,7 @@ def test_state_waits_if_no_other_device_can_take_it(make):
     lab.parked("a", used=8)
     lab.send(ev.DeviceDrained, device="G0", reason="Xid 79")
     assert attaches(lab.hold("a")) == []
-    assert lab.reason("a") == "no GPU that it can use is in service"
+    assert lab.reason("a") == "every GPU that this kernel can use is out of service"
     # It does not stand in the way of others meanwhile.
     lab.open("b", 16)
     assert attaches(lab.hold("b")) == ["b"]

@@ -93,11 +93,11 @@ def test_refusals_say_what_was_asked_what_is_possible_and_what_to_do():
         quotas={"*": Quota(memory=10 * GiB)},
     )
     assert str(got(lab.open("a", 14 * GiB), ev.Answer).refusal) == (
-        "A memory of 14 GiB was asked for; a kernel may have at most 12 GiB on a GPU "
-        "(max_memory_per_kernel). Ask for at most 12 GiB, or ask an admin for more."
+        "14 GiB was asked for; a kernel may have at most 12 GiB on a GPU "
+        "(c.GPUPool.max_memory_per_kernel). Ask for at most 12 GiB, or ask an admin for more."
     )
     assert str(got(lab.open("a", 11 * GiB), ev.Answer).refusal) == (
-        "11 GiB was asked for; your quota is 10 GiB of GPU memory over all your kernels. "
+        "11 GiB was asked for; your quota for all your kernels together is 10 GiB of GPU memory. "
         "Ask for at most 10 GiB, or ask an admin for a larger quota."
     )
     lab = Lab(device(0, 2 * GiB))
@@ -127,7 +127,7 @@ def test_over_quota_only_for_now_waits_with_that_reason(make):
     lab.running("a", 10, owner="ann")
     lab.open("b", 10, owner="ann")
     assert attaches(lab.hold("b")) == []
-    assert lab.reason("b") == "your quota of 16 B is in use by your other 1 kernel"
+    assert lab.reason("b") == "your quota of 16 B is in use by your other kernel"
     # Others are not held up by that.
     lab.open("c", 10)
     assert attaches(lab.hold("c")) == ["c"]
@@ -162,7 +162,9 @@ def test_within_an_owner_a_later_session_does_not_take_the_quota_of_an_earlier_o
     lab.hold("b")
     lab.open("c", 6, owner="ann")
     assert attaches(lab.hold("c")) == []
-    assert lab.reason("c") == "another kernel of yours is ahead and waits for your quota"
+    assert (
+        lab.reason("c") == "another kernel of yours is ahead in the queue and waits for your quota"
+    )
     assert attaches(lab.end("a")) == ["b", "c"]
 
 
@@ -200,7 +202,9 @@ def test_a_slice_grows_once_an_idle_neighbour_has_yielded(make):
     lab.idle("b", 10)
     actions = lab.change("a", 12)
     assert suspends(actions) == ["b"]
-    assert got(actions, ev.Answer).note == "The slice stays 4 B until idle kernels have made room."
+    assert (
+        got(actions, ev.Answer).note == "The slice stays at 4 B until idle kernels have made room."
+    )
     assert got(lab.suspended("b", ("G0", 2)), ev.Resize).slices == (Slice("G0", 12),)
 
 
@@ -209,7 +213,7 @@ def test_a_slice_that_can_not_grow_is_kept_and_grows_when_there_is_room(make):
     lab.running("a", 4)
     lab.running("b", 10)
     actions = lab.change("a", 12)
-    assert "It grows as soon as memory comes free" in got(actions, ev.Answer).note
+    assert "It grows as soon as memory becomes free" in got(actions, ev.Answer).note
     assert lab.where("a") == [("G0", 4)]
     assert got(lab.end("b"), ev.Resize, session="a").slices == (Slice("G0", 12),)
 
@@ -219,8 +223,8 @@ def test_growth_that_a_quota_stops_says_so(make):
     lab.running("a", 4, owner="ann")
     lab.running("b", 6, owner="ann")
     assert got(lab.change("a", 8), ev.Answer).note == (
-        "The slice stays 4 B: your quota of 12 B is in use by your other 1 kernel. "
-        "It grows as soon as it is not."
+        "The slice stays at 4 B: your quota of 12 B is in use by your other kernel. "
+        "It grows when the quota has room."
     )
     assert got(lab.end("b"), ev.Resize, session="a").slices == (Slice("G0", 8),)
 
@@ -228,7 +232,7 @@ def test_growth_that_a_quota_stops_says_so(make):
 def test_a_limit_is_told_with_what_is_guaranteed(lab):
     lab.running("a", 4)
     assert got(lab.change("a", 4, limit=8), ev.Answer).note == (
-        "The slice is 4 B now. It may grow to 8 B while that much is free; 4 B are guaranteed."
+        "The slice is 4 B now. It may grow to 8 B while that much is free; 4 B is guaranteed."
     )
 
 

@@ -51,8 +51,8 @@ def test_idle_holder_keeps_its_slice_for_as_long_as_the_move_takes(make):
     lab.open("w", 10)
     told = got(lab.hold("w"), ev.QueueMoved, session="w")
     assert told.reason == (
-        "the idle kernel there was moved 2 min ago; moving takes 2 s, so it keeps its slice for "
-        "2 s more"
+        "an idle kernel came back to its GPU 2 min ago; moving it takes 2 s, so it keeps its "
+        "slice for 2 s more"
     )
     # And then one second to suspend it.
     assert told.eta == 3.0
@@ -223,8 +223,8 @@ def test_who_was_just_moved_stays_for_what_moving_takes_by_the_share(make):
     lab.open("w", 10)
     told = got(lab.hold("w"), ev.QueueMoved, session="w")
     assert told.reason == (
-        "the idle kernel there was moved 3 s ago; moving takes 2 s, so it keeps its slice for "
-        "17 s more"
+        "an idle kernel came back to its GPU 3 s ago; moving it takes 2 s, so it keeps its "
+        "slice for 17 s more"
     )
     # And then one second to suspend it.
     assert told.eta == 18.0

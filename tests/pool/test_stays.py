@@ -43,7 +43,7 @@ def test_host_memory_that_is_full_until_there_is_room(make):
     lab.after(1.0)
     assert lab.state("a") == "idle"
     assert told(lab).startswith(
-        "Its state may take 10 B, and of 15 B of host memory for suspended kernels 5 B is free;"
+        "Its state may need 10 B, and 5 B of the 15 B of host memory for suspended kernels is free;"
     )
     lab.end("b")
     assert lab.state("a") == "detaching"
@@ -55,7 +55,7 @@ def test_release_that_finds_host_memory_full_and_keep_after_it(make):
     lab.parked("b", 10)
     lab.idle("a")
     lab.release("a")
-    assert told(lab).startswith("Its state may take 10 B, and of 15 B of host memory")
+    assert told(lab).startswith("Its state may need 10 B, and 5 B of the 15 B of host memory")
     lab.keep("a", 100.0)
     assert told(lab) == "", "it is to stay"
 
@@ -84,7 +84,7 @@ def test_a_budget_that_was_made_smaller_than_its_state(make):
     rules = dataclasses.replace(lab.pool.settings, host_memory=5)
     lab.send(ev.SettingsChanged, settings=rules)
     lab.after(60.0)
-    assert told(lab).startswith("Its state may take 10 B, and this machine keeps at most 5 B")
+    assert told(lab).startswith("Its state may need 10 B, and this machine keeps at most 5 B")
 
 
 def test_a_refused_suspend_until_it_is_tried_again(make):
@@ -93,7 +93,7 @@ def test_a_refused_suspend_until_it_is_tried_again(make):
     lab.after(60.0)
     lab.refused("a", "drain")
     assert lab.state("a") == "idle"
-    assert told(lab).startswith("The last try to move it to host memory was refused")
+    assert told(lab).startswith("The last attempt to suspend it failed")
     lab.after(10.0)
     assert lab.state("a") == "detaching"
     assert told(lab) == ""

@@ -227,11 +227,7 @@ def foreign() -> tuple[Lab, str]:
 def retry() -> tuple[Lab, str]:
     pool = lab(gpu(0))
     wait(pool, "w", 4)
-    pool.failed(
-        "w",
-        "4 GiB were to be free on GPU-5d1c and 3 GiB are: the rest is in use outside the pool "
-        "(nvidia-smi shows by what).",
-    )
+    pool.failed("w", "GPU-5d1c cannot be read: NVML did not answer.")
     return pool, "w"
 
 
