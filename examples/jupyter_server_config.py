@@ -35,13 +35,13 @@ c.GPUPool.default_priority = "notebook"
 
 # ---- When a slice goes back
 
-# Without a running cell for so long, even if nobody waits.
+# Without a running cell for this long, even if no kernel waits.
 c.GPUPool.idle_timeout = "10m"
 
 # Somebody waits: take a slice that has been idle for this long. 0 moves data most often.
 c.GPUPool.reclaim_after = "20s"
 
-# A cell gives up after waiting so long, with an error that says why.
+# A cell gives up after waiting this long, with an error that says why.
 c.GPUPool.max_wait = "1h"
 
 # ---- The machine

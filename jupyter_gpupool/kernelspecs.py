@@ -148,7 +148,7 @@ def unwrap(name: str) -> None:
         twins = [kernel.name for kernel in list_pooled() if kernel.wraps]
         raise KernelSpecError(
             f"The kernelspec {name!r} was not made by `jupyter gpupool wrap`, so it stays.",
-            next_step=f"Those that were: {', '.join(twins)}." if twins else "",
+            next_step=f"Its twins are: {', '.join(twins)}." if twins else "",
         )
     try:
         shutil.rmtree(folder)

@@ -168,7 +168,7 @@ def make_private(folder: Path) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise FolderError(
             f"The folder {folder} belongs to user id {found.st_uid}, not to you.",
-            next_step="Have it removed.",
+            next_step="Ask its owner or an admin to remove it.",
         )
     if stat.S_IMODE(found.st_mode) & 0o077:
         folder.chmod(0o700)

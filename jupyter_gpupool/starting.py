@@ -183,7 +183,7 @@ def only_one(socket: Path, give_up: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > give_up:
                     raise _Busy(
-                        "Somebody else is starting the GPU pool broker and does not finish.",
+                        "Another process is starting the GPU pool broker and has not finished.",
                         next_step=f"See its log: {log_path(socket)}",
                     ) from None
                 time.sleep(0.02)

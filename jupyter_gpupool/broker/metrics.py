@@ -57,7 +57,7 @@ class Metrics:
             endpoint = Endpoint(port, figures.page, self._log)
         except OSError as error:
             self._log.error(
-                "c.GPUPool.metrics_port: port %d of 127.0.0.1 cannot be had (%s); the pool goes "
+                "c.GPUPool.metrics_port: port %d of 127.0.0.1 cannot be used (%s); the pool goes "
                 "on, and metrics are served %s. Free the port or set another one, then reload.",
                 port, error.strerror, f"at port {self.port} as before" if self.port else "nowhere",
             )  # fmt: skip

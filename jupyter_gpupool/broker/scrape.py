@@ -78,7 +78,7 @@ class Endpoint:
         try:
             body, kind = await self._page(_wants_openmetrics(request.headers.get("Accept", "")))
         except Exception:
-            self._log.exception("The metrics could not be told")
+            self._log.exception("The metrics could not be served")
             body = b"The metrics could not be told; the broker's log says why.\n"
             _send(request, 500, "Internal Server Error", body)
         else:

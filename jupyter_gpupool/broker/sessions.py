@@ -226,7 +226,7 @@ class Sessions:
             raise RefusedError(
                 f"There is no session {session[:40]!r} in this pool.",
                 code=Code.UNKNOWN_SESSION,
-                next_step="See `jupyter gpupool status` for those there are.",
+                next_step="`jupyter gpupool status` lists the sessions.",
             )
         return found
 

@@ -72,7 +72,7 @@ def _build() -> _Parser:
 
     status = _add(commands, "status", "draw the pool: GPUs, kernels, the queue")
     _common(status)
-    status.add_argument("--watch", "-w", action="store_true", help="draw again until ^C")
+    status.add_argument("--watch", "-w", action="store_true", help="draw again until Ctrl-C")
     status.add_argument("--json", action="store_true", help="print JSON, all sizes in bytes")
     status.add_argument(
         "--interval",
@@ -84,16 +84,18 @@ def _build() -> _Parser:
 
     release = _add(commands, "release", "give a kernel's slice back, now or when its cell ends")
     _common(release)
-    release.add_argument("session", metavar="SESSION", help="session or kernel id, or a beginning")
+    release.add_argument(
+        "session", metavar="SESSION", help="session or kernel id, or the beginning of one"
+    )
 
     pause = _add(commands, "pause", "suspend every kernel and close the driver's device files")
     drain = _add(commands, "drain", "empty one GPU; its kernels go on elsewhere")
-    resume = _add(commands, "resume", "give GPUs back after pause or drain, tested anew")
+    resume = _add(commands, "resume", "test GPUs and return them to service after pause or drain")
     for one in (pause, drain, resume):
         _common(one)
         one.add_argument(
             "--device", default="", metavar="GPU", required=one is drain,
-            help="number or UUID (the beginning will do)"
+            help="number, UUID, or the beginning of a UUID"
             + ("" if one is drain else "; default: the whole pool"),
         )  # fmt: skip
     for one in (pause, drain):
@@ -107,14 +109,14 @@ def _build() -> _Parser:
     wrap.add_argument("--name", dest="new_name", metavar="NEW", help="default: gpupool-NAME")
     wrap.add_argument("--display-name", metavar="TEXT", help="default: with ' (Pooled GPU)' added")
 
-    unwrap = _add(commands, "unwrap", "remove a pooled twin; the kernel it was made of stays")
+    unwrap = _add(commands, "unwrap", "remove a pooled twin; the kernel it was made from stays")
     unwrap.add_argument("name", metavar="NAME", help="as `jupyter gpupool list` shows it")
 
     doctor = _add(commands, "doctor", "check everything and say what to do")
     _common(doctor)
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.add_argument(
-        "--retest", action="store_true", help="first have the broker test GPUs again that failed"
+        "--retest", action="store_true", help="first have the broker test failed GPUs again"
     )
     doctor.add_argument(
         "--config", action="append", default=[], type=Path, metavar="FILE",
@@ -168,7 +170,7 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
 
 def _where(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--user", action="store_true", help="for you, in your home folder")
+    where.add_argument("--user", action="store_true", help="for your user, in the home folder")
     where.add_argument("--sys-prefix", action="store_true", help="in this Python environment")
     where.add_argument("--prefix", metavar="FOLDER", help="under FOLDER/share/jupyter/kernels")
 

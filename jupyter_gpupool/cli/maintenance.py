@@ -44,7 +44,7 @@ def resume(socket: str, device: str) -> int:
     """
     with Client(socket_path(socket)) as client:
         if _will_test(client.call("status"), device):
-            print("Looking which GPUs there are, and testing them ...", flush=True)
+            print("Finding and testing the GPUs ...", flush=True)
         print(client.call("maintain", action="resume", device=device, timeout=TEST_TIMEOUT)["note"])
     return 0
 
@@ -92,7 +92,7 @@ def _wait(client: Client, uuid: str, note: str) -> int:
         orders = client.call("status").get("maintenance") or []
         order = next((row for row in orders if row["device"] == uuid), None)
         if order is None:
-            print("Somebody has resumed it meanwhile.", file=sys.stderr)
+            print("It was resumed meanwhile.", file=sys.stderr)
             return 1
         if order["closed"]:
             print("\n".join([order["text"], *_outside(order)]))

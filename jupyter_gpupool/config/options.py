@@ -164,7 +164,7 @@ class GPUPool(Configurable):
     )
     idle_timeout = _option(
         Seconds(_POOL.idle_timeout),
-        "A slice goes back to the pool after so long without use: without GPU work under 'lazy', "
+        "A slice goes back to the pool after this long without use: without GPU work under 'lazy', "
         "without a running cell under 'cell' and 'manual'.",
         unit="seconds, or text such as '10m'",
         default="300",
@@ -172,25 +172,25 @@ class GPUPool(Configurable):
     )
     quiet_after = _option(
         Seconds(1.0),
-        "Under 'lazy', a kernel that has made no CUDA call for so long, with none running, counts "
-        "as not using its GPU, whatever its cell does meanwhile. While somebody waits, the end of "
-        "its cell counts at once.",
+        "Under 'lazy', a kernel that has made no CUDA call for this long, with none running, "
+        "counts as not using its GPU, whatever its cell does meanwhile. While another kernel "
+        "waits, the end of its cell counts at once.",
         unit="seconds, or text such as '5s'",
         default="1",
         example="quiet_after = 5",
     )
     reclaim_after = _option(
         Seconds(_POOL.reclaim_after, zero=True),
-        "Somebody who waits may have a slice that was idle for so long.",
+        "A waiting kernel may take a slice that has been idle for this long.",
         unit="seconds, or text such as '30s'",
         default="0 (at once)",
         example="reclaim_after = 30",
     )
     max_wait = _option(
         Seconds(_POOL.max_wait, allow_none=True),
-        "A cell waits at most so long for a slice, then fails with an error that says why.",
+        "A cell waits at most this long for a slice, then fails with an error that says why.",
         unit="seconds, or text such as '1h'",
-        default="None (for ever; the user can interrupt)",
+        default="None (no limit; the user can interrupt)",
         example='max_wait = "30m"',
     )
     reserve = _option(
@@ -234,7 +234,7 @@ class GPUPool(Configurable):
         "The part of the time that moving kernels may take while they contend for a GPU. A kernel "
         "with short pauses stays until it has used its GPU for so long that its move is this part "
         "of it. A kernel that computes nothing stays no longer than its move takes while somebody "
-        "waits. 0: who waits gets an idle slice at once, whatever moving it costs.",
+        "waits. 0: a waiting kernel gets an idle slice at once, whatever moving it costs.",
         unit="number from 0 to below 1, or per cent such as '10%'",
         default="0.1",
         example="max_swap_overhead = 0.05",
@@ -332,7 +332,7 @@ class GPUPool(Configurable):
     )
     linger = _option(
         Seconds(30.0, zero=True),
-        "A broker that was started for one user ends so long after its last kernel.",
+        "A broker that was started for one user ends this long after its last kernel.",
         unit="seconds, or text such as '5m'",
         default="30",
         example='linger = "5m"',

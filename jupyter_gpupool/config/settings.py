@@ -130,7 +130,7 @@ def usable_attach(
         return policy, ""
     because = f" {reason}" if reason else ""
     return "cell", (
-        "Attach policy 'lazy' needs the guard, which is not to be had here, so kernels get "
+        "Attach policy 'lazy' needs the guard, which is not available here, so kernels get "
         f"their slice when a cell starts ('cell').{because}"
     )
 
@@ -230,7 +230,7 @@ def read_host_memory(value: Any, total: int) -> int:
     try:
         return parse_bytes(value)
     except ValueError as error:
-        raise ValueError(f"{error} Per cent like '50%' is possible, too.") from None
+        raise ValueError(f"{error} A percentage like '50%' is allowed, too.") from None
 
 
 def read_host_reserve(value: Any) -> HostReserve:
@@ -248,7 +248,7 @@ def read_host_reserve(value: Any) -> HostReserve:
     try:
         return HostReserve(size=0 if value in (0, "0") else parse_bytes(value))
     except ValueError as error:
-        raise ValueError(f"{error} Per cent like '10%' is possible, too.") from None
+        raise ValueError(f"{error} A percentage like '10%' is allowed, too.") from None
 
 
 def check_machine(text: str, origin: str) -> None:

@@ -67,7 +67,7 @@ def library() -> Path:
     path = _LIB / LIBRARIES[0]
     if not path.is_file():
         raise GuardMissing(
-            f"There is no compiled guard: {path} is missing.",
+            f"The guard is not compiled: {path} is missing.",
             next_step="Install a C compiler (gcc or clang, callable as cc) and run: "
             "python -m jupyter_gpupool.guard.build",
         )

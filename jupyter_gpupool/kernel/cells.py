@@ -228,7 +228,7 @@ class CellGate:
         if not self._away():
             return await _result(self._originals["do_inspect"](*args, **kwargs))
         text = (
-            "The GPU state of this kernel is in host memory, so that nothing is inspected now. "
+            "The GPU state of this kernel is in host memory, so nothing can be inspected now. "
             "Run a cell (or %gpu attach) first."
         )
         return {"status": "ok", "found": True, "data": {"text/plain": text}, "metadata": {}}
@@ -314,7 +314,7 @@ class CellGate:
         error = no_broker(self.link, self.link.unavailable())
         if self.link.suspended or explicit:
             why = (
-                "The GPU state of this kernel is in host memory and nobody can bring it back. "
+                "The GPU state of this kernel is in host memory and cannot be brought back. "
                 if self.link.suspended
                 else ""
             )
@@ -494,7 +494,7 @@ class RequestForOneCell:
         except BrokerUnavailable:
             self._link.owe_request(before)
         except GPUPoolError as error:
-            self._notice(f"GPU pool: the request of this kernel could not be set back: {error}")
+            self._notice(f"GPU pool: the request of this kernel could not be restored: {error}")
         else:
             self._link.note_request(answer)
 

@@ -58,8 +58,8 @@ class GPUMagics(Magics):  # type: ignore[misc]
         try:
             if cell is not None:
                 raise GPUPoolError(
-                    "%%gpu works as the first line of a cell only: the slice is waited for before "
-                    "the cell runs.",
+                    "%%gpu works only as the first line of a cell: the kernel waits for the slice "
+                    "before the cell runs.",
                     next_step="Put it first, or use %gpu with a size and %gpu attach.",
                 )
             self._run(line)

@@ -220,7 +220,7 @@ def read_changes(body: dict[str, Any]) -> dict[str, Any]:
         )
     if not body:
         raise BadRequest(
-            "Nothing is asked for.", next_step=f"Send {', '.join(_FIELDS)} or priority."
+            "The request is empty.", next_step=f"Send {', '.join(_FIELDS)} or priority."
         )
     wanted: dict[str, Any] = {}
     for name, is_size in _FIELDS.items():
@@ -253,7 +253,5 @@ def read_seconds(body: dict[str, Any]) -> int | float:
     unknown = body.keys() - {"seconds"}
     seconds = body.get("seconds")
     if unknown or isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise BadRequest(
-            "A slice is kept for a number of seconds.", next_step='Send {"seconds": 600}.'
-        )
+        raise BadRequest("seconds must be a number.", next_step='Send {"seconds": 600}.')
     return seconds

@@ -130,7 +130,7 @@ export function addCommands(options: IOptions): void {
         'Keep the GPU for %1 Minutes',
         minutes(args)
       ),
-    trans.__('Keep this kernel’s slice although the kernel is idle'),
+    trans.__('Keep this kernel’s slice even if the kernel is idle'),
     (kernelId, args) =>
       tell(trans, kernelId, client.keep(kernelId, minutes(args) * 60)),
     { minutes: { type: 'number', description: trans.__('For how long') } }
@@ -156,7 +156,7 @@ export function addCommands(options: IOptions): void {
   );
   commands.addCommand(CommandIDs.refresh, {
     label: trans.__('Refresh the GPU Pool'),
-    caption: trans.__('Ask once for the pool as it is now'),
+    caption: trans.__('Ask for the current state of the pool'),
     execute: async () => {
       await model.refresh();
       const { status, code, message, nextStep } = model.broker;

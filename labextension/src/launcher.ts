@@ -24,7 +24,7 @@ export function explanation(trans: TranslationBundle, reason: string): string[] 
   return [
     // The server may have said so itself.
     why.includes('gpupool doctor') ? why : `${why} ${doctor}`,
-    trans.__('If this machine should have a GPU, ask who looks after it.'),
+    trans.__('If this machine should have a GPU, ask its administrator.'),
     trans.__(
       'To try the pool without one, start the server with emulated GPUs: GPUPOOL_EMULATE=2x8GiB in its environment.'
     ),

@@ -33,13 +33,13 @@ export function warning(
   const size = warned.bytes === null ? trans.__('its data') : bytes(warned.bytes);
   return warned.resume_seconds === null
     ? trans.__(
-        '%1: its GPU slice goes back to the pool at %2. Nobody knows yet how long bringing %3 back takes.',
+        '%1: its GPU slice goes back to the pool at %2. How long it takes to bring %3 back is not known yet.',
         short,
         at,
         size
       )
     : trans.__(
-        '%1: its GPU slice goes back to the pool at %2. Bringing %3 back takes %4.',
+        '%1: its GPU slice goes back to the pool at %2. It takes %4 to bring %3 back.',
         short,
         at,
         size,
@@ -94,7 +94,9 @@ export class IdleWarnings implements IDisposable {
         actions: [
           {
             label: trans.__('Keep %1 min', minutes),
-            caption: trans.__('Keep the slice for so long although the kernel is idle'),
+            caption: trans.__(
+              'Keep the slice for this long even if the kernel is idle'
+            ),
             displayType: 'accent',
             callback: () =>
               void tell(trans, kernelId, client.keep(kernelId, minutes * 60))

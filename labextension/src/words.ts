@@ -285,11 +285,13 @@ export function describeWait(trans: TranslationBundle, wait: IWait): string[] {
   }
   if (wait.position !== null) {
     lines.push(
-      trans.__(
-        'It is %1 of %2 in the queue.',
-        ordinal(trans, wait.position),
-        Math.max(wait.length, wait.position)
-      )
+      wait.position === 1
+        ? trans.__('It is next in the queue.')
+        : trans.__(
+            'It is %1 of %2 in the queue.',
+            ordinal(trans, wait.position),
+            Math.max(wait.length, wait.position)
+          )
     );
   }
   lines.push(
@@ -299,7 +301,7 @@ export function describeWait(trans: TranslationBundle, wait: IWait): string[] {
   );
   const { total, mine, by_priority: classes } = wait.ahead;
   if (total === 0) {
-    lines.push(trans.__('Nobody is ahead of it.'));
+    lines.push(trans.__('No kernel is ahead of it.'));
     return lines;
   }
   const counts = Object.entries(classes)

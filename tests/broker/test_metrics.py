@@ -238,7 +238,7 @@ def test_a_port_in_use_is_said_and_does_not_stop_the_pool(make_broker, port):
         taken.bind(("127.0.0.1", port))
         taken.listen()
         broker = make_broker(metrics_port=port).started
-        assert f"port {port} of 127.0.0.1 cannot be had (Address already in use)" in broker.tail()
+        assert f"port {port} of 127.0.0.1 cannot be used (Address already in use)" in broker.tail()
         assert "metrics are served nowhere" in broker.tail()
         assert len(broker.status()["devices"]) == 2
     hangup(broker, port)

@@ -370,7 +370,7 @@ def test_a_page_that_cannot_be_made_is_an_error_to_the_client_only(caplog):
         assert b"no figures" not in answer
 
     asyncio.run(asyncio.wait_for(main(), 60))
-    assert "The metrics could not be told" in caplog.text
+    assert "The metrics could not be served" in caplog.text
 
 
 def test_a_client_that_has_gone_before_the_answer_is_no_error(caplog):

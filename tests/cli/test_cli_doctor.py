@@ -87,13 +87,13 @@ def test_a_guard_that_is_not_compiled_is_a_warning_and_cells_attach(monkeypatch,
     monkeypatch.setenv("GPUPOOL_EMULATE", "1x256MiB,context=16MiB")
     _, found = doctor(capsys)
     assert found["guard"]["verdict"] == found["attach"]["verdict"] == "warn"
-    assert f"There is no compiled guard: {tmp_path}/libcuda.so.1" in found["guard"]["message"]
+    assert f"The guard is not compiled: {tmp_path}/libcuda.so.1" in found["guard"]["message"]
     assert found["guard"]["todo"].endswith("python -m jupyter_gpupool.guard.build")
     assert found["attach"]["message"] == "cell: kernels get their slice when a cell starts"
-    assert "There is no compiled guard" in found["attach"]["todo"]
+    assert "The guard is not compiled" in found["attach"]["todo"]
     assert found["GPU 0"]["verdict"] == "ok"
     assert "tier unguarded" in found["GPU 0"]["message"]
-    assert "There is no compiled guard" in found["GPU 0"]["todo"]
+    assert "The guard is not compiled" in found["GPU 0"]["todo"]
 
 
 def test_what_a_broker_with_the_guard_has_in_force(broker, capsys):

@@ -147,7 +147,7 @@ def test_lazy_without_the_guard_acts_as_cell_and_says_why():
     assert usable_attach("lazy", False, "c.GPUPool.guard is False.") == (
         "cell",
         (
-            "Attach policy 'lazy' needs the guard, which is not to be had here, so kernels get "
+            "Attach policy 'lazy' needs the guard, which is not available here, so kernels get "
             "their slice when a cell starts ('cell'). c.GPUPool.guard is False."
         ),
     )
@@ -233,7 +233,7 @@ def test_state_dir_of_a_user_and_of_root(monkeypatch, tmp_path):
         ("host_memory", "120%", "'120%' is not a share of memory. Write '1%' to '100%'."),
         ("host_memory", "x%", "'x%' is not a share of memory. Write '1%' to '100%'."),
         ("host_memory", "much", ("'much' is not a size. Write a number and a unit, like 12GiB or "
-         "512MiB. Per cent like '50%' is possible, too.")),
+         "512MiB. A percentage like '50%' is allowed, too.")),
         ("host_memory", None, "None is not a size. Write '64GiB', bytes, or per cent like '50%'."),
         ("socket", "broker.sock", ("'broker.sock' is not an absolute path. Begin it with '/' or "
          "'~'.")),

@@ -57,7 +57,7 @@ def test_a_guard_that_is_not_compiled_says_how_to_compile_it(lib):
     with pytest.raises(GuardMissing) as caught:
         library()
     assert str(caught.value) == (
-        f"There is no compiled guard: {lib}/libcuda.so.1 is missing. Install a C compiler (gcc or "
+        f"The guard is not compiled: {lib}/libcuda.so.1 is missing. Install a C compiler (gcc or "
         "clang, callable as cc) and run: python -m jupyter_gpupool.guard.build"
     )
 

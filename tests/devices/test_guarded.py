@@ -68,7 +68,7 @@ async def test_a_guard_that_is_not_compiled_leaves_the_device_unguarded(
 ):
     monkeypatch.setattr(install, "_LIB", tmp_path)
     async with emulated("1x1GiB,context=16MiB").started(guard=True) as (service, (device,)):
-        missing = f"There is no compiled guard: {tmp_path}/libcuda.so.1 is missing."
+        missing = f"The guard is not compiled: {tmp_path}/libcuda.so.1 is missing."
         assert (device.tier, device.can_suspend) == ("unguarded", True)
         assert device.tier_reason == f"The guard cannot be used. {missing}"
         assert service.guard_problem == device.tier_reason
@@ -214,7 +214,7 @@ async def test_a_known_device_keeps_its_tier_while_there_is_the_guard(
     async with machine.service(guard=True) as service:
         (found,) = await service.start(known)
         assert found.tier == "unguarded"
-        assert "There is no compiled guard" in service.guard_problem
+        assert "The guard is not compiled" in service.guard_problem
 
 
 async def test_a_known_device_that_was_tested_without_the_guard_says_so(emulated):

@@ -152,7 +152,7 @@ def test_without_a_compiler_a_wheel_is_built_and_doctor_says_what_is_missing(tmp
     env = {"PATH": f"{binaries}:{tools}", "CC": "", "HOME": str(tmp_path)}
     doctor = command(binaries / "jupyter-gpupool", "doctor", env=env, check=False)
     assert "compiler" in doctor.stdout.lower(), doctor.stdout
-    assert "There is no compiled guard" in doctor.stdout
+    assert "The guard is not compiled" in doctor.stdout
     demo = command(binaries / "jupyter-gpupool", "demo", cwd=tmp_path, env=env, check=False)
     assert demo.returncode != 0
     assert "compiler" in demo.stdout.lower(), demo.stdout

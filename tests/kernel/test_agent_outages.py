@@ -137,7 +137,7 @@ def test_cell_of_a_suspended_kernel_fails_without_a_broker(
     assert cell.status == "error"
     assert cell.reply is not None
     assert cell.reply["ename"] == "BrokerUnavailable"
-    assert "is in host memory and nobody can bring it back" in cell.reply["evalue"]
+    assert "is in host memory and cannot be brought back" in cell.reply["evalue"]
     assert str(broker.path) in cell.reply["evalue"]
     assert str(broker.path.with_suffix(".log")) in cell.reply["evalue"]
     assert kernel.run("x = 1", metadata={"tags": ["no-gpu"]}).status == "ok"

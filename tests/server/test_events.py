@@ -46,7 +46,7 @@ def test_two_notebooks(server, kernel, full, events):
     second = cells[two].begin(USE_GPU)
     told = events.kind("queue", kernel_id=two)["data"]
     assert (told["position"], told["length"]) == (2, 2)
-    assert "in use" in told["reason"] or "next in the queue" in told["reason"]
+    assert "in use" in told["reason"] or "next kernel in the queue" in told["reason"]
     why = server.api(f"/sessions/{two}/wait")
     assert why["waiting"]
     assert why["position"] == 2

@@ -227,9 +227,9 @@ class DeviceEffects:
             # By a little the driver's own memory varies, and nothing is restored here.
             if sample.free + slack(sample.total) < piece.bytes:
                 return (
-                    f"{format_bytes(piece.bytes)} were to be free on {piece.device} and "
-                    f"{format_bytes(sample.free)} are: the rest is in use outside the pool "
-                    "(nvidia-smi shows by what)."
+                    f"{piece.device} has {format_bytes(sample.free)} free and "
+                    f"{format_bytes(piece.bytes)} is needed: processes outside the pool use the "
+                    "rest (nvidia-smi lists them)."
                 )
         return ""
 

@@ -265,7 +265,7 @@ class Maintenance:
         for uuid in [uuid for uuid in self._health.devices if uuid not in there]:
             self._health.bad(
                 uuid,
-                "it was not found any more after a pause. Once the driver shows it again "
+                "the driver did not show it after a pause. Once it does "
                 "(nvidia-smi -L), pause the whole pool and resume it",
             )
         for uuid, device in there.items():
@@ -536,7 +536,7 @@ class Maintenance:
         """Return what the pool itself does for an order that no session with a lease holds up."""
         if order.device in self._step:
             return self._step[order.device]
-        return "" if self._left.get(order.device) else "a look at what uses it"
+        return "" if self._left.get(order.device) else "the pool to check what uses it"
 
     def _waits(self, order: Order) -> list[tuple[Session, SessionRecord, dict[str, Any]]]:
         holding = self._holding(order)
@@ -557,7 +557,7 @@ class Maintenance:
             elif record.state in ("attaching", "detaching"):
                 why = "its state is being moved"
             else:
-                why = stays.get(session.id) or "it is asked again soon"
+                why = stays.get(session.id) or "the pool asks it again soon"
             devices = [self._index(piece.device) for piece in record.slices]
             found.append(
                 (session, record, {"devices": devices, "why": why, "pinned": bool(pinned)})

@@ -112,7 +112,9 @@ class Agents:
                 )
             previous = session.waits.get(hold)
             if previous is not None:
-                raise RefusedError(f"The hold {hold!r} is waited for already.", code=Code.DUPLICATE)
+                raise RefusedError(
+                    f"The session already waits for the hold {hold!r}.", code=Code.DUPLICATE
+                )
             connection.waiting += 1
             session.waits[hold] = Wait(connection, message.get("id"))
         elif message.get("epoch", record.epoch) != record.epoch:
@@ -168,7 +170,7 @@ class Agents:
     def session_of(self, connection: Connection) -> Session:
         if connection.session is None:
             raise RefusedError(
-                "Say hello first: no session is known here.", code=Code.UNKNOWN_SESSION
+                "Send hello first: this connection has no session.", code=Code.UNKNOWN_SESSION
             )
         return connection.session
 

@@ -192,7 +192,7 @@ class Guards:
         if self._sessions.setdefault(connection, session) is not session:
             raise RefusedError("This connection is another session's.", code=Code.NOT_YOURS)
         if connection in session.guards or connection in self._growing:
-            raise RefusedError("One question at a time.", code=Code.DUPLICATE)
+            raise RefusedError("This connection already waits for an answer.", code=Code.DUPLICATE)
         return session
 
     def _attach_now(self, connection: Connection, session: Session, message: Message) -> None:
@@ -262,7 +262,7 @@ class Guards:
 
     def _land_now(self, connection: Connection, session: Session, message: Message) -> None:
         if self.landings is None or session.page is None:
-            raise RefusedError("This broker moves no process.", code=Code.NOT_MOVED)
+            raise RefusedError("This broker cannot move a process.", code=Code.NOT_MOVED)
         self.landings.ask(connection, session, message)
 
     def _settled(self, session: Session, record: SessionRecord, looking: int) -> bool:
@@ -344,7 +344,7 @@ class Guards:
         if left >= 0:
             return True
         if -left > MAX_GUARDS + 1:
-            raise RefusedError("This session asks more than it may.", code=Code.TOO_MANY)
+            raise RefusedError("This session sends more requests than it may.", code=Code.TOO_MANY)
         loop = asyncio.get_running_loop()
         wait = bucket.seconds_until(0.0, now)
         loop.call_later(wait, self._later, connection, session, message, method)

@@ -347,7 +347,7 @@ class Handlers:
             return
         if session.process is not None:
             raise RefusedError(
-                f"Session {session.id} already is process {session.process.pid}.",
+                f"Session {session.id} already has process {session.process.pid}.",
                 code=Code.ALREADY_LAUNCHED,
                 next_step="Open a session for each process.",
             )
@@ -360,7 +360,7 @@ class Handlers:
         other = self.sessions.of_process(process)
         if other is not None:
             raise RefusedError(
-                f"Process {pid} already is the session {other.id}.", code=Code.ALREADY_LAUNCHED
+                f"Process {pid} already belongs to session {other.id}.", code=Code.ALREADY_LAUNCHED
             )
         session.process = process
         session.opener = None

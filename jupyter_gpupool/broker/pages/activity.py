@@ -187,7 +187,7 @@ class Activity:
             if len(busy) > 1:
                 self.on_round(busy)
         except Exception:
-            self._log.exception("A look at the pages failed")
+            self._log.exception("The pages could not be read")
         self._timer = None
         if self.attached and not self._runner.stopped:
             self._timer = asyncio.get_running_loop().call_later(LOOK, self._round)

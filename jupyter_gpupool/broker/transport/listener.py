@@ -198,7 +198,7 @@ class Claim:
             except OSError:
                 self.path.unlink()
                 return
-        raise self._refuse("is already there and somebody listens", Code.ALREADY_RUNNING)
+        raise self._refuse("is in use by another program", Code.ALREADY_RUNNING)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

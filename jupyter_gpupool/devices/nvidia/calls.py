@@ -202,7 +202,7 @@ class SessionCalls:
             if answer.value not in ("checkpointing", "restoring"):
                 return answer
             if time.monotonic() >= deadline:
-                return Answer("hung", message=f"Process {process.pid} is {answer.value} for ever.")
+                return Answer("hung", message=f"Process {process.pid} stays {answer.value}.")
             await asyncio.sleep(0.05)
 
     async def _query(self, op: str, process: ProcessId, patience: float) -> Answer:

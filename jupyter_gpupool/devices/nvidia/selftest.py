@@ -115,7 +115,7 @@ async def judge(
             if resumed.status != "resumed":
                 return f"resuming a test process failed: {resumed.message or resumed.status}"
             if not await frame.check(target, destination):
-                return "a resumed test process did not have its bytes any more"
+                return "a resumed test process had lost the contents of its memory"
             return ""
 
         problem = await frame.begun(target) or await there_and_back(uuid)

@@ -50,7 +50,7 @@ describe('why a kernel waits', () => {
   test('or that nobody is ahead, or that it does not wait', () => {
     const first = { total: 0, mine: 0, by_priority: {} };
     expect(describeWait(trans, { ...WAIT, position: 1, ahead: first })).toContain(
-      'Nobody is ahead of it.'
+      'No kernel is ahead of it.'
     );
     expect(describeWait(trans, { ...WAIT, waiting: false })).toEqual([
       'This kernel is not waiting for a GPU.'

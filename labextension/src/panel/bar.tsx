@@ -33,7 +33,7 @@ export const DeviceBar = React.memo(function DeviceBar(props: {
         )}
         <span
           className="jp-gpupool-figure"
-          title={trans.__('Of the whole device, by whomever, as NVML says')}
+          title={trans.__('Of the whole device, by all processes, as NVML reports')}
         >
           {utilisation(trans, device)}
         </span>

@@ -65,11 +65,11 @@ export function partText(trans: TranslationBundle, shown: IPart): string {
     case 'free':
       return trans.__('Free: %1', size);
     case 'shut':
-      return trans.__('Not granted to anybody now: %1', size);
+      return trans.__('Not granted to any kernel now: %1', size);
     case 'reserved':
-      return trans.__('Reserved, not granted to anybody: %1', size);
+      return trans.__('Reserved, never granted: %1', size);
     case 'foreign':
-      return trans.__('Used outside of any slice: %1', size);
+      return trans.__('Used outside every slice: %1', size);
     default:
   }
   const slice = shown.slice;

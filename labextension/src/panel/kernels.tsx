@@ -89,7 +89,7 @@ const Kernel = React.memo(function Kernel(props: IKernelProps): React.ReactEleme
       <StateWords {...props} />
       {goesBack(session) && (
         <div className="jp-gpupool-why">
-          {goingBack(trans, session)} {trans.__('To keep it takes that back.')}
+          {goingBack(trans, session)} {trans.__('Keeping it cancels that.')}
         </div>
       )}
       {session.pinned_reason && (

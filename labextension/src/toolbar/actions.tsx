@@ -78,7 +78,7 @@ export function Actions(props: IProps): React.JSX.Element {
       ) : null}
       {leaving ? (
         <p className="jp-gpupool-Popover-note">
-          {goingBack(trans, session)} {trans.__('To keep it takes that back.')}
+          {goingBack(trans, session)} {trans.__('Keeping it cancels that.')}
         </p>
       ) : null}
       <Answer answer={answer} />

@@ -137,7 +137,7 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
       const before = lastHeard(trans, it);
       return [
         [broker.message, broker.nextStep].filter(Boolean).join(' '),
-        before ? trans.__('Last heard: %1.', before) : ''
+        before ? trans.__('Last known: %1.', before) : ''
       ].filter(Boolean);
     }
     case 'no-device':

@@ -36,7 +36,7 @@ export const popoverPlugin: JupyterFrontEndPlugin<IPoolPopovers> = {
     if (notebooks) {
       app.commands.addCommand(OPEN, {
         label: trans.__('Show the GPU of This Notebook'),
-        caption: trans.__('What it has, why it waits, and what can be done'),
+        caption: trans.__('What the kernel has, why it waits, and what you can do'),
         isEnabled: args => pooledNotebook(model, notebooks, args['kernelId']) !== null,
         execute: args => {
           const panel = pooledNotebook(model, notebooks, args['kernelId']);

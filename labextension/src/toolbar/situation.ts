@@ -213,7 +213,7 @@ function headline(
     case 'attaching':
       return session.suspended_bytes > 0
         ? trans.__(
-            '%1 of this notebook are on their way from host memory to the GPU.',
+            '%1 of this notebook is moving from host memory to the GPU.',
             bytes(session.suspended_bytes)
           )
         : trans.__('This notebook is getting a GPU.');
@@ -236,7 +236,7 @@ function headline(
     default:
       return session.suspended_bytes > 0
         ? trans.__(
-            '%1 of this notebook are in host memory.',
+            '%1 of this notebook is in host memory.',
             bytes(session.suspended_bytes)
           )
         : trans.__('This notebook has no GPU.');

@@ -76,7 +76,7 @@ test('a release while work runs is seen until it comes, and keeping takes it bac
   const release = popover.getByRole('button', { name: 'Release now' });
   await release.click();
   const pending = 'Goes back to the pool when its work on the GPU is done.';
-  await expect(popover).toContainText(`${pending} To keep it takes that back.`);
+  await expect(popover).toContainText(`${pending} Keeping it cancels that.`);
   await expect(release).toHaveAttribute('aria-disabled', 'true');
   await expect(notebook.chip).toHaveAttribute('title', new RegExp(pending));
   await popover.getByRole('button', { name: 'Keep for 10 minutes' }).click();
@@ -105,7 +105,7 @@ test('why am I waiting', async ({ lab }) => {
   await expect(why).not.toContainText('21001');
   expect(await faults(lab.page, '.jp-gpupool-Popover')).toEqual([]);
   await ask('leave', { name: 'ahead' });
-  await expect(why).toContainText('Nobody is ahead of it.');
+  await expect(why).toContainText('No kernel is ahead of it.');
   // It waits for the device that it sees, whichever that is.
   await ask('leave', { name: 'one' });
   await ask('leave', { name: 'two' });

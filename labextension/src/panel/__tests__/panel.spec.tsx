@@ -315,9 +315,9 @@ describe('devices', () => {
     expect(options.map(option => option.getAttribute('aria-label'))).toEqual([
       '1 kernel-a.ipynb: 6 of 8 GiB used, at work (the open document)',
       'Somebody (batch): 4 GiB, idle',
-      'Used outside of any slice: 1 GiB',
+      'Used outside every slice: 1 GiB',
       'Free: 2 GiB',
-      'Reserved, not granted to anybody: 1 GiB'
+      'Reserved, never granted: 1 GiB'
     ]);
     expect(options.map(option => option.tabIndex)).toEqual([0, -1, -1, -1, -1]);
     expect(options.map(option => option.style.width)).toEqual([
@@ -355,7 +355,7 @@ describe('devices', () => {
       within(screen.getByRole('listbox', { name }))
         .getAllByRole('option')
         .map(option => option.getAttribute('aria-label'));
-    expect(options(/^GPU 0,/)[0]).toBe('Not granted to anybody now: 15 GiB');
+    expect(options(/^GPU 0,/)[0]).toBe('Not granted to any kernel now: 15 GiB');
     expect(options(/^GPU 1,/)[0]).toBe('Free: 15 GiB');
   });
 
@@ -611,7 +611,7 @@ describe('my kernels', () => {
   it('say that a release is still to come', () => {
     const { model } = show(pool([device(0)], [mine('a', { release_asked: true })]));
     kernels().getByText(
-      'Goes back to the pool when its work on the GPU is done. To keep it takes that back.'
+      'Goes back to the pool when its work on the GPU is done. Keeping it cancels that.'
     );
     const button = kernels().getByRole('button', { name: /^Release/ });
     expect(button.getAttribute('aria-disabled')).toBe('true');

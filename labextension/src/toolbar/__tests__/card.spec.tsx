@@ -155,7 +155,7 @@ describe('what the popover says', () => {
     card(model);
     act(() => model.away('No broker at its socket.', 'Start it.'));
     screen.getByText('No broker at its socket. Start it.');
-    screen.getByText('Last heard: 8 GiB on GPU 1.');
+    screen.getByText('Last known: 8 GiB on GPU 1.');
   });
 
   it('of a machine without a GPU: why there is none', () => {
@@ -375,14 +375,14 @@ describe('giving back and keeping', () => {
     expect(screen.queryByText(/^Goes back/)).toBeNull();
     act(() => model.becomes({ release_asked: true }));
     screen.getByText(
-      'Goes back to the pool when its work on the GPU is done. To keep it takes that back.'
+      'Goes back to the pool when its work on the GPU is done. Keeping it cancels that.'
     );
     const button = screen.getByRole('button', { name: 'Release now' });
     expect(button.getAttribute('aria-disabled')).toBe('true');
     fireEvent.click(button);
     expect(model.client.release).not.toHaveBeenCalled();
     act(() => model.becomes({ ...detached, release_asked: false }));
-    expect(screen.queryByText(/takes that back/)).toBeNull();
+    expect(screen.queryByText(/cancels that/)).toBeNull();
   });
 
   it('is kept no longer than it is', () => {
@@ -460,7 +460,7 @@ describe('why it waits', () => {
       ahead: { total: 0, mine: 0, by_priority: {} }
     });
     act(() => model.becomes({ ...queued, queue_position: 1 }));
-    await screen.findByText('Nobody is ahead of it.');
+    await screen.findByText('No kernel is ahead of it.');
     expect(model.client.wait).toHaveBeenCalledTimes(2);
   });
 });

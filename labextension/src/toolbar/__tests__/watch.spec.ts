@@ -35,11 +35,7 @@ describe('KernelWatch', () => {
   });
 
   it.each([
-    [
-      {},
-      '6 of 8 GiB on GPU 1',
-      'This notebook has 6 of 8 GiB on GPU 1 (emulated).'
-    ],
+    [{}, '6 of 8 GiB on GPU 1', 'This notebook has 6 of 8 GiB on GPU 1 (emulated).'],
     [
       { used_bytes: null },
       '8 GiB on GPU 1',
@@ -49,7 +45,7 @@ describe('KernelWatch', () => {
     [
       { ...detached, suspended_bytes: 6 * GIB },
       'In host memory 6 GiB',
-      '6 GiB of this notebook are in host memory.'
+      '6 GiB of this notebook is in host memory.'
     ],
     [queued, 'Waiting: 2nd, ~40 s', 'This notebook waits for a GPU.'],
     [
@@ -60,7 +56,7 @@ describe('KernelWatch', () => {
     [
       { ...detached, state: 'attaching' as const, suspended_bytes: 6 * GIB },
       'Restoring 6 GiB…',
-      '6 GiB of this notebook are on their way from host memory to the GPU.'
+      '6 GiB of this notebook is moving from host memory to the GPU.'
     ],
     [
       { state: 'detaching' as const },
