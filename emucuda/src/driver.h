@@ -138,7 +138,6 @@ struct driver {
     struct stream *streams;
     struct pool *pools;
     uint64_t next_id;
-    uint64_t legacy_fence;   /* work on the legacy stream holds back blocking streams */
     uint32_t inflight;       /* calls past the gate; futex word of the lock's drain */
     uint32_t closed;         /* futex word of callers waiting at the gate */
     uint32_t suspend_state;  /* PROCESS_* as the calls of this process see it */

@@ -101,7 +101,7 @@ static CUresult parse_ptx(char *text, struct module *m)
     return CUDA_SUCCESS;
 }
 
-static CUresult load(struct module **out, const char *image, bool library)
+static CUresult load(struct module **out, const char *image)
 {
     if (!out || !image)
         return CUDA_ERROR_INVALID_VALUE;
@@ -113,7 +113,6 @@ static CUresult load(struct module **out, const char *image, bool library)
     CUresult result = text && m ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
     if (!result) {
         m->magic = MAGIC_MODULE;
-        m->library = library;
         result = parse_ptx(text, m);
     }
     free(text);
@@ -130,7 +129,7 @@ static CUresult load(struct module **out, const char *image, bool library)
     return CUDA_SUCCESS;
 }
 
-static CUresult load_file(struct module **out, const char *path, bool library)
+static CUresult load_file(struct module **out, const char *path)
 {
     struct stat st;
     int fd = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
@@ -139,7 +138,7 @@ static CUresult load_file(struct module **out, const char *path, bool library)
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
     char *text = fstat(fd, &st) ? NULL : calloc(1, (size_t)st.st_size + 8);
     if (text)
-        result = read(fd, text, (size_t)st.st_size) == st.st_size ? load(out, text, library)
+        result = read(fd, text, (size_t)st.st_size) == st.st_size ? load(out, text)
                                                                  : CUDA_ERROR_INVALID_IMAGE;
     free(text);
     close(fd);
@@ -192,7 +191,7 @@ EXPORT CUresult cuModuleLoadData(CUmodule *out, const void *image)
     GATED;
     struct context *c;
     CUresult result = context_current(&c);
-    return result ? result : load(out, image, false);
+    return result ? result : load(out, image);
 }
 
 EXPORT CUresult cuModuleLoadDataEx(CUmodule *out, const void *image, unsigned n, int *options, void **values)
@@ -208,7 +207,7 @@ EXPORT CUresult cuModuleLoadFatBinary(CUmodule *out, const void *image) { return
 EXPORT CUresult cuModuleLoad(CUmodule *out, const char *path)
 {
     GATED;
-    return load_file(out, path, false);
+    return load_file(out, path);
 }
 
 EXPORT CUresult cuModuleUnload(CUmodule module)
@@ -278,7 +277,7 @@ EXPORT CUresult cuLibraryLoadData(CUlibrary *out, const void *image, int *jit, v
     (void)options;
     (void)ov;
     (void)on;
-    return load(out, image, true);
+    return load(out, image);
 }
 
 EXPORT CUresult cuLibraryLoadFromFile(CUlibrary *out, const char *path, int *jit, void **jv, unsigned jn,
@@ -292,7 +291,7 @@ EXPORT CUresult cuLibraryLoadFromFile(CUlibrary *out, const char *path, int *jit
     (void)options;
     (void)ov;
     (void)on;
-    return load_file(out, path, true);
+    return load_file(out, path);
 }
 
 EXPORT CUresult cuLibraryUnload(CUlibrary library)

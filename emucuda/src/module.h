@@ -22,7 +22,6 @@ struct kernel {
 
 struct module {
     uint32_t magic;
-    bool library;
     unsigned count;
     struct kernel *kernels; /* in the order of the text */
     struct module *next;

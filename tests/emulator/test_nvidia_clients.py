@@ -142,7 +142,7 @@ def test_kernels_compute_and_take_time(emulated):
     config = LaunchConfig(grid=8, block=64)
     n = 100_000
     def run(name, *args):
-        launch(stream, config, module.get_kernel("gpupool_" + name), *args)
+        launch(stream, config, module.get_kernel("emucuda_" + name), *args)
     buffer = device.allocate(8 * n, stream=stream)
     total = device.allocate(8, stream=stream)
     host = LegacyPinnedMemoryResource().allocate(8 * n)

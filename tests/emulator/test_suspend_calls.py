@@ -116,12 +116,12 @@ def test_the_copy_is_the_targets_own_memory(pair):
 def test_suspended_device_memory_is_poisoned(pair):
     _, target, worker, _ = pair
     links = Path(f"/proc/{target.pid}/fd")
-    device = next(x for x in links.iterdir() if "emulated-device" in x.readlink().name)
+    device = next(x for x in links.iterdir() if "emucuda-device" in x.readlink().name)
     assert device.stat().st_blocks * 512 >= 24 * MIB
     worker.do(f"suspend({target.pid})")
     assert device.stat().st_blocks == 0
     maps = Path(f"/proc/{target.pid}/maps").read_text().splitlines()
-    modes = {line.split()[1] for line in maps if "emulated-device" in line}
+    modes = {line.split()[1] for line in maps if "emucuda-device" in line}
     assert modes == {"---s"}
     worker.do(f"resume({target.pid})")
 
