@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -17,6 +18,7 @@ sys.path.insert(0, str(HERE.parent))
 from jupyter_gpupool import protocol  # noqa: E402
 from jupyter_gpupool.cli import app  # noqa: E402
 from jupyter_gpupool.cli.configtext import markdown_reference  # noqa: E402
+from jupyter_gpupool.config import fixed_options  # noqa: E402
 from jupyter_gpupool.errors import Code  # noqa: E402
 
 NOTE = "<!-- Written by docs/make_reference.py; do not edit. -->\n\n"
@@ -35,9 +37,6 @@ change what is here.
 - Sizes take bytes or text: `4294967296`, `"4GiB"`, `"512MiB"`, `"1.5 GB"`. KiB, MiB, GiB are
   powers of 1024 and so are K, M, G; kB, MB, GB are powers of 1000.
 - Durations take seconds or text: `90`, `"90s"`, `"10m"`, `"2h"`.
-- `devices`, `emulate`, `guard`, `socket`, `state_dir` and `lock_timeout` take effect when the
-  broker is started again; all others also on SIGHUP.
-
 """
 
 CLI = """\
@@ -79,7 +78,13 @@ here.
 
 
 def config_page() -> str:
-    return NOTE + CONFIG + markdown_reference()
+    names = ", ".join(f"`{name}`" for name in fixed_options())
+    fixed = textwrap.fill(
+        f"- A running broker reads its files again on SIGHUP, but keeps the old value of {names}.",
+        width=100,
+        subsequent_indent="  ",
+    )
+    return f"{NOTE}{CONFIG}{fixed}\n\n{markdown_reference()}"
 
 
 def cli_page() -> str:

@@ -26,8 +26,7 @@ from traitlets.config import Config
 from traitlets.config.loader import DeferredConfigString
 
 from .. import __version__
-from ..config import BrokerSettings, load_settings
-from ..config.settings import needs_restart
+from ..config import BrokerSettings, load_settings, needs_restart
 from ..devices.nvidia import interpreter
 from ..devices.nvidia.driver import kill_hazard
 from ..devices.nvidia.given import Given, given

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, TypeVar
 
-from ..config.settings import HostReserve
+from ..config.reading import HostReserve
 from ..units import format_bytes
 
 ROOT, PROC = Path("/sys/fs/cgroup"), Path("/proc")

@@ -21,7 +21,7 @@ from typing import Any, Literal, Mapping, Sequence
 from ..broker.hostmemory import Host, HostRoom
 from ..config import BrokerSettings
 from ..config.differences import differences
-from ..config.quantities import memory_total
+from ..config.reading import memory_total
 from ..devices.nvidia.driver import kill_hazard
 from ..endpoint import check_socket, find_socket
 from ..errors import BrokerUnavailable, Code, GPUPoolError

@@ -3,20 +3,22 @@
 """The admin's configuration: ``c.GPUPool.*`` in ``jupyter_server_config.py``.
 
 - ``options``: the traits, the only place for names, units, defaults and examples.
-- ``settings``: the frozen :class:`BrokerSettings` that they become, and how they must fit together.
+- ``reading``: how their values are read: sizes, durations, quotas, devices, paths.
+- ``settings``: the frozen :class:`BrokerSettings` that they become.
 - ``files``: finding, reading and checking Jupyter's configuration files.
-- ``quantities``: sizes and durations as traits; how much memory this machine has.
+- ``differences``: what to tell a server whose configuration is not the broker's.
 """
 
 from .files import check_config, load_settings
-from .options import GPUPool
-from .settings import EMULATE_VARIABLE, BrokerSettings, needs_restart, usable_attach
+from .options import GPUPool, fixed_options, needs_restart
+from .settings import EMULATE_VARIABLE, BrokerSettings, usable_attach
 
 __all__ = [
     "EMULATE_VARIABLE",
     "BrokerSettings",
     "GPUPool",
     "check_config",
+    "fixed_options",
     "load_settings",
     "needs_restart",
     "usable_attach",

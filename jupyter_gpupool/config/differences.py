@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..units import format_bytes
 from .files import load_settings
 from .options import GPUPool
-from .quantities import Seconds, Size
+from .reading import Seconds, Size
 from .settings import BrokerSettings
 
 #: What a broker on behalf of others does not tell: names of users.

@@ -6,46 +6,84 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, Callable, Mapping, TypeVar, cast
+from dataclasses import fields
+from typing import Any, Callable, Mapping, TypeVar, get_args
 
 from traitlets import Any as AnyTrait
 from traitlets import Bool, Dict, Enum, Int, List, TraitError, TraitType, Unicode, validate
 from traitlets.config import Configurable
 
-from .. import machine
 from ..pool.model import AttachPolicy, PoolSettings
 from ..text import did_you_mean, one_of
 from ..units import format_bytes
-from .quantities import Seconds, Share, Size, memory_total
+from .reading import (
+    Seconds,
+    Share,
+    Size,
+    memory_total,
+    read_count,
+    read_devices,
+    read_folder,
+    read_host_memory,
+    read_host_reserve,
+    read_port,
+    read_priority_classes,
+    read_program,
+    read_quotas,
+    read_socket,
+)
 from .settings import (
     EMULATE_VARIABLE,
-    MIN_TURN,
     BrokerSettings,
     ForeignPolicy,
     ManagedPolicy,
     OverusePolicy,
     check_machine,
-    read_count,
-    read_devices,
-    read_host_memory,
-    read_host_reserve,
-    read_path,
-    read_port,
-    read_priority_classes,
-    read_quotas,
-    read_socket,
     refuse,
 )
+
+#: Seconds of one turn at least: the broker's timers and a kernel's polling take milliseconds.
+MIN_TURN = 0.01
 
 _POOL = PoolSettings()
 _T = TypeVar("_T", bound="TraitType[Any, Any]")
 
 
-def _option(trait: _T, what: str, *, unit: str, default: str, example: str) -> _T:
-    """Return ``trait`` as a configuration option with all that its reader needs to know."""
+def _option(
+    trait: _T,
+    what: str,
+    *,
+    unit: str,
+    default: str,
+    example: str,
+    read: Callable[[Any], object] | None = None,
+    restart: bool = False,
+) -> _T:
+    """Return ``trait`` as a configuration option with all that its reader needs to know.
+
+    ``read`` returns what the broker works with, or raises ``ValueError`` with a sentence; without
+    it the broker works with the value as it is. ``restart``: a running broker keeps the old value.
+    """
     trait.help = f"{what}\n\nUnit: {unit}. Default: {default}. Example: c.GPUPool.{example}"
-    trait.tag(config=True, what=what, unit=unit, default=default, example=f"c.GPUPool.{example}")
+    trait.tag(
+        config=True, what=what, unit=unit, default=default, example=f"c.GPUPool.{example}",
+        read=read, restart=restart,
+    )  # fmt: skip
     return trait
+
+
+def _reader(trait: object) -> Callable[[Any], Any] | None:
+    """Return what reads the values of an option; None if they are used as they are."""
+    return trait.metadata.get("read") if isinstance(trait, TraitType) else None
+
+
+def _choice(policy: Any, what: str, *, example: str, trait: Any = Enum) -> Any:
+    """Return an option that takes the values of a ``Literal``; the first is the default."""
+    values = get_args(policy)
+    return _option(
+        trait(values, default_value=values[0]), what,
+        unit=one_of(values), default=repr(values[0]), example=example,
+    )  # fmt: skip
 
 
 class _Overuse(Enum):  # type: ignore[type-arg]
@@ -70,6 +108,8 @@ class GPUPool(Configurable):
         unit="list of indices or UUIDs",
         default="None (every GPU of the machine)",
         example='devices = [0, "GPU-5d1c"]',
+        read=read_devices,
+        restart=True,
     )
     emulate = _option(
         Unicode(""),
@@ -78,15 +118,14 @@ class GPUPool(Configurable):
         unit="machine, as COUNTxSIZE with options after commas",
         default="'' (use the real driver)",
         example='emulate = "2x16GiB"',
+        restart=True,
     )
-    attach = _option(
-        Enum(("lazy", "cell", "manual"), default_value="lazy"),
+    attach = _choice(
+        AttachPolicy,
         "When a kernel gets its slice: 'lazy' at its first CUDA call, 'cell' when a cell starts, "
         "'manual' only on %gpu attach or %%gpu. 'lazy' needs the guard (see guard); where no GPU "
         "of the pool has passed the guard's self-test it acts as 'cell', and `jupyter gpupool "
         "doctor` says why.",
-        unit="'lazy', 'cell' or 'manual'",
-        default="'lazy'",
         example='attach = "manual"',
     )
     guard = _option(
@@ -98,6 +137,7 @@ class GPUPool(Configurable):
         unit="True or False",
         default="True",
         example="guard = False",
+        restart=True,
     )
     allow_unguarded = _option(
         Bool(False),
@@ -139,6 +179,7 @@ class GPUPool(Configurable):
         unit="dict of user name to dict",
         default="{} (no limits)",
         example='quotas = {"*": {"memory": "16GiB", "leases": 2}, "ada": {"memory": "48GiB"}}',
+        read=read_quotas,
     )
     max_sessions_per_user = _option(
         Int(256),
@@ -147,6 +188,7 @@ class GPUPool(Configurable):
         unit="whole number, 1 at least",
         default="256",
         example="max_sessions_per_user = 50",
+        read=read_count,
     )
     priority_classes = _option(
         Dict(default_value=dict(_POOL.priority_classes)),
@@ -154,6 +196,7 @@ class GPUPool(Configurable):
         unit="dict of name to whole number",
         default="{'interactive': 200, 'notebook': 100, 'batch': 0}",
         example='priority_classes = {"urgent": 500, "notebook": 100}',
+        read=read_priority_classes,
     )
     default_priority = _option(
         Unicode(_POOL.default_priority),
@@ -207,6 +250,7 @@ class GPUPool(Configurable):
         unit="bytes, text such as '64GiB', or per cent such as '50%'",
         default="'50%'",
         example='host_memory = "64GiB"',
+        read=lambda value: read_host_memory(value, 1 << 40),
     )
     host_reserve = _option(
         AnyTrait("10%"),
@@ -218,6 +262,7 @@ class GPUPool(Configurable):
         unit="bytes, text such as '4GiB', or per cent such as '10%'; 0 for none",
         default="'10%'",
         example='host_reserve = "8GiB"',
+        read=read_host_reserve,
     )
     resume_headroom = _option(
         Size(_POOL.resume_headroom, zero=True),
@@ -256,31 +301,26 @@ class GPUPool(Configurable):
         default="0.1",
         example="turn = 0.25",
     )
-    managed_memory = _option(
-        Enum(("refuse", "allow"), default_value="refuse"),
+    managed_memory = _choice(
+        ManagedPolicy,
         "cudaMallocManaged in kernels under the guard: the driver cannot suspend a process that "
         "has such memory, and it is not bound to the slice. 'refuse' returns an error "
         "(CUDA_ERROR_NOT_SUPPORTED), 'allow' counts it, and the kernel then keeps its slice.",
-        unit="'refuse' or 'allow'",
-        default="'refuse'",
         example='managed_memory = "allow"',
     )
-    overuse = _option(
-        _Overuse(("report", "end"), default_value="report"),
+    overuse = _choice(
+        OverusePolicy,
         "What is done about a kernel that holds more device memory than it was granted, which "
         "takes a program that goes around the guard, or no guard: 'report' logs it and shows it "
         "in the status, 'end' ends the kernel.",
-        unit="'report' or 'end'",
-        default="'report'",
         example='overuse = "end"',
+        trait=_Overuse,
     )
-    foreign_processes = _option(
-        Enum(("count", "report", "end"), default_value="count"),
+    foreign_processes = _choice(
+        ForeignPolicy,
         "Processes on a pool GPU that are not of the pool: 'count' takes their memory off what can "
         "be granted, 'report' also logs each one, 'end' also ends those that belong to a user who "
         "has a kernel in the pool.",
-        unit="'count', 'report' or 'end'",
-        default="'count'",
         example='foreign_processes = "report"',
     )
     socket = _option(
@@ -289,6 +329,8 @@ class GPUPool(Configurable):
         unit="absolute path",
         default="'' ($GPUPOOL_SOCKET, else /run/gpupool/broker.sock if it is there, else per user)",
         example='socket = "/run/gpupool/broker.sock"',
+        read=read_socket,
+        restart=True,
     )
     device_python = _option(
         Unicode(""),
@@ -298,6 +340,8 @@ class GPUPool(Configurable):
         unit="absolute path",
         default="'' (the one of install-devices, else the broker's own Python)",
         example='device_python = "/opt/gpupool/devices/bin/python"',
+        read=read_program,
+        restart=True,
     )
     state_dir = _option(
         Unicode(""),
@@ -307,6 +351,8 @@ class GPUPool(Configurable):
         unit="absolute path",
         default="'' (root: /var/lib/gpupool; others: ~/.local/state/gpupool)",
         example='state_dir = "/var/lib/gpupool"',
+        read=read_folder,
+        restart=True,
     )
     journal_size = _option(
         Size(256 << 20, least=1 << 20),
@@ -329,6 +375,7 @@ class GPUPool(Configurable):
         unit="seconds",
         default="5",
         example="lock_timeout = 10",
+        restart=True,
     )
     linger = _option(
         Seconds(30.0, zero=True),
@@ -345,6 +392,7 @@ class GPUPool(Configurable):
         unit="TCP port, 1 to 65535",
         default="0 (not served)",
         example="metrics_port = 9845",
+        read=read_port,
     )
     admins = _option(
         List(Unicode()),
@@ -352,30 +400,17 @@ class GPUPool(Configurable):
         unit="list of user names",
         default="[]",
         example='admins = ["ada"]',
+        read=tuple,
     )
 
-    @validate("devices", "quotas", "priority_classes", "host_memory", "host_reserve", "socket",
-              "device_python", "state_dir", "metrics_port", "max_sessions_per_user")  # fmt: skip
+    @validate(*[name for name, trait in vars().items() if _reader(trait)])
     def _check_one(self, proposal: Mapping[str, Any]) -> Any:
         # Raises for a bad value, but keeps what the admin wrote: ``settings`` reads it.
-        name, value = proposal["trait"].name, proposal["value"]
-        readers: dict[str, Callable[[Any], object]] = {
-            "devices": lambda v: v if v is None else read_devices(v),
-            "quotas": read_quotas,
-            "priority_classes": read_priority_classes,
-            "host_memory": lambda v: read_host_memory(v, 1 << 40),
-            "host_reserve": read_host_reserve,
-            "socket": read_socket,
-            "device_python": lambda v: v and read_path(v),
-            "state_dir": lambda v: v and read_path(v),
-            "metrics_port": read_port,
-            "max_sessions_per_user": read_count,
-        }
         try:
-            readers[name](value)
+            proposal["trait"].metadata["read"](proposal["value"])
         except ValueError as error:
             raise TraitError(str(error)) from None
-        return value
+        return proposal["value"]
 
     def settings(
         self, *, host_total: int | None = None, environ: Mapping[str, str] | None = None
@@ -394,62 +429,20 @@ class GPUPool(Configurable):
         ConfigError
             If values that are good on their own do not go together.
         """
-        environ = os.environ if environ is None else environ
-        limit = self._check_sizes()
-        classes = read_priority_classes(self.priority_classes)
-        if self.default_priority not in classes:
-            hint = did_you_mean(
-                self.default_priority, classes, then=f"Allowed are {one_of(classes)}."
-            )
-            refuse("default_priority", f"{self.default_priority!r} is no priority class. {hint}")
-        notes = []
         total = memory_total() if host_total is None else host_total
-        host_memory = read_host_memory(self.host_memory, total)
-        if host_memory > total:
+        values = {name: self._read(name) for name in self.class_traits(config=True)}
+        values["default_limit"] = self._check_sizes()
+        values["host_memory"] = read_host_memory(self.host_memory, total)
+        values["emulate"] = self._machine(os.environ if environ is None else environ)
+        self._check_priority(values["priority_classes"])
+        pool = {f.name: values.pop(f.name) for f in fields(PoolSettings) if f.name in values}
+        notes = []
+        if pool["host_memory"] > total:
             notes.append(
-                f"c.GPUPool.host_memory is {format_bytes(host_memory)} and this machine has "
-                f"{format_bytes(total)}; a suspend is still started only if its copy fits."
+                f"c.GPUPool.host_memory is {format_bytes(pool['host_memory'])} and this machine "
+                f"has {format_bytes(total)}; a suspend is still started only if its copy fits."
             )
-        return BrokerSettings(
-            pool=PoolSettings(
-                default_memory=self.default_memory,
-                default_limit=limit,
-                max_memory_per_kernel=self.max_memory_per_kernel,
-                quotas=read_quotas(self.quotas),
-                priority_classes=classes,
-                default_priority=self.default_priority,
-                idle_timeout=self.idle_timeout,
-                reclaim_after=self.reclaim_after,
-                max_wait=self.max_wait,
-                reserve=self.reserve,
-                host_memory=host_memory,
-                resume_headroom=self.resume_headroom,
-                max_swap_overhead=self.max_swap_overhead,
-            ),
-            attach=cast(AttachPolicy, self.attach),
-            guard=self.guard,
-            allow_unguarded=self.allow_unguarded,
-            quiet_after=self.quiet_after,
-            turn=self.turn,
-            retest_after=self.retest_after,
-            managed_memory=cast(ManagedPolicy, self.managed_memory),
-            overuse=cast(OverusePolicy, self.overuse),
-            emulate=self._machine(environ),
-            devices=read_devices(self.devices) if self.devices else None,
-            socket=read_socket(self.socket),
-            device_python=str(read_path(self.device_python)) if self.device_python else "",
-            state_dir=read_path(self.state_dir) if self.state_dir else machine.state_dir(),
-            journal_size=self.journal_size,
-            foreign_processes=cast(ForeignPolicy, self.foreign_processes),
-            sample_interval=self.sample_interval,
-            lock_timeout=self.lock_timeout,
-            linger=self.linger,
-            max_sessions_per_user=self.max_sessions_per_user,
-            metrics_port=self.metrics_port,
-            admins=tuple(self.admins),
-            notes=tuple(notes),
-            host_reserve=read_host_reserve(self.host_reserve),
-        )
+        return BrokerSettings(pool=PoolSettings(**pool), notes=tuple(notes), **values)
 
     def chosen(self) -> dict[str, Any]:
         """Return the options that do not have their default, as JSON values."""
@@ -459,6 +452,19 @@ class GPUPool(Configurable):
             if value != trait.default():
                 found[name] = json.loads(json.dumps(value, default=str))
         return found
+
+    def _read(self, name: str) -> Any:
+        """Return the value of an option as the broker works with it."""
+        value, reader = getattr(self, name), _reader(self.class_traits()[name])
+        return reader(value) if reader else value
+
+    def _check_priority(self, classes: Mapping[str, int]) -> None:
+        """Raise ConfigError if the default class is not one of ``classes``."""
+        if self.default_priority not in classes:
+            hint = did_you_mean(
+                self.default_priority, classes, then=f"Allowed are {one_of(classes)}."
+            )
+            refuse("default_priority", f"{self.default_priority!r} is no priority class. {hint}")
 
     def _check_sizes(self) -> int:
         """Return the default limit in bytes, once the three sizes fit together."""
@@ -487,3 +493,14 @@ class GPUPool(Configurable):
         if text:
             check_machine(text, origin)
         return text
+
+
+def needs_restart(old: BrokerSettings, new: BrokerSettings) -> tuple[str, ...]:
+    """Return the options that differ and take effect only when the broker is restarted."""
+    return tuple(name for name in fixed_options() if getattr(old, name) != getattr(new, name))
+
+
+def fixed_options() -> list[str]:
+    """Return the options of which a running broker keeps the old value."""
+    traits = GPUPool.class_traits(config=True)
+    return [name for name in vars(GPUPool) if name in traits and traits[name].metadata["restart"]]

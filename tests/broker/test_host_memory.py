@@ -13,7 +13,7 @@ import pytest
 
 from jupyter_gpupool.broker import hostmemory
 from jupyter_gpupool.broker.hostmemory import Host, HostRoom, Level
-from jupyter_gpupool.config.settings import HostReserve, read_host_reserve
+from jupyter_gpupool.config.reading import HostReserve, read_host_reserve
 
 from . import kit
 from .kit import MiB, wait_until

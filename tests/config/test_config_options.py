@@ -4,14 +4,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from traitlets.config import Config
 from traitlets.config.loader import KVArgParseConfigLoader
 
-from jupyter_gpupool.config import GPUPool, check_config, needs_restart, usable_attach
-from jupyter_gpupool.config.quantities import memory_total
+from jupyter_gpupool.config import (
+    BrokerSettings,
+    GPUPool,
+    check_config,
+    needs_restart,
+    usable_attach,
+)
+from jupyter_gpupool.config.reading import memory_total
 from jupyter_gpupool.errors import ConfigError
 from jupyter_gpupool.pool.model import PoolSettings, Quota
 
@@ -41,6 +48,17 @@ def test_defaults_are_those_of_the_pool():
         if name != "host_memory":
             assert getattr(pool, name) == getattr(default, name), name
     assert pool.host_memory == HOST // 2
+
+
+def test_every_setting_has_an_option_and_every_option_a_setting():
+    options = set(GPUPool.class_traits(config=True))
+    pool = {f.name for f in fields(PoolSettings)}
+    broker = {f.name for f in fields(BrokerSettings)}
+    #: Rules of the pool that no admin has to change.
+    constants = {"ageing", "pinned_retry", "growth_step", "residence"}
+    #: What the configuration says about itself.
+    about = {"pool", "notes", "files", "options", "origins"}
+    assert pool - constants | broker - about == options
 
 
 @pytest.mark.parametrize(

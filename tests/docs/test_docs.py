@@ -14,7 +14,7 @@ import pytest
 
 from jupyter_gpupool.cli.app import COMMANDS
 from jupyter_gpupool.config import GPUPool
-from jupyter_gpupool.config.settings import QUOTA_KEYS
+from jupyter_gpupool.config.reading import QUOTA_KEYS
 from jupyter_gpupool.kernel.command import SUBCOMMANDS
 from jupyter_gpupool.kernelspecs import PROVISIONER
 from jupyter_gpupool.launch import OPTIONS
