@@ -3,9 +3,11 @@
 #
 # make run    set everything up, run the example notebook on the Pooled GPU kernel
 # make test   set everything up, lint, type-check, run all tests
+# make quick  the tests that start nothing, in under a minute: what to run while editing
 # make lab    open JupyterLab with the Pooled GPU kernel
 # make gpu    on a machine with an NVIDIA GPU and PyTorch: the suite and benchmarks that need them
-# make docs   build the documentation; make bench: the benchmarks; make test-long: the soaks
+# make docs   build the documentation; make bench: the benchmarks
+# make test-long  the long forms of tests (docs/long-tests.md); LONG="tests/guard" for a part
 # make ui     build the JupyterLab part after a change; make screenshots: its pictures in docs/
 
 PYTHON ?= python3
@@ -19,7 +21,7 @@ UI_SOURCES := $(shell find labextension/src labextension/style labextension/sche
 UI_HOME := $(VENV)/share/jupyter/labextensions/@jupyter-gpupool/labextension
 JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" PYTHON="$(abspath $(BIN))/python" jlpm
 
-.PHONY: run test test-python test-ui test-failed test-long lint lint-ui lab docs bench lock clean
+.PHONY: run test quick test-python test-ui test-long lint lint-ui lab docs bench lock clean
 .PHONY: ui screenshots chromium gpu
 
 $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) $(wildcard share/jupyter/kernels/*/*)
@@ -58,25 +60,19 @@ run: $(VENV)/.ready
 
 test: lint lint-ui test-python test-ui
 
+quick: $(VENV)/.ready
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "quick and not long"
+
 test-python: $(VENV)/.lab
-	rm -f $(VENV)/.passed
 	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not gpu and not long"
-	touch $(VENV)/.passed
 
 # The JupyterLab part: its units, then a real JupyterLab in Chromium.
 test-ui: $(VENV)/.ui chromium
 	$(JLPM) test
 	$(JLPM) test:ui
 
-# What has not passed, once more: where nobody wrote down what failed, or nothing was reached, all.
-test-failed: lint lint-ui $(VENV)/.ui chromium
-	test -e $(VENV)/.passed || \
-	  $(BIN)/python -m pytest --last-failed --last-failed-no-failures all -m "not gpu and not long"
-	$(JLPM) test
-	$(JLPM) test:ui --last-failed --pass-with-no-tests
-
 test-long: $(VENV)/.ready
-	$(BIN)/python -m pytest -m long --timeout 3600
+	$(BIN)/python -m pytest -m "long and not gpu" --timeout 3600 --note-long $(LONG)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check --no-cache .

@@ -4,23 +4,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 from pathlib import Path
 
-import hypothesis
 import pytest
 
-# Another process on the machine makes an example slow, not wrong: Hypothesis's deadline of 200 ms
-# and its check for slow draws fail tests whose properties hold.
-hypothesis.settings.register_profile(
-    "no clock", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("no clock")
+from . import longruns
+
+with contextlib.suppress(ImportError):  # `make gpu` has no Hypothesis, and no test that needs it
+    from hypothesis import HealthCheck, settings
+
+    # Another process on the machine makes an example slow, not wrong: Hypothesis's deadline of
+    # 200 ms and its check for slow draws fail tests whose properties hold.
+    settings.register_profile(
+        "no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("no clock")
+
+HERE = Path(__file__).parent
 
 #: Makes other packages' share of a process's start small, see its README.md.
-LIGHT = Path(__file__).parent / "light"
+LIGHT = HERE / "light"
 
 #: CPU seconds of the files that take long, roughly. Only their order counts: see below.
 COSTS = {
@@ -86,6 +93,32 @@ COSTS = {
 }
 
 
+#: What ``make quick`` runs, folders and files: the pool, units and contracts. None of them starts a
+#: broker or a kernel. Within a minute on two cores: a file that takes long stays out.
+QUICK = {
+    "pool", "config", "test_architecture", "test_client", "test_emulation", "test_endpoint",
+    "test_errors", "test_longruns", "test_machine", "test_protocol", "test_startrecord",
+    "test_text", "test_texts", "test_timeline", "test_units", "docs/test_docs",
+    "cli/test_cli_app", "cli/test_cli_kernels", "cli/test_cli_picture", "cli/test_cli_status",
+    "broker/test_connection", "broker/test_dispatch", "broker/test_history",
+    "broker/test_journal", "broker/test_listener", "broker/test_loglimit",
+    "broker/test_metrics_figures", "broker/test_monitor", "broker/test_pace",
+    "devices/test_given", "devices/test_guard_install", "devices/test_pure",
+    "emulator/test_machine_text", "guard/test_table", "kernel/test_magic_display",
+    "kernel/test_revive", "kernel/test_visible", "server/test_documented", "server/test_history",
+    "server/test_metrics", "server/test_views", "server/test_watch",
+}  # fmt: skip
+
+#: Of the configuration: the tests marked ``long`` that were collected, as the table names them.
+LONG = pytest.StashKey[set[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--note-long", action="store_true", help="write the runs of long tests into their table"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let children be interrupted.
 
@@ -97,6 +130,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Hundreds of processes of ours are started: each compiles what it imports where nothing may
     # be written, and that is a third of a broker's start.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False  # pytest rewrites the assertions of each module otherwise
     # The same for children of the tests and for this process, which has started already.
     paths = [str(LIGHT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
@@ -105,6 +139,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before the options -m and -k take items away
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes longest first: at the end no worker has a long file left when others are done."""
     items.sort(key=lambda item: -COSTS.get("/".join(item.path.with_suffix("").parts[-2:]), 0))
+    for item in items:
+        name = item.path.relative_to(HERE).with_suffix("")
+        if not QUICK.isdisjoint({str(name), name.parts[0]}):
+            item.add_marker("quick")
+    long = (item for item in items if item.get_closest_marker("long"))
+    config.stash[LONG] = {longruns.name_of(item.nodeid) for item in long}
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Note what ``make test-long`` ran."""
+    if not config.getoption("--note-long"):
+        return
+    found: dict[str, tuple[float, bool]] = {}
+    for kind in ("passed", "failed", "error"):
+        for report in terminalreporter.getreports(kind):
+            if "long" in report.keywords:
+                name = longruns.name_of(report.nodeid)
+                seconds, passed = found.get(name, (0.0, True))
+                found[name] = seconds + report.duration, passed and report.passed
+    longruns.note(found)

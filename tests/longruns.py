@@ -1,0 +1,62 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The table in ``docs/long-tests.md``: what each long test shows, its seconds, its last run.
+
+``make test-long`` (``pytest --note-long``) writes the last two columns of the tests that it ran,
+the first two are written by hand. ``test_longruns.py`` compares the table with the tests.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "long-tests.md"
+HEAD = "| Test | Shows | Seconds | Last run |"
+
+
+@dataclass
+class Row:
+    """A long test; ``seconds`` and ``last`` are empty until it has run."""
+
+    test: str
+    shows: str
+    seconds: str = ""
+    last: str = ""
+
+    def __str__(self) -> str:
+        return f"| `{self.test}` | {self.shows} | {self.seconds} | {self.last} |"
+
+
+def name_of(nodeid: str) -> str:
+    """Return the table's name of a test: all values of its parameters are one row."""
+    return nodeid.partition("[")[0].removeprefix("tests/")
+
+
+def split() -> tuple[str, dict[str, Row]]:
+    """Return the page up to its table, and the rows by test."""
+    before, head, rest = PAGE.read_text().partition(HEAD)
+    assert head, f"{PAGE} has no table"
+    rows = {}
+    for line in rest.splitlines()[2:]:
+        test, *others = (cell.strip() for cell in line.strip("| ").split(" | "))
+        others += [""] * (3 - len(others))
+        rows[test.strip("`")] = Row(test.strip("`"), *others)
+    return before, rows
+
+
+def note(outcomes: dict[str, tuple[float, bool]]) -> None:
+    """Write seconds and result (whether all passed) of the tests that ran into the table."""
+    before, rows = split()
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    when = time.strftime("%Y-%m-%d", time.gmtime())
+    for test, (seconds, passed) in outcomes.items():
+        row = rows.setdefault(test, Row(test, ""))
+        row.seconds = f"{seconds:.0f}"
+        row.last = f"{when}, {commit or 'no commit'}, {'passed' if passed else 'failed'}"
+    table = "\n".join(str(rows[test]) for test in sorted(rows))
+    PAGE.write_text(f"{before}{HEAD}\n|---|---|---:|---|\n{table}\n")

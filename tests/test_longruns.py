@@ -1,0 +1,52 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Each long test is in the table of docs/long-tests.md, and says there what it shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import longruns
+from .conftest import LONG
+
+
+def test_each_long_test_is_in_the_table(request):
+    missing = request.config.stash[LONG] - longruns.split()[1].keys()
+    assert not missing, f"add a row for each to {longruns.PAGE}"
+
+
+def test_each_row_of_the_table_is_a_long_test_and_says_what_it_shows(request):
+    rows = longruns.split()[1]
+    assert [row.test for row in rows.values() if not row.shows] == []
+    if request.config.args != request.config.getini("testpaths"):
+        pytest.skip("only some of the tests were collected")
+    assert rows.keys() <= request.config.stash[LONG], f"remove these rows from {longruns.PAGE}"
+
+
+def test_a_run_is_noted_and_what_was_written_by_hand_stays(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(f"# Long\n\nWhy.\n\n{longruns.HEAD}\n|---|---|---:|---|\n"
+                    "| `b.py::test_b` | what b shows | 7 | 2026-01-02, abc, passed |\n"
+                    "| `a.py::test_a` | what a shows |  |  |\n")  # fmt: skip
+    monkeypatch.setattr(longruns, "PAGE", page)
+    longruns.note({"a.py::test_a": (12.4, True), "c.py::test_c": (1.0, False)})
+    text, rows = longruns.split()
+    assert text == "# Long\n\nWhy.\n\n"
+    assert [*rows] == ["a.py::test_a", "b.py::test_b", "c.py::test_c"]
+    assert rows["a.py::test_a"].shows == "what a shows"
+    assert rows["a.py::test_a"].seconds == "12"
+    assert rows["a.py::test_a"].last.endswith(", passed")
+    assert rows["b.py::test_b"].last == "2026-01-02, abc, passed"
+    assert rows["c.py::test_c"].shows == ""
+    assert rows["c.py::test_c"].last.endswith(", failed")
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "name"),
+    [
+        ("tests/pool/test_random.py::test_long_soak", "pool/test_random.py::test_long_soak"),
+        ("tests/e2e/test_chaos.py::test_one_of_each[cell]", "e2e/test_chaos.py::test_one_of_each"),
+    ],
+)
+def test_the_name_of_a_row_has_no_parameters(nodeid, name):
+    assert longruns.name_of(nodeid) == name
