@@ -79,10 +79,10 @@ class Figures:
             "device_wait", "From asking for a slice to having it, state restored", WAITS
         )
         self.suspend = self._histogram(
-            "device_suspend", "Time of moving a kernel's state from a device to host memory", MOVES
+            "device_suspend", "Time to move a kernel's state from a device to host memory", MOVES
         )
         self.resume = self._histogram(
-            "device_resume", "Time of bringing a kernel's state back to a device", MOVES
+            "device_resume", "Time to bring a kernel's state back to a device", MOVES
         )
         self.suspends = self._counter(
             "device_suspends", "Kernels moved from a device to host memory", "device", "cause"
@@ -92,14 +92,14 @@ class Figures:
             "device_migrations", "Kernels brought back to this device from another one", "device"
         )
         self.preemptions = self._counter(
-            "pool_preemptions", "Idle slices taken for somebody who waited"
+            "pool_preemptions", "Idle slices taken for a waiting kernel"
         )
         self.refusals = self._counter(
             "pool_refusals", "Requests, attaches and suspends refused", "what", "code"
         )
         self.lag = Histogram(
             f"{PREFIX}broker_loop_lag_seconds",
-            "How late the broker's event loop was, looked at every second",
+            "How late the broker's event loop was, measured every second",
             buckets=LAGS,
             registry=self.registry,
         )
@@ -307,7 +307,7 @@ _DEVICE = (
     ("capacity_bytes", "Memory that the pool can grant at most"),
     ("granted_bytes", "Memory granted to kernels"),
     ("free_bytes", "Memory that can be granted without taking anybody's slice"),
-    ("used_bytes", "Memory in use by anybody, as the driver says"),
+    ("used_bytes", "Memory in use by all processes, as the driver reports"),
     ("foreign_bytes", "Memory in use that no slice covers"),
     ("utilisation_ratio", "Part of the last sample period in which the device computed, 0 to 1"),
 )
@@ -343,7 +343,7 @@ def _sessions(view: PoolView) -> Iterator[Metric]:
         family.add_metric(labels, count)
     yield family
     yield _gauge("pool_queue_length", "Kernels that wait for a slice", waiting)
-    yield _gauge("pool_oldest_wait_seconds", "How long the oldest wait goes on already", oldest)
+    yield _gauge("pool_oldest_wait_seconds", "Age of the oldest wait", oldest)
 
 
 def _gauge(name: str, what: str, value: float | None, *labels: str) -> GaugeMetricFamily:

@@ -258,7 +258,7 @@ class HostRoom:
         try:
             levels = await self.read(lambda: self.host.levels(pid))
         except OSError as error:
-            return f"Host memory cannot be read now: {error}. It is tried again by itself."
+            return f"Host memory cannot be read now: {error}. The pool tries again by itself."
         # From here on nothing waits: two suspends that were read at once are counted in turn.
         tightest = min(levels, key=self._spare)
         if size and size > self._spare(tightest):
@@ -285,6 +285,6 @@ class HostRoom:
             )
         return (
             f"{format_bytes(size)} of GPU state has no room in host memory now: {level} has "
-            f"{format_bytes(level.free)} left, of which {kept}. It is tried again by itself; "
+            f"{format_bytes(level.free)} left, of which {kept}. The pool tries again by itself; "
             "free host memory there, or end kernels that are not needed."
         )

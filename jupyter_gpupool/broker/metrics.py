@@ -46,7 +46,7 @@ class Metrics:
                 self._open(settings.metrics_port)
             else:
                 self.close()
-                self._log.info("Metrics are not served any more")
+                self._log.info("Metrics are no longer served")
 
     def _open(self, port: int) -> None:
         from .figures import Figures

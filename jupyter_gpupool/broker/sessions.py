@@ -138,7 +138,7 @@ class Session:
             If this connection, session or user has too many of them already.
         """
         if connection.early is not None:
-            raise RefusedError("One message may wait for the launch.", code=Code.DUPLICATE)
+            raise RefusedError("Only one message may wait for the launch.", code=Code.DUPLICATE)
         if len(self.early) >= MAX_EARLY or connection.account.early >= MAX_EARLY_OF_USER:
             raise RefusedError(
                 f"The process of session {self.id} is not known yet, and too many messages wait "

@@ -99,7 +99,7 @@ def _build() -> _Parser:
             + ("" if one is drain else "; default: the whole pool"),
         )  # fmt: skip
     for one in (pause, drain):
-        one.add_argument("--reason", default="", metavar="TEXT", help="shown to those who wait")
+        one.add_argument("--reason", default="", metavar="TEXT", help="shown to waiting users")
 
     _add(commands, "list", "list the kernels that use the pool")
 

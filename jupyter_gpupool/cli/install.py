@@ -63,7 +63,7 @@ def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
         python = _fill(scratch / "new", wheels)
         found = interpreter.ask(str(python))
         if found.problem:
-            raise InstallError(f"The new environment does not serve: {found.problem}")
+            raise InstallError(f"The new environment does not work: {found.problem}")
         if target.exists():
             target.rename(scratch / "old")
         (scratch / "new").rename(target)

@@ -93,7 +93,7 @@ class _Overuse(Enum):  # type: ignore[type-arg]
         """Return ``value``, or say which one replaces it."""
         if value == "suspend":
             raise TraitError(
-                "'suspend' is not a value any more: a kernel that goes around the guard can take "
+                "'suspend' is no longer a value: a kernel that goes around the guard can take "
                 "the memory again. Write 'report', or 'end' to end such kernels."
             )
         return super().validate(obj, value)
@@ -173,7 +173,7 @@ class GPUPool(Configurable):
     )
     quotas = _option(
         Dict(),
-        "Limits per user; '*' is everybody who is not named. Of each user's kernels together: "
+        "Limits per user; '*' is every user who is not named. Of each user's kernels together: "
         "memory (granted device bytes), devices (GPUs), leases (kernels attached at once), "
         "suspended (host bytes of suspended state). What is left out has no limit.",
         unit="dict of user name to dict",
@@ -310,9 +310,9 @@ class GPUPool(Configurable):
     )
     overuse = _choice(
         OverusePolicy,
-        "What is done about a kernel that holds more device memory than it was granted, which "
-        "takes a program that goes around the guard, or no guard: 'report' logs it and shows it "
-        "in the status, 'end' ends the kernel.",
+        "What the pool does about a kernel that holds more device memory than it was granted, "
+        "which can happen only without the guard or if a program goes around it: 'report' logs "
+        "it and shows it in the status, 'end' ends the kernel.",
         example='overuse = "end"',
         trait=_Overuse,
     )

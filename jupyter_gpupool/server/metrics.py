@@ -41,13 +41,13 @@ WAIT = Histogram(
 )
 SUSPEND = Histogram(
     "jupyter_gpupool_suspend_seconds",
-    "Time of moving a kernel's state from a device to host memory",
+    "Time to move a kernel's state from a device to host memory",
     ["device"],
     buckets=_MOVES,
 )
 RESUME = Histogram(
     "jupyter_gpupool_resume_seconds",
-    "Time of bringing a kernel's state from host memory back to a device",
+    "Time to bring a kernel's state from host memory back to a device",
     ["device"],
     buckets=_MOVES,
 )

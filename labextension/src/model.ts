@@ -257,7 +257,7 @@ export class PoolModel implements IPoolModel {
     return [
       trans.__('The Jupyter server does not answer.'),
       this.live
-        ? trans.__('It is tried again by itself.')
+        ? trans.__('The pool tries again by itself.')
         : trans.__('Refresh to try again.')
     ];
   }

@@ -297,7 +297,7 @@ def test_a_suspend_leaves_the_reserve_of_the_control_group(broker, program):
     row = wait_until(lambda: broker.rows("refuse"), "the refusal")[-1]
     assert "control group /job has 650 MiB left, of which 512 MiB stays free" in row["reason"]
     assert one.state() == "idle"
-    assert "It is tried again by itself" in one.status()["stays_reason"]
+    assert "The pool tries again by itself" in one.status()["stays_reason"]
     in_group(broker, 700 * MiB)
     one.wait_state("detached", seconds=60)
     assert one.do("check") == 64 * MiB

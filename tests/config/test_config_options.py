@@ -217,7 +217,7 @@ def test_state_dir_of_a_user_and_of_root(monkeypatch, tmp_path):
         ("turn", 0.001, "0.001 is below 0.01, which is the least."),
         ("managed_memory", "deny", "'deny' is not allowed. It takes: 'refuse' or 'allow'."),
         ("overuse", "kill", "'kill' is not allowed. It takes: 'report' or 'end'."),
-        ("overuse", "suspend", ("'suspend' is not a value any more: a kernel that goes around the "
+        ("overuse", "suspend", ("'suspend' is no longer a value: a kernel that goes around the "
          "guard can take the memory again. Write 'report', or 'end' to end such kernels.")),
         ("max_swap_overhead", -1, ("-1 is not a share above 0 and below 1. Write 0.1 or '10%'.")),
         ("max_swap_overhead", 1, ("1 is not a share above 0 and below 1. Write 0.1 or '10%'.")),

@@ -95,6 +95,7 @@ def remaining(sheet: Sheet, shown: str) -> None:
     _by_module(sheet, source.c_sentences())
     flat = " ".join(shown.split())
     left = [s for s in source.python_sentences() if not _is_shown(s, shown, flat)]
+    left.sort(key=lambda s: _area(s.place))
     sheet.heading("What the codes of errors mean", "In docs/errors.md, for programs.")
     sheet.list([f"{code}: {code.about}" for code in Code])
     for area, group in groupby(left, key=lambda s: _area(s.place)):

@@ -18,9 +18,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "jupyter_gpupool"
 LABEXTENSION = ROOT / "labextension"
 
-#: Modules whose sentences no user or admin of the pool meets: they speak to its developers.
+#: Modules whose sentences no user or admin meets, and the one whose sentences have a chapter.
 INTERNAL = (
     "emulator/kernels.py",
+    "errors.py",
     "guard/_generate.py",
     "pool/invariants.py",
 )
@@ -28,7 +29,7 @@ INTERNAL = (
 #: Calls whose first argument is no prose.
 _NO_PROSE = ("compile", "match", "search", "sub", "fullmatch", "execute", "executescript")
 
-_SQL = re.compile(r"^\s*(SELECT|CREATE|INSERT|PRAGMA|UPDATE|DELETE|REPLACE)\b")
+_SQL = re.compile(r"^\s*(SELECT|CREATE|INSERT|PRAGMA|UPDATE|DELETE|REPLACE)\b|^(\w+, )+\w+$")
 _CODE = re.compile(r"^\s*(import |def |from \w+ import |<svg|<div|border-|/\*|static |#!)")
 _WORD = re.compile(r"""["'(`“]?[A-Za-z][A-Za-z'’-]*[,.;:?!)"'`”]*""")
 _HOLE = re.compile(r"<[^<>]*>|%[-.0-9]*[a-z%]|%[0-9]")

@@ -240,7 +240,7 @@ class DeviceEffects:
         if session is None:
             return
         obstacle = (
-            ("drain", "a process of it is on its way to its GPU")
+            ("drain", "one of its processes is moving to its GPU")
             if session.landing
             else await self._close_gate(session)
         )
@@ -371,7 +371,7 @@ class DeviceEffects:
     async def _ask(self, session: Session, epoch: int) -> tuple[bool, str]:
         """Return whether the agent gives the lease up, and why not."""
         if session.grace is not None:
-            return False, "its agent is being waited for"
+            return False, "the broker waits for its agent"
         agent = session.agent
         if agent is None or not agent.open:
             return True, ""
@@ -507,7 +507,7 @@ class DeviceEffects:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            self._runner.log.exception("An effect of session %s failed", name)
+            self._runner.log.exception("An action for session %s failed", name)
             if record is not None:
                 await self._recover(name, record, f"The broker failed ({error}); see its log.")
         finally:

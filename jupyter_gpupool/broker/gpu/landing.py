@@ -194,7 +194,7 @@ class Landings:
             home, target = known.get(name), self._runner.pool.device(piece.device)
             if home is None or target is None:
                 raise RefusedError(
-                    "The GPU on which it initialised CUDA is not in the pool any more.",
+                    "The GPU on which it initialised CUDA is no longer in the pool.",
                     code=Code.NOT_MOVED,
                     next_step="Start the process (or the kernel) again.",
                 )
@@ -215,7 +215,7 @@ class Landings:
                     f"{target.index}, and this driver does not move processes."
                 )
         if pairs and not problem and session.not_landed >= MOST_FAILED:
-            stay, problem = True, "The driver did not move it to the GPU of its slice before."
+            stay, problem = True, "An earlier attempt to move it to the GPU of its slice failed."
         return _Way(
             slots[0], [piece.device for piece in record.slices], tuple(seen),
             tuple(o for o, _ in pairs), tuple(t for _, t in pairs),

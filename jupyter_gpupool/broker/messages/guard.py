@@ -200,7 +200,9 @@ class Guards:
         if record is None or record.state == "ended":
             raise RefusedError(f"Session {session.id} has ended.", code=Code.UNKNOWN_SESSION)
         if len(session.guards) >= MAX_GUARDS:
-            raise RefusedError(f"{MAX_GUARDS} threads of the session wait.", code=Code.TOO_MANY)
+            raise RefusedError(
+                f"{MAX_GUARDS} threads of the session wait already.", code=Code.TOO_MANY
+            )
         if session.page is None:
             raise RefusedError(
                 "The page that this kernel shares with the broker is lost.",

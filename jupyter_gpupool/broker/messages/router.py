@@ -233,7 +233,7 @@ class Handlers:
             )
         if sum(1 for s in self.sessions if s.uid == peer.uid) >= self.max_sessions:
             raise RefusedError(
-                f"You have {self.max_sessions} sessions in this pool, and more are not allowed "
+                f"You have {self.max_sessions} sessions in this pool, the most for one user "
                 "(c.GPUPool.max_sessions_per_user).",
                 code=Code.TOO_MANY,
                 next_step="Shut down kernels that you do not need, or ask your administrator.",
@@ -428,7 +428,7 @@ class Handlers:
         if connection not in self._watchers:
             if connection.account.watchers >= MAX_WATCHERS:
                 raise RefusedError(
-                    f"{MAX_WATCHERS} connections of user id {connection.peer.uid} watch already.",
+                    f"User id {connection.peer.uid} already watches {MAX_WATCHERS} times.",
                     code=Code.TOO_MANY,
                 )
             connection.account.watchers += 1

@@ -487,6 +487,6 @@ def own_folder(path: Path, mode: int) -> Path:
     found = os.lstat(path)
     # Anybody may make a name in /dev/shm before us.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise PermissionError(f"{path} belongs to somebody else")
+        raise PermissionError(f"{path} belongs to another user")
     path.chmod(mode)
     return path

@@ -85,7 +85,7 @@ class TurnKeeper:
         try:
             contended = self._step()
         except Exception:
-            self._log.exception("The turns of compute shares are given up for now")
+            self._log.exception("Compute shares are not enforced for now")
             self.close()
             return
         self._quiet = 0 if contended else self._quiet + 1

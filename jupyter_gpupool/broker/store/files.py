@@ -200,7 +200,7 @@ def sweep(own: Path, log: logging.Logger, *, shared: Path = SHARED_MEMORY) -> No
     for dead in _dead_sockets(own, used, shared):
         removed += [path for path in _files_of(dead) if _remove(path)]
     if removed:
-        log.info("Removed what killed brokers have left: %s", ", ".join(map(str, removed)))
+        log.info("Removed what killed brokers left behind: %s", ", ".join(map(str, removed)))
 
 
 def _in_use() -> set[Path]:

@@ -116,7 +116,7 @@ def check_reach(
     if not pids or not places.isdisjoint(found):
         return
     # What is wrong, without what else one might do about a missing driver.
-    why = problem.partition(". ")[0].rstrip(".") or "The machine has other devices now"
+    why = problem.partition(". ")[0].rstrip(".") or "The devices of the machine have changed"
     many = f"{len(pids)} kernels" if len(pids) > 1 else "A kernel"
     driver = f"on c.GPUPool.emulate = {was!r}" if was else "on the machine's NVIDIA driver"
     raise OutOfReach(

@@ -224,8 +224,8 @@ class Dispatcher:
         owed = sum(connection.next_price() for connection, _ in account.waiting_reads)
         seconds = max(LOOK, round(account.reads.seconds_until(owed, now), 2))
         return RefusedError(
-            "Your processes ask the broker for more than it answers one user: this request waited "
-            f"{PATIENCE:g} s.",
+            "Your processes send the broker more requests than it serves one user: this one "
+            f"waited {PATIENCE:g} s.",
             code=Code.BUSY,
             next_step=f"Try again in {seconds:g} s, and less often.",
             details={"retry_after": seconds},

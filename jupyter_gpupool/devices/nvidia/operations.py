@@ -238,7 +238,7 @@ class Operation:
                     self.kept.insert(0, process)
                     self._kept_why = (
                         f"Process {process.pid} is not back on its GPU yet ({answer.message}); "
-                        "the driver has its state, and it is tried again."
+                        "the driver has its state, and the pool tries again."
                     )
                     continue
             if answer.value == "locked":
@@ -306,7 +306,7 @@ class Operation:
         try:
             after, free = await self._sampler.wait_freed(pids, before)
         except DriverError as error:
-            message = f"It is not verified that the memory is free. {error}"
+            message = f"Whether the memory is free could not be verified. {error}"
             return self._suspended("suspended", message, targets, freed_bytes(before, None, pids))
         message = ""
         if not free:
@@ -422,7 +422,7 @@ class Operation:
             return self._resumed(
                 "refused",
                 f"The driver did not resume process {process.pid} ({answer.message}), and has its "
-                "state still; it is tried again.",
+                "state still; the pool tries again.",
             )
         return self._resumed(
             "hung" if answer.outcome == "hung" else "failed",

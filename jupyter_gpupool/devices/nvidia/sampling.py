@@ -205,7 +205,7 @@ class Sampler:
             raise DriverError(
                 f"NVML did not answer: {error}",
                 code=Code.NVML,
-                next_step="It is asked again by a new process; nvidia-smi shows if it hangs.",
+                next_step="A new process asks again; nvidia-smi shows whether the driver hangs.",
             ) from None
 
     def _take(self, message: dict[str, Any]) -> None:

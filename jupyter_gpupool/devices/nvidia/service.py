@@ -561,7 +561,7 @@ class DeviceService:
         if gone:
             # It is safe where it is, in host memory; nothing can be said about its way back.
             return ResumeOutcome(
-                "no-room", f"Device {gone[0]}, from which it was suspended, is gone."
+                "no-room", f"Device {gone[0]}, from which it was suspended, is no longer there."
             )
 
         async def run(operation: Operation) -> ResumeOutcome:

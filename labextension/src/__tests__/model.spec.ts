@@ -95,7 +95,7 @@ describe('who needs it', () => {
     answer.status = 0;
     FakeSocket.one.drop();
     await frame();
-    expect(model.broker.nextStep).toBe('It is tried again by itself.');
+    expect(model.broker.nextStep).toBe('The pool tries again by itself.');
     services.end();
     await jest.advanceTimersByTimeAsync(LAST_LOOK + 20);
     expect(model.broker).toEqual({
