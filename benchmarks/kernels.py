@@ -17,9 +17,9 @@ from typing import Any
 from jupyter_client import KernelManager
 from traitlets.config import Config
 
-from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.emulation import library_dir, real_driver_present
+from jupyter_gpupool.starting import ensure_broker
 
 
 @contextmanager

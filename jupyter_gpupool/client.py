@@ -234,3 +234,65 @@ class Client:
             f"The GPU pool broker at {self.path} {what}.",
             next_step="CPU work goes on; see `jupyter gpupool doctor`.",
         )
+
+
+class ClientAgain:
+    """A connection that is made again, with the call under way, when the broker has died.
+
+    Every call made here may reach two brokers: ``open`` leaves a session that no process enters,
+    which the broker ends by itself, and the others may be repeated.
+
+    Parameters
+    ----------
+    find:
+        Returns the socket of a living broker; starts one that has died. Raises BrokerUnavailable.
+    timeout:
+        Seconds for one call, the starts of brokers included.
+    """
+
+    def __init__(self, find: Callable[[], Path], *, timeout: float) -> None:
+        self._find = find
+        self._timeout = timeout
+        self._client: Client | None = None
+        #: Where the broker is that answered last.
+        self.path: Path | None = None
+
+    def call(self, kind: str, /, **fields: Any) -> Message:
+        """Send a request and return its answer.
+
+        Raises
+        ------
+        RefusedError
+            If the broker answers with an error.
+        BrokerUnavailable
+            If no broker can be started, or none lives long enough to answer.
+        """
+        give_up = time.monotonic() + self._timeout
+        while True:
+            client = self._client
+            if client is None:
+                client = self._connect(give_up)
+            try:
+                return client.call(kind, **fields)
+            except BrokerUnavailable:
+                # A broker that lives and is silent would be as silent again.
+                if not client.closed or time.monotonic() > give_up:
+                    raise
+                self.close()
+
+    def close(self) -> None:
+        """End the connection. The next call makes another."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _connect(self, give_up: float) -> Client:
+        while True:
+            self.path = self._find()
+            try:
+                self._client = Client(self.path)
+                return self._client
+            except BrokerUnavailable as error:
+                # It died after it was found.
+                if error.code == Code.BAD_SOCKET or time.monotonic() > give_up:
+                    raise

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from . import timeline
-from .autostart import ensure_broker
 from .client import Client
 from .emulation import real_driver_present
 from .endpoint import SOCKET_VARIABLE
 from .errors import Code, GPUPoolError
+from .starting import ensure_broker
 from .units import format_bytes
 
 KERNEL_NAME = "gpupool-python3"

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from .launch import IPYKERNEL_LAUNCHER
-from .launcher import become
+from .launcher import IPYKERNEL_LAUNCHER, become
 
 
 def main() -> None:

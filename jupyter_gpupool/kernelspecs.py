@@ -21,7 +21,7 @@ from typing import Any
 from jupyter_client.kernelspec import KernelSpecManager
 
 from .errors import Code, GPUPoolError
-from .launch import LAUNCHER
+from .launcher import LAUNCHER
 from .text import did_you_mean
 
 PROVISIONER = "gpupool-provisioner"

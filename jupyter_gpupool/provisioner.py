@@ -24,25 +24,24 @@ from jupyter_client.provisioning import LocalProvisioner
 from tornado.web import HTTPError
 from traitlets import Int, TraitError, TraitType, Unicode
 
-from .again import ClientAgain
-from .autostart import ensure_broker
-from .client import Client
+from .client import Client, ClientAgain
 from .config import load_settings
 from .config.differences import not_logged, notice
 from .endpoint import SOCKET_VARIABLE, check_socket
 from .errors import ConfigError, GPUPoolError, RefusedError
 from .guard.install import without_guard
-from .launch import (
+from .launcher import (
     NOTICE_VARIABLE,
     OPENED_VARIABLE,
-    POLICIES,
     check_options,
     enter_session,
     has_launcher,
     kernel_command,
     runs_ipykernel,
 )
-from .starting import answers, revive
+from .starting import answers, ensure_broker, revive
+from .startrecord import START_TIMEOUT
+from .states import POLICIES
 from .text import did_you_mean
 from .units import format_bytes, parse_bytes
 
@@ -291,7 +290,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
                 next_step=did_you_mean(self.attach, POLICIES),
             )
         # Kept until the kernel is launched: if this server dies before, so does the session.
-        self._client = ClientAgain(self._find_broker)
+        self._client = ClientAgain(self._find_broker, timeout=START_TIMEOUT)
         try:
             answer = self._client.call(
                 "open",

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The states of a session, which every part speaks of. Standard library only (kernels use it)."""
+"""The states and the attach policies of a session. Standard library only (kernels use it)."""
 
 from __future__ import annotations
 
@@ -18,3 +18,9 @@ HAS_LEASE: frozenset[State] = frozenset({"attaching", "active", "idle", "detachi
 
 #: The session may use its slice now.
 ATTACHED: frozenset[State] = frozenset({"active", "idle"})
+
+#: How a session gets its slice: at the first CUDA call (needs the guard), when a cell starts,
+#: or only when the user asks with ``%gpu attach``.
+AttachPolicy = Literal["lazy", "cell", "manual"]
+
+POLICIES: tuple[AttachPolicy, ...] = get_args(AttachPolicy)

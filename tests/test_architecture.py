@@ -23,34 +23,29 @@ ALLOWED: dict[str, str] = {
     "procfs": "",
     "endpoint": "machine",
     "compiling": "",
-    "fields": "",
-    "protocol": "fields",
+    "protocol": "",
     "client": "endpoint protocol",
     "pool": "",
     "guard": "compiling",
     "config": "emulation endpoint guard machine pool.model",
     "devices": "guard pool.model pool.attribution procfs",
     "startrecord": "endpoint machine",
-    "recordcopy": "endpoint machine startrecord",
-    "starting": "__init__ client endpoint guard recordcopy startrecord",
+    "starting": "__init__ client endpoint guard startrecord",
     "broker": "__init__ config devices emulation endpoint guard machine pool procfs "
-    "protocol recordcopy starting startrecord",
-    "autostart": "__init__ endpoint starting startrecord",
-    "kernel": "__init__ client endpoint guard.page protocol recordcopy startrecord",
-    "launch": "endpoint guard recordcopy",
-    "again": "client protocol startrecord",
-    "launcher": "again autostart config endpoint guard launch starting",
-    "ipykernel_launcher": "launch launcher",
-    "provisioner": "__init__ again autostart client config endpoint guard kernelspecs "
-    "launch protocol starting startrecord",
+    "protocol starting startrecord",
+    "kernel": "__init__ client endpoint guard.page protocol startrecord",
+    "launcher": "client config endpoint guard starting startrecord",
+    "ipykernel_launcher": "launcher",
+    "provisioner": "__init__ client config endpoint guard kernelspecs "
+    "launcher protocol starting startrecord",
     # emulation: whether a machine is emulated, and has a driver, is known without a broker.
-    "server": "__init__ client config emulation endpoint protocol recordcopy starting startrecord",
-    "kernelspecs": "launch",
+    "server": "__init__ client config emulation endpoint protocol starting startrecord",
+    "kernelspecs": "launcher",
     "emulation": "",
-    "demo": "__init__ autostart client emulation endpoint timeline",
+    "demo": "__init__ client emulation endpoint starting timeline",
     "timeline": "",
-    "cli": "__init__ autostart broker client config demo devices emulation endpoint guard "
-    "kernelspecs launch protocol provisioner recordcopy starting startrecord timeline",
+    "cli": "__init__ broker client config demo devices emulation endpoint guard "
+    "kernelspecs launcher protocol provisioner starting startrecord timeline",
 }
 
 #: The only third-party packages a part may name; a part that is not here may name none.
@@ -58,7 +53,6 @@ THIRD_PARTY = {
     "config": {"traitlets", "jupyter_core"},
     "devices": {"pynvml", "cuda"},
     "broker": {"prometheus_client", "tornado", "traitlets", "jupyter_core"},
-    "autostart": {"traitlets"},
     "kernel": {"IPython", "traitlets", "ipykernel"},
     "provisioner": {"jupyter_client", "tornado", "traitlets"},
     "server": {

@@ -38,14 +38,16 @@ from ..machine import boot_id, machine_id
 from ..pool import events as e
 from ..pool.machine import Pool
 from ..pool.model import Device
-from ..recordcopy import copy_path, remove_copy, write_copy
 from ..starting import broker_environment
 from ..startrecord import (
     BadRecord,
     StartRecord,
     change_record,
+    copy_path,
     read_record,
+    remove_copy,
     remove_record,
+    write_copy,
     write_record,
 )
 from ..units import format_bytes

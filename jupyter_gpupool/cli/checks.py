@@ -415,7 +415,7 @@ def stanzas() -> list[Finding]:
     from traitlets import TraitError
 
     from ..kernelspecs import list_pooled
-    from ..launch import check_options
+    from ..launcher import check_options
     from ..provisioner import GPUPoolProvisioner
 
     found = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 
 from .. import kernelspecs
-from ..launch import kernel_command, runs_ipykernel
+from ..launcher import kernel_command, runs_ipykernel
 
 
 def show_list() -> int:

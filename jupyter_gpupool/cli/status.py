@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence, TextIO
 
-from .. import recordcopy, starting, startrecord
+from .. import starting, startrecord
 from ..client import Client
 from ..config import load_settings
 from ..config.differences import notice
@@ -76,7 +76,7 @@ def _connect(path: Path) -> Client:
                 next_step="It is the machine's: the service manager starts it again, and cells "
                 "that need a GPU wait until then. If it stays away: systemctl status gpupool.",
             ) from None
-        if not startrecord.can_revive(path) and not recordcopy.can_restore(path):
+        if not startrecord.can_revive(path) and not startrecord.can_restore(path):
             raise
     print("The GPU pool's broker has died; starting it again.", file=sys.stderr)
     starting.revive(path)

@@ -13,7 +13,8 @@ from traitlets import Any as AnyTrait
 from traitlets import Bool, Dict, Enum, Int, List, TraitError, TraitType, Unicode, validate
 from traitlets.config import Configurable
 
-from ..pool.model import AttachPolicy, PoolSettings
+from ..pool.model import PoolSettings
+from ..states import AttachPolicy
 from ..text import did_you_mean, one_of
 from ..units import format_bytes
 from .reading import (

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, Mapping, NoReturn
 
 from ..errors import ConfigError
-from ..pool.model import AttachPolicy, PoolSettings
+from ..pool.model import PoolSettings
+from ..states import AttachPolicy
 from .reading import HostReserve
 
 #: Fills ``c.GPUPool.emulate`` where no configuration sets it.

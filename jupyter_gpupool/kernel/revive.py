@@ -17,11 +17,12 @@ from typing import Mapping
 
 from ..endpoint import is_machine_path
 from ..errors import BrokerUnavailable, Code, GPUPoolError
-from ..recordcopy import COPY_VARIABLE, can_restore
 from ..startrecord import (
+    COPY_VARIABLE,
     REVIVE_VARIABLE,
     START_TIMEOUT,
     being_started,
+    can_restore,
     can_revive,
     log_path,
     read_failures,

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Mapping
 
 from ..errors import Code
-from ..states import State
+from ..states import AttachPolicy, State
 from .model import (
-    AttachPolicy,
     Device,
     Hold,
     HoldKind,

@@ -27,9 +27,8 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Iterable, Iterator, Sequence
 
-from ..states import ATTACHED, State
+from ..states import ATTACHED, AttachPolicy, State
 from .model import (
-    AttachPolicy,
     Device,
     DeviceView,
     Hold,

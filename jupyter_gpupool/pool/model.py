@@ -12,15 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Mapping
 
 from ..errors import Code
-from ..states import State
+from ..states import AttachPolicy, State
 from .residence import ResidenceRule
 
 MiB = 1 << 20
 GiB = 1 << 30
-
-#: How a session gets its slice: at the first CUDA call (needs the guard), when a cell starts,
-#: or only when the user asks with ``%gpu attach``.
-AttachPolicy = Literal["lazy", "cell", "manual"]
 
 #: What enforces a slice on a device; see the security page of the documentation.
 Tier = Literal["driver", "guarded", "unguarded", "mps", "mig", "none"]

@@ -14,7 +14,7 @@ from typing import Any
 from jupyter_server.extension.application import ExtensionApp
 from traitlets import Float
 
-from .. import recordcopy, starting, startrecord
+from .. import starting, startrecord
 from ..config.differences import not_logged, notice
 from ..endpoint import find_socket
 from . import handlers, page, stream
@@ -142,8 +142,8 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     async def _revive(self) -> None:
         """Start a broker that has died again; called by the watch."""
         path = self._find()
-        copy = str(recordcopy.copy_path(Path(self._journal))) if self._journal else ""
-        if startrecord.can_revive(path) or recordcopy.can_restore(path, copy):
+        copy = str(startrecord.copy_path(Path(self._journal))) if self._journal else ""
+        if startrecord.can_revive(path) or startrecord.can_restore(path, copy):
             loop = asyncio.get_running_loop()
             if await loop.run_in_executor(None, partial(starting.revive, path, copy=copy)):
                 self.log.warning("GPU pool: the broker had died and was started again")

@@ -13,7 +13,7 @@ from contextlib import closing
 import pytest
 
 from jupyter_gpupool import starting
-from jupyter_gpupool.again import ClientAgain
+from jupyter_gpupool.client import ClientAgain
 from jupyter_gpupool.errors import BrokerUnavailable
 
 from .kit import wait_until

@@ -17,10 +17,10 @@ from traitlets.config import Config
 from traitlets.config.loader import KVArgParseConfigLoader
 
 from jupyter_gpupool import starting
-from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import BrokerUnavailable, RefusedError
 from jupyter_gpupool.procfs import identify
+from jupyter_gpupool.starting import ensure_broker
 
 from . import kit
 from .kit import BIG, MACHINE, Kernel, MiB, wait_until
@@ -89,7 +89,7 @@ def test_it_starts_once_and_is_found_again(clean):
 @pytest.mark.parametrize("starters", [8, pytest.param(20, marks=pytest.mark.long)])
 def test_many_at_once_start_one(clean, starters):
     script = (
-        "import json, sys; from jupyter_gpupool.autostart import ensure_broker;"
+        "import json, sys; from jupyter_gpupool.starting import ensure_broker;"
         "from jupyter_gpupool.client import Client;"
         "path = ensure_broker(json.loads(sys.argv[1]));"
         "print(Client(path).call('status')['pid'])"

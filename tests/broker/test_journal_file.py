@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpupool import endpoint, machine
-from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.broker.store import journal as module
 from jupyter_gpupool.broker.store import journal_file
 from jupyter_gpupool.broker.store.journal import Journal, JournalUnusable, Row
 from jupyter_gpupool.broker.store.journal_file import JournalLock, take_over
 from jupyter_gpupool.errors import BrokerUnavailable
+from jupyter_gpupool.starting import ensure_broker
 
 from . import kit
 from .kit import Kernel, journal_rows

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool import recordcopy, starting, startrecord
-from jupyter_gpupool.autostart import ensure_broker
+from jupyter_gpupool import starting, startrecord
 from jupyter_gpupool.broker.pages.control import SHARED_MEMORY, folder_name
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.guard import page as layout
 from jupyter_gpupool.procfs import identify
-from jupyter_gpupool.recordcopy import kernel_environment
+from jupyter_gpupool.starting import ensure_broker
+from jupyter_gpupool.startrecord import kernel_environment
 
 from . import kit
 from .guardkit import Guarded, GuardedBroker
@@ -181,7 +181,7 @@ def test_folder_of_a_broker_that_has_just_died_is_made_again(broker, program, th
     kit.remove(broker.socket.parent)
     kit.remove(SHARED_MEMORY / folder_name(broker.socket))
     assert not starting.revive(broker.socket)  # of no usual place: nobody says where
-    copy = env[recordcopy.COPY_VARIABLE]
+    copy = env[startrecord.COPY_VARIABLE]
     if there:
         assert starting.revive(broker.socket, copy=copy)
     else:
@@ -198,16 +198,16 @@ def test_folder_of_a_broker_that_has_just_died_is_made_again(broker, program, th
 
 
 def test_folder_that_cannot_be_made_again_is_not_waited_for(broker):
-    copy = kernel_environment(broker.socket)[recordcopy.COPY_VARIABLE]
+    copy = kernel_environment(broker.socket)[startrecord.COPY_VARIABLE]
     with_pid(broker.status()["pid"])
-    assert recordcopy.can_restore(broker.socket, copy)
+    assert startrecord.can_restore(broker.socket, copy)
     kit.remove(broker.folder / "run")  # as /run/user/UID, which only the login manager makes
-    assert not recordcopy.can_restore(broker.socket, copy)
+    assert not startrecord.can_restore(broker.socket, copy)
     assert not starting.revive(broker.socket, copy=copy)
 
 
 def test_living_broker_whose_files_were_deleted_is_not_started_a_second_time(broker):
-    copy = kernel_environment(broker.socket)[recordcopy.COPY_VARIABLE]
+    copy = kernel_environment(broker.socket)[startrecord.COPY_VARIABLE]
     pid = broker.status()["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -220,7 +220,7 @@ def test_living_broker_whose_files_were_deleted_is_not_started_a_second_time(bro
 
 
 def test_copy_of_the_start_record_is_put_back_and_goes_with_the_broker(broker):
-    copy = Path(kernel_environment(broker.socket)[recordcopy.COPY_VARIABLE])
+    copy = Path(kernel_environment(broker.socket)[startrecord.COPY_VARIABLE])
     copy.unlink()
     wait_until(copy.exists, "the copy")
     assert startrecord.read_record_file(copy) == startrecord.read_record(broker.socket)

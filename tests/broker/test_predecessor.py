@@ -12,10 +12,10 @@ import shutil
 import pytest
 
 from jupyter_gpupool import startrecord
-from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.broker.pages.control import SHARED_MEMORY, folder_name
 from jupyter_gpupool.errors import BrokerUnavailable
 from jupyter_gpupool.guard import page as layout
+from jupyter_gpupool.starting import ensure_broker
 
 from . import kit
 from .guardkit import Guarded, GuardedBroker

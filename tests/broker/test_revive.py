@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from jupyter_gpupool import starting, startrecord
-from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import BrokerUnavailable
+from jupyter_gpupool.starting import ensure_broker
 
 from .kit import MACHINE, wait_until
 from .test_autostart import with_pid

@@ -17,7 +17,7 @@ from jupyter_gpupool.config import GPUPool
 from jupyter_gpupool.config.reading import QUOTA_KEYS
 from jupyter_gpupool.kernel.command import SUBCOMMANDS
 from jupyter_gpupool.kernelspecs import PROVISIONER
-from jupyter_gpupool.launch import OPTIONS
+from jupyter_gpupool.launcher import OPTIONS
 from jupyter_gpupool.pool.transitions import TRANSITIONS
 
 ROOT = Path(__file__).parents[2]

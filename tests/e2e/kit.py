@@ -26,11 +26,11 @@ from typing import Any, Callable
 import psutil
 import pytest
 
-from jupyter_gpupool import recordcopy, startrecord
-from jupyter_gpupool.autostart import ensure_broker
+from jupyter_gpupool import startrecord
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import BrokerUnavailable
 from jupyter_gpupool.guard.install import without_guard
+from jupyter_gpupool.starting import ensure_broker
 
 KERNEL_NAME = "gpupool-python3"
 MiB = 1 << 20
@@ -375,7 +375,7 @@ class Pool:
         if for_good:
             record = startrecord.read_record(self.socket)
             assert record is not None, "the broker has written how it was started"
-            recordcopy.remove_copy(record.journal)
+            startrecord.remove_copy(record.journal)
             startrecord.remove_record(self.socket)
         process = psutil.Process(self.status()["pid"])
         process.kill()

@@ -16,8 +16,8 @@ from harness import Kernel, private_connection_file
 from jupyter_client import KernelManager
 from traitlets.config import Config
 
-from jupyter_gpupool.autostart import ensure_broker
 from jupyter_gpupool.client import Client
+from jupyter_gpupool.starting import ensure_broker
 
 GiB = 1 << 30
 MiB = 1 << 20

@@ -12,9 +12,8 @@ import pytest
 from jupyter_gpupool import startrecord
 from jupyter_gpupool.errors import BrokerUnavailable
 from jupyter_gpupool.kernel.revive import GRACE, Reviver
-from jupyter_gpupool.recordcopy import COPY_VARIABLE
 from jupyter_gpupool.starting import only_one
-from jupyter_gpupool.startrecord import ATTEMPTS, REVIVE_VARIABLE, START_TIMEOUT
+from jupyter_gpupool.startrecord import ATTEMPTS, COPY_VARIABLE, REVIVE_VARIABLE, START_TIMEOUT
 
 AWAY = BrokerUnavailable("No GPU pool broker listens.", code="no-broker")
 

@@ -22,7 +22,7 @@ from test_provisioner import SESSION_GUARD, environ
 from jupyter_gpupool.errors import RefusedError
 from jupyter_gpupool.guard.install import hide_devices, without_guard
 from jupyter_gpupool.kernelspecs import wrap
-from jupyter_gpupool.launch import IPYKERNEL_LAUNCHER, LAUNCHER, has_launcher, kernel_command
+from jupyter_gpupool.launcher import IPYKERNEL_LAUNCHER, LAUNCHER, has_launcher, kernel_command
 from tests.plain_client import SHIPPED, PlainKernel
 
 

@@ -18,9 +18,9 @@ from jupyter_client import AsyncKernelManager, KernelManager
 from scripted_broker import DEVICE, GiB, ScriptedBroker
 from traitlets.config import Config
 
-from jupyter_gpupool import launch
+from jupyter_gpupool import launcher
 from jupyter_gpupool.errors import GPUPoolError, RefusedError
-from jupyter_gpupool.launch import agent_folder, merge_environment, runs_ipykernel
+from jupyter_gpupool.launcher import agent_folder, merge_environment, runs_ipykernel
 from jupyter_gpupool.provisioner import GPUPoolProvisioner, KernelNotStarted
 
 
@@ -371,7 +371,7 @@ def test_which_commands_are_ipykernels() -> None:
 
 
 def test_the_agents_folder_must_be_private(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(launch, "user_runtime_dir", lambda: tmp_path / "gpupool")
+    monkeypatch.setattr(launcher, "user_runtime_dir", lambda: tmp_path / "gpupool")
     folder = agent_folder()
     assert (folder / "jupyter_gpupool" / "kernel" / "cells.py").exists()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -386,7 +386,7 @@ def test_the_agents_folder_must_be_private(tmp_path: Path, monkeypatch: Any) -> 
 
 def test_every_option_is_described() -> None:
     options = GPUPoolProvisioner.class_own_traits(config=True)
-    assert set(options) == set(launch.OPTIONS)
+    assert set(options) == set(launcher.OPTIONS)
     for trait in options.values():
         assert "Example:" in trait.help
 

@@ -9,14 +9,15 @@ import logging
 import os
 import sqlite3
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Mapping, get_args
+from typing import TYPE_CHECKING, Callable, Mapping
 
 from ...config.settings import usable_attach
 from ...errors import Code, RefusedError
 from ...pool import events as e
 from ...pool.limits import blame_default, default_request, fit_unasked
-from ...pool.model import AttachPolicy, Refusal
+from ...pool.model import Refusal
 from ...protocol import READS, VERSION, Message, encode
+from ...states import POLICIES, AttachPolicy
 from .. import processes
 from ..lives import Lives
 from ..pages.control import Pages, environment
@@ -48,8 +49,6 @@ MAX_WATCHERS = 64
 
 #: Messages by which a session's own processes first speak.
 _OF_PROCESSES = frozenset({"hello", "attach", "grow"})
-
-_POLICIES = frozenset(get_args(AttachPolicy))
 
 
 class Handlers:
@@ -240,7 +239,7 @@ class Handlers:
                 details={"allowed": self.max_sessions},
             )
         attach = message.get("attach") or self.attach
-        if attach not in _POLICIES:
+        if attach not in POLICIES:
             raise RefusedError(
                 f"There is no attach policy {attach[:40]!r}; there are cell, manual and lazy.",
                 code=Code.BAD_REQUEST,
