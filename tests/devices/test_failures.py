@@ -73,7 +73,7 @@ async def test_a_worker_killed_in_mid_resume_loses_nothing(emulated):
         task = asyncio.create_task(
             service.resume(target.root, [uuid], [uuid], session=SESSION, need=outcome.freed)
         )
-        os.kill(await answer_started(service, uuid, "restore"), signal.SIGKILL)
+        os.kill(await answer_started(service, uuid, "bring_back"), signal.SIGKILL)
         resumed = await task
         assert resumed.status == "resumed", resumed.message
         assert await target.do("digest", 1) == digest

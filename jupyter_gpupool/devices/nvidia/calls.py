@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, Mapping, Sequence
 
 from ... import procfs
 from ...errors import DriverError
@@ -42,6 +42,9 @@ _STATES = {
     "restore": ("checkpointed", "locked"),
     "unlock": ("locked", "running"),
 }
+
+#: States in which a transfer is under way.
+_COPYING = ("checkpointing", "restoring")
 
 #: Code of an answer that the parent made up: the worker was lost, and the call had no effect.
 LOST = "WORKER_LOST"
@@ -105,6 +108,10 @@ class SessionCalls:
         self.cuda: bool | None = False
         #: Every process of the session that was seen.
         self.pids: set[int] = set()
+        #: Answers of :meth:`bring_back` that :meth:`call` has not returned yet.
+        self._made: dict[tuple[str, ProcessId], Answer] = {}
+        #: How the worker was lost in the middle of :meth:`bring_back`.
+        self._lost: ChildLost | DriverError | None = None
 
     @property
     def copy_timeout(self) -> float:
@@ -150,6 +157,9 @@ class SessionCalls:
         except (ChildLost, DriverError) as error:
             text = f"The processes of the session cannot be listed: {error}"
             raise Refused("drain", text) from None
+        return [process for process, _ in self._found(answer)]
+
+    def _found(self, answer: Mapping[str, Any]) -> list[tuple[ProcessId, Mapping[str, Any]]]:
         if answer["root"] == "gone":
             raise Refused("gone", checkpoint.absent(self._root, "gone"))
         found = []
@@ -160,13 +170,42 @@ class SessionCalls:
             process = ProcessId(**member["process"])
             if member["presence"] == "stopped":
                 raise Refused("drain", checkpoint.absent(process, "stopped"))
-            found.append(process)
+            found.append((process, member))
         return found
 
-    async def probe(self, process: ProcessId) -> str:
-        """Return the driver's state of a process, empty if it has no CUDA context."""
+    async def look(self) -> dict[ProcessId, str]:
+        """Return what :meth:`probe` does for each process of :meth:`members`, in that order.
+
+        The worker is asked once. If it is lost over that, each process is asked by itself, which
+        tells the one that does not answer from the others.
+        """
         patience = min(self.patience, self._call_timeout)
-        answer = await self._query("thread", process, patience)
+        fields = {"root": _wire(self._root), "session": self._session}
+        try:
+            if not self._alone:
+                answer = await self._worker.ask("look", patience, **fields)
+                found = self._found(answer)
+                return {process: await self._probed(process, member) for process, member in found}
+        except (ChildLost, DriverError):
+            pass
+        return {process: await self.probe(process) for process in await self.members()}
+
+    async def _probed(self, process: ProcessId, member: Mapping[str, Any]) -> str:
+        if "state" not in member:  # it has been continued or has ended since
+            return await self.probe(process)
+        return await self.probe(
+            process, thread=self._count(member["thread"]), state=self._count(member["state"])
+        )
+
+    async def probe(
+        self, process: ProcessId, *, thread: Answer | None = None, state: Answer | None = None
+    ) -> str:
+        """Return the driver's state of a process, empty if it has no CUDA context.
+
+        ``thread`` and ``state`` are answers that the driver has just given.
+        """
+        patience = min(self.patience, self._call_timeout)
+        answer = thread or await self._query("thread", process, patience)
         if answer.outcome == "gone":
             return ""
         if answer.outcome in ("stopped", "hung"):
@@ -174,7 +213,9 @@ class SessionCalls:
         context = answer.outcome == "ok" and int(answer.value or 0) > 0
         if answer.outcome == "refused" and answer.code not in _NO_CONTEXT:
             raise self.refusal(process, answer)
-        answer = await self.state(process, patience)
+        answer = state or await self.state(process, patience)
+        if answer.value in _COPYING:
+            answer = await self.state(process, patience)
         if answer.outcome in ("stopped", "hung"):
             raise Refused("drain", answer.message)
         if answer.outcome == "refused" and context:
@@ -199,7 +240,7 @@ class SessionCalls:
         deadline = time.monotonic() + patience
         while True:
             answer = await self._query("state", process, patience)
-            if answer.value not in ("checkpointing", "restoring"):
+            if answer.value not in _COPYING:
                 return answer
             if time.monotonic() >= deadline:
                 return Answer("hung", message=f"Process {process.pid} stays {answer.value}.")
@@ -215,29 +256,63 @@ class SessionCalls:
             return Answer(there, message=checkpoint.absent(process, there))
         return Answer("hung", message=f"Process {process.pid} does not answer: {message}")
 
+    async def bring_back(
+        self,
+        suspended: Sequence[ProcessId],
+        locked: Sequence[ProcessId],
+        mapping: Mapping[str, str] | None,
+    ) -> None:
+        """Restore and then unlock processes with one message; :meth:`call` returns the answers.
+
+        The worker stops at the first call that does not succeed. Those that it has not made are
+        made by :meth:`call`, as if nothing had been.
+        """
+        calls = len(suspended) + len(locked)
+        timeout = self._copy_timeout + self._call_timeout * (calls - 1)
+        try:
+            answer = await self._worker.call(
+                "bring_back",
+                timeout,
+                suspended=[_wire(process) for process in suspended],
+                locked=[_wire(process) for process in locked],
+                mapping=mapping,
+            )
+        except (ChildLost, DriverError) as error:
+            self._lost = error
+            return
+        for made in answer["answers"]:
+            key = made["op"], ProcessId(**made["process"])
+            self._made[key] = self._count(made["answer"])
+
     async def call(self, op: str, process: ProcessId, **fields: Any) -> Answer:
         """Make a call that changes the process; if its worker is lost, settle what came of it."""
+        if (op, process) in self._made:
+            return self._made.pop((op, process))
         timeout = self._copy_timeout
         if op == "lock":
             timeout = self.lock_timeout + min(LOCK_GRACE, self._call_timeout)
         before, after = _STATES[op]
         deadline = time.monotonic() + self._call_timeout
+        lost = self._lost
         while True:
-            try:
-                answer = await self._worker.call(op, timeout, process=_wire(process), **fields)
-                return self._count(answer)
-            except (ChildLost, DriverError) as error:
-                now = await self._outcome(op, process)
-                if now.outcome != "ok":
-                    return now
-                if now.value == after:
-                    return Answer("ok", value=after)
-                died = isinstance(error, ChildLost) and not error.hung
-                again = now.value == before and (died or op == "unlock")
-                if not again or time.monotonic() >= deadline:
-                    return Answer("refused", LOST, f"The driver did not answer: {error}", now.value)
-                # The driver never heard of it; and an unlock may be repeated.
-                await asyncio.sleep(RETRY_PAUSE)
+            if lost is None:
+                try:
+                    answer = await self._worker.call(op, timeout, process=_wire(process), **fields)
+                    return self._count(answer)
+                except (ChildLost, DriverError) as error:
+                    lost = error
+            now = await self._outcome(op, process)
+            if now.outcome != "ok":
+                return now
+            if now.value == after or (op == "restore" and now.value == "running"):
+                return Answer("ok", value=after)
+            died = isinstance(lost, ChildLost) and not lost.hung
+            again = now.value == before and (died or op == "unlock")
+            if not again or time.monotonic() >= deadline:
+                return Answer("refused", LOST, f"The driver did not answer: {lost}", now.value)
+            # The driver never heard of it; and an unlock may be repeated.
+            lost = None
+            await asyncio.sleep(RETRY_PAUSE)
 
     async def _outcome(self, op: str, process: ProcessId) -> Answer:
         """Return the state after a call whose worker is lost, as soon as the driver tells it.

@@ -343,21 +343,23 @@ class Operation:
         mapping = complete_mapping((*origin,), (*devices,), (*everything,))
         self._calls.allow_copy(sum(need.values()))
         self._calls.patience = PATIENCE
-        try:
-            members = await self._calls.members()
-            states = {process: await self._calls.probe(process) for process in reversed(members)}
-        except Refused as refused:
-            if refused.status == "gone":
-                return self._resumed("gone", refused.message)
-            return self._resumed("no-room", refused.message)
+        # Two children answer at the same time: the room is reserved for this session.
+        found, problem = await asyncio.gather(self._look(), self._no_room(need))
+        if isinstance(found, Refused):
+            if found.status == "gone":
+                return self._resumed("gone", found.message)
+            return self._resumed("no-room", found.message)
+        states = dict(reversed(found.items()))  # parents first
         lost = [process.pid for process, state in states.items() if state == "failed"]
         if lost:
             return self._resumed("failed", f"The driver has lost the state of process {lost[0]}.")
         suspended = [process for process, state in states.items() if state == "checkpointed"]
-        if suspended:
-            problem = await self._no_room(need)
-            if problem:
-                return self._resumed("no-room", problem)
+        if suspended and problem:
+            return self._resumed("no-room", problem)
+        held = [p for p, state in states.items() if state in ("checkpointed", "locked")]
+        if held:
+            with self._sampler.copying(self._calls.copy_timeout):
+                await self._calls.bring_back(suspended, held, mapping)
         for process in suspended:
             answer = await self._copy("restore", process, mapping=mapping)
             if _over(answer):
@@ -369,9 +371,7 @@ class Operation:
             if answer.outcome != "ok" and not (answer.code != LOST and answer.value == "locked"):
                 return await self._not_restored(process, answer, moves=mapping is not None)
             self.touched.append(process)
-        for process, state in states.items():
-            if state not in ("checkpointed", "locked"):
-                continue
+        for process in held:
             answer = await self._calls.call("unlock", process)
             if answer.outcome == "stopped":
                 # Its memory is back; it only cannot be told before it goes on.
@@ -384,6 +384,12 @@ class Operation:
         if procfs.ending(self._root):
             return self._resumed("gone", checkpoint.absent(self._root, "gone"))
         return self._resumed("resumed", "")
+
+    async def _look(self) -> dict[ProcessId, str] | Refused:
+        try:
+            return await self._calls.look()
+        except Refused as refused:
+            return refused
 
     async def _no_room(self, need: Mapping[str, int]) -> str:
         """Return why a restore must not be tried now; it is fatal without room."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from ... import procfs
@@ -55,6 +56,32 @@ def thread(process: dict[str, int]) -> dict[str, Any]:
     return checkpoint.thread(ProcessId(**process)).to_wire()
 
 
+def look(finder: Finder, root: dict[str, int], session: str) -> dict[str, Any]:
+    """Return what ``find`` does, with the driver's thread and state of each process."""
+    found = finder.find(root, session, again=False)
+    for member in found["members"]:
+        if member["libcuda"] is not False and member["presence"] == "alive":
+            member["thread"], member["state"] = thread(member["process"]), state(member["process"])
+    return found
+
+
+def bring_back(
+    suspended: list[dict[str, int]], locked: list[dict[str, int]], mapping: dict[str, str] | None
+) -> dict[str, Any]:
+    """Restore and then unlock processes, up to the first call that does not succeed."""
+    answers: list[dict[str, Any]] = []
+    calls = [
+        *(("restore", process) for process in suspended),
+        *(("unlock", process) for process in locked),
+    ]
+    for op, process in calls:
+        answer = restore(process, mapping) if op == "restore" else unlock(process)
+        answers.append({"op": op, "process": process, "answer": answer})
+        if answer["outcome"] != "ok":
+            break
+    return {"answers": answers}
+
+
 def lock(process: dict[str, int], drain: float) -> dict[str, Any]:
     """Lock a process whose work may take ``drain`` seconds more."""
     return checkpoint.lock(ProcessId(**process), drain).to_wire()
@@ -85,8 +112,11 @@ def main() -> None:
         emit(out, {"event": "ready", "problem": str(error)})
         return
     emit(out, {"event": "ready", "problem": "", "cuda": cuda})
+    finder = Finder()
     handlers: dict[str, Handler] = {
-        "find": Finder().find,
+        "find": finder.find,
+        "look": partial(look, finder),
+        "bring_back": bring_back,
         "state": state,
         "thread": thread,
         "lock": lock,
