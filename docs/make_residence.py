@@ -24,25 +24,25 @@ BEFORE = """\
 Where two kernels want the same GPU in turn, each change moves the state of one to host memory and
 that of the other back. While it copies, the GPU computes nothing. If a kernel that pauses for a
 moment lost its slice at once, the two would move each other all day; if it kept the slice for
-long, the other would wait for an idle GPU. When the kernel comes back, nobody knows beforehand.
+long, the other would wait for an idle GPU. When the kernel comes back, nobody knows in advance.
 That is the *ski-rental problem*: to rent day by day, or to buy.
 
-The rule is for kernels that were moved to their slice, and does nothing while nobody waits:
+The rule is for kernels that were moved to their slice, and does nothing while no kernel waits:
 
-- A kernel that computes nothing is protected until somebody has waited for as long as its move
-  takes (out and in again, as measured). By itself this never loses more than twice what the best
-  decision in hindsight would have lost (Karlin, Manasse, Rudolph and Sleator, *Competitive snoopy
-  caching*, Algorithmica 3, 1988).
+- A kernel that computes nothing is protected until another kernel has waited for as long as its
+  move takes (out and in again, as measured). By itself this never loses more than twice what the
+  best decision in hindsight would have lost (Karlin, Manasse, Rudolph and Sleator, *Competitive
+  snoopy caching*, Algorithmica 3, 1988).
 - Its last eight pauses may shorten that: a kernel that always stays away for longer than a move
-  takes is not waited for at all (Karlin, Li, Manasse and Owicki, *Empirical studies of
+  takes is not protected at all (Karlin, Li, Manasse and Owicki, *Empirical studies of
   competitive spinning for a shared-memory multiprocessor*, SOSP 1991). A wrong guess costs one
   move at most until right ones have made up for it, so that over any sequence of pauses no more
   is lost than twice the best in hindsight and one move.
 - What it has computed since it came back, and the time for which it kept the GPU idle while
-  somebody waited, pay for the move: after (time of the move) ÷ `max_swap_overhead`, ten minutes
-  at most, its next idle moment is free to take. So moving takes at most that share of the time of
-  loops that contend without end, and a loop that computes little cannot keep others out.
-- Under `lazy`, a kernel counts as idle `quiet_after` after its last CUDA call. While somebody
+  another kernel waited, pay for the move: after (time of the move) ÷ `max_swap_overhead`, ten
+  minutes at most, its next idle moment is free to take. So moving takes at most that share of the
+  time of loops that contend without end, and a loop that computes little cannot keep others out.
+- Under `lazy`, a kernel counts as idle `quiet_after` after its last CUDA call. While a kernel
   waits, the end of its cell counts at once, if no call is in flight and no thread goes on.
   (Kernels in other languages than Python have no agent that could say so; for them it is
   `quiet_after`.)
@@ -60,7 +60,7 @@ out and 7 GB/s in, and 0.3 s each, which is what others have measured of NVIDIA'
 here was measured on a GPU. `max_swap_overhead` is {share:g}. *Now* is the rule above. *Before* is
 the rule until then: a kernel stays for (time of the move) ÷ `max_swap_overhead` from its return,
 whether it computes or not. *Moving* is the part of the time in which the GPU copies, *idle* that
-in which it does nothing while somebody waits. A cell whose kernel still has its slice waits 0 s,
+in which it does nothing while a kernel waits. A cell whose kernel still has its slice waits 0 s,
 so where cells come in quick succession the median is 0 and the longest wait tells more.
 """
 
@@ -69,7 +69,7 @@ How to read it: with pauses that are short against the move (upper rows) both ru
 a stay pays for the move, and moving takes a tenth of the time. With pauses that are long against
 it (lower rows) the GPU has time for both, and a cell waits for the move and little else. Between
 them, where pauses are about as long as the move, moving takes about half of the time, most of
-which the GPU would else have spent idle with somebody waiting. In the worst row the GPU computes
+which the GPU would else have spent idle with a kernel waiting. In the worst row the GPU computes
 {worst:.0f} % less than by the rule before, in the best one {best:.0f} % more.
 """
 
