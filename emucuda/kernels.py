@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Small kernels that both the emulated and a real driver run: text of PTX, no compiler needed.
+"""Small kernels for the emulated driver and a real one, as PTX text.
 
-The emulated driver knows them by name (``src/kernels.c``) and computes the same on the host; a
-real driver compiles the text. Each works for any one-dimensional launch.
+A real driver compiles the text; the emulated driver knows the kernels by name (``src/kernels.c``)
+and computes the same on the host. Each works for any one-dimensional launch.
 
 ===========================================  ======================================================
 ``emucuda_spin_ns(u64 ns)``                  occupies its stream for that many nanoseconds

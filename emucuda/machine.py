@@ -19,17 +19,17 @@ from .text import EmulatorError, did_you_mean, format_size, parse_size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: Bytes of device memory that a process's first context on a device costs, unless asked otherwise.
+#: Bytes of device memory that a process's first context on a device costs by default.
 DEFAULT_CONTEXT = 64 << 20
-#: Devices of one machine at most.
+#: The most devices of one machine.
 MAX_DEVICES = 64
-#: Bytes of one device, and of all devices of a machine, at most: twice the total must fit the
-#: address space of a process.
+#: The most bytes of one device, and of a machine: twice the total must fit the address space of a
+#: process.
 MAX_MEMORY = 1 << 40
 MAX_TOTAL = 16 << 40
-#: Bytes/s of copies at least, if limited at all: who writes ``bandwidth=8`` means GB/s.
+#: The least bytes/s of copies: a user who writes ``bandwidth=8`` means GB/s.
 MIN_BANDWIDTH = 1_000_000
-#: Device memory is handed out in pages of this many bytes, as on current NVIDIA hardware.
+#: Device memory comes in pages of this many bytes, as on current NVIDIA hardware.
 PAGE = 2 << 20
 
 _EXAMPLE = "2x16GiB or 2x16GiB,context=256MiB,bandwidth=8GB/s"
@@ -83,8 +83,8 @@ def _option(text: str, found: dict[str, int]) -> None:
         )
     if key == "bandwidth" and 0 < size < MIN_BANDWIDTH:
         raise EmulatorError(
-            f"{text!r} is less than 1 MB/s, and nothing would ever be done at that; write for "
-            "example bandwidth=8GB/s."
+            f"{text!r} is less than 1 MB/s, so copies would not end; write for example "
+            "bandwidth=8GB/s."
         )
     if key in found:
         raise EmulatorError(f"{key!r} is given twice; write it once.")
@@ -101,7 +101,7 @@ def parse_machine(text: str) -> Machine:
     Raises
     ------
     EmulatorError
-        If the text is none, or the machine is impossible.
+        If the text is not a machine, or the machine is impossible.
     """
     head, *options = text.split(",")
     match = re.fullmatch(r"([0-9]+)x(.*)", head, re.ASCII | re.DOTALL)

@@ -92,7 +92,7 @@ bool ranges_give(struct ranges *r, uint64_t start, uint64_t size)
 CUresult arena_init(void)
 {
     uint64_t memory = machine->spec.memory;
-    /* Room for fragmentation, as long as both halves fit the 47-bit address space easily. */
+    /* Space for fragmentation, while both halves easily fit the 47-bit address space. */
     uint64_t factor = memory * (uint64_t)driver.count > (1ull << 41) ? 1 : 4;
     uint64_t window = round_up(memory * factor + GIB, GIB);
     driver.vmm_size = round_up(memory * (uint64_t)driver.count * factor + 64 * GIB, GIB);
@@ -144,7 +144,7 @@ CUresult arena_open_device(int device)
 
 void *arena_host(uint64_t user_address) { return (void *)(user_address + driver.delta); }
 
-/* Gives whole pages back; what shares its page with a neighbour stays. */
+/* Frees whole pages; bytes that share a page with a neighbour stay. */
 void arena_punch(int device, uint64_t offset, uint64_t size)
 {
     uint64_t page = 4096, start = round_up(offset, page), end = (offset + size) / page * page;

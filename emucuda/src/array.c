@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Arrays: accounted device memory whose opaque layout nothing here can read or write.
+ * Arrays: device memory that is charged, but that nothing can read or write: its layout is opaque.
  */
 #include "driver.h"
 
@@ -12,7 +12,7 @@ struct array {
     int device;
     uint64_t bytes;
     CUDA_ARRAY3D_DESCRIPTOR descriptor;
-    bool level; /* of a mipmap, which has its bytes */
+    bool level; /* of a mipmap, which owns the bytes */
 };
 
 #define MAX_LEVELS 32
@@ -129,7 +129,7 @@ EXPORT CUresult cuMipmappedArrayCreate(CUmipmappedArray *out, const CUDA_ARRAY3D
         uint64_t bytes = 0;
         result = measure(&shape, &bytes);
         m->level[m->levels] = (struct array){MAGIC_ARRAY, c->device, bytes, shape, true};
-        last = shape.Width <= 1 && shape.Height <= 1 && shape.Depth <= 1; /* more levels than that there are not */
+        last = shape.Width <= 1 && shape.Height <= 1 && shape.Depth <= 1; /* the smallest level */
         shape.Width = halve(shape.Width);
         shape.Height = halve(shape.Height);
         shape.Depth = halve(shape.Depth);

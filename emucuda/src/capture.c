@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Stream capture: what is submitted to a stream becomes a node of a graph instead. One stream at a
- * time makes one graph; an event that would bring in another stream is refused.
+ * Stream capture: work that is submitted to a stream becomes a node of a graph instead. A capture
+ * has one stream; an event that would add another one is refused.
  */
 #include "graph.h"
 
@@ -27,8 +27,8 @@ static CUresult broke(struct capture *c, CUresult why)
     return why;
 }
 
-/* With the lock held: whether the call is one for a capture. A call on the legacy stream that would
- * wait for a stream in capture breaks that capture. */
+/* With the lock held: whether to record the call. A call on the legacy stream that would wait for a
+ * stream in capture breaks that capture. */
 static struct capture *find(CUstream handle, CUresult *result)
 {
     struct stream *s;
@@ -151,7 +151,7 @@ bool capture_event(CUstream stream, struct event *event, bool wait, CUresult *re
     if (c && !*result && wait && !event->captured)
         *result = broke(c, CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
     else if (!c && !*result && wait && event->captured)
-        *result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED; /* would bring the stream into the capture */
+        *result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED; /* would add the stream to the capture */
     else if (!*result && !wait)
         event->captured = c != NULL;
     pthread_mutex_unlock(&driver.lock);
@@ -180,7 +180,7 @@ void capture_drop(struct stream *s)
 {
     if (!s->capture)
         return;
-    /* Its graph is not freed: with the lock held that cannot be done, and it is nobody's. */
+    /* Its graph leaks: freeing it needs the lock, which is held here. */
     free(s->capture);
     s->capture = NULL;
     __atomic_sub_fetch(&driver.captures, 1, __ATOMIC_RELAXED);
@@ -247,7 +247,7 @@ EXPORT CUresult cuStreamEndCapture(CUstream stream, CUgraph *out)
 EXPORT CUresult cuStreamGetCaptureInfo_v3(CUstream stream, int *status, uint64_t *id, CUgraph *graph,
                                           const CUgraphNode **dependencies, const void **edges, size_t *count)
 {
-    static __thread CUgraphNode last; /* the answer points here */
+    static __thread CUgraphNode last; /* the result points here */
     REQUIRE(status);
     CHECKED;
     struct stream *s;

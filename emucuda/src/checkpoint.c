@@ -12,7 +12,7 @@
 
 #define LIVENESS_NS 20000000 /* how often a waiting caller checks that its target still lives */
 
-/* The slot of a CUDA process that the caller may act on. */
+/* The slot of a CUDA process, if the caller may act on it. */
 static CUresult find(int pid, struct slot **out)
 {
     if (machine_open())
@@ -22,7 +22,7 @@ static CUresult find(int pid, struct slot **out)
     *out = machine_slot_find(pid);
     if (!*out)
         return CUDA_ERROR_NOT_INITIALIZED;
-    /* The real driver reaches its target through /proc/<pid>, which another user may not. */
+    /* The real driver uses /proc/<pid>, which other users cannot read. */
     if (geteuid() && (*out)->uid != geteuid())
         return CUDA_ERROR_OPERATING_SYSTEM;
     return CUDA_SUCCESS;
@@ -61,7 +61,7 @@ static CUresult ask(int pid, struct slot *slot, const struct request *wanted, ui
     CUresult result = CUDA_ERROR_OPERATING_SYSTEM;
     if (!__atomic_load_n(&slot->service_tid, __ATOMIC_ACQUIRE))
         return CUDA_ERROR_NOT_INITIALIZED; /* cuInit alone: nothing to suspend */
-    /* One call at a time. A caller that died in here left a request that still completes. */
+    /* One call at a time. The request of a caller that died here still completes. */
     if (pthread_mutex_lock(&slot->callers) == EOWNERDEAD)
         pthread_mutex_consistent(&slot->callers);
     if (same_process(slot, pid, start) && settle(slot, pid, start)) {

@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Contexts. The first one of a process on a device costs the context overhead; it stays on the
- * account until the last context on that device is gone.
+ * Contexts. A process is charged the context overhead with its first context on a device, until
+ * its last one there ends.
  */
 #include "driver.h"
 
@@ -76,7 +76,7 @@ CUresult context_new(int device, unsigned flags, struct context **out)
     return CUDA_SUCCESS;
 }
 
-/* The handle stays, marked, so that its use is an error and not a crash. */
+/* The handle stays, marked: using it is an error, not a crash. */
 void context_end(struct context *c)
 {
     c->destroyed = true;
@@ -144,7 +144,7 @@ EXPORT CUresult cuCtxCreate_v3(CUcontext *out, void *affinity, int n, unsigned f
 
 EXPORT CUresult cuCtxCreate_v4(CUcontext *out, const void *params, unsigned flags, CUdevice device)
 {
-    (void)params; /* only MPS and graphics sharing, which the emulation does not have */
+    (void)params; /* for MPS and graphics sharing, which are not emulated */
     return cuCtxCreate_v2(out, flags, device);
 }
 

@@ -13,7 +13,7 @@ static uint64_t copy_ns(uint64_t bytes, int from, int to)
 {
     int device = from >= 0 ? from : to;
     if (device < 0 || (from >= 0 && to >= 0))
-        return 0; /* host to host, or inside the devices: as fast as memory */
+        return 0; /* host to host, or between devices: as fast as memory */
     uint64_t bandwidth = copy_bandwidth(driver.device[device].physical);
     return bandwidth ? (uint64_t)((unsigned __int128)bytes * 1000000000u / bandwidth) : 0;
 }

@@ -6,7 +6,7 @@
  *
  * Written for this project from the published CUDA Driver API reference
  * (https://docs.nvidia.com/cuda/cuda-driver-api/), so that building needs no CUDA toolkit.
- * Only layouts and numbers that cross the library boundary live here.
+ * It holds only layouts and numbers that cross the library boundary.
  */
 #ifndef EMUCUDA_CUDA_ABI_H
 #define EMUCUDA_CUDA_ABI_H
@@ -200,7 +200,7 @@ typedef struct {
     unsigned sharedMemBytes;
     void **kernelParams;
     void **extra;
-} CUDA_KERNEL_NODE_PARAMS; /* version 1; later ones have more behind it */
+} CUDA_KERNEL_NODE_PARAMS; /* version 1; later versions add fields at the end */
 
 typedef struct {
     CUdeviceptr dst;

@@ -108,8 +108,8 @@ EXPORT CUresult cuDeviceGetLuid(char *luid, unsigned *mask, CUdevice d)
     return CUDA_ERROR_NOT_SUPPORTED; /* Windows only */
 }
 
-/* Attribute numbers of the Driver API; the figures are those of a Hopper-class board, except
- * where the emulation cannot do what they promise. What is not listed is 0: absent. */
+/* Attribute numbers of the Driver API; the values are those of a Hopper-class board, except
+ * where the emulation lacks the feature. An attribute that is not listed is 0. */
 static int attribute(int number, int d)
 {
     switch (number) {

@@ -35,7 +35,7 @@ enum allocation_kind { ALLOC_DEVICE, ALLOC_POOL, ALLOC_HOST, ALLOC_REGISTERED, A
 
 struct allocation {
     uint64_t address;
-    uint64_t size;    /* as asked */
+    uint64_t size;    /* as requested */
     uint64_t extent;  /* address space taken */
     uint64_t charged; /* bytes on the device's account (0 for pool memory: the pool pays) */
     uint64_t id;
@@ -66,7 +66,7 @@ struct device {
     uint64_t next_physical; /* file offset of the next VMM allocation, behind the window */
     bool charged;           /* context overhead is on the account */
     uint64_t overhead;      /* how much that is, loaded code included */
-    bool worked;            /* something was submitted to it: what is loaded then is loaded */
+    bool worked;            /* something was submitted to it, so lazily loaded code is loaded */
     struct context *primary;
     unsigned primary_count;
     unsigned primary_flags;
@@ -79,7 +79,7 @@ struct context {
     unsigned flags;
     bool primary, destroyed;
     uint64_t id;
-    struct green *green; /* whose context this is; it ends with that */
+    struct green *green; /* the green context that owns this one, and ends it */
     struct stream *legacy;
     uint64_t limits[10];
     uint64_t peers; /* bit per visible ordinal */
@@ -92,9 +92,9 @@ struct stream {
     unsigned flags;
     int priority;
     uint64_t id;
-    uint64_t tail; /* when the work submitted so far is done, CLOCK_MONOTONIC ns */
+    uint64_t tail; /* when all submitted work is done, CLOCK_MONOTONIC ns */
     bool destroyed;
-    struct capture *capture; /* NULL: work is done, not recorded */
+    struct capture *capture; /* NULL: work runs and is not recorded */
     struct stream *next;
 };
 
@@ -104,7 +104,7 @@ struct event {
     unsigned flags;
     bool recorded;
     bool shared;   /* exported */
-    bool captured; /* recorded last in a capture: a place in a graph, not a time */
+    bool captured; /* last recorded in a capture: marks a place in a graph, not a time */
     uint64_t time;
 };
 
@@ -113,7 +113,7 @@ struct pool {
     int device; /* -1: host */
     bool is_default, destroyed;
     bool shared;   /* exported */
-    bool imported; /* of another process: nothing can be allocated from it here */
+    bool imported; /* of another process: this one cannot allocate from it */
     CUmemPoolProps props;
     uint64_t threshold, used, used_high, reserved, reserved_high;
     uint64_t live;
@@ -172,8 +172,8 @@ bool sync_returns_early(void); /* crashes while CHECKPOINTED, true while LOCKED 
             return check_result_;                   \
     } while (0)
 
-/* Before those two: what the driver says of an argument even if it is not initialised, as its
- * libraries do where there is no device (tests/driver_records). */
+/* Before those two: argument checks that come before the check for cuInit, as in NVIDIA's libraries
+ * (tests/driver_records). */
 #define REQUIRE(condition)                          \
     do {                                            \
         if (!(condition))                           \
@@ -242,7 +242,7 @@ bool vmm_import_close(uint64_t address);
 enum { SHARE_IPC = 1, SHARE_EVENT, SHARE_VMM, SHARE_POOL, SHARE_POINTER };
 struct share {
     int device; /* visible ordinal */
-    bool own;   /* exported by this very process */
+    bool own;   /* exported by this process */
     int pid, fd;
     uint64_t offset, size; /* in the memfd of the device */
 };
@@ -256,12 +256,12 @@ int share_open(const struct share *share); /* the memfd; -1 */
 /* ---- stream.c ---- */
 CUresult stream_resolve(CUstream handle, struct stream **out);
 struct stream *stream_new(struct context *context, unsigned flags, int priority);
-/* Appends `duration` ns of work; when it will be done. */
+/* Appends `duration` ns of work; returns when it will be done. */
 uint64_t stream_submit(struct stream *stream, uint64_t duration);
 uint64_t stream_tail(const struct stream *stream);
 uint64_t driver_tail(const struct context *context); /* NULL: of all contexts */
 
-/* ---- copy.c, launch.c: inside the gate already, and never captured ---- */
+/* ---- copy.c, launch.c: behind the gate, and never captured ---- */
 CUresult copy_now(const CUDA_MEMCPY3D *p, CUstream stream);
 CUresult fill_now(const CUDA_MEMSET_NODE_PARAMS *p, CUstream stream);
 CUresult launch_now(CUfunction kernel, CUstream stream, void **params);
@@ -275,12 +275,12 @@ bool capture_host(CUstream stream, void (*function)(void *), void *data, CUresul
 bool capture_alloc(CUstream stream, size_t size, struct pool *pool, CUdeviceptr *out, CUresult *result);
 bool capture_free(CUstream stream, uint64_t address, CUresult *result);
 bool capture_event(CUstream stream, struct event *event, bool wait, CUresult *result);
-/* A call that a stream in capture cannot have (NULL context: it is about the stream). */
+/* For a call that a capture does not allow (NULL context: the call concerns the stream). */
 bool capture_refuses(CUstream stream, const struct context *context, CUresult *result);
-void capture_drop(struct stream *stream); /* with the lock held: the stream goes */
+void capture_drop(struct stream *stream); /* with the lock held: the stream ends */
 
 /* ---- kernels.c ---- */
-/* Runs the built-in kernel of that name, if there is one; its modelled ns. */
+/* Runs the built-in kernel of that name, if it exists; returns the modelled ns. */
 uint64_t kernel_run(const char *name, void **params, uint32_t params_count, CUresult *result);
 
 /* ---- service.c, suspend.c ---- */

@@ -5,10 +5,10 @@
  *
  * NAME is the public name, SINCE the version (1000 x major + 10 x minor) that introduced this
  * form of the call, SYMBOL what implements it, PER_THREAD its per-thread-stream variant. The
- * versions are those that NVIDIA's libraries act on (tests/driver_records); of what came after
- * them, those of NVIDIA's cudaTypedefs.h. The two differ: cuGraphInstantiate is never
+ * versions are those that NVIDIA's libraries use (tests/driver_records); for later calls, those
+ * of NVIDIA's cudaTypedefs.h. The two differ: cuGraphInstantiate is never
  * cuGraphInstantiateWithFlags. A static table rather than dlsym(): a library of the same SONAME
- * may stand before this one.
+ * may precede this one.
  */
 #ifndef ENTRY1
 #define ENTRY1(NAME, SINCE, SYMBOL) ENTRY(NAME, SINCE, SYMBOL, SYMBOL)

@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Names and texts of the error codes: those of drivers 550 and 555 (tests/driver_records). What came
- * later has a text of ours.
+ * Names and texts of the error codes, from drivers 550 and 555 (tests/driver_records). Later codes
+ * have texts of our own.
  */
 #include "cuda_abi.h"
 
@@ -133,7 +133,7 @@ static int find(CUresult code)
     return -1;
 }
 
-/* Where to is not looked at, as in the driver: a null pointer is a segmentation fault. */
+/* As in the driver, a null `out` is a segmentation fault. */
 EXPORT CUresult cuGetErrorName(CUresult code, const char **name)
 {
     int i = find(code);

@@ -5,7 +5,7 @@
  * one from EMUCUDA_FAULTS.
  *
  * One fault per line (or between ';'): NAME key=value ...
- *   pid=, device=, count=   whom it strikes and how often
+ *   pid=, device=, count=   the process and device that it strikes, and how often
  *   bandwidth=              slow-copies: bytes/s
  *   code=                   the CUresult (or Xid) to report instead of the usual one
  *   op=                     hang: lock, checkpoint, restore, unlock or state
@@ -92,7 +92,7 @@ static bool parse_fault(char *line, struct fault *out)
     return true;
 }
 
-/* `whose`: the variable that a person wrote it in; NULL: it was checked when it was written. */
+/* `whose`: the variable that holds the text; NULL: a file, which Python checked when writing it. */
 static void parse_table(char *text, struct fault_table *table, const char *whose)
 {
     char *save = NULL;
@@ -103,7 +103,7 @@ static void parse_table(char *text, struct fault_table *table, const char *whose
             table->count++;
         else if (whose && *line)
             dprintf(2, "emucuda: %s: %s '%s'.\n", whose,
-                    table->count < MAX_FAULTS ? "there is no fault" : "too many faults, without", line);
+                    table->count < MAX_FAULTS ? "unknown fault" : "too many faults; ignored", line);
     }
 }
 
@@ -155,8 +155,8 @@ static void load_file(const struct stat *st, int fd)
     machine->faults = table;
 }
 
-/* A change announced by Python costs one load to notice; a hand-edited file is noticed by the
- * calls that pass `look` (NVML and checkpoint calls, where a stat() does not matter). */
+/* Python announces a change, which costs one load to notice. Calls that pass `look` (NVML and
+ * checkpoint calls, where a stat() does not matter) also notice a file edited by hand. */
 static void refresh(bool look)
 {
     uint64_t touch = __atomic_load_n(&machine->faults_touch, __ATOMIC_ACQUIRE);
@@ -194,7 +194,7 @@ bool faults_pending(void)
 static struct fault *search(struct fault_table *table, enum fault_kind kind, pid_t pid, int device,
                             const char *op)
 {
-    struct fault *found = NULL; /* of all processes, unless there is one of this process alone */
+    struct fault *found = NULL; /* a fault of this process alone comes before one of all processes */
     for (unsigned i = 0; i < table->count; i++) {
         struct fault *f = &table->fault[i];
         if (f->kind == kind && (f->pid < 0 || pid < 0 || f->pid == pid) &&

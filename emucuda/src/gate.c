@@ -11,7 +11,7 @@
 struct driver driver = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* A page that the kernel zeroes in the child of a fork(): a child has no device, whatever it
- * inherited (the driver answers CUDA_ERROR_NOT_INITIALIZED there). */
+ * inherited (the driver returns CUDA_ERROR_NOT_INITIALIZED there). */
 uint32_t *driver_alive;
 
 CUresult driver_check(void)
@@ -28,7 +28,7 @@ static void leave(void)
         futex_wake(&driver.inflight, false);
 }
 
-/* A lost device takes the contexts of the process with it, for good. */
+/* A lost device ends the contexts of the process permanently. */
 CUresult driver_sticky(void)
 {
     uint32_t error = __atomic_load_n(&driver.sticky, __ATOMIC_RELAXED);

@@ -56,7 +56,7 @@ static void nodes_delete(struct node *first)
     }
 }
 
-/* For a node that could not be completed. */
+/* Undoes a node that could not be completed. */
 void node_drop_last(struct graph *g, struct node *node)
 {
     struct node *before = NULL;
@@ -143,7 +143,7 @@ static bool has_memory(const struct node *first)
     return false;
 }
 
-/* What every call that adds a node checks first. */
+/* The checks of every call that adds a node. */
 static CUresult check(const struct graph *g, CUgraphNode *const *out, const CUgraphNode *dependencies, size_t count)
 {
     CHECKED;
@@ -311,7 +311,7 @@ EXPORT CUresult cuGraphAddNode(CUgraphNode *out, CUgraph g, const CUgraphNode *d
     case NODE_KERNEL: return cuGraphAddKernelNode(out, g, d, n, &p->kernel);
     case NODE_MEMCPY: return cuGraphAddMemcpyNode(out, g, d, n, &p->memcpy.copyParams, p->memcpy.copyCtx);
     case NODE_MEMSET:
-        context = *(CUcontext *)(&p->memset + 1); /* version 2 of the structure names it */
+        context = *(CUcontext *)(&p->memset + 1); /* version 2 of the structure has this field */
         return cuGraphAddMemsetNode(out, g, d, n, &p->memset, context);
     case NODE_HOST: return cuGraphAddHostNode(out, g, d, n, &p->host);
     case NODE_GRAPH: return cuGraphAddChildGraphNode(out, g, d, n, p->graph);
@@ -329,7 +329,7 @@ EXPORT CUresult cuGraphAddNode_v2(CUgraphNode *out, CUgraph g, const CUgraphNode
     return cuGraphAddNode(out, g, d, n, p);
 }
 
-/* ---- asking ---- */
+/* ---- queries ---- */
 
 EXPORT CUresult cuGraphGetNodes(CUgraph g, CUgraphNode *nodes, size_t *count)
 {

@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * What a graph is. A node may only depend on nodes that exist, so the order in which nodes were
- * added is an order in which they may run; that is the order in which a launch runs them.
+ * Graphs. A node can depend only on existing nodes, so a launch runs nodes in the order in which
+ * they were added.
  */
 #ifndef EMUCUDA_GRAPH_H
 #define EMUCUDA_GRAPH_H
@@ -12,13 +12,13 @@
 enum node_type { NODE_KERNEL = 0, NODE_MEMCPY = 1, NODE_MEMSET = 2, NODE_HOST = 3, NODE_GRAPH = 4,
                  NODE_EMPTY = 5, NODE_ALLOC = 10, NODE_FREE = 11 };
 
-/* Memory of an allocation node: the address is there for the life of the graphs that name it, the
- * bytes from a launch until they are freed. */
+/* Memory of an allocation node: the address lives as long as the graphs that use it, the bytes from
+ * a launch until they are freed. */
 struct graph_memory {
     uint64_t address, size, extent;
     int device;
     bool live;
-    bool instantiated;   /* an executable graph has it: there may be no second one */
+    bool instantiated;   /* one executable graph has it; a second one is refused */
     unsigned references; /* nodes, and one while live */
     CUmemPoolProps props;
     struct graph_memory *next;

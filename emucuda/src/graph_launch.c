@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Executable graphs. A launch does the work of the nodes in the call, one after the other, as
- * submitting them to the stream would.
+ * Executable graphs. A launch does the work of the nodes in the call, one after the other, like
+ * submitting each to the stream.
  */
 #include "graph.h"
 
@@ -11,7 +11,7 @@
 struct executable {
     uint32_t magic;
     uint64_t flags;
-    struct graph *graph; /* a copy of its own */
+    struct graph *graph; /* its own copy */
 };
 
 enum { AUTO_FREE_ON_LAUNCH = 1, UPLOAD = 2, DEVICE_LAUNCH = 4, NODE_PRIORITY = 8, FLAGS = 15 };
@@ -165,8 +165,8 @@ static CUresult run(const struct node *first, CUstream stream)
     return result;
 }
 
-/* What an earlier launch left: an error, or to be freed now if instantiation asked for that. Room is
- * taken before anything runs, so a launch that is refused for memory has done nothing. */
+/* Memory that an earlier launch left is an error, or is freed now if the instantiation asked for
+ * that. Memory is taken before anything runs, so a launch refused for memory has done nothing. */
 static CUresult prepare(struct executable *e)
 {
     CUresult result = CUDA_SUCCESS;
@@ -186,7 +186,7 @@ EXPORT CUresult cuGraphLaunch(CUgraphExec e, CUstream stream)
     CUresult result;
     if (executable_bad(e))
         return CUDA_ERROR_INVALID_VALUE;
-    if (capture_refuses(stream, NULL, &result)) /* a child graph node in the making: not here */
+    if (capture_refuses(stream, NULL, &result)) /* would need a child graph node */
         return result;
     result = prepare(e);
     return result ? result : run(e->graph->first, stream);

@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Memory of graphs. Adding an allocation node settles the address; device memory is taken at the
- * launch (or upload), from a pool that each device has for its graphs, which keeps what it once
- * took until cuDeviceGraphMemTrim.
+ * Memory of graphs. Adding an allocation node fixes the address; a launch (or upload) takes the
+ * device memory from the pool that each device has for its graphs. The pool keeps its memory until
+ * cuDeviceGraphMemTrim.
  */
 #include "graph.h"
 
@@ -47,7 +47,7 @@ CUresult graph_memory_node(struct graph *graph, const CUmemPoolProps *props, siz
     pthread_mutex_lock(&driver.lock);
     if (!result)
         result = arena_open_device(props->location.id);
-    if (!result) /* address space alone */
+    if (!result) /* only address space */
         result = device_allocate(props->location.id, (size + 511) / 512 * 512, false, &a);
     if (!result) {
         *m = (struct graph_memory){.address = a.address, .size = size, .extent = a.extent,
@@ -107,7 +107,7 @@ CUresult graph_memory_alloc(struct graph_memory *m, struct context *context)
     return CUDA_SUCCESS;
 }
 
-/* The bytes go, and the entry in the table; the address stays while a graph has it. */
+/* Frees the bytes and the entry in the table; the address stays while a graph has it. */
 CUresult graph_memory_free(struct graph_memory *m)
 {
     struct allocation *a = allocation_find(m->address);
@@ -121,7 +121,7 @@ CUresult graph_memory_free(struct graph_memory *m)
     return CUDA_SUCCESS;
 }
 
-/* Takes the most that a launch of the nodes needs at once. */
+/* Takes the peak memory of a launch of the nodes. */
 CUresult graph_memory_upload(const struct node *first)
 {
     CUresult result = CUDA_SUCCESS;
@@ -153,7 +153,7 @@ static CUresult attribute(CUdevice device, int which, uint64_t *value, bool set)
     if (!value || which < ATTR_USED || which > ATTR_RESERVED_HIGH)
         return CUDA_ERROR_INVALID_VALUE;
     if (set && (*value || which == ATTR_USED || which == ATTR_RESERVED))
-        return CUDA_ERROR_INVALID_VALUE; /* high watermarks can be reset, that is all */
+        return CUDA_ERROR_INVALID_VALUE; /* only high watermarks can be reset */
     pthread_mutex_lock(&driver.lock);
     struct pool *p = driver.device[device].graph_pool;
     if (set && p && which == ATTR_USED_HIGH)

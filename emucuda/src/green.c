@@ -1,14 +1,14 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Green contexts: contexts of their own as far as memory and streams go. How many multiprocessors
- * one has is recorded, and changes nothing.
+ * Green contexts: separate contexts for memory and streams. Their number of multiprocessors is
+ * recorded and changes nothing.
  */
 #include "driver.h"
 
 #include <stdlib.h>
 
-#define SMS 132u     /* as cuDeviceGetAttribute says */
+#define SMS 132u     /* the same as in cuDeviceGetAttribute */
 #define SMS_UNIT 8u  /* fewest in a partition, and the step of its size */
 
 struct resource_desc {
@@ -73,7 +73,7 @@ EXPORT CUresult cuDevResourceGenerateDesc(CUdevResourceDesc *out, CUdevResource 
             return CUDA_ERROR_INVALID_VALUE;
         sms += resources[i].sm.smCount;
     }
-    *out = malloc(sizeof **out); /* there is no call that frees one */
+    *out = malloc(sizeof **out); /* the API has no call that frees one */
     if (!*out)
         return CUDA_ERROR_OUT_OF_MEMORY;
     (*out)->sms = sms;

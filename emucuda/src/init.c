@@ -71,7 +71,7 @@ static void choose_visible(void)
 
 static void in_forked_child(void)
 {
-    /* Without this a surviving child would keep the parent's device memory backed. */
+    /* Otherwise a surviving child would keep the parent's device memory alive. */
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].fd >= 0)
             close(driver.device[i].fd);
@@ -121,13 +121,13 @@ EXPORT CUresult cuInit(unsigned flags)
     static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
     if (flags)
         return CUDA_ERROR_INVALID_VALUE;
-    /* In the child of a fork(). After a cuInit that found no device this is what drivers 550 and 555
-     * say, after one that succeeded what is reported of all. */
+    /* In the child of a fork(): observed with 550 and 555 after a cuInit that found no device,
+     * reported of all drivers after one that succeeded. */
     if (driver_alive && !*driver_alive)
         return driver.initialised ? CUDA_ERROR_NOT_INITIALIZED : CUDA_ERROR_OPERATING_SYSTEM;
     pthread_mutex_lock(&once);
-    /* Whatever the first call found stays true for the life of the process, "no device" too.
-     * Only a machine of another shape in the state directory may be gone by the next call. */
+    /* The first result holds for the life of the process, "no device" included. Only a conflict
+     * with another machine in the state directory is tried again. */
     if (init_result < 0 || init_result == CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)
         init_result = initialise();
     CUresult result = init_result;

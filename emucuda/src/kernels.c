@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Built-in kernels. A launch of any other name is 3 us of work that touches nothing.
+ * Built-in kernels. A kernel of any other name takes 3 us and touches nothing.
  *
  *   emucuda_spin_ns(u64 ns)                      occupies the stream for that long
  *   emucuda_fill_u64(u64 *p, u64 n, u64 value)   p[i] = value
@@ -17,7 +17,7 @@
 
 #include <string.h>
 
-#define LAUNCH_NS 3000ull /* order of the shortest kernels on current boards */
+#define LAUNCH_NS 3000ull /* about as short as kernels get on current boards */
 
 static uint64_t u64(void **params, int i)
 {
@@ -42,7 +42,7 @@ static CUresult operand(void **params, int i, uint64_t count, unsigned unit, voi
     if (address % unit || count > INT64_MAX / unit)
         return CUDA_ERROR_ILLEGAL_ADDRESS;
     pthread_mutex_lock(&driver.lock);
-    /* A kernel may only be given memory that the driver knows, on the host too. */
+    /* A kernel can use only memory that the driver knows, on the host too. */
     CUresult result = resolve(address, count * unit, host, NULL);
     if (!result && *host == (void *)address && !allocation_find(address))
         result = CUDA_ERROR_ILLEGAL_ADDRESS;

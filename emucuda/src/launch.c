@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Launching kernels, and how many fit a multiprocessor.
+ * Kernel launches, and occupancy.
  */
 #include "module.h"
 
@@ -33,7 +33,7 @@ CUresult launch_now(CUfunction k, CUstream stream, void **params)
         return result;
     uint64_t duration = kernel_run(k->name, params, k->params, &result);
     if (result) {
-        /* As on hardware, the context is unusable from here on. */
+        /* As on hardware, the context is unusable from now on. */
         __atomic_store_n(&driver.sticky, (uint32_t)result, __ATOMIC_RELAXED);
         return CUDA_SUCCESS;
     }

@@ -37,7 +37,7 @@ uint64_t now_ns(void)
 
 void sleep_until(uint64_t ns)
 {
-    if (now_ns() >= ns) /* the kernel takes 20 us to find that out */
+    if (now_ns() >= ns) /* saves a system call, which takes 20 us */
         return;
     struct timespec t = {(time_t)(ns / 1000000000ull), (long)(ns % 1000000000ull)};
     while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL) == EINTR)
@@ -77,7 +77,7 @@ void pci_bus_id(unsigned device, char *out, size_t size)
     snprintf(out, size, "00000000:%02X:00.0", device + 1);
 }
 
-/* Deterministic: the same state directory always has the same devices. */
+/* Deterministic: a state directory always has the same devices. */
 static void make_uuid(unsigned device, uint8_t out[16])
 {
     uint64_t h = 0xcbf29ce484222325ull; /* FNV-1a over the path, then a splitmix64 per half */
@@ -122,7 +122,7 @@ static struct machine *map_file(const char *path)
     return NULL;
 }
 
-/* With the lock file held exclusively: nobody else uses the machine. */
+/* With the lock file held exclusively: no other process uses the machine. */
 static struct machine *create_file(const char *path, const struct spec *spec)
 {
     char temporary[PATH_MAX + 16];
@@ -130,8 +130,8 @@ static struct machine *create_file(const char *path, const struct spec *spec)
     int fd = open(temporary, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0)
         return NULL;
-    /* Who may enter the directory may use the machine; the directory is private unless an
-     * admin made it otherwise. */
+    /* A user who may enter the directory may use the machine; the directory is private by
+     * default. */
     (void)!fchmod(fd, 0666);
     struct machine *m = MAP_FAILED;
     if (!ftruncate(fd, sizeof *m))
@@ -145,7 +145,7 @@ static struct machine *create_file(const char *path, const struct spec *spec)
     m->abi = MACHINE_ABI;
     m->size = sizeof *m;
     m->spec = *spec;
-    m->faults_touch = 1; /* faults may have been set before there was a machine */
+    m->faults_touch = 1; /* faults may have been set before the machine existed */
     init_mutex(&m->lock);
     for (unsigned i = 0; i < spec->count; i++)
         make_uuid(i, m->uuid[i]);
@@ -170,7 +170,7 @@ static int prepare_state_dir(void)
     struct stat st;
     if (lstat(dir, &st))
         return -1;
-    /* A predictable name in a world-writable directory: trust only what is ours. */
+    /* A predictable name in a world-writable directory: trust only our own directory. */
     if (own && (!S_ISDIR(st.st_mode) || st.st_uid != geteuid()))
         return -1;
     if (!realpath(dir, resolved) || strlen(resolved) >= sizeof state_dir)
@@ -201,7 +201,7 @@ static int attach(const struct spec *spec)
             }
             munmap(m, sizeof *m);
         }
-        /* Turning the lock into a shared one lets others in between, so look again. */
+        /* Another process may take the lock while it becomes a shared one: look again. */
         while (flock(lock_fd, LOCK_SH) && errno == EINTR)
             ;
         m = map_file(path);
@@ -234,7 +234,7 @@ static void hold_file(int *fd, const char *name, bool open_it)
 }
 
 static int control_fd = -1;
-static int gpu_fd[MAX_DEVICES]; /* one more than the descriptor, so that 0 is none */
+static int gpu_fd[MAX_DEVICES]; /* descriptor plus 1; 0: none */
 
 void machine_gpu_file(unsigned index)
 {

@@ -48,7 +48,7 @@ enum fault_kind {
     FAULT_DEVICE_LOST,
     FAULT_NVML_MISSING_PIDS,
     FAULT_HANG,
-    /* Temperaments: where a real driver may answer either way, the other answer. */
+    /* Quirks: the other answer, where nobody knows yet what a real driver does. */
     FAULT_RESIDUE,
     FAULT_NVML_LESS,
     FAULT_NVML_WAITS,
@@ -72,12 +72,12 @@ struct fault {
     uint64_t id;       /* identity of its line; `used` survives a rewrite of other lines */
     int64_t pid;       /* -1: any */
     int64_t device;    /* machine index, -1: any */
-    int64_t count;     /* how often it may strike, -1: for ever */
+    int64_t count;     /* how often it may strike, -1: always */
     uint64_t bandwidth; /* slow-copies: bytes/s */
-    uint64_t bytes;     /* of device memory, where one speaks of them */
-    uint64_t ms;        /* how late NVML is */
-    int64_t number;     /* nvml-host-pids: what a process is listed as; -1: beyond every number here */
-    uint32_t code;     /* CUresult or Xid to report, 0: the usual one */
+    uint64_t bytes;     /* of device memory, for faults about a size */
+    uint64_t ms;        /* the delay of NVML */
+    int64_t number;     /* nvml-host-pids: the number in lists; -1: one that no process here has */
+    uint32_t code;     /* CUresult or Xid to report, 0: the default */
     char op[16];       /* hang: which call; "": any */
 };
 
@@ -86,7 +86,7 @@ struct fault_table {
     struct fault fault[MAX_FAULTS];
 };
 
-/* What a checkpoint call asks of the service thread of its target. */
+/* A request of a checkpoint call to the service thread of its target. */
 enum request_op { OP_STATE = 1, OP_LOCK, OP_CHECKPOINT, OP_RESTORE, OP_UNLOCK };
 
 struct request {
@@ -118,13 +118,13 @@ struct slot {
     uint32_t shared;     /* live exports and imports: the same */
     uint64_t suspended; /* bytes held on the host while checkpointed */
     uint64_t used[MAX_DEVICES]; /* bytes charged per device, context included */
-    uint64_t had[MAX_DEVICES];  /* what it was charged when it was suspended, while it is */
+    uint64_t had[MAX_DEVICES];  /* while suspended: what it was charged before */
     uint64_t suspended_at;      /* CLOCK_MONOTONIC ns */
-    uint64_t charged_at;        /* for the first time; 0: never */
+    uint64_t charged_at;        /* the first time; 0: never */
     uint32_t moving;            /* a checkpoint or restore is copying */
     struct busy busy[MAX_DEVICES];
     struct request request;
-    pthread_mutex_t callers; /* one checkpoint call at a time; stays when the slot is reused */
+    pthread_mutex_t callers; /* one checkpoint call at a time; outlives the slot's owner */
 };
 
 struct machine {
@@ -140,7 +140,7 @@ struct machine {
     uint32_t xid_code[MAX_DEVICES];
     pthread_mutex_t lock;
     uint64_t used[MAX_DEVICES]; /* sum over the slots */
-    uint32_t slots; /* slots ever taken: the untouched rest of the file stays sparse */
+    uint32_t slots; /* highest slot ever taken: the rest of the file stays sparse */
     uint8_t uuid[MAX_DEVICES][16];
     struct slot slot[MAX_SLOTS];
 };
@@ -153,17 +153,16 @@ enum { MACHINE_OK = 0, MACHINE_NONE, MACHINE_BAD, MACHINE_CONFLICT };
 int machine_open(void);
 extern struct machine *machine; /* NULL until machine_open() succeeded */
 const char *machine_state_dir(void);
-/* Opens the machine's control file, `<state>/nvidiactl`, or closes it and the files of all GPUs: what
- * /dev/nvidiactl is on a real machine. A process that has it open keeps the driver from being
- * replaced. */
+/* Opens the machine's control file, `<state>/nvidiactl`, or closes it and the files of all GPUs. As
+ * with /dev/nvidiactl, the driver cannot be replaced while a process has it open. */
 void machine_device_file(bool open_it);
-/* Opens the file of one GPU, `<state>/nvidia<index>`. A process that has it open keeps that GPU from
- * being reset. */
+/* Opens the file of one GPU, `<state>/nvidia<index>`. The GPU cannot be reset while a process has it
+ * open. */
 void machine_gpu_file(unsigned index);
 
 void machine_lock(void);
 void machine_unlock(void);
-/* Without the lock: returns the bytes of processes that ended. */
+/* Without the lock: frees the bytes of processes that ended. */
 void machine_reap(void);
 
 struct slot *machine_slot_take(void);       /* the caller's own slot, created; NULL if full */
@@ -186,14 +185,14 @@ void uuid_text(const uint8_t uuid[16], char out[41]); /* "GPU-xxxxxxxx-..." */
 void device_name(char *out, size_t size);
 void pci_bus_id(unsigned device, char *out, size_t size);
 
-/* Faults. `device` < 0: not about a device. Each hit of a counted fault uses it up by one. */
+/* Faults. `device` < 0: for no particular device. Each hit of a counted fault uses up one. */
 bool fault_hit(enum fault_kind kind, pid_t pid, int device, const char *op, struct fault *out);
 /* The same, without using it up. */
 bool fault_active(enum fault_kind kind, pid_t pid, int device, struct fault *out);
-bool faults_pending(void); /* cheap: may there be any fault at all? */
+bool faults_pending(void); /* cheap: may any fault be set? */
 bool device_is_lost(unsigned device);
 uint64_t copy_bandwidth(unsigned device); /* bytes/s, 0: unlimited */
-uint64_t device_residue(unsigned device); /* bytes in use that are no process's */
+uint64_t device_residue(unsigned device); /* bytes in use that belong to no process */
 
 /* Time and futexes. */
 uint64_t now_ns(void);

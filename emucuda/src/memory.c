@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Allocations: device, host and managed memory, and what a pointer is.
+ * Allocations: device, host and managed memory, and the memory behind a pointer.
  */
 #include "driver.h"
 
@@ -60,8 +60,8 @@ void allocation_remove(struct allocation *a)
     memmove(a, a + 1, (driver.allocations - i) * sizeof *a);
 }
 
-/* As on hardware, memory is given out in 2 MiB pages; small allocations share them, which is
- * counted here by the 512 bytes to which each is aligned. */
+/* As on hardware, memory comes in 2 MiB pages. Small allocations share pages, so each is charged
+ * its size rounded up to 512 bytes. */
 CUresult device_allocate(int device, uint64_t size, bool charge, struct allocation *out)
 {
     struct device *d = &driver.device[device];
@@ -111,7 +111,7 @@ CUresult resolve(uint64_t address, uint64_t size, void **host, int *device)
     return CUDA_SUCCESS;
 }
 
-/* Live managed memory is what makes a process unfit for a checkpoint. */
+/* A process with live managed memory cannot be checkpointed. */
 void managed_count(int change)
 {
     __atomic_add_fetch(&driver.slot->managed, (uint32_t)change, __ATOMIC_ACQ_REL);
@@ -335,7 +335,7 @@ EXPORT CUresult cuMemGetInfo_v2(size_t *free, size_t *total)
 EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdeviceptr p)
 {
     if (!base && !size)
-        return CUDA_SUCCESS; /* nothing is asked: the driver does not look further */
+        return CUDA_SUCCESS; /* no result requested: the driver checks nothing else */
     CHECKED;
     pthread_mutex_lock(&driver.lock);
     struct allocation *a = allocation_find(p);

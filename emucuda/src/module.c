@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Modules, libraries and kernels. PTX text is only searched for its entries and their
- * parameters; what a launch does is in kernels.c.
+ * Modules, libraries and kernels. Loading finds the entries of PTX text and their parameters;
+ * kernels.c runs them.
  */
 #include "module.h"
 
@@ -105,7 +105,7 @@ static CUresult load(struct module **out, const char *image)
 {
     if (!out || !image)
         return CUDA_ERROR_INVALID_VALUE;
-    /* A cubin (ELF) or a fat binary holds machine code that nothing here could run. */
+    /* A cubin (ELF) or a fat binary holds machine code, which cannot run here. */
     if (!memcmp(image, "\x7f" "ELF", 4) || !memcmp(image, "\x50\xed\x55\xba", 4))
         return CUDA_ERROR_NO_BINARY_FOR_GPU;
     char *text = strdup(image);

@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * What a module and a kernel are, for loading and launching.
+ * Modules and kernels, for loading and launching.
  */
 #ifndef EMUCUDA_MODULE_H
 #define EMUCUDA_MODULE_H

@@ -57,7 +57,7 @@ EXPORT nvmlReturn nvmlInitWithFlags(unsigned flags)
 EXPORT nvmlReturn nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 EXPORT nvmlReturn nvmlInit(void) { return nvmlInitWithFlags(0); }
 
-/* One too many is no error (tests/driver_records). */
+/* A surplus call is no error (tests/driver_records). */
 EXPORT nvmlReturn nvmlShutdown(void)
 {
     pthread_mutex_lock(&init_mutex);
@@ -169,7 +169,7 @@ EXPORT nvmlReturn nvmlDeviceGetHandleByIndex_v2(unsigned i, nvmlDevice *out)
     REQUIRE(out && i < machine->spec.count);
     if (fault_active(FAULT_DEVICE_LOST, -1, (int)i, NULL))
         return NVML_ERROR_GPU_IS_LOST;
-    machine_gpu_file(i); /* a handle attaches to its GPU */
+    machine_gpu_file(i); /* a handle opens its GPU's file */
     *out = nvml_handle(i);
     return NVML_SUCCESS;
 }

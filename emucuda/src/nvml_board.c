@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * NVML: the board. Constants that are plausible for a data-centre GPU; nothing here is measured.
+ * NVML: the board. Plausible constants of a data-centre GPU; none of them is measured.
  */
 #include "nvml.h"
 
@@ -164,8 +164,8 @@ EXPORT nvmlReturn nvmlDeviceGetP2PStatus(nvmlDevice a, nvmlDevice b, int kind, i
     return NVML_SUCCESS;
 }
 
-/* What exists on some boards but not on this one. Calls that are not named anywhere are absent
- * from the library, which a client sees as "function not found". */
+/* Features that other boards have. Calls that appear nowhere are absent from the library, and a
+ * client gets "function not found". */
 #define ABSENT(name)                                                             \
     EXPORT nvmlReturn name(nvmlDevice d, void *a, void *b, void *c)              \
     {                                                                            \

@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * NVML: event sets. The one event there is: a critical Xid when a device is lost.
+ * NVML: event sets. Their only event is a critical Xid when a device is lost.
  */
 #include "nvml.h"
 
@@ -54,7 +54,7 @@ EXPORT nvmlReturn nvmlDeviceRegisterEvents(nvmlDevice d, unsigned long long type
     if (types & ~EVENT_XID)
         return NVML_ERROR_NOT_SUPPORTED;
     if (types) {
-        set->seen[index] = machine->xid_sequence[index]; /* only what happens from now on */
+        set->seen[index] = machine->xid_sequence[index]; /* only later events */
         set->registered |= 1ull << index;
     }
     return NVML_SUCCESS;

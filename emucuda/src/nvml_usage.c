@@ -43,7 +43,7 @@ EXPORT nvmlReturn nvmlDeviceGetBAR1MemoryInfo(nvmlDevice d, nvmlMemory *out)
     return NVML_SUCCESS;
 }
 
-/* What differs from the plain truth in a list of processes. */
+/* The quirks that change a list of processes. */
 struct view {
     bool late, lag, keeps, less;
     struct fault late_by, lag_by, kept, missing;
@@ -68,7 +68,7 @@ static bool listed(const struct slot *s, unsigned index, const struct view *v, u
     *bytes = s->used[index];
     if (!s->pid || !(*bytes || s->had[index]))
         return false;
-    if (s->had[index]) { /* suspended: plainly not there any more */
+    if (s->had[index]) { /* suspended: not listed, by default */
         bool kept = v->keeps && about(&v->kept, s);
         if (v->lag && about(&v->lag_by, s) && v->now - s->suspended_at < v->lag_by.ms * 1000000u)
             *bytes = s->had[index];
@@ -82,7 +82,7 @@ static bool listed(const struct slot *s, unsigned index, const struct view *v, u
     return true;
 }
 
-/* Beyond the largest number that Linux gives (PID_MAX_LIMIT): a host number that nobody has here. */
+/* Above the largest process number of Linux (PID_MAX_LIMIT): a host's number that no process here has. */
 #define HOST_NUMBERS (1 << 22)
 
 /* The number that NVML lists for a process: of the caller's PID namespace, or of the host's. */
@@ -221,7 +221,7 @@ EXPORT nvmlReturn nvmlDeviceGetProcessUtilization(nvmlDevice d, nvmlProcessUtili
     unsigned room = out ? *count : 0;
     *count = samples(index, out, room);
     if (!*count)
-        return NVML_ERROR_NOT_FOUND; /* as the driver answers when nothing ran */
+        return NVML_ERROR_NOT_FOUND; /* like the driver when nothing ran */
     return *count > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 

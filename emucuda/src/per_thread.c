@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The _ptsz and _ptds variants: the same calls, where a null stream is the per-thread one.
+ * The _ptsz and _ptds variants: the same calls, but a null stream is the per-thread stream.
  */
 #include "cuda_abi.h"
 

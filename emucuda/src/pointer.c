@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * What a pointer is.
+ * The memory behind a pointer.
  */
 #include "driver.h"
 
@@ -84,8 +84,8 @@ EXPORT CUresult cuPointerGetAttribute(void *data, int which, CUdeviceptr address
     return result;
 }
 
-/* For an unknown pointer this one succeeds and answers zeros: that is how callers ask "is it
- * CUDA memory at all?". */
+/* For an unknown pointer this call succeeds and returns zeros: callers use it to ask whether a
+ * pointer is CUDA memory. */
 EXPORT CUresult cuPointerGetAttributes(unsigned count, int *which, void **data, CUdeviceptr address)
 {
     CHECKED;

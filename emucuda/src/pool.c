@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Stream-ordered allocation. A pool reserves device memory in 2 MiB pages as its use grows and,
- * as the driver does, gives what is above its release threshold back when something synchronises.
+ * Stream-ordered allocation. A pool reserves device memory in 2 MiB pages as its use grows. As in
+ * the driver, it frees what exceeds its release threshold at the next synchronise call.
  */
 #include "driver.h"
 
@@ -43,7 +43,7 @@ struct pool *pool_default(int device)
     return d->default_pool;
 }
 
-/* Of the device's graphs: keeps what it took until it is told to trim. With the lock held. */
+/* The pool of the device's graphs, which keeps its memory until a trim. With the lock held. */
 struct pool *pool_for_graphs(int device)
 {
     struct device *d = &driver.device[device];
@@ -241,7 +241,7 @@ static void destroy(struct pool *p)
 {
     if (p->shared || p->imported)
         shared_count(-1);
-    p->destroyed = true; /* what is still allocated from it stays until it is freed */
+    p->destroyed = true; /* its live allocations stay until they are freed */
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].current_pool == p)
             driver.device[i].current_pool = driver.device[i].default_pool;

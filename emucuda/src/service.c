@@ -1,10 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The driver's own thread in a CUDA process. It performs what checkpoint calls of other
- * processes ask for. That it runs here, in the target, gives the calls the behaviour seen on
- * hardware: a stopped target hangs them, a killed one ends them, and the death of the caller
- * changes nothing once a request is posted.
+ * The driver's own thread in a CUDA process. It performs the checkpoint calls of other processes.
+ * Because it runs in the target, the calls behave as on hardware: a stopped target hangs them, a
+ * killed one ends them, and a posted request completes after the death of its caller.
  */
 #include "driver.h"
 
@@ -30,7 +29,7 @@ static CUresult do_lock(uint32_t timeout_ms)
         sleep_until(deadline);
         return fault.code ? (CUresult)fault.code : CUDA_ERROR_NOT_READY;
     }
-    /* Work that goes on and on, and a lock that waits for it whatever it was told. */
+    /* Endless work, and a lock that ignores its time-out. */
     while (fault_active(FAULT_LOCK_IGNORES_TIMEOUT, getpid(), -1, NULL)) {
         deadline = 0;
         sleep_until(now_ns() + 5000000);
@@ -49,7 +48,7 @@ static CUresult do_checkpoint(void)
     CUresult result = suspend_out();
     moving(false);
     if (!result) {
-        machine_device_file(false); /* a suspended process is no user of the device */
+        machine_device_file(false); /* a suspended process does not use the device */
         set_state(PROCESS_CHECKPOINTED);
     }
     return result;
@@ -59,7 +58,7 @@ static CUresult do_restore(const struct request *request)
 {
     bool fatal = false;
     if (driver.suspend_state == PROCESS_FAILED)
-        return CUDA_ERROR_OPERATING_SYSTEM; /* NVIDIA/cuda-checkpoint #44: 304 ever after */
+        return CUDA_ERROR_OPERATING_SYSTEM; /* NVIDIA/cuda-checkpoint #44: 304 from then on */
     if (driver.suspend_state != PROCESS_CHECKPOINTED)
         return CUDA_ERROR_ILLEGAL_STATE;
     moving(true);
@@ -103,7 +102,7 @@ static CUresult perform(struct request *r)
 static void *serve(void *started)
 {
     struct request *r = &driver.slot->request;
-    /* Announced only once requests are sure to be served. */
+    /* Announced only when requests will be served. */
     __atomic_store_n(&driver.slot->service_tid, (int32_t)syscall(SYS_gettid), __ATOMIC_RELEASE);
     __atomic_store_n((uint32_t *)started, 1, __ATOMIC_RELEASE);
     futex_wake(started, false);

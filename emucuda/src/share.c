@@ -1,12 +1,12 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Device memory shared between processes: CUDA IPC, exported VMM memory, exported pools. What is
- * passed around is a record of who has the bytes and where; the importer maps them from there, so
- * it must import while the exporter lives. The exporter's account has the bytes.
+ * Device memory shared between processes: CUDA IPC, exported VMM memory, exported pools. A
+ * handle records which process has the bytes, and where; the importer maps them from there, while
+ * the exporter lives. The exporter is charged for the bytes.
  *
- * A process that has exported or imported anything that still exists cannot be suspended:
- * unsupported by drivers before 610 (README of NVIDIA/cuda-checkpoint).
+ * A process with a live export or import cannot be suspended, as with drivers before 610 (README of
+ * NVIDIA/cuda-checkpoint).
  */
 #include "driver.h"
 
@@ -23,7 +23,7 @@ struct record {
     int32_t kind;
     int32_t pid;
     int32_t fd;     /* of the device's memory, in that process */
-    uint64_t start; /* of that process: a number may be used again */
+    uint64_t start; /* of that process: process numbers are reused */
     uint32_t device; /* of the machine */
     uint32_t unused;
     uint64_t offset, size;
@@ -148,7 +148,7 @@ EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr address)
     return found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-/* The time of an event is known in its own process only: a handle can be had, not used. */
+/* Only the event's own process knows its time: a handle can be made but not opened. */
 EXPORT CUresult cuIpcGetEventHandle(CUipcMemHandle *out, CUevent e)
 {
     REQUIRE(out && e);

@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Who uses the machine, and what each process is charged for.
+ * The processes that use the machine, and what each is charged.
  */
 #include "machine.h"
 
@@ -26,7 +26,7 @@ uint64_t process_start(pid_t pid)
     if (n <= 0)
         return 0;
     buffer[n] = 0;
-    char *p = strrchr(buffer, ')'); /* the name may hold anything, even parentheses */
+    char *p = strrchr(buffer, ')'); /* the name may contain anything, even parentheses */
     if (!p)
         return 0;
     char state = 0;
@@ -35,7 +35,7 @@ uint64_t process_start(pid_t pid)
     if (sscanf(p + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %ld %*d %llu",
                &state, &threads, &start) != 3)
         return 0;
-    /* A zombie has given its memory back already, unless it is only the first thread of several. */
+    /* A zombie has freed its memory, unless only the first of several threads ended. */
     if ((state == 'Z' || state == 'X') && threads <= 1)
         return 0;
     return start ? start : 1;
@@ -51,7 +51,7 @@ bool slot_alive(const struct slot *slot)
     return !tid || !syscall(SYS_tgkill, slot->pid, tid, 0) || errno != ESRCH;
 }
 
-/* After a process died holding the lock the sums may be half updated; the slots are the truth. */
+/* If a process dies with the lock, the sums may be half updated; the slots are right. */
 static void recount(void)
 {
     memset(machine->used, 0, sizeof machine->used);
@@ -79,7 +79,7 @@ static void free_slot(struct slot *slot)
     __atomic_store_n(&slot->pid, 0, __ATOMIC_RELEASE);
 }
 
-/* Looks at /proc without the lock: whoever is stopped by a signal while holding it stops all. */
+/* Reads /proc without the lock: a process that a signal stops with it would block all. */
 static void reap_slot(struct slot *slot)
 {
     int32_t pid = __atomic_load_n(&slot->pid, __ATOMIC_ACQUIRE);
@@ -105,7 +105,7 @@ struct slot *machine_slot_take(void)
     uint64_t start = process_start(pid);
     machine_reap();
     machine_lock();
-    /* An own slot can only be left over from before an execve(). */
+    /* If this process has a slot already, it is from before an execve(). */
     for (unsigned i = 0; i < machine->slots; i++)
         if (machine->slot[i].pid == pid)
             free_slot(&machine->slot[i]);
@@ -150,7 +150,7 @@ bool machine_charge(struct slot *slot, unsigned device, uint64_t bytes)
 {
     uint64_t capacity = machine_capacity() - device_residue(device);
     bool fits = false;
-    /* Full may only mean that a process has just died: look, and try once more. */
+    /* If the device is full, a process may just have died: look, and try once more. */
     for (int attempt = 0; attempt < 2 && !fits && bytes <= capacity; attempt++) {
         if (attempt)
             machine_reap();
@@ -200,7 +200,7 @@ void busy_record(struct slot *slot, unsigned device, uint64_t from, uint64_t unt
 {
     struct busy *busy = &slot->busy[device];
     if (until - from > BUSY_BUCKET_NS * BUSY_BUCKETS / 2) {
-        busy->from = from; /* too long for the ring: kept as one interval */
+        busy->from = from; /* too long for the ring: stored as one interval */
         busy->until = until;
         return;
     }

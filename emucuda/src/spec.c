@@ -11,7 +11,7 @@
 
 #define MAX_MEMORY (1ull << 40)       /* of one device */
 #define MAX_TOTAL (16ull << 40)       /* of the machine: its address space must fit twice */
-#define MIN_BANDWIDTH 1000000ull      /* of copies, in bytes/s: who writes 8 means GB/s */
+#define MIN_BANDWIDTH 1000000ull      /* of copies, in bytes/s: a user who writes 8 means GB/s */
 #define DEFAULT_CONTEXT (64 * MIB)
 
 static const struct {

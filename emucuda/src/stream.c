@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Streams and events. Data moves when it is submitted; what is asynchronous is the modelled time
- * at which the work counts as done, which synchronise, query, events and the checkpoint lock's
- * drain honour.
+ * Streams and events. Data moves when work is submitted; only the modelled time at which the work
+ * counts as done is asynchronous. Synchronise calls, queries, events and the checkpoint lock's drain
+ * use that time.
  */
 #include "driver.h"
 
@@ -21,7 +21,7 @@ struct stream *stream_new(struct context *context, unsigned flags, int priority)
     return s;
 }
 
-/* One per thread and context, made at first use. They stay until the process ends. */
+/* One per thread and context, created at first use. They live until the process ends. */
 static struct stream *per_thread(struct context *context)
 {
     static __thread struct stream *cache;
@@ -72,8 +72,8 @@ uint64_t stream_tail(const struct stream *stream)
     return tail;
 }
 
-/* Lazy loading: the driver takes memory for code when the first work needs it, as far as there is
- * some. Nobody allocated it. */
+/* Lazy loading: the driver takes memory for code at the first work, as far as memory is free. No
+ * call allocated it. */
 static void load_code(struct device *d)
 {
     struct fault code;
@@ -131,7 +131,7 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
     CUresult result = CUDA_ERROR_INVALID_HANDLE;
     for (struct stream **link = &driver.streams; *link; link = &(*link)->next)
         if (*link == stream && !is_legacy(stream)) {
-            /* Work in flight goes on; the legacy stream carries its completion time. */
+            /* Its work continues; the legacy stream takes over the completion time. */
             if (stream->context->legacy->tail < stream->tail)
                 stream->context->legacy->tail = stream->tail;
             capture_drop(stream);
@@ -145,7 +145,7 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
     return result;
 }
 
-/* Runs `body` with the resolved stream `s` under the lock; `result` is what is returned. */
+/* Runs `body` with the resolved stream `s` under the lock; returns `result`. */
 #define WITH_STREAM(handle, body)                         \
     do {                                                  \
         struct stream *s;                                 \
@@ -341,7 +341,7 @@ EXPORT CUresult cuEventQuery(CUevent e)
 
 static CUresult event_time(CUevent e, uint64_t *time)
 {
-    GATED; /* blocks while locked, but does not hold the drain up while waiting */
+    GATED; /* blocks while locked, but does not delay the drain while waiting */
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
     if (e->captured)

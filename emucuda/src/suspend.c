@@ -3,9 +3,9 @@
  *
  * Moving the bytes of this process between its devices and its host memory.
  *
- * The copy is anonymous memory of the process itself, as with the real driver. It is made 2 MiB
- * at a time, and each piece is given back on one side as soon as it is on the other, so host
- * memory never holds two copies. Only pages that were ever touched exist at all.
+ * As with the real driver, the copy is anonymous memory of the process itself. Bytes move in
+ * pieces of 2 MiB, and each piece is freed on one side as soon as it is on the other, so host memory
+ * never holds two copies. Pages that were never touched do not exist.
  */
 #include "driver.h"
 
@@ -25,10 +25,10 @@ struct piece {
 
 static struct piece *pieces;
 static size_t piece_count, piece_room;
-static uint64_t owed[MAX_DEVICES]; /* per visible device: what was on its account */
-static uint64_t kept[MAX_DEVICES]; /* the part of it that stayed there */
+static uint64_t owed[MAX_DEVICES]; /* per visible device: bytes charged before */
+static uint64_t kept[MAX_DEVICES]; /* the part of them that stayed there */
 
-/* Holds the copy to the bandwidth of the machine: sleeps until `bytes` may have passed. */
+/* Limits the copy to the machine's bandwidth: sleeps until `bytes` may have passed. */
 static void pace(uint64_t start, uint64_t bytes, uint64_t bandwidth)
 {
     if (bandwidth)
@@ -83,7 +83,7 @@ static bool piece_in(size_t i)
     return true;
 }
 
-/* All pieces back where they came from. */
+/* Moves all pieces back to the device. */
 static bool all_in(bool paced, uint64_t *moved)
 {
     uint64_t start = now_ns();
@@ -115,7 +115,7 @@ static bool device_out(int device, uint64_t start, uint64_t *moved)
     for (off_t at = 0;;) {
         off_t data = lseek(fd, at, SEEK_DATA);
         if (data < 0)
-            return errno == ENXIO; /* nothing more */
+            return errno == ENXIO; /* no more data */
         off_t hole = lseek(fd, data, SEEK_HOLE);
         for (at = data; at < hole;) {
             uint32_t size = (uint32_t)(hole - at < (off_t)GRANULE ? hole - at : (off_t)GRANULE);
@@ -146,7 +146,7 @@ CUresult suspend_out(void)
     arena_poison(true);
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].fd >= 0 && !device_out(i, start, &moved)) {
-            all_in(false, &moved); /* no host memory: as if nothing had happened */
+            all_in(false, &moved); /* no host memory: undo everything */
             arena_poison(false);
             return CUDA_ERROR_OUT_OF_MEMORY;
         }
@@ -177,8 +177,8 @@ static void charge(uint32_t physical, int64_t bytes)
     machine->used[physical] += (uint64_t)bytes;
 }
 
-/* Charges what is owed on the mapped devices. Without room everywhere, keeps what it could get,
- * or nothing if that is to change `nothing`. */
+/* Charges the owed bytes on the mapped devices. If one is full, it keeps the others charged, or
+ * undoes all with `nothing`. */
 static bool charge_all(const uint32_t *target, bool nothing)
 {
     bool fits = true;
@@ -204,7 +204,7 @@ static bool charge_all(const uint32_t *target, bool nothing)
     return fits;
 }
 
-/* Everything as it was before the restore, which has charged all that is owed. */
+/* Undoes a restore that has charged all owed bytes. */
 static void uncharge_all(const uint32_t *target, uint64_t moved)
 {
     machine_lock();
@@ -216,7 +216,7 @@ static void uncharge_all(const uint32_t *target, uint64_t moved)
     machine_unlock();
 }
 
-/* What a restored process has beyond what it had, where there is room for it. */
+/* The extra bytes of a restored process, where the device has room. */
 static void charge_more(void)
 {
     struct fault fault;

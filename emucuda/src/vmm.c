@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Virtual memory management: address ranges and physical memory apart, joined by maps.
+ * Virtual memory management: address ranges, physical memory, and the maps between them.
  */
 #include "driver.h"
 
@@ -17,7 +17,7 @@ struct physical {
     uint64_t size;
     unsigned references; /* owners and maps together */
     unsigned owners;     /* handles the caller has yet to release */
-    int foreign;         /* the memfd of another process it was imported from; -1: our own */
+    int foreign;         /* the memfd of the exporting process; -1: our own memory */
     bool shared;         /* exported */
     CUmemAllocationProp prop;
     struct physical *next;
@@ -92,7 +92,7 @@ uint64_t vmm_mapped_bytes(uint64_t address, uint64_t *start)
 
 CUresult vmm_resolve(uint64_t address, uint64_t size, void **host, int *device)
 {
-    /* Neighbouring maps are one range to a copy. */
+    /* A copy sees neighbouring maps as one range. */
     for (uint64_t at = address; at < address + size || at == address;) {
         struct map *m = map_at(at);
         if (!m || !m->accessible)
@@ -369,7 +369,7 @@ static CUmemAllocationProp prop_of(int device)
                                  .location = {MEM_LOCATION_DEVICE, device}};
 }
 
-/* Whole pages are mapped; the address is where the memory begins in them. */
+/* Maps whole pages; the address is where the memory begins in them. */
 CUresult vmm_import(const struct share *share, CUdeviceptr *out)
 {
     struct share pages = *share;

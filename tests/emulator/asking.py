@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a process that suspends another, and asks NVML about it, is given to begin with."""
+"""Code for a process that suspends another one and asks NVML about it."""
 
 #: Statements for ``machine.target().do``.
 WORKER = """

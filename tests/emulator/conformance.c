@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * What jupyter_gpupool relies on in a CUDA driver, as a program for whatever libcuda.so.1 the
- * loader finds: the emulated one in the test-suite, a real one by hand. A difference between the
- * two is a fault of the emulation.
+ * What programs rely on in a CUDA driver, for whatever libcuda.so.1 the loader finds: the emulated
+ * one in the test suite, a real one by hand. A difference between the two is an error of the
+ * emulation.
  *
  *     cc -std=gnu11 -o conformance conformance.c -ldl && ./conformance [SKIP...]
  *
@@ -11,7 +11,7 @@
  * that other people use, leave out at least "restore_without_room", which fills the device and
  * strands a process until it is killed, "sync_while_suspended", which crashes one, and
  * "stopped_target", which hangs a call; with driver 610 or later "exported_memory_is_not_suspended",
- * which it may be there. The program suspends only processes that it started.
+ * where it can work. The program suspends only processes that it started.
  */
 #include "conformance_graphs.h"
 #include "conformance_sharing.h"
@@ -282,7 +282,7 @@ static void case_state_machine(void)
     size_t locked = free_memory();
     IS(op(&c, 'c', 0), 0);
     IS(state(&c), 2);
-    CHECK(free_memory() >= locked + 64 * MIB); /* the memory is really back */
+    CHECK(free_memory() >= locked + 64 * MIB); /* the memory is free again */
     IS(op(&c, 'c', 0), 401);
     IS(op(&c, 'u', 0), 401);
     IS(op(&c, 'l', 0), 401);
@@ -436,7 +436,7 @@ static void case_restore_without_room(void)
     CHECK(op(&c, 'r', 0) != 0);
     IS(state(&c), 3);
     end(&hog);
-    CHECK(op(&c, 'r', 0) != 0); /* for good, with all the room in the world */
+    CHECK(op(&c, 'r', 0) != 0); /* permanently, although there is room now */
     IS(op(&c, 'u', 0), 401);
     end(&c);
 }

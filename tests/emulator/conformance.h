@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * What the cases of conformance.c stand on: checks, and TAP output.
+ * Checks and TAP output for the cases of conformance.c.
  */
 #ifndef CONFORMANCE_H
 #define CONFORMANCE_H
@@ -35,8 +35,8 @@ static const char *skipped;
         }                                                            \
     } while (0)
 
-/* All that was taken is free again, except what a driver keeps for code that it loads at first use;
- * what was taken must be more than that. */
+/* All memory is free again, except what a driver keeps for code that it loads at first use; a case
+ * must have taken more than that. */
 #define OWN (16 * MIB)
 #define FREE_AGAIN(before) CHECK(free_memory() + OWN >= (before))
 
@@ -74,7 +74,7 @@ int main(int argc, char **argv)
         bool leave_out = false;
         for (int i = 1; i < argc; i++)
             leave_out = leave_out || !strcmp(argv[i], t->name);
-        wanted = wanted || !strcmp(t->name, "copies"); /* the cases before it want no context */
+        wanted = wanted || !strcmp(t->name, "copies"); /* the cases before it need no context */
         number++;
         if (leave_out) {
             printf("ok %d - %s # SKIP by request\n", number, t->name);

@@ -62,7 +62,7 @@ static void case_graph_work(void)
     OK(cuGraphGetNodes(graph, NULL, &nodes));
     IS(nodes, 6);
     OK(cuGraphInstantiateWithFlags(&run, graph, 0));
-    OK(cuGraphDestroy(graph)); /* what was instantiated stays */
+    OK(cuGraphDestroy(graph)); /* the executable graph stays */
     OK(cuGraphLaunch(run, stream));
     OK(cuGraphLaunch(run, stream));
     OK(cuStreamSynchronize(stream));
@@ -73,8 +73,8 @@ static void case_graph_work(void)
     OK(cuMemFree_v2(p));
 }
 
-/* Memory appears at the launch (or upload), goes into the device's graph pool when it is freed,
- * and back to the device by a trim. */
+/* A launch (or upload) takes memory; a free returns it to the device's graph pool, and a trim to the
+ * device. */
 static void case_graph_memory(void)
 {
     void *graph = NULL, *run = NULL, *again = NULL, *stream = NULL, *node = NULL;
@@ -153,7 +153,7 @@ static void case_graph_out_of_memory(void)
     OK(cuGraphCreate(&graph, 0));
     for (int i = 0; i < 2; i++)
         OK(cuGraphAddMemAllocNode(&node, graph, NULL, 0, &alloc));
-    OK(cuGraphInstantiateWithFlags(&run, graph, 0)); /* the address is settled, the bytes are not */
+    OK(cuGraphInstantiateWithFlags(&run, graph, 0)); /* the address is fixed, the bytes are not taken yet */
     IS(cuGraphLaunch(run, stream), 2);
     OK(cuStreamSynchronize(stream));
     OK(cuGraphExecDestroy(run));

@@ -100,7 +100,7 @@ static void case_shared_pool(void)
     OK(cuStreamDestroy_v2(stream));
 }
 
-/* Reported of drivers before 610; a later one may do it, and then this case is to be left out. */
+/* Reported of drivers before 610. Leave this case out where a later driver can do it. */
 static void case_exported_memory_is_not_suspended(void)
 {
     struct child c = start(NULL);

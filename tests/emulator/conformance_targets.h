@@ -106,7 +106,7 @@ static int target_alloc(size_t mib)
     return result;
 }
 
-/* What another process shares, as text in the environment. */
+/* The handle that another process shares, as text in the environment. */
 static struct handle target_handle(void)
 {
     struct handle h = {{0}};

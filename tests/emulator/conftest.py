@@ -21,9 +21,9 @@ import pytest
 from emucuda import Faults, build, environment
 
 #: Seconds within which a child answers, unless it hangs.
-TIMEOUT = 30
+TIMEOUT = 60
 
-#: A child that executes the statements it is sent and answers with repr(_).
+#: A child that executes the statements it receives and answers with repr(_).
 TARGET = r"""
 import ast, ctypes, hashlib, os, signal, sys
 import numpy as np
@@ -86,7 +86,7 @@ class Target:
         self.process.stdin.flush()
 
     def reply(self, timeout=TIMEOUT):
-        """Return what the sent statements left in ``_``; raise TimeoutError or EOFError."""
+        """Return ``_`` of the statements; raise TimeoutError or EOFError."""
         deadline = time.monotonic() + timeout
         while True:
             line, newline, rest = self._buffer.partition(b"\n")
@@ -104,18 +104,18 @@ class Target:
             self._buffer += data
 
     def attempt(self, code, timeout=TIMEOUT):
-        """Run statements; what they left in ``_``, or ("failed", code) or ("raised", text)."""
+        """Run statements; return ``_``, or ("failed", code) or ("raised", text)."""
         self.send(code)
         return self.reply(timeout)
 
     def do(self, code, timeout=TIMEOUT):
-        """Run statements that must not fail; what they left in ``_``."""
+        """Run statements that must not fail; return ``_``."""
         found = self.attempt(code, timeout)
         assert not isinstance(found, tuple) or found[:1] not in (("failed",), ("raised",)), found
         return found
 
     def hangs(self, seconds=0.3):
-        """Whether the statements sent are still running after ``seconds``."""
+        """Whether the statements are still running after ``seconds``."""
         return not select.select([self.process.stdout], [], [], seconds)[0]
 
     def signal(self, number):
@@ -155,7 +155,7 @@ class Emulated:
         return child
 
     def run(self, code, *args, timeout=TIMEOUT, check=True, **variables):
-        """Run a whole program; its standard output."""
+        """Run a whole program; return its standard output."""
         done = subprocess.run(
             [sys.executable, "-c", code, *map(str, args)],
             env={**os.environ, **self.env, **variables},

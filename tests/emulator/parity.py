@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the emulated driver answers otherwise than a record of NVIDIA's libraries, and why it may.
+"""Differences between the emulated driver and records of NVIDIA's libraries, and their reasons.
 
-Records are made by ``tests/driver_records``, which also has those of some of NVIDIA's drivers.
+``tests/driver_records`` makes the records, and holds those of some of NVIDIA's drivers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tests.driver_records.record import functions
 class Difference:
     """A question with two answers."""
 
-    #: Which part of the record, and what was asked.
+    #: The part of the record, and the question.
     section: str
     question: str
     real: Any
     emulated: Any
 
     def __str__(self) -> str:
-        """Return it for a reader."""
+        """Return one line for a reader."""
         return f"{self.section}: {self.question}: {self.real}, emulated {self.emulated}"
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why some differences stay. The patterns have to match the whole text; None is any."""
+    """Why some differences stay. A pattern must match the whole text; None matches any."""
 
     why: str
     section: str
@@ -42,7 +42,7 @@ class Reason:
     emulated: Any = None
 
     def covers(self, found: Difference) -> bool:
-        """Whether this is the reason of a difference."""
+        """Whether this reason explains the difference."""
         return bool(
             re.fullmatch(self.section, found.section)
             and re.fullmatch(self.question, found.question)
@@ -51,16 +51,16 @@ class Reason:
         )
 
 
-_HANDLE = "A handle that nobody was given is read before the driver asks if it is initialised."
-_AFTER = "A failed cuInit leaves the driver half up: calls get as far as their handle."
+_HANDLE = "The driver reads an invalid handle before it checks that it is initialised."
+_AFTER = "A failed cuInit leaves the driver half initialised: calls check their handle."
 
-#: Differences from the newest committed record that stay. Each is there: a test looks.
+#: Differences from the newest record that stay. A test checks that each exists.
 REASONS = (
-    Reason("It is a driver of CUDA 13.", "arguments", "cuDriverGetVersion after.*"),
+    Reason("The emulated driver is one of CUDA 13.", "arguments", "cuDriverGetVersion after.*"),
     Reason("Codes of later drivers.", "cuda_errors", "36|226|721|916", [1, 1]),
-    Reason("The thread of a driver without devices is of no use.", "arguments", "threads .*"),
+    Reason("A driver without devices needs no thread.", "arguments", "threads .*"),
     Reason(
-        "cuMemAlloc of 32-bit addresses is not there.",
+        "cuMemAlloc of 32-bit addresses is not emulated.",
         "arguments",
         "cuGetProcAddress v.: 'cuMemAlloc' at (2000|3019)",
     ),
@@ -70,7 +70,7 @@ REASONS = (
         r"(cuCtxGetDevice|cuCtxSynchronize|cuEventElapsedTime), flags \d, from (12080|13000)",
     ),
     Reason(
-        "Null parameters are allowed by the manual of CUDA 13.",
+        "The manual of CUDA 13 allows null parameters.",
         "calls: .*",
         "cuCtxCreate_v4( 2)?",
         "signal 11",
@@ -98,7 +98,7 @@ REASONS = (
     ),
     Reason(_HANDLE, "calls: .*buffer.*", r"cuFuncGetParamInfo( \d)?", "1", "3"),
     Reason(
-        "The bytes of an IPC handle are read before the driver asks if it is initialised.",
+        "The driver reads an IPC handle before it checks that it is initialised.",
         "calls: before init, buffer but for one",
         "cuIpcOpenMemHandle(_v2)? 2",
         "1",
@@ -130,7 +130,7 @@ REASONS = (
 
 
 def differences(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Difference]:
-    """Yield what two records have both, with different answers."""
+    """Yield the questions of both records that have different answers."""
     for section in ("arguments", "nvml_arguments"):
         for question in real[section].keys() & emulated[section].keys():
             answers = real[section][question], emulated[section][question]
@@ -168,9 +168,9 @@ def _calls(
 
 
 def _procaddr(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Difference]:
-    """Yield from which version on which name has another form.
+    """Yield each version from which a name has another form.
 
-    A form that the emulated driver lacks has to have no address there.
+    A form that the emulated driver lacks must have no address there.
     """
     here, tables = functions(emulated), (real["procaddr"], emulated["procaddr"])
     for name in sorted(tables[0].keys() & tables[1].keys()):

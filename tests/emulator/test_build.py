@@ -10,7 +10,7 @@ import pytest
 from emucuda import build
 
 
-def test_only_what_is_stale_is_compiled(tmp_path, monkeypatch):
+def test_only_stale_libraries_are_compiled(tmp_path, monkeypatch):
     build.compile(tmp_path)
     names = ["libcuda.so", "libcuda.so.1", "libnvidia-ml.so", "libnvidia-ml.so.1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
@@ -24,7 +24,7 @@ def test_only_what_is_stale_is_compiled(tmp_path, monkeypatch):
     assert (tmp_path / "libcuda.so.1").stat().st_ino != before
 
 
-def test_without_a_compiler_the_way_to_one_is_told(tmp_path, monkeypatch, capsys):
+def test_a_missing_compiler_names_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(build.CompilerMissing, match="Install gcc or clang"):
         build.compile(tmp_path)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Runs conformance.c, which knows nothing of the emulation, against the emulated driver."""
+"""conformance.c, which runs on any driver, on the emulated one."""
 
 import os
 import re

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Device memory: sparse, accounted between processes, and gone with its process."""
+"""Device memory: sparse, charged to processes, and freed with its process."""
 
 import os
 import signal
@@ -32,14 +32,14 @@ def rss(pid):
 
 @pytest.fixture
 def watch(emulated):
-    """A machine of 2 x 1 GiB with 32 MiB contexts, and a process that watches it by NVML."""
+    """A machine of 2 x 1 GiB with 32 MiB contexts, and a process that reads it by NVML."""
     machine = emulated()
     watcher = machine.target()
     watcher.do(NVML)
     return machine, lambda expression: watcher.do(f"_ = {expression}")
 
 
-def test_a_large_machine_costs_what_is_touched(emulated):
+def test_a_large_machine_costs_only_touched_memory(emulated):
     machine = emulated("8x80GiB")
     child = machine.target()
     child.do("context(0)")
@@ -68,7 +68,7 @@ p.lock(5000); p.checkpoint(); p.restore(); p.unlock()
 """
 
 
-def test_loading_the_libraries_costs_nothing(emulated):
+def test_loading_the_libraries_starts_nothing(emulated):
     machine = emulated()
     code = """
     import ctypes, os
@@ -86,7 +86,7 @@ def test_contexts_and_allocations_are_charged(watch):
     assert look("used(0)") == 0
     child.do("context(0)")
     assert look("used(0)") == 32 * MIB
-    child.do("context(0); _ = 1")  # the overhead is paid once
+    child.do("context(0); _ = 1")  # the overhead is charged once
     assert look("used(0)") == 32 * MIB
     child.do("p = ok(D.cuMemAlloc(100 << 20)); q = ok(D.cuMemAlloc(100))")
     assert look("used(0)") == 132 * MIB + 512
@@ -99,14 +99,14 @@ def test_contexts_and_allocations_are_charged(watch):
     assert (look("used(0)"), look("processes(0)")) == (0, {})
 
 
-def test_sizes_are_whole_device_pages_from_one_mib(watch):
+def test_allocations_above_one_mib_are_whole_pages(watch):
     machine, look = watch
     child = machine.target()
     child.do("context(); p = ok(D.cuMemAlloc((1 << 20) + 1))")
     assert look("used(0)") == 34 * MIB
 
 
-def test_memory_of_a_killed_process_comes_back(watch):
+def test_a_killed_process_frees_its_memory(watch):
     machine, look = watch
     child = machine.target()
     child.do("context(); ok(D.cuMemAlloc(900 << 20))")
@@ -119,7 +119,7 @@ def test_memory_of_a_killed_process_comes_back(watch):
     assert other.do("ok(D.cuMemAlloc(900 << 20)); _ = 1") == 1
 
 
-def test_memory_of_a_process_that_calls_exec_comes_back(watch):
+def test_exec_frees_the_memory_of_a_process(watch):
     machine, look = watch
     child = machine.target()
     child.do("context(); ok(D.cuMemAlloc(100 << 20))")
@@ -187,7 +187,7 @@ _ = 1
 """
 
 
-def test_processes_together_never_get_more_than_there_is(watch):
+def test_processes_together_never_exceed_the_device(watch):
     machine, look = watch
     children = [machine.target() for _ in range(4)]
     for child in children:
@@ -199,7 +199,7 @@ def test_processes_together_never_get_more_than_there_is(watch):
         samples.append(look("used(0)"))
         busy = [child for child in busy if child.hangs(0)]
     assert max(samples) <= GIB
-    assert sum(child.reply() for child in children) > 0  # it did get full
+    assert sum(child.reply() for child in children) > 0  # the device was full at times
     assert look("used(0)") == sum(look("processes(0)").values())
     for child in children:
         child.do("for p in held: ok(D.cuMemFree(p))")
@@ -294,7 +294,7 @@ def test_threads_share_the_driver(emulated):
 
 
 def test_mapped_memory_without_access_is_refused(emulated):
-    """A real driver may take the context down for it: no question for the conformance program."""
+    """Not part of the conformance program: a real driver may end the context for it."""
     child = emulated("1x1GiB").target()
     code = """
     context()

@@ -34,7 +34,7 @@ def test_slow_copies(trio):
     machine.faults.set("slow-copies", bandwidth="20MB/s")
     assert target.do(timed) >= 0.2
     machine.faults.set("slow-copies", bandwidth=20_000_000, device=1)
-    assert target.do(timed) >= 0.2  # another scope: both stand
+    assert target.do(timed) >= 0.2  # another scope: both apply
     machine.faults.clear()
     machine.faults.set("slow-copies", bandwidth=1, device=1)
     assert target.do(timed) < 5  # device 0 is as it was
@@ -98,7 +98,7 @@ def test_device_lost(trio):
     assert "GPU is lost" in worker.attempt("_ = handle(0)")[1]
     assert worker.do("_ = n.nvmlDeviceGetName(handle(1))").startswith("EMULATED")
     assert target.attempt("_ = get(p, 100)") == ("failed", 719)
-    assert target.attempt("context(1)") == ("failed", 719)  # its contexts are gone, for good
+    assert target.attempt("context(1)") == ("failed", 719)  # its contexts have ended permanently
     other = machine.target()
     assert other.attempt("context(0)") == ("failed", 46)
     assert other.do("context(1); _ = 1") == 1
@@ -148,7 +148,7 @@ def test_hang(trio, name):
     worker.send(f"_ = call({target.pid}, {name!r})")
     assert worker.hangs()
     machine.faults.clear()
-    assert worker.hangs()  # for ever
+    assert worker.hangs()  # permanently
     other = machine.target()
     other.do(WORKER)
     assert state(other, target) == ("locked" if name == "checkpoint" else "running")
@@ -164,7 +164,7 @@ def test_faults_from_the_environment(emulated):
     assert call(worker, target, "lock", 10) is None
 
 
-def test_a_file_written_by_hand_is_read(trio):
+def test_a_fault_file_written_by_hand_is_read(trio):
     machine, target, worker = trio
     (machine.state_dir / "faults").write_text(f"lock-timeout pid={target.pid}\n")
     assert call(worker, target, "lock", 10) == "CUDA_ERROR_NOT_READY"
@@ -172,7 +172,7 @@ def test_a_file_written_by_hand_is_read(trio):
     assert call(worker, target, "lock", 10) is None
 
 
-def test_faults_of_several_hands_stand_together(trio):
+def test_faults_of_several_writers_add_up(trio):
     machine, target, worker = trio
     machine.faults.set("lock-timeout")
     Faults(machine.state_dir).set("nvml-missing-pids")

@@ -97,14 +97,14 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize("text", GOOD)
-def test_a_machine_is_read_and_written(text):
+def test_machine_text_is_read_and_written(text):
     machine = parse_machine(text)
     assert machine == GOOD[text]
     assert parse_machine(str(machine)) == machine
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_what_is_no_machine_is_refused_with_a_way_out(text):
+def test_bad_machine_text_is_refused_with_an_example(text):
     with pytest.raises(EmulatorError) as info:
         parse_machine(text)
     message = str(info.value)
@@ -112,12 +112,12 @@ def test_what_is_no_machine_is_refused_with_a_way_out(text):
     assert any(word in message for word in ("Write", "write", "Ask", "mean"))
 
 
-def test_a_misspelt_option_is_answered_with_the_nearest():
+def test_a_misspelt_option_suggests_the_nearest():
     with pytest.raises(EmulatorError, match="Did you mean 'bandwidth'"):
         parse_machine("2x16GiB,bandwith=8GB/s")
 
 
-def test_the_driver_reads_the_same_machines(emulated):
+def test_c_and_python_read_the_same_machines(emulated):
     texts = [*GOOD, *BAD]
     done = subprocess.run(
         [sys.executable, "-c", PARSE_IN_C],
@@ -146,7 +146,7 @@ def test_the_environment_keeps_the_library_path(tmp_path):
     assert base == {"LD_LIBRARY_PATH": "/opt/one::/opt/two"}
 
 
-def test_without_libraries_the_way_to_build_them_is_told(monkeypatch, tmp_path):
+def test_missing_libraries_name_the_build_command(monkeypatch, tmp_path):
     monkeypatch.setattr(machine_module, "__file__", str(tmp_path / "machine.py"))
     with pytest.raises(EmulatorNotBuilt, match=r"python -m emucuda\.build"):
         library_dir()
@@ -169,7 +169,7 @@ def test_without_a_machine_there_is_no_device(emulated):
     assert machine.run(INIT, EMUCUDA_MACHINE="") == "100 9"
 
 
-def test_the_driver_says_what_is_wrong_with_a_machine(emulated):
+def test_the_driver_reports_bad_machine_text(emulated):
     done = subprocess.run(
         [sys.executable, "-c", INIT],
         env={**emulated().env, "EMUCUDA_MACHINE": "2x16parsec"},

@@ -15,7 +15,7 @@ from emucuda.build import SOURCES, libraries
 
 MIB = 1 << 20
 
-#: What jupyter_gpupool, its guard and ordinary programs of the driver API call.
+#: Calls of ordinary programs of the driver API, and of the checkpoint API.
 NEEDED = """
 cuInit cuDriverGetVersion cuDeviceGet cuDeviceGetCount cuDeviceGetName cuDeviceGetUuid_v2
 cuDeviceTotalMem_v2 cuDeviceGetAttribute cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease_v2
@@ -35,7 +35,7 @@ cuCheckpointProcessCheckpoint cuCheckpointProcessRestore cuCheckpointProcessUnlo
 """
 
 
-def test_cuda_bindings_resolves_what_is_needed(emulated):
+def test_cuda_bindings_resolves_common_calls(emulated):
     code = """
     from cuda.bindings._internal import driver
     for name, address in driver._inspect_function_pointers().items():
@@ -47,7 +47,7 @@ def test_cuda_bindings_resolves_what_is_needed(emulated):
     assert [name for name in NEEDED.split() if not found.get(name)] == []
 
 
-def test_a_call_the_driver_lacks_is_a_clean_error(emulated):
+def test_a_missing_call_is_a_clean_error(emulated):
     code = """
     from cuda.bindings import driver as D
     D.cuInit(0)
@@ -326,7 +326,7 @@ def test_utilisation_is_the_modelled_kernel_time(emulated):
     assert by_pid == {child.pid: gpu}
 
 
-def test_nvml_sees_a_process_from_before_and_after_fork(emulated):
+def test_nvml_works_before_and_after_fork(emulated):
     child = emulated().target()
     child.do("import pynvml as n; n.nvmlInit(); context()")
     assert (

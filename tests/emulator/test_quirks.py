@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The other answers: each temperament of the emulated driver, as NVIDIA's clients see it."""
+"""Each quirk of the emulated driver, as NVIDIA's clients see it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ = 1
 
 
 class Trio:
-    """A machine, a process with 8 MiB on its first device, and one that asks about it."""
+    """A machine, a process with 8 MiB on its first device, and one that observes it."""
 
     def __init__(self, machine):
         self.faults = machine.faults
@@ -63,11 +63,11 @@ def trio(emulated):
     return Trio(emulated("2x256MiB,context=32MiB"))
 
 
-def test_residue_is_used_and_nobodys(trio):
+def test_residue_is_used_but_belongs_to_no_process(trio):
     trio.faults.set("residue", device=0, bytes="100MiB")
     assert (trio.ask("used()"), trio.listed()) == (HAS + 100 * MiB, HAS)
     assert trio.ask("used(1)") == 0
-    # It is really not there: 116 MiB are.
+    # The residue cannot be allocated: 116 MiB are left.
     assert trio.target.do("_ = D.cuMemAlloc(118 << 20)[0].name") == "CUDA_ERROR_OUT_OF_MEMORY"
     assert trio.target.do("_ = D.cuMemAlloc(116 << 20)[0].name") == "CUDA_SUCCESS"
 
@@ -103,7 +103,7 @@ def test_nvml_is_late_to_list_and_to_forget(trio):
 
 
 @pytest.mark.parametrize("size", [0, 4 * MiB])
-def test_a_suspended_process_may_keep_something(trio, size):
+def test_a_suspended_process_may_keep_memory(trio, size):
     trio.faults.set("suspend-keeps", bytes=size)
     trio.suspend()
     assert (trio.ask("used()"), trio.listed()) == (size, size)
@@ -157,7 +157,7 @@ def test_a_process_after_cuinit_may_be_suspended(trio):
     assert trio.call("unlock") is None
 
 
-def test_a_lock_may_wait_for_ever(trio):
+def test_a_lock_may_ignore_its_timeout(trio):
     trio.faults.set("lock-ignores-timeout")
     trio.worker.send(f"_ = call({trio.target.pid}, 'lock', 1)")
     assert trio.worker.hangs(0.2)
@@ -166,8 +166,8 @@ def test_a_lock_may_wait_for_ever(trio):
     assert trio.state() == "locked"
 
 
-def test_a_fault_of_the_environment_that_there_is_not_is_said(emulated):
-    """A suite that was to run under it would else run without."""
+def test_unknown_faults_in_the_environment_are_reported(emulated):
+    """Otherwise a suite meant to run under a fault would run without it."""
     variables = {"EMUCUDA_FAULTS": "nonsense bytes=3; ;residue bytes=8MiB"}
     done = subprocess.run(
         [sys.executable, "-c", "import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))"],
@@ -175,4 +175,4 @@ def test_a_fault_of_the_environment_that_there_is_not_is_said(emulated):
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert done.stdout == "0\n"
-    assert done.stderr == ("emucuda: EMUCUDA_FAULTS: there is no fault 'nonsense'.\n")
+    assert done.stderr == ("emucuda: EMUCUDA_FAULTS: unknown fault 'nonsense'.\n")

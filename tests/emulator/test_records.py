@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The emulated driver against records of NVIDIA's own libraries, as far as they need no device."""
+"""The emulated driver against records of what NVIDIA's libraries answer without a device."""
 
 import copy
 import ctypes
@@ -15,7 +15,7 @@ from tests.driver_records import calls, child, libraries, procaddr, process
 from tests.driver_records.record import RECORDS, functions, records, written
 from tests.emulator import parity
 
-#: What later drivers have, so that the newest record cannot say what it is.
+#: Functions of later drivers, which the newest record does not have.
 LATER = {
     "cuCheckpointProcessCheckpoint", "cuCheckpointProcessGetRestoreThreadId",
     "cuCheckpointProcessGetState", "cuCheckpointProcessLock", "cuCheckpointProcessRestore",
@@ -43,7 +43,7 @@ def newest():
 
 @pytest.fixture(scope="module")
 def alone(libraries):
-    """What the emulated driver answers where no machine is emulated."""
+    """The record of the emulated driver without a machine."""
     return _record()
 
 
@@ -51,11 +51,11 @@ def _excused(found):
     return [difference for difference in found if any(r.covers(difference) for r in parity.REASONS)]
 
 
-def test_without_a_machine_it_answers_as_nvidia_s_libraries(newest, alone):
+def test_without_a_machine_it_answers_like_nvidia(newest, alone):
     found = list(parity.differences(newest, alone))
     excused = _excused(found)
     assert [str(difference) for difference in found if difference not in excused] == []
-    # A reason whose difference is gone would hide the next one.
+    # A reason without a difference would hide a later one.
     idle = [r for r in parity.REASONS if not any(r.covers(difference) for difference in found)]
     assert idle == []
 
@@ -64,7 +64,7 @@ def test_a_record_does_not_differ_from_itself(newest):
     assert list(parity.differences(newest, newest)) == []
 
 
-def test_what_no_record_can_confirm_is_known(newest, alone):
+def test_functions_newer_than_the_records_are_listed(newest, alone):
     assert functions(alone) - functions(newest) == LATER
     assert {*alone["nvml_functions"]} - {*newest["nvml_functions"]} == NVML_LATER
     common = functions(alone) & functions(newest)
@@ -72,13 +72,13 @@ def test_what_no_record_can_confirm_is_known(newest, alone):
     assert len(alone["procaddr"].keys() & newest["procaddr"].keys()) > 200
 
 
-def test_with_a_machine_names_and_errors_are_the_same(newest, emulated):
+def test_a_machine_does_not_change_names_and_errors(newest, emulated):
     machine = emulated("1x64MiB,context=1MiB")
     found = list(parity.differences(newest, _record("--anywhere", "--quick", **machine.env)))
     assert [str(d) for d in found if d not in _excused(found)] == []
 
 
-def test_the_records_are_of_drivers_without_a_device():
+def test_records_come_from_drivers_without_a_device():
     found = records()
     assert len(found) >= 3
     assert len({record["driver"] for record in found}) == len(found)
@@ -91,8 +91,8 @@ def test_the_records_are_of_drivers_without_a_device():
 
 
 @pytest.mark.parametrize("oldest", [0, 1])
-def test_what_is_taken_from_the_newest_is_true_of_all(oldest, newest):
-    """Of what the libraries say to arguments; the forms of a name only grow more."""
+def test_older_drivers_agree_with_the_newest_record(oldest, newest):
+    """Answers to arguments are the same; later drivers only add forms of a name."""
     older = records()[oldest]
     differ = {k for k in newest["arguments"] if newest["arguments"][k] != older["arguments"][k]}
     assert differ <= {
@@ -128,7 +128,7 @@ def test_what_is_taken_from_the_newest_is_true_of_all(oldest, newest):
         ),
     ],
 )
-def test_a_wrong_answer_is_a_difference(section, change, newest):
+def test_a_changed_answer_is_a_difference(section, change, newest):
     other = copy.deepcopy(newest)
     change(other)
     assert section in {difference.section for difference in parity.differences(newest, other)}
@@ -153,7 +153,7 @@ def _fail():
     raise ValueError("this")
 
 
-def test_a_crash_is_an_answer_and_a_hang_is_not(capfd):
+def test_the_recorder_records_crashes_and_rejects_hangs(capfd):
     assert child.ask(_end) == "signal 11"
     assert child.ask(_leave) == "exit 3"
     assert child.ask(lambda: [os.write(1, b"noise"), None]) == [5, None]
@@ -169,15 +169,15 @@ def _address_and_text():
     return [at, ctypes.string_at(at, 1 << 16).hex()]
 
 
-def test_the_zeroed_buffer_is_where_it_always_was():
-    """Else records would differ in what takes its address for a count."""
+def test_the_zeroed_buffer_has_a_fixed_address():
+    """Otherwise calls that take its address for a count would differ between records."""
     (at, text), second = child.ask(_address_and_text), child.ask(_address_and_text)
     assert second == [at, text]
     assert text == "00" * (1 << 16)
     assert ctypes.c_int32(at).value > 0
 
 
-def test_a_debugger_s_functions_are_listed_and_never_called(newest):
+def test_debugger_functions_are_listed_and_never_called(newest):
     listed = {name for name in functions(newest) if name.startswith("cudbg")}
     assert "cudbgApiInit" in listed
     assert listed <= {*newest["never_given"]}
@@ -186,13 +186,13 @@ def test_a_debugger_s_functions_are_listed_and_never_called(newest):
     assert not any(calls.asked(name, kind, anywhere=False) for kind in kinds for name in listed)
 
 
-def test_the_text_of_a_form_says_what_is_at_a_version():
+def test_a_forms_text_gives_the_symbol_of_a_version():
     text = "2000:~ 3020:~_v2 12000:cuOther"
     found = [procaddr.forms_at(text, "cuX", v) for v in (1990, 2000, 3010, 3020, 11990, 12000)]
     assert found == ["0/2", "cuX", "cuX", "cuX_v2", "cuX_v2", "cuOther"]
 
 
-def test_a_library_that_cannot_be_loaded_is_said(tmp_path):
+def test_the_recorder_reports_a_library_it_cannot_load(tmp_path):
     for name in (libraries.CUDA, libraries.NVML):
         (tmp_path / name).write_bytes(b"no library")
     done = process.run(str(tmp_path), env={**os.environ}, timeout=30)
@@ -201,7 +201,7 @@ def test_a_library_that_cannot_be_loaded_is_said(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_driver_with_a_device_is_no_driver_without(emulated):
+def test_the_recorder_refuses_a_driver_with_a_device(emulated):
     machine = emulated("1x64MiB,context=1MiB")
     done = process.run(str(library_dir()), env={**os.environ, **machine.env}, timeout=30)
     assert (done.returncode, done.stdout) == (1, "")

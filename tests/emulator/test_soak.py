@@ -68,7 +68,7 @@ def test_the_conformance_suite_under_a_sanitizer(emulated, tmp_path, kind):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_callers_killed_at_any_instant_lose_nothing(emulated, seed):
+def test_callers_killed_at_any_instant_lose_no_memory(emulated, seed):
     chance = random.Random(seed)
     machine = emulated("1x1GiB,bandwidth=2GB/s")
     target, worker = machine.target(), None

@@ -90,7 +90,7 @@ def status(pid, field):
     return int(re.search(rf"^{field}:\s+(\d+) kB", text, re.M)[1]) * 1024
 
 
-def test_the_bytes_survive(pair):
+def test_memory_contents_survive_a_suspend(pair):
     _, target, worker, digest = pair
     before = worker.do("_ = used()")
     worker.do(f"suspend({target.pid})")
@@ -101,7 +101,7 @@ def test_the_bytes_survive(pair):
     assert target.do("_ = digest()") == digest
 
 
-def test_the_copy_is_the_targets_own_memory(pair):
+def test_the_copy_is_memory_of_the_target(pair):
     _, target, worker, _ = pair
     target.do("big = ok(D.cuMemAlloc(256 << 20)); put(big, bytes_of(200 << 20))")
     target.do("import gc; gc.collect(); ctypes.CDLL(None).malloc_trim(0)")
@@ -126,7 +126,7 @@ def test_suspended_device_memory_is_poisoned(pair):
     worker.do(f"resume({target.pid})")
 
 
-def test_it_moves_to_another_device(pair):
+def test_a_restore_can_move_to_another_device(pair):
     _, target, worker, digest = pair
     before = worker.do("_ = used()")
     uuid = target.do("_ = bytes(ok(D.cuDeviceGetUuid(0)).bytes).hex()")
@@ -140,7 +140,7 @@ def test_it_moves_to_another_device(pair):
     assert worker.do("_ = (used(0), used(1))") == (before + 64 * MIB, 0)
 
 
-def test_two_devices_are_exchanged(emulated):
+def test_a_restore_can_swap_two_devices(emulated):
     machine = emulated("2x1GiB,context=0")
     target, worker = machine.target(), machine.target()
     worker.do(WORKER)
@@ -160,7 +160,7 @@ def test_two_devices_are_exchanged(emulated):
     assert target.do("_ = [get(p, 5000) for p in memory]") == want
 
 
-def test_visible_devices_do_not_shrink_the_map(emulated):
+def test_a_device_map_must_name_invisible_devices_too(emulated):
     machine = emulated("3x1GiB")
     worker = machine.target()
     worker.do(WORKER)
@@ -175,7 +175,7 @@ def test_visible_devices_do_not_shrink_the_map(emulated):
     assert worker.do("_ = (used(0) > 0, used(2))") == (True, 0)
 
 
-def test_without_room_the_process_is_lost(pair):
+def test_a_restore_without_room_is_fatal(pair):
     machine, target, worker, _ = pair
     worker.do(f"suspend({target.pid})")
     hog = machine.target()
@@ -184,9 +184,9 @@ def test_without_room_the_process_is_lost(pair):
     assert kind == "raised"
     assert "CUDA_ERROR_OPERATING_SYSTEM" in text
     assert worker.do(f"_ = Process({target.pid}).state") == "failed"
-    assert worker.do("_ = used()") == GIB  # it keeps what it grabbed
+    assert worker.do("_ = used()") == GIB  # it keeps what it could get
     hog.kill()
-    assert worker.attempt(f"resume({target.pid})")[0] == "raised"  # for good
+    assert worker.attempt(f"resume({target.pid})")[0] == "raised"  # permanently
     assert worker.attempt(f"_ = Process({target.pid}).unlock()")[0] == "raised"
     target.send("_ = digest()")
     assert target.hangs()
@@ -245,7 +245,7 @@ def test_copies_take_the_time_of_the_bandwidth(emulated):
     assert 0.2 <= worker.do(took.format(f"resume({target.pid})")) < 5
 
 
-def test_a_stopped_target_hangs_the_call_and_goes_on(pair):
+def test_a_stopped_target_hangs_the_call(pair):
     _, target, worker, digest = pair
     target.signal(signal.SIGSTOP)
     worker.send(f"_ = Process({target.pid}).state")
@@ -267,8 +267,8 @@ def test_a_process_suspends_itself(pair):
     assert target.do("_ = digest()") == digest
 
 
-def test_restores_of_many_fit_only_what_is_there(emulated):
-    """Two footprints of 600 MiB on one device, in turns."""
+def test_two_large_processes_take_turns_on_one_device(emulated):
+    """Each takes 600 MiB of 1 GiB."""
     machine = emulated("1x1GiB,context=0")
     a, b, worker = (machine.target() for _ in range(3))
     worker.do(WORKER)
@@ -308,5 +308,5 @@ def test_another_user_is_refused(pair):
         check=True,
     )
     assert done.stdout.split() == ["304", "0"], done.stderr
-    worker.do(f"suspend({target.pid}); resume({target.pid})")  # root may act on anybody
+    worker.do(f"suspend({target.pid}); resume({target.pid})")  # root may suspend any process
     assert target.do("_ = digest()") == digest
