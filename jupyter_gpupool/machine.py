@@ -55,8 +55,8 @@ MACHINE_ID = Path("/etc/machine-id")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
-#: Inode of the first PID namespace, a constant of Linux (include/linux/proc_ns.h).
-_FIRST_NAMESPACE = 0xEFFFFFFC
+#: The first PID namespace; its inode is a constant of Linux (include/linux/proc_ns.h).
+FIRST_NAMESPACE = f"pid:[{0xEFFFFFFC}]"
 
 
 class FolderError(GPUPoolError):
@@ -86,11 +86,8 @@ def machine_id() -> str:
     one machine-id into all of them, so that a container's host name counts as well.
     """
     name = _number()
-    try:
-        if _PID_NAMESPACE.stat().st_ino != _FIRST_NAMESPACE:
-            name += f" {socket.gethostname()}"
-    except OSError:
-        pass
+    if pid_namespace() not in ("", FIRST_NAMESPACE):
+        name += f" {socket.gethostname()}"
     return hashlib.sha256(f"jupyter_gpupool {name}".encode()).hexdigest()[:12]
 
 

@@ -183,11 +183,6 @@ def lock_path(socket: Path) -> Path:
     return socket.with_name(socket.name + ".start")
 
 
-def boot_id() -> str:
-    """Return what changes when the machine starts."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 def worth_keeping(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the next broker must see as this one does; no secrets."""
 
@@ -214,7 +209,7 @@ def write_record(
     record = StartRecord(
         tuple(command),
         worth_keeping(environ),
-        boot_id(),
+        machine.boot_id(),
         os.getpid(),
         machine.pid_namespace(),
         journal,
@@ -279,7 +274,7 @@ def read_record_file(path: Path) -> StartRecord | None:
         raise _bad(path, "is not a record of a broker's start") from None
     if not record.command or not record.command[0].startswith("/"):
         raise _bad(path, "names no program")
-    return record if record.boot == boot_id() else None
+    return record if record.boot == machine.boot_id() else None
 
 
 def can_revive(socket: Path) -> bool:

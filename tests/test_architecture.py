@@ -28,7 +28,7 @@ ALLOWED: dict[str, str] = {
     "pool": "",
     "guard": "compiling",
     "config": "emulation endpoint guard machine pool.model",
-    "devices": "guard pool.model pool.attribution procfs",
+    "devices": "guard machine pool.model pool.attribution procfs",
     "startrecord": "endpoint machine",
     "starting": "__init__ client endpoint guard startrecord",
     "broker": "__init__ config devices emulation endpoint guard machine pool procfs "
@@ -132,6 +132,29 @@ def test_the_emulated_driver_has_one_door():
         if any(top == "emucuda" for top, _ in imports(path))
     }
     assert users == {"jupyter_gpupool/emulation.py", "tests/emulated.py"}
+
+
+def names(path: Path):
+    """Yield all that a module imports from our package, each with its dotted name in it."""
+    here = path.relative_to(PACKAGE).parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = ".".join([*here[: len(here) - node.level], *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}".lstrip(".") for alias in node.names)
+
+
+def test_only_devices_itself_chooses_the_vendor():
+    """Another vendor is one more folder, and a choice in ``devices/__init__.py``."""
+    devices = PACKAGE / "devices"
+    public = {node.value for node in ast.walk(ast.parse((devices / "__init__.py").read_text()))
+              if isinstance(node, ast.Constant) and isinstance(node.value, str)}  # fmt: skip
+    for path in MODULES:
+        found = {name for name in names(path) if name.startswith("devices.")}
+        if devices not in path.parents:
+            assert {name.removeprefix("devices.") for name in found} <= public, path
+        elif path.parent == devices and path.name != "__init__.py":
+            assert not {name for name in found if "nvidia" in name}, path
+            assert not {top for top, _ in imports(path)} & THIRD_PARTY["devices"], path
 
 
 def test_the_pool_reads_no_clock_and_does_no_io():

@@ -53,7 +53,7 @@ def test_machine_without_an_id_is_known_by_its_name_and_card(fresh, monkeypatch,
 def test_container_is_told_from_its_host_by_its_name(fresh, monkeypatch):
     host = machine.machine_id()
     machine.machine_id.cache_clear()
-    monkeypatch.setattr(machine, "_FIRST_NAMESPACE", 1)
+    monkeypatch.setattr(machine, "FIRST_NAMESPACE", "another")
     assert machine.machine_id() != host
 
 

@@ -27,12 +27,9 @@ from traitlets.config.loader import DeferredConfigString
 
 from .. import __version__
 from ..config import BrokerSettings, load_settings, needs_restart
-from ..devices.nvidia import interpreter
-from ..devices.nvidia.driver import kill_hazard
-from ..devices.nvidia.given import Given, given
-from ..devices.nvidia.service import DeviceService
+from ..devices import Devices, OpenDevices, Options, vendor
 from ..endpoint import find_socket
-from ..errors import ConfigError, GPUPoolError
+from ..errors import GPUPoolError
 from ..guard.install import without_guard
 from ..machine import boot_id, machine_id
 from ..pool import events as e
@@ -56,9 +53,9 @@ from .environment import (
     device_files,
     emulated_folder,
     machine_environment,
-    module_version,
     raise_descriptor_limit,
     report,
+    version_file,
 )
 from .gpu.actions import DeviceEffects
 from .gpu.health import Aftermath, Health
@@ -83,8 +80,6 @@ from .store.records import (
     devices_from_text,
     devices_to_text,
     from_json,
-    numbers_from_text,
-    numbers_to_text,
 )
 from .store.recovery import (
     GRACE_UNDER_GUARD,
@@ -132,6 +127,8 @@ class BrokerApp:
         What starts this broker again, the socket apart; empty if nobody but the caller can.
     take_over:
         Whether it takes sessions whose kernels look for their broker at another socket.
+    open_devices:
+        Opens the machine's GPUs.
     """
 
     def __init__(
@@ -143,7 +140,9 @@ class BrokerApp:
         ending: Ending | None = None,
         command: Sequence[str] = (),
         take_over: bool = False,
+        open_devices: OpenDevices = vendor.open_devices,
     ) -> None:
+        self._open_devices = open_devices
         self._take_over = take_over
         self._config_files = [*config_files]
         self._overrides = overrides
@@ -181,22 +180,26 @@ class BrokerApp:
             stack.callback(self._forget_emulated, journal)
             show = partial(machine_environment, self.settings, self.path, journal.path)
             kernel_env, own_env = show({}), {**os.environ, **show(os.environ)}
-            service = DeviceService(
-                env=own_env,
-                log=_LOG.getChild("devices"),
-                lock_timeout=self.settings.lock_timeout,
-                guard=self.settings.guard,
-                python=interpreter.choose(self.settings.device_python),
-                numbers=numbers_from_text(journal.meta("numbers"), boot_id()),
-                on_device_lost=self.health.lost,
+            service = self._open_devices(
+                Options(
+                    log=_LOG.getChild("devices"),
+                    env=own_env,
+                    # A broker may be started from within a kernel, whose variables are the pool's.
+                    given=without_guard(os.environ),
+                    wanted=self.settings.devices,
+                    lock_timeout=self.settings.lock_timeout,
+                    guard=self.settings.guard,
+                    python=self.settings.device_python,
+                    memo=journal.meta("memo"),
+                    files=device_files(self.settings, self.path, journal.path),
+                    version_file=version_file(self.settings, self.path, journal.path),
+                    on_lost=self.health.lost,
+                )
             )
-            service.choose = self._choose
-            self._module = module_version(self.settings, self.path, journal.path)
-            service.hazard = lambda: bool(kill_hazard(self._module))
             stack.push_async_callback(service.close, CLOSE)
             found = await self._ending.unless_asked(self._find(journal, service))
-            if service.numbers is not None:
-                journal.remember("numbers", numbers_to_text(service.numbers, boot_id()))
+            if service.memo:
+                journal.remember("memo", service.memo)
             if journal.meta("boot") in ("", boot_id()):
                 uuids = [device.uuid for device in found]
                 check_reach(journal.records(), uuids, service.problem, journal.meta("emulate"))
@@ -264,7 +267,7 @@ class BrokerApp:
             check_home(journal, self.path)
         return journal
 
-    async def _find(self, journal: Journal, service: DeviceService) -> list[Device]:
+    async def _find(self, journal: Journal, service: Devices) -> list[Device]:
         """Return the machine's devices, tested; untouched where an admin has paused the pool."""
         paused = untouchable(journal)
         known = devices_from_text(journal.meta("devices")) if paused else {}
@@ -283,40 +286,11 @@ class BrokerApp:
         known = devices_from_text(journal.meta("devices"))
         return {uuid: device for uuid, device in known.items() if device.can_suspend}
 
-    def _choose(self, rows: Sequence[Mapping[str, Any]]) -> Given:
-        """Return the GPUs of the pool, of those that NVML shows; no other is ever touched.
-
-        Raises
-        ------
-        ConfigError
-            If ``c.GPUPool.devices`` names one that is not there, or was not given to this user.
-        """
-        # A broker may be started from within a kernel, whose variables are the pool's own.
-        found = given(rows, without_guard(os.environ))
-        wanted = self.settings.devices
-        if wanted is None or not found.rows:
-            return found
-        chosen: list[Mapping[str, Any]] = []
-        for name in wanted:
-            matches = [
-                row for row in found.rows
-                if name == str(row["index"]) or row["uuid"].startswith(name)
-            ]  # fmt: skip
-            if not matches:
-                there = ", ".join(f"{row['index']} ({row['uuid']})" for row in found.rows)
-                raise ConfigError(
-                    f"c.GPUPool.devices names {name!r}, and this machine has: {there}."
-                    + (f" {found.limit}" if found.limit else ""),
-                    next_step="Correct it, or remove it to use every GPU.",
-                )
-            chosen += [row for row in matches if row not in chosen]
-        return Given(tuple(chosen), found.limit)
-
     def _build(
         self,
         claim: Claim,
         journal: Journal,
-        service: DeviceService,
+        service: Devices,
         kernel_env: Mapping[str, str],
         devices: Sequence[Device],
     ) -> None:
@@ -329,7 +303,7 @@ class BrokerApp:
         runner.on_gone = lambda session: effects.end_frozen(session.id, session.frozen)
         effects.on_bad_device = self.health.bad
         access = Access(claim.machine_wide, os.geteuid(), settings.admins)
-        versions = _versions(service)
+        versions = service.versions
         snapshots = Snapshots(
             runner, effects, access, socket=self.path, emulated=bool(settings.emulate),
             machine=f"EMULATED {settings.emulate}" if settings.emulate else versions,
@@ -338,7 +312,8 @@ class BrokerApp:
         snapshots.settings = settings
         homes = Homes(runner, snapshots.recent)
         self.handlers = Handlers(
-            runner, access, snapshots, homes, attach=settings.attach, environment=kernel_env,
+            runner, access, snapshots, homes, attach=settings.attach,
+            environment=lambda home: {**kernel_env, **service.environment(home)},
             max_sessions=settings.max_sessions_per_user, log=_LOG,
         )  # fmt: skip
         snapshots.limited = service.limit
@@ -375,10 +350,9 @@ class BrokerApp:
         self.monitor.rest = Rest(runner, self.health, _LOG)
         self.maintenance = Maintenance(
             runner, service, self.health, self.handlers, log=_LOG,
-            files=device_files(settings, self.path, journal.path),
             renewed=lambda found: self._renewed(service, found),
         )  # fmt: skip
-        self._look_at_driver()
+        self._look_at_driver(service)
         self.aftermath = Aftermath(runner, self.health, lambda: effects.hazard, _LOG)
         runner.on_ending = self.aftermath.ending
         self.handlers.retire = effects.retire_and_end
@@ -388,24 +362,24 @@ class BrokerApp:
         self.handlers.maintenance = snapshots.maintenance = self.maintenance
         self.maintenance.begin()
 
-    def _look_at_driver(self) -> None:
+    def _look_at_driver(self, service: Devices) -> None:
         """Take note of what is known of the driver that is loaded."""
-        hazard = kill_hazard(self._module)
+        hazard = service.hazard
         self.effects.hazard = self.snapshots.driver_warning = hazard
         if hazard:
             _LOG.warning("%s", hazard)
 
-    def _renewed(self, service: DeviceService, found: Sequence[Device]) -> list[Device]:
+    def _renewed(self, service: Devices, found: Sequence[Device]) -> list[Device]:
         """Take note of the devices after a pause; return those of the pool."""
         devices = [*found]
-        self._look_at_driver()
+        self._look_at_driver(service)
         self.snapshots.limited = service.limit
         self.runner.journal.remember("devices", devices_to_text(devices))
         if not self.settings.emulate:
-            self.snapshots.machine = _versions(service)
+            self.snapshots.machine = service.versions
         return devices
 
-    async def _restore(self, journal: Journal, service: DeviceService) -> None:
+    async def _restore(self, journal: Journal, service: Devices) -> None:
         """Go on with the sessions of a broker that was here before."""
         stored = journal.records()
         if stored and journal.meta("boot") not in ("", boot_id()):
@@ -511,7 +485,7 @@ class BrokerApp:
             remove_copy(record.journal)
         remove_record(self.path)
 
-    def _announce(self, service: DeviceService) -> None:
+    def _announce(self, service: Devices) -> None:
         _LOG.info(
             "Broker %s (process %d) listens at %s for %s; journal %s",
             __version__, os.getpid(), self.path,
@@ -671,12 +645,6 @@ class BrokerApp:
         await asyncio.sleep(0)
 
 
-def _versions(service: DeviceService) -> str:
-    if not service.driver_version:
-        return "NVIDIA driver, not asked while the pool is paused" if service.down else ""
-    return f"NVIDIA driver {service.driver_version}, CUDA {service.cuda_version}"
-
-
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config | None]:
     """Return the options, and what ``--GPUPool.name=value`` overrules."""
     parser = argparse.ArgumentParser(
@@ -703,7 +671,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config | None
     return options, overrides if rest else None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, *, open_devices: OpenDevices = vendor.open_devices
+) -> int:
     """Run a broker in the foreground; return the exit code."""
     ending = Ending()
     ending.listen()
@@ -725,6 +695,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         app = BrokerApp(
             options.config, overrides, options.socket,
             ending=ending, command=command_of(options, words), take_over=options.take_over,
+            open_devices=open_devices,
         )  # fmt: skip
         try:
             await app.run(options.ready_fd)

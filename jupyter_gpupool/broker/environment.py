@@ -14,8 +14,6 @@ from typing import Callable, Hashable, Mapping
 
 from .. import procfs
 from ..config import BrokerSettings
-from ..devices.nvidia.driver import MODULE
-from ..devices.nvidia.files import DEVICE_FILES
 from ..errors import Code, DriverError
 from ..machine import removed_at_logout
 from .transport.listener import is_machine_wide
@@ -50,20 +48,20 @@ def machine_environment(
 
 
 def device_files(settings: BrokerSettings, socket: Path, journal: Path) -> str:
-    """Return how the paths of the GPUs' device files begin: who has one open uses the driver."""
+    """Return how the paths of the emulated GPUs' device files begin; "" for real ones."""
     if not settings.emulate:
-        return DEVICE_FILES
+        return ""
     from .. import emulation
 
     return emulation.device_files(emulated_folder(socket, journal))
 
 
-def module_version(settings: BrokerSettings, socket: Path, journal: Path) -> Path:
-    """Return the file in which the loaded kernel module says which it is.
+def version_file(settings: BrokerSettings, socket: Path, journal: Path) -> Path | None:
+    """Return where the emulated driver's kernel module says its version; None: the real one.
 
     The emulated driver has no module, so there is no such file, unless a test pretends one.
     """
-    return emulated_folder(socket, journal) / "version" if settings.emulate else MODULE
+    return emulated_folder(socket, journal) / "version" if settings.emulate else None
 
 
 def emulated_folder(socket: Path, journal: Path) -> Path:

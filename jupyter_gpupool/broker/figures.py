@@ -33,7 +33,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from .. import __version__
-from ..devices.model import DeviceSample
+from ..devices import DeviceSample
 from ..pool.model import DeviceView, PoolView
 from ..states import LIVING
 from . import hostmemory

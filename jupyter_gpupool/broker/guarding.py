@@ -13,7 +13,7 @@ from typing import Any, Mapping, Sequence
 
 from ..config import BrokerSettings
 from ..config.settings import usable_attach
-from ..devices.nvidia.service import DeviceService
+from ..devices import Devices
 from ..errors import GPUPoolError
 from ..guard.install import guard_directory
 from ..pool.model import Device, SessionRecord
@@ -79,7 +79,7 @@ class Guarding:
         socket: Path,
         lasting: Path,
         devices: Sequence[Device],
-        service: DeviceService,
+        service: Devices,
         *,
         machine_wide: bool,
     ) -> None:
@@ -89,6 +89,10 @@ class Guarding:
         """
         settings, runner = self.settings, self._runner
         guarded = [device.uuid for device in devices if device.tier == "guarded"]
+        guard = service.guard
+        if guard is None:
+            self._decide(False, "The pool has no guard for GPUs of this vendor.")
+            return
         try:
             folder = page_folder(socket, machine_wide=machine_wide)
         except OSError as error:
@@ -113,8 +117,8 @@ class Guarding:
             runner, pages, activity,
             rooms=self.rooms, homes=self._homes, log=self._log,
         )  # fmt: skip
-        self.aside = SetAside(runner, service, pages, activity, self._log)
-        guards.landings = self.landings = Landings(runner, self._effects, service, pages, self._log)
+        self.aside = SetAside(runner, guard, pages, activity, self._log)
+        guards.landings = self.landings = Landings(runner, self._effects, guard, pages, self._log)
         watchdog = Watchdog(runner, self._effects, self._log, policy=settings.overuse)
         self.turns = TurnKeeper(runner, pages, activity, self._log, turn=settings.turn)
         runner.guard = guards
@@ -126,7 +130,7 @@ class Guarding:
         self._handlers.use_guard(pages, guards)
         self._handlers.agents.activity = activity
         self.pages, self.activity, self.guards, self.watchdog = pages, activity, guards, watchdog
-        self._decide(bool(guarded), service.guard_problem)
+        self._decide(bool(guarded), guard.guard_problem)
 
     def _adjust(self, session: Session) -> None:
         """The driver takes another part of a session's slice than was known."""

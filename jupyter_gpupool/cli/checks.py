@@ -11,23 +11,19 @@ import importlib.metadata
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 from ..broker.hostmemory import Host, HostRoom
 from ..config import BrokerSettings
 from ..config.differences import differences
 from ..config.reading import memory_total
-from ..devices.nvidia.driver import kill_hazard
+from ..devices import Finding, Verdict
 from ..endpoint import check_socket, find_socket
 from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..units import format_bytes
-
-Verdict = Literal["ok", "warn", "fail"]
 
 #: Distributions without which some part does not work, and which part that is.
 PACKAGES = {
@@ -36,16 +32,6 @@ PACKAGES = {
     "tornado": "the broker",
     "traitlets": "the configuration",
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report; ``todo`` says what to do and is empty if there is nothing to do."""
-
-    verdict: Verdict
-    name: str
-    message: str
-    todo: str = ""
 
 
 def python() -> Finding:
@@ -66,22 +52,6 @@ def packages() -> list[Finding]:
     return found
 
 
-def device_python(settings: BrokerSettings) -> list[Finding]:
-    """The interpreter of the broker's device processes, and NVIDIA's packages in it."""
-    from ..devices.nvidia import interpreter
-
-    try:
-        found = interpreter.ask(interpreter.choose(settings.device_python))
-    except GPUPoolError as error:
-        return [Finding("fail", "device python", error.message, error.next_step)]
-    if found.problem:
-        message = f"{found.path}: {found.problem}"
-        return [Finding("fail", "device python", message, interpreter.TODO)]
-    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    text = f"{found.python} ({found.path})"
-    return [Finding("ok", "device python", text), Finding("ok", "NVIDIA packages", versions)]
-
-
 def configuration(settings: BrokerSettings) -> list[Finding]:
     files = ", ".join(map(str, settings.files)) or "no file, so every option has its default"
     notes = [Finding("warn", "config", note) for note in settings.notes]
@@ -99,52 +69,6 @@ def in_force(settings: BrokerSettings, status: Mapping[str, Any]) -> list[Findin
         )
         found.append(Finding("warn", "config", text, todo))
     return found
-
-
-def driver(proc: Path = Path("/proc")) -> Finding:
-    """The NVIDIA kernel driver; nothing here loads a vendor library."""
-    try:
-        text = (proc / "driver/nvidia/version").read_text()
-    except OSError:
-        return Finding(
-            "warn",
-            "driver",
-            "no NVIDIA kernel driver is loaded",
-            "Install one (580 or newer is best), or emulate: c.GPUPool.emulate = '2x16GiB'.",
-        )
-    hazard = kill_hazard(proc / "driver/nvidia/version")
-    if hazard:
-        todo = "Install the proprietary module or another branch."
-        return Finding("warn", "driver", hazard, todo)
-    words = next((w for w in text.split() if w[:1].isdigit() and w.count(".") >= 1), "")
-    major = int(words.split(".")[0]) if words else 0
-    if words and major < 570:
-        return Finding("fail", "driver", f"NVIDIA {words}", "Suspending needs 570 or newer.")
-    if words and major < 580:
-        todo = "A suspended kernel can return only to its own GPU; 580 or newer can move it."
-        return Finding("warn", "driver", f"NVIDIA {words}", todo)
-    return Finding("ok", "driver", f"NVIDIA {words or text.splitlines()[0]}")
-
-
-def persistence_mode() -> list[Finding]:
-    """Without it the driver unloads between uses, and a restore from another process can fail."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    command = [tool, "--query-gpu=index,persistence_mode", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except subprocess.TimeoutExpired:
-        todo = "The driver may hang: see `dmesg`."
-        return [Finding("fail", "persistence", "nvidia-smi gave no answer in 20 s", todo)]
-    if done.returncode:
-        message = (done.stdout or done.stderr).strip().splitlines()[:1] or ["nvidia-smi failed"]
-        return [Finding("fail", "persistence", message[0], "Repair the driver.")]
-    off = [line.split(",")[0] for line in done.stdout.splitlines() if "Disabled" in line]
-    if off:
-        todo = "As root: nvidia-smi -pm 1, or enable nvidia-persistenced."
-        return [Finding("warn", "persistence", f"off on GPU {', '.join(off)}", todo)]
-    return [Finding("ok", "persistence", "on")]
 
 
 def compiler() -> Finding:

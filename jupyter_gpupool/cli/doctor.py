@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -15,10 +16,10 @@ from typing import Any, Mapping, Sequence
 
 from ..client import Client
 from ..config import BrokerSettings, load_settings, usable_attach
+from ..devices import Finding, Options, vendor
 from ..errors import ConfigError, GPUPoolError
 from ..guard.install import without_guard
 from . import checks, maintenance
-from .checks import Finding
 from .picture import Style
 from .status import style_for
 
@@ -69,10 +70,9 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
         # The rest would be about a configuration that the admin did not write.
         found.append(Finding("fail", "config", error.message, error.next_step))
         return found
-    found += [*checks.configuration(settings), *checks.device_python(settings)]
+    found += checks.configuration(settings)
+    found += vendor.inspect(settings.device_python, driver=not settings.emulate)
     found.append(checks.guard(settings))
-    if not settings.emulate:
-        found += [checks.driver(), *checks.persistence_mode()]
     path = checks.find(socket, settings.socket)
     status = _ask_broker(path)
     found.append(checks.socket(path, status is not None))
@@ -113,27 +113,27 @@ def _probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str,
 
     Return them, why there are none, why none is guarded, and what leaves out others.
     """
-    from ..devices.nvidia import interpreter
-    from ..devices.nvidia.given import given
-    from ..devices.nvidia.service import DeviceService
 
     async def probe(
         env: Mapping[str, str] | None,
     ) -> tuple[list[Mapping[str, Any]], str, str, str]:
-        service = DeviceService(
-            env=env,
-            lock_timeout=settings.lock_timeout,
-            guard=settings.guard,
-            python=interpreter.choose(settings.device_python),
+        service = vendor.open_devices(
+            Options(
+                log=logging.getLogger(__name__),
+                env=env,
+                given=without_guard(os.environ),
+                lock_timeout=settings.lock_timeout,
+                guard=settings.guard,
+                python=settings.device_python,
+            )
         )
-        service.choose = lambda rows: given(rows, without_guard(os.environ))
         try:
             devices = await service.start()
             return (
                 [{**asdict(d), "memory_capacity": d.memory_total - d.memory_reserved}
                  for d in devices],
                 service.problem,
-                service.guard_problem,
+                service.guard.guard_problem if service.guard else "",
                 service.limit,
             )  # fmt: skip
         finally:

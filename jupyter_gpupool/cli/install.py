@@ -17,11 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Sequence
 
-from ..devices.nvidia import interpreter, packages
+from ..devices import vendor
 from ..errors import Code, GPUPoolError
-
-#: The tested versions, for every Python that this package runs on.
-REQUIREMENTS = Path(packages.__file__).with_name("requirements.txt")
 
 _PIP = ("--quiet", "--disable-pip-version-check", "--only-binary", ":all:")
 
@@ -38,7 +35,7 @@ def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
     Parameters
     ----------
     folder:
-        Where; None: the first of :func:`interpreter.places` that can be written.
+        Where; None: the first place that can be written of those where a broker looks.
     wheels:
         Take every package from this folder and nothing from an index.
     """
@@ -61,7 +58,7 @@ def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
         # a broker of another account may.
         scratch.chmod(0o755)
         python = _fill(scratch / "new", wheels)
-        found = interpreter.ask(str(python))
+        found = vendor.interpreter.ask(str(python))
         if found.problem:
             raise InstallError(f"The new environment does not work: {found.problem}")
         if target.exists():
@@ -81,14 +78,14 @@ def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
 def download_devices(folder: Path) -> int:
     """Put the wheels of the environment into ``folder``, for a machine without network."""
     pip = [sys.executable, "-m", "pip", "download", *_PIP]
-    _run([*pip, "--dest", str(folder), "--requirement", str(REQUIREMENTS)])
-    print(f"On the other machine: {packages.INSTALL} --wheels {folder.name}")
+    _run([*pip, "--dest", str(folder), "--requirement", str(vendor.interpreter.REQUIREMENTS)])
+    print(f"On the other machine: {vendor.interpreter.INSTALL} --wheels {folder.name}")
     return 0
 
 
 def _first_writable() -> Path:
     """Return the first place below which something can be made."""
-    first, second = interpreter.places()
+    first, second = vendor.interpreter.places()
     above = next(path for path in (first, *first.parents) if path.exists())
     return first if os.access(above, os.W_OK | os.X_OK) else second
 
@@ -100,7 +97,7 @@ def _fill(folder: Path, wheels: Path | None) -> Path:
     if wheels is not None:
         source = ["--no-index", "--find-links", str(wheels.expanduser().absolute())]
     venv = [sys.executable, "-m", "venv"]
-    wanted = ["--requirement", str(REQUIREMENTS)]
+    wanted = ["--requirement", str(vendor.interpreter.REQUIREMENTS)]
     if find_spec("pip"):
         _run([*venv, "--without-pip", str(folder)])
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", *_PIP]

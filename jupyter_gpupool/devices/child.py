@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Start of every child process, a script: ``PYTHON .../devices/child.py MODULE ARGUMENT...``.
 
-It runs ``MODULE`` (``jupyter_gpupool.devices.nvidia.worker``, say) in any Python, whether this
+It runs ``MODULE`` (``jupyter_gpupool.devices.nvidia.programs``, say) in any Python, whether this
 package is installed there or not: the package is taken from this very file's place, and nothing
-else that is installed beside it. NVIDIA's packages come from the interpreter's own environment.
+else that is installed beside it. A vendor's packages come from the interpreter's own environment.
 """
 
 import importlib.util

@@ -57,9 +57,11 @@ class Child:
     Parameters
     ----------
     program:
-        Dotted name of the module that runs.
+        Its name, for the module and for people.
     arguments:
         For the program, after the parent's pid.
+    module:
+        Dotted name of the module that has the program.
     env:
         The child's whole environment.
     on_event:
@@ -67,22 +69,22 @@ class Child:
     restart:
         Whether a lost child is replaced by the next call.
     python:
-        The interpreter that has NVIDIA's packages; "": this process's own.
+        The interpreter that has the vendor's packages; "": this process's own.
     """
 
     def __init__(
         self,
         program: str,
         *arguments: str,
+        module: str,
         env: Mapping[str, str],
         log: logging.Logger,
         on_event: Callable[[dict[str, Any]], None] | None = None,
         restart: bool = True,
         python: str = "",
     ) -> None:
-        #: What messages call it.
-        self.module = program.rpartition(".")[2]
-        self._program = program
+        self.program = program
+        self._module = module
         self.hello: dict[str, Any] = {}
         #: The call that waits for its answer, empty if none does.
         self.current = ""
@@ -146,7 +148,7 @@ class Child:
         await self.start()
         process = self._process
         if process is None or process.stdin is None:
-            raise ChildLost(f"The {self.module} process ended as it started.", hung=False)
+            raise ChildLost(f"The {self.program} process ended as it started.", hung=False)
         self._next_id += 1
         request_id = self._next_id
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -159,7 +161,7 @@ class Child:
         except (asyncio.TimeoutError, TimeoutError):
             self._log.warning(
                 "The %s process %d did not answer %r in %g s and is killed.",
-                self.module, process.pid, op, timeout,
+                self.program, process.pid, op, timeout,
             )  # fmt: skip
             await self._end(process)
             raise ChildLost(f"No answer to {op!r} in {timeout:g} s.", hung=True) from None
@@ -215,7 +217,7 @@ class Child:
 
     async def _spawn(self, timeout: float) -> None:
         if self._closed or (self._started and not self._restart):
-            raise ChildLost(f"The {self.module} process has ended.", hung=False)
+            raise ChildLost(f"The {self.program} process has ended.", hung=False)
         self._started += 1
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
@@ -223,7 +225,7 @@ class Child:
             process = await self._execute()
         except OSError as error:  # no memory or no process number left
             raise ChildLost(
-                f"The {self.module} process cannot be started: {error}.", hung=False
+                f"The {self.program} process cannot be started: {error}.", hung=False
             ) from None
         self._process = process
         self._reader = asyncio.create_task(self._read(process, self._ready))
@@ -232,14 +234,15 @@ class Child:
         except (asyncio.TimeoutError, TimeoutError):
             await self._end(process)
             raise ChildLost(
-                f"The {self.module} process did not start in {timeout:g} s.", hung=True
+                f"The {self.program} process did not start in {timeout:g} s.", hung=True
             ) from None
 
     async def _execute(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             self._python,
             str(SCRIPT),
-            self._program,
+            self._module,
+            self.program,
             str(os.getpid()),
             *self._arguments,
             stdin=asyncio.subprocess.PIPE,
@@ -261,13 +264,13 @@ class Child:
             while line := await process.stdout.readline():
                 self._take(json.loads(line), ready)
         except Exception:  # not JSON, an endless line, or the callback failed
-            self._log.exception("What the %s process sent could not be taken", self.module)
+            self._log.exception("What the %s process sent could not be taken", self.program)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         # Closed stdout is the end, even if the process lingers.
         if self._process is process:
             self._process = None
-        lost = ChildLost(f"The {self.module} process {process.pid} ended.", hung=False)
+        lost = ChildLost(f"The {self.program} process {process.pid} ended.", hung=False)
         if not ready.done():
             ready.set_exception(lost)
             ready.exception()  # seen: nobody may be waiting any more
@@ -307,5 +310,5 @@ class Child:
         except (asyncio.TimeoutError, TimeoutError):
             self._log.error(
                 "The %s process %d cannot be ended: it is stuck in the driver.",
-                self.module, process.pid,
+                self.program, process.pid,
             )  # fmt: skip

@@ -29,7 +29,7 @@ def children(broker):
 
 
 def runs(broker, module):
-    return any(f"jupyter_gpupool.devices.nvidia.{module}" in line for line in children(broker))
+    return any(f"devices.nvidia.programs {module}" in line for line in children(broker))
 
 
 def journal_there(broker):

@@ -12,8 +12,9 @@ from snapshots import GiB, device, pool
 
 from jupyter_gpupool.broker.hostmemory import Host
 from jupyter_gpupool.cli import checks, main
-from jupyter_gpupool.cli.checks import Finding
 from jupyter_gpupool.config import load_settings
+from jupyter_gpupool.devices import Finding
+from jupyter_gpupool.devices.nvidia import inspection
 from jupyter_gpupool.emulation import real_driver_present
 from jupyter_gpupool.guard import build, install
 from tests import emulated
@@ -182,7 +183,7 @@ def test_driver_versions(tmp_path, version, verdict):
         f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Wed Oct 1\n"
         "GCC version:  gcc version 12.2.0\n"
     )
-    found = checks.driver(tmp_path)
+    found = inspection.driver(tmp_path / "driver/nvidia/version")
     assert (found.verdict, found.message) == (verdict, f"NVIDIA {version}")
     assert bool(found.todo) == (verdict != "ok")
 
@@ -235,7 +236,7 @@ def nvidia_smi(folder: Path, script: str) -> None:
 def test_persistence_mode(tmp_path, monkeypatch, script, verdict, message):
     nvidia_smi(tmp_path, script)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    (found,) = checks.persistence_mode()
+    (found,) = inspection.persistence_mode()
     assert (found.verdict, found.message) == (verdict, message)
 
 

@@ -16,13 +16,12 @@ import pytest
 from jupyter_gpupool import procfs
 from jupyter_gpupool.devices.children import Child, ChildLost
 from jupyter_gpupool.devices.nvidia.files import holders
-from jupyter_gpupool.devices.nvidia.interpreter import child_environment
+from jupyter_gpupool.devices.nvidia.interpreter import PROGRAMS, child_environment
 from jupyter_gpupool.errors import DriverError
 from tests.emulated import device_files
 
 MiB = 1 << 20
 SESSION = "s1"
-WORKER = "jupyter_gpupool.devices.nvidia.worker"
 
 
 def worker_of(service, uuid):
@@ -156,7 +155,7 @@ async def test_a_cancelled_caller_does_not_stop_the_driver(emulated):
 
 
 async def test_child_that_is_closed_while_it_is_being_started_is_ended():
-    child = Child(WORKER, env=child_environment(None), log=logging.getLogger())
+    child = Child("worker", module=PROGRAMS, env=child_environment(None), log=logging.getLogger())
     start = asyncio.ensure_future(child.start())
     await asyncio.sleep(0)  # its process is being made
     await child.close()
@@ -167,7 +166,7 @@ async def test_child_that_is_closed_while_it_is_being_started_is_ended():
 
 
 async def test_child_that_has_just_died_is_waited_for_by_close():
-    child = Child(WORKER, env=child_environment(None), log=logging.getLogger())
+    child = Child("worker", module=PROGRAMS, env=child_environment(None), log=logging.getLogger())
     await child._spawn(60)
     reader = child._reader
     os.kill(child.pid, signal.SIGKILL)

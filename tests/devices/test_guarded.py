@@ -122,7 +122,7 @@ async def test_an_allocation_that_is_not_refused(emulated, monkeypatch):
 
 
 async def test_memory_that_is_not_counted(emulated, monkeypatch):
-    monkeypatch.setattr(selftest, "SIZE", selftest.SIZE * 4)  # the program takes what it took
+    monkeypatch.setattr(guarded, "SIZE", guarded.SIZE * 4)  # the program takes what it took
     async with emulated().started(guard=True) as (_, (device, _)):
         assert "it counted 4194304 of 16777216 bytes" in why(device)
 

@@ -88,7 +88,8 @@ def make_numbers(monkeypatch):
     """Make a judge in the initial PID namespace, or in another one."""
 
     def make(*, initial, known=None):
-        monkeypatch.setattr(numbers, "namespace", lambda: numbers.INITIAL if initial else 7)
+        first = numbers.FIRST_NAMESPACE
+        monkeypatch.setattr(numbers, "pid_namespace", lambda: first if initial else "pid:[7]")
         return Numbers(logging.getLogger("test"), known)
 
     return make

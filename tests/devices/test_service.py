@@ -433,13 +433,16 @@ async def test_self_test_suspends_its_program_again_where_the_driver_hangs_witho
     close, begin = Child.close, device_files(machine.env["EMUCUDA_STATE"])
 
     async def look_and_close(child):
-        if child.module == "selftest":
+        if child.program == "selftest":
             seen.append(child.pid in {holder.process.pid for holder in holders(begin)[0]})
         await close(child)
 
     monkeypatch.setattr(Child, "close", look_and_close)
-    async with machine.service(guard=guard) as service:
-        service.hazard = lambda: hazard
+    version_file = machine.state_dir / "version"
+    if hazard:
+        version_file.parent.mkdir(exist_ok=True)
+        version_file.write_text("Open Kernel Module for x86_64  595.71.05")
+    async with machine.service(guard=guard, version_file=version_file) as service:
         devices = await service.start()
     assert [d.can_suspend and d.can_migrate for d in devices] == [True, True]
     assert [d.tier for d in devices] == ["guarded" if guard else "unguarded"] * 2

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpupool import demo
-from jupyter_gpupool.devices.nvidia import interpreter, packages
+from jupyter_gpupool.devices.nvidia import interpreter
 from jupyter_gpupool.errors import GPUPoolError
 
 from .kit import KERNEL_NAME
@@ -216,9 +216,9 @@ def test_which_python_runs_the_device_processes(monkeypatch, tmp_path):
 )
 def test_versions_that_do_not_serve(wrong, said):
     good = {"cuda-core": "1.2.2", "cuda-bindings": "13.5.0", "nvidia-ml-py": "13.580.65"}
-    assert packages.problem(good) == ""
-    assert packages.problem({**good, **wrong}).startswith(said)
-    assert bool(packages.problem({**good, **wrong})) == bool(said)
+    assert interpreter.problem(good) == ""
+    assert interpreter.problem({**good, **wrong}).startswith(said)
+    assert bool(interpreter.problem({**good, **wrong})) == bool(said)
 
 
 def test_an_interpreter_that_does_not_work_is_described(tmp_path):
@@ -232,17 +232,17 @@ def test_an_interpreter_that_does_not_work_is_described(tmp_path):
 def test_requirements_are_the_same_everywhere():
     """The extra, the input of the lock file, and what the device processes check."""
     text = (ROOT / "pyproject.toml").read_text()
-    wanted = [name + spec for name, spec in packages.RANGES.items()]
+    wanted = [name + spec for name, spec in interpreter.RANGES.items()]
     assert f"devices = {json.dumps(wanted)}" in text
     assert (ROOT / "requirements" / "devices.in").read_text().split() == wanted
     base = text.partition("\ndependencies = [")[2].partition("]")[0]
     assert "cuda" not in base
     assert "nvidia" not in base
     locked = (ROOT / "requirements" / "lock.txt").read_text().splitlines()
-    pinned = Path(packages.__file__).with_name("requirements.txt").read_text().splitlines()
+    pinned = interpreter.REQUIREMENTS.read_text().splitlines()
     for line in pinned:
         assert line in locked or line.startswith(("numpy", "cuda-pathfinder", "backports")), line
-    for name in packages.RANGES:
+    for name in interpreter.RANGES:
         assert any(line.startswith(f"{name}==") for line in pinned)
 
 

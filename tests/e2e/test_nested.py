@@ -50,7 +50,9 @@ def test_broker_that_a_notebook_starts_is_neither_suspended_nor_ended_with_it(po
         await release(pool, outer)
         (await outer.run("block.verify()")).check()
         assert pool.status()["pid"] == pid
-        workers = [p for p in broker.children() if "devices.nvidia.worker" in command_of(p)]
+        workers = [
+            p for p in broker.children() if "devices.nvidia.programs worker" in command_of(p)
+        ]
         assert workers
         await outer.stop()
         assert pool.status()["pid"] == pid

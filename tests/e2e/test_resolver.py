@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.devices.nvidia import packages
+from jupyter_gpupool.devices.nvidia import interpreter
 
 from . import frameworks
 from .kit import KERNEL_NAME
@@ -62,7 +62,7 @@ def test_the_environment_of_the_device_processes_resolves_for_every_python(uv):
                 *(*uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate"),
                 *("--python-version", version, "--only-binary", ":all:"),
                 *("--python-platform", "x86_64-manylinux_2_28"),
-                str(Path(packages.__file__).with_name("requirements.txt")),
+                str(interpreter.REQUIREMENTS),
             ],
             capture_output=True,
             text=True,
@@ -70,7 +70,7 @@ def test_the_environment_of_the_device_processes_resolves_for_every_python(uv):
         )
         assert done.returncode == 0, (version, done.stderr)
         pairs = (line.split("==") for line in done.stdout.split() if "==" in line)
-        assert packages.problem(dict(pairs)) == "", version
+        assert interpreter.problem(dict(pairs)) == "", version
 
 
 def test_beside_pins_of_a_framework_the_pool_works_with_its_own_environment(tmp_path):

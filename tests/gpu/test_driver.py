@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpupool import procfs
-from jupyter_gpupool.devices.nvidia import contexts
+from jupyter_gpupool.devices import assumed_context
 from jupyter_gpupool.devices.nvidia.calls import LOCK_GRACE
 from jupyter_gpupool.devices.nvidia.service import DeviceService
 
@@ -54,7 +54,7 @@ async def test_the_service_finds_the_device_and_tests_it(machine, note):
             memory_mib=device.memory_total >> 20,
             reserved_mib=device.memory_reserved >> 20,
             context_mib=tested.context_bytes >> 20,
-            assumed_context_mib=contexts.assumed(device.memory_total) >> 20,
+            assumed_context_mib=assumed_context(device.memory_total) >> 20,
         )
         assert service.problem == ""
         assert service.driver_version

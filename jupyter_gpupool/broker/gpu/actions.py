@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Callable, Coroutine, Mapping, Sequence
 
-from ...devices.model import DeviceSample, SuspendOutcome
-from ...devices.nvidia.service import DeviceService
+from ...devices import Devices, DeviceSample, SuspendOutcome
 from ...errors import GPUPoolError
 from ...pool import events as e
 from ...pool.attribution import restore_room, slack, state_moved, state_to_move
@@ -54,7 +53,7 @@ LAST_WORDS = 0.3
 class DeviceEffects:
     """Performs the pool's Attach, Suspend and EndSession."""
 
-    def __init__(self, runner: Runner, devices: DeviceService) -> None:
+    def __init__(self, runner: Runner, devices: Devices) -> None:
         self._runner = runner
         self._devices = devices
         #: What suspends may take of host memory.
@@ -160,10 +159,11 @@ class DeviceEffects:
         )
         now, name, epoch = self._runner.now(), session.id, action.epoch
         if outcome.status == "resumed":
-            if self.pages is not None:
+            guard = self._devices.guard
+            if self.pages is not None and guard is not None:
                 # Before its calls go on.
                 devices = [piece.device for piece in action.slices]
-                moves = self._devices.moves(devices, action.origin)
+                moves = guard.moves(devices, action.origin)
                 self.pages.moved(session, session.frozen, moves)
                 self.pages.no_longer_aside(session)
             session.frozen = ()

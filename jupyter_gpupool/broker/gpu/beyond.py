@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Callable, Collection, Mapping, Sequence
 
-from ...devices.model import DeviceSample
+from ...devices import DeviceSample
 from ...guard.page import Reading
 from ...pool import attribution
 from ...pool.attribution import Listed, Observed, Overhead

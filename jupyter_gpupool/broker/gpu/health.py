@@ -8,7 +8,7 @@ import asyncio
 import logging
 from typing import Callable, Iterable
 
-from ...devices.nvidia.service import DeviceService
+from ...devices import Devices
 from ...errors import Code, DriverError, GPUPoolError
 from ...pool import events as e
 from ...pool.model import Device, SessionRecord
@@ -38,14 +38,14 @@ class Health:
         self.failed: dict[str, str] = {}
         self._log = log
         self._runner: Runner | None = None
-        self._service: DeviceService | None = None
+        self._service: Devices | None = None
         #: Devices that only a self-test can bring back.
         self._bad: set[str] = set()
         self._failures: dict[str, int] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tests: dict[str, asyncio.Task[GPUPoolError | None]] = {}
 
-    def begin(self, runner: Runner, service: DeviceService, devices: Iterable[Device]) -> None:
+    def begin(self, runner: Runner, service: Devices, devices: Iterable[Device]) -> None:
         """Announce the pool's devices, and tell the pool of failures: past ones and from now on."""
         self._runner, self._service = runner, service
         for device in devices:

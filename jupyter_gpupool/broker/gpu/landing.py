@@ -19,7 +19,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Coroutine, Iterable
 
-from ...devices.nvidia.service import DeviceService
+from ...devices import GuardedDevices
 from ...errors import Code, GPUPoolError, RefusedError
 from ...guard.page import (
     LANDING_BEGUN,
@@ -108,7 +108,7 @@ class Landings:
         self,
         runner: Runner,
         effects: DeviceEffects,
-        devices: DeviceService,
+        devices: GuardedDevices,
         pages: Pages,
         log: logging.Logger,
     ) -> None:

@@ -17,8 +17,7 @@ import os
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Awaitable, Callable, Iterable, Literal, Sequence
 
-from ...devices.nvidia.files import Holder, holders
-from ...devices.nvidia.service import DeviceService
+from ...devices import Devices, Holder
 from ...errors import Code, GPUPoolError, RefusedError
 from ...pool import events as e
 from ...pool.model import Device, SessionRecord
@@ -89,8 +88,6 @@ class Maintenance:
 
     Parameters
     ----------
-    files:
-        How the paths of the device files begin.
     renewed:
         Called with the devices that are there after a resume; returns those of the pool.
     """
@@ -98,11 +95,10 @@ class Maintenance:
     def __init__(
         self,
         runner: Runner,
-        service: DeviceService,
+        service: Devices,
         health: Health,
         handlers: Handlers,
         *,
-        files: str,
         renewed: Callable[[Sequence[Device]], Sequence[Device]],
         log: logging.Logger,
     ) -> None:
@@ -110,7 +106,6 @@ class Maintenance:
         self._service = service
         self._health = health
         self._handlers = handlers
-        self._files = files
         self._renewed = renewed
         self._log = log
         self._orders = stored(runner.journal)
@@ -414,10 +409,10 @@ class Maintenance:
 
     async def _open_files(self, order: Order) -> bool:
         """Return whether a process of this pool has a device file open; see who else has."""
-        number = self._service.device_file(order.device) if order.device else None
-        if order.device and number is None:
+        if order.device and not self._service.has_file(order.device):
             return False  # a MIG instance: its GPU's file is the other instances' as well
-        found, self._unseen[order.device] = await asyncio.to_thread(holders, self._files, number)
+        look = asyncio.to_thread(self._service.holders, order.device)
+        found, self._unseen[order.device] = await look
         left = [(holder, await self._whose(holder)) for holder in found]
         self._left[order.device] = left
         return any(whose for _, whose in left)
@@ -497,7 +492,7 @@ class Maintenance:
                 "pause": "no process of it has a device file open"
                 if not order.device
                 else "no kernel has a slice there"
-                if self._service.device_file(order.device) is None
+                if not self._service.has_file(order.device)
                 else "no process of the pool has its device file open",
                 "drain": "no kernel has a slice there",
             }[order.kind]

@@ -14,8 +14,7 @@ from contextlib import suppress
 from typing import Awaitable, Callable, Mapping, Sequence
 
 from ...config import BrokerSettings
-from ...devices.model import DeviceSample
-from ...devices.nvidia.contexts import assumed
+from ...devices import DeviceSample, assumed_context
 from ...errors import GPUPoolError
 from ...pool import events as e
 from ...pool.attribution import REST_LOOKS, Attribution, Holder, Listed, Observed, attribute
@@ -267,7 +266,7 @@ class Monitor:
             used=sample.used,
             listed=self._listed(sample),
             driver=max(0, device.memory_reserved - sample.reserved) if device else 0,
-            context=(device and device.context_bytes) or assumed(sample.total),
+            context=(device and device.context_bytes) or assumed_context(sample.total),
         )
         holders = {}
         for name, size in granted.items():

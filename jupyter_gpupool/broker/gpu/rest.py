@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Sequence
 
-from ...devices.model import DeviceSample
+from ...devices import DeviceSample
 from ...pool import attribution
 from ...pool import events as e
 from ...pool.model import Device

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from ...devices.nvidia.service import DeviceService
+from ...devices import GuardedDevices
 from ...pool import events as e
 from ...pool.model import SessionRecord, Slice
 from ..pages.activity import Activity
@@ -32,7 +32,7 @@ class SetAside:
     def __init__(
         self,
         runner: Runner,
-        devices: DeviceService,
+        devices: GuardedDevices,
         pages: Pages,
         activity: Activity,
         log: logging.Logger,

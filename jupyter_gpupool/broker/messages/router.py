@@ -9,7 +9,7 @@ import logging
 import os
 import sqlite3
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Mapping
+from typing import TYPE_CHECKING, Callable, Mapping, Sequence
 
 from ...config.settings import usable_attach
 from ...errors import Code, RefusedError
@@ -22,7 +22,6 @@ from .. import processes
 from ..lives import Lives
 from ..pages.control import Pages, environment
 from ..pages.hints import Homes
-from ..pages.hints import environment as home_environment
 from ..runner import Runner, refused
 from ..sessions import Session
 from ..store.history import MAX_ROWS, History, Page, Query
@@ -54,7 +53,7 @@ _OF_PROCESSES = frozenset({"hello", "attach", "grow"})
 class Handlers:
     """What every connection talks to (see ``transport.connection.Service``).
 
-    ``environment`` is what each kernel gets from the machine besides its devices;
+    ``environment`` returns the variables that show a kernel its devices;
     ``usable_attach`` is the policy of a session that does not choose.
     """
 
@@ -67,7 +66,7 @@ class Handlers:
         *,
         attach: AttachPolicy,
         max_sessions: int,
-        environment: Mapping[str, str],
+        environment: Callable[[Sequence[str]], dict[str, str]],
         log: logging.Logger,
     ) -> None:
         self.runner = runner
@@ -75,7 +74,7 @@ class Handlers:
         self.access = access
         self.attach = attach
         self.max_sessions = max_sessions
-        self.environment = dict(environment)
+        self.environment = environment
         self.log = log
         self.counters = Counters()
         self.dispatcher = Dispatcher()
@@ -251,7 +250,7 @@ class Handlers:
         request = fit_unasked(request, asked, settings, owner.name, capacities)
         session, token = self.sessions.new(owner, peer.uid, message["kernel_id"][:MAX_NAME])
         session.home = self._homes.first(request)
-        env = {**self.environment, **home_environment(session.home)}
+        env = self.environment(session.home)
         guarded = self._guard_environment(session, env, request.limit)
         if not guarded:
             # Without a page nobody would ask at the first call.
@@ -316,10 +315,10 @@ class Handlers:
         self, session: Session, env: Mapping[str, str], limit: int
     ) -> dict[str, str]:
         """Make the page of a new session; return the variables that put it under the guard."""
-        home, problem = env["CUDA_VISIBLE_DEVICES"], self.unguardable
+        home, problem = ",".join(session.home), self.unguardable
         if self.pages is not None and self.guarded:
             try:
-                page = self.pages.create(session, home.split(","), limit)
+                page = self.pages.create(session, [*session.home], limit)
                 return environment(self.guard_directory, page, env, home)
             except OSError as error:
                 problem = f"The page that it shares with the broker cannot be made: {error}."

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Callable, Mapping
+from typing import TYPE_CHECKING, Callable
 
 from ...pool.model import PoolView, Request, SessionRecord, Slice
 from ...pool.placement import home_devices
@@ -103,24 +103,6 @@ class Rooms:
         if room != self._told.get(session.id):
             self._told[session.id] = room
             self._pages.set_room(session, room)
-
-
-#: CUDA's numbering of devices must be NVML's, or an index means two devices.
-_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-
-#: Defaults of frameworks that would take the whole device at their first use, or memory that cannot
-#: be suspended.
-_FRUGAL = {
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
-    # cudf.pandas uses managed memory by default, which the driver cannot suspend.
-    "CUDF_PANDAS_RMM_MODE": "async",
-}
-
-
-def environment(devices: tuple[str, ...]) -> Mapping[str, str]:
-    """Return the variables that show a new kernel these devices."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(devices), **_ORDER, **_FRUGAL}
 
 
 class Homes:

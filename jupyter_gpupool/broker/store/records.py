@@ -8,7 +8,6 @@ import json
 from dataclasses import asdict, fields
 from typing import Any, Mapping, Sequence
 
-from ...devices.nvidia.numbers import namespace
 from ...pool.model import Device, Hold, Owner, Request, SessionRecord, Slice
 
 _FIELDS = tuple(f.name for f in fields(SessionRecord))
@@ -73,17 +72,3 @@ def devices_from_text(text: str) -> dict[str, Device]:
         return {row["uuid"]: Device(**row) for row in rows}
     except (AttributeError, KeyError, TypeError, ValueError):
         return {}
-
-
-def numbers_to_text(proven: bool | None, boot: str) -> str:
-    """Return, for the journal, whether NVML's process numbers are this PID namespace's."""
-    return json.dumps([boot, namespace(), proven])
-
-
-def numbers_from_text(text: str, boot: str) -> bool | None:
-    """Return what :func:`numbers_to_text` wrote in this boot and namespace, else None."""
-    try:
-        *where, proven = json.loads(text or "[]")
-    except ValueError:
-        return None
-    return proven if where == [boot, namespace()] and isinstance(proven, bool) else None

@@ -35,7 +35,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any, Collection, Literal, Mapping
 
-from ...devices.nvidia.service import DeviceService
+from ...devices import Devices
 from ...errors import Code, DriverError, GPUPoolError
 from ...pool.model import Hold, SessionRecord, Slice
 from ...procfs import ProcessId
@@ -129,7 +129,7 @@ def check_reach(
 
 
 async def recover(
-    stored: Mapping[str, Mapping[str, Any]], devices: DeviceService, now: float, log: logging.Logger
+    stored: Mapping[str, Mapping[str, Any]], devices: Devices, now: float, log: logging.Logger
 ) -> tuple[list[Recovered], list[tuple[str, str, str]]]:
     """Return the sessions that live, and (id, owner, reason) of those that do not."""
     living: list[tuple[Session, SessionRecord]] = []
@@ -178,7 +178,7 @@ def frozen_in(entry: Mapping[str, Any]) -> tuple[ProcessId, ...]:
 async def _recover_one(
     session: Session,
     record: SessionRecord,
-    devices: DeviceService,
+    devices: Devices,
     now: float,
     log: logging.Logger,
 ) -> Recovered:

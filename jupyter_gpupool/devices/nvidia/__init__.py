@@ -1,3 +1,57 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVIDIA's GPUs: NVML, and the driver's checkpoint calls, each in child processes."""
+"""NVIDIA's GPUs: NVML, and the driver's checkpoint calls, each in child processes.
+
+``service`` is the door; it imports the others, and none of them imports it. No module here imports
+``pynvml`` or ``cuda`` at its top: only child processes load a vendor library, because one that
+hangs or crashes then takes a replaceable child with it, and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import interpreter
+
+if TYPE_CHECKING:
+    from ..backend import Devices, Options
+    from ..model import Finding
+
+__all__ = ["inspect", "interpreter", "open_devices"]
+
+
+def open_devices(options: Options) -> Devices:
+    """Return this machine's NVIDIA GPUs, not looked for yet.
+
+    Raises
+    ------
+    ConfigError
+        If ``options.python`` is no program that can be started.
+    """
+    from . import driver, files, given, numbers, service
+
+    return service.DeviceService(
+        env=options.env,
+        log=options.log,
+        lock_timeout=options.lock_timeout,
+        guard=options.guard,
+        python=interpreter.choose(options.python),
+        numbers=numbers.from_memo(options.memo),
+        choose=lambda rows: given.chosen(rows, options.given, options.wanted),
+        files=options.files or files.DEVICE_FILES,
+        version_file=options.version_file or driver.MODULE,
+        on_device_lost=options.on_lost,
+    )
+
+
+def inspect(python: str, *, driver: bool) -> list[Finding]:
+    """Return what the doctor shows of this machine; nothing here starts the driver.
+
+    ``python`` is ``c.GPUPool.device_python``; without ``driver`` the kernel driver is left out.
+    """
+    from . import inspection
+
+    found = inspection.device_python(python)
+    if driver:
+        found += [inspection.driver(), *inspection.persistence_mode()]
+    return found

@@ -18,7 +18,7 @@ from typing import Any, Callable, Literal, Mapping
 from ... import procfs
 from ...errors import DriverError
 from ...procfs import ProcessId
-from . import packages
+from . import interpreter
 
 #: ``ok``; the process has ended (or another has its number); it is stopped; the driver said no;
 #: (added by the parent) not even its state could be had.
@@ -80,11 +80,11 @@ def initialise() -> str:
     DriverError
         If there is no usable driver, with the reason in a sentence.
     """
-    unfit = packages.problem(packages.versions())
+    unfit = interpreter.problem(interpreter.versions())
     if unfit:
         raise DriverError(
             f"NVIDIA's Python packages in {sys.prefix} cannot suspend a process: {unfit}",
-            next_step=f"Run: {packages.INSTALL}",
+            next_step=f"Run: {interpreter.INSTALL}",
         )
     try:
         # Imported now, which takes a while, and not within the time-out of the first call.
@@ -98,7 +98,7 @@ def initialise() -> str:
     except ImportError as error:
         raise DriverError(
             f"The Python packages cuda-core and cuda-bindings cannot be imported ({error}).",
-            next_step=f"Run: {packages.INSTALL}",
+            next_step=f"Run: {interpreter.INSTALL}",
         ) from None
     except RuntimeError as error:
         # No libcuda.so.1 (DynamicLibNotFoundError), or one without a call that is needed.
@@ -160,9 +160,9 @@ def thread(process: ProcessId) -> Answer:
     return _call(process, lambda target: target.restore_thread_id)
 
 
-def lock(process: ProcessId, timeout: float) -> Answer:
-    """Block new CUDA calls and wait ``timeout`` seconds for submitted work (NOT_READY if late)."""
-    milliseconds = max(1, round(timeout * 1000))  # 0 would mean for ever
+def lock(process: ProcessId, drain: float) -> Answer:
+    """Block new CUDA calls and wait ``drain`` seconds for submitted work (NOT_READY if late)."""
+    milliseconds = max(1, round(drain * 1000))  # 0 would mean for ever
     return _call(process, lambda target: target.lock(milliseconds))
 
 

@@ -13,11 +13,6 @@ from ..children import Child
 from ..model import DeviceSample
 from .sampling import Sampler, others
 
-#: Bytes assumed where nothing was measured; at most this part of a small (emulated) device.
-#: Contexts of the drivers in use take 300 to 600 MiB on data-centre GPUs.
-ASSUMED = 512 << 20
-ASSUMED_PART = 16
-
 
 class Stage:
     """Where test programs start, and move from device to device.
@@ -89,8 +84,3 @@ def _taken(before: DeviceSample, after: DeviceSample, pid: int | None) -> int:
             alone = others(before, {pid}) == others(after, {pid})
             return max(process.bytes, taken) if alone else process.bytes
     return taken
-
-
-def assumed(total: int) -> int:
-    """Return what a context is taken to cost on a device of ``total`` bytes."""
-    return min(ASSUMED, total // ASSUMED_PART)

@@ -16,6 +16,7 @@ from ..children import Child
 from . import selftest
 from .contexts import Stage
 from .guarded import guard_frame
+from .interpreter import PROGRAMS
 from .operations import Operation
 from .sampling import Sampler
 from .selftest import Frame, Verdict
@@ -66,8 +67,9 @@ class Examiner:
 
         async def judge(frame: Frame, env: Mapping[str, str]) -> Verdict:
             target = Child(
-                f"{__package__}.selftest",
+                "selftest",
                 device.uuid,
+                module=PROGRAMS,
                 env=env,
                 log=self._log,
                 restart=False,

@@ -4,28 +4,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from ... import procfs
-from ...procfs import ProcessId
+from ..model import Holder
 
 #: How the paths of NVIDIA's device files begin.
 DEVICE_FILES = "/dev/nvidia"
 
 #: Characters of a command line that are shown.
 _COMMAND = 60
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A process that has device files open."""
-
-    process: ProcessId
-    uid: int
-    #: Its command line, cut short.
-    command: str
-    paths: tuple[str, ...]
 
 
 def holders(begin: str, number: int | None = None) -> tuple[list[Holder], int]:

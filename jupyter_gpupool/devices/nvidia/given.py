@@ -14,6 +14,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Mapping, Sequence
 
+from ..backend import named
+
 Row = Mapping[str, Any]
 
 #: Read in this order; the first that is set is the batch system's or the user's word. Slurm sets
@@ -26,6 +28,18 @@ _TOOLKIT = "NVIDIA_VISIBLE_DEVICES"
 #: These number the machine's GPUs, also where not all of them are shown.
 _GLOBAL = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _TOOLKIT)
 
+#: CUDA's numbering of devices must be NVML's, or an index means two devices.
+_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+#: Defaults of frameworks that would take the whole device at their first use, or memory that cannot
+#: be suspended.
+_FRUGAL = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    # cudf.pandas uses managed memory by default, which the driver cannot suspend.
+    "CUDF_PANDAS_RMM_MODE": "async",
+}
+
 #: Values of the toolkit's that limit nothing: "void" and "" say that it does nothing itself.
 _ANY = ("", "all", "void")
 
@@ -36,6 +50,27 @@ class Given:
 
     rows: tuple[Row, ...]
     limit: str = ""
+
+
+def environment(devices: Sequence[str]) -> dict[str, str]:
+    """Return the variables that show a new program these devices."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices), **_ORDER, **_FRUGAL}
+
+
+def chosen(rows: Sequence[Row], environ: Mapping[str, str], wanted: Sequence[str] | None) -> Given:
+    """Return the GPUs of ``rows`` that ``environ`` gives and ``c.GPUPool.devices`` wants.
+
+    Raises
+    ------
+    ConfigError
+        If that names one that is not there, or was not given.
+    """
+    found = given(rows, environ)
+    if wanted is None or not found.rows:
+        return found
+    by_uuid = {row["uuid"]: row for row in found.rows}
+    uuids = named({uuid: row["index"] for uuid, row in by_uuid.items()}, wanted, found.limit)
+    return Given(tuple(by_uuid[uuid] for uuid in uuids), found.limit)
 
 
 def given(rows: Sequence[Row], environ: Mapping[str, str]) -> Given:

@@ -25,6 +25,7 @@ from ...guard import install, page
 from ...guard.page import Page, Reading
 from ..children import Child
 from . import selftest
+from .programs import SIZE
 
 #: Bytes of the test's slice, and what is asked for beyond it. The context is not charged here.
 GRANT = 64 << 20
@@ -77,8 +78,8 @@ class GuardFrame(selftest.Frame):
         before = self.page.read()
         if before.gate != page.OPEN or not any(slot.pid == target.pid for slot in before.slots):
             return "its calls did not go through the guard"
-        if sum(before.used) < selftest.SIZE:
-            return f"it counted {sum(before.used)} of {selftest.SIZE} bytes"
+        if sum(before.used) < SIZE:
+            return f"it counted {sum(before.used)} of {SIZE} bytes"
         answer = await target.call("over", selftest.STEP_TIMEOUT, size=TOO_MUCH)
         if answer["result"] != "CUDA_ERROR_OUT_OF_MEMORY":
             return f"an allocation beyond the grant returned {answer['result']}"

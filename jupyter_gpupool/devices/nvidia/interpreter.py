@@ -8,19 +8,40 @@ may live in an environment of their own, and this one needs none of them.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import platform
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Mapping
+from typing import Any, Mapping
 
 from ...errors import ConfigError
 from ...guard.install import without_guard
 from ..child import SCRIPT
-from . import packages
-from .packages import INSTALL
+
+#: What each package must satisfy. cuda.core.checkpoint needs ``CUcheckpointGpuPair``, which
+#: cuda-bindings has had since 13.0.2 and no release 12 has; in 13.3.0 the restore call is broken.
+RANGES = {
+    "cuda-core": ">=1.0",
+    "cuda-bindings": ">=13.0.2,!=13.3.0,<14",
+    "nvidia-ml-py": ">=12.560",
+}
+
+#: The command that makes an environment for them.
+INSTALL = "jupyter gpupool install-devices"
+
+#: What to do about a problem of the interpreter.
+TODO = f"Run: {INSTALL}"
+
+#: The tested versions, for every Python that this package runs on.
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+
+#: The module whose programs run in child processes.
+PROGRAMS = f"{__package__}.programs"
 
 #: Of both places: ``<environment>/share/gpupool/devices`` and ``~/.local/share/gpupool/devices``.
 _BELOW = Path("gpupool", "devices")
@@ -118,7 +139,7 @@ def ask(python: str, env: Mapping[str, str] | None = None) -> Found:
     """Ask ``python`` for the versions of NVIDIA's packages that it has. Blocks."""
     try:
         done = subprocess.run(
-            [python, str(SCRIPT), packages.__name__],
+            [python, str(SCRIPT), PROGRAMS, "packages"],
             env=environment(python, os.environ if env is None else env),
             cwd="/",
             capture_output=True,
@@ -137,5 +158,48 @@ def ask(python: str, env: Mapping[str, str] | None = None) -> Found:
     return Found(python, said["python"], said["versions"], said["problem"])
 
 
-#: What to do about a problem of the interpreter.
-TODO = f"Run: {INSTALL}"
+def versions() -> dict[str, str]:
+    """Return the versions that this interpreter would import; "" for a package that is missing."""
+    found = {}
+    for name in RANGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def problem(found: Mapping[str, str]) -> str:
+    """Return why the packages ``found`` do not serve, in a sentence; "" if they do."""
+    missing = [name for name in RANGES if not found.get(name)]
+    if missing:
+        return f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} not installed."
+    wrong = [
+        f"{name} is {found[name]} and must be {RANGES[name]}"
+        for name in RANGES
+        if not _satisfies(found[name], RANGES[name])
+    ]
+    return f"{'; '.join(wrong)}." if wrong else ""
+
+
+def _satisfies(version: str, wanted: str) -> bool:
+    have = _numbers(version)
+    for clause in wanted.split(","):
+        operator, text = re.match(r"(>=|<|!=)(.*)", clause).groups()  # type: ignore[union-attr]
+        limit = _numbers(text)
+        width = max(len(have), len(limit))
+        a, b = (numbers + (0,) * (width - len(numbers)) for numbers in (have, limit))
+        if not {">=": a >= b, "<": a < b, "!=": a != b}[operator]:
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the release part of a version: 13.0.2.post1 is (13, 0, 2)."""
+    return tuple(map(int, re.match(r"\d*(?:\.\d+)*", version)[0].split(".") if version else ()))  # type: ignore[index]
+
+
+def report() -> dict[str, Any]:
+    """Return what this interpreter has; in a child process it is another one than ours."""
+    found = versions()
+    return {"python": platform.python_version(), "versions": found, "problem": problem(found)}

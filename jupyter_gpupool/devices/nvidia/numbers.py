@@ -12,28 +12,34 @@ process has such a number, so nobody can mistake one for a process.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections import Counter
 from dataclasses import replace
 from typing import Sequence
 
+from ...machine import FIRST_NAMESPACE, boot_id, pid_namespace
 from ..model import DeviceSample, ProcessMemory
-
-#: Inode of the initial PID namespace: a constant of Linux (PROC_PID_INIT_INO).
-INITIAL = 0xEFFFFFFC
 
 #: Samples in a row in which a listed number must have no process before that is evidence: a
 #: process that has just ended may be listed for a moment more.
 ABSENT = 3
 
 
-def namespace() -> int:
-    """Return the inode of this process's PID namespace; 0 if it cannot be read."""
+def to_memo(proven: bool | None) -> str:
+    """Return what a later broker of this boot and PID namespace is to know; "" if nothing."""
+    return "" if proven is None else json.dumps([boot_id(), pid_namespace(), proven])
+
+
+def from_memo(text: str) -> bool | None:
+    """Return what :func:`to_memo` was given in this boot and PID namespace, else None."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 (no path is handled here)
-    except OSError:
-        return 0
+        *where, proven = json.loads(text or "[]")
+    except ValueError:
+        return None
+    here = [boot_id(), pid_namespace()]
+    return proven if where == here and isinstance(proven, bool) else None
 
 
 class Numbers:
@@ -45,7 +51,7 @@ class Numbers:
     def __init__(self, log: logging.Logger, known: bool | None = None) -> None:
         #: Whether they are processes of this namespace; None: not known yet.
         self.proven: bool | None = None
-        self._initial = namespace() == INITIAL
+        self._initial = pid_namespace() == FIRST_NAMESPACE
         self._log = log
         self._known = known
         self._settled = False

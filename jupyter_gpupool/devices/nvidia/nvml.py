@@ -16,7 +16,7 @@ from typing import Any, Iterator, Sequence
 from ...errors import Code, DriverError
 from ..model import DeviceSample, ProcessMemory
 from .driver import problem
-from .packages import INSTALL
+from .interpreter import INSTALL
 
 #: Xid errors that are a fault of the application, not of the device; the others mean that the
 #: device is not to be trusted. The list is that of NVIDIA's k8s-device-plugin (health checks).

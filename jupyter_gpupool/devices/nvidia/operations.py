@@ -24,8 +24,9 @@ from ..model import (
     SessionState,
     SuspendOutcome,
     SuspendStatus,
+    assumed_context,
 )
-from . import checkpoint, contexts
+from . import checkpoint
 from .calls import LOST, PATIENCE, Refused, SessionCalls
 from .checkpoint import Answer, complete_mapping
 from .sampling import Sampler, others
@@ -489,6 +490,6 @@ def freed_bytes(
     found = {s.uuid: sum(p.bytes or 0 for p in s.processes if p.pid in pids) for s in before}
     for old, new in zip(before, after or (), strict=False):
         if others(old, pids) == others(new, pids) and found[old.uuid]:
-            most = found[old.uuid] + len(pids) * contexts.assumed(old.total)
+            most = found[old.uuid] + len(pids) * assumed_context(old.total)
             found[old.uuid] = max(found[old.uuid], min(new.free - old.free, most))
     return found

@@ -13,6 +13,7 @@ from ...errors import Code, DriverError
 from ...pool.attribution import slack
 from ..children import Child, ChildLost
 from ..model import DeviceSample, ProcessMemory
+from .interpreter import PROGRAMS
 from .numbers import Numbers
 
 #: Seconds that NVML may take for one look at the devices before its process is replaced.
@@ -63,7 +64,7 @@ class Sampler:
         numbers: bool | None = None,
     ) -> None:
         self.child = Child(
-            f"{__package__}.monitor", env=env, log=log, on_event=self._take, python=python
+            "monitor", module=PROGRAMS, env=env, log=log, on_event=self._take, python=python
         )
         self.numbers = Numbers(log, numbers)
         self._timeout = timeout

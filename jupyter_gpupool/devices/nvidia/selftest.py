@@ -11,20 +11,15 @@ program runs under the guard in ``guarded``, in a :class:`Frame` that asks more 
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from dataclasses import dataclass
 from typing import Any, Sequence
 
 from ... import procfs
-from ...errors import DriverError, GPUPoolError
+from ...errors import GPUPoolError
 from ..children import Child, ChildLost
-from ..serve import claim_stdout, die_with_parent, emit, serve
 from .contexts import Stage
 from .operations import Operation
-
-#: Bytes of the pattern: more than one 2 MiB page of device memory.
-SIZE = 4 << 20
+from .programs import SIZE
 
 #: Seconds for one step of the test program: it makes a context and copies a few MiB.
 STEP_TIMEOUT = 30.0
@@ -143,60 +138,3 @@ async def judge(
             with contextlib.suppress(ChildLost, GPUPoolError, OSError):
                 await operation(process).suspend([where])
         await target.close()
-
-
-class _Program:
-    """Known bytes on the only visible device."""
-
-    def __init__(self) -> None:
-        from cuda.bindings import driver
-
-        self._driver = driver
-        self._random = random.Random(sys.argv[-1])
-        self._call(driver.cuInit, 0)
-        device = self._call(driver.cuDeviceGet, 0)
-        self._call(driver.cuCtxSetCurrent, self._call(driver.cuDevicePrimaryCtxRetain, device))
-        self._memory = self._call(driver.cuMemAlloc, SIZE)
-        self._write()
-
-    def _call(self, function: Any, *arguments: Any) -> Any:
-        result, *values = function(*arguments)
-        if result != self._driver.CUresult.CUDA_SUCCESS:
-            raise DriverError(f"{function.__name__} returned {result.name}.")
-        return values[0] if values else None
-
-    def _write(self) -> None:
-        self._pattern = self._random.randbytes(SIZE)
-        self._call(self._driver.cuMemcpyHtoD, self._memory, self._pattern, SIZE)
-
-    def check(self) -> dict[str, Any]:
-        """Compare the bytes, and write other ones for the next time."""
-        found = bytearray(SIZE)
-        self._call(self._driver.cuMemcpyDtoH, found, self._memory, SIZE)
-        same = bytes(found) == self._pattern
-        self._write()
-        return {"same": same}
-
-    def over(self, size: int) -> dict[str, Any]:
-        """Ask for more than there is; return how it was answered, having given back what came."""
-        result, *pointer = self._driver.cuMemAlloc(size)
-        if result == self._driver.CUresult.CUDA_SUCCESS:
-            self._call(self._driver.cuMemFree, *pointer)
-        return {"result": str(result.name)}
-
-
-def main() -> None:
-    """Serve until stdin ends."""
-    die_with_parent()
-    out = claim_stdout()
-    try:
-        program = _Program()
-    except (DriverError, ImportError, RuntimeError) as error:
-        emit(out, {"event": "ready", "problem": str(error)})
-        return
-    emit(out, {"event": "ready", "problem": ""})
-    serve(out, {"check": program.check, "over": program.over})
-
-
-if __name__ == "__main__":
-    main()

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import (
     Any,
     AsyncIterator,
@@ -30,14 +31,24 @@ from ...pool.attribution import driver_share, unlisted
 from ...pool.model import Device
 from ...procfs import ProcessId
 from ..children import Child
-from ..model import DeviceSample, ResumeOutcome, SessionState, SuspendOutcome
-from . import contexts, driver, landing
+from ..model import (
+    DeviceSample,
+    Holder,
+    ResumeOutcome,
+    SessionState,
+    SuspendOutcome,
+    assumed_context,
+)
+from . import driver, landing
 from .aside import Aside
 from .calls import SessionCalls
 from .checkpoint import complete_mapping
+from .driver import MODULE
 from .examiner import Examiner, Findings
-from .given import Given
-from .interpreter import child_environment
+from .files import DEVICE_FILES, holders
+from .given import Given, Row, environment
+from .interpreter import PROGRAMS, child_environment
+from .numbers import to_memo
 from .operations import Operation
 from .sampling import FREED_TIMEOUT, SAMPLE_TIMEOUT, Sampler
 from .selftest import Verdict
@@ -86,6 +97,12 @@ class DeviceService:
         The interpreter for child processes, which has NVIDIA's packages; "": this process's own.
     numbers:
         What an earlier service of this PID namespace found (:attr:`numbers`); None: nothing.
+    choose:
+        Returns which of the machine's GPUs may be used, and why not all.
+    files:
+        How the paths of the GPUs' device files begin.
+    version_file:
+        Where the loaded kernel module says which it is.
     on_device_lost:
         Called with ``(uuid, reason)`` when a device fails (an Xid that is not the application's
         fault, or NVML cannot read it any more); once, until it is seen healthy again.
@@ -102,6 +119,9 @@ class DeviceService:
         guard: bool = False,
         numbers: bool | None = None,
         python: str = "",
+        choose: Callable[[Sequence[Row]], Given] = lambda rows: Given((*rows,)),
+        files: str = DEVICE_FILES,
+        version_file: Path = MODULE,
         on_device_lost: Callable[[str, str], None] | None = None,
     ) -> None:
         #: Why there is no usable device, in a sentence; empty if there is nothing to say.
@@ -133,10 +153,9 @@ class DeviceService:
         self._examiner = Examiner(
             env=self._env, log=self._log, sampler=self._sampler, guard=guard, python=python
         )
-        #: Which of the machine's GPUs may be used, and why not all; set before :meth:`start`.
-        self.choose: Callable[[Sequence[Mapping[str, Any]]], Given] = lambda rows: Given((*rows,))
-        #: Whether the loaded driver hangs when a restored process ends; set before :meth:`start`.
-        self.hazard: Callable[[], bool] = lambda: False
+        self._choose = choose
+        self._files = files
+        self._version_file = version_file
         #: What limits the pool to some of the machine's GPUs, in sentences.
         self.limit = ""
         self._everything: tuple[str, ...] = ()
@@ -203,7 +222,7 @@ class DeviceService:
             raise DriverError(" ".join(found["problems"]) or nothing, code=Code.NO_DEVICE)
         self._everything = tuple(row["uuid"] for row in rows if not row["mig"])
         self._aside.learn(rows)
-        chosen = self.choose(rows)
+        chosen = self._choose(rows)
         self.limit = chosen.limit
         if not chosen.rows:
             raise DriverError(chosen.limit, code=Code.NO_DEVICE)
@@ -265,9 +284,13 @@ class DeviceService:
         """Return whether no child of this service has the device's file open."""
         return uuid in self._aside
 
-    def device_file(self, uuid: str) -> int | None:
-        """Return the number of a GPU's device file; None for a MIG instance, or if not known."""
-        return self._aside.numbers.get(uuid)
+    def has_file(self, uuid: str) -> bool:
+        """Return whether a GPU has a device file of its own; a MIG instance has none."""
+        return uuid in self._aside.numbers
+
+    def holders(self, uuid: str = "") -> tuple[list[Holder], int]:
+        """Return who has device files open. See :func:`.files.holders`."""
+        return holders(self._files, self._aside.numbers[uuid] if uuid else None)
 
     async def retest(self, uuid: str) -> Device:
         """Test a device that was lost, and return it as it is now.
@@ -425,7 +448,7 @@ class DeviceService:
             peers = self._peers(device)
             return await self._examiner.examine(
                 device, peers[0] if migrate and peers else None, self._physical(), operation,
-                retire=self.hazard(),
+                retire=bool(self.hazard),
             )  # fmt: skip
 
     @property
@@ -435,6 +458,32 @@ class DeviceService:
         Unless they are, samples have negative ones, which no process has.
         """
         return self._sampler.numbers.proven
+
+    @property
+    def memo(self) -> str:
+        """:attr:`numbers` for the next broker."""
+        return to_memo(self.numbers)
+
+    @property
+    def versions(self) -> str:
+        """The driver's version and CUDA's."""
+        if not self.driver_version:
+            return "NVIDIA driver, not asked while the pool is paused" if self.down else ""
+        return f"NVIDIA driver {self.driver_version}, CUDA {self.cuda_version}"
+
+    @property
+    def hazard(self) -> str:
+        """Why a resumed process must not just be killed; see :func:`.driver.kill_hazard`."""
+        return driver.kill_hazard(self._version_file)
+
+    @property
+    def guard(self) -> DeviceService:
+        """The guard is for NVIDIA's driver."""
+        return self
+
+    def environment(self, devices: Sequence[str]) -> dict[str, str]:
+        """Return the variables that show a new program these devices."""
+        return environment(devices)
 
     @property
     def guard_problem(self) -> str:
@@ -448,7 +497,7 @@ class DeviceService:
         As the self-test saw it; where it could not, what is usual.
         """
         device = self._device(uuid)
-        return device.context_bytes or contexts.assumed(device.memory_total)
+        return device.context_bytes or assumed_context(device.memory_total)
 
     def _with_landing(self, device: Device) -> Device:
         """Return a device with the room that it keeps for processes which must leave it.
@@ -636,7 +685,7 @@ class DeviceService:
     # ------------------------------------------------------------------ internals
 
     def _worker(self) -> Child:
-        return Child(f"{__package__}.worker", env=self._env, log=self._log, python=self._python)
+        return Child("worker", module=PROGRAMS, env=self._env, log=self._log, python=self._python)
 
     def _device(self, uuid: str) -> Device:
         try:

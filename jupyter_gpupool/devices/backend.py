@@ -1,0 +1,304 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the broker needs of a vendor's GPUs: the Protocol behind which a vendor's code stands.
+
+A vendor is one folder here, such as ``nvidia``, with an ``open_devices(options)`` that returns
+:class:`Devices`; ``devices/__init__.py`` chooses the vendor. Devices are named by UUID, sizes are
+bytes, durations are seconds. Processes are named by :class:`~jupyter_gpupool.procfs.ProcessId`.
+
+**Blocking.** The broker awaits the ``async`` methods on its event loop: they wait for a driver in
+other processes, or in threads, never in the loop's own thread. Plain methods and properties answer
+at once from what is known, except :meth:`Devices.holders`, which the broker calls in a thread.
+
+**Cancelling.** A driver call cannot be cancelled. A caller that is cancelled stops waiting, and the
+operation goes on to its end; the next operation on the same device waits for it.
+
+**Errors.** How an operation on a session ended is a value with a status. ``DriverError`` means that
+the question itself failed; its code is ``no-driver``, ``no-device``, ``unknown-device``, ``paused``
+(see :meth:`Devices.stand_down`), ``no-room``, ``lost``, or the vendor's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable, Collection, Mapping, Protocol, Sequence
+
+from ..errors import ConfigError
+from ..pool.model import Device
+from ..procfs import ProcessId
+from .model import DeviceSample, Holder, ResumeOutcome, SessionState, SuspendOutcome
+
+
+def _nothing(*_: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a vendor's devices are opened with. A vendor ignores what does not concern it."""
+
+    log: logging.Logger
+    #: The whole environment of child processes (it chooses the driver's library); None: our own.
+    env: Mapping[str, str] | None = None
+    #: Variables by which a batch system or an admin gave this user some of the GPUs.
+    given: Mapping[str, str] = field(default_factory=dict)
+    #: ``c.GPUPool.devices``: indices or beginnings of UUIDs; None: all that were given.
+    wanted: Sequence[str] | None = None
+    #: Time that a session's submitted work may take to finish before a suspend is given up.
+    lock_timeout: float = 5.0
+    #: Whether sessions are to run under the guard, where the vendor has one.
+    guard: bool = False
+    #: ``c.GPUPool.device_python``: the interpreter of child processes; "": the vendor's choice.
+    python: str = ""
+    #: :attr:`Devices.memo` of the broker before this one; "" if there was none.
+    memo: str = ""
+    #: How the paths of the GPUs' device files begin; "": as usual for the vendor.
+    files: str = ""
+    #: The file in which the loaded kernel driver says its version; None: as usual for the vendor.
+    version_file: Path | None = None
+    #: Called with a device's UUID and a reason, once for each failure of a device.
+    on_lost: Callable[[str, str], None] = _nothing
+
+
+class Devices(Protocol):
+    """The GPUs of this machine that the pool has."""
+
+    @property
+    def problem(self) -> str:
+        """Why there is no usable device, in sentences; "" if there is nothing to say."""
+
+    @property
+    def limit(self) -> str:
+        """What leaves out some of the machine's GPUs, in sentences; "" if nothing does."""
+
+    @property
+    def versions(self) -> str:
+        """The driver and its version, for people; "" if unknown."""
+
+    @property
+    def hazard(self) -> str:
+        """Why a resumed process must be suspended again before it is killed; "" if it need not."""
+
+    @property
+    def memo(self) -> str:
+        """What the next broker on this machine should know, in a form of the vendor's own."""
+
+    @property
+    def guard(self) -> GuardedDevices | None:
+        """What the guard needs. None: the vendor has no guard.
+
+        Then no device has the tier "guarded". A kernel attaches before a cell or on ``%gpu attach``
+        instead of at its first device call; it is idle between cells; the memory it takes is
+        compared with its grant afterwards, by samples, and not limited as it asks.
+        """
+
+    # ------------------------------------------------------------------ discover and test
+
+    async def start(self, known: Mapping[str, Device] | None = None) -> list[Device]:
+        """Find the devices, test each, and return them; [] and :attr:`problem` if there are none.
+
+        ``known`` are devices as an earlier broker tested them. They are not tested again, because
+        its sessions may use them, and a test takes memory.
+
+        Raises
+        ------
+        ConfigError
+            If ``Options.wanted`` names a device that is not there.
+        """
+
+    async def self_test(self, uuid: str) -> Device:
+        """Suspend and resume a small program on a device; return the device with the verdict.
+
+        The broker calls this when a resume has failed, to learn whether the device is at fault.
+        """
+
+    # ------------------------------------------------------------------ look
+
+    async def sample(self) -> list[DeviceSample]:
+        """Return one sample for each device; a device that cannot be read is ``lost`` in it.
+
+        Raises
+        ------
+        DriverError
+            If there is no answer in time. The next call tries anew.
+        """
+
+    def context_bytes(self, uuid: str) -> int:
+        """Return the memory that the first context of a process takes on a device."""
+
+    def environment(self, devices: Sequence[str]) -> dict[str, str]:
+        """Return the variables by which a new program sees these devices, in order, and no other.
+
+        Frameworks' defaults that would keep their memory from being suspended belong here, too.
+        """
+
+    # ------------------------------------------------------------------ move the state of a session
+
+    async def suspend(
+        self,
+        root: ProcessId,
+        devices: Sequence[str],
+        *,
+        session: str,
+        on_kept: Callable[[str], None] = _nothing,
+    ) -> SuspendOutcome:
+        """Move a session's device state to host memory: all of its processes, or none.
+
+        These are ``root``, its descendants, and processes of the same user with
+        ``GPUPOOL_SESSION=session`` in their environment. ``devices`` are those of its lease.
+
+        A refused suspend is undone. Where that takes longer, the operation lasts until it is done,
+        and ``on_kept`` is called once with the reason.
+        """
+
+    async def resume(
+        self,
+        root: ProcessId,
+        devices: Sequence[str],
+        origin: Sequence[str],
+        *,
+        session: str,
+        need: Mapping[str, int],
+    ) -> ResumeOutcome:
+        """Move a suspended session's state back: what was on ``origin[i]`` goes to ``devices[i]``.
+
+        ``need`` is the free memory, by device, without which the operation does not begin. The
+        broker has reserved it.
+        """
+
+    async def driver_state(self, root: ProcessId, *, session: str) -> SessionState:
+        """Return what the driver says of a session: the worst over its processes."""
+
+    async def unlock(self, root: ProcessId, *, session: str) -> None:
+        """Let a session run again that a broker died on in the middle of a suspend.
+
+        Raises
+        ------
+        DriverError
+            If the driver refuses or does not answer.
+        """
+
+    # ------------------------------------------------------------------ maintenance
+
+    @property
+    def down(self) -> str:
+        """Why every call fails: the reason given to :meth:`stand_down`; "" if they do not."""
+
+    @property
+    def renewed(self) -> frozenset[str]:
+        """The devices that the last :meth:`renew` has tested."""
+
+    async def assume(self, known: Mapping[str, Device], reason: str) -> list[Device]:
+        """Start, instead of with :meth:`start`, without touching the driver; stand down at once.
+
+        ``known`` are the devices that an earlier broker found; they are returned.
+        """
+
+    async def stand_down(self, reason: str, uuids: Sequence[str] | None = None) -> None:
+        """Let go of devices (None: of the driver altogether), once operations on them have ended.
+
+        No process of this side has their device files open then. Calls that need them raise
+        DriverError with the code ``paused`` and ``reason`` until :meth:`renew`.
+        """
+
+    async def renew(self, uuids: Collection[str] | None = None) -> list[Device]:
+        """Find the devices again; test ``uuids`` (None: all) and new ones; return all.
+
+        Raises
+        ------
+        DriverError
+            If the driver does not start or shows no device. Nothing has changed then.
+        """
+
+    async def retest(self, uuid: str) -> Device:
+        """Test a device that failed, forgetting the failure; return it as it is now.
+
+        Raises
+        ------
+        DriverError
+            If it cannot be read, or has no room for the test.
+        """
+
+    def is_aside(self, uuid: str) -> bool:
+        """Return whether a device was let go by itself: not with all others, and not renewed."""
+
+    def has_file(self, uuid: str) -> bool:
+        """Return whether the device has a device file of its own, which :meth:`holders` looks for.
+
+        A part of a device shares the file of the whole.
+        """
+
+    def holders(self, uuid: str = "") -> tuple[list[Holder], int]:
+        """Return who has the file of a device open ("": of any), and how many could not be asked.
+
+        Blocks: it reads ``/proc`` of the whole machine.
+        """
+
+    async def close(self, grace: float = 10.0) -> None:
+        """End, having let operations end that take no longer than ``grace``."""
+
+
+class GuardedDevices(Devices, Protocol):
+    """What devices must do besides, for kernels under the guard.
+
+    A guarded process may initialise the driver without a lease. It is then bound to the devices
+    that it saw at that moment, and *lands*: alone of its session, it is moved to the session's own.
+    """
+
+    @property
+    def guard_problem(self) -> str:
+        """Why no device has the tier "guarded", in sentences; "" if one has."""
+
+    def moves(self, devices: Sequence[str], origin: Sequence[str]) -> Mapping[str, str]:
+        """Return where a resume from ``origin`` to ``devices`` takes each device that is seen."""
+
+    async def land(
+        self,
+        process: ProcessId,
+        devices: Sequence[str],
+        origin: Sequence[str],
+        *,
+        session: str,
+        need: Mapping[str, int],
+        restoring: Callable[[], None],
+    ) -> ResumeOutcome:
+        """Move one process from ``origin[i]`` to ``devices[i]``: a suspend and a resume.
+
+        ``restoring`` is called between the two. A refusal leaves the process running where it was.
+        """
+
+    async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
+        """Let a process run whose landing a broker died in.
+
+        Return the driver's state as it was found, and why the process does not run ("": it does).
+        """
+
+
+#: How a vendor is opened. It finds no device yet, and touches no driver.
+OpenDevices = Callable[[Options], Devices]
+
+
+def named(machine: Mapping[str, int], wanted: Sequence[str], limit: str = "") -> list[str]:
+    """Return the devices that ``c.GPUPool.devices`` names, in its order.
+
+    ``machine`` has the index of each device by UUID, ``limit`` the reason why it lacks some.
+
+    Raises
+    ------
+    ConfigError
+        If a name fits no device.
+    """
+    chosen: list[str] = []
+    for name in wanted:
+        matches = [u for u, index in machine.items() if name == str(index) or u.startswith(name)]
+        if not matches:
+            there = ", ".join(f"{index} ({uuid})" for uuid, index in machine.items())
+            raise ConfigError(
+                f"c.GPUPool.devices names {name!r}, and this machine has: {there}."
+                + (f" {limit}" if limit else ""),
+                next_step="Correct it, or remove it to use every GPU.",
+            )
+        chosen += [uuid for uuid in matches if uuid not in chosen]
+    return chosen

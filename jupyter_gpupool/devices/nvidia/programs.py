@@ -1,0 +1,281 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What runs in child processes: ``child.py jupyter_gpupool.devices.nvidia.programs NAME ...``.
+
+=============================  ====================================================================
+``monitor PARENT``             everything that NVML is for; one
+``worker PARENT``              the driver's checkpoint calls; one for each device
+``selftest PARENT UUID``       a few MiB of known bytes, which the self-test suspends and resumes
+``packages``                   says which of NVIDIA's packages this interpreter has, and ends
+=============================  ====================================================================
+
+A program reads requests from stdin and writes answers to stdout, one JSON object per line. Request:
+``{"id": 7, "op": "sample", ...}``. Answer: ``{"id": 7, ...}`` with what the handler returned, or
+``{"id": 7, "error": text, "code": text}``. An event, without a request: ``{"event": ...}``; the
+first line is ``{"event": "ready", "problem": ...}``.
+
+A program may be killed at any time. The workers are kept because a fresh process would pay for
+cuInit on each call; the broker asks a new one for the driver's own state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import signal
+import sys
+import threading
+from dataclasses import asdict
+from typing import Any, Callable, Mapping
+
+from ... import procfs
+from ...errors import Code, DriverError, GPUPoolError
+from ...procfs import ProcessId
+
+Handler = Callable[..., Mapping[str, Any]]
+
+#: Bytes of the self-test's pattern: more than one 2 MiB page of device memory.
+SIZE = 4 << 20
+
+_PR_SET_PDEATHSIG = 1
+
+_write_lock = threading.Lock()
+
+
+# ---------------------------------------------------------------------- what all have in common
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies, whatever this one is doing.
+
+    The end of stdin says the same, but a process that hangs in a driver call does not read.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(0)
+
+
+def claim_stdout() -> int:
+    """Return a descriptor for answers, and send what anybody else prints to stderr."""
+    out = os.dup(1)
+    os.set_inheritable(out, False)
+    os.dup2(2, 1)
+    return out
+
+
+def emit(out: int, message: Mapping[str, Any]) -> None:
+    """Write one whole line, from any thread. This process ends if its parent has."""
+    line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+    try:
+        with _write_lock:
+            while line:
+                line = line[os.write(out, line) :]
+    except OSError:
+        os._exit(0)
+
+
+def serve(out: int, handlers: Mapping[str, Handler]) -> None:
+    """Answer requests from stdin until it ends."""
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        request_id, op = request.pop("id"), request.pop("op")
+        answer: Mapping[str, Any]
+        try:
+            answer = handlers[op](**request)
+        except GPUPoolError as error:
+            answer = {"error": str(error), "code": error.code}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}", "code": Code.INTERNAL}
+        emit(out, {"id": request_id, **answer})
+
+
+# ---------------------------------------------------------------------- monitor
+
+
+def monitor(out: int) -> dict[str, Handler]:
+    """Start NVML. A thread of its own waits for Xid errors, and sends an event for each."""
+    from .nvml import Nvml
+
+    nvml = Nvml()
+
+    def discover() -> dict[str, Any]:
+        driver, cuda = nvml.versions()
+        devices, problems = nvml.discover()
+        return {"driver": driver, "cuda": cuda, "devices": devices, "problems": problems}
+
+    def watch(uuids: list[str], lost: dict[str, str], places: dict[str, int]) -> dict[str, Any]:
+        nvml.places = places
+        for uuid, reason in lost.items():
+            nvml.mark_lost(uuid, reason)
+
+        def run() -> None:
+            for uuid, reason in nvml.losses(uuids):
+                nvml.mark_lost(uuid, reason)
+                emit(out, {"event": "lost", "uuid": uuid, "reason": reason})
+
+        threading.Thread(target=run, name="gpupool-xid", daemon=True).start()
+        return {}
+
+    def sample(uuids: list[str]) -> dict[str, Any]:
+        return {"samples": [asdict(row) for row in nvml.sample(uuids)]}
+
+    return {"discover": discover, "watch": watch, "sample": sample}
+
+
+# ---------------------------------------------------------------------- worker
+
+
+def worker(_out: int) -> dict[str, Handler]:
+    """Initialise the driver, without a context."""
+    from . import checkpoint
+
+    checkpoint.initialise()
+
+    def on_process(call: Callable[..., checkpoint.Answer]) -> Handler:
+        def handle(process: dict[str, int], **fields: Any) -> dict[str, Any]:
+            return call(ProcessId(**process), **fields).to_wire()
+
+        return handle
+
+    calls = (
+        *(checkpoint.state, checkpoint.thread, checkpoint.lock),
+        *(checkpoint.checkpoint, checkpoint.restore, checkpoint.unlock),
+    )
+    ops = {call.__name__: on_process(call) for call in calls}
+    finder = Finder()
+
+    def look(root: dict[str, int], session: str) -> dict[str, Any]:
+        """Return what ``find`` does, with the driver's thread and state of each process."""
+        found = finder.find(root, session, again=False)
+        for member in found["members"]:
+            if member["libcuda"] is not False and member["presence"] == "alive":
+                for op in ("thread", "state"):
+                    member[op] = ops[op](process=member["process"])
+        return found
+
+    def bring_back(
+        suspended: list[dict[str, int]],
+        locked: list[dict[str, int]],
+        mapping: dict[str, str] | None,
+    ) -> dict[str, Any]:
+        """Restore and then unlock processes, up to the first call that does not succeed."""
+        answers: list[dict[str, Any]] = []
+        todo = [*(("restore", each) for each in suspended), *(("unlock", each) for each in locked)]
+        for op, process in todo:
+            fields = {"mapping": mapping} if op == "restore" else {}
+            answer = ops[op](process=process, **fields)
+            answers.append({"op": op, "process": process, "answer": answer})
+            if answer["outcome"] != "ok":
+                break
+        return {"answers": answers}
+
+    return {"find": finder.find, "look": look, "bring_back": bring_back, **ops}
+
+
+class Finder:
+    """Looks for the processes of a session, and remembers the last look."""
+
+    def __init__(self) -> None:
+        self._about: tuple[ProcessId, str, frozenset[int]] | None = None
+        self._members: list[procfs.Member] = []
+
+    def find(self, root: dict[str, int], session: str, again: bool) -> dict[str, Any]:
+        """Return the processes of a session, see :func:`procfs.session_members`.
+
+        ``again``: within one operation, to see what was started meanwhile. If no process of the
+        machine was, only those found before are looked at.
+        """
+        top = ProcessId(**root)
+        about = (top, session, procfs.all_pids())
+        if again and about == self._about:
+            self._members = procfs.look_again(self._members)
+        else:
+            self._members = procfs.session_members(top, session, os.getppid())
+        self._about = about
+        return {
+            "root": procfs.presence(top),
+            "members": [asdict(member) for member in self._members],
+        }
+
+
+# ---------------------------------------------------------------------- self-test
+
+
+def selftest(_out: int) -> dict[str, Handler]:
+    """Write known bytes to the only visible device."""
+    pattern = Pattern(seed=sys.argv[-1])
+    return {"check": pattern.check, "over": pattern.over}
+
+
+class Pattern:
+    """Known bytes on the only visible device."""
+
+    def __init__(self, seed: str) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self._random = random.Random(seed)
+        self._call(driver.cuInit, 0)
+        device = self._call(driver.cuDeviceGet, 0)
+        self._call(driver.cuCtxSetCurrent, self._call(driver.cuDevicePrimaryCtxRetain, device))
+        self._memory = self._call(driver.cuMemAlloc, SIZE)
+        self._write()
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        result, *values = function(*arguments)
+        if result != self._driver.CUresult.CUDA_SUCCESS:
+            raise DriverError(f"{function.__name__} returned {result.name}.")
+        return values[0] if values else None
+
+    def _write(self) -> None:
+        self._pattern = self._random.randbytes(SIZE)
+        self._call(self._driver.cuMemcpyHtoD, self._memory, self._pattern, SIZE)
+
+    def check(self) -> dict[str, Any]:
+        """Compare the bytes, and write other ones for the next time."""
+        found = bytearray(SIZE)
+        self._call(self._driver.cuMemcpyDtoH, found, self._memory, SIZE)
+        same = bytes(found) == self._pattern
+        self._write()
+        return {"same": same}
+
+    def over(self, size: int) -> dict[str, Any]:
+        """Try to allocate ``size`` bytes; return the result, having freed what came."""
+        result, *pointer = self._driver.cuMemAlloc(size)
+        if result == self._driver.CUresult.CUDA_SUCCESS:
+            self._call(self._driver.cuMemFree, *pointer)
+        return {"result": str(result.name)}
+
+
+# ---------------------------------------------------------------------- start
+
+_PROGRAMS: dict[str, Callable[[int], dict[str, Handler]]] = {
+    "monitor": monitor,
+    "worker": worker,
+    "selftest": selftest,
+}
+
+
+def main() -> None:
+    """Run the program that the arguments name."""
+    name, *rest = sys.argv[1:]
+    if name == "packages":
+        from .interpreter import report
+
+        print(json.dumps(report()))
+        return
+    die_with_parent(int(rest[0]))
+    out = claim_stdout()
+    try:
+        handlers = _PROGRAMS[name](out)
+    except (DriverError, ImportError, RuntimeError) as error:
+        emit(out, {"event": "ready", "problem": str(error)})
+        return
+    emit(out, {"event": "ready", "problem": ""})
+    serve(out, handlers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A program on the devices of ``memory_broker``: what it allocates there is a file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from . import child
+from .memory_broker import MACHINE, VISIBLE
+
+
+def do_alloc(command):
+    device = child.LINK.slices[0].device
+    with (Path(os.environ[MACHINE]) / device / str(os.getpid())).open("wb") as file:
+        file.write(bytes([command["byte"]]) * 4096)
+        file.truncate(command["bytes"])
+
+
+def do_where(_):
+    """Return where this program's memory is, with its first byte and its size."""
+    (found,) = Path(os.environ[MACHINE]).glob(f"*/{os.getpid()}")
+    with found.open("rb") as file:
+        return [found.parent.name, file.read(1)[0], found.stat().st_size]
+
+
+def do_sees(_):
+    return os.environ[VISIBLE].split(",")
+
+
+if __name__ == "__main__":
+    child.do_alloc, child.do_where, child.do_sees = do_alloc, do_where, do_sees
+    child.main()
