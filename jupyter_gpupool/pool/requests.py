@@ -401,7 +401,12 @@ def release(facts: Facts, event: ev.ReleaseAsked, _plan: Plan) -> Actions:
     if s.state != "idle":
         cell = any(h.kind != "device" for h in s.holds.values())
         when = "the running cell is done" if cell else "its work on the GPU is done"
-        return _answer(s, event.rid, f"The slice goes back when {when}.")
+        actions = _answer(s, event.rid, f"The slice goes back when {when}.")
+        if s.attach == "lazy" and not s.lease.told_wanted:
+            # Whoever asked waits for it: its agent says at once when no cell runs.
+            s.lease.told_wanted = True
+            actions.append(ev.Wanted(session=s.id, epoch=s.epoch))
+        return actions
     return []
 
 

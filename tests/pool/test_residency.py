@@ -203,6 +203,14 @@ def test_a_lazy_kernel_is_told_once_that_somebody_waits(make):
     got(lab.past[-8:], ev.Wanted, session="a")
 
 
+def test_a_lazy_kernel_is_told_that_its_release_was_asked(make):
+    lab = make(device(0))
+    lab.running("a", 10, attach="lazy")
+    got(lab.release("a"), ev.Wanted, session="a")
+    assert not all_of(lab.release("a"), ev.Wanted)
+    got(lab.drop("a"), ev.Suspend, session="a")
+
+
 def test_a_refused_suspend_tells_a_lazy_kernel_again(make):
     lab = make(device(0))
     lab.running("a", 10, attach="lazy")
