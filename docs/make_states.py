@@ -37,7 +37,7 @@ def page() -> str:
         "",
         "A session is one kernel. It is in exactly one of these states. `attaching` and",
         "`detaching` are states of their own because",
-        "a call of the driver can not be cancelled: what happens meanwhile is remembered and acted",
+        "a call of the driver cannot be cancelled: what happens meanwhile is remembered and acted",
         "on when the call is done. At most one such call is under way per session.",
         "",
         "```{mermaid}",

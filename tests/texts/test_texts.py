@@ -4,10 +4,7 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
-import re
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -18,16 +15,8 @@ from jupyter_gpupool.pool import model
 from . import collect
 from .sheet import Sheet
 
-TESTS = Path(__file__).parents[1]
-
 #: How to write the file anew.
 HOW = "Read the difference; then run: python -m tests.texts"
-
-#: The longest name of a test.
-LONGEST = 60
-
-#: Names that are longer: to be lowered as they are shortened, and never raised.
-STILL_LONGER = 346
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +37,3 @@ def test_every_error_code_is_in_the_file(text: str) -> None:
 
 def test_every_rule_of_a_wait_is_in_the_file() -> None:
     assert collect.scenes(Sheet()) == set(get_args(model.Rule))
-
-
-def test_names_of_tests_do_not_grow() -> None:
-    long = [
-        f"{path.relative_to(TESTS)}: {node.name}"
-        for path in sorted(TESTS.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and re.match("test_", node.name)
-        and len(node.name) > LONGEST
-    ]
-    assert len(long) <= STILL_LONGER, "\n".join(long)

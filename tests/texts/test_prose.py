@@ -1,0 +1,88 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a machine can check of the rules for prose in CONTRIBUTING: names of tests, and phrases.
+
+Each number may only fall: lower it with the change that lowers the count.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Iterator
+
+from .collect import FILE
+
+ROOT = Path(__file__).parents[2]
+
+#: The longest name of a test.
+LONGEST = 60
+
+#: Tests whose name is longer.
+LONG_NAMES = 344
+
+#: What a reader has to read twice: a clause without a subject, no actor, or an old form.
+PHRASES = re.compile(
+    r"\b(?:for ever|(?:to|can|cannot|could) be had|there is not|(?:is|are) said|can not|such a one"
+    r"|as if it were|[Ww]hoever|[Hh]e (?:is|was|has|had))\b"
+)
+
+#: Lines of the product, its tests and benchmarks with one of the phrases.
+IN_CODE = 127
+
+SOURCES = ("jupyter_gpupool", "emucuda", "labextension/src", "benchmarks", "tests")
+ENDINGS = (".py", ".c", ".h", ".S", ".ts", ".tsx", ".txt", ".yaml")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs", "examples", "benchmarks")
+
+
+def found(paths: Iterator[Path]) -> list[str]:
+    """Return each line with one of the phrases."""
+    lines = []
+    for path in paths:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if PHRASES.search(line):
+                lines.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}")
+    return lines
+
+
+def sources() -> Iterator[Path]:
+    for folder in SOURCES:
+        for path in sorted((ROOT / folder).rglob("*")):
+            skip = {"node_modules", "lib", "__pycache__", "labextension", "records"}
+            own = path.parent == Path(__file__).parent
+            other = not skip.isdisjoint(path.relative_to(ROOT / folder).parts)
+            if path.suffix in ENDINGS and not own and not other:
+                yield path
+
+
+def pages() -> Iterator[Path]:
+    for name in PAGES:
+        top = ROOT / name
+        yield from [top] if top.is_file() else sorted(top.rglob("*.md"))
+
+
+def test_pages_have_no_phrase_to_read_twice() -> None:
+    # CONTRIBUTING quotes what was there before.
+    assert [line for line in found(pages()) if not line.startswith("CONTRIBUTING.md:")] == []
+
+
+def test_texts_have_no_phrase_to_read_twice() -> None:
+    assert found(iter([FILE])) == []
+
+
+def test_phrases_to_read_twice_become_fewer() -> None:
+    lines = found(sources())
+    assert len(lines) <= IN_CODE, "\n".join(lines)
+
+
+def test_names_of_tests_become_shorter() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.name.startswith("test_")
+        and len(node.name) > LONGEST
+    ]
+    assert len(long) <= LONG_NAMES, "\n".join(long)
