@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Why a session waits, or keeps what it has: data from the plan, and the words for people.
 
-:func:`explain` is the data: the rule, who holds what the session needs, what would change it. The
+:func:`explain` is the data: the rule, the leases that the session needs, what would change it. The
 sentences for all reasons are here and nowhere else, and none of them names another owner.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Iterable
+from typing import Any, Iterable, Mapping
 
-from ..states import ATTACHED, HAS_LEASE
+from ..states import HAS_LEASE
 from ..units import format_bytes, format_seconds
 from .events import Action, QueueMoved, StateChanged
 from .facts import Facts, Session
@@ -21,9 +21,9 @@ from .needs import asking
 from .preemption import leaves_at, stays_until, suspendable, yields_at
 from .schedule import Plan
 
-#: Queues up to this length are told of every change at once, longer ones ...
+#: In queues up to this length, each session hears of every change at once, in longer ones ...
 AT_ONCE = 8
-#: ... at most once in so many seconds. (Who has just begun to wait is told at once.)
+#: ... at most once in so many seconds. (A session that begins to wait hears at once.)
 INTERVAL = 1.0
 
 
@@ -31,7 +31,7 @@ INTERVAL = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class HeldLease:
     """A lease on a device that a waiting session could use."""
 
     session: str
@@ -39,9 +39,9 @@ class Holder:
     bytes: int
     #: ``busy``, ``idle``, or ``leaving``: its suspend is under way.
     use: str
-    #: From when on whoever waits may take it; None while it is in use.
+    #: From when on a waiting session may preempt it; None while it is in use.
     yields_at: float | None
-    #: When it leaves without being asked; None while it is in use, infinity if it can not.
+    #: When it leaves although no session waits; None while it is in use, infinity if it cannot.
     leaves_at: float | None
 
 
@@ -50,25 +50,26 @@ class Explanation:
     """What the plan says of one session."""
 
     session: str
-    #: Why it waits; None if it does not.
+    #: Why it waits (an attached session: for growth); None if it does not.
     reason: Reason | None
-    #: Its place in the queue, 1 for the first, and who is served before it.
+    #: Its place among those that wait for a lease, 1 for the first; and all that go before it.
     position: int | None
     ahead: tuple[str, ...]
-    #: What it will get once suspends under way are done.
+    #: What it gets once suspends under way are done.
     promised: tuple[Slice, ...]
     #: What it has reserved as the head of the queue: bytes wanted, by device.
     reserved: tuple[Slice, ...]
-    #: Who has the devices that it could use.
-    holders: tuple[Holder, ...]
+    #: The leases on the devices that it could use.
+    holders: tuple[HeldLease, ...]
     #: Each of these may change it: ``suspend-ends``, ``lease-ends``, ``idle-lease-yields``,
     #: ``host-memory``, ``own-lease-ends``, ``head-is-served``, ``device-returns``,
     #: ``outside-use-ends``, ``time``.
     changes: tuple[str, ...]
-    #: When the clock alone may change it next: a lease of ``holders`` can be taken, or it is time
-    #: for another try. None if neither is to come.
+    #: When the clock alone may change it next: a lease of ``holders`` can be preempted, or it is
+    #: time for another try. None if neither will happen.
     changes_at: float | None
-    #: For a lease: who waits for (part of) its devices, and from when on they may take it.
+    #: For a lease: the sessions that wait for (part of) its devices, and from when on they may
+    #: preempt it.
     takers: tuple[str, ...]
     taken_from: float | None
     #: The reason, or why an idle lease stays, in words; "" if there is nothing to tell.
@@ -93,55 +94,46 @@ _CHANGES: dict[str, tuple[str, ...]] = {
 
 def explain(facts: Facts, plan: Plan, s: Session) -> Explanation:
     """Return what the plan says of ``s``: who holds what it needs, which rule, what changes it."""
-    why = plan.reasons.get(s.id)
+    why, held = plan.reasons.get(s.id), plan.reservation
+    queue = [w.id for w in plan.queue]
     names = [w.id for w in plan.order]
-    position = names.index(s.id) + 1 if s.id in names else None
-    held = plan.reservation
     reserved = held.wanted if held is not None and held.session == s.id else {}
-    holders: tuple[Holder, ...] = ()
-    if why is not None:
-        holders = tuple(_holders(facts, s, why))
-    times = [h.yields_at for h in holders if h.yields_at is not None and h.yields_at > facts.now]
-    if why is not None and "idle-lease-yields" not in _CHANGES[why.rule]:
-        times = []
-    if why is not None and why.rule == "retry":
-        times = [s.retry_at]
-    takers: tuple[str, ...] = ()
-    taken_from = None
-    if s.lease.slices:
-        own = {x.device for x in s.lease.slices}
-        takers = tuple(w.id for w in plan.order if _wants(facts, w, own))
-        taken_from = yields_at(s, facts) if s.state == "idle" else None
+    holders = tuple(_holders(facts, s, why)) if why is not None else ()
+    changes = _CHANGES[why.rule] if why is not None else ()
+    times: Iterable[float] = ()
+    if "idle-lease-yields" in changes:
+        times = (h.yields_at for h in holders if h.yields_at is not None)
+    elif "time" in changes:
+        times = (s.retry_at,)
+    own = {x.device for x in s.lease.slices}
+    promise = plan.promises.get(s.id)
     return Explanation(
         session=s.id,
         reason=why,
-        position=position,
-        ahead=tuple(names[: position - 1]) if position else (),
-        promised=plan.promises.get(s.id, ()),
+        position=queue.index(s.id) + 1 if s.id in queue else None,
+        ahead=tuple(names[: names.index(s.id)]) if s.id in names else (),
+        promised=promise.takes if promise is not None else (),
         reserved=tuple(Slice(uuid, size) for uuid, size in reserved.items()),
         holders=holders,
-        changes=_CHANGES[why.rule] if why is not None else (),
-        changes_at=min((t for t in times if t < math.inf), default=None),
-        takers=takers,
-        taken_from=taken_from,
+        changes=changes,
+        changes_at=min((t for t in times if facts.now < t < math.inf), default=None),
+        takers=tuple(w.id for w in plan.order if w is not s and _wants(facts, w, own)),
+        taken_from=yields_at(s, facts) if s.state == "idle" else None,
         text=reason(facts, plan, s) or stays_reason(facts, s, facts.now),
     )
 
 
-def _holders(facts: Facts, s: Session, why: Reason) -> Iterable[Holder]:
-    needs = asking(s, facts).needs if s.state == "queued" else ()
+def _holders(facts: Facts, s: Session, why: Reason) -> Iterable[HeldLease]:
     own = why.rule in ("quota", "quota-host", "behind-own")
     for v in facts.leased.values():
         if v is s or (own and v.owner.name != s.owner.name):
             continue
+        idle = v.state == "idle"
+        use = "idle" if idle else "leaving" if v.state == "detaching" else "busy"
+        at = (yields_at(v, facts), leaves_at(v, facts)) if idle else (None, None)
         for x in v.lease.slices:
-            if not own and not any(n.allows(facts.devices[x.device]) for n in needs):
-                continue
-            idle = v.state == "idle"
-            use = "idle" if idle else "leaving" if v.state == "detaching" else "busy"
-            yields = yields_at(v, facts) if idle else None
-            leaves = leaves_at(v, facts) if idle else None
-            yield Holder(v.id, x.device, x.bytes, use, yields, leaves)
+            if own or _wants(facts, s, {x.device}):
+                yield HeldLease(v.id, x.device, x.bytes, use, *at)
 
 
 def _wants(facts: Facts, w: Session, devices: set[str]) -> bool:
@@ -153,7 +145,7 @@ def _wants(facts: Facts, w: Session, devices: set[str]) -> bool:
 
 
 def reason(facts: Facts, plan: Plan, s: Session) -> str:
-    """Return why ``s`` waits, in words; "" if it does not."""
+    """Return why ``s`` waits for a lease, in words; "" if it does not."""
     why = plan.reasons.get(s.id)
     if why is None or s.state != "queued":
         return ""
@@ -165,13 +157,14 @@ def reason(facts: Facts, plan: Plan, s: Session) -> str:
             f"an idle kernel came back to its GPU {ago} ago; moving it takes "
             f"{v.measured.moving:.2g} s, so it keeps its slice for {left} more"
         )
-    settled = why.rule == "busy" and s.bound and (s.immovable or not s.suspended)
-    if settled and _best(facts, plan) >= s.request.memory:
-        return _settled(facts, plan, s)
     if why.rule == "planned":
         return _planned(facts, why.devices)
     if why.rule == "busy":
-        return _busy(facts, plan, why)
+        avail = _avail(facts, plan)
+        settled = s.bound and (s.immovable or not s.suspended)
+        if settled and max(avail.values(), default=0) >= s.request.memory:
+            return _settled(facts, avail, s)
+        return _busy(facts, avail, why)
     return in_words(facts, why)
 
 
@@ -219,17 +212,13 @@ def _others(number: int) -> str:
 
 
 def _avail(facts: Facts, plan: Plan) -> dict[str, int]:
-    """Return the bytes that are free and promised to nobody, by device in service."""
+    """Return the bytes that are free and not promised, by device in service."""
     found = {uuid: d.free for uuid, d in facts.devices.items() if not d.drained}
-    for takes in plan.promises.values():
-        for x in takes:
+    for promise in plan.promises.values():
+        for x in promise.takes:
             if x.device in found:
                 found[x.device] -= x.bytes
     return found
-
-
-def _best(facts: Facts, plan: Plan) -> int:
-    return max(_avail(facts, plan).values(), default=0)
 
 
 def _planned(facts: Facts, devices: tuple[str, ...]) -> str:
@@ -243,9 +232,8 @@ def _planned(facts: Facts, devices: tuple[str, ...]) -> str:
     return f"waiting for {_count(len(leaving), 'idle kernel')} to be suspended"
 
 
-def _busy(facts: Facts, plan: Plan, why: Reason) -> str:
-    free, users = _avail(facts, plan), _users(facts)
-    best = max(free.values(), default=0)
+def _busy(facts: Facts, free: Mapping[str, int], why: Reason) -> str:
+    best, users = max(free.values(), default=0), _users(facts)
     if best <= 0:
         total = sum(d.capacity for d in facts.devices.values() if not d.drained)
         return f"all {format_bytes(total)} in use by {users}"
@@ -263,7 +251,7 @@ def _busy(facts: Facts, plan: Plan, why: Reason) -> str:
 
 
 def _users(facts: Facts) -> str:
-    """Return who has the slices, as the end of a sentence."""
+    """Return which kernels have the slices, as the end of a sentence."""
     idle = [s for s in facts.leased.values() if s.state == "idle"]
     roomless = sum(1 for s in idle if s.roomless)
     users = []
@@ -277,9 +265,9 @@ def _users(facts: Facts) -> str:
     return " and ".join(users)
 
 
-def _settled(facts: Facts, plan: Plan, s: Session) -> str:
+def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
     """Say why a session waits for devices of its own while others may be free: CUDA's rule."""
-    needs, avail = asking(s, facts).needs, _avail(facts, plan)
+    needs = asking(s, facts).needs
     ledgers = [facts.devices[uuid] for uuid in s.bound]
     if not any(need.fixed for need in needs):
         models = [ledger.device.model for ledger in ledgers]
@@ -305,44 +293,34 @@ def _settled(facts: Facts, plan: Plan, s: Session) -> str:
 
 
 def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
-    """Return the idle session for which the head of the queue waits as it was just moved, or None.
+    """Return the idle session for which the head ``s`` waits because it was just moved, or None.
 
-    For those behind the head that is only a part of the wait.
+    The one that is protected for the shortest time, of those whose lease would make room for the
+    head. For sessions behind the head that is only a part of the wait.
     """
-    held, now = plan.reservation, facts.now
+    held = plan.reservation
     if held is None or held.session != s.id or plan.reasons[s.id].rule != "busy":
         return None
-    found: Session | None = None
+    needs, avail = asking(s, facts).needs, _avail(facts, plan)
+    #: Bytes of idle leases that may be preempted now, by device.
+    idle: dict[str, int] = {}
+    stayers: list[tuple[float, int, Session]] = []
     for v in facts.leased.values():
-        if v.state != "idle" or not now < stays_until(v, facts) == yields_at(v, facts):
+        if v.state != "idle":
             continue
-        if stays_until(v, facts) == math.inf:
-            continue  # another rule keeps it
-        if found is not None and stays_until(found, facts) <= stays_until(v, facts):
-            continue
-        if _could_use(facts, plan, s, v):
-            found = v
-    return found
-
-
-def _could_use(facts: Facts, plan: Plan, s: Session, v: Session) -> bool:
-    """Return whether what ``v`` has would make room for ``s`` on some device."""
-    avail = _avail(facts, plan)
-    for x in v.lease.slices:
-        ledger = facts.devices[x.device]
-        idle = (
-            size
-            for name, size in _leases_on(facts, x.device)
-            if name.state == "idle" and yields_at(name, facts) <= facts.now
-        )
-        room = avail.get(x.device, 0) + ledger.incoming + sum(idle) + x.bytes
-        if any(n.allows(ledger) and n.amount(ledger) <= room for n in asking(s, facts).needs):
-            return True
-    return False
-
-
-def _leases_on(facts: Facts, uuid: str) -> Iterable[tuple[Session, int]]:
-    return ((s, x.bytes) for s in facts.leased.values() for x in s.lease.slices if x.device == uuid)
+        stays, yields = stays_until(v, facts), yields_at(v, facts)
+        if yields <= facts.now:
+            for x in v.lease.slices:
+                idle[x.device] = idle.get(x.device, 0) + x.bytes
+        elif stays == yields < math.inf:  # else another rule protects it for longer
+            stayers.append((stays, len(stayers), v))
+    for _, _, v in sorted(stayers):
+        for x in v.lease.slices:
+            ledger = facts.devices[x.device]
+            room = avail.get(x.device, 0) + ledger.incoming + idle.get(x.device, 0) + x.bytes
+            if any(n.allows(ledger) and n.amount(ledger) <= room for n in needs):
+                return v
+    return None
 
 
 # --------------------------------------------------------------------------- why it stays, in words
@@ -351,7 +329,7 @@ def _leases_on(facts: Facts, uuid: str) -> Iterable[tuple[Session, int]]:
 def stays_reason(facts: Facts, s: Session, now: float) -> str:
     """Return in one sentence why idle ``s`` keeps its slice although its time is over; or "".
 
-    A pinned session is not meant: its ``pinned_reason`` says why.
+    Also "" for a pinned session: its ``pinned_reason`` says why.
     """
     if s.state != "idle" or s.pinned_reason:
         return ""
@@ -378,7 +356,7 @@ def stays_reason(facts: Facts, s: Session, now: float) -> str:
             f"{format_bytes(budget)} in host memory; the slice stays until the kernel frees memory "
             "or ends."
         )
-    own = facts.limit(s.owner.name).suspended
+    own = facts.settings.quota_of(s.owner.name).suspended
     usage = facts.usage.get(s.owner.name)
     if own is not None and usage is not None and bound > own - usage.suspended:
         size = format_bytes(own)
@@ -415,7 +393,7 @@ _STAYS = {
 
 
 def eta(facts: Facts, plan: Plan, s: Session, position: int) -> float | None:
-    """Return the seconds that ``s`` will probably wait, None if nothing is known.
+    """Return the seconds that ``s`` will probably wait, None without evidence.
 
     Leases come free at the rate *holders / mean time a holder stays busy*, so that the session at
     position p waits about p * mean / holders seconds. The mean is over the sessions that have a
@@ -431,17 +409,11 @@ def eta(facts: Facts, plan: Plan, s: Session, position: int) -> float | None:
     why = plan.reasons.get(s.id)
     if why is not None and why.rule in ("host", "quota-host"):
         return None  # how long GPUs were used says nothing about when host memory comes free
-    pace = _pace(facts)
-    if pace is None:
+    known = [v.measured.busy for v in facts.leased.values() if v.measured.busy is not None]
+    if not known:
         return None
-    expected = position * pace
+    expected = position * sum(known) / len(known) / len(facts.leased)
     return expected if facts.now - s.queued_at <= expected else None
-
-
-def _pace(facts: Facts) -> float | None:
-    """Return the seconds after which some lease comes free, on average; None if unknown."""
-    known = [s.measured.busy for s in facts.leased.values() if s.measured.busy is not None]
-    return sum(known) / len(known) / len(facts.leased) if known else None
 
 
 def _moving(facts: Facts, s: Session) -> float:
@@ -456,12 +428,12 @@ class News:
         self._told_at = -INTERVAL
         self._stale = False
 
-    def next_at(self, plan: Plan) -> float | None:
-        """Return when somebody must be told something, None if all know."""
-        return self._told_at + INTERVAL if self._stale and plan.order else None
+    def next_at(self, plan: Plan) -> float:
+        """Return when a session must be told something; infinity if all know."""
+        return self._told_at + INTERVAL if self._stale and plan.queue else math.inf
 
     def run(self, facts: Facts, plan: Plan, actions: list[Action], *, tick: bool) -> list[Action]:
-        """Tell those who have just begun to wait at once, all others now or later.
+        """Tell sessions that have just begun to wait at once, all others now or later.
 
         ``actions`` are those of the event: without a change of state there is no news.
         """
@@ -470,13 +442,13 @@ class News:
         self._stale = self._stale or bool(steps) or tick
         if not self._stale:
             return []
-        everybody = len(plan.order) <= AT_ONCE or facts.now >= self._told_at + INTERVAL
+        everybody = len(plan.queue) <= AT_ONCE or facts.now >= self._told_at + INTERVAL
         if everybody:
             self._stale = False
-            if len(plan.order) > AT_ONCE:
+            if len(plan.queue) > AT_ONCE:
                 self._told_at = facts.now
         news = []
-        for position, s in enumerate(plan.order, 1):
+        for position, s in enumerate(plan.queue, 1):
             if everybody or s.id in joined:
                 news += _tell(facts, plan, s, position)
         return news
@@ -484,7 +456,7 @@ class News:
 
 def _tell(facts: Facts, plan: Plan, s: Session, position: int) -> list[Action]:
     left = eta(facts, plan, s, position)
-    told: tuple[Any, ...] = position, len(plan.order), reason(facts, plan, s), left
+    told: tuple[Any, ...] = position, len(plan.queue), reason(facts, plan, s), left
     before = s.wait.told
     if before and before[:3] == told[:3]:
         old = before[3]
@@ -499,6 +471,6 @@ def seconds(s: Session, now: float) -> tuple[float, float]:
     waited, attached = s.wait_seconds_total, s.attached_seconds_total
     if s.state in ("queued", "attaching"):
         waited += max(0.0, now - s.queued_at)
-    if s.state in HAS_LEASE or s.state in ATTACHED:
+    if s.state in HAS_LEASE:
         attached += max(0.0, now - s.lease.attached_at)
     return waited, attached

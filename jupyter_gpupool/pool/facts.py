@@ -1,21 +1,23 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The facts, and the accounts that follow from them: devices, host memory, owners.
+"""The facts: sessions, and the accounts that follow from them (devices, host memory, owners).
 
-Every change of a session is made inside :meth:`Facts.change`, which takes the session out of all
-accounts and counts it again afterwards. So an account can not disagree with the sessions, and there
-is no step that could forget one. Device memory is counted in bytes:
+A session changes only inside :meth:`Facts.change`, which counts it out of all accounts and in again
+afterwards. So an account cannot disagree with the sessions. Device memory is counted in bytes:
 
 =============  ====================================================================================
-``granted``    sum of all leases, those on their way in and on their way out included
-``foreign``    seen in use by processes that are no session's
+``granted``    sum of all leases, those under attach and those under suspend included
+``foreign``    seen in use by processes of no session
 ``overuse``    seen in use by sessions beyond what they were granted
 ``incoming``   the part of ``granted`` whose suspend is under way
 =============  ====================================================================================
 
-``free = capacity - granted - foreign - overuse`` may be negative: then nobody is ended, but nothing
-is granted. What is promised to whom is not a fact but a part of the plan (:mod:`.schedule`).
-Queries change nothing; a device comes into being only by an event that names it.
+``free = capacity - granted - foreign - overuse`` may be negative: then the pool ends nothing, and
+grants nothing either. Promises are not facts but a part of the plan (:mod:`.schedule`). Queries
+change nothing; only an event that names a device adds it.
+
+The fields of a session that outlive the broker have the names of :class:`~.model.SessionRecord`;
+:func:`record` and :func:`restored` are the only places that go from one form to the other.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any, Iterable, Iterator, Sequence
 
 from ..states import ATTACHED, AttachPolicy, State
 from .model import (
+    Charge,
     Device,
     DeviceView,
     Hold,
     Owner,
     PoolSettings,
-    Quota,
     Request,
     SessionRecord,
     Slice,
@@ -44,14 +46,17 @@ from .residence import Gap, Habits, Stay
 #: How many past transitions of a session are remembered for error messages and ``story``.
 STORY_LENGTH = 32
 
-#: Seconds after a restart of the broker in which no recovered lease is taken: agents with a
-#: running cell greet first. Short, or a broker that is killed again and again never takes one.
+#: Seconds after a restart of the broker in which no recovered lease is preempted: agents with a
+#: running cell greet first. Short, so that a broker that is killed again and again still serves.
 GRACE = 1.0
 
 #: Weight of the newest observation in a mean.
 WEIGHT = 0.3
 
 NEVER = -math.inf
+
+
+# --------------------------------------------------------------------------- a session
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +68,7 @@ class Lease:
     granted: int = 0
     charge: int = 0
     attached_at: float = 0.0
-    #: When the resume to this lease was done; minus infinity if nothing was moved for it.
+    #: When the resume to this lease ended; minus infinity if nothing was moved for it.
     resumed_at: float = NEVER
     #: Bytes that the resume restored, by device: in use until a measurement tells.
     restored: dict[str, int] = field(default_factory=dict)
@@ -73,30 +78,29 @@ class Lease:
     footprints: dict[str, int] = field(default_factory=dict)
     footprint: int = 0
     sampled_at: float = NEVER
-    #: When by device, kept only where the lease has more than is guaranteed.
+    #: The same by device, kept only where the lease has more than is guaranteed.
     measured_at: dict[str, float] = field(default_factory=dict)
     #: When it last grew beyond what is guaranteed, and when its measured use last rose.
     grown_at: float = NEVER
     rose_at: float = NEVER
-    #: Since when it is less than what is guaranteed.
-    short_since: float = 0.0
-    #: What was done with it since the resume, in the words of :mod:`.residence`.
+    #: What the session did with it since the resume, in the words of :mod:`.residence`.
     stay: Stay = field(default_factory=Stay)
-    #: The session has been told that somebody waits for what it has.
+    #: The session knows that another one waits for what it has.
     told_wanted: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """The present wait in the queue; a new one begins whenever the session is queued."""
+    """The present wait for a lease or for growth; a new one begins whenever the session waits."""
 
     #: First come, first served among equals.
     number: int = 0
+    since: float = 0.0
     #: When it first was the head of the queue.
     head_since: float | None = None
     #: Why the last attach failed; not tried again before ``retry_at``.
     failed: str = ""
-    #: What its user was last told: position, length, eta, reason.
+    #: What its user last read: position, length, eta, reason.
     told: tuple[Any, ...] = ()
 
 
@@ -152,7 +156,7 @@ class Session:
     lease: Lease = field(default_factory=Lease)
     wait: Wait = field(default_factory=Wait)
     measured: Measured = field(default_factory=Measured)
-    #: The driver would not move its state to another device. Not recorded: whoever forgets it asks
+    #: The driver would not move its state to another device. Not recorded: a restarted broker asks
     #: the driver once more, and gets the same answer.
     immovable: bool = False
     #: Not suspended (idle) or not attached (queued) before this time, after a failed try.
@@ -162,10 +166,8 @@ class Session:
     roomless: str = ""
     #: Its machine or control group is short of memory: it must not be suspended.
     pressed: bool = False
-    #: What :func:`~.needs.asking` and :func:`~.preemption.times` made of the facts, and of
-    #: which version of them; :meth:`~.facts.Facts.touch` drops both.
+    #: What :func:`~.needs.asking` made of the facts; :meth:`Facts.change` drops it.
     asking: Any = None
-    times: Any = None
     story: deque[tuple[float, State, State, str, int]] = field(
         default_factory=lambda: deque(maxlen=STORY_LENGTH)
     )
@@ -239,8 +241,8 @@ def restored(r: SessionRecord, now: float) -> Session:
         s.lease.slices = r.slices
         s.lease.attached_at = now
         if not s.holds and r.idle_since:
-            # Idle since then: a broker that is killed again and again must not make those wait for
-            # ever who wait for an idle slice.
+            # Idle since then: a broker that is killed again and again must not keep idle slices
+            # from the sessions that wait for them.
             s.idle_since = min(now, r.idle_since)
     else:
         s.suspended = r.suspended
@@ -251,11 +253,11 @@ def restored(r: SessionRecord, now: float) -> Session:
     return s
 
 
-# --------------------------------------------------------------------------- the whole
+# --------------------------------------------------------------------------- accounts
 
 
 @dataclass(slots=True, eq=False)
-class Ledger:
+class DeviceLedger:
     """The account of one device."""
 
     device: Device
@@ -266,11 +268,14 @@ class Ledger:
     incoming: int = 0
     #: The most that ``granted`` may be: a lease stays when the capacity falls below it.
     allowed: int = 0
-    #: Why nothing is granted here: a failure, or an admin's word; empty if there is none.
+    #: Why nothing is granted here: a failure, or an admin's word; "" without such a reason.
     fault: str = ""
     paused: str = ""
-    #: The one of them that people are told; empty if the device is in service.
-    drained: str = ""
+
+    @property
+    def drained(self) -> str:
+        """Why the device is out of service, for people; "" if it is in service."""
+        return self.paused or self.fault
 
     @property
     def free(self) -> int:
@@ -289,7 +294,7 @@ class Ledger:
 
 
 @dataclass(slots=True)
-class Usage:
+class OwnerUsage:
     """What one owner has."""
 
     memory: int = 0
@@ -298,11 +303,14 @@ class Usage:
     #: Host bytes of suspended state, suspends under way included.
     suspended: int = 0
 
-    def add(self, memory: int, devices: int, leases: int) -> None:
-        """Count one lease more (or, with negative figures, one less)."""
-        self.memory += memory
-        self.devices += devices
-        self.leases += leases
+    def add(self, charge: Charge, sign: int = 1) -> None:
+        """Count a charge in, or out with ``sign`` -1."""
+        self.memory += sign * charge[0]
+        self.devices += sign * charge[1]
+        self.leases += sign * charge[2]
+
+    def copy(self) -> OwnerUsage:
+        return OwnerUsage(self.memory, self.devices, self.leases, self.suspended)
 
 
 def charge_of(s: Session, slices: Sequence[Slice]) -> int:
@@ -310,10 +318,10 @@ def charge_of(s: Session, slices: Sequence[Slice]) -> int:
 
     That is all of them up to the request's limit, but for the headroom of a resume.
     """
-    limit, memory, facts = s.request.limit, s.request.memory, s.suspended
+    limit, memory, state = s.request.limit, s.request.memory, s.suspended
     charge = 0
     for at, x in enumerate(slices):
-        most = max(memory, facts[at].bytes) if facts else x.bytes
+        most = max(memory, state[at].bytes) if state else x.bytes
         charge += min(x.bytes, limit, most)
     return charge
 
@@ -325,7 +333,7 @@ class Facts:
         self.settings = settings
         self.now = -math.inf
         self.sessions: dict[str, Session] = {}
-        self.devices: dict[str, Ledger] = {}
+        self.devices: dict[str, DeviceLedger] = {}
         #: Counts changes of devices and rules; what was derived from an older one is void.
         self.version = 0
         #: What each device can give at most, largest first; and whether any can suspend.
@@ -337,7 +345,7 @@ class Facts:
         #: Attached with less than is guaranteed, and with more, on some device.
         self.short: dict[str, Session] = {}
         self.grown: dict[str, Session] = {}
-        self.usage: dict[str, Usage] = {}
+        self.usage: dict[str, OwnerUsage] = {}
         #: Host bytes of suspended state, and set aside for suspends under way.
         self.host_used = 0
         self.host_going = 0
@@ -346,7 +354,7 @@ class Facts:
         self.host_taken = 0
         #: Weighted seconds of one suspend or resume, of any session.
         self.swap: float | None = None
-        #: How many have come to wait so far.
+        #: How many sessions have come to wait so far.
         self.arrivals = 0
 
     # ------------------------------------------------------------------ sessions
@@ -358,22 +366,23 @@ class Facts:
         try:
             yield
         finally:
-            self.touch(s)
+            s.asking = None
             self._count(s, 1)
+            if self._index(s):
+                self.begin_wait(s, self.now)
 
-    @staticmethod
-    def touch(s: Session) -> None:
-        """Forget what was derived from the facts about ``s``, of which some have changed.
-
-        Facts that no account counts are changed outside :meth:`change`, with this call.
-        """
-        s.asking = s.times = None
+    def begin_wait(self, s: Session, since: float) -> None:
+        """Let ``s`` join those that wait for a lease or for growth, inside :meth:`change`."""
+        self.arrivals += 1
+        s.wait = Wait(number=self.arrivals, since=since)
 
     def add(self, s: Session) -> None:
         """Count a session that is new here."""
         self.sessions[s.id] = s
         self.set_slices(s, s.lease.slices)
         self._count(s, 1)
+        if self._index(s):
+            self.begin_wait(s, self.now)
         for x in s.lease.slices:
             ledger = self.devices[x.device]
             ledger.allowed = max(ledger.allowed, ledger.granted)
@@ -387,31 +396,26 @@ class Facts:
 
     def _count(self, s: Session, sign: int) -> None:
         lease, parked = s.lease, s.suspended_bytes if s.suspended else 0
-        if lease.slices:
-            for x in lease.slices:
-                ledger = self.devices[x.device]
-                ledger.granted += sign * x.bytes
-                if s.state == "detaching":
-                    ledger.incoming += sign * x.bytes
+        for x in lease.slices:
+            ledger = self.devices[x.device]
+            ledger.granted += sign * x.bytes
+            if s.state == "detaching":
+                ledger.incoming += sign * x.bytes
         if lease.slices or parked:
-            usage = self.usage.get(s.owner.name)
-            if usage is None:
-                usage = self.usage[s.owner.name] = Usage()
+            usage = self.usage.setdefault(s.owner.name, OwnerUsage())
             usage.suspended += sign * (parked + lease.host_bound)
             if lease.slices:
-                usage.add(sign * lease.charge, sign * len(lease.slices), sign)
+                usage.add((lease.charge, len(lease.slices), 1), sign)
         self.host_used += sign * parked
         self.host_going += sign * lease.host_bound
-        if sign > 0:
-            self._index(s)
 
-    def _index(self, s: Session) -> None:
+    def _index(self, s: Session) -> bool:
+        """Put ``s`` where it belongs; return whether it has less than is guaranteed since now."""
         slices, memory = s.lease.slices, s.request.memory
         attached = s.state in ATTACHED
         short = attached and len(slices) == s.request.devices
         short = short and any(x.bytes < memory for x in slices)
-        if short and s.id not in self.short:
-            s.lease.short_since = self.now
+        new = short and s.id not in self.short
         for where, belongs in (
             (self.waiting, s.state == "queued"),
             (self.leased, bool(slices)),
@@ -422,6 +426,7 @@ class Facts:
                 where[s.id] = s
             else:
                 where.pop(s.id, None)
+        return new
 
     def set_slices(self, s: Session, slices: tuple[Slice, ...], most: float = math.inf) -> None:
         """Give ``s`` these slices, inside :meth:`change`; the owner is charged at most ``most``.
@@ -442,13 +447,17 @@ class Facts:
         for ledger in self.devices.values():
             ledger.allowed = max(ledger.capacity, min(ledger.allowed, ledger.granted))
 
+    def leases_of(self, owner: str) -> Iterable[Session]:
+        """Return the owner's sessions that have a lease."""
+        return [s for s in self.leased.values() if s.owner.name == owner]
+
     # ------------------------------------------------------------------ devices
 
-    def device(self, uuid: str) -> Ledger:
+    def device(self, uuid: str) -> DeviceLedger:
         """Return the ledger of ``uuid`` for an event that names it.
 
-        A device that is not there gets one that can do nothing: a recovered lease, say, may name a
-        device that this broker has not found.
+        An unknown device gets one that can do nothing: a recovered lease, say, may name a device
+        that this broker has not found.
         """
         if uuid not in self.devices:
             device = Device(
@@ -461,31 +470,28 @@ class Facts:
                 can_migrate=False,
                 tier="none",
             )
-            self.devices[uuid] = Ledger(device)
-            self.shut(uuid, fault="the device was not found")
+            self.devices[uuid] = DeviceLedger(device, fault="the device was not found")
             self.version += 1
         return self.devices[uuid]
 
     def appeared(self, device: Device) -> None:
         """Add a device, or take note that it is healthy (again)."""
-        ledger = self.devices.setdefault(device.uuid, Ledger(device))
-        ledger.device = device
-        self.shut(device.uuid, fault="")
+        ledger = self.devices.setdefault(device.uuid, DeviceLedger(device))
+        ledger.device, ledger.fault = device, ""
         self._resize(ledger)
 
     def configure(self, settings: PoolSettings) -> None:
         """Apply other rules."""
         self.settings = settings
+        self.version += 1
         for ledger in self.devices.values():
             self._resize(ledger)
-        self.version += 1
 
     def shut(self, uuid: str, *, fault: str | None = None, paused: str | None = None) -> None:
         """Grant nothing on a device for these reasons; "" takes one back."""
         ledger = self.devices[uuid]
         ledger.fault = ledger.fault if fault is None else fault
         ledger.paused = ledger.paused if paused is None else paused
-        ledger.drained = ledger.paused or ledger.fault
         self.version += 1
 
     def seen(self, uuid: str, foreign: int, overuse: int) -> None:
@@ -495,7 +501,7 @@ class Facts:
             ledger.foreign, ledger.overuse = foreign, overuse
             self.version += 1
 
-    def _resize(self, ledger: Ledger) -> None:
+    def _resize(self, ledger: DeviceLedger) -> None:
         device = ledger.device
         kept = device.memory_reserved + device.landing_bytes + self.settings.reserve
         ledger.capacity = max(0, device.memory_total - kept)
@@ -522,15 +528,44 @@ class Facts:
         self.host_available, self.host_taken = available, self.host_going
 
     def host_takes(self, size: int) -> None:
-        """Count ``size`` bytes (may be negative) as taken from the host since it was seen."""
+        """Count ``size`` bytes (may be negative) as taken from the host since the last sample."""
         self.host_taken = max(0, self.host_taken + size)
 
-    # ------------------------------------------------------------------ owners
+    # ------------------------------------------------------------------ self-check
 
-    def limit(self, owner: str) -> Quota:
-        """Return the owner's limits."""
-        return self.settings.quota_of(owner)
+    def problems(self) -> list[str]:
+        """Return what is wrong, as sentences with history.
 
-    def leases_of(self, owner: str) -> Iterable[Session]:
-        """Return the owner's sessions that have a lease."""
-        return [s for s in self.leased.values() if s.owner.name == owner]
+        Counts all sessions again, which takes a millisecond or two, and compares every account.
+        """
+        again = Facts(self.settings)
+        again.devices = {u: replace(d, granted=0, incoming=0) for u, d in self.devices.items()}
+        for s in self.sessions.values():
+            again._count(s, 1)
+            again._index(s)
+        found = []
+        for uuid, d in self.devices.items():
+            right = again.devices[uuid]
+            if (d.granted, d.incoming) != (right.granted, right.incoming):
+                sums = f"the leases sum to {right.granted} and {right.incoming}"
+                found.append(f"{uuid}: {d.granted} bytes granted, {d.incoming} leaving, but {sums}")
+            if d.granted > max(d.capacity, d.allowed):
+                here = (
+                    s for s in self.leased.values() if any(x.device == uuid for x in s.lease.slices)
+                )
+                stories = "; ".join(line for s in here for line in s.story_lines()[-6:])
+                found.append(
+                    f"{uuid}: {d.granted} bytes granted of {d.capacity}. History: {stories}"
+                )
+        for name in ("host_used", "host_going"):
+            if getattr(self, name) != getattr(again, name):
+                found.append(f"{name} is {getattr(self, name)}, should be {getattr(again, name)}")
+        for name in ("waiting", "leased", "short", "grown"):
+            have, should = getattr(self, name), getattr(again, name)
+            if have.keys() != should.keys():
+                found.append(f"{name}: {list(have)}, should be {list(should)}")
+        for owner, usage in self.usage.items():
+            right_usage = again.usage.get(owner, OwnerUsage())
+            if usage != right_usage:
+                found.append(f"owner {owner}: {usage}, should be {right_usage}")
+        return found

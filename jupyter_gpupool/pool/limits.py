@@ -2,14 +2,15 @@
 # Distributed under the terms of the Modified BSD License.
 """Limits: what a kernel and an owner may have. A refusal is a value, not an exception.
 
-Two questions, kept apart because their answers differ. *Can it ever be met?* (:func:`never`) No is
-a :class:`Refusal`, at once. *Does it fit beside what the owner has now?* (:func:`lacking`) No means
-waiting.
+Two questions with different answers. *Can it ever be met?* (:func:`never`) If not, a
+:class:`Refusal` says so at once. *Does it fit beside what the owner has now?* (:func:`lacking`) If
+not, the session waits.
 
 An owner is charged the granted bytes, grown ones included, but not the headroom that a resume
 reserves for a moment; a lease on two devices counts as two devices. To add a limit on size: a
-:class:`_Bound` in :func:`_bounds`; refusals and the largest size on offer both follow from it. To
-add a limit on what an owner has at once: a field of ``Quota`` and a line in :func:`lacking`.
+:class:`_Bound` in :func:`_bounds`; refusals, the largest size on offer and the sizes that nobody
+asked for all follow from it. To add a limit on what an owner has at once: a field of ``Quota`` and
+a line in :func:`lacking`.
 """
 
 from __future__ import annotations
@@ -19,17 +20,14 @@ from typing import Any, Collection, Iterable, Mapping, Sequence
 
 from ..errors import Code
 from ..units import format_bytes
-from .facts import Usage
-from .model import NO_LIMIT, Owner, PoolSettings, Quota, Refusal, Request
-
-#: Bytes, devices and leases.
-Charge = tuple[int, int, int]
+from .facts import OwnerUsage
+from .model import NO_LIMIT, Charge, Owner, PoolSettings, Quota, Refusal, Request
 
 
-def lacking(quota: Quota, usage: Usage, more: Charge, less: Charge) -> tuple[str, int] | None:
+def lacking(quota: Quota, usage: OwnerUsage, more: Charge, less: Charge) -> tuple[str, int] | None:
     """Return which limit ``more`` would exceed, as (name, limit), or None.
 
-    ``less`` is what comes back of what the owner has: of suspends under way, say.
+    ``less`` is what the owner gives back: from suspends under way, say.
     """
     if quota is NO_LIMIT:
         return None
@@ -51,20 +49,15 @@ class _Bound:
     #: On each device; and as the rule names it (over all devices, for a quota).
     most: int
     whole: int
-    #: The rule in words, and what an admin could give; "" if nobody can.
+    #: The rule in words, and what an admin could give; "" if no admin can.
     rule: str
     admin: str
-    #: Whether the limit of a request counts, and not only what is guaranteed.
+    #: Whether the rule bounds the limit of a request, too, and not only what is guaranteed.
     limit: bool
 
 
 def _bounds(
-    devices: int,
-    owner: Owner,
-    settings: PoolSettings,
-    capacities: Sequence[int],
-    *,
-    suspends: bool,
+    devices: int, owner: Owner, settings: PoolSettings, capacities: Sequence[int], suspends: bool
 ) -> list[_Bound]:
     """Return every rule about the size of a slice on each of ``devices``, in order of telling."""
     found = []
@@ -82,15 +75,13 @@ def _bounds(
         size = quota.memory
         rule = f"your quota for all your kernels together is {format_bytes(size)} of GPU memory"
         found.append(_Bound(Code.OVER_QUOTA, size // devices, size, rule, "a larger quota", True))
-    if suspends:
-        for code, keep, whose in (
-            (Code.OVER_HOST, settings.host_memory, "this machine keeps at most"),
-            (Code.OVER_QUOTA, quota.suspended, "your quota for suspended state is"),
-        ):
-            if keep is not None:
-                rule = f"an idle kernel must fit in host memory, and {whose} {format_bytes(keep)}"
-                admin = "more host memory"
-                found.append(_Bound(code, keep // devices, keep, rule, admin, False))
+    for code, keep, whose in (
+        (Code.OVER_HOST, settings.host_memory, "this machine keeps at most"),
+        (Code.OVER_QUOTA, quota.suspended, "your quota for suspended state is"),
+    ):
+        if keep is not None and suspends:
+            rule = f"an idle kernel must fit in host memory, and {whose} {format_bytes(keep)}"
+            found.append(_Bound(code, keep // devices, keep, rule, "more host memory", False))
     return found
 
 
@@ -168,13 +159,11 @@ def never(
             f"Ask for at most {len(capacities)}.",
             {**numbers, "most": len(capacities)},
         )
-    bounds = _bounds(request.devices, owner, settings, capacities, suspends=suspends)
-    for bound in bounds:
-        if request.memory > bound.most and bound.limit:
-            return _above(request, "memory", bound)
-    for bound in bounds:
-        if request.limit > bound.most and bound.limit:
-            return _above(request, "limit", bound)
+    bounds = _bounds(request.devices, owner, settings, capacities, suspends)
+    for name in ("memory", "limit"):
+        for bound in bounds:
+            if bound.limit and getattr(request, name) > bound.most:
+                return _above(request, name, bound)
     refusal = _too_many(request, owner, settings)
     if refusal is not None:
         return refusal
@@ -225,7 +214,7 @@ def _too_many(request: Request, owner: Owner, settings: PoolSettings) -> Refusal
 
 
 def never_there(request: Request, model: str, most: int, devices: int, *, fixed: bool) -> Refusal:
-    """Say that a session waits for GPUs of a model, or for one GPU, that are too small for it."""
+    """Return the refusal of a session whose GPUs (a model, or one GPU) are too small for it."""
     each = " on each" if devices > 1 else ""
     where = f"{devices} of these GPUs" if devices > 1 else "that GPU" if fixed else "the largest"
     there = f"a GPU of the model {model}" if devices == 1 else f"GPUs of the model {model}"
@@ -252,17 +241,13 @@ def most_memory(
     """
     if not 1 <= devices <= len(capacities):
         return None
-    quota = settings.quota_of(owner.name)
-    if (quota.devices is not None and devices > quota.devices) or (
-        quota.leases is not None and quota.leases < 1
-    ):
+    if _too_many(Request(1, 1, devices), owner, settings) is not None:
         return None
-    bounds = _bounds(devices, owner, settings, capacities, suspends=suspends)
-    most = min(bound.most for bound in bounds)
+    most = min(b.most for b in _bounds(devices, owner, settings, capacities, suspends))
     return most if most > 0 else None
 
 
-# --------------------------------------------------------------------------- sizes nobody asked for
+# --------------------------------------------------------------------------- unasked sizes
 
 #: Codes of refusals that are about how much memory was asked for.
 _ABOUT_SIZE = frozenset({Code.OVER_KERNEL_LIMIT, Code.OVER_DEVICE, Code.OVER_QUOTA, Code.OVER_HOST})
@@ -280,7 +265,7 @@ def default_request(settings: PoolSettings) -> Request:
 def changed_request(base: Request, asked: Mapping[str, Any]) -> Request:
     """Return ``base`` with the fields ``asked``.
 
-    Somebody who asks for memory alone, and whose limit was the memory, means just that memory.
+    Memory alone, where the limit was the memory, means just that memory.
     """
     found = replace(base, **asked)
     if "memory" in asked and "limit" not in asked:
@@ -299,29 +284,24 @@ def fit_unasked(
     """Return ``request`` with the sizes that are not in ``asked`` cut to what the machine gives.
 
     Nobody asked for those, so a machine with smaller devices (``capacities``, in bytes) gives what
-    it has instead of refusing. The memory is not cut to a quota or the host's memory: less than the
-    admin's default because of another option of the admin's is refused, with the option's name (see
-    :func:`blame_default`).
+    it has instead of refusing. The memory is not cut to a quota or the host's memory: where an
+    admin's default exceeds another option of the admin's, the kernel is refused, and the refusal
+    names the option (:func:`blame_default`).
     """
     sizes = sorted((size for size in capacities if size), reverse=True)
     if not 0 < request.devices <= len(sizes):
         return request
-    most = sizes[request.devices - 1]
-    if settings.max_memory_per_kernel is not None:
-        most = min(most, settings.max_memory_per_kernel)
+    bounds = _bounds(request.devices, Owner(owner), settings, sizes, suspends=False)
     memory, limit = request.memory, request.limit
     if "memory" not in asked:
-        memory = min(memory, most)
+        memory = min([memory, *(b.most for b in bounds if b.code != Code.OVER_QUOTA)])
     if "limit" not in asked:
-        quota = settings.quota_of(owner)
-        if quota.memory is not None:
-            most = min(most, quota.memory // request.devices)
-        limit = max(memory, min(limit, most))
+        limit = max(memory, min([limit, *(b.most for b in bounds)]))
     return replace(request, memory=memory, limit=limit)
 
 
 def blame_default(refusal: Refusal, asked: Collection[str]) -> Refusal:
-    """Return ``refusal`` of a new session, naming the option that asked if nobody else did."""
+    """Return ``refusal`` of a new session; it names the default size if nobody asked for a size."""
     if "memory" in asked or refusal.code not in _ABOUT_SIZE:
         return refusal
     return replace(

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The pool: events in, actions out.
 
-One event passes through four steps: what it changes in the facts (:mod:`.updates`), who has waited
-for too long, the plan (:mod:`.schedule`), carried out until it is at rest, and the news for those
-who wait (:mod:`.explain`).
+One event passes through four steps: what it changes in the facts (:mod:`.updates`), waits that have
+lasted too long, the plan (:mod:`.schedule`), carried out until it is at rest, and the news for
+waiting sessions (:mod:`.explain`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,26 @@ from dataclasses import replace
 from ..errors import Code
 from ..states import ATTACHED
 from ..units import format_seconds
-from . import invariants, requests
+from . import requests
 from .events import Action, Event, HostPressure, ReleaseAsked, RequestChanged, Tick, Wanted
 from .explain import Explanation, News, eta, explain, reason, seconds, stays_reason
 from .facts import NEVER, Facts, Session, record
-from .model import Device, PoolSettings, PoolView, Refusal, SessionRecord, SessionView
+from .model import (
+    FOR_MEMORY,
+    Device,
+    PoolSettings,
+    PoolView,
+    Refusal,
+    SessionRecord,
+    SessionView,
+)
 from .needs import asking, headroom
 from .schedule import Plan, forecast, next_recheck, plan
 from .transitions import Actions, grant, move, refuse_holds, resize
 from .updates import update
 
-#: Plans per event at most. One is nearly always enough and a second shows that; this many would be
-#: a bug, and then the pool rather acts on the last one than not at all.
+#: Plans per event at most. One is nearly always enough and a second shows that. More than this is a
+#: bug, and then the pool acts on the last plan rather than on none.
 ROUNDS = 16
 
 
@@ -63,12 +71,12 @@ class Pool:
         actions += self._settle(event.sessions if isinstance(event, HostPressure) else ())
         if isinstance(event, (RequestChanged, ReleaseAsked)):
             actions += requests.reply(facts, event, self._plan, actions)
-        if self._plan.order:
+        if self._plan.queue:
             actions += self._news.run(facts, self._plan, actions, tick=isinstance(event, Tick))
         return actions
 
     def _give_up(self, most: float) -> Actions:
-        """Let those who have waited for too long wait no more."""
+        """Refuse the holds of sessions that have waited for ``max_wait``."""
         facts = self._facts
         actions: Actions = []
         for s in [s for s in facts.waiting.values() if s.queued_at + most <= facts.now]:
@@ -85,20 +93,22 @@ class Pool:
         return actions
 
     def _settle(self, relieve: frozenset[str] | tuple[()]) -> Actions:
-        """Plan, and carry that out, until to plan again would change nothing."""
+        """Plan, and carry that out, until planning again would change nothing."""
         facts, first = self._facts, self._plan
         actions: Actions = []
         for _ in range(ROUNDS):
             new = plan(facts, self._plan, relieve)
             if new.short and facts.grown:
-                # What others have grown and do not use goes first, before anybody is suspended.
+                # What others have grown and do not use goes first, before any lease is preempted.
                 found = requests.reclaim(facts)
                 if found:
                     actions += found
                     continue
             before, self._plan = self._plan, new
             relieve = ()
-            self._note_head(new)
+            if new.reservation is not None:
+                wait = facts.sessions[new.reservation.session].wait
+                wait.head_since = facts.now if wait.head_since is None else wait.head_since
             if new.complete and before.reservation is None:
                 actions += carry_out(facts, new)
                 self._plan = Plan()
@@ -113,21 +123,13 @@ class Pool:
             actions += carry_out(facts, new)
         return actions
 
-    def _note_head(self, new: Plan) -> None:
-        """Note since when the head of the queue is the head, in this wait."""
-        if new.reservation is not None:
-            wait = self._facts.sessions[new.reservation.session].wait
-            if wait.head_since is None:
-                wait.head_since = self._facts.now
-
     def next_wakeup(self) -> float | None:
         """Return when the broker must send a ``Tick`` at the latest, on the clock of ``now``.
 
         None if nothing happens by itself. A time that has passed means: at once.
         """
-        at, told = next_recheck(self._facts, self._plan), self._news.next_at(self._plan)
-        at = at if told is None else min(at, told)
-        return None if at == float("inf") else at
+        at = min(next_recheck(self._facts, self._plan), self._news.next_at(self._plan))
+        return None if at == math.inf else at
 
     # ------------------------------------------------------------------ questions
 
@@ -178,7 +180,8 @@ class Pool:
             held = self._plan.reservation
             if held is not None and held.session == s.id:
                 return tuple(held.wanted)[: s.request.devices]
-            return tuple(x.device for x in self._plan.promises.get(s.id, ()))
+            promise = self._plan.promises.get(s.id)
+            return tuple(x.device for x in promise.takes) if promise is not None else ()
         return tuple(x.device for x in forecast(self._facts, self._plan, s))
 
     def device(self, uuid: str) -> Device | None:
@@ -233,7 +236,7 @@ class Pool:
     def view(self, now: float) -> PoolView:
         """Return everything at ``now``; for status, not for decisions (it reads all sessions)."""
         facts = self._facts
-        positions = {s.id: at for at, s in enumerate(self._plan.order, 1)}
+        positions = {s.id: at for at, s in enumerate(self._plan.queue, 1)}
         return PoolView(
             now=now,
             devices=tuple(
@@ -264,20 +267,9 @@ class Pool:
             footprints=dict(s.lease.footprints),
         )
 
-    def check_invariants(self) -> None:
-        """Recompute every account from the sessions and compare; for tests (reads everything).
-
-        Raises
-        ------
-        AssertionError
-            Saying what does not agree, with the story of the session concerned.
-        """
-        problems = invariants.everything(self._facts, self._plan)
-        assert not problems, "\n".join(problems)
-
     def self_check(self) -> list[str]:
-        """Return what is wrong, as sentences with history; cheap enough for every minute."""
-        return invariants.cheap(self._facts)
+        """Return what is wrong in the accounts, as sentences with history."""
+        return self._facts.problems()
 
 
 def carry_out(facts: Facts, new: Plan) -> Actions:
@@ -292,16 +284,10 @@ def carry_out(facts: Facts, new: Plan) -> Actions:
     return actions
 
 
-# --------------------------------------------------------------------------- who is waited for
-
-#: Rules by which a session waits for memory of any device that it could use.
-_MEMORY = ("busy", "behind-head", "host")
-
-
 def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
-    """Note since when somebody waits for each idle slice, and tell lazy kernels that one does.
+    """Note since when a session waits for each idle slice, and tell lazy kernels that one does.
 
-    Return the actions, and whether that changes from when on a slice may be taken.
+    Return the actions, and whether that changes from when on a slice may be preempted.
     """
     actions: Actions = []
     changed = False
@@ -316,7 +302,7 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
             continue
         since = min(
             owners.get(v.owner.name, math.inf),
-            *(at for x in v.lease.slices for who, at in devices.get(x.device, ()) if who is not v),
+            *(at for x in v.lease.slices for s, at in devices.get(x.device, ()) if s is not v),
             math.inf,
         )
         if untold and since < math.inf:
@@ -324,11 +310,10 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
             actions.append(Wanted(session=v.id, epoch=v.epoch))
         if moved and gap is not None:
             if since < math.inf:
-                # Whoever waited first may be served by now; the slice was waited for all the time.
+                # The first to wait may be served by now; the slice was waited for all the time.
                 since = min(since, gap.wanted)
             if since != gap.wanted:
                 v.measured.gap = replace(gap, wanted=since)
-                facts.touch(v)
                 changed = True
     return actions, changed
 
@@ -336,28 +321,27 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
 def _waited_for(
     facts: Facts, plan: Plan
 ) -> tuple[dict[str, list[tuple[Session, float]]], dict[str, float]]:
-    """Return who waits, and since when: by device, and by owner for those that the quota keeps.
+    """Return which sessions wait, and since when: by device, and by owner for waits for a quota.
 
-    By device the first in the queue that could use it, whether or not there is room with it alone,
-    and who would grow there; by owner its first one for which the quota is too small, whether or
-    not memory is short as well.
+    By device the first in the queue that could use it, whether or not it has room with it alone,
+    and every lease there that waits for growth. By owner its first session for which the quota is
+    too small, whether or not memory is short as well.
     """
     devices: dict[str, list[tuple[Session, float]]] = {}
     owners: dict[str, float] = {}
-    for s in facts.short.values():
-        for x in s.lease.slices:
-            devices.setdefault(x.device, []).append((s, s.lease.short_since))
     found: set[str] = set()
     for s in plan.order:
-        why = plan.reasons.get(s.id)
-        if why is None or s.state != "queued":
+        why, grows = plan.reasons.get(s.id), s.id in facts.short
+        if why is None or not (grows or s.state == "queued"):
             continue
         if why.limit:
-            owners.setdefault(s.owner.name, s.queued_at)
-        if why.rule in _MEMORY and len(found) < len(facts.devices):
+            owners.setdefault(s.owner.name, s.wait.since)
+        memory = why.rule in FOR_MEMORY and len(found) < len(facts.devices)
+        if grows or memory:
             needs = asking(s, facts).needs
             for uuid, ledger in facts.devices.items():
-                if uuid not in found and any(need.allows(ledger) for need in needs):
-                    found.add(uuid)
-                    devices.setdefault(uuid, []).append((s, s.queued_at))
+                if (grows or uuid not in found) and any(need.allows(ledger) for need in needs):
+                    devices.setdefault(uuid, []).append((s, s.wait.since))
+                    if not grows:
+                        found.add(uuid)
     return devices, owners

@@ -21,9 +21,11 @@ GiB = 1 << 30
 #: What enforces a slice on a device; see the security page of the documentation.
 Tier = Literal["driver", "guarded", "unguarded", "mps", "mig", "none"]
 
+
 #: Why a lease is in use. A lease without a hold is idle. ``device`` is the session's CUDA activity
 #: as the broker sees it; all others are taken by the session's own side.
 HoldKind = Literal["cell", "comm", "manual", "command", "device"]
+
 
 #: Which rule of the planner keeps a session waiting (see :class:`Reason`).
 Rule = Literal[
@@ -40,6 +42,11 @@ Rule = Literal[
     "nowhere",
     "retry",
 ]
+
+
+#: The rules by which a session waits for memory that others have, or for its owner's quota.
+FOR_MEMORY: frozenset[Rule] = frozenset({"busy", "behind-head", "host"})
+FOR_QUOTA: frozenset[Rule] = frozenset({"quota", "quota-host"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +148,10 @@ class Quota:
     suspended: int | None = None
 
 
-#: The quota of an owner whom no rule bounds.
 NO_LIMIT = Quota()
+
+#: What a lease takes of a quota: bytes, devices, leases.
+Charge = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,25 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a session needs to be attached: follows from the facts about it, the devices and the rules.
+"""What a session needs: follows from the facts about it, the devices and the rules.
 
-A session with suspended state needs, for each device that the state came from, a device of the
-same model that can take migrated state (or the very device), each on a distinct one. A session
-that has called cuInit but holds nothing knows only the device that it saw: it can go to others of
-the model where its processes can be moved with their first context, else nowhere. Everybody else
-goes anywhere.
+========================  ==========================================================================
+attached, and short       more bytes on the devices of its lease
+suspended state           for each device of the state, one of the same model that can take migrated
+                          state, or that very device
+has called cuInit         the devices that its processes see; any of the model where the guard can
+                          move a process with its first context
+everybody else            any devices
+========================  ==========================================================================
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Iterable, Mapping, Sequence
 
-from .facts import Facts, Ledger, Session
-from .limits import Charge, never, never_there
-from .model import NO_LIMIT, PoolSettings, Reason, Refusal, Request
-from .placement import Need, choose, in_turn
+from .facts import DeviceLedger, Facts, Session, charge_of
+from .limits import never, never_there
+from .model import NO_LIMIT, Charge, PoolSettings, Reason, Refusal, Request, Slice
+from .placement import Need, choose
 
 #: The headroom of a resume is at most this part of a device.
 HEADROOM_PART = 16
@@ -25,20 +27,18 @@ HEADROOM_PART = 16
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """What a session asks for, as follows from the facts about it, the devices and the rules."""
+    """What a session asks for."""
 
     needs: tuple[Need, ...]
-    #: What the owner's quota is charged for a lease: bytes, devices, leases.
+    #: What the owner's quota is charged for it.
     charge: Charge
-    #: Why not even an empty pool could serve it at present.
-    impossible: Reason | None
     #: The devices that will do, for one slice without a quota: what requests are compared by.
     where: tuple[str, str | None] | None
     version: int
 
 
-def headroom(ledger: Ledger, settings: PoolSettings) -> int:
-    """Return the bytes beyond its state that a session is resumed with on such a device.
+def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
+    """Return the bytes beyond its state that a resume reserves on such a device.
 
     At most a sixteenth of the device: what a driver takes by itself is less on a small one.
     """
@@ -48,157 +48,115 @@ def headroom(ledger: Ledger, settings: PoolSettings) -> int:
 def asking(s: Session, facts: Facts) -> Asking:
     """Return what a session that waits (or would) asks for.
 
-    Kept with the session. What is kept is true: whoever changes what :func:`_needs` reads of the
-    session calls :meth:`Facts.touch` (:meth:`Facts.change` does), which drops it, and whatever
-    :func:`_needs` and :func:`_impossible` read of devices and rules raises :attr:`Facts.version`.
+    The session keeps the answer, and a kept answer is true: :meth:`Facts.change`, the only way to
+    change what the answer depends on in the session, drops it; and whatever it depends on in the
+    devices and rules raises :attr:`Facts.version`. (A pass over 300 sessions asks 300 times.)
     """
     found: Asking | None = s.asking
     if found is None or found.version != facts.version:
         needs = _needs(s, facts)
-        size = 0
-        for need in needs:
-            size += min(need.least, s.request.limit)
-        charge = size, len(needs), 1
-        free = not facts.settings.quotas or facts.limit(s.owner.name) is NO_LIMIT
-        where = (needs[0].fixed, needs[0].model) if free and len(needs) == 1 else None
-        found = Asking(needs, charge, _impossible(needs, facts), where, facts.version)
+        if s.lease.slices:
+            memory = s.request.memory
+            goal = tuple(Slice(x.device, max(x.bytes, memory)) for x in s.lease.slices)
+            charge: Charge = charge_of(s, goal) - s.lease.charge, 0, 0
+        else:
+            size = 0
+            for need in needs:
+                size += min(need.least, s.request.limit)
+            charge = size, len(needs), 1
+        rules = facts.settings
+        free = not rules.quotas or rules.quota_of(s.owner.name) is NO_LIMIT
+        alike = free and len(needs) == 1 and not s.lease.slices
+        where = (needs[0].fixed, needs[0].model) if alike else None
+        found = Asking(needs, charge, where, facts.version)
         s.asking = found
     return found
 
 
 def _needs(s: Session, facts: Facts) -> tuple[Need, ...]:
-    """Return what ``s`` needs to be attached, in the order in which it sees its devices."""
-    memory, devices = s.request.memory, facts.devices
-    if not s.suspended:
-        if s.bound:
-            return tuple(_bound(memory, devices[uuid], s) for uuid in s.bound)
-        return (Need(memory, memory),) * s.request.devices
-    found = []
-    for x in s.suspended:
-        ledger = devices[x.device]
-        # Where nothing enforces its slice, it may have had more than the pool has to give: of what
-        # the driver may take, or the admin keeps.
-        held = min(x.bytes, ledger.capacity) if ledger.capacity else x.bytes
-        least = max(memory, held)
-        moves = ledger.device.can_migrate and (not s.immovable or bool(ledger.drained))
-        wanted = x.bytes + headroom(ledger, facts.settings)
-        most = _most(ledger, devices.values(), wanted, moves=moves)
-        found.append(
-            Need(
-                least=least,
-                bytes=max(least, min(wanted, most)),
-                origin=x.device,
-                fixed="" if moves else x.device,
-                model=ledger.device.model if moves else None,
-            )
-        )
-    if len(found) > 1 and not _fit(found, devices):
-        return _in_place(found, devices) or tuple(found)
-    return tuple(found)
+    """Return what ``s`` needs, in the order in which its processes see their devices."""
+    memory = s.request.memory
+    if s.lease.slices:
+        short = ((x.device, memory - x.bytes) for x in s.lease.slices if x.bytes < memory)
+        return tuple(Need(more, more, fixed=uuid) for uuid, more in short)
+    if s.suspended:
+        return _state_needs(s, facts)
+    if s.bound:
+        return tuple(_bound_need(memory, facts.devices[uuid], s) for uuid in s.bound)
+    return (Need(memory, memory),) * s.request.devices
 
 
-def _bound(memory: int, ledger: Ledger, s: Session) -> Need:
-    """Return what a session needs in the place of a device that its processes have looked at.
-
-    Any of the model where they can be moved to it with their first context, else that device.
-    """
+def _bound_need(memory: int, ledger: DeviceLedger, s: Session) -> Need:
+    """Return the need in the place of one device that the session's processes see."""
     if s.lands and ledger.device.landing_bytes and not s.immovable:
         return Need(memory, memory, model=ledger.device.model)
     return Need(memory, memory, fixed=ledger.device.uuid)
 
 
-def _most(origin: Ledger, devices: Iterable[Ledger], enough: int, *, moves: bool) -> int:
-    """Return the most that the pool has on a device which state from ``origin`` can go to.
+def _state_needs(s: Session, facts: Facts) -> tuple[Need, ...]:
+    """Return the needs of suspended state: at least the state, and as much headroom as there is.
 
-    Or what it has on ``origin``, if that is ``enough``. A display server, say, takes a little of a
-    device all the time. State that fills the rest came from there, and must not wait for headroom
-    that no device has.
+    A display server, say, takes a little of a device all the time. State that fills the rest came
+    from there, and must not wait for headroom that no device has. So the largest state gets
+    headroom as far as the roomiest device has it, the next one by the next device.
     """
-    own = origin.capacity - origin.foreign
-    if not moves or (not origin.drained and own >= enough):
-        return own
-    others = [
-        d.capacity - d.foreign
-        for d in devices
-        if d.device.model == origin.device.model and d.device.can_migrate and not d.drained
-    ]
-    return max(others or [own])
+    devices, found = facts.devices, list[Need]()
+    for x in s.suspended:
+        ledger = devices[x.device]
+        # Where nothing enforces its slice, the session may have had more than the pool can give.
+        held = min(x.bytes, ledger.capacity) if ledger.capacity else x.bytes
+        least = max(s.request.memory, held)
+        moves = ledger.device.can_migrate and (not s.immovable or bool(ledger.drained))
+        fixed, model = ("", ledger.device.model) if moves else (x.device, None)
+        wanted = max(least, x.bytes + headroom(ledger, facts.settings))
+        found.append(Need(least, wanted, origin=x.device, fixed=fixed, model=model))
 
+    def give(uuid: str) -> int:
+        return devices[uuid].capacity - devices[uuid].foreign
 
-def _fit(needs: Sequence[Need], devices: Mapping[str, Ledger]) -> bool:
-    """Return whether devices that only others outside the pool use have room for all of these."""
-
-    def room(d: Ledger) -> int:
-        return d.capacity - d.foreign
-
-    return choose(needs, devices, room) is not None
-
-
-def _in_place(needs: Sequence[Need], devices: Mapping[str, Ledger]) -> tuple[Need, ...] | None:
-    """Return needs that ask for no more on the devices they come from than there is; None if
-    these lack room for the state itself.
-
-    The roomiest device is there for one slice only: several that all ask for the headroom that
-    only it has, beside the memory that others use on the GPUs, would wait without end.
-    """
-    found = []
-    for need in needs:
-        ledger = devices[need.origin]
-        own = ledger.capacity - ledger.foreign
-        if ledger.drained or own < need.least:
-            return None
-        found.append(replace(need, at_origin=min(need.bytes, own)))
+    taken = {need.fixed for need in found}
+    larger: dict[str | None, int] = {}
+    for at in sorted(range(len(found)), key=lambda i: (-found[i].least, -give(found[i].origin))):
+        need = found[at]
+        most = give(need.origin)
+        if not need.fixed:
+            rank = larger[need.model] = larger.get(need.model, -1) + 1
+            free = [give(u) for u, d in devices.items() if u not in taken and need.allows(d)]
+            if rank < len(free):
+                most = sorted(free, reverse=True)[rank]
+        found[at] = replace(need, bytes=max(need.least, min(need.bytes, most)))
     return tuple(found)
 
 
-def _impossible(needs: Sequence[Need], facts: Facts) -> Reason | None:
+def impossible(needs: tuple[Need, ...], facts: Facts) -> Reason | None:
     """Return why not even an empty pool could serve ``needs`` at present, or None."""
-    ledgers = facts.devices.values()
+    devices = facts.devices
     for need in needs:
         if need.fixed:
-            ledger = facts.devices[need.fixed]
+            ledger = devices[need.fixed]
             if ledger.paused:
                 return Reason("paused", text=ledger.paused)
             if ledger.fault:
                 return Reason("drained", devices=(need.fixed,), text=ledger.fault)
-    used: set[str] = set()
-    for at in in_turn(needs):
-        need, outside = needs[at], False
-        for ledger in ledgers:
-            if ledger.device.uuid in used or not need.allows(ledger):
-                continue
-            if ledger.capacity - ledger.foreign - ledger.overuse >= need.amount(ledger):
-                used.add(ledger.device.uuid)
-                break
-            outside = True
-        else:
-            if outside:
-                return Reason("foreign", bytes=need.least)
-            paused = next((d.paused for d in ledgers if d.paused and need.suits(d)), "")
-            return Reason("paused", text=paused) if paused else Reason("nowhere", count=len(needs))
-    return None
+    if choose(needs, devices, lambda d: d.capacity - d.foreign - d.overuse) is not None:
+        return None
+    if choose(needs, devices, lambda d: d.capacity) is not None:
+        return Reason("foreign", bytes=max(need.least for need in needs))
+    suited = (d.paused for d in devices.values() if any(need.suits(d) for need in needs))
+    paused = next((text for text in suited if text), "")
+    return Reason("paused", text=paused) if paused else Reason("nowhere", count=len(needs))
 
 
 def ever(request: Request, s: Session, facts: Facts) -> Refusal | None:
     """Return why ``request`` of ``s`` can never be met, by the rules or for want of a device."""
     refusal = never(request, s.owner, facts.settings, facts.capacities, suspends=facts.suspends)
-    if refusal is None and s.bound and not (s.lease.slices or s.suspended):
-        refusal = _never_there(request, s, facts)
-    return refusal
-
-
-def _never_there(request: Request, s: Session, facts: Facts) -> Refusal | None:
-    """Return why no device that the processes of ``s`` can use will ever do, or None.
-
-    Without a lease: what is attached or suspended stays with the device of its state.
-    """
+    if refusal is not None or not s.bound or s.lease.slices or s.suspended:
+        return refusal
+    # A session with a lease or suspended state stays with the device of its state; another one
+    # needs a device that its processes see, and these may all be too small.
     needs = _needs(s, facts)
     for need in needs:
-        fit = sorted(
-            d.capacity
-            for d in facts.devices.values()
-            if need.fixed == d.device.uuid or need.model == d.device.model
-        )
+        fit = sorted(d.capacity for d in facts.devices.values() if need.suits(d))
         count = sum((n.fixed, n.model) == (need.fixed, need.model) for n in needs)
         if len(fit) >= count and 0 < fit[-count] < request.memory:
             model = facts.devices[need.fixed].device.model if need.fixed else need.model

@@ -1,14 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Where slices fit: devices as a draft of the plan leaves them, and what is taken from them.
+"""Where slices fit: what a draft of the plan leaves free on each device, and what it takes.
 
-A :class:`Draft` is a copy of the accounts on which the plan is tried; nothing in it changes the
-state. It begins with the facts, less what the last plan promised, and becomes smaller as one
-session after the other takes its part. Growth and forecasts ask a draft, too: what it has left is
-what nobody is promised and what the head of the queue does not wait for.
+A :class:`Draft` is a copy of the accounts on which the pass tries its plan; it never changes the
+facts. It begins with the facts, less what the last plan promised, and shrinks as one session after
+the other takes its part. Growth and forecasts read a draft, too: what it leaves is neither promised
+to a session nor reserved for the head of the queue.
 
-The devices of a session's last lease come first (no migration), then the tightest device with room
-(best fit), which keeps the large holes for large requests.
+A session returns to the devices of its last lease if they have room (no migration), else to the
+tightest device with room (best fit), which keeps the large holes for large requests.
 """
 
 from __future__ import annotations
@@ -16,101 +16,155 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Callable, Iterable, Mapping, Sequence
 
-from .facts import Facts, Ledger, Session, Usage
-from .limits import Charge, lacking
-from .model import DeviceView, Slice
+from .facts import DeviceLedger, Facts, OwnerUsage, Session
+from .limits import lacking
+from .model import Charge, DeviceView, Slice
 
 NOTHING: Charge = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One slice that a session needs: bytes on one device, which must be distinct from others."""
+    """One slice that a session needs. Each need of a session takes a device of its own."""
 
-    #: Bytes without which it can not be.
+    #: Bytes without which the session cannot run.
     least: int
-    #: Bytes to reserve: ``least`` and, to resume, the headroom.
+    #: Bytes to reserve: ``least`` and, for a resume, the headroom.
     bytes: int
-    #: The device whose state moves here; "" if nothing is suspended.
+    #: The device that the suspended state comes from; "" without suspended state.
     origin: str = ""
-    #: Bytes to reserve on ``origin``; 0: as anywhere.
-    at_origin: int = 0
     #: The only device that will do; "" for any.
     fixed: str = ""
     #: The only model that will do; None for any.
     model: str | None = None
 
-    def amount(self, device: Ledger | Room) -> int:
+    def amount(self, ledger: DeviceLedger) -> int:
         """Return the bytes to reserve on this device.
 
-        That is all of ``bytes``, except where the state fits the device but state and headroom
-        exceed even an empty one: then it is the whole device. No device has more, and the state was
-        on such a device before.
+        That is ``bytes``, or the whole device where state and headroom together exceed it: no
+        device has more, and the state was on such a device before.
         """
-        size = self.bytes
-        if self.at_origin and device.device.uuid == self.origin:
-            size = self.at_origin
-        return size if size <= device.capacity else max(self.least, device.capacity)
+        return self.bytes if self.bytes <= ledger.capacity else max(self.least, ledger.capacity)
 
-    def allows(self, device: Ledger | Room) -> bool:
-        """Return whether this device will do, room aside."""
-        return not device.drained and self.suits(device)
+    def allows(self, ledger: DeviceLedger) -> bool:
+        """Return whether this device will do if it has room."""
+        return not (ledger.paused or ledger.fault) and self.suits(ledger)
 
-    def suits(self, device: Ledger | Room) -> bool:
-        """Return whether this device would do if it were in service, room aside."""
-        found = device.device
+    def suits(self, ledger: DeviceLedger) -> bool:
+        """Return whether this device would do if it were in service and had room."""
+        device = ledger.device
         if self.fixed:
-            return found.uuid == self.fixed
+            return device.uuid == self.fixed
         if self.model is None:
             return True
-        return found.model == self.model and (found.can_migrate or found.uuid == self.origin)
+        return device.model == self.model and (device.can_migrate or device.uuid == self.origin)
+
+
+def preferred(s: Session) -> tuple[str, ...]:
+    """Return the devices of the last lease, or those that its processes see, in their order."""
+    if s.suspended:
+        return tuple(x.device for x in s.suspended)
+    return s.bound or s.last_devices
+
+
+def in_turn(needs: Sequence[Need]) -> Sequence[int]:
+    """Return the order in which needs choose: those without a choice first, then the largest.
+
+    Needs of one model differ only in size: a device that suits a larger one suits a smaller one. So
+    choosing in this order finds a place for all whenever there is one.
+    """
+    if len(needs) == 1:
+        return (0,)
+    return sorted(
+        range(len(needs)),
+        key=lambda i: (not needs[i].fixed, -needs[i].least, -needs[i].bytes, i),
+    )
+
+
+def choose(
+    needs: Sequence[Need],
+    ledgers: Mapping[str, DeviceLedger],
+    left: Callable[[DeviceLedger], int],
+    last: Sequence[str] = (),
+) -> tuple[Slice, ...] | None:
+    """Return slices for all ``needs`` where ``left(ledger)`` has the bytes for them, or None.
+
+    All on the devices of ``last`` if those will do, else each on the tightest device that will.
+    """
+    if last and len(last) == len(needs):
+        same = []
+        for need, uuid in zip(needs, last, strict=True):
+            ledger = ledgers.get(uuid)
+            if ledger is None or not need.allows(ledger) or left(ledger) < need.amount(ledger):
+                break
+            same.append(Slice(uuid, need.amount(ledger)))
+        else:
+            return tuple(same)
+    chosen: dict[int, Slice] = {}
+    used: set[str] = set()
+    for at in in_turn(needs):
+        need = needs[at]
+        best: tuple[int, int] | None = None
+        for ledger in (ledgers[need.fixed],) if need.fixed else ledgers.values():
+            room = left(ledger)
+            # The cheap comparison first: most devices fail it.
+            if room < need.least or ledger.device.uuid in used or not need.allows(ledger):
+                continue
+            size = need.amount(ledger)
+            key = room, ledger.device.index
+            if room >= size and (best is None or key < best):
+                best, chosen[at] = key, Slice(ledger.device.uuid, size)
+        if best is None:
+            return None
+        used.add(chosen[at].device)
+    return (chosen[0],) if len(needs) == 1 else in_order(needs, chosen, ledgers)
+
+
+def in_order(
+    needs: Sequence[Need], chosen: Mapping[int, Slice], ledgers: Mapping[str, DeviceLedger]
+) -> tuple[Slice, ...]:
+    """Return the chosen slices in the order of ``needs``; by device number if any order will do."""
+    slices = [chosen[at] for at in range(len(needs))]
+    if len(slices) > 1 and all(need.model is None and not need.fixed for need in needs):
+        slices.sort(key=lambda x: ledgers[x.device].device.index)
+    return tuple(slices)
+
+
+# --------------------------------------------------------------------------- the draft
 
 
 class Room:
-    """One device in a draft of the plan: what is left there for those who come later."""
+    """One device in a draft: what it has left for the sessions that come later in the pass."""
 
-    __slots__ = (
-        "avail",
-        "candidates",
-        "capacity",
-        "device",
-        "drained",
-        "expect",
-        "leases",
-        "offered",
-        "promised",
-        "uuid",
-    )
+    __slots__ = ("avail", "candidates", "expect", "leases", "ledger", "offered", "promised", "uuid")
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.device = ledger.device
+    def __init__(self, ledger: DeviceLedger) -> None:
+        self.ledger = ledger
         self.uuid = ledger.device.uuid
-        self.capacity = ledger.capacity
-        self.drained = ledger.drained
-        #: Bytes that are free now, and those that are once all suspends under way are done; both
-        #: without what is promised to others.
+        #: Bytes that are free now, and bytes that are free once all suspends under way are done;
+        #: both without what is promised.
         self.avail = ledger.free
         self.expect = self.avail + ledger.incoming
         self.promised = 0
         self.leases: list[tuple[Session, int]] = []
-        #: Those of the leases that may yield to somebody, and their bytes in all.
+        #: The leases that may be preempted for some session, and their bytes in all.
         self.candidates: list[tuple[Session, int]] = []
         self.offered = 0
 
     def promise(self, size: int) -> None:
-        """Keep ``size`` bytes (may be negative) for somebody."""
+        """Keep ``size`` bytes (may be negative) for a session."""
         self.avail -= size
         self.expect -= size
         self.promised += size
 
     def spare(self, wanted: int) -> int:
-        """Return the bytes that can go to others without harm to whom ``wanted`` are reserved for.
+        """Return the bytes that can be backfilled while the head reserves ``wanted`` bytes here.
 
         The head of the queue waits until leases here end. Giving ``x`` bytes away is harmless if
-        the head starts no later in any order in which the present leases may end (so no estimate of
-        their ends is needed). That is so if all leases smaller than what is missing do not suffice
-        together: then a larger one must end in any case, and what the smallest of the larger ones
-        has beyond the missing bytes can go.
+        the head starts no later in any order in which the present leases may end (so nobody has to
+        estimate when they end). That is so if all leases smaller than the missing bytes do not
+        suffice together: then a larger one must end in any case, and the part of the smallest of
+        the larger ones beyond the missing bytes can go.
         """
         if self.promised:
             return 0
@@ -126,143 +180,73 @@ class Room:
         return large - missing if large and small < missing else 0
 
 
-def preferred(s: Session) -> tuple[str, ...]:
-    """Return the devices where it was last, or that it sees, in its order."""
-    if s.suspended:
-        return tuple(x.device for x in s.suspended)
-    return s.bound or s.last_devices
-
-
-def in_turn(needs: Sequence[Need]) -> Sequence[int]:
-    """Return the order in which needs choose: those without a choice first, then the largest.
-
-    Needs of one model differ only in size, so what suits a larger one suits a smaller one, and
-    choosing in this order finds a place for all whenever there is one.
-    """
-    if len(needs) == 1:
-        return (0,)
-    return sorted(
-        range(len(needs)),
-        key=lambda i: (not needs[i].fixed, -needs[i].least, -needs[i].bytes, i),
-    )
-
-
-def choose(
-    needs: Sequence[Need],
-    devices: Mapping[str, Ledger] | Mapping[str, Room],
-    room: Callable[..., int],
-    last: Sequence[str] = (),
-) -> tuple[Slice, ...] | None:
-    """Return slices for all ``needs`` where ``room(device)`` has the bytes for them, or None.
-
-    All on the devices of ``last`` if they will do, else each on the tightest that will.
-    """
-    if last and len(last) == len(needs):
-        same = []
-        for need, uuid in zip(needs, last, strict=True):
-            device = devices.get(uuid)
-            if device is None or not need.allows(device) or room(device) < need.amount(device):
-                break
-            same.append(Slice(uuid, need.amount(device)))
-        else:
-            return tuple(same)
-    chosen: dict[int, Slice] = {}
-    used: set[str] = set()
-    for at in in_turn(needs):
-        need = needs[at]
-        best: tuple[int, int] | None = None
-        options = (devices[need.fixed],) if need.fixed else devices.values()
-        for device in options:
-            left = room(device)
-            # The cheap comparison first: most devices fail it.
-            if left < need.least or device.device.uuid in used or not need.allows(device):
-                continue
-            size = need.amount(device)
-            key = left, device.device.index
-            if left >= size and (best is None or key < best):
-                best, chosen[at] = key, Slice(device.device.uuid, size)
-        if best is None:
-            return None
-        used.add(chosen[at].device)
-    return (chosen[0],) if len(needs) == 1 else in_order(needs, chosen, devices)
-
-
-def in_order(
-    needs: Sequence[Need],
-    chosen: Mapping[int, Slice],
-    devices: Mapping[str, Ledger] | Mapping[str, Room],
-) -> tuple[Slice, ...]:
-    """Return the chosen slices in the order of ``needs``; if that is none, by device number."""
-    slices = [chosen[at] for at in range(len(needs))]
-    if len(slices) > 1 and all(need.model is None and not need.fixed for need in needs):
-        slices.sort(key=lambda x: devices[x.device].device.index)
-    return tuple(slices)
-
-
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What the head of the queue accumulates memory on: bytes wanted, by device.
+    """What the head of the queue reserves: bytes wanted, by device.
 
-    Sessions behind the head get there only what :meth:`~.placement.Room.spare` proves harmless.
+    Sessions behind the head get there only what :meth:`Room.spare` proves harmless.
     """
 
     session: str
     wanted: Mapping[str, int]
-    #: The slices that it needs; ``wanted`` may name more devices, as alternatives.
+    #: The slices that the head needs; ``wanted`` may name more devices, as alternatives.
     count: int
     charge: Charge
-    #: When it next takes one device more.
+    #: When it reserves one device more.
     next_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Bytes that suspends under way free for one session."""
+
+    takes: tuple[Slice, ...]
+    charge: Charge
+    #: The number of sessions that had come to wait when the plan first made this promise.
+    made: int
 
 
 @dataclass(slots=True)
 class Draft:
-    """What is left for those who are planned later."""
+    """What is left for the sessions that come later in the pass."""
 
     facts: Facts
     rooms: dict[str, Room] = field(default_factory=dict)
     #: Host bytes that suspends may still take.
     host: int = 0
     reservation: Reservation | None = None
-    #: Sessions that leave by this plan, and why.
-    leaving: dict[str, str] = field(default_factory=dict)
-    #: By session: what was promised to it, and the charge of that.
-    promises: dict[str, tuple[tuple[Slice, ...], Charge]] = field(default_factory=dict)
+    #: Sessions that this plan suspends.
+    leaving: set[str] = field(default_factory=set)
+    promises: dict[str, Promise] = field(default_factory=dict)
     #: Sessions that this plan attaches or lets grow: no session has two parts in one plan.
     settled: set[str] = field(default_factory=set)
-    _usage: dict[str, Usage] = field(default_factory=dict)
+    _usage: dict[str, OwnerUsage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        facts, rooms = self.facts, self.rooms
-        for uuid, ledger in facts.devices.items():
-            rooms[uuid] = Room(ledger)
-        for s in facts.leased.values():
+        self.rooms = {uuid: Room(ledger) for uuid, ledger in self.facts.devices.items()}
+        for s in self.facts.leased.values():
             for x in s.lease.slices:
-                rooms[x.device].leases.append((s, x.bytes))
-        self.host = facts.host_room
+                self.rooms[x.device].leases.append((s, x.bytes))
+        self.host = self.facts.host_room
 
     # ------------------------------------------------------------------ what is left
 
-    def usage(self, owner: str) -> Usage:
-        """Return what the owner has and is promised by this draft."""
+    def usage(self, owner: str) -> OwnerUsage:
+        """Return what the owner has and is promised in this draft."""
         found = self._usage.get(owner)
         if found is None:
             known = self.facts.usage.get(owner)
-            found = Usage()
-            if known is not None:
-                found.add(known.memory, known.devices, known.leases)
-                found.suspended = known.suspended
-            self._usage[owner] = found
+            found = self._usage[owner] = OwnerUsage() if known is None else known.copy()
         return found
 
     def lacking(self, owner: str, more: Charge, less: Charge = NOTHING) -> tuple[str, int] | None:
         """Return which limit of the owner ``more`` would exceed, as (name, limit), or None."""
         if not self.facts.settings.quotas:
             return None
-        return lacking(self.facts.limit(owner), self.usage(owner), more, less)
+        return lacking(self.facts.settings.quota_of(owner), self.usage(owner), more, less)
 
     def coming_back(self, owner: str) -> Charge:
-        """Return what the owner gets back when suspends under way, and of this plan, are done."""
+        """Return what the owner gets back from the suspends under way and those of this plan."""
         memory = devices = leases = 0
         for s in self.facts.leases_of(owner):
             if s.state == "detaching" or s.id in self.leaving:
@@ -271,36 +255,38 @@ class Draft:
                 leases += 1
         return memory, devices, leases
 
-    def left(self, room: Room) -> int:
-        """Return the bytes there that somebody behind the head may have at once."""
-        wanted = self.reservation.wanted.get(room.uuid) if self.reservation else None
+    def left(self, ledger: DeviceLedger) -> int:
+        """Return the bytes there that the next session may have at once."""
+        uuid = ledger.device.uuid
+        room, held = self.rooms[uuid], self.reservation
+        wanted = held.wanted.get(uuid) if held is not None else None
         return room.avail if wanted is None else min(room.avail, room.spare(wanted))
 
     def reserved(self, room: Room) -> bool:
-        """Return whether the head of the queue accumulates memory there."""
+        """Return whether the head of the queue has a reservation there."""
         return self.reservation is not None and room.uuid in self.reservation.wanted
 
     def now(self, s: Session, needs: Sequence[Need]) -> tuple[Slice, ...] | None:
-        """Return where ``s``, which needs ``needs``, could be attached at once, or None."""
-        return choose(needs, self.rooms, self.left, preferred(s))
+        """Return where ``s``, which needs ``needs``, could have them at once, or None."""
+        return choose(needs, self.facts.devices, self.left, preferred(s))
 
     def host_left(self, devices: Iterable[str] = ()) -> int:
-        """Return the host bytes that a suspend may take without what the head is to need.
+        """Return the host bytes that a suspend may take beside what the head is going to need.
 
-        All of them if everything that comes free, on ``devices``, is the head's.
+        All of them if the suspend frees memory on ``devices`` that the head has reserved.
         """
-        held, room = self.reservation, self.host
+        held = self.reservation
         if held is None:
-            return room
+            return self.host
         freed = set(devices)
         if freed and freed <= held.wanted.keys():
-            return room
+            return self.host
         missing = (max(0, size - self.rooms[uuid].expect) for uuid, size in held.wanted.items())
-        # It may have reserved more devices than it needs: the cheapest of them count.
-        return room - sum(sorted(missing)[: held.count])
+        # The head may have reserved more devices than it needs: the cheapest of them count.
+        return self.host - sum(sorted(missing)[: held.count])
 
     def host_fits(self, victims: Iterable[Session], room: int) -> bool:
-        """Return whether the state of all ``victims`` has room: ``room`` bytes, and by quota."""
+        """Return whether the state of all ``victims`` fits in ``room`` bytes and their quotas."""
         total = 0
         owners: dict[str, int] = {}
         for v in victims:
@@ -313,7 +299,7 @@ class Draft:
         if total > room:
             return False
         for owner, size in owners.items():
-            most = self.facts.limit(owner).suspended
+            most = self.facts.settings.quota_of(owner).suspended
             if most is not None and self.usage(owner).suspended + size > most:
                 return False
         return True
@@ -323,45 +309,51 @@ class Draft:
     def take(self, s: Session, takes: Iterable[Slice], charge: Charge) -> None:
         """Grant ``takes`` to ``s``: they are gone for all that come later."""
         self.settled.add(s.id)
-        usage = self.usage(s.owner.name)
-        usage.memory += charge[0]
-        usage.devices += charge[1]
-        usage.leases += charge[2]
+        self.usage(s.owner.name).add(charge)
         for x in takes:
             room = self.rooms[x.device]
             room.avail -= x.bytes
             room.expect -= x.bytes
 
-    def promise(self, s: Session, takes: tuple[Slice, ...], charge: Charge) -> None:
-        """Keep ``takes`` for ``s`` until suspends under way have freed them."""
-        self.promises[s.id] = takes, charge
-        for x in takes:
+    def promise(self, s: Session, promise: Promise) -> None:
+        """Keep bytes for ``s`` until suspends under way have freed them."""
+        self.promises[s.id] = promise
+        for x in promise.takes:
             self.rooms[x.device].promise(x.bytes)
-        self.usage(s.owner.name).add(*charge)
+        self.usage(s.owner.name).add(promise.charge)
 
-    def unpromise(self, s: Session) -> tuple[tuple[Slice, ...], Charge]:
+    def unpromise(self, s: Session) -> Promise:
         """Take back what ``s`` was promised, and return it."""
-        takes, charge = self.promises.pop(s.id)
-        for x in takes:
+        promise = self.promises.pop(s.id)
+        for x in promise.takes:
             self.rooms[x.device].promise(-x.bytes)
-        memory, devices, leases = charge
-        self.usage(s.owner.name).add(-memory, -devices, -leases)
-        return takes, charge
+        self.usage(s.owner.name).add(promise.charge, -1)
+        return promise
 
-    def suspend(self, v: Session, reason: str) -> None:
-        """Let ``v`` leave; its bytes are on their way, and its state takes host memory."""
+    def suspend(self, v: Session) -> None:
+        """Let ``v`` leave: its bytes are on their way, and its state takes host memory."""
         if v.id in self.promises:
-            self.unpromise(v)  # of growth, which is over with the lease
-        self.leaving[v.id] = reason
+            self.unpromise(v)  # of growth, which ends with the lease
+        self.leaving.add(v.id)
         self.host -= v.state_bound
         self.usage(v.owner.name).suspended += v.state_bound
         for x in v.lease.slices:
             self.rooms[x.device].expect += x.bytes
 
-    def reserve(self, held: Reservation, owner: str) -> None:
-        """Let the head of the queue accumulate memory, and its part of its owner's quota."""
+    def reserve(self, held: Reservation, head: Session) -> None:
+        """Reserve memory for the head of the queue, and its part of its owner's quota."""
         self.reservation = held
-        self.usage(owner).add(*held.charge)
+        self.usage(head.owner.name).add(held.charge)
+        for uuid in held.wanted if head.lease.slices else ():
+            # It waits for others to end, and not for its own lease.
+            room = self.rooms[uuid]
+            room.leases = [(s, size) for s, size in room.leases if s is not head]
+
+    def unreserve(self, head: Session) -> None:
+        """Take back what :meth:`reserve` did."""
+        assert self.reservation is not None
+        self.usage(head.owner.name).add(self.reservation.charge, -1)
+        self.reservation = None
 
 
 # --------------------------------------------------------------------------- without a slice
@@ -379,18 +371,19 @@ def home_devices(
     """Return the ``count`` devices that a kernel without a slice should see, by UUID.
 
     A process settles on the devices that it sees when it calls cuInit, and needs no slice for that;
-    so these should be the devices where it will get one. ``kernels`` tells how many kernels see
-    each device, ``seen`` are those that this one sees so far, in its order. The first rule that
-    applies decides:
+    so these should be the devices where it will get its slice. ``kernels`` tells how many kernels
+    see each device, ``seen`` names those that this kernel sees so far, in its order. The first rule
+    that applies decides:
 
     1. The devices where the pool would attach it now (``planned``).
-    2. What it sees, if that is ``count`` devices with room for ``memory`` bytes each.
+    2. The devices that it sees, if these are ``count`` devices with room for ``memory`` bytes each.
     3. The best devices: in service; large enough; with room now; seen so far; seen by the fewest
        kernels, as all of them may come back; with the least memory granted; the first by number.
-    4. What it sees, if rule 3 finds no room on ``count`` devices: nothing is gained by a change.
+    4. The devices that it sees, if rule 3 finds no room on ``count`` devices: a change gains
+       nothing.
 
-    The answer is empty only where there is no device: a process keeps the driver's answer "no
-    device" until it ends. Drained devices are named only where no other is left.
+    The answer is empty only where the machine has no device: a process keeps the driver's answer
+    "no device" until it ends. Drained devices are named only where all devices are drained.
     """
     if planned:
         return tuple(planned)

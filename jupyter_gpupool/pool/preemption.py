@@ -1,15 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Who yields to whom, from when on, and which victims make room with the least disruption.
+"""Which leases may be preempted, from when on, and which victims make room with least disruption.
 
-An idle lease yields to a waiting session when nothing holds it, it has been idle for
-``reclaim_after``, its user does not keep it, the last refusal is long enough ago, its devices can
-suspend, and its state has not just been moved (:func:`stays_until`). The largest bytes x idle time
-go first, no more of them than needed, as far as host memory and their owners' quotas of suspended
-state have room.
+A waiting session may preempt an idle lease that has been idle for ``reclaim_after``, that its user
+does not keep, whose last refused suspend is long enough ago, whose devices can suspend, and whose
+state was not just moved (:func:`stays_until`). The leases with the most bytes x idle time go first,
+no more of them than needed, as far as host memory and their owners' quotas of suspended state have
+room.
 
-:func:`victim_tier` is the seam for rules that take more than idle leases: it knows who asks, and
-a lower tier is taken before a higher one.
+:func:`victim_tier` is the seam for rules that preempt more than idle leases: it knows who asks, and
+a lower tier goes before a higher one.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Callable, Collection, Iterable, Sequence
+from typing import Any, Collection, Iterable, Sequence
 
 from .facts import Facts, Session
-from .limits import Charge
-from .model import Reason, Rule, Slice
-from .needs import Asking
+from .model import Charge, Reason, Rule, Slice
+from .needs import Asking, impossible
 from .placement import NOTHING, Draft, Need, Reservation, Room, choose, in_order, in_turn, preferred
 from .residence import STAY_MOST, Gap, protected_until
 
 #: With up to so many idle leases to choose from, every combination is tried when host memory is
 #: too short for the usual choice; with more, only the one that frees the most per host byte.
 EXACT = 6
-#: Places compared. The best victim of all may be where little else yields: to take it leaves
-#: that device with nothing for the next one, and in the end more yield.
+#: Places compared. The best victim of all may be on a device where little else can be preempted:
+#: the next session then finds nothing there, and more leases end in all.
 WIDTH = 4
 
 WAITS = "another kernel waits for memory"
@@ -43,11 +42,10 @@ OWN = "another kernel of the same owner waits and the owner's quota is in use"
 def suspendable(s: Session, facts: Facts) -> bool:
     """Return whether suspending an idle session can work at all.
 
-    On a device that can not suspend, only a lease that is known to hold nothing can be taken
-    back: there is nothing to move. Anything else stays until its kernel frees it or ends.
+    On a device that cannot suspend, only a lease that is known to hold nothing can be preempted:
+    there is nothing to move. Any other stays until its kernel frees the memory or ends.
     """
-    devices = facts.devices
-    return all(devices[x.device].device.can_suspend for x in s.lease.slices) or s.empty
+    return all(facts.devices[x.device].device.can_suspend for x in s.lease.slices) or s.empty
 
 
 def not_before(s: Session, facts: Facts) -> float:
@@ -60,9 +58,9 @@ def not_before(s: Session, facts: Facts) -> float:
 
 
 def stays_until(s: Session, facts: Facts) -> float:
-    """Return until when idle ``s`` keeps its slice from those who wait because it was moved there.
+    """Return until when idle ``s`` is protected because its state was moved to its slice.
 
-    Infinity while nobody waits for it: see :mod:`.residence`.
+    Infinity while no session waits for it: see :mod:`.residence`.
     """
     share, lease, known = facts.settings.max_swap_overhead, s.lease, s.measured
     if share <= 0 or lease.resumed_at == -math.inf:
@@ -73,64 +71,55 @@ def stays_until(s: Session, facts: Facts) -> float:
     return protected_until(gap, lease.stay, known.habits, cost=known.moving, share=share)
 
 
-def times(s: Session, facts: Facts) -> tuple[float, float]:
-    """Return from when on a waiting session may take idle ``s``, and when it leaves on its own.
-
-    Kept with the session, and true as :func:`~.needs.asking` is: what is read of the session
-    changes with :meth:`Facts.touch`, and the rest raises :attr:`Facts.version`.
-    """
-    if s.times is None or s.times[0] != facts.version:
-        settings, possible = facts.settings, not_before(s, facts)
-        idle, keep = s.idle_since, s.keep_until
-        yields = max(possible, idle + settings.reclaim_after, keep, stays_until(s, facts))
-        asked = s.release_asked or paused(s, facts)
-        leaves = possible if asked else max(possible, idle + settings.idle_timeout, keep)
-        s.times = facts.version, yields, leaves
-    return s.times[1], s.times[2]
-
-
 def yields_at(s: Session, facts: Facts) -> float:
-    """Return from when on a waiting session may take the lease of idle ``s``."""
-    return times(s, facts)[0]
+    """Return from when on a waiting session may preempt the lease of idle ``s``."""
+    idle_for = s.idle_since + facts.settings.reclaim_after
+    return max(not_before(s, facts), idle_for, s.keep_until, stays_until(s, facts))
 
 
 def leaves_at(s: Session, facts: Facts) -> float:
-    """Return when idle ``s`` gives its lease back on its own."""
-    return times(s, facts)[1]
+    """Return when idle ``s`` gives its lease back although no session waits."""
+    possible = not_before(s, facts)
+    if s.release_asked or paused(s, facts):
+        return possible
+    return max(possible, s.idle_since + facts.settings.idle_timeout, s.keep_until)
 
 
 def paused(s: Session, facts: Facts) -> str:
     """Return why an admin wants the lease of ``s`` back; "" if none does."""
     devices = facts.devices
-    return next((p for x in s.lease.slices if (p := devices[x.device].paused)), "")
+    return next((text for x in s.lease.slices if (text := devices[x.device].paused)), "")
 
 
 def candidate(holder: Session, facts: Facts) -> bool:
-    """Return whether ``holder`` may yield to anybody now: where not, it has no tier at all."""
+    """Return whether some session may preempt ``holder`` now; if none may, it has no tier at all.
+
+    The pass asks this once for each lease, and :func:`victim_tier` for the candidates only.
+    """
     return holder.state == "idle" and yields_at(holder, facts) <= facts.now
 
 
-def victim_tier(asker: Session, holder: Session, facts: Facts) -> int | None:
-    """Return in which tier ``holder`` may be suspended for ``asker`` now; None if it may not.
+def victim_tier(asker: Session, holder: Session, facts: Facts) -> int | None:  # noqa: ARG001
+    """Return in which tier ``asker`` may preempt the candidate ``holder`` now; None if it may not.
 
-    Tier 0 is an idle lease that nobody protects. Rules to come (preemption of running work, time
-    slices) return higher tiers for busy holders; nothing else has to change for them but
-    :func:`candidate` and :func:`asker_kind`.
+    Tier 0 is an idle lease that no rule protects. Rules to come (preemption of running work, time
+    slices) return higher tiers for busy holders, and adapt :func:`candidate` and
+    :func:`asker_kind`; nothing else has to change for them.
     """
-    return 0 if holder is not asker and candidate(holder, facts) else None
+    return None if holder is asker else 0
 
 
 def asker_kind(asker: Session) -> Any:  # noqa: ARG001
-    """Return everything that :func:`victim_tier` reads of a *waiting* asker.
+    """Return everything that :func:`victim_tier` reads of an asker without a lease.
 
-    The pass skips who asks for no less than somebody of the same kind that found nothing. A
-    waiting session has no lease, so it is no holder, and today nothing else of it counts.
+    The pass skips a request that is no smaller than one of the same kind that found nothing. A
+    session without a lease is no holder, and today nothing else of it counts.
     """
     return None
 
 
 def score(v: Session, now: float) -> tuple[float, int, str]:
-    """Return the order in which leases yield, smallest first: most bytes x idle time."""
+    """Return the order in which leases are preempted, smallest first: most bytes x idle time."""
     granted = v.lease.granted
     return -granted * (now - v.idle_since), -granted, v.id
 
@@ -150,12 +139,11 @@ class Trial:
         self.chosen: list[Session] = []
         self.freed: dict[str, int] = {}
         self.takes: tuple[Slice, ...] = ()
-        #: A choice failed for want of host memory, not of leases that may be taken.
+        #: A choice failed for want of host memory, and not of leases that may be preempted.
         self.host_short = False
-        self._tiers: dict[str, int | None] = {}
 
     def add(self, victims: Iterable[Session]) -> None:
-        """Let ``victims`` yield."""
+        """Preempt ``victims``."""
         for v in victims:
             self.chosen.append(v)
             for x in v.lease.slices:
@@ -166,14 +154,13 @@ class Trial:
         return room.expect + self.freed.get(room.uuid, 0)
 
     def tier(self, v: Session) -> int | None:
-        """Return the tier of ``v``, None if it may not be taken or has a part in this plan."""
-        if v.id not in self._tiers:
-            busy = v.id in self.draft.leaving or v.id in self.draft.settled
-            self._tiers[v.id] = None if busy else victim_tier(self.asker, v, self.facts)
-        return self._tiers[v.id]
+        """Return the tier of a candidate; None if it is protected or has a part in this plan."""
+        if v.id in self.draft.leaving or v.id in self.draft.settled:
+            return None
+        return victim_tier(self.asker, v, self.facts)
 
     def options(self, room: Room) -> list[tuple[int, Session, int]]:
-        """Return the leases there that may still be taken, as (tier, session, bytes)."""
+        """Return the leases there that may still be preempted, as (tier, session, bytes)."""
         return [
             (tier, v, size)
             for v, size in room.candidates
@@ -181,7 +168,7 @@ class Trial:
         ]
 
     def reach(self, room: Room) -> int:
-        """Return the bytes that could come free there if all that may be taken were."""
+        """Return the bytes that come free there if every lease that may be preempted is."""
         return self.expect(room) + sum(size for _, _, size in self.options(room))
 
     def victims(self, room: Room, missing: int) -> list[Session] | None:
@@ -195,7 +182,7 @@ class Trial:
         options.sort(key=lambda o: (o[0], score(o[1], now)))
         found = self._greedy(options, missing)
         if found is None:
-            # Short of host memory: what frees the most for the least.
+            # Short of host memory: prefer what frees the most for the least.
             self.host_short = True
             options.sort(key=lambda o: (o[0], o[1].state_bound / (o[2] or 1), o[1].id))
             found = self._greedy(options, missing)
@@ -227,14 +214,13 @@ class Trial:
     def place(self, needs: Sequence[Need], *, more: bool = True) -> bool:
         """Choose a device for every need, with ``more`` victims if needed; fill :attr:`takes`.
 
-        Of the devices where it would work, the ``WIDTH`` with the most to give are compared.
-
-        Nobody yields on devices that are reserved for the head of the queue; only what the head can
-        spare is taken there. No victim is better than some, the devices where the session was are
-        better than others, and then the victim with the most bytes x idle time decides.
+        Of the devices where it would work, the ``WIDTH`` with the most to give are compared: no
+        victim is better than some, the devices where the session was are better than others, and
+        then the victim with the most bytes x idle time decides. No lease is preempted on a device
+        that the head of the queue has reserved; the session gets only what the head can spare.
         """
         last, now = preferred(self.asker), self.facts.now
-        rooms = self.draft.rooms
+        draft, rooms = self.draft, self.draft.rooms
         by_offer = sorted(rooms.values(), key=_offer)
         takes: dict[int, Slice] = {}
         used: set[str] = set()
@@ -245,13 +231,13 @@ class Trial:
             for room in (rooms[need.fixed],) if need.fixed else by_offer:
                 if good == WIDTH:
                     break
-                if room.uuid in used or not need.allows(room):
+                if room.uuid in used or not need.allows(room.ledger):
                     continue
-                amount = need.amount(room)
+                amount = need.amount(room.ledger)
                 missing = amount - self.expect(room)
                 found: list[Session] = []
-                if self.draft.reserved(room):
-                    if self.draft.left(room) < amount:
+                if draft.reserved(room):
+                    if draft.left(room.ledger) < amount:
                         continue
                 elif missing > 0:
                     victims = self.victims(room, missing) if more else None
@@ -263,7 +249,7 @@ class Trial:
                     bool(found),
                     room.uuid not in last,
                     score(found[0], now)[0] if found else self.expect(room),
-                    room.device.index,
+                    room.ledger.device.index,
                 )
                 if best is None or key < best[0]:
                     best = key, room, found
@@ -272,16 +258,16 @@ class Trial:
             _, room, found = best
             self.add(found)
             used.add(room.uuid)
-            takes[at] = Slice(room.uuid, need.amount(room))
-        self.takes = in_order(needs, takes, rooms)
+            takes[at] = Slice(room.uuid, need.amount(room.ledger))
+        self.takes = in_order(needs, takes, self.facts.devices)
         return True
 
-    # ------------------------------------------------------------------ the owner's own
+    # ------------------------------------------------------------------ the owner's own leases
 
     def own(self, charge: Charge) -> bool:
-        """Let the owner's own leases yield so that its quota suffices; return whether it does.
+        """Preempt the owner's own leases until its quota suffices; return whether it does.
 
-        Suspends under way count, and no more yield than needed.
+        Suspends under way count, and no more leases are preempted than needed.
         """
         draft, owner = self.draft, self.asker.owner.name
         less = draft.coming_back(owner)
@@ -289,8 +275,7 @@ class Trial:
             return True
         found: list[Session] = []
         now = self.facts.now
-        options = [v for v in self.facts.leases_of(owner) if self.tier(v) is not None]
-        for v in sorted(options, key=lambda v: (self.tier(v), score(v, now))):
+        for _, v in sorted(self.own_options(), key=lambda o: (o[0], score(o[1], now))):
             if not self.fits([*found, v]):
                 self.host_short = True
                 continue
@@ -308,10 +293,18 @@ class Trial:
         self.add(found)
         return True
 
+    def own_options(self) -> list[tuple[int, Session]]:
+        """Return the owner's own leases that may be preempted, as (tier, session)."""
+        return [
+            (tier, v)
+            for v in self.facts.leases_of(self.asker.owner.name)
+            if candidate(v, self.facts) and (tier := self.tier(v)) is not None
+        ]
+
 
 def _offer(room: Room) -> tuple[int, int]:
     """Return the order of devices, the one with the most to give first."""
-    return -room.expect - room.offered, -room.device.index
+    return -room.expect - room.offered, -room.ledger.device.index
 
 
 def any_combination(draft: Draft, s: Session, asking: Asking, host: int) -> Trial | None:
@@ -319,14 +312,11 @@ def any_combination(draft: Draft, s: Session, asking: Asking, host: int) -> Tria
     owner, needs = s.owner.name, asking.needs
     quota = draft.lacking(owner, asking.charge) is not None
     first = Trial(draft, s, host)
-    options: dict[str, Session] = {}
-    if quota:
-        # They count for the quota wherever they are. Without one, who else asks for as much of the
-        # same devices has the same options: the pass relies on that.
-        own = draft.facts.leases_of(owner)
-        options = {v.id: v for v in own if first.tier(v) is not None}
+    # The owner's own leases count for the quota wherever they are. Without a quota, every request
+    # for as much of the same devices has the same options: the pass relies on that.
+    options = {v.id: v for _, v in first.own_options()} if quota else {}
     for room in draft.rooms.values():
-        if not draft.reserved(room) and any(need.allows(room) for need in needs):
+        if not draft.reserved(room) and any(need.allows(room.ledger) for need in needs):
             options.update((v.id, v) for _, v, _ in first.options(room))
         if len(options) > EXACT:
             return None
@@ -351,90 +341,76 @@ def _plus(less: Charge, v: Session, sign: int) -> Charge:
     return memory + sign * v.lease.charge, devices + sign * len(v.lease.slices), leases + sign
 
 
-def by_reach(draft: Draft, s: Session) -> list[Room]:
-    """Return the devices in service, the one that could give ``s`` the most first."""
-    trial = Trial(draft, s, 0)
-    key: Callable[[Room], tuple[int, int]] = lambda r: (trial.reach(r), r.device.index)  # noqa: E731
-    return sorted((r for r in draft.rooms.values() if not r.drained), key=key, reverse=True)
-
-
 # --------------------------------------------------------------------------- one session
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A place for a session, and who must yield for it."""
+    """A place for a session, and the victims that make room there."""
 
     takes: tuple[Slice, ...]
     victims: Sequence[Session] = ()
-    #: Nothing has to happen first.
+    #: The bytes are free now.
     ready: bool = False
     reason: str = WAITS
 
 
-@dataclass(frozen=True, slots=True)
-class Blocked:
-    reason: Reason
-    #: It waits for its owner's quota, not for memory.
-    quota: bool = False
-
-
-def attempt(draft: Draft, s: Session, found: Asking, *, guarded: bool) -> Offer | Blocked:
+def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Offer | Reason:
     """Return a place for ``s`` in what the draft has left, or why there is none.
 
-    ``guarded``: it is behind the head, which must keep the host memory that it is going to need.
+    Behind the head of the queue, host memory that the head is going to need is not used.
     """
     owner, needs = s.owner.name, found.needs
-    if found.impossible is not None:
-        return Blocked(found.impossible)
-    name = draft.lacking(owner, found.charge)
-    if name is None:
+    lacks = draft.lacking(owner, found.charge)
+    if lacks is None:
         takes = draft.now(s, needs)
         if takes is not None:
             return Offer(takes, ready=True)
-    host = draft.host_left() if guarded else draft.host
+    why = impossible(needs, draft.facts)
+    if why is not None:
+        return why
+    host = draft.host_left() if behind_head else draft.host
     trial = Trial(draft, s, host)
-    own = name is None or trial.own(found.charge)
+    own = lacks is None or trial.own(found.charge)
     placed = own and trial.place(needs)
     short = trial.host_short
     if not placed and short:
         other = any_combination(draft, s, found, host)
         placed, trial = other is not None, other or trial
     if placed:
-        return Offer(trial.takes, trial.chosen, reason=WAITS if name is None else OWN)
-    # What the owner has idle would be needed for its quota, too: who waits for memory waits for it.
-    limit = name[0] if name is not None else ""
-    if name is not None and not own:
-        why = Reason("quota-host", limit=limit) if short else quota_reason(draft, s, name)
-        return Blocked(why, quota=True)
+        return Offer(trial.takes, trial.chosen, reason=WAITS if lacks is None else OWN)
+    # Where the own leases would do for the quota, a wait for memory is one for the quota as well.
+    limit = lacks[0] if lacks is not None else ""
+    if lacks is not None and not own:
+        if short:
+            return Reason("quota-host", limit=limit)
+        others = sum(1 for v in draft.facts.leases_of(owner) if v is not s)
+        return Reason("quota", limit=limit, most=lacks[1], count=others)
     rule: Rule = "host" if short else "busy"
-    if guarded and fits_now(draft, needs):
+    if behind_head and fits_now(draft, needs):
         rule = "behind-head"
-    return Blocked(Reason(rule, bytes=s.request.memory, count=len(needs), limit=limit))
+    return Reason(rule, bytes=s.request.memory, count=len(needs), limit=limit)
 
 
 def fits_now(draft: Draft, needs: Sequence[Need]) -> bool:
-    """Return whether ``needs`` fit in what is free, if nothing were reserved for the head."""
-    return choose(needs, draft.rooms, lambda room: room.avail) is not None
+    """Return whether ``needs`` would fit in what is free without the head's reservation."""
+    rooms = draft.rooms
+    return choose(needs, draft.facts.devices, lambda d: rooms[d.device.uuid].avail) is not None
 
 
 def blocked_as(draft: Draft, s: Session, need: Need, rule: Rule) -> Rule:
-    """Return the rule that blocks ``need`` if it is ``rule`` for a smaller amount of the same.
+    """Return the rule that blocks ``need`` where ``rule`` blocks a smaller amount of the same.
 
-    It is another where less is free than the larger amount, or all that may yield have less.
+    It is another one where less is free than the larger amount, or all that may be preempted has
+    less.
     """
     if rule == "behind-head" and not fits_now(draft, (need,)):
         return "busy"
     trial = Trial(draft, s, 0)
-    rooms = (r for r in draft.rooms.values() if need.allows(r) and not draft.reserved(r))
-    if rule == "host" and not any(trial.reach(room) >= need.amount(room) for room in rooms):
+    rooms = (r for r in draft.rooms.values() if need.allows(r.ledger) and not draft.reserved(r))
+    if rule == "host" and not any(trial.reach(r) >= need.amount(r.ledger) for r in rooms):
         return "busy"
     return rule
-
-
-def quota_reason(draft: Draft, s: Session, name: tuple[str, int], besides: int = 0) -> Reason:
-    others = sum(1 for _ in draft.facts.leases_of(s.owner.name)) - besides
-    return Reason("quota", limit=name[0], most=name[1], count=others)
 
 
 def reservation(
@@ -442,25 +418,27 @@ def reservation(
 ) -> tuple[Reservation, bool]:
     """Return what the head of the queue reserves, and whether it has waited for ``ageing``.
 
-    It begins with the devices where the least is missing, and keeps those that it had (``keep``).
+    It begins with the devices where the least is missing, and keeps those that it has (``keep``).
     For each further ``ageing`` seconds it reserves one more, in case a lease on the first never
-    ends. Devices of which processes outside the pool leave too little are of no use.
+    ends. A device that programs outside the pool leave too little of is of no use.
     """
     facts, needs, now = draft.facts, found.needs, draft.facts.now
     since = now if s.wait.head_since is None else s.wait.head_since
     ageing = max(1.0, facts.settings.ageing)
     rounds = int((now - since) / ageing)
-    while since + (rounds + 1) * ageing <= now:  # by a hair, after the rounding
+    while since + (rounds + 1) * ageing <= now:  # the division may have rounded down by a hair
         rounds += 1
     count = len(needs) + max(0, rounds - 1)
+    trial, rooms = Trial(draft, s, 0), draft.rooms
+    mine = [rooms[uuid] for uuid in (*keep, *(need.fixed for need in needs if need.fixed))]
+    in_service = [r for r in rooms.values() if not r.ledger.drained]
+    in_service.sort(key=lambda r: (trial.reach(r), r.ledger.device.index), reverse=True)
     wanted: dict[str, int] = {}
     more = False
-    mine = [draft.rooms[uuid] for uuid in keep]
-    mine += [draft.rooms[need.fixed] for need in needs if need.fixed]
-    for room in dict.fromkeys((*mine, *by_reach(draft, s))):
-        ledger = facts.devices[room.uuid]
-        most = ledger.capacity - ledger.foreign - ledger.overuse
-        amounts = [a for n in needs if n.allows(room) and (a := n.amount(room)) <= most]
+    for room in dict.fromkeys((*mine, *in_service)):
+        d = room.ledger
+        most = d.capacity - d.foreign - d.overuse
+        amounts = [size for n in needs if n.allows(d) and (size := n.amount(d)) <= most]
         if not amounts:
             continue
         if len(wanted) >= count and room not in mine:

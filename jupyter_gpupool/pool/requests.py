@@ -1,22 +1,23 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What people ask of one session: another size, growth, release, keep; and what they are told.
+"""What people ask of one session: another size, growth, release, keep; and the answers.
 
-Another size and a release are answered after the plan, for only then it is known what became of
-them: :func:`reply`.
+Another size and a release are answered after the plan, which decides what becomes of them:
+:func:`reply`.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Iterator
 
 from ..errors import Code
 from ..states import ATTACHED, HAS_LEASE
 from ..units import format_bytes, format_seconds
 from . import events as ev
 from .explain import in_words, stays_reason
-from .facts import Facts, Session, charge_of
-from .model import NO_LIMIT, Refusal, Request, Slice
+from .facts import NEVER, Facts, Session, charge_of
+from .model import Refusal, Request, Slice
 from .needs import ever
 from .placement import Draft
 from .preemption import leaves_at, suspendable
@@ -25,58 +26,40 @@ from .transitions import Actions, resize
 
 #: A sample may be older than the last change of the session by up to so many seconds.
 SETTLE = 2.0
-#: Seconds for which grown bytes stay although they are not used and nobody needs them.
+#: Seconds for which grown bytes stay although they are not used and no session needs them.
 UNUSED = 60.0
-#: A lease grows at least by its limit through this, if there is room and nobody waits.
+#: A lease grows at least by its limit through this, if there is room and no session waits.
 STEPS = 16
 
 
-def _find(facts: Facts, name: str, rid: str) -> tuple[Session | None, Actions]:
-    s = facts.sessions.get(name)
-    if s is not None and s.state != "ended":
-        return s, []
-    refusal = Refusal(
-        Code.UNKNOWN_SESSION,
-        f"There is no session {name}.",
-        "`jupyter gpupool status` lists the sessions.",
-        {"session": name},
-    )
-    return None, [ev.Answer(session=name, rid=rid, refusal=refusal)]
-
-
-def _answer(s: Session, rid: str, note: str) -> Actions:
+def _answer(s: Session, rid: str, note: str | Refusal) -> Actions:
+    if isinstance(note, Refusal):
+        return [ev.Answer(session=s.id, rid=rid, refusal=note)]
     return [ev.Answer(session=s.id, rid=rid, note=note)]
-
-
-def _refuse(s: Session, rid: str, refusal: Refusal) -> Actions:
-    return [ev.Answer(session=s.id, rid=rid, refusal=refusal)]
 
 
 # --------------------------------------------------------------------------- another size
 
 
-def changed(facts: Facts, event: ev.RequestChanged, plan: Plan) -> Actions:
+def changed(facts: Facts, s: Session, event: ev.RequestChanged, plan: Plan) -> Actions:
     """Take note of another request, and give back at once what it does not ask for any more."""
-    s, unknown = _find(facts, event.session, event.rid)
-    if s is None:
-        return unknown
     new = event.request
     refusal = ever(new, s, facts) or _bound(s, new) or _in_use(s, new)
     if refusal is not None:
-        return _refuse(s, event.rid, refusal)
+        return _answer(s, event.rid, refusal)
     old = s.request
     with facts.change(s):
         s.request = new
-    less = new.memory < old.memory or new.limit < old.limit
     if s.state not in ATTACHED:
         return _answer(s, event.rid, _size_note(facts, s, plan))
+    less = new.memory < old.memory or new.limit < old.limit
     if less or new.devices != len(s.lease.slices):
         return resize(facts, s, trimmed(s, reclaim=True))
     return []
 
 
 def _bound(s: Session, new: Request) -> Refusal | None:
-    """Return why the number of devices can not change, or None."""
+    """Return why the number of devices cannot change, or None."""
     slices = s.lease.slices
     here = len(s.suspended) or len(slices) or len(s.bound) or s.request.devices
     if new.devices in (here, s.request.devices):
@@ -93,7 +76,7 @@ def _bound(s: Session, new: Request) -> Refusal | None:
 
 
 def _in_use(s: Session, new: Request) -> Refusal | None:
-    """Return why the lease can not shrink that far, or None.
+    """Return why the lease cannot shrink that far, or None.
 
     What counts is the device where the kernel uses the most, for it asks for the same on each.
     """
@@ -156,19 +139,19 @@ def _what_became(facts: Facts, s: Session, plan: Plan) -> str:
 # --------------------------------------------------------------------------- more than guaranteed
 #
 # Burst: a lease is guaranteed ``request.memory`` and may grow to ``request.limit`` out of free
-# memory: nobody is suspended for it, and nothing is taken that a waiting session was promised. It
-# grows in steps, so that a program which allocates little by little does not ask each time; while
-# somebody waits, in steps of just what is missing. Grown bytes that are not in use are the first to
-# be reclaimed: at once when somebody waits, else after ``UNUSED`` seconds. Those in use come back
-# like all others, by suspending the session when it is idle.
+# memory: no lease is preempted for it, and it takes nothing that the plan promises or reserves. It
+# grows in steps, so that a program which allocates little by little does not ask each time; while a
+# session waits, in steps of just what is missing. Grown bytes that are not in use are the first to
+# be reclaimed: at once when a session waits, else after ``UNUSED`` seconds. Those in use come back
+# like all others, when the idle session is suspended.
 
 
 def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
     """Return the slices of an attached session without what it must, or need not, keep.
 
-    Nothing is taken below what is guaranteed or was last measured in use. Above that, everything
-    beyond the limit goes, and with ``reclaim`` what has grown, too, once a sample shows that it is
-    not used. ``only``: on this device.
+    They keep what is guaranteed and what was last measured in use. Above that, everything beyond
+    the limit goes, and with ``reclaim`` what has grown, too, once a sample shows that it is not
+    used. ``only``: on this device.
     """
     memory, limit, lease = s.request.memory, s.request.limit, s.lease
     slices = []
@@ -177,7 +160,7 @@ def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
         if used is not None and x.bytes > memory and only in ("", x.device):
             most = max(memory, used)
             # A sample that is not younger than the growth says nothing about it.
-            settled = lease.measured_at.get(x.device, -math.inf) >= lease.grown_at + SETTLE
+            settled = lease.measured_at.get(x.device, NEVER) >= lease.grown_at + SETTLE
             if not (reclaim and settled):
                 most = max(most, limit)
             slices.append(Slice(x.device, min(x.bytes, most)))
@@ -192,165 +175,122 @@ def unused_for_long(s: Session, now: float) -> bool:
 
 
 def held_on(s: Session, uuid: str) -> int:
-    """Return the bytes of the slice on a device; 0 if there is none."""
+    """Return the bytes of the slice on a device; 0 without a slice there."""
     return next((x.bytes for x in s.lease.slices if x.device == uuid), 0)
 
 
-def refused(draft: Draft, s: Session, uuid: str, more: int, *, waits: bool) -> Refusal | None:
-    """Return why a slice can not grow by ``more`` bytes now, or None.
+def _growth_bounds(
+    draft: Draft, s: Session, uuid: str, *, waits: bool
+) -> Iterator[tuple[int, Refusal]]:
+    """Yield by how much a slice may grow by each rule, and the refusal of more.
 
     ``draft``: what the plan leaves; ``waits``: another session of the owner waits for its quota.
     """
+    facts, settings = draft.facts, draft.facts.settings
     held, limit = held_on(s, uuid), s.request.limit
-    asked = f"{format_bytes(more)} more than the slice of {format_bytes(held)} was asked for"
-    numbers = {"device": uuid, "bytes": more, "granted": held, "limit": limit}
-    if held + more > limit:
-        return Refusal(
+    numbers = {"device": uuid, "granted": held, "limit": limit}
+    yield (
+        limit - held,
+        Refusal(
             Code.LIMIT,
-            f"{asked}; the limit of this kernel is {format_bytes(limit)} on a GPU.",
+            f"the limit of this kernel is {format_bytes(limit)} on a GPU.",
             "Free memory in the kernel, or ask for a higher limit with %gpu.",
             numbers,
-        )
-    free = _room(draft, uuid)
-    if free < more:
-        kept = draft.facts.devices[uuid].free > free >= 0
-        without = ", besides what is reserved for waiting kernels" if kept else ""
-        return Refusal(
+        ),
+    )
+    ledger = facts.devices[uuid]
+    free = 0 if ledger.drained else draft.left(ledger)
+    kept = ", besides what is reserved for waiting kernels" if ledger.free > free >= 0 else ""
+    yield (
+        free,
+        Refusal(
             Code.NO_MEMORY,
-            f"{asked}; {format_bytes(max(0, free))} is free on this GPU now{without}.",
+            f"{format_bytes(max(0, free))} is free on this GPU now{kept}.",
             "Free memory in the kernel, or try again when other kernels are idle; "
             "what %gpu asks for is guaranteed.",
             {**numbers, "free": max(0, free)},
+        ),
+    )
+    quota = settings.quota_of(s.owner.name)
+    if any(facts.devices[x.device].device.can_suspend for x in s.lease.slices):
+        most = min(settings.host_memory, math.inf if quota.suspended is None else quota.suspended)
+        yield (
+            int(most) - s.lease.granted,
+            Refusal(
+                Code.NO_MEMORY,
+                "an idle kernel must fit in host memory, of which it may use "
+                f"{format_bytes(int(most))}.",
+                "Free memory in the kernel, or ask an admin for more host memory.",
+                {**numbers, "most": most},
+            ),
         )
-    most = _host_most(draft.facts, s)
-    if most is not None and s.lease.granted + more > most:
-        return Refusal(
-            Code.NO_MEMORY,
-            f"{asked}; an idle kernel must fit in host memory, of which it may use "
-            f"{format_bytes(most)}.",
-            "Free memory in the kernel, or ask an admin for more host memory.",
-            {**numbers, "most": most},
-        )
-    left = _quota_left(draft, s, waits=waits)
-    if left is not None and left < more:
-        why = (
-            "another kernel of yours waits for what is left of your quota of GPU memory."
-            if waits
-            else f"your quota of GPU memory has {format_bytes(max(0, left))} left."
-        )
-        return Refusal(
-            Code.QUOTA,
-            f"{asked}; {why}",
-            "Free memory in the kernel, or end another kernel of yours.",
-            {**numbers, "left": max(0, left)},
-        )
-    return None
+    if quota.memory is not None:
+        left = quota.memory - draft.usage(s.owner.name).memory
+        left -= charge_of(s, s.lease.slices) - s.lease.charge
+        why = f"your quota of GPU memory has {format_bytes(max(0, left))} left."
+        if waits:
+            # Growth that took what comes free would keep the other session waiting.
+            left = 0
+            why = "another kernel of yours waits for what is left of your quota of GPU memory."
+        step = "Free memory in the kernel, or end another kernel of yours."
+        yield left, Refusal(Code.QUOTA, why, step, {**numbers, "left": max(0, left)})
 
 
-def step(draft: Draft, s: Session, uuid: str, missing: int, *, wanted: bool, waits: bool) -> int:
-    """Return by how much to grow a slice that :func:`refused` lets grow by ``missing``.
+def growable(facts: Facts, s: Session, plan: Plan) -> tuple[int, ...]:
+    """Return by how many bytes each slice of an attached session could grow now."""
+    draft, waits = outlook(facts, plan), s.owner.name in plan.held
+    return tuple(
+        max(0, min(most for most, _ in _growth_bounds(draft, s, x.device, waits=waits)))
+        for x in s.lease.slices
+    )
 
-    ``wanted``: somebody waits for memory, so no more than what is missing.
-    """
-    if wanted:
+
+def _growth(facts: Facts, s: Session, uuid: str, missing: int, plan: Plan) -> Refusal | int:
+    """Return by how much a slice that lacks ``missing`` bytes is to grow, or why it cannot."""
+    draft, waits = outlook(facts, plan, but=s.id), s.owner.name in plan.held
+    bounds = list(_growth_bounds(draft, s, uuid, waits=waits))
+    for most, why in bounds:
+        if most < missing:
+            held = format_bytes(held_on(s, uuid))
+            asked = f"{format_bytes(missing)} more than the slice of {held} was asked for"
+            numbers = {**why.details, "bytes": missing}
+            return Refusal(why.code, f"{asked}; {why.message}", why.next_step, numbers)
+    if facts.waiting or any(held_on(o, uuid) for o in facts.short.values()):
         return missing
-    most = max(missing, s.request.limit // STEPS, draft.facts.settings.growth_step)
-    return min(most, largest(draft, s, uuid, waits=waits))
+    step = max(missing, s.request.limit // STEPS, facts.settings.growth_step)
+    return min([step, *(most for most, _ in bounds)])
 
 
-def largest(draft: Draft, s: Session, uuid: str, *, waits: bool) -> int:
-    """Return the most bytes that :func:`refused` lets a slice grow by now."""
-    most = min(s.request.limit - held_on(s, uuid), _room(draft, uuid))
-    left = _quota_left(draft, s, waits=waits)
-    if left is not None:
-        most = min(most, left)
-    host = _host_most(draft.facts, s)
-    if host is not None:
-        most = min(most, host - s.lease.granted)
-    return max(0, most)
-
-
-def _room(draft: Draft, uuid: str) -> int:
-    room = draft.rooms[uuid]
-    return 0 if room.drained else draft.left(room)
-
-
-def _quota_left(draft: Draft, s: Session, *, waits: bool) -> int | None:
-    """Return the bytes that the owner's quota leaves for growth, None if there is no limit."""
-    owner = s.owner.name
-    limit = draft.facts.limit(owner).memory
-    if limit is None:
-        return None
-    if waits:
-        return 0  # growth that took what comes free would keep the other one waiting
-    return limit - draft.usage(owner).memory - (charge_of(s, s.lease.slices) - s.lease.charge)
-
-
-def _host_most(facts: Facts, s: Session) -> int | None:
-    """Return the bytes that a session may have so that it can be suspended, None: any."""
-    if not any(facts.devices[x.device].device.can_suspend for x in s.lease.slices):
-        return None
-    most, quota = facts.settings.host_memory, facts.limit(s.owner.name)
-    own = None if quota is NO_LIMIT else quota.suspended
-    return most if own is None else min(most, own)
-
-
-def grow(facts: Facts, event: ev.GrowAsked, plan: Plan) -> Actions:
+def grow(facts: Facts, s: Session, event: ev.GrowAsked, plan: Plan) -> Actions:
     """Let an attached session grow out of what the plan leaves, and answer."""
-    s, unknown = _find(facts, event.session, event.rid)
-    if s is None:
-        return unknown
     uuid, missing = event.device, max(0, event.bytes)
-    if s.state not in ATTACHED or all(x.device != uuid for x in s.lease.slices):
+    if s.state not in ATTACHED or not held_on(s, uuid):
         refusal = Refusal(
             Code.NO_MEMORY,
             "More memory was asked for on a GPU where the kernel has no slice now.",
             "Try again once it has its slice.",
             {"device": uuid, "bytes": event.bytes, "granted": 0},
         )
-        return _refuse(s, event.rid, refusal)
+        return _answer(s, event.rid, refusal)
     actions: Actions = []
     if missing:
-        why, more = _growth(facts, s, uuid, missing, plan)
-        if why is not None and why.code != Code.LIMIT:
+        found = _growth(facts, s, uuid, missing, plan)
+        if isinstance(found, Refusal) and found.code != Code.LIMIT:
             # What others have grown and do not use; not of ``s``, which is about to use all it has.
             actions = reclaim(facts, but=s)
             if actions:
-                why, more = _growth(facts, s, uuid, missing, plan)
-        if why is not None:
-            return [*actions, *_refuse(s, event.rid, why)]
-        actions += _grown(facts, s, uuid, more)
-    have = next(x.bytes for x in s.lease.slices if x.device == uuid)
-    return [*actions, *_answer(s, event.rid, f"The slice is {format_bytes(have)} now.")]
+                found = _growth(facts, s, uuid, missing, plan)
+        if isinstance(found, Refusal):
+            return [*actions, *_answer(s, event.rid, found)]
+        actions += _grown(facts, s, uuid, found)
+    have = format_bytes(held_on(s, uuid))
+    return [*actions, *_answer(s, event.rid, f"The slice is {have} now.")]
 
 
 def grow_by(facts: Facts, s: Session, uuid: str, more: int, plan: Plan) -> Actions:
-    """Let a slice grow by just ``more`` if nothing speaks against it."""
-    draft = outlook(facts, plan, but=s.id)
-    if refused(draft, s, uuid, more, waits=s.owner.name in plan.held) is not None:
-        return []
-    return _grown(facts, s, uuid, more)
-
-
-def growable(facts: Facts, s: Session, plan: Plan) -> tuple[int, ...]:
-    """Return by how many bytes each slice of an attached session could grow now."""
-    draft, waits = outlook(facts, plan), s.owner.name in plan.held
-    return tuple(largest(draft, s, x.device, waits=waits) for x in s.lease.slices)
-
-
-def _growth(
-    facts: Facts, s: Session, uuid: str, missing: int, plan: Plan
-) -> tuple[Refusal | None, int]:
-    """Return why a slice can not grow by ``missing``, or by how much it is to grow."""
-    draft: Draft = outlook(facts, plan, but=s.id)
-    waits = s.owner.name in plan.held
-    why = refused(draft, s, uuid, missing, waits=waits)
-    if why is not None:
-        return why, 0
-    wanted = bool(facts.waiting) or any(
-        x.device == uuid for o in facts.short.values() for x in o.lease.slices
-    )
-    return None, step(draft, s, uuid, missing, wanted=wanted, waits=waits)
+    """Let a slice grow by just ``more`` if no rule speaks against it."""
+    found = _growth(facts, s, uuid, more, plan)
+    return [] if isinstance(found, Refusal) else _grown(facts, s, uuid, more)
 
 
 def _grown(facts: Facts, s: Session, uuid: str, more: int) -> Actions:
@@ -371,18 +311,15 @@ def reclaim(facts: Facts, but: Session | None = None) -> Actions:
 # --------------------------------------------------------------------------- release and keep
 
 
-def release(facts: Facts, event: ev.ReleaseAsked, _plan: Plan) -> Actions:
+def release(facts: Facts, s: Session, event: ev.ReleaseAsked, _plan: Plan) -> Actions:
     """Let the slice go back, now or when the last hold is dropped."""
-    s, unknown = _find(facts, event.session, event.rid)
-    if s is None:
-        return unknown
     if s.state == "queued":
         refusal = Refusal(
             Code.NOTHING_TO_RELEASE,
             "The kernel waits for a slice and has none.",
             "Interrupt the cell to stop waiting.",
         )
-        return _refuse(s, event.rid, refusal)
+        return _answer(s, event.rid, refusal)
     if s.state == "detached":
         return _answer(s, event.rid, "The kernel has no slice.")
     if s.state == "detaching":
@@ -394,10 +331,9 @@ def release(facts: Facts, event: ev.ReleaseAsked, _plan: Plan) -> Actions:
             f"The state of this kernel cannot be moved off its GPU ({name}).",
             "Free the memory in the kernel, or restart it, to give the slice back.",
         )
-        return _refuse(s, event.rid, refusal)
+        return _answer(s, event.rid, refusal)
     s.release_asked = True
     s.keep_until = 0.0
-    facts.touch(s)
     if s.state != "idle":
         cell = any(h.kind != "device" for h in s.holds.values())
         when = "the running cell is done" if cell else "its work on the GPU is done"
@@ -414,24 +350,20 @@ def _release_note(facts: Facts, s: Session) -> str:
     """Return what has become of the release of an idle slice, now that the plan is made."""
     if s.state != "idle":
         return "The slice goes back to the pool."
-    why = stays_reason(facts, s, facts.now)
-    if leaves_at(s, facts) > facts.now and not (s.pressed or (s.roomless and not s.pinned_reason)):
+    why, leaves = stays_reason(facts, s, facts.now), leaves_at(s, facts)
+    if leaves > facts.now and not (s.pressed or (s.roomless and not s.pinned_reason)):
         why = s.pinned_reason or "the last attempt failed"
-        left = format_seconds(leaves_at(s, facts) - facts.now)
+        left = format_seconds(leaves - facts.now)
         return f"The slice cannot be given back now ({why}); the pool tries again in {left}."
     return why or (
         "There is no room for its state in host memory; the slice goes back once there is."
     )
 
 
-def keep(facts: Facts, event: ev.KeepAsked, _plan: Plan) -> Actions:
+def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
     """Let the slice stay, although idle, until a time."""
-    s, unknown = _find(facts, event.session, event.rid)
-    if s is None:
-        return unknown
     s.keep_until = event.until
     s.release_asked = False
-    facts.touch(s)
     left = event.until - facts.now
     if left <= 0:
         note = "The slice is not kept any longer when idle."

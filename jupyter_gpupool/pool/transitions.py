@@ -26,7 +26,7 @@ from .events import (
     StateChanged,
     Suspend,
 )
-from .facts import Facts, Session, Wait, weighted
+from .facts import Facts, Session, weighted
 from .model import Refusal, Slice
 from .placement import preferred
 from .residence import Gap
@@ -72,8 +72,7 @@ def _nothing(_facts: Facts, _s: Session) -> Actions:
 def _join(facts: Facts, s: Session, since: float) -> Actions:
     """Begin to wait, with the age that it has."""
     s.queued_at = since
-    facts.arrivals += 1
-    s.wait = Wait(number=facts.arrivals)
+    facts.begin_wait(s, since)
     return []
 
 
@@ -363,15 +362,13 @@ def grant_holds(s: Session) -> Actions:
     return [HoldGranted(session=s.id, hold=h, epoch=s.epoch, slices=slices) for h in s.holds]
 
 
-def wish(facts: Facts, s: Session) -> None:
-    """Take note that a session wants to work again, after a spell without."""
-    gap, s.measured.gap = s.measured.gap, None
-    if gap is not None:
-        facts.touch(s)
-        known = s.measured
-        known.habits = residence.returned(known.habits, gap, facts.now, known.moving)
-        if s.state == "idle":
-            s.lease.stay = residence.kept_idle(s.lease.stay, gap, facts.now)
+def wish(facts: Facts, s: Session, gap: Gap) -> None:
+    """Take note that a session wants to work again, after a spell without work."""
+    known = s.measured
+    known.gap = None
+    known.habits = residence.returned(known.habits, gap, facts.now, known.moving)
+    if s.state == "idle":
+        s.lease.stay = residence.kept_idle(s.lease.stay, gap, facts.now)
 
 
 def refuse_holds(s: Session, refusal: Refusal) -> Actions:

@@ -21,6 +21,8 @@ from jupyter_gpupool.pool.model import (
     Slice,
 )
 
+from .checks import check_pool
+
 RULES = PoolSettings(host_memory=1000, resume_headroom=1, idle_timeout=300.0, ageing=60.0)
 
 
@@ -48,7 +50,7 @@ class Lab:
     def send(self, kind: type[ev.Event], /, **fields: Any) -> list[ev.Action]:
         actions = self.pool.handle(kind(now=self.now, **fields))
         self.past.extend(actions)
-        self.pool.check_invariants()
+        check_pool(self.pool, self.now, deep=False)
         return actions
 
     def after(self, seconds: float) -> list[ev.Action]:

@@ -19,7 +19,7 @@ from itertools import chain, combinations, permutations
 from typing import Any, Iterable, Sequence
 
 from jupyter_gpupool.pool.explain import Explanation
-from jupyter_gpupool.pool.facts import Ledger
+from jupyter_gpupool.pool.facts import DeviceLedger
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Device
 from jupyter_gpupool.pool.placement import Room
@@ -213,7 +213,7 @@ def _place(
 
 def spare(device: Device, free: int, promised: int, leases: list[int], wanted: int) -> int:
     """Return what :meth:`Room.spare` says, which has its own test by brute force."""
-    room = Room(Ledger(device))
+    room = Room(DeviceLedger(device))
     room.avail, room.promised = free, promised
     room.leases = [(None, size) for size in leases]  # type: ignore[misc]
     return room.spare(wanted)
@@ -281,21 +281,24 @@ def check_backfill(state: Any, plan: Plan, before: Plan) -> None:
         return
     turn = {s.id: at for at, s in enumerate(plan.order)}
     given = [(s, takes) for s, takes, _ in plan.grants]
-    given += [(state.sessions[n], takes) for n, takes in plan.promises.items()]
+    given += [(state.sessions[n], p.takes) for n, p in plan.promises.items()]
     for s, slices in plan.grows:
         more = ((x, o) for x, o in zip(slices, s.lease.slices, strict=True) if x.bytes > o.bytes)
         given.append((s, tuple(type(x)(x.device, x.bytes - o.bytes) for x, o in more)))
     given = [
         (s, takes)
         for s, takes in given
-        if turn.get(s.id, len(turn)) > turn[held.session] and before.promises.get(s.id) != takes
+        if turn.get(s.id, len(turn)) > turn[held.session]
+        and getattr(before.promises.get(s.id), "takes", None) != takes
     ]
     for uuid, wanted in held.wanted.items():
         ledger = state.devices[uuid]
         size = sum(x.bytes for _, takes in given for x in takes if x.device == uuid)
         # What is granted or kept for others is gone before.
         others = [takes for s, takes, _ in plan.grants if (s, takes) not in given]
-        others += [t for n, t in plan.promises.items() if (state.sessions[n], t) not in given]
+        others += [
+            p.takes for n, p in plan.promises.items() if (state.sessions[n], p.takes) not in given
+        ]
         gone = sum(x.bytes for takes in others for x in takes if x.device == uuid)
         free = ledger.free - gone
         leases = [

@@ -329,3 +329,56 @@ def test_what_is_free_and_promised_to_the_asker_itself_is_given_to_it(make):
     assert got(actions, ev.Resize).slices == (Slice("G0", 7),)
     assert code(lab.grow("a", 5)) == "no-memory"
     assert got(lab.suspended("i", ("G0", 2)), ev.Resize).slices == (Slice("G0", 12),)
+
+
+# ---------------------------------------------------------------------- more that is guaranteed
+
+
+def test_growth_does_not_starve_behind_short_cells(make):
+    """A busy kernel that asks for more goes before the sessions that ask after it."""
+    lab = make(device(0))
+    lab.running("a", 8)
+    lab.running("s0", 8)
+    none(lab.change("a", 12), ev.Resize)
+    for i in range(1, 6):
+        lab.open(f"s{i}", 8)
+        none(lab.hold(f"s{i}"), ev.Attach)
+    actions = lab.end("s0")
+    got(actions, ev.Resize, session="a")
+    none(actions, ev.Attach)
+
+
+def test_growth_ages_like_a_wait(make):
+    """It overtakes a higher class that has waited for less, point by point."""
+    lab = make(device(0), ageing=1.0)
+    lab.running("a", 8)
+    lab.running("b", 8)
+    lab.change("a", 12)
+    lab.after(150.0)
+    lab.open("w", 8, priority="interactive")  # 100 points more, and 150 s later
+    lab.hold("w")
+    assert lab.pool.explain("w").ahead == ("a",)
+    got(lab.end("b"), ev.Resize, session="a")
+
+
+def test_growth_as_the_head_reserves_what_others_have(make):
+    """Sessions behind it get only what it can spare; its own lease is not one that ends for it."""
+    lab = make(device(0))
+    lab.running("a", 8)
+    lab.running("b", 4)
+    lab.running("c", 4)
+    lab.change("a", 16)
+    assert lab.pool.explain("a").reserved == (Slice("G0", 8),)
+    lab.end("b")
+    lab.open("w", 4)
+    none(lab.hold("w"), ev.Attach)
+    assert lab.pool.explain("w").reason.rule == "behind-head"
+    got(lab.end("c"), ev.Resize, session="a")
+
+
+def test_growth_preempts_idle_leases_of_the_owner_for_its_quota(make):
+    lab = make(quotas={"u": Quota(memory=16)})
+    lab.running("a", 8, owner="u")
+    lab.idle("b", 8, owner="u")
+    got(lab.change("a", 12), ev.Suspend, session="b")
+    got(lab.suspended("b", (lab.where("b")[0][0], 8)), ev.Resize, session="a")

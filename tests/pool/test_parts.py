@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpupool.pool.facts import Facts, Ledger, Session, Wait, record, restored
+from jupyter_gpupool.pool.facts import DeviceLedger, Facts, Session, Wait, record, restored
 from jupyter_gpupool.pool.model import Owner, PoolSettings, Request, SessionRecord, Slice
 from jupyter_gpupool.pool.placement import Room
 from jupyter_gpupool.pool.schedule import order
@@ -33,7 +33,7 @@ def session(name: str = "s", **fields: Any) -> Session:
 )
 def test_spare_bytes_never_delay_the_head_of_the_queue(leases, free, wanted):
     """In whatever order the present leases end, it starts as early as without the gift."""
-    room = Room(Ledger(device(0), capacity=sum(leases) + free, granted=sum(leases)))
+    room = Room(DeviceLedger(device(0), capacity=sum(leases) + free, granted=sum(leases)))
     room.leases = [(session(), size) for size in leases]
     given_away = room.spare(wanted)
     assert given_away >= 0
@@ -49,7 +49,7 @@ def waiting(now: float, ageing: float, *sessions: Session) -> Facts:
     state = Facts(PoolSettings(ageing=ageing, priority_classes=classes))
     state.now = now
     for number, s in enumerate(sessions):
-        s.state, s.wait = "queued", Wait(number=number)
+        s.state, s.wait = "queued", Wait(number=number, since=s.queued_at)
         state.add(s)
     return state
 

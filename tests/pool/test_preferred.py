@@ -7,6 +7,7 @@ from __future__ import annotations
 from jupyter_gpupool.pool import events as ev
 
 from .builders import device, got
+from .checks import check_pool
 
 
 def test_it_is_the_device_with_room(lab):
@@ -55,4 +56,4 @@ def test_asking_promises_nothing_and_changes_nothing(lab):
     for _ in range(3):
         lab.pool.preferred("a")
     assert (lab.pool.view(lab.now), lab.pool.records()) == (before, records)
-    lab.pool.check_invariants()
+    check_pool(lab.pool, lab.now)

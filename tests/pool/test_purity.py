@@ -49,7 +49,6 @@ ORDER = [
     "transitions",
     "requests",
     "updates",
-    "invariants",
     "machine",
 ]
 

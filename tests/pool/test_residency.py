@@ -18,6 +18,7 @@ from jupyter_gpupool.pool.model import Quota
 from jupyter_gpupool.pool.residence import STAY_MOST
 
 from .builders import Lab, all_of, device, got
+from .checks import check_pool
 
 
 class Quick(Lab):
@@ -404,7 +405,7 @@ def test_two_loops_that_contend_spend_no_more_than_the_share_on_moving(seed, sha
     assert used <= share * 1.1
     assert lab.moves > 15, "they do take turns"
     assert min(map(len, lab.waits.values())) > 15
-    lab.pool.check_invariants()
+    check_pool(lab.pool, lab.now)
     # A stay, the burst that was running at its end, and the move.
     longest = max(map(max, lab.waits.values()))
     assert longest <= 1.5 * swap * (1 / share + 1) + 2 * burst + pause + 1

@@ -100,27 +100,28 @@ def test_the_victim_is_one_whose_state_has_room_in_host_memory():
     got(ask(lab, "w2"), ev.Suspend, session="c")
 
 
-def test_growth_comes_after_the_queue_but_keeps_its_promise():
-    """Attached sessions with less than they are guaranteed come after the queue."""
+def test_growth_of_a_busy_lease_takes_its_turn_in_the_queue():
+    """Attached sessions that are guaranteed more than they have stand in the same order."""
     lab = Lab(device(0))
     lab.running("a", 8)
     lab.running("b", 8)
     lab.change("a", 12)
+    ask(lab, "later", 4, priority="interactive")
     ask(lab, "w", 8)
+    assert lab.pool.explain("w").ahead == ("later", "a")
     got(lab.drop("b"), ev.Suspend, session="b")
-    got(lab.suspended("b", ("G0", 8)), ev.Attach, session="w")
-    lab.done("w")
-    got(lab.end("w"), ev.Resize, session="a")
-    # Promised before the queue had anybody, it comes first.
-    lab = Lab(device(0))
-    lab.running("a", 8)
-    lab.running("b", 8)
-    lab.change("a", 12)
-    got(lab.drop("b"), ev.Suspend, session="b")
-    ask(lab, "w", 8)
     actions = lab.suspended("b", ("G0", 8))
+    got(actions, ev.Attach, session="later")
     got(actions, ev.Resize, session="a")
-    none(actions, ev.Attach)
+    none(actions, ev.Attach, session="w")
+    # An idle lease computes nothing: its growth goes last and reserves nothing.
+    lab = Lab(device(0))
+    lab.idle("a", 8)
+    lab.keep("a", 1000)
+    lab.running("b", 8)
+    lab.change("a", 12)
+    ask(lab, "w", 8)
+    got(lab.end("b"), ev.Attach, session="w")
 
 
 def test_who_has_waited_long_enough_goes_before_a_higher_class():

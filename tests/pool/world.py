@@ -16,6 +16,7 @@ from jupyter_gpupool.pool import machine
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Device, Hold, Owner, PoolSettings, Quota, Request, Slice
 
+from .checks import check_pool
 from .liveness import check_backfill, check_liveness
 from .naive import Naive
 
@@ -114,7 +115,7 @@ class World:
             self.kinds[name] = self.kinds.get(name, 0) + 1
             self.naive.action(a)
         self.naive.after()
-        self.pool.check_invariants()
+        check_pool(self.pool, self.now)
         if self.deep:
             check_liveness(self.pool, self.naive)
         if isinstance(event, ev.Tick):
