@@ -17,7 +17,7 @@ from ..units import format_bytes, format_seconds
 from .events import Action, QueueMoved, StateChanged
 from .facts import Facts, Session
 from .model import Reason, Slice
-from .needs import asking
+from .placement import asking
 from .preemption import leaves_at, stays_until, suspendable, yields_at
 from .schedule import Plan
 

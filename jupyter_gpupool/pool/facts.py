@@ -166,7 +166,7 @@ class Session:
     roomless: str = ""
     #: Its machine or control group is short of memory: it must not be suspended.
     pressed: bool = False
-    #: What :func:`~.needs.asking` made of the facts; :meth:`Facts.change` drops it.
+    #: What :func:`~.placement.asking` made of the facts; :meth:`Facts.change` drops it.
     asking: Any = None
     story: deque[tuple[float, State, State, str, int]] = field(
         default_factory=lambda: deque(maxlen=STORY_LENGTH)
@@ -432,7 +432,16 @@ class Facts:
         """Give ``s`` these slices, inside :meth:`change`; the owner is charged at most ``most``.
 
         By the request at this moment: a later one counts when the lease has changed with it.
+
+        Raises
+        ------
+        ValueError
+            If a device lacks the free memory for a slice that grows: the plan is wrong.
         """
+        had = {x.device: x.bytes for x in s.lease.slices}
+        for x in slices:
+            if x.bytes > had.get(x.device, 0) and self.devices[x.device].free < x.bytes:
+                raise ValueError(f"{x.bytes} bytes are not free on {x.device}")
         s.lease.slices = slices
         s.lease.granted = 0
         for x in slices:

@@ -57,7 +57,7 @@ class _Bound:
 
 
 def _bounds(
-    devices: int, owner: Owner, settings: PoolSettings, capacities: Sequence[int], suspends: bool
+    devices: int, quota: Quota, settings: PoolSettings, capacities: Sequence[int], suspends: bool
 ) -> list[_Bound]:
     """Return every rule about the size of a slice on each of ``devices``, in order of telling."""
     found = []
@@ -70,7 +70,6 @@ def _bounds(
     where = "the largest GPU" if devices == 1 else f"{devices} GPUs at once"
     rule = f"{where} can give at most {format_bytes(room)}"
     found.append(_Bound(Code.OVER_DEVICE, room, room, rule, "", True))
-    quota = settings.quota_of(owner.name)
     if quota.memory is not None:
         size = quota.memory
         rule = f"your quota for all your kernels together is {format_bytes(size)} of GPU memory"
@@ -159,12 +158,13 @@ def never(
             f"Ask for at most {len(capacities)}.",
             {**numbers, "most": len(capacities)},
         )
-    bounds = _bounds(request.devices, owner, settings, capacities, suspends)
+    quota = settings.quota_of(owner.name)
+    bounds = _bounds(request.devices, quota, settings, capacities, suspends)
     for name in ("memory", "limit"):
         for bound in bounds:
             if bound.limit and getattr(request, name) > bound.most:
                 return _above(request, name, bound)
-    refusal = _too_many(request, owner, settings)
+    refusal = _too_many(request, quota)
     if refusal is not None:
         return refusal
     for bound in bounds:
@@ -192,9 +192,8 @@ def _above(request: Request, name: str, bound: _Bound) -> Refusal:
     )
 
 
-def _too_many(request: Request, owner: Owner, settings: PoolSettings) -> Refusal | None:
+def _too_many(request: Request, quota: Quota) -> Refusal | None:
     """Return why the owner may not have that many devices, or any slice, or None."""
-    quota = settings.quota_of(owner.name)
     numbers = {"memory": request.memory, "devices": request.devices, "limit": request.limit}
     if quota.devices is not None and request.devices > quota.devices:
         return Refusal(
@@ -241,9 +240,10 @@ def most_memory(
     """
     if not 1 <= devices <= len(capacities):
         return None
-    if _too_many(Request(1, 1, devices), owner, settings) is not None:
+    quota = settings.quota_of(owner.name)
+    if _too_many(Request(1, 1, devices), quota) is not None:
         return None
-    most = min(b.most for b in _bounds(devices, owner, settings, capacities, suspends))
+    most = min(b.most for b in _bounds(devices, quota, settings, capacities, suspends))
     return most if most > 0 else None
 
 
@@ -291,7 +291,8 @@ def fit_unasked(
     sizes = sorted((size for size in capacities if size), reverse=True)
     if not 0 < request.devices <= len(sizes):
         return request
-    bounds = _bounds(request.devices, Owner(owner), settings, sizes, suspends=False)
+    quota = settings.quota_of(owner)
+    bounds = _bounds(request.devices, quota, settings, sizes, suspends=False)
     memory, limit = request.memory, request.limit
     if "memory" not in asked:
         memory = min([memory, *(b.most for b in bounds if b.code != Code.OVER_QUOTA)])

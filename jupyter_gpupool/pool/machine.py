@@ -28,7 +28,7 @@ from .model import (
     SessionRecord,
     SessionView,
 )
-from .needs import asking, headroom
+from .placement import asking, headroom
 from .schedule import Plan, forecast, next_recheck, plan
 from .transitions import Actions, grant, move, refuse_holds, resize
 from .updates import update

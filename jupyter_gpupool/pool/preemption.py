@@ -21,8 +21,19 @@ from typing import Any, Collection, Iterable, Sequence
 
 from .facts import Facts, Session
 from .model import Charge, Reason, Rule, Slice
-from .needs import Asking, impossible
-from .placement import NOTHING, Draft, Need, Reservation, Room, choose, in_order, in_turn, preferred
+from .placement import (
+    NOTHING,
+    Asking,
+    Draft,
+    Need,
+    Reservation,
+    Room,
+    choose,
+    impossible,
+    in_order,
+    in_turn,
+    preferred,
+)
 from .residence import STAY_MOST, Gap, protected_until
 
 #: With up to so many idle leases to choose from, every combination is tried when host memory is

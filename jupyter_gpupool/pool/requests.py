@@ -18,8 +18,7 @@ from . import events as ev
 from .explain import in_words, stays_reason
 from .facts import NEVER, Facts, Session, charge_of
 from .model import Refusal, Request, Slice
-from .needs import ever
-from .placement import Draft
+from .placement import Draft, ever
 from .preemption import leaves_at, suspendable
 from .schedule import Plan, outlook
 from .transitions import Actions, resize

@@ -68,8 +68,7 @@ from typing import Iterable
 
 from .facts import Facts, Session
 from .model import FOR_MEMORY, FOR_QUOTA, Charge, Reason, Slice
-from .needs import Asking, asking
-from .placement import Draft, Promise, Reservation
+from .placement import Asking, Draft, Promise, Reservation, asking
 from .preemption import (
     Offer,
     Trial,

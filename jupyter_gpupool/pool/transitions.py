@@ -314,16 +314,7 @@ def move(
 
 
 def grant(facts: Facts, s: Session, takes: tuple[Slice, ...], reason: str) -> Actions:
-    """Give a session its slices and ask the driver to make it true.
-
-    Raises
-    ------
-    ValueError
-        If a device has not that much free memory: the plan is wrong. Nothing is granted then.
-    """
-    for x in takes:
-        if facts.devices[x.device].free < x.bytes:
-            raise ValueError(f"{x.bytes} bytes are not free on {x.device}")
+    """Give a session its slices and ask the driver to make it true."""
     actions: Actions = []
     if s.state == "detached":
         actions += move(facts, s, "queued", reason, facts.now)
@@ -331,28 +322,13 @@ def grant(facts: Facts, s: Session, takes: tuple[Slice, ...], reason: str) -> Ac
 
 
 def resize(facts: Facts, s: Session, slices: tuple[Slice, ...]) -> Actions:
-    """Change the size of a lease in place.
-
-    Raises
-    ------
-    ValueError
-        If a device has not that much free memory: the plan is wrong.
-    """
-    old = s.lease.slices
-    if slices == old:
+    """Change the size of a lease in place."""
+    if slices == s.lease.slices:
         return []
-    grows = False
-    for x, before in zip(slices, old, strict=True):
-        if x.bytes > before.bytes:
-            grows = True
-            if facts.devices[x.device].free < x.bytes - before.bytes:
-                raise ValueError(f"{x.bytes - before.bytes} more bytes are not free on {x.device}")
+    grows = any(x.bytes > old.bytes for x, old in zip(slices, s.lease.slices, strict=True))
     with facts.change(s):
         # A lease that becomes smaller is not charged more, whatever the limit has become.
-        if grows:
-            facts.set_slices(s, slices)
-        else:
-            facts.set_slices(s, slices, s.lease.charge)
+        facts.set_slices(s, slices, math.inf if grows else s.lease.charge)
     return [Resize(session=s.id, epoch=s.epoch, slices=slices)]
 
 

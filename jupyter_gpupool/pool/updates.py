@@ -18,7 +18,7 @@ from . import requests
 from .facts import NEVER, Facts, Session, restored, weighted
 from .limits import never
 from .model import Hold, Refusal, Slice
-from .needs import ever
+from .placement import ever
 from .requests import SETTLE, grow_by, held_on, trimmed, unused_for_long
 from .schedule import Plan
 from .transitions import Actions, grant_holds, lose, move, refuse_holds, resize, wish

@@ -7,7 +7,8 @@ from __future__ import annotations
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.explain import Explanation
 from jupyter_gpupool.pool.machine import Pool
-from jupyter_gpupool.pool.model import HAS_LEASE, SessionRecord
+from jupyter_gpupool.pool.model import SessionRecord
+from jupyter_gpupool.states import HAS_LEASE
 
 
 def check_pool(pool: Pool, now: float, *, deep: bool = True) -> dict[str, Explanation]:

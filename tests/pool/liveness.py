@@ -1,30 +1,27 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""No session waits while a feasible plan exists that harms nobody: found by brute force.
+"""By brute force: no session waits without need, and nobody behind the head delays it.
 
-A plan for a waiting session is a set of idle leases that may be taken (possibly none) and a place
+A plan for a waiting session is a set of idle leases that it may preempt (possibly none) and a place
 for each of its slices. It is feasible if the places have the bytes once the suspends under way and
 those of the set are done, host memory has room for the set, and no quota is exceeded. It harms
 nobody if it takes nothing that is promised, nothing on the devices that the head of the queue has
-reserved except what it can spare, no host memory and no
-quota that the head is going to need.
+reserved except what it can spare, and no host memory or quota that the head is going to need.
 
-Everything here is the naive model's, or what ``Pool.explain`` and ``Pool.view`` tell anybody.
+Everything here is what ``Pool.explain``, ``Pool.view`` and ``Pool.record`` tell anybody, or the
+naive model's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, combinations, permutations
-from typing import Any, Iterable, Sequence
+from typing import Iterable, Sequence
 
+from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.explain import Explanation
-from jupyter_gpupool.pool.facts import DeviceLedger
 from jupyter_gpupool.pool.machine import Pool
-from jupyter_gpupool.pool.model import Device
-from jupyter_gpupool.pool.placement import Room
 from jupyter_gpupool.pool.requests import SETTLE
-from jupyter_gpupool.pool.schedule import Plan
 
 from .naive import Naive, NaiveSession
 
@@ -45,8 +42,7 @@ class Look:
     head: str = ""
 
     @classmethod
-    def at(cls, pool: Pool, naive: Naive) -> Look:
-        told = {name: pool.explain(name) for name in naive.sessions}
+    def at(cls, pool: Pool, naive: Naive, told: dict[str, Explanation]) -> Look:
         devices = pool.view(naive.now).devices
         free = {d.device.uuid: d.capacity - d.granted - d.foreign for d in devices}
         promised: dict[str, int] = {}
@@ -64,20 +60,25 @@ class Look:
         return sum(s.lease.get(uuid, 0) for s in sessions if s.state == "detaching")
 
     def leases(self, uuid: str) -> list[int]:
-        return [s.lease[uuid] for s in self.naive.sessions.values() if uuid in s.lease]
+        """The leases on a device that may end for the head: all but its own."""
+        sessions = self.naive.sessions
+        return [s.lease[uuid] for n, s in sessions.items() if uuid in s.lease and n != self.head]
 
 
-def check_liveness(pool: Pool, naive: Naive) -> None:
-    look = Look.at(pool, naive)
+# --------------------------------------------------------------------------- nobody waits in vain
+
+
+def check_liveness(look: Look) -> None:
+    """Check that no feasible plan for a waiting session harms nobody."""
+    naive = look.naive
     order = sorted((e.position, n) for n, e in look.told.items() if e.position is not None)
     if not order:
         return
-    idle = [n for n, s in naive.sessions.items() if _may_be_taken(look, n, s)]
+    idle = [n for n, s in naive.sessions.items() if _may_be_preempted(look, n, s)]
     if len(idle) > MOST_IDLE:
         return
     _check_growth(look)
     held: set[str] = set()
-    passed_head = False
     for _, name in order:
         e, s = look.told[name], naive.sessions[name]
         assert e.reason is not None
@@ -86,19 +87,18 @@ def check_liveness(pool: Pool, naive: Naive) -> None:
             busy = any(v.state == "detaching" for v in naive.sessions.values())
             assert busy, f"{name} waits for suspends, and none is under way"
             continue
-        if rule == "retry" or owner in held:
+        if rule == "retry" or owner in held or rule == "behind-own":
             continue
         if rule in ("quota", "quota-host"):
             held.add(owner)
-        behind = passed_head
-        passed_head = passed_head or name == look.head
+        behind = look.head in e.ahead
         for group in chain.from_iterable(combinations(idle, n) for n in range(len(idle) + 1)):
             places = _feasible(look, name, group, behind=behind)
             assert not places, f"{name} waits ({e.text}), but could go to {places} after {group}"
 
 
-def _may_be_taken(look: Look, name: str, s: NaiveSession) -> bool:
-    """Return whether an idle lease may be taken; for residence and retries by the pool's word."""
+def _may_be_preempted(look: Look, name: str, s: NaiveSession) -> bool:
+    """Return whether a lease may be preempted; for residence and retries by the pool's word."""
     naive, now = look.naive, look.naive.now
     if s.state != "idle" or now < s.idle_since + naive.settings.reclaim_after:
         return False
@@ -117,7 +117,7 @@ def _may_be_taken(look: Look, name: str, s: NaiveSession) -> bool:
 
 
 def _check_growth(look: Look) -> None:
-    """While somebody waits, nobody keeps grown bytes that a sample has shown to be unused."""
+    """While a session waits, no lease keeps grown bytes that a sample has shown to be unused."""
     reasons = [e.reason for e in look.told.values() if e.position is not None]
     if all(why is not None and why.rule == "retry" for why in reasons):
         return
@@ -143,7 +143,7 @@ def _feasible(
     reserved = look.reserved() if behind else {}
     if group and not _host(look, victims, reserved):
         return None
-    count = len(s.suspended) or len(s.bound) or s.request.devices
+    count = _count(s)
     if not _quota(look, name, group, count, behind=behind):
         return None
     needs: Sequence[tuple[int, int, str]] = [
@@ -154,7 +154,7 @@ def _feasible(
         for uuid, size in v.lease.items():
             freed[uuid] = freed.get(uuid, 0) + size
     for places in permutations(sorted(naive.devices), count):
-        if s.bound and not s.suspended and places != s.bound:
+        if not naive.may_go(s, places):
             continue
         pairs = zip(places, needs, strict=True)
         if all(_place(look, uuid, need, freed, reserved) for uuid, need in pairs):
@@ -166,14 +166,12 @@ def _host(look: Look, victims: list[NaiveSession], reserved: dict[str, int]) -> 
     naive = look.naive
     room = naive.host_room()
     if reserved:
-        count = len(look.told[look.head].reserved)
-        s = naive.sessions[look.head]
-        count = len(s.suspended) or len(s.bound) or s.request.devices
+        head = naive.sessions[look.head]
         short = sorted(
             max(0, size - look.free[u] + look.promised.get(u, 0) - look.leaving(u))
             for u, size in reserved.items()
         )
-        room -= sum(short[:count])
+        room -= sum(short[: len(reserved) if head.lease else _count(head)])
     if sum(map(_bound, victims)) > max(0, room):
         return False
     for owner in {v.owner.name for v in victims}:
@@ -195,11 +193,6 @@ def _place(
     naive, (least, size, origin) = look.naive, need
     if uuid in naive.drained:
         return False
-    device = naive.devices[uuid]
-    if origin and uuid != origin:
-        old = naive.devices[origin]
-        if old.model != device.model or not (old.can_migrate and device.can_migrate):
-            return False
     capacity = naive.capacity(uuid)
     want = max(least, size + naive.settings.resume_headroom) if size or origin else least
     if want > capacity:
@@ -207,31 +200,18 @@ def _place(
     promised = look.promised.get(uuid, 0)
     room = look.free[uuid] - promised
     if uuid in reserved:
-        return min(room, spare(device, room, promised, look.leases(uuid), reserved[uuid])) >= want
+        return min(room, spare(room, promised, look.leases(uuid), reserved[uuid])) >= want
     return room + look.leaving(uuid) + freed.get(uuid, 0) >= want
 
 
-def spare(device: Device, free: int, promised: int, leases: list[int], wanted: int) -> int:
-    """Return what :meth:`Room.spare` says, which has its own test by brute force."""
-    room = Room(DeviceLedger(device))
-    room.avail, room.promised = free, promised
-    room.leases = [(None, size) for size in leases]  # type: ignore[misc]
-    return room.spare(wanted)
-
-
-def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
-    """Return whether whoever waits for ``wanted`` starts no later if ``more`` is given away.
-
-    In every order in which the leases may end. If their ends are not enough, something else must
-    change first, and what that is nobody knows: then it is not.
-    """
-    sizes = list(leases)
-    if free + sum(sizes) < wanted:
-        return False
-    for group in chain.from_iterable(combinations(sizes, n) for n in range(len(sizes) + 1)):
-        if free + sum(group) >= wanted > free - more + sum(group):
-            return False
-    return True
+def spare(free: int, promised: int, leases: list[int], wanted: int) -> int:
+    """Return what the head can spare, by the rule that ``test_parts`` proves."""
+    missing = wanted - free
+    if promised or missing <= 0:
+        return 0 if promised else -missing
+    small = sum(size for size in leases if size < missing)
+    large = min((size for size in leases if size >= missing), default=0)
+    return large - missing if large and small < missing else 0
 
 
 def _quota(look: Look, name: str, group: tuple[str, ...], count: int, *, behind: bool) -> bool:
@@ -249,6 +229,8 @@ def _quota(look: Look, name: str, group: tuple[str, ...], count: int, *, behind:
         promised = look.told[other].promised
         if promised and o.lease:
             memory += sum(x.bytes for x in promised)
+        elif behind and other == look.head and o.lease:
+            memory += sum(x.bytes for x in look.told[other].reserved)
         elif promised or (behind and other == look.head):
             memory += _charge(o, len(promised) or _count(o))
             devices += len(promised) or _count(o)
@@ -269,43 +251,51 @@ def _charge(s: NaiveSession, count: int) -> int:
     return sum(min(size, s.request.limit) for size in sizes or [s.request.memory] * count)
 
 
-def check_backfill(state: Any, plan: Plan, before: Plan) -> None:
-    """Let a plan prove that nobody behind the head of the queue delays it.
+# --------------------------------------------------------------------------- nobody delays the head
 
-    Whoever is behind the head and gets (or is promised) bytes on a device that the head has
-    reserved must leave the head as well off in every order in which the leases there may end. To
-    keep a promise needs no proof: it was given before.
+
+def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
+    """Return whether the wait for ``wanted`` ends no later if ``more`` is given away.
+
+    In every order in which the leases may end. If their ends are not enough, something else must
+    change first, and what that is nobody knows: then it is not.
     """
-    held = plan.reservation
-    if held is None:
+    sizes = list(leases)
+    if free + sum(sizes) < wanted:
+        return False
+    for group in chain.from_iterable(combinations(sizes, n) for n in range(len(sizes) + 1)):
+        if free + sum(group) >= wanted > free - more + sum(group):
+            return False
+    return True
+
+
+def check_backfill(look: Look, before: dict[str, Explanation], actions: list[ev.Action]) -> None:
+    """Check that no session that was attached from behind the head delays it.
+
+    It must leave the head as well off in every order in which the leases on the reserved devices
+    may end. To keep a promise needs no proof: it was given before.
+    """
+    if not look.head or look.naive.sessions[look.head].state != "queued":
         return
-    turn = {s.id: at for at, s in enumerate(plan.order)}
-    given = [(s, takes) for s, takes, _ in plan.grants]
-    given += [(state.sessions[n], p.takes) for n, p in plan.promises.items()]
-    for s, slices in plan.grows:
-        more = ((x, o) for x, o in zip(slices, s.lease.slices, strict=True) if x.bytes > o.bytes)
-        given.append((s, tuple(type(x)(x.device, x.bytes - o.bytes) for x, o in more)))
-    given = [
-        (s, takes)
-        for s, takes in given
-        if turn.get(s.id, len(turn)) > turn[held.session]
-        and getattr(before.promises.get(s.id), "takes", None) != takes
-    ]
-    for uuid, wanted in held.wanted.items():
-        ledger = state.devices[uuid]
-        size = sum(x.bytes for _, takes in given for x in takes if x.device == uuid)
-        # What is granted or kept for others is gone before.
-        others = [takes for s, takes, _ in plan.grants if (s, takes) not in given]
-        others += [
-            p.takes for n, p in plan.promises.items() if (state.sessions[n], p.takes) not in given
-        ]
-        gone = sum(x.bytes for takes in others for x in takes if x.device == uuid)
-        free = ledger.free - gone
-        leases = [
-            x.bytes for s in state.leased.values() for x in s.lease.slices if x.device == uuid
-        ]
-        if size:
-            assert harmless(free, size, wanted, leases), (
-                f"{given} get {size} on {uuid}: {held.session} reserves {wanted} of {free} free, "
-                f"leases {leases}"
-            )
+    attached = {a.session: a.slices for a in actions if isinstance(a, ev.Attach)}
+    first = _rank(look, look.head)
+    given = {
+        name: slices
+        for name, slices in attached.items()
+        if _rank(look, name) > first and not (name in before and before[name].promised == slices)
+    }
+    for uuid, wanted in look.reserved().items():
+        size = sum(x.bytes for slices in given.values() for x in slices if x.device == uuid)
+        sessions = look.naive.sessions.items()
+        leases = [s.lease[uuid] for n, s in sessions if uuid in s.lease and n not in attached]
+        free = look.free[uuid] + size - look.promised.get(uuid, 0)
+        assert not size or harmless(free, size, wanted, leases), (
+            f"{sorted(given)} get {size} on {uuid}: {look.head} reserves {wanted} of {free} free, "
+            f"leases {leases}"
+        )
+
+
+def _rank(look: Look, name: str) -> float:
+    """Return the place of a session in the order, by its class and its age."""
+    settings, record = look.naive.settings, look.pool.record(name)
+    return record.queued_at / settings.ageing - settings.priority_classes[record.request.priority]

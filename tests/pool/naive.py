@@ -26,6 +26,12 @@ class NaiveSession:
     lease: dict[str, int] = field(default_factory=dict)
     suspended: dict[str, int] = field(default_factory=dict)
     bound: tuple[str, ...] = ()
+    #: The guard can move its processes to another device of the model at their first context.
+    lands: bool = False
+    #: The driver refused to move it.
+    immovable: bool = False
+    #: ``suspended`` names what a pause has set aside.
+    aside: bool = False
     effect: str = ""
     host: int = 0
     charge: int = 0
@@ -80,7 +86,7 @@ class Naive:
 
     def capacity(self, uuid: str) -> int:
         d = self.devices[uuid]
-        return max(0, d.memory_total - d.memory_reserved - self.settings.reserve)
+        return max(0, d.memory_total - d.memory_reserved - d.landing_bytes - self.settings.reserve)
 
     def granted(self, uuid: str) -> int:
         return sum(s.lease.get(uuid, 0) for s in self.sessions.values())
@@ -121,6 +127,27 @@ class Naive:
     def quota(self, owner: str) -> Quota:
         return self.settings.quotas.get(owner) or self.settings.quotas.get("*") or Quota()
 
+    def may_go(self, s: NaiveSession, places: tuple[str, ...]) -> bool:
+        """Return whether its state or its processes may be moved to these devices."""
+        if s.suspended:
+            return all(self._moves(s, old, new) for old, new in zip(s.suspended, places))  # noqa: B905
+        if not s.bound:
+            return True
+        for old, new in zip(s.bound, places):  # noqa: B905
+            one, other = self.devices[old], self.devices[new]
+            lands = s.lands and one.landing_bytes and not s.immovable
+            there = one.model == other.model and other.can_migrate
+            if not (there if lands else old == new):
+                return False
+        return len(s.bound) == len(places)
+
+    def _moves(self, s: NaiveSession, old: str, new: str) -> bool:
+        one, other = self.devices[old], self.devices[new]
+        if old == new:
+            return True
+        stays = s.immovable and old not in self.drained
+        return one.model == other.model and one.can_migrate and other.can_migrate and not stays
+
     def of(self, owner: str) -> list[NaiveSession]:
         return [s for s in self.sessions.values() if s.owner.name == owner]
 
@@ -160,7 +187,7 @@ class Naive:
             self.settings = event.settings
         elif isinstance(event, ev.SessionOpened):
             if name not in self.sessions:
-                self.sessions[name] = NaiveSession(event.owner, event.request)
+                self.sessions[name] = NaiveSession(event.owner, event.request, lands=event.lands)
                 self.opening[name] = event
         elif isinstance(event, ev.SessionEnded):
             if s is not None:
@@ -174,6 +201,20 @@ class Naive:
                 s.bound = event.bound
             if s.state in ("active", "idle"):
                 s.holds[event.hold] = False  # to be answered again
+        elif isinstance(event, ev.DevicesSettled):
+            if s.state in ("detached", "queued") and not s.suspended:
+                s.bound = event.bound
+        elif isinstance(event, ev.SetAside):
+            if s.state in ("detached", "queued"):
+                s.suspended = {x.device: x.bytes for x in event.suspended}
+                s.bound = tuple(s.suspended) or s.bound
+                s.aside = bool(s.suspended)
+        elif isinstance(event, ev.LandingRefused):
+            if s.state == "active" and s.epoch == event.epoch:
+                s.bound, s.lease = event.bound, {}
+                s.immovable = s.immovable or event.stay
+                s.holds = dict.fromkeys(s.holds, False)
+                s.forget()
         elif isinstance(event, ev.HoldDropped):
             if s.holds.pop(event.hold, None) is not None:
                 self._bind(s, event.cuda)
@@ -199,9 +240,10 @@ class Naive:
                         s.bound = tuple(s.lease)
                         s.resumed_at = self.now
                         s.resume_mean = _mean(s.resume_mean, event.seconds)
-                    s.suspended = {}
+                    s.suspended, s.aside = {}, False
                 elif not event.lost:
                     s.lease = {}
+                    s.immovable = s.immovable or event.stay
         elif s.effect == "suspend" and s.epoch == getattr(event, "epoch", None):
             s.effect = ""
             if not isinstance(event, ev.SuspendFailed):
@@ -309,15 +351,10 @@ class Naive:
                 enough = min(size + self.settings.resume_headroom, self.capacity(x.device), most)
                 least = min(size, self.capacity(origin))
                 assert x.bytes >= max(least, enough), f"{a}: {size} suspended"
-                if x.device != origin:
-                    old, new = self.devices[origin], self.devices[x.device]
-                    assert old.model == new.model, a
-                    assert old.can_migrate, a
-                    assert new.can_migrate, a
-        elif s.bound:
-            assert tuple(x.device for x in a.slices) == s.bound, f"{a}: bound to {s.bound}"
-        else:
+        elif not s.bound:
             assert len(a.slices) == s.request.devices
+        places = tuple(x.device for x in a.slices)
+        assert self.may_go(s, places), f"{a}: bound to {s.bound}, {s.suspended} suspended"
         s.lease = {x.device: x.bytes for x in a.slices}
         s.charge = self.due(s)
         own, limit = self.of(s.owner.name), self.quota(s.owner.name)

@@ -42,7 +42,6 @@ ORDER = [
     "facts",
     "limits",
     "placement",
-    "needs",
     "preemption",
     "schedule",
     "explain",

@@ -12,27 +12,15 @@ import dataclasses
 from typing import Any, Protocol, Sequence, TypeVar
 
 from jupyter_gpupool.pool import events as ev
-from jupyter_gpupool.pool import machine
+from jupyter_gpupool.pool.explain import Explanation
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Device, Hold, Owner, PoolSettings, Quota, Request, Slice
 
 from .checks import check_pool
-from .liveness import check_backfill, check_liveness
+from .liveness import Look, check_backfill, check_liveness
 from .naive import Naive
 
 T = TypeVar("T")
-
-_plan = machine.plan
-
-
-def _proven(state: Any, before: Any, relieve: Any = ()) -> Any:
-    """Plan, and let the plan prove that it does not delay the head of the queue."""
-    new = _plan(state, before, relieve)
-    check_backfill(state, new, before)
-    return new
-
-
-machine.plan = _proven  # type: ignore[assignment]
 
 
 class Chooser(Protocol):
@@ -85,6 +73,8 @@ class World:
         self.count = 0
         self.events = 0
         self.kinds: dict[str, int] = {}
+        #: What the plan told of each session after the last event.
+        self.plans: dict[str, Explanation] = {}
         for index in range(devices):
             self.send(
                 ev.DeviceAppeared(
@@ -98,6 +88,7 @@ class World:
                         memory_reserved=c.choice([0, 0, 1]),
                         can_suspend=c.choice([True] * 5 + [False]),
                         can_migrate=c.choice([True] * 3 + [False]),
+                        landing_bytes=c.choice([0, 0, 1]),
                     ),
                 )
             )
@@ -115,9 +106,12 @@ class World:
             self.kinds[name] = self.kinds.get(name, 0) + 1
             self.naive.action(a)
         self.naive.after()
-        check_pool(self.pool, self.now)
+        before, self.plans = self.plans, check_pool(self.pool, self.now, deep=self.deep)
         if self.deep:
-            check_liveness(self.pool, self.naive)
+            look = Look.at(self.pool, self.naive, self.plans)
+            check_liveness(look)
+            if not isinstance(event, (ev.HostPressure, ev.Recovered)):
+                check_backfill(look, before, actions)
         if isinstance(event, ev.Tick):
             at = self.pool.next_wakeup()
             assert at is None or at > self.now, "the pool asks for one Tick after another"
@@ -169,6 +163,7 @@ class World:
                 owner=self.c.choice(OWNERS),
                 request=self.request(),
                 attach=self.c.choice(["cell", "lazy"]),
+                lands=self.c.choice([False, True]),
                 rid=self.c.choice(["", "r"]),
             )
         )
@@ -219,7 +214,9 @@ class World:
             if how <= 17:
                 self.send(ev.AttachDone(**common, seconds=self.c.choice([0.0, 1.5])))
             else:
-                self.send(ev.AttachFailed(**common, message="not free", lost=how == 20))
+                stay = how == 19 and self.c.choice([False, True])
+                lost = how == 20
+                self.send(ev.AttachFailed(**common, message="not free", lost=lost, stay=stay))
         elif how <= 14:
             state: tuple[Slice, ...] = ()
             if self.c.choice([True, True, False]):
@@ -237,12 +234,58 @@ class World:
         else:
             self.send(ev.SuspendFailed(**common, message="hung"))
 
+    def settle(self) -> None:
+        """Processes of a session without a lease call cuInit."""
+        names = [n for n in self._sessions("detached", "queued") if not self._suspended(n)]
+        if names:
+            name = self.c.choice(names)
+            bound = self._some_devices(name)
+            self.send(ev.DevicesSettled(now=self.now, session=name, bound=bound))
+
+    def land(self) -> None:
+        """The guard could not move a process to the slice of its session."""
+        active = [n for n in self._sessions("active") if self.naive.sessions[n].lands]
+        if active:
+            name = self.c.choice(active)
+            s = self.naive.sessions[name]
+            self.send(
+                ev.LandingRefused(
+                    now=self.now,
+                    session=name,
+                    epoch=s.epoch,
+                    bound=self._some_devices(name),
+                    message="its calls go on",
+                    stay=self.c.choice([False, True]),
+                )
+            )
+
+    def aside(self) -> None:
+        """A pause suspends processes that have only called cuInit, or lets them run again."""
+        names = self._sessions("detached", "queued")
+        fresh = [n for n in names if self.naive.sessions[n].bound and not self._suspended(n)]
+        back = [n for n in names if self.naive.sessions[n].aside]
+        if back and self.c.choice([True, False]):
+            self.send(ev.SetAside(now=self.now, session=self.c.choice(back), suspended=()))
+        elif fresh:
+            name = self.c.choice(fresh)
+            bound = self.naive.sessions[name].bound
+            state = tuple(Slice(uuid, self.c.choice([0, 0, 1])) for uuid in bound)
+            self.send(ev.SetAside(now=self.now, session=name, suspended=state))
+
+    def _suspended(self, name: str) -> bool:
+        return bool(self.naive.sessions[name].suspended)
+
+    def _some_devices(self, name: str) -> tuple[str, ...]:
+        count = self.naive.sessions[name].request.devices
+        devices = sorted(self.naive.devices)
+        return tuple(devices[-count:] if self.c.choice([True, False]) else devices[:count])
+
     def stale(self) -> None:
         """A completion that nobody waits for."""
         name = self.c.choice([*self._sessions(), "nobody"])
         epoch = self.c.randint(0, 3)
         s = self.naive.sessions.get(name)
-        if s is not None and s.effect and s.epoch == epoch:
+        if s is not None and (s.effect or s.state == "active") and s.epoch == epoch:
             return
         common: dict[str, Any] = {"now": self.now, "session": name, "epoch": epoch}
         self.send(
@@ -253,6 +296,7 @@ class World:
                     ev.SuspendDone(**common, suspended=(Slice("GPU-0", 4),)),
                     ev.SuspendRefused(**common, kind="busy", message="x"),
                     ev.SuspendFailed(**common, message="x"),
+                    ev.LandingRefused(**common, bound=("GPU-0",), message="x"),
                 ]
             )
         )
@@ -399,6 +443,7 @@ class World:
             if not attached:
                 s.lease = {}
             s.holds = {h.id: True for h in r.holds}
+            s.immovable = False  # a restarted broker asks the driver once more
             s.charge = self.naive.due(s)
             s.refused = True
             found.append(r)
@@ -414,6 +459,9 @@ _WEIGHTS = {
     "drop": 16,
     "replace": 1,
     "complete": 26,
+    "settle": 2,
+    "land": 1,
+    "aside": 1,
     "stale": 1,
     "end": 2,
     "change": 3,
