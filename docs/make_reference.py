@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from jupyter_gpupool import protocol  # noqa: E402
-from jupyter_gpupool.cli import app  # noqa: E402
+from jupyter_gpupool.cli import commands  # noqa: E402
 from jupyter_gpupool.cli.configtext import markdown_reference  # noqa: E402
 from jupyter_gpupool.config import fixed_options  # noqa: E402
 from jupyter_gpupool.errors import Code  # noqa: E402
@@ -89,7 +89,7 @@ def config_page() -> str:
 
 def cli_page() -> str:
     """From the parsers, not from their help: argparse words that differently in each Python."""
-    parts = [_command(*item) for item in app.subcommands().items() if item[0] != "broker"]
+    parts = [_command(*item) for item in commands.subcommands().items() if item[0] != "broker"]
     return NOTE + CLI + "\n".join([*parts, BROKER])
 
 

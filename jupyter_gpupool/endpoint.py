@@ -16,7 +16,7 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-from . import machine
+from . import local_machine
 from .errors import BrokerUnavailable, Code
 
 #: Names the socket for everything below a process that sets it (the provisioner does).
@@ -39,13 +39,13 @@ def user_runtime_dir() -> Path:
     on, and which cron and tmux may not name. A folder of the user's own choice is taken.
     """
     chosen = _chosen_runtime_dir()
-    return chosen / "gpupool" if chosen else machine.local_folder()
+    return chosen / "gpupool" if chosen else local_machine.local_folder()
 
 
 def _chosen_runtime_dir() -> Path | None:
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     path = Path(base)
-    if not base or machine.removed_at_logout(path) or not path.is_dir():
+    if not base or local_machine.removed_at_logout(path) or not path.is_dir():
         return None
     return path
 
@@ -65,7 +65,7 @@ def find_socket(configured: str = "") -> Path:
     own = user_runtime_dir() / "broker.sock"
     if own.exists() or _chosen_runtime_dir():
         return own
-    for folder in (machine.state_dir(), machine.local_folder()):
+    for folder in (local_machine.state_dir(), local_machine.local_folder()):
         found = listening_at(folder / f"{journal_name(own)}.lock")
         if found is not None:
             return found
@@ -79,7 +79,7 @@ def journal_name(socket: Path) -> str:
     them a second broker is started at, it finds the journal taken. A socket of another name is
     another pool.
     """
-    name = f"journal-{machine.machine_id()}"
+    name = f"journal-{local_machine.machine_id()}"
     if socket.name == "broker.sock" and socket.parent.name in (
         "gpupool",
         f"gpupool-{os.geteuid()}",

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
-from . import machine
+from . import local_machine
 from .endpoint import is_machine_path, journal_name, listening_at
 from .errors import Code, GPUPoolError
 
@@ -209,9 +209,9 @@ def write_record(
     record = StartRecord(
         tuple(command),
         worth_keeping(environ),
-        machine.boot_id(),
+        local_machine.boot_id(),
         os.getpid(),
-        machine.pid_namespace(),
+        local_machine.pid_namespace(),
         journal,
         socket=str(socket),
         files=_files(socket, command),
@@ -274,7 +274,7 @@ def read_record_file(path: Path) -> StartRecord | None:
         raise _bad(path, "is not a record of a broker's start") from None
     if not record.command or not record.command[0].startswith("/"):
         raise _bad(path, "names no program")
-    return record if record.boot == machine.boot_id() else None
+    return record if record.boot == local_machine.boot_id() else None
 
 
 def can_revive(socket: Path) -> bool:
@@ -461,7 +461,10 @@ def kernel_environment(socket: Path) -> dict[str, str]:
 def _places(socket: Path, copy: str) -> list[Path]:
     """Return where a copy may be: where the caller says, or beside a journal in a usual folder."""
     name = f"{journal_name(socket)}.sqlite"
-    usual = [copy_path(folder / name) for folder in (machine.state_dir(), machine.local_folder())]
+    usual = [
+        copy_path(folder / name)
+        for folder in (local_machine.state_dir(), local_machine.local_folder())
+    ]
     return [*([Path(copy)] if copy else []), *usual]
 
 

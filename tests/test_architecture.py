@@ -19,19 +19,19 @@ LEAVES = ("errors", "states", "text", "units")
 #: part -> the parts it may import besides itself, the leaves and the standard library.
 ALLOWED: dict[str, str] = {
     "__init__": "",
-    "machine": "",
+    "local_machine": "",
     "procfs": "",
-    "endpoint": "machine",
+    "endpoint": "local_machine",
     "compiling": "",
     "protocol": "",
     "client": "endpoint protocol",
     "pool": "",
     "guard": "compiling",
-    "config": "emulation endpoint guard machine pool.model",
-    "devices": "guard machine pool.model pool.attribution procfs",
-    "startrecord": "endpoint machine",
+    "config": "emulation endpoint guard local_machine pool.model",
+    "devices": "guard local_machine pool.model pool.attribution procfs",
+    "startrecord": "endpoint local_machine",
     "starting": "__init__ client endpoint guard startrecord",
-    "broker": "__init__ config devices emulation endpoint guard machine pool procfs "
+    "broker": "__init__ config devices emulation endpoint guard local_machine pool procfs "
     "protocol starting startrecord",
     "kernel": "__init__ client endpoint guard.page protocol startrecord",
     "launcher": "client config endpoint guard starting startrecord",

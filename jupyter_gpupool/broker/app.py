@@ -31,7 +31,7 @@ from ..devices import Devices, OpenDevices, Options, vendor
 from ..endpoint import find_socket
 from ..errors import GPUPoolError
 from ..guard.install import without_guard
-from ..machine import boot_id, machine_id
+from ..local_machine import boot_id, machine_id
 from ..pool import events as e
 from ..pool.machine import Pool
 from ..pool.model import Device

@@ -15,7 +15,7 @@ from typing import Callable, Hashable, Mapping
 from .. import procfs
 from ..config import BrokerSettings
 from ..errors import Code, DriverError
-from ..machine import removed_at_logout
+from ..local_machine import removed_at_logout
 from .transport.listener import is_machine_wide
 
 

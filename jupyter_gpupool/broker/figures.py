@@ -7,8 +7,8 @@ journal, counted as they are written since the metrics were switched on. What no
 nobody has read for a while, is absent and never 0.
 
 Every user of the machine may read this, so it names devices and priority classes, and no person,
-kernel or session. No name is one of the server extension's (``server/metrics.py``), whose figures
-are about the kernels of one server: nobody can add the two up by mistake.
+kernel or session. No name is one of the server extension's (``server/server_metrics.py``), which
+count the kernels of one server: nobody can add the two up by mistake.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool``: see the pool, act on it, check it.
 
-- ``app``: the commands, their options, exit codes; the only place that prints errors.
+- ``commands``: the commands, their options, exit codes; the only place that prints errors.
 - ``status``, ``picture``: the snapshot as a picture; ``picture`` is pure text in, text out.
-- ``kernels``: wrapping kernelspecs. ``doctor``, ``checks``: what works here and what does not.
+- ``pooled_kernels``: wrapping kernelspecs. ``install_devices``: NVIDIA's packages.
+- ``doctor``, ``checks``: what works here and what does not. ``maintenance``: pause, drain, resume.
 - ``configtext``: a commented configuration file from the options.
 
 Exit codes: 0 done, 1 a problem or a refusal, 2 wrong usage.
@@ -17,6 +18,6 @@ from typing import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``jupyter gpupool`` with ``argv`` (default: the command line); return the exit code."""
-    from .app import run
+    from .commands import run
 
     return run(argv)

@@ -5,11 +5,11 @@
 - ``options``: the traits, the only place for names, units, defaults and examples.
 - ``reading``: how their values are read: sizes, durations, quotas, devices, paths.
 - ``settings``: the frozen :class:`BrokerSettings` that they become.
-- ``files``: finding, reading and checking Jupyter's configuration files.
+- ``loading``: finding, reading and checking Jupyter's configuration files.
 - ``differences``: what to tell a server whose configuration is not the broker's.
 """
 
-from .files import check_config, load_settings
+from .loading import check_config, load_settings
 from .options import GPUPool, fixed_options, needs_restart
 from .settings import EMULATE_VARIABLE, BrokerSettings, usable_attach
 

@@ -17,7 +17,7 @@ from traitlets.config import Config
 
 from ..errors import ConfigError
 from ..units import format_bytes
-from .files import load_settings
+from .loading import load_settings
 from .options import GPUPool
 from .reading import Seconds, Size
 from .settings import BrokerSettings

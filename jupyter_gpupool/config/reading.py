@@ -14,7 +14,7 @@ from typing import Any, Mapping, Sequence
 
 from traitlets import TraitError, TraitType
 
-from .. import machine
+from .. import local_machine
 from ..endpoint import check_path
 from ..errors import BrokerUnavailable
 from ..pool.model import Quota
@@ -271,7 +271,7 @@ def read_program(value: str) -> str:
 
 def read_folder(value: str) -> Path:
     """Return the folder of the journal; "" is the usual one."""
-    return read_path(value) if value else machine.state_dir()
+    return read_path(value) if value else local_machine.state_dir()
 
 
 def read_socket(value: str) -> str:

@@ -3,12 +3,12 @@
 """The Jupyter Server extension: what the pool looks like from one server, for its user interface.
 
 - ``views``: pure; what of a snapshot may be shown here, and what changed between two.
-- ``link``: the one connection to the broker.
+- ``broker_link``: the one connection to the broker.
 - ``watch``: keeps the newest view while somebody needs it; events, metrics, idle warnings.
-- ``history``, ``usage``: pure; what the snapshots showed in the last minutes, and in all.
-- ``metrics``: what ``/metrics`` shows.
+- ``kernel_history``: pure; what the snapshots showed in the last minutes, and in all.
+- ``server_metrics``: what ``/metrics`` shows.
 - ``handlers``, ``stream``: REST and the websocket under ``/gpupool/api`` (``openapi.yaml``).
-- ``page``: what JupyterLab's pages are told before they ask.
+- ``page_config``: what JupyterLab's pages are told before they ask.
 - ``extension``: puts them into the server.
 
 Importing this package imports nothing else.

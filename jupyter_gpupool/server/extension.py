@@ -17,8 +17,8 @@ from traitlets import Float
 from .. import starting, startrecord
 from ..config.differences import not_logged, notice
 from ..endpoint import find_socket
-from . import handlers, page, stream
-from .link import Link
+from . import handlers, page_config, stream
+from .broker_link import Link
 from .views import View
 from .watch import Watch
 
@@ -89,14 +89,14 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         except KeyError:
             user = f"uid-{os.getuid()}"  # as the broker calls a user without an account
         config = self.serverapp.config.get("GPUPool", {})
-        self._show(page.first(config, os.environ, self._find()))
+        self._show(page_config.first(config, os.environ, self._find()))
         link = Link(self._find, self._row, self._lost, self.log)
         self._watch = Watch(
             link,
             self.serverapp.kernel_manager.list_kernel_ids,
             user,
             self._emit,
-            lambda view: self._show(page.told(view)),
+            lambda view: self._show(page_config.told(view)),
             interval=self.refresh_interval,
             idle_warning=self.idle_warning,
             slow_resume=self.slow_resume,
@@ -157,7 +157,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
             self._watch.lost(error)
 
     def _show(self, found: View) -> None:
-        page.show(self.serverapp.web_app.settings, found)
+        page_config.show(self.serverapp.web_app.settings, found)
 
     def _emit(self, kind: str, data: View) -> None:
         self.serverapp.event_logger.emit(schema_id=SCHEMA_ID.format(kind), data=data)

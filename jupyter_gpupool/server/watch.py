@@ -17,10 +17,9 @@ from typing import Any, Awaitable, Callable, Collection, Mapping, Protocol
 
 from ..errors import GPUPoolError
 from ..protocol import Message
-from . import metrics, views
-from .history import History
-from .link import Link
-from .usage import Usage
+from . import server_metrics, views
+from .broker_link import Link
+from .kernel_history import History, Usage
 from .views import View
 
 #: Seconds between two snapshots however much happens: 50 sessions make one of 40 KiB.
@@ -292,7 +291,7 @@ class Watch:
         self._rows.clear()
         self._history.pause()
         self._warned.clear()
-        metrics.show([])
+        server_metrics.show([])
 
     def _take(self, view: View) -> None:
         last = self._last
@@ -300,8 +299,8 @@ class Watch:
             return  # two were asked for at once, and this is the older
         self._last, came_back = view, self._away is not None
         self._away = None
-        metrics.UP.set(1)
-        metrics.show(s for s in view["sessions"] if s["here"])
+        server_metrics.UP.set(1)
+        server_metrics.show(s for s in view["sessions"] if s["here"])
         self._offset = view["now"] - time.monotonic()
         self._observe(last, view)
         self._history.take(view)
@@ -335,7 +334,7 @@ class Watch:
         self._usage.take(view, rows)
         for row in rows:
             if row.get("session") in here:
-                metrics.observe(row)
+                server_metrics.observe(row)
             seconds = row.get("seconds")
             if row.get("kind") == "resume":
                 seconds = row.get("detail", {}).get("driver_seconds")
@@ -375,7 +374,7 @@ class Watch:
         self._emit(kind, dict(data))
 
     def _set_away(self, error: GPUPoolError) -> None:
-        metrics.UP.set(0)
+        server_metrics.UP.set(0)
         self._history.pause()
         before, self._away = self._away, error
         if before is None or before.code != error.code:

@@ -8,14 +8,14 @@ import os
 import sys
 from pathlib import Path
 
-from jupyter_gpupool import machine
+from jupyter_gpupool import local_machine
 from jupyter_gpupool.broker.app import main
 
 folder = Path(os.environ["TEST_FOLDER"])
 (folder / "local").mkdir(exist_ok=True)
-machine.LOCAL_BASES = (folder / "local",)
-there = machine._file_system
-machine._file_system = lambda path: (
+local_machine.LOCAL_BASES = (folder / "local",)
+there = local_machine._file_system
+local_machine._file_system = lambda path: (
     0x6969 if folder / "state" in (path, *path.parents) else there(path)
 )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool import endpoint, machine
+from jupyter_gpupool import endpoint, local_machine
 from jupyter_gpupool.broker.store import journal as module
 from jupyter_gpupool.broker.store import journal_file
 from jupyter_gpupool.broker.store.journal import Journal, JournalUnusable, Row
@@ -46,10 +46,10 @@ def change(path, sql, *values):
 
 def test_journal_names_the_machine_outside_and_inside(broker):
     path = journal_of(broker)
-    assert machine.machine_id() in path.name
+    assert local_machine.machine_id() in path.name
     db = sqlite3.connect(path)
     assert db.execute("SELECT value FROM meta WHERE name = 'machine'").fetchone() == (
-        machine.machine_id(),
+        local_machine.machine_id(),
     )
     db.close()
 
@@ -143,10 +143,10 @@ def test_journal_of_an_older_version_is_taken_over_if_it_is_this_machines(
     journal = Journal(old, LOG)
     journal.append(Row(time=1.0, kind="open", session="s", owner="ada"))
     journal.put("s", {"a": 1})
-    journal.remember("boot", machine.boot_id() if boot == "this" else "another")
+    journal.remember("boot", local_machine.boot_id() if boot == "this" else "another")
     journal.close()
     before = old.read_bytes()
-    monkeypatch.setattr(machine, "network_file_system", lambda _: "NFS" if network else "")
+    monkeypatch.setattr(local_machine, "network_file_system", lambda _: "NFS" if network else "")
     new = folder / "new.sqlite"
     take_over(new, folder, SOCKET, LOG)
     if network and boot == "another":
@@ -192,7 +192,7 @@ def older(folder, socket=SOCKET):
     old = folder / f"journal-{zlib.crc32(os.fsencode(socket)):08x}.sqlite"
     journal = Journal(old, LOG)
     journal.put("s", {"a": 1})
-    journal.remember("boot", machine.boot_id())
+    journal.remember("boot", local_machine.boot_id())
     journal.close()
     return old
 
@@ -228,7 +228,7 @@ def test_older_journal_that_another_machine_has_open_is_left_alone(folder, monke
     old = older(folder)
     if boot == "another":
         change(old, "UPDATE meta SET value = 'another' WHERE name = 'boot'")
-    monkeypatch.setattr(machine, "network_file_system", lambda _: "NFS")
+    monkeypatch.setattr(local_machine, "network_file_system", lambda _: "NFS")
     # What the kernel says of a lock that no process of this machine has.
     monkeypatch.setattr(journal_file, "_holder", lambda _: 0)
     if boot == "this":  # a container of this machine
@@ -348,8 +348,8 @@ def test_second_broker_waits_while_the_first_puts_its_socket_back(clean):  # noq
 
 
 def test_without_a_runtime_folder_the_living_broker_is_found(clean, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(machine, "state_dir", lambda: clean / "state")
-    monkeypatch.setattr(machine, "LOCAL_BASES", (clean,))
+    monkeypatch.setattr(local_machine, "state_dir", lambda: clean / "state")
+    monkeypatch.setattr(local_machine, "LOCAL_BASES", (clean,))
     first = ensure_broker(settings(clean))
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert endpoint.find_socket() == first
@@ -358,10 +358,10 @@ def test_without_a_runtime_folder_the_living_broker_is_found(clean, monkeypatch)
 
 
 def test_folder_of_a_login_is_not_used_for_sockets(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "LOGIN_FOLDERS", tmp_path)
+    monkeypatch.setattr(local_machine, "LOGIN_FOLDERS", tmp_path)
     (tmp_path / "1000").mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "1000"))
-    assert endpoint.user_runtime_dir() == machine.local_folder()
+    assert endpoint.user_runtime_dir() == local_machine.local_folder()
 
 
 # ---------------------------------------------------------------------- its size

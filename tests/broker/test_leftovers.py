@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool import machine
+from jupyter_gpupool import local_machine
 from jupyter_gpupool.broker.pages.control import SHARED_MEMORY, folder_name
 from jupyter_gpupool.broker.store import files as kept
 from jupyter_gpupool.broker.store.files import sweep
@@ -61,7 +61,7 @@ def living(kernel):
 
 def test_leftovers_of_a_dead_broker_go_once_its_last_kernel_has_ended(dead, folder, monkeypatch):
     broker, kernel = dead
-    monkeypatch.setattr(machine, "LOCAL_BASES", (folder,))
+    monkeypatch.setattr(local_machine, "LOCAL_BASES", (folder,))
     left = files(broker)
     assert len(left) >= 4
     age(*left)
@@ -76,7 +76,7 @@ def test_leftovers_of_a_dead_broker_go_once_its_last_kernel_has_ended(dead, fold
 
 def test_what_is_young_is_left_alone(dead, folder, monkeypatch):
     broker, kernel = dead
-    monkeypatch.setattr(machine, "LOCAL_BASES", (folder,))
+    monkeypatch.setattr(local_machine, "LOCAL_BASES", (folder,))
     kernel.kill()
     left = files(broker)
     sweep(Path("/tmp/other.sock"), LOG)
@@ -86,7 +86,7 @@ def test_what_is_young_is_left_alone(dead, folder, monkeypatch):
 def test_living_broker_and_another_users_keep_everything(folder, monkeypatch):
     home = folder / f"gpupool-{os.geteuid()}"
     home.mkdir(mode=0o700)
-    monkeypatch.setattr(machine, "LOCAL_BASES", (folder,))
+    monkeypatch.setattr(local_machine, "LOCAL_BASES", (folder,))
     broker = GuardedBroker(home).started
     left = files(broker)
     age(*left)
@@ -132,10 +132,10 @@ def test_socket_of_a_containers_broker_is_left_to_it_until_the_machine_starts_ag
 ):
     """On a shared /var/tmp: kernels in the container may have their broker started again."""
     broker, kernel = dead
-    monkeypatch.setattr(machine, "LOCAL_BASES", (folder,))
+    monkeypatch.setattr(local_machine, "LOCAL_BASES", (folder,))
     kernel.kill()
     lock = Path(f"{broker.socket}.lock")
-    assert lock.read_text().split()[1] == machine.pid_namespace()
+    assert lock.read_text().split()[1] == local_machine.pid_namespace()
     lock.write_text("1234567890\npid:[1]\n")
     mark = SHARED_MEMORY / folder_name(broker.socket) / "socket"
     mark.write_text(f"{broker.socket}\npid:[1]")
@@ -152,7 +152,7 @@ def test_socket_of_a_containers_broker_is_left_to_it_until_the_machine_starts_ag
 
 def test_socket_that_names_no_namespace_is_kept_for_a_day(dead, folder, monkeypatch):
     broker, kernel = dead
-    monkeypatch.setattr(machine, "LOCAL_BASES", (folder,))
+    monkeypatch.setattr(local_machine, "LOCAL_BASES", (folder,))
     kernel.kill()
     Path(f"{broker.socket}.lock").write_text("1234567890")
     beside = kept._files_of(broker.socket)

@@ -24,7 +24,7 @@ from jupyter_gpupool.devices.model import DeviceSample
 from jupyter_gpupool.pool import events as e
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Device, Owner, PoolSettings, Request
-from jupyter_gpupool.server import metrics as servers
+from jupyter_gpupool.server import server_metrics as servers
 
 GiB = 1 << 30
 DOCS = Path(__file__).parents[2] / "docs"

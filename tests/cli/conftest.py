@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from snapshots import pool
 
-from jupyter_gpupool.config import files
+from jupyter_gpupool.config import loading
 from jupyter_gpupool.protocol import decode, encode
 
 
@@ -80,7 +80,7 @@ class Broker:
 @pytest.fixture(autouse=True)
 def no_configuration(tmp_path, monkeypatch):
     """Nothing of this machine: no configuration files, no broker of anybody's."""
-    monkeypatch.setattr(files, "jupyter_config_path", lambda: [str(tmp_path / "config")])
+    monkeypatch.setattr(loading, "jupyter_config_path", lambda: [str(tmp_path / "config")])
     monkeypatch.delenv("GPUPOOL_EMULATE", raising=False)
     monkeypatch.setenv("GPUPOOL_SOCKET", str(tmp_path / "s"))
     monkeypatch.setenv("COLUMNS", "100")

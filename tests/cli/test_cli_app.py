@@ -13,7 +13,7 @@ from traitlets.config.loader import PyFileConfigLoader
 
 from jupyter_gpupool import __version__
 from jupyter_gpupool.cli import main
-from jupyter_gpupool.cli.app import COMMANDS, subcommands
+from jupyter_gpupool.cli.commands import COMMANDS, subcommands
 from jupyter_gpupool.cli.configtext import commented_config, options
 from jupyter_gpupool.config import GPUPool, check_config, load_settings
 from jupyter_gpupool.errors import DriverError

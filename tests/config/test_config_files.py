@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from traitlets.config import Config
 
-from jupyter_gpupool.config import check_config, files, load_settings
+from jupyter_gpupool.config import check_config, load_settings, loading
 from jupyter_gpupool.errors import ConfigError
 
 GiB = 1 << 30
@@ -22,7 +22,7 @@ def folders(tmp_path, monkeypatch):
     user, system = tmp_path / "user", tmp_path / "system"
     user.mkdir()
     system.mkdir()
-    monkeypatch.setattr(files, "jupyter_config_path", lambda: [str(user), str(system)])
+    monkeypatch.setattr(loading, "jupyter_config_path", lambda: [str(user), str(system)])
     monkeypatch.delenv("GPUPOOL_EMULATE", raising=False)
     return user, system
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jupyter_gpupool.cli.app import COMMANDS
+from jupyter_gpupool.cli.commands import COMMANDS
 from jupyter_gpupool.config import GPUPool
 from jupyter_gpupool.config.reading import QUOTA_KEYS
 from jupyter_gpupool.kernel.command import SUBCOMMANDS

@@ -7,7 +7,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from jupyter_gpupool.server import metrics, openapi
+from jupyter_gpupool.server import openapi
+from jupyter_gpupool.server import server_metrics as metrics
 from jupyter_gpupool.server.extension import SCHEMA_ID, SCHEMAS, GPUPoolExtension
 
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text()

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpupool.server import history, usage
-from jupyter_gpupool.server.history import KEPT, History
-from jupyter_gpupool.server.usage import Usage
+from jupyter_gpupool.server import kernel_history
+from jupyter_gpupool.server.kernel_history import KEPT, History, Usage
 
 
 def kernel(name="k", session="s", **fields):
@@ -205,7 +204,7 @@ def test_a_broker_that_was_killed_takes_nothing_away():
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(usage, "MOST", 10)
+    monkeypatch.setattr(kernel_history, "MOST", 10)
     found = Usage(50.0)
     for n in range(100):
         found.take(view(100.0 + n, kernel(session=f"s{n}", opened_at=99.0 + n)), ())
@@ -250,4 +249,6 @@ def test_whatever_a_broker_says_both_only_grow_and_a_slice_is_never_longer(since
 
 
 def test_the_page_says_how_long_is_kept():
-    assert (history.KEPT, history.LEAST) == (300.0, 1.0), "the documents say five minutes"
+    assert (kernel_history.KEPT, kernel_history.LEAST) == (300.0, 1.0), (
+        "the documents say five minutes"
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
-from jupyter_gpupool.server import metrics
+from jupyter_gpupool.server import server_metrics as metrics
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "jupyter-gpupool.json"
 

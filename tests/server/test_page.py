@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpupool import emulation
-from jupyter_gpupool.server import page
+from jupyter_gpupool.server import page_config as page
 
 SOME = {"found": True, "reason": ""}
 NOBODY = Path("/nowhere/broker.sock")

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Iterator, Mapping
 from unittest import mock
 
-from jupyter_gpupool.cli import app, checks
+from jupyter_gpupool.cli import checks
+from jupyter_gpupool.cli import commands as cli
 from jupyter_gpupool.cli.doctor import _lines, _summary
 from jupyter_gpupool.cli.maintenance import progress
 from jupyter_gpupool.cli.picture import Style, draw
-from jupyter_gpupool.config import BrokerSettings, files, load_settings
+from jupyter_gpupool.config import BrokerSettings, load_settings, loading
 from jupyter_gpupool.config.differences import notice
 from jupyter_gpupool.errors import ConfigError
 from jupyter_gpupool.units import parse_bytes, parse_seconds
@@ -32,9 +33,10 @@ GiB, MiB = 1 << 30, 1 << 20
 def commands(sheet: Sheet) -> None:
     """Write the commands, and what they say of a wrong one."""
     sheet.put(
-        "jupyter gpupool --help begins and ends with", app._DESCRIPTION + "\n" + app._EXIT_CODES
+        "jupyter gpupool --help begins and ends with",
+        cli._description() + "\n" + cli._EXIT_CODES,
     )
-    for name, parser in app.subcommands().items():
+    for name, parser in cli.subcommands().items():
         lines = [str(parser.description)]
         for action in parser._actions:
             if action.help and not isinstance(action, argparse._HelpAction):
@@ -48,7 +50,7 @@ def commands(sheet: Sheet) -> None:
 def _printed(arguments: list[str]) -> str:
     shown = io.StringIO()
     with contextlib.redirect_stderr(shown), contextlib.redirect_stdout(shown):
-        app.run(arguments)
+        cli.run(arguments)
     return shown.getvalue()
 
 
@@ -134,7 +136,7 @@ def _only(folder: str) -> Iterator[None]:
     """Read configuration in ``folder`` alone."""
     plain = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL")}
     with (
-        mock.patch.object(files, "jupyter_config_path", return_value=[folder]),
+        mock.patch.object(loading, "jupyter_config_path", return_value=[folder]),
         mock.patch.dict(os.environ, plain, clear=True),
     ):
         yield

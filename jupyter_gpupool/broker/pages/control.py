@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Callable, Mapping, Sequence
 
-from ... import machine
+from ... import local_machine
 from ...guard.install import session_environment
 from ...guard.page import (
     CLOSED,
@@ -105,7 +105,7 @@ class Pages:
         mark = self.folder / SOCKET_FILE
         if self._socket is not None and not mark.exists():
             with suppress(OSError):  # a full disk does not matter here
-                mark.write_text(f"{self._socket}\n{machine.pid_namespace()}")
+                mark.write_text(f"{self._socket}\n{local_machine.pid_namespace()}")
 
     def _make_folder_of(self, path: Path) -> None:
         """Make the folder of a page, which may be that of an earlier broker."""

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Awaitable, Callable
 
-from ... import machine
+from ... import local_machine
 from ...endpoint import user_runtime_dir
 from ...errors import GPUPoolError
 from ...procfs import identify
@@ -227,7 +227,7 @@ def _dead_pages(own: Path, used: set[Path], shared: Path) -> list[Path]:
         socket = None
         with suppress(OSError, ValueError):
             name, namespace = (folder / SOCKET_FILE).read_text().split("\n")
-            if namespace != machine.pid_namespace():
+            if namespace != local_machine.pid_namespace():
                 continue  # of a container: whether its processes live is not to be seen here
             socket = Path(name)
         if not _is_old(folder, YOUNG if socket else UNKNOWN_YOUNG):
@@ -239,7 +239,7 @@ def _dead_pages(own: Path, used: set[Path], shared: Path) -> list[Path]:
 
 def _dead_sockets(own: Path, used: set[Path], shared: Path) -> list[Path]:
     found = []
-    for folder in {machine.local_folder(), user_runtime_dir(), own.parent}:
+    for folder in {local_machine.local_folder(), user_runtime_dir(), own.parent}:
         if not _is_ours(folder):
             continue
         for lock in _ours(folder, "*.sock.lock"):
@@ -263,7 +263,7 @@ def _young(lock: Path) -> float | None:
     _, namespace = _holder(lock)
     if not namespace:
         return UNKNOWN_YOUNG
-    if namespace != machine.pid_namespace() and not _is_old(lock, _uptime() + YOUNG):
+    if namespace != local_machine.pid_namespace() and not _is_old(lock, _uptime() + YOUNG):
         return None
     return YOUNG
 

@@ -110,7 +110,7 @@ class Journal:
     Parameters
     ----------
     machine:
-        Whose journal it is (:func:`jupyter_gpupool.machine.machine_id`): another machine's is
+        Whose journal it is (:func:`jupyter_gpupool.local_machine.machine_id`): another machine's is
         refused, because its sessions are none here.
     max_bytes:
         What it may take on the disk; the oldest rows go first.

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterable, Mapping
 
-from ... import machine
+from ... import local_machine
 from ...endpoint import MACHINE_SOCKET, journal_name
 from ...errors import BrokerUnavailable, Code, GPUPoolError
 from ...procfs import ProcessId
@@ -56,10 +56,10 @@ def place(state_dir: Path, socket: Path) -> Place:
         If ``state_dir`` is on a network and there is no folder on this machine.
     """
     name = f"{journal_name(socket)}.sqlite"
-    kind = machine.network_file_system(state_dir)
+    kind = local_machine.network_file_system(state_dir)
     if not kind:
         return Place(state_dir / name)
-    folder = machine.make_private(machine.local_folder())
+    folder = local_machine.make_private(local_machine.local_folder())
     return Place(
         folder / name,
         f"{state_dir} is on a network file system ({kind}), where a journal is not safe: it is in "
@@ -122,7 +122,11 @@ class JournalLock:
                     if not left:
                         raise self._held(descriptor) from None
                     time.sleep(PAUSE)
-            text = {"pid": os.getpid(), "socket": str(self._socket), "boot": machine.boot_id()}
+            text = {
+                "pid": os.getpid(),
+                "socket": str(self._socket),
+                "boot": local_machine.boot_id(),
+            }
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(text).encode(), 0)
         except BaseException:
@@ -161,12 +165,16 @@ def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) ->
     """
     if path.exists():
         return
-    local = not machine.network_file_system(state_dir)
+    local = not local_machine.network_file_system(state_dir)
     for old, listened in _older_names(state_dir, socket):
         try:
             if os.lstat(old).st_uid != os.geteuid():
                 continue
-            if not local and _holder(old) == 0 and _boot(old, "immutable=1") != machine.boot_id():
+            if (
+                not local
+                and _holder(old) == 0
+                and _boot(old, "immutable=1") != local_machine.boot_id()
+            ):
                 continue  # a broker on another machine has it open
             _check_ended(old, listened, socket)
             if not _copy(old, path, any_boot=local):
@@ -193,7 +201,7 @@ def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
     """
     temporary = path.with_name(f"{path.name}.new")
     try:
-        if not any_boot and _boot(old, "mode=ro") != machine.boot_id():
+        if not any_boot and _boot(old, "mode=ro") != local_machine.boot_id():
             return False
         with closing(sqlite3.connect(f"{old.absolute().as_uri()}?mode=ro", uri=True)) as source:
             temporary.unlink(missing_ok=True)
@@ -286,7 +294,7 @@ def _older_names(state_dir: Path, socket: Path) -> Iterable[tuple[Path, Path]]:
     sockets = [
         socket,
         Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}") / "gpupool" / "broker.sock",
-        machine.LOGIN_FOLDERS / str(uid) / "gpupool" / "broker.sock",
+        local_machine.LOGIN_FOLDERS / str(uid) / "gpupool" / "broker.sock",
         Path(f"/tmp/gpupool-{uid}/broker.sock"),
     ]
     if socket == MACHINE_SOCKET:
@@ -326,7 +334,11 @@ def check_home(journal: Journal, socket: Path) -> None:
         If there are such kernels; their socket is in the details. Nothing has been changed.
     """
     home = journal.meta("socket")
-    if not home or journal.meta("boot") != machine.boot_id() or _same_place(Path(home), socket):
+    if (
+        not home
+        or journal.meta("boot") != local_machine.boot_id()
+        or _same_place(Path(home), socket)
+    ):
         return
     pids = living(journal.records())
     if pids:
@@ -392,7 +404,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
             return {}
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
             row = db.execute("SELECT value FROM meta WHERE name = 'boot'").fetchone()
-            if row is None or row[0] != machine.boot_id():
+            if row is None or row[0] != local_machine.boot_id():
                 return {}
             rows = db.execute("SELECT id, record FROM sessions").fetchall()
         return {name: json.loads(text) for name, text in rows}

@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Callable
 
-from ... import machine
+from ... import local_machine
 from ...endpoint import check_path, is_machine_path
 from ...errors import BrokerUnavailable, Code, RefusedError
 from ...protocol import encode, error_message
@@ -170,7 +170,7 @@ class Claim:
             # Its holder ended and removed it between our two calls: there may be a new one.
             os.close(lock)
         os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n{machine.pid_namespace()}\n".encode(), 0)
+        os.pwrite(lock, f"{os.getpid()}\n{local_machine.pid_namespace()}\n".encode(), 0)
         return lock
 
     def _give_up_lock(self) -> None:

@@ -19,7 +19,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Sequence
 
-from ...machine import FIRST_NAMESPACE, boot_id, pid_namespace
+from ...local_machine import FIRST_NAMESPACE, boot_id, pid_namespace
 from ..model import DeviceSample, ProcessMemory
 
 #: Samples in a row in which a listed number must have no process before that is evidence: a

@@ -11,28 +11,28 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool import machine
-from jupyter_gpupool.machine import FolderError
+from jupyter_gpupool import local_machine
+from jupyter_gpupool.local_machine import FolderError
 
 
 @pytest.fixture
 def fresh():
-    machine.machine_id.cache_clear()
+    local_machine.machine_id.cache_clear()
     yield
-    machine.machine_id.cache_clear()
+    local_machine.machine_id.cache_clear()
 
 
 def test_machine_id_is_stable_and_hides_the_real_number():
     command = [
         sys.executable,
         "-c",
-        "from jupyter_gpupool import machine as m; print(m.machine_id())",
+        "from jupyter_gpupool import local_machine as m; print(m.machine_id())",
     ]
     other = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    assert other == machine.machine_id()
+    assert other == local_machine.machine_id()
     assert re.fullmatch(r"[0-9a-f]{12}", other)
-    if machine.MACHINE_ID.exists():
-        assert other not in machine.MACHINE_ID.read_text()
+    if local_machine.MACHINE_ID.exists():
+        assert other not in local_machine.MACHINE_ID.read_text()
 
 
 @pytest.mark.parametrize("text", [None, "", "uninitialized\n", "x" * 32])
@@ -40,21 +40,21 @@ def test_machine_without_an_id_is_known_by_its_name_and_card(fresh, monkeypatch,
     path = tmp_path / "machine-id"
     if text is not None:
         path.write_text(text)
-    monkeypatch.setattr(machine, "MACHINE_ID", path)
-    first = machine.machine_id()
-    machine.machine_id.cache_clear()
-    assert machine.machine_id() == first
+    monkeypatch.setattr(local_machine, "MACHINE_ID", path)
+    first = local_machine.machine_id()
+    local_machine.machine_id.cache_clear()
+    assert local_machine.machine_id() == first
     monkeypatch.setattr("socket.gethostname", lambda: "another")
     if not Path("/var/lib/dbus/machine-id").exists():
-        machine.machine_id.cache_clear()
-        assert machine.machine_id() != first
+        local_machine.machine_id.cache_clear()
+        assert local_machine.machine_id() != first
 
 
 def test_container_is_told_from_its_host_by_its_name(fresh, monkeypatch):
-    host = machine.machine_id()
-    machine.machine_id.cache_clear()
-    monkeypatch.setattr(machine, "FIRST_NAMESPACE", "another")
-    assert machine.machine_id() != host
+    host = local_machine.machine_id()
+    local_machine.machine_id.cache_clear()
+    monkeypatch.setattr(local_machine, "FIRST_NAMESPACE", "another")
+    assert local_machine.machine_id() != host
 
 
 @pytest.mark.parametrize(
@@ -64,42 +64,46 @@ def test_container_is_told_from_its_host_by_its_name(fresh, monkeypatch):
      (0x01021994, ""), (0x9123683E, ""), (0x794C7630, "")],
 )  # fmt: skip
 def test_network_file_systems_are_known_by_number(monkeypatch, number, name):
-    monkeypatch.setattr(machine, "_file_system", lambda _: number)
-    assert machine.network_file_system(Path("/anywhere")) == name
+    monkeypatch.setattr(local_machine, "_file_system", lambda _: number)
+    assert local_machine.network_file_system(Path("/anywhere")) == name
 
 
 def test_file_system_is_that_of_the_nearest_folder_that_exists(tmp_path):
-    assert machine._file_system(tmp_path / "not" / "yet") == machine._file_system(tmp_path)
-    assert machine._file_system(Path("/proc/self/none")) == 0x9FA0  # proc
-    assert machine.network_file_system(tmp_path) == ""
+    assert local_machine._file_system(tmp_path / "not" / "yet") == local_machine._file_system(
+        tmp_path
+    )
+    assert local_machine._file_system(Path("/proc/self/none")) == 0x9FA0  # proc
+    assert local_machine.network_file_system(tmp_path) == ""
 
 
 def test_local_folder_skips_network_mounts_and_taken_names(monkeypatch, tmp_path):
     bases = [tmp_path / name for name in ("network", "taken", "good")]
     for base in bases:
         base.mkdir()
-    monkeypatch.setattr(machine, "LOCAL_BASES", tuple(bases))
+    monkeypatch.setattr(local_machine, "LOCAL_BASES", tuple(bases))
     monkeypatch.setattr(
-        machine, "_file_system", lambda path: 0x6969 if bases[0] in (path, *path.parents) else 0
+        local_machine,
+        "_file_system",
+        lambda path: 0x6969 if bases[0] in (path, *path.parents) else 0,
     )
     name = f"gpupool-{os.geteuid()}"
-    assert machine.local_folder() == bases[1] / name
+    assert local_machine.local_folder() == bases[1] / name
     monkeypatch.setattr(
-        machine, "_taken_by", lambda path: 4321 if path.parent == bases[1] else None
+        local_machine, "_taken_by", lambda path: 4321 if path.parent == bases[1] else None
     )
-    assert machine.local_folder() == bases[2] / name
+    assert local_machine.local_folder() == bases[2] / name
 
 
 def test_private_folder_is_closed_to_others(tmp_path):
     folder = tmp_path / "a" / "b"
-    assert machine.make_private(folder) == folder
+    assert local_machine.make_private(folder) == folder
     folder.chmod(0o777)
-    machine.make_private(folder)
+    local_machine.make_private(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(FolderError):
-        machine.make_private(tmp_path / "link")
+        local_machine.make_private(tmp_path / "link")
     if os.geteuid() == 0:
         os.chown(folder, 65534, 65534)
         with pytest.raises(FolderError, match="belongs to user id 65534"):
-            machine.make_private(folder)
+            local_machine.make_private(folder)

@@ -1,0 +1,358 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The commands of ``jupyter gpupool``, one function each, and the one place that prints errors.
+
+A command is a function under :func:`command`, which says what it does and takes; the work is in
+another module, imported only when the command runs: ``status`` must not wait for jupyter_client.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Callable, NoReturn, Sequence
+
+from .. import __version__
+from ..errors import GPUPoolError
+from ..text import did_you_mean
+
+PROG = "jupyter gpupool"
+
+_SUMMARY = "GPU slices for Jupyter kernels: attached while needed, given back with nothing lost."
+
+_EXIT_CODES = "Exit codes: 0 done, 1 a problem or a refusal (nothing was changed), 2 wrong usage."
+
+Options = argparse.Namespace
+#: Adds arguments to the parser of a command.
+Argument = Callable[[argparse._ActionsContainer], object]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: what it does, what it takes, and what runs it and returns the exit code."""
+
+    name: str
+    group: str
+    does: str
+    arguments: tuple[Argument, ...]
+    run: Callable[[Options], int]
+
+
+#: By name, in the order of the help.
+COMMANDS: dict[str, Command] = {}
+
+
+def command(group: str, does: str, *arguments: Argument, name: str = "") -> Callable[..., Any]:
+    """Return a decorator that makes a function the command of its name, or of ``name``."""
+
+    def register(run: Callable[[Options], int]) -> Callable[[Options], int]:
+        known = name or run.__name__[1:].replace("_", "-")
+        COMMANDS[known] = Command(known, group, does, arguments, run)
+        return run
+
+    return register
+
+
+def argument(*names: str, **settings: Any) -> Argument:
+    """Return an argument, described as ``ArgumentParser.add_argument`` takes it."""
+    return lambda parser: parser.add_argument(*names, **settings)
+
+
+def either(*arguments: Argument) -> Argument:
+    """Return arguments of which at most one may be given."""
+
+    def add(parser: argparse._ActionsContainer) -> None:
+        group = parser.add_mutually_exclusive_group()
+        for one in arguments:
+            one(group)
+
+    return add
+
+
+def _interval(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return value
+
+
+SOCKET = argument(
+    "--socket", default="", metavar="PATH",
+    help="the broker's socket (default: as configured, else found by itself)",
+)  # fmt: skip
+DEVICE = argument(
+    "--device", default="", metavar="GPU",
+    help="number, UUID, or the beginning of a UUID; default: the whole pool",
+)  # fmt: skip
+ONE_DEVICE = argument(
+    "--device", default="", metavar="GPU", required=True,
+    help="number, UUID, or the beginning of a UUID",
+)  # fmt: skip
+REASON = argument("--reason", default="", metavar="TEXT", help="shown to waiting users")
+JSON = argument("--json", action="store_true", help="print JSON")
+
+# ---------------------------------------------------------------------- the commands
+
+
+@command(
+    "See the pool", "draw the pool: GPUs, kernels, the queue",
+    SOCKET,
+    argument("--watch", "-w", action="store_true", help="draw again until Ctrl-C"),
+    argument("--json", action="store_true", help="print JSON, all sizes in bytes"),
+    argument(
+        "--interval", type=_interval, default=1.0, metavar="SECONDS",
+        help="between two pictures of --watch (default: 1)",
+    ),
+)  # fmt: skip
+def _status(options: Options) -> int:
+    from .status import show_status
+
+    return show_status(
+        options.socket, as_json=options.json, watch=options.watch, interval=options.interval
+    )
+
+
+@command(
+    "Act on it", "give a kernel's slice back, now or when its cell ends",
+    SOCKET,
+    argument("session", metavar="SESSION", help="session or kernel id, or the beginning of one"),
+)  # fmt: skip
+def _release(options: Options) -> int:
+    from .status import release
+
+    return release(options.socket, options.session)
+
+
+@command("Kernels that use it", "list the kernels that use the pool", name="list")
+def _show_kernels(_: Options) -> int:
+    from .pooled_kernels import show_list
+
+    return show_list()
+
+
+@command(
+    "Kernels that use it", "make a pooled twin of an installed kernel, of any language",
+    argument("name", metavar="NAME", help="as `jupyter kernelspec list` shows it"),
+    either(
+        argument("--user", action="store_true", help="for your user, in the home folder"),
+        argument("--sys-prefix", action="store_true", help="in this Python environment"),
+        argument("--prefix", metavar="FOLDER", help="under FOLDER/share/jupyter/kernels"),
+    ),
+    argument("--name", dest="new_name", metavar="NEW", help="default: gpupool-NAME"),
+    argument("--display-name", metavar="TEXT", help="default: with ' (Pooled GPU)' added"),
+)  # fmt: skip
+def _wrap(options: Options) -> int:
+    from .pooled_kernels import wrap
+
+    return wrap(
+        options.name,
+        user=options.user,
+        prefix=sys.prefix if options.sys_prefix else options.prefix,
+        new_name=options.new_name,
+        display_name=options.display_name,
+    )
+
+
+@command(
+    "Kernels that use it", "remove a pooled twin; the kernel it was made from stays",
+    argument("name", metavar="NAME", help="as `jupyter gpupool list` shows it"),
+)  # fmt: skip
+def _unwrap(options: Options) -> int:
+    from .pooled_kernels import unwrap
+
+    return unwrap(options.name)
+
+
+@command(
+    "Take GPUs out and back", "suspend every kernel and close the driver's device files",
+    SOCKET, DEVICE, REASON,
+)  # fmt: skip
+def _pause(options: Options) -> int:
+    from .maintenance import pause
+
+    return pause(options.socket, options.device, options.reason)
+
+
+@command(
+    "Take GPUs out and back", "empty one GPU; its kernels go on elsewhere",
+    SOCKET, ONE_DEVICE, REASON,
+)  # fmt: skip
+def _drain(options: Options) -> int:
+    from .maintenance import drain
+
+    return drain(options.socket, options.device, options.reason)
+
+
+@command(
+    "Take GPUs out and back", "test GPUs and return them to service after pause or drain",
+    SOCKET, DEVICE,
+)  # fmt: skip
+def _resume(options: Options) -> int:
+    from .maintenance import resume
+
+    return resume(options.socket, options.device)
+
+
+@command(
+    "Set it up and check it", "check everything and say what to do",
+    SOCKET, JSON,
+    argument(
+        "--retest", action="store_true", help="first have the broker test failed GPUs again"
+    ),
+    argument(
+        "--config", action="append", default=[], type=Path, metavar="FILE",
+        help="also read this configuration file",
+    ),
+)  # fmt: skip
+def _doctor(options: Options) -> int:
+    from .doctor import examine
+
+    return examine(
+        options.socket,
+        config_files=options.config,
+        as_json=options.json,
+        retest=options.retest,
+    )
+
+
+@command(
+    "Set it up and check it", "make the environment of the broker's device processes",
+    either(
+        argument(
+            "--folder", type=Path, metavar="FOLDER",
+            help="make it there (default: in this Python environment, or else in your home folder)",
+        ),
+        argument(
+            "--download", type=Path, metavar="FOLDER",
+            help="only fetch the wheels into FOLDER, for a machine without network",
+        ),
+    ),
+    argument(
+        "--wheels", type=Path, metavar="FOLDER",
+        help="take the packages from FOLDER, not from an index",
+    ),
+)  # fmt: skip
+def _install_devices(options: Options) -> int:
+    from .install_devices import download_devices, install_devices
+
+    if options.download:
+        return download_devices(options.download)
+    return install_devices(folder=options.folder, wheels=options.wheels)
+
+
+@command("Set it up and check it", "print a commented configuration file")
+def _generate_config(_: Options) -> int:
+    from .configtext import commented_config
+
+    print(commented_config())
+    return 0
+
+
+@command(
+    "Set it up and check it", "run the broker here, in the foreground",
+    argument("arguments", nargs=argparse.REMAINDER, help="see `broker --help`"),
+)  # fmt: skip
+def _broker(options: Options) -> int:
+    from ..broker.app import main
+
+    return main(list(options.arguments))
+
+
+@command(
+    "Try it", "three notebooks, too few GPUs, nothing lost",
+    argument("--emulate", default="", metavar="MACHINE", help="such as 2x16GiB"),
+    argument("--svg", default="", metavar="FILE", help="also write the timeline there"),
+    argument("--lab", action="store_true", help="open JupyterLab instead"),
+)  # fmt: skip
+def _demo(options: Options) -> int:
+    from ..demo import run_demo, run_lab
+
+    if options.lab:
+        return run_lab(emulate=options.emulate) or 0
+    return run_demo(emulate=options.emulate, svg=options.svg)
+
+
+# ---------------------------------------------------------------------- parsing and running
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with errors that fit on a line and name the nearest right word."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.match(r"argument .*: invalid choice: '([^']*)'", message)
+        if wrong:
+            hint = did_you_mean(wrong[1], COMMANDS)
+            message = f"there is no command {wrong[1]!r}. {hint}".strip()
+        if not message.endswith((".", "?")):
+            message += "."
+        self.exit(2, f"{self.prog}: {message} See `{self.prog} --help`.\n")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """The longest command name and its help on one line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+
+def _description() -> str:
+    """Return what the program is for, and its commands by what people want to do."""
+    lines = [_SUMMARY, ""]
+    for group, members in groupby(COMMANDS.values(), lambda one: one.group):
+        lines.append(f"{group:<25}{', '.join(one.name for one in members)}")
+    return "\n".join(lines) + "\n"
+
+
+def _build() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser, and that of each command."""
+    parser = _Parser(
+        prog=PROG, description=_description(), epilog=_EXIT_CODES, formatter_class=_Formatter
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    choices = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parsers: dict[str, argparse.ArgumentParser] = {}
+    for one in COMMANDS.values():
+        sentence = f"{one.does[0].upper()}{one.does[1:]}."
+        parsers[one.name] = choices.add_parser(
+            one.name, help=one.does, description=sentence, epilog=_EXIT_CODES,
+            formatter_class=_Formatter,
+        )  # fmt: skip
+        for add in one.arguments:
+            add(parsers[one.name])
+    return parser, parsers
+
+
+def subcommands() -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command; the documentation is written from them."""
+    return _build()[1]
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; errors are one sentence on stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["broker"]:  # it has options of its own, --help among them
+            options = Options(command="broker", arguments=arguments[1:])
+        else:
+            options = _build()[0].parse_args(arguments)
+        return COMMANDS[options.command].run(options)
+    except GPUPoolError as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130  # as shells say it: ended by SIGINT
+    except BrokenPipeError:
+        # The reader (``| head``) has enough; Python must not complain about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as error:  # argparse: --help, --version, wrong usage
+        return error.code if isinstance(error.code, int) else 2
