@@ -127,7 +127,6 @@ class Code(str, Enum):
     # Lines of the broker's log.
     OVERUSE = "overuse", 409, "A kernel holds more device memory than its slice."
     STALE_COMPLETION = "stale-completion", 409, "The driver finished an operation that was over."
-    STALE_LANDING = "stale-landing", 409, "A process asked for a move that was over."
     INVALID_TRANSITION = "invalid-transition", 502, "A fault: a session changed state wrongly."
 
     # Where no other code fits.
