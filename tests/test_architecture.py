@@ -23,6 +23,7 @@ ALLOWED: dict[str, str] = {
     "procfs": "",
     "endpoint": "local_machine",
     "compiling": "",
+    "durations": "",
     "protocol": "",
     "client": "endpoint protocol",
     "pool": "",
@@ -31,7 +32,8 @@ ALLOWED: dict[str, str] = {
     "devices": "guard local_machine pool.model pool.attribution procfs",
     "startrecord": "endpoint local_machine",
     "starting": "__init__ client endpoint guard startrecord",
-    "broker": "__init__ config devices emulation endpoint guard local_machine pool procfs "
+    "broker": "__init__ config devices durations emulation endpoint guard local_machine pool "
+    "procfs "
     "protocol starting startrecord",
     "kernel": "__init__ client endpoint guard.page protocol startrecord",
     "launcher": "client config endpoint guard starting startrecord",
@@ -39,7 +41,7 @@ ALLOWED: dict[str, str] = {
     "provisioner": "__init__ client config endpoint guard kernelspecs "
     "launcher protocol starting startrecord",
     # emulation: whether a machine is emulated, and has a driver, is known without a broker.
-    "server": "__init__ client config emulation endpoint protocol starting startrecord",
+    "server": "__init__ client config durations emulation endpoint protocol starting startrecord",
     "kernelspecs": "launcher",
     "emulation": "",
     "demo": "__init__ client emulation endpoint starting timeline",
@@ -50,6 +52,7 @@ ALLOWED: dict[str, str] = {
 
 #: The only third-party packages a part may name; a part that is not here may name none.
 THIRD_PARTY = {
+    "durations": {"prometheus_client"},
     "config": {"traitlets", "jupyter_core"},
     "devices": {"pynvml", "cuda"},
     "broker": {"prometheus_client", "tornado", "traitlets", "jupyter_core"},

@@ -34,6 +34,7 @@ from prometheus_client.registry import Collector
 
 from .. import __version__
 from ..devices import DeviceSample
+from ..durations import Durations
 from ..pool.model import DeviceView, PoolView
 from ..states import LIVING
 from . import hostmemory
@@ -43,8 +44,6 @@ from .store.journal import Row
 
 PREFIX = "jupyter_gpupool_"
 
-WAITS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
-MOVES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 #: Why a slice left; all but the first two are for somebody who waits.
@@ -75,15 +74,7 @@ class Figures:
         self._beat: asyncio.TimerHandle | None = None
         #: Why each session that is leaving its devices does so.
         self._causes: dict[str, str] = {}
-        self.wait = self._histogram(
-            "device_wait", "From asking for a slice to having it, state restored", WAITS
-        )
-        self.suspend = self._histogram(
-            "device_suspend", "Time to move a kernel's state from a device to host memory", MOVES
-        )
-        self.resume = self._histogram(
-            "device_resume", "Time to bring a kernel's state back to a device", MOVES
-        )
+        self.durations = Durations(f"{PREFIX}device_", self.registry)
         self.suspends = self._counter(
             "device_suspends", "Kernels moved from a device to host memory", "device", "cause"
         )
@@ -111,15 +102,10 @@ class Figures:
         # Nothing has happened yet, which is a figure too: without it rates miss the first event.
         for view in runner.pool.view(runner.now()).devices:
             uuid = view.device.uuid
-            for family in (self.wait, self.suspend, self.resume, self.resumes, self.migrations):
+            for family in (*self.durations.all, self.resumes, self.migrations):
                 family.labels(uuid)
             for cause in CAUSES:
                 self.suspends.labels(uuid, cause)
-
-    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(
-            f"{PREFIX}{name}_seconds", what, ["device"], buckets=buckets, registry=self.registry
-        )
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"{PREFIX}{name}", what, labels, registry=self.registry)
@@ -129,18 +115,14 @@ class Figures:
     def observe(self, row: Row) -> None:
         """Take a row of the journal into the counters."""
         self.attached.observe(row)
-        device, seconds = row.device or "", row.seconds or 0.0
+        device = row.device or ""
+        self.durations.observe(row.kind, device, row.seconds, row.detail)
         match row.kind:
-            case "attach":
-                self.wait.labels(device).observe(seconds)
             case "resume":
-                self.wait.labels(device).observe(seconds)
-                self.resume.labels(device).observe(row.detail.get("driver_seconds", 0.0))
                 self.resumes.labels(device).inc()
             case "migrate":
                 self.migrations.labels(device).inc()
             case "suspend":
-                self.suspend.labels(device).observe(seconds)
                 self.suspends.labels(device, self._causes.get(row.session, "unknown")).inc()
             case "state" if row.detail.get("new") == "detaching":
                 cause = row.reason if row.reason in CAUSES else "waiting"

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, Iterable, Mapping
 
-from prometheus_client import Gauge, Histogram
+from prometheus_client import Gauge
 
-_WAITS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
-_MOVES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+from ..durations import Durations
 
 UP = Gauge("jupyter_gpupool_broker_up", "1 if the GPU pool broker answered when last asked")
 SESSIONS = Gauge("jupyter_gpupool_sessions", "Pooled GPU kernels of this server", ["state"])
@@ -33,26 +32,9 @@ SUSPENDED = Gauge(
     "Device state of this server's kernels that is kept in host memory",
     ["state"],
 )
-WAIT = Histogram(
-    "jupyter_gpupool_wait_seconds",
-    "From asking for a slice to having it, state restored",
-    ["device"],
-    buckets=_WAITS,
-)
-SUSPEND = Histogram(
-    "jupyter_gpupool_suspend_seconds",
-    "Time to move a kernel's state from a device to host memory",
-    ["device"],
-    buckets=_MOVES,
-)
-RESUME = Histogram(
-    "jupyter_gpupool_resume_seconds",
-    "Time to bring a kernel's state from host memory back to a device",
-    ["device"],
-    buckets=_MOVES,
-)
+DURATIONS = Durations("jupyter_gpupool_")
 
-ALL = (UP, SESSIONS, GRANTED, USED, SUSPENDED, WAIT, SUSPEND, RESUME)
+ALL = (UP, SESSIONS, GRANTED, USED, SUSPENDED, *DURATIONS.all)
 
 
 def show(sessions: Iterable[Mapping[str, Any]]) -> None:
@@ -81,12 +63,6 @@ def show(sessions: Iterable[Mapping[str, Any]]) -> None:
 
 def observe(row: Mapping[str, Any]) -> None:
     """Take a row of the broker's journal about a kernel of this server into the histograms."""
-    kind, device, seconds = row.get("kind"), row.get("device") or "", row.get("seconds")
-    if seconds is None:
-        return
-    if kind in ("attach", "resume"):
-        WAIT.labels(device).observe(seconds)
-    if kind == "resume":
-        RESUME.labels(device).observe(row.get("detail", {}).get("driver_seconds", 0.0))
-    elif kind == "suspend":
-        SUSPEND.labels(device).observe(seconds)
+    DURATIONS.observe(
+        str(row.get("kind")), row.get("device") or "", row.get("seconds"), row.get("detail", {})
+    )
