@@ -15,7 +15,7 @@ VENV ?= .venv
 GPU_VENV ?= .venv-gpu
 BIN := $(VENV)/bin
 SOURCES := $(foreach part,emucuda jupyter_gpupool/guard,$(wildcard $(part)/src/* $(part)/src/*/* \
-  $(part)/*.txt $(part)/build.py $(part)/_generate.py)) jupyter_gpupool/compiling.py
+  $(part)/*.txt $(part)/build.py $(part)/_generate.py))
 UI_SOURCES := $(shell find labextension/src labextension/style labextension/schema -type f \
   -not -path '*/__tests__/*') labextension/package.json labextension/tsconfig.json
 UI_HOME := $(VENV)/share/jupyter/labextensions/@jupyter-gpupool/labextension

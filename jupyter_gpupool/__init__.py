@@ -4,7 +4,7 @@
 
 General layout (left may import right, never back; ``tests/test_architecture.py`` holds it):
 
-- ``errors``, ``units``, ``endpoint``, ``compiling``: standard library only.
+- ``errors``, ``units``, ``endpoint``: standard library only.
 - ``protocol``, ``client``: the wire; the only way to the broker.
 - ``pool/``: pure decisions, events in, actions out.
 - ``devices/``: NVML and the CUDA checkpoint calls, in child processes.

@@ -1,25 +1,27 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Compile the guard: ``python -m jupyter_gpupool.guard.build``."""
+"""Compile the guard: ``python -m jupyter_gpupool.guard.build``.
+
+It needs a C compiler (``$CC``, or ``cc``), libc's headers and the standard library: the package
+build runs it before the package's dependencies are installed.
+"""
 
 from __future__ import annotations
 
+import argparse
+import fcntl
+import os
 import platform
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Sequence
 
-from .. import compiling
-from ..compiling import Build, CompilerMissing, command_line
 from . import _generate as generator
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
-
-__all__ = ["DEFAULT_OUT", "SOURCES", "CompilerMissing", "compile", "compiler", "libraries"]
 
 _HERE = Path(__file__).resolve().parent
 SOURCES = _HERE / "src"
@@ -28,31 +30,50 @@ NVML_ENTRIES = _HERE / "nvml_entries.txt"
 #: Where the installed package looks for the libraries.
 DEFAULT_OUT = _HERE / "lib"
 
-# A thread's count of nested calls is read at each: no call of __tls_get_addr for it.
-_FLAGS = ("-ftls-model=initial-exec",)
+# initial-exec: each call reads the thread's count of nested calls, without __tls_get_addr.
+_FLAGS = (
+    *("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g1", "-Wall", "-Wextra"),
+    *("-fPIC", "-fvisibility=hidden", "-pthread", "-ftls-model=initial-exec"),
+)
 # -Bsymbolic: another library may define our names; inside the guard they are ours. nodelete: a
 # wait at the gate, a signal handler and the driver outlive a dlclose(). Bound lazily: a process
 # that never calls CUDA looks no symbol up.
-_LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,lazy", "-Wl,-z,nodelete", "-Wl,-z,noexecstack")
+_LINK = (
+    "-shared",
+    "-Wl,-Bsymbolic",
+    "-Wl,-z,lazy",
+    "-Wl,-z,nodelete",
+    "-Wl,-z,noexecstack",
+    "-ldl",
+)
 
 #: C functions of the guard that serve an entry point, as they are defined.
 _WRAP = re.compile(r"\bwrap_(cu\w+)\s*\([^;{}]*\)\s*\{")
 
 
+class CompilerMissing(RuntimeError):
+    """The machine has no C compiler, or a processor that the sources do not support."""
+
+
 def compiler() -> list[str]:
-    """Return the command of the C compiler.
+    """Return the command of the C compiler: ``$CC``, or ``cc``.
 
     Raises
     ------
     CompilerMissing
-        If ``$CC`` or ``cc`` cannot be found, or this machine is not x86-64.
+        If it is not on PATH, or this machine is not x86-64.
     """
     if platform.machine() != "x86_64":
         raise CompilerMissing(
             f"The guard's entry points are x86-64 assembly, and this machine is "
             f'{platform.machine()}. Use attach = "cell", which needs no guard.'
         )
-    return compiling.compiler()
+    command = shlex.split(os.environ.get("CC", "cc")) or ["cc"]
+    if shutil.which(command[0]) is None:
+        raise CompilerMissing(
+            f"No C compiler: {command[0]!r} is not on PATH. Install gcc or clang, or set CC."
+        )
+    return command
 
 
 def libraries() -> dict[str, list[Path]]:
@@ -87,29 +108,77 @@ def _generate(soname: str, sources: Sequence[Path], folder: Path) -> Sequence[st
     return [*include, str(folder / "entries_gen.S")]
 
 
-def compile(  # noqa: A001 - the name the package build and the tests call
+def compile(  # noqa: A001 - the name that the package build and the tests call
     out_dir: str | os.PathLike[str] = DEFAULT_OUT,
     *,
     sanitize: str | None = None,
     strict: bool = True,
 ) -> None:
-    """Compile the libraries into ``out_dir``; see :meth:`jupyter_gpupool.compiling.Build.into`.
+    """Compile each library that is older in ``out_dir`` than its sources.
+
+    ``sanitize`` is ``"address"`` or ``"thread"``: the libraries are then instrumented, and a
+    program that loads them must preload the sanitizer's runtime. ``strict`` makes warnings errors:
+    right for developers, wrong where a newer compiler has new warnings.
 
     Raises
     ------
     CompilerMissing
-        If there is no C compiler, or this is not x86-64.
+        If this machine has no C compiler, or is not x86-64.
+    subprocess.CalledProcessError
+        If compiling fails; the compiler has written why to standard error.
     """
-    compiler()
-    headers = [*SOURCES.rglob("*.h"), *SOURCES.rglob("*.S"), ENTRIES, NVML_ENTRIES]
-    headers += [Path(generator.__file__), Path(__file__)]
-    build = Build(libraries(), headers, _FLAGS, _LINK, _generate)
-    build.into(out_dir, sanitize=sanitize, strict=strict)
+    command = [*compiler(), *_FLAGS, *(["-Werror"] if strict else [])]
+    if sanitize:
+        command += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"]
+    out = Path(out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)  # concurrent test runs compile once
+        for soname, sources in libraries().items():
+            _compile(out / soname, sources, command)
+    finally:
+        os.close(directory)
+
+
+def _compile(target: Path, sources: Sequence[Path], command: Sequence[str]) -> None:
+    inputs = [*sources, *SOURCES.rglob("*.h"), *SOURCES.rglob("*.S"), ENTRIES, NVML_ENTRIES]
+    inputs += [Path(generator.__file__), Path(__file__)]
+    newest = max(path.stat().st_mtime_ns for path in inputs)
+    if target.exists() and target.stat().st_mtime_ns >= newest:
+        return
+    # Compiled aside and renamed: a process may be running on the old file.
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    link = [*_LINK, f"-Wl,-soname,{target.name}", "-o", str(aside)]
+    with tempfile.TemporaryDirectory(prefix="gpupool-build-") as folder:
+        generated = _generate(target.name, sources, Path(folder))
+        try:
+            subprocess.run([*command, *generated, *map(str, sources), *link], check=True)
+            aside.replace(target)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile on the command line; the exit status."""
-    return command_line("jupyter_gpupool.guard.build", "The guard", DEFAULT_OUT, compile, argv)
+    """Compile on the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m jupyter_gpupool.guard.build")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="directory to compile into")
+    parser.add_argument(
+        "--sanitize", choices=("address", "thread"), help="instrument the libraries (for tests)"
+    )
+    options = parser.parse_args(argv)
+    try:
+        compile(options.out, sanitize=options.sanitize)
+    except CompilerMissing as error:
+        print(error, file=sys.stderr)
+    except subprocess.CalledProcessError as error:
+        print(f"The C compiler failed with status {error.returncode}.", file=sys.stderr)
+    except OSError as error:
+        print(f"{options.out} cannot be written ({error}). Choose another --out.", file=sys.stderr)
+    else:
+        print(f"The guard is in {options.out}")
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ _AREAS = {
     "cli": "The command line",
     "config": "The configuration",
     "devices": "The devices and the driver",
-    "emulator": "The emulated driver",
+    "emucuda": "The emulated driver",
     "guard": "The guard",
     "kernel": "The kernel",
     "pool": "The pool",
@@ -91,7 +91,7 @@ def remaining(sheet: Sheet, shown: str) -> None:
     """Write every sentence of the source that ``shown`` does not have."""
     sheet.heading("JupyterLab", "Every text of the extension that can be translated.")
     _by_module(sheet, source.typescript_sentences())
-    sheet.heading("The guard, on the standard error of a program")
+    sheet.heading("The guard and the emulated driver, on the standard error of a program")
     _by_module(sheet, source.c_sentences())
     flat = " ".join(shown.split())
     left = [s for s in source.python_sentences() if not _is_shown(s, shown, flat)]

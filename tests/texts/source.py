@@ -16,11 +16,12 @@ from jupyter_gpupool.errors import Code
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "jupyter_gpupool"
+EMULATOR = ROOT / "emucuda"
 LABEXTENSION = ROOT / "labextension"
 
 #: Modules whose sentences no user or admin meets, and the one whose sentences have a chapter.
 INTERNAL = (
-    "emulator/kernels.py",
+    "emucuda/kernels.py",
     "errors.py",
     "guard/_generate.py",
     "pool/invariants.py",
@@ -57,10 +58,10 @@ def is_prose(text: str) -> bool:
 
 
 def python_sentences() -> list[Sentence]:
-    """Return the sentences of the package's Python modules, in their order."""
+    """Return the sentences of the Python modules, in their order."""
     found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        place = path.relative_to(PACKAGE).as_posix()
+    for path in [*sorted(PACKAGE.rglob("*.py")), *sorted(EMULATOR.glob("*.py"))]:
+        place = path.relative_to(PACKAGE if PACKAGE in path.parents else ROOT).as_posix()
         if place not in INTERNAL:
             found += _python(path.read_text(encoding="utf-8"), place)
     return found
@@ -196,16 +197,18 @@ _C_PIECE = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 
 
 def c_sentences() -> list[Sentence]:
-    """Return what the guard writes to the standard error of a program."""
+    """Return what the guard and the emulated driver write to a program's standard error."""
     found = []
-    for path in sorted((PACKAGE / "guard" / "src").glob("*.c")):
+    # The other sources of the emulated driver hold NVIDIA's texts of error codes.
+    emulator = [EMULATOR / "src" / name for name in ("faults.c", "machine.c", "spec.c")]
+    for path in [*sorted((PACKAGE / "guard" / "src").glob("*.c")), *emulator]:
         source = path.read_text(encoding="utf-8")
         source = _C_NOISE.sub(lambda m: "\n" * m[0].count("\n"), source)
         for match in _C_TEXT.finditer(source):
             text = "".join(_C_PIECE.findall(match[0])).replace("\\n", "").replace('\\"', '"')
             if is_prose(text):
                 line = source.count("\n", 0, match.start()) + 1
-                found.append(Sentence(f"guard/src/{path.name}", line, text))
+                found.append(Sentence(f"{path.parents[1].name}/src/{path.name}", line, text))
     return found
 
 
