@@ -161,11 +161,12 @@ class Devices(Protocol):
         *,
         session: str,
         need: Mapping[str, int],
+        known: Sequence[ProcessId] = (),
     ) -> ResumeOutcome:
         """Move a suspended session's state back: what was on ``origin[i]`` goes to ``devices[i]``.
 
         ``need`` is the free memory, by device, without which the operation does not begin. The
-        broker has reserved it.
+        broker has reserved it. ``known`` are the processes of the session's last suspend.
         """
 
     async def driver_state(self, root: ProcessId, *, session: str) -> SessionState:

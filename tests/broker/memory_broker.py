@@ -95,7 +95,7 @@ class MemoryDevices:
         self._place(found, root).rename(self._place("host", root))
         return SuspendOutcome("suspended", freed={found: size}, cuda=True, processes=(root,))
 
-    async def resume(self, root, devices, origin, *, session, need):
+    async def resume(self, root, devices, origin, *, session, need, known=()):
         if procfs.presence(root) == "gone":
             return ResumeOutcome("gone")
         free = {sample.uuid: sample.free for sample in await self.sample()}

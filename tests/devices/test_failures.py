@@ -78,6 +78,46 @@ async def test_a_worker_killed_in_mid_resume_loses_nothing(emulated):
         assert await target.do("digest", 1) == digest
 
 
+async def test_resume_asks_the_worker_twice(emulated, monkeypatch):
+    """Each question wakes another process, which takes longer than the driver does."""
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 4 * MiB, 1)
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        worker, asked = worker_of(service, uuid), []
+
+        async def call(op, timeout, **fields):
+            asked.append((op, fields.get("known")))
+            return await type(worker).call(worker, op, timeout, **fields)
+
+        monkeypatch.setattr(worker, "call", call)
+        resumed = await service.resume(
+            target.root, [uuid], [uuid],
+            session=SESSION, need=outcome.freed, known=outcome.processes,
+        )  # fmt: skip
+        assert resumed.status == "resumed", resumed.message
+        known = [{"pid": p.pid, "start_time": p.start_time} for p in outcome.processes]
+        assert asked == [("look", known), ("bring_back", None)]
+        assert await target.do("digest", 1) == digest
+
+
+async def test_resume_finds_what_is_not_among_the_known_processes(emulated):
+    machine = emulated("1x1GiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        digest = await target.do("fill", 4 * MiB, 1)
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        ended = procfs.ProcessId(target.root.pid, target.root.start_time - 1)
+        resumed = await service.resume(
+            target.root, [uuid], [uuid], session=SESSION, need=outcome.freed, known=[ended]
+        )
+        assert resumed.status == "resumed", resumed.message
+        assert await target.do("digest", 1) == digest
+
+
 @pytest.mark.parametrize("op", ["lock", "checkpoint"])
 async def test_a_hanging_worker_is_replaced_and_the_session_runs(emulated, op):
     machine = emulated("1x1GiB,context=16MiB")

@@ -156,6 +156,7 @@ class DeviceEffects:
             action.origin,
             session=session.id,
             need=self._need(record, action),
+            known=session.frozen,
         )
         now, name, epoch = self._runner.now(), session.id, action.epoch
         if outcome.status == "resumed":

@@ -173,17 +173,23 @@ class SessionCalls:
             found.append((process, member))
         return found
 
-    async def look(self) -> dict[ProcessId, str]:
+    async def look(self, known: Sequence[ProcessId] = ()) -> dict[ProcessId, str]:
         """Return what :meth:`probe` does for each process of :meth:`members`, in that order.
 
-        The worker is asked once. If it is lost over that, each process is asked by itself, which
-        tells the one that does not answer from the others.
+        Only for ``known``, while all of these are suspended. The worker is asked once. If it is
+        lost over that, each process is asked by itself, which tells the one that does not answer
+        from the others.
         """
         patience = min(self.patience, self._call_timeout)
-        fields = {"root": _wire(self._root), "session": self._session}
         try:
             if not self._alone:
-                answer = await self._worker.ask("look", patience, **fields)
+                answer = await self._worker.ask(
+                    "look",
+                    patience,
+                    root=_wire(self._root),
+                    session=self._session,
+                    known=[_wire(process) for process in known],
+                )
                 found = self._found(answer)
                 return {process: await self._probed(process, member) for process, member in found}
         except (ChildLost, DriverError):

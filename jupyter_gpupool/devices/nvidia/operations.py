@@ -339,13 +339,17 @@ class Operation:
         origin: Sequence[str],
         need: Mapping[str, int],
         everything: Sequence[str],
+        known: Sequence[ProcessId] = (),
     ) -> ResumeOutcome:
-        """Resume the session on ``devices``. See :class:`ResumeOutcome`."""
+        """Resume the session on ``devices``. See :class:`ResumeOutcome`.
+
+        ``known`` are its processes that were suspended, as far as that was noted.
+        """
         mapping = complete_mapping((*origin,), (*devices,), (*everything,))
         self._calls.allow_copy(sum(need.values()))
         self._calls.patience = PATIENCE
         # Two children answer at the same time: the room is reserved for this session.
-        found, problem = await asyncio.gather(self._look(), self._no_room(need))
+        found, problem = await asyncio.gather(self._look(known), self._no_room(need))
         if isinstance(found, Refused):
             if found.status == "gone":
                 return self._resumed("gone", found.message)
@@ -386,9 +390,9 @@ class Operation:
             return self._resumed("gone", checkpoint.absent(self._root, "gone"))
         return self._resumed("resumed", "")
 
-    async def _look(self) -> dict[ProcessId, str] | Refused:
+    async def _look(self, known: Sequence[ProcessId]) -> dict[ProcessId, str] | Refused:
         try:
-            return await self._calls.look()
+            return await self._calls.look(known)
         except Refused as refused:
             return refused
 

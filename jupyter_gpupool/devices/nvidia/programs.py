@@ -146,14 +146,30 @@ def worker(_out: int) -> dict[str, Handler]:
     ops = {call.__name__: on_process(call) for call in calls}
     finder = Finder()
 
-    def look(root: dict[str, int], session: str) -> dict[str, Any]:
-        """Return what ``find`` does, with the driver's thread and state of each process."""
+    def asked(member: dict[str, Any]) -> dict[str, Any]:
+        if member["libcuda"] is not False and member["presence"] == "alive":
+            for op in ("thread", "state"):
+                member[op] = ops[op](process=member["process"])
+        return member
+
+    def look(root: dict[str, int], session: str, known: list[dict[str, int]]) -> dict[str, Any]:
+        """Return what ``find`` does, with the driver's thread and state of each process.
+
+        ``known`` are the processes that were suspended. As long as all of them are, no other
+        process of the session can have state, and the walk through /proc is saved.
+        """
+        top = procfs.presence(ProcessId(**root))
+        suspended = [
+            asked(
+                {"process": each, "presence": procfs.presence(ProcessId(**each)), "libcuda": True}
+            )
+            for each in known
+        ]
+        states = {member.get("state", {}).get("value") for member in suspended}
+        if top == "alive" and states == {"checkpointed"}:
+            return {"root": top, "members": suspended}
         found = finder.find(root, session, again=False)
-        for member in found["members"]:
-            if member["libcuda"] is not False and member["presence"] == "alive":
-                for op in ("thread", "state"):
-                    member[op] = ops[op](process=member["process"])
-        return found
+        return {**found, "members": [asked(member) for member in found["members"]]}
 
     def bring_back(
         suspended: list[dict[str, int]],

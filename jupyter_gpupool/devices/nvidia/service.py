@@ -598,11 +598,13 @@ class DeviceService:
         *,
         session: str,
         need: Mapping[str, int],
+        known: Sequence[ProcessId] = (),
     ) -> ResumeOutcome:
         """Bring a suspended session back: what was on ``origin[i]`` goes to ``devices[i]``.
 
         ``need`` is the free memory, by device, without which it is not even tried. The caller has
-        reserved it: nobody else of the pool may take it meanwhile.
+        reserved it: nobody else of the pool may take it meanwhile. ``known`` are the processes
+        of its last suspend.
         """
         for uuid in devices:
             self._device(uuid)
@@ -614,7 +616,7 @@ class DeviceService:
             )
 
         async def run(operation: Operation) -> ResumeOutcome:
-            return await operation.resume(devices, origin, need, self._physical())
+            return await operation.resume(devices, origin, need, self._physical(), known)
 
         return await self._perform(run, root, session, devices)
 
