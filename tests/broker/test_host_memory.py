@@ -315,7 +315,7 @@ def test_a_limit_below_the_slice_is_told_before_anybody_waits(broker, program):
     assert two.do("storm") is None
     one.wait_state("idle")
     three.tell("context")
-    reason = "and 1 idle kernel cannot be moved to host memory, which is short or limited there"
+    reason = "1 idle kernel that cannot be suspended, as host memory is short there"
     wait_until(lambda: reason in (three.status()["wait_reason"] or ""), "the reason of the wait")
     # Whichever GPU it called cuInit on.
     in_group(broker, GiB)

@@ -237,7 +237,7 @@ def test_a_request_that_cannot_be_met_does_not_run_the_cell(
 
 def test_deep_inside_a_cell_the_magic_says_where_it_belongs(calm: Kernel) -> None:
     cell = calm.run("%%time\n%%gpu 16GiB\nx = 1")
-    assert "works as the first line of a cell only" in cell.text
+    assert "works only as the first line of a cell" in cell.text
 
 
 @pytest.mark.parametrize(
