@@ -22,10 +22,10 @@ from .endpoint import check_socket, dial
 from .errors import BrokerUnavailable, Code, GPUPoolError, ProtocolError, RefusedError
 from .protocol import MAX_LINE, Message, decode, encode, raise_for
 
-#: Seconds to wait for the answer to a call that should not have to wait for anybody.
+#: Seconds to wait for the answer to a call that the broker answers at once.
 CALL_TIMEOUT = 10.0
 
-#: Seconds at least before a request is repeated that the broker was too busy for.
+#: Seconds at least before a request that was refused as ``busy`` is repeated.
 MIN_PAUSE = 0.05
 
 
@@ -63,7 +63,7 @@ class Client:
         self._lock = threading.Lock()
         self._closed = False
         check_socket(self.path)
-        #: What the broker said without being asked: why it closes the connection.
+        #: The last unasked error of the broker: why it closes the connection.
         self._said: GPUPoolError | None = None
         try:
             self._socket = dial(self.path, CALL_TIMEOUT)
@@ -108,8 +108,8 @@ class Client:
         Raises
         ------
         RefusedError
-            If the broker answers with an error. If it is only that this user asks too much
-            (``busy``), the request is repeated as long as ``timeout`` allows.
+            If the broker answers with an error. A request refused as ``busy``, because this user
+            asks too much, is repeated as long as ``timeout`` allows.
         BrokerUnavailable
             If the connection ends or there is no answer in ``timeout`` seconds (None: wait).
         """
@@ -158,7 +158,7 @@ class Client:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the other side was first
+            pass  # the broker closed it first
         if threading.current_thread() is not self._reader:
             self._reader.join(CALL_TIMEOUT)  # it closes the socket as it ends
 
@@ -237,10 +237,10 @@ class Client:
 
 
 class ClientAgain:
-    """A connection that is made again, with the call under way, when the broker has died.
+    """A connection that survives the broker: it reconnects and repeats the call under way.
 
-    Every call made here may reach two brokers: ``open`` leaves a session that no process enters,
-    which the broker ends by itself, and the others may be repeated.
+    A call may therefore reach two brokers. For ``open`` that leaves a session which no process
+    enters, and which the broker ends by itself; the other calls may be repeated.
 
     Parameters
     ----------
@@ -254,7 +254,7 @@ class ClientAgain:
         self._find = find
         self._timeout = timeout
         self._client: Client | None = None
-        #: Where the broker is that answered last.
+        #: The socket of the broker that answered last.
         self.path: Path | None = None
 
     def call(self, kind: str, /, **fields: Any) -> Message:
@@ -275,7 +275,7 @@ class ClientAgain:
             try:
                 return client.call(kind, **fields)
             except BrokerUnavailable:
-                # A broker that lives and is silent would be as silent again.
+                # A broker that lives and is silent would not answer a second time either.
                 if not client.closed or time.monotonic() > give_up:
                     raise
                 self.close()
@@ -293,6 +293,6 @@ class ClientAgain:
                 self._client = Client(self.path)
                 return self._client
             except BrokerUnavailable as error:
-                # It died after it was found.
+                # The broker died after ``find`` returned.
                 if error.code == Code.BAD_SOCKET or time.monotonic() > give_up:
                     raise

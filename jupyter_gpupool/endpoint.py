@@ -19,13 +19,13 @@ from pathlib import Path
 from . import local_machine
 from .errors import BrokerUnavailable, Code
 
-#: Names the socket for everything below a process that sets it (the provisioner does).
+#: Names the socket for a process and its children; the provisioner sets it for kernels.
 SOCKET_VARIABLE = "GPUPOOL_SOCKET"
 
-#: In the environment of a kernel that was started without a session: why, in a sentence.
+#: In the environment of a kernel without a session: why it has none, in a sentence.
 NO_SESSION_VARIABLE = "GPUPOOL_NO_SESSION"
 
-#: The broker an admin has set up for the whole machine.
+#: The socket of the broker that an admin has set up for the whole machine.
 MACHINE_SOCKET = Path("/run/gpupool/broker.sock")
 
 #: ``sun_path`` of ``struct sockaddr_un`` on Linux, less the terminating zero (unix(7)).
@@ -33,10 +33,10 @@ MAX_SOCKET_PATH = 107
 
 
 def user_runtime_dir() -> Path:
-    """Return (not make) this user's folder for sockets: short, local, the same in each login.
+    """Return (without making it) this user's folder for sockets: short, local, in each login alike.
 
-    Not ``/run/user/UID``, which is gone after the last logout while kernels and their broker live
-    on, and which cron and tmux may not name. A folder of the user's own choice is taken.
+    It is not ``/run/user/UID``, which is deleted at the last logout while kernels and their broker
+    live on, and which cron and tmux may not name. XDG_RUNTIME_DIR may name any other folder.
     """
     chosen = _chosen_runtime_dir()
     return chosen / "gpupool" if chosen else local_machine.local_folder()
@@ -54,8 +54,8 @@ def find_socket(configured: str = "") -> Path:
     """Return the path at which the broker is, or will be started.
 
     In this order: ``configured`` (``c.GPUPool.socket``), ``$GPUPOOL_SOCKET``, the machine-wide
-    socket if it exists, this user's own; where nothing is at that, the one at which this user's
-    living broker says that it listens.
+    socket if it exists, this user's own. If nothing is there but this user's broker lives, the
+    socket that is named in the lock of its journal.
     """
     chosen = configured or os.environ.get(SOCKET_VARIABLE, "")
     if chosen:
@@ -75,9 +75,8 @@ def find_socket(configured: str = "") -> Path:
 def journal_name(socket: Path) -> str:
     """Return the name, without its suffix, of the journal of the broker at ``socket``.
 
-    All places where a user's broker is looked for have one journal on one machine: whichever of
-    them a second broker is started at, it finds the journal taken. A socket of another name is
-    another pool.
+    All usual sockets of one user on one machine share one journal, so that a second broker at any
+    of them finds the journal taken. A socket with another name is another pool.
     """
     name = f"journal-{local_machine.machine_id()}"
     if socket.name == "broker.sock" and socket.parent.name in (
@@ -89,7 +88,7 @@ def journal_name(socket: Path) -> str:
 
 
 def listening_at(lock: Path) -> Path | None:
-    """Return where the broker that holds the journal's ``lock`` listens; None if none holds it."""
+    """Return the socket of the broker that holds the journal's ``lock``; None if none holds it."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -110,7 +109,7 @@ def is_machine_path(path: Path) -> bool:
 
 
 def check_path(path: Path) -> None:
-    """Refuse a path no socket can have.
+    """Refuse a path that no socket can have.
 
     Raises
     ------
@@ -134,7 +133,7 @@ def check_path(path: Path) -> None:
 
 
 def check_socket(path: Path) -> None:
-    """Refuse to talk to something at ``path`` that another user could have put there.
+    """Refuse a socket at ``path`` that another user could have created.
 
     Raises
     ------

@@ -2,11 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """``python -m jupyter_gpupool.launcher --kernel NAME -- COMMAND...``: a kernel in a session.
 
-Clients without kernel provisioners (VS Code is one) start the ``argv`` of a kernelspec themselves.
-That of a pooled one is this program: it opens a session in the pool and becomes the kernel by exec,
-so that the client's signals and its wait for the process reach the kernel. Where the provisioner
-has opened the session, it only becomes the kernel. What fails leaves the kernel without a GPU and
-says why, in one line; no kernel is ever started that nobody governs.
+Clients without kernel provisioners, such as VS Code, start the ``argv`` of a kernelspec themselves.
+In a pooled kernelspec it names this program, which opens a session in the pool and then becomes the
+kernel by exec: the client's signals, and its wait for the process, reach the kernel. Where the
+provisioner has opened the session, the program only becomes the kernel. After a failure the kernel
+runs without a GPU and one line says why. No kernel gets a GPU without a session.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from .units import parse_bytes
 
 AGENT = "jupyter_gpupool.kernel"
 
-#: In a kernel's environment: what its agent shows with the first cell.
+#: In a kernel's environment: a text that its agent shows with the first cell.
 NOTICE_VARIABLE = "GPUPOOL_NOTICE"
 AGENT_FLAG = f"--IPKernelApp.extra_extensions={AGENT}"
 
 #: Programs that the ``argv`` of a pooled kernelspec starts: any kernel after ``--``, or ipykernel.
-#: The second one's name tells clients that look for it (VS Code does) that it is an ipykernel.
+#: Clients such as VS Code recognise an ipykernel by the name of the second one.
 LAUNCHER = "jupyter_gpupool.launcher"
 IPYKERNEL_LAUNCHER = "jupyter_gpupool.ipykernel_launcher"
 
-#: Set by the provisioner for a launcher that it could not take out of the command: the session is
-#: open already. The launcher removes it, so that no later process believes it.
+#: The provisioner sets this for a launcher that it could not remove from the command: the session
+#: is open already. The launcher removes it, so that it does not reach child processes.
 OPENED_VARIABLE = "GPUPOOL_OPENED"
 
 #: Options of a kernelspec's ``config``.
@@ -52,10 +52,10 @@ OPTIONS = ("memory", "limit", "devices", "compute", "priority", "attach", "broke
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 
-#: Variables of the session's environment that go in front of what the kernel has already.
+#: Variables whose value in the session's environment goes in front of the kernel's own.
 PATH_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
 
-#: Variables that only replace a default of a library: what the user has set stays.
+#: Variables that only replace a library's default: a value of the user's stays.
 USERS_CHOICE = (
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "TF_FORCE_GPU_ALLOW_GROWTH",
@@ -73,7 +73,7 @@ def runs_ipykernel(command: list[str]) -> bool:
 
 
 def kernel_command(command: Sequence[str]) -> list[str]:
-    """Return what ``command`` starts in the end: the kernel's own command without our launcher.
+    """Return the kernel's own command, without our launcher.
 
     Only if a Python runs the launcher: another program in front of it (``conda run``) may matter.
     """
@@ -106,8 +106,8 @@ def enter_session(
 ) -> tuple[list[str], str]:
     """Prepare ``environ``, in place, for a kernel in the session that ``answer`` opened.
 
-    ``socket`` is where the broker is that opened it; None if there is no session. Return the
-    command to start, and why it gets no GPU; "" if it may get one.
+    ``socket`` is the socket of that session's broker; None if there is no session. Return the
+    command to start, and why it gets no GPU ("" if it may get one).
     """
     remember_devices(environ)
     merge_environment(environ, answer["env"])
@@ -120,7 +120,7 @@ def enter_session(
     attach = str(answer.get("attach", ""))
     if "GPUPOOL_PAGE" in answer["env"] and attach == "lazy":
         return command, ""
-    # Nobody would ask for a slice for it, so it must not find a device.
+    # Neither agent nor guard would ask for its slice, so it must not find a device.
     hide_devices(environ)
     why = (
         "and it has attach policy 'manual'"
@@ -136,7 +136,7 @@ def check_options(stanza: Mapping[str, Any], kernel: str) -> None:
     Raises
     ------
     ConfigError
-        Naming the unknown option and the nearest that there is.
+        With the unknown option and the nearest known one.
     """
     for name in stanza:
         if name not in OPTIONS:
@@ -169,17 +169,17 @@ def merge_environment(env: MutableMapping[str, str], ours: Mapping[str, str]) ->
 def agent_folder() -> Path:
     """Return a private folder with one link to this package, for another environment's PYTHONPATH.
 
-    Not the folder the package is installed in: it would bring every other package along.
+    The folder in which the package is installed would bring every other package along.
 
     Raises
     ------
     GPUPoolError
-        If somebody else could change what is imported from there.
+        If another user could change what is imported from there.
     """
     package = Path(__file__).resolve().parent
     base = user_runtime_dir()
     folder = base / f"agent-{hashlib.sha256(str(package).encode()).hexdigest()[:12]}"
-    for path in (base, folder):  # one after the other: parents get no mode
+    for path in (base, folder):  # one by one: ``parents=True`` ignores the mode
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in (base, folder):
         found = path.lstat()
@@ -206,13 +206,13 @@ def agent_folder() -> Path:
 
 # ---------------------------------------------------------------------- the program
 
-#: The kernelspec that is shipped.
+#: The kernelspec in the wheel.
 SHIPPED = "gpupool-python3"
 
 #: Seconds for a broker to start. Clients give a kernel a minute (VS Code does).
 START_TIMEOUT = 45.0
 
-#: Of a session that this process inherits from the kernel which its client runs in.
+#: Variables of another session, inherited where the client itself runs in a pooled kernel.
 _OUTER = ("GPUPOOL_SESSION", "GPUPOOL_TOKEN", "GPUPOOL_ATTACH")
 
 _USAGE = "usage: python -m jupyter_gpupool.launcher --kernel NAME -- COMMAND..."
@@ -240,7 +240,7 @@ def become(command: Sequence[str], kernel: str = SHIPPED) -> NoReturn:
         raise SystemExit(130) from None
     except GPUPoolError as error:
         final, why_not = _without_session(list(command), env, str(error))
-    except Exception as error:  # a kernel without a GPU is better than none, whatever went wrong
+    except Exception as error:  # a kernel without a GPU is better than no kernel
         final, why_not = _without_session(list(command), env, f"{type(error).__name__}: {error}")
     if why_not:
         print(f"GPU pool: this kernel runs without a GPU: {why_not}", file=sys.stderr, flush=True)
@@ -248,7 +248,7 @@ def become(command: Sequence[str], kernel: str = SHIPPED) -> NoReturn:
 
 
 def _execute(command: list[str], env: Mapping[str, str]) -> NoReturn:
-    # Python ignores these, and what is ignored stays so after exec.
+    # Python ignores these signals, and exec would keep them ignored.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -260,7 +260,7 @@ def _execute(command: list[str], env: Mapping[str, str]) -> NoReturn:
 
 
 def _without_session(command: list[str], env: dict[str, str], why: str) -> tuple[list[str], str]:
-    """Prepare for a kernel that finds no device, and whose agent says why."""
+    """Hide the devices from the kernel, and have its agent say why."""
     hide_devices(env)
     env[NO_SESSION_VARIABLE] = why
     try:
@@ -321,7 +321,7 @@ def _wanted(stanza: Mapping[str, Any], kernel: str) -> tuple[dict[str, Any], str
 
 
 def _kernelspec(name: str) -> Mapping[str, Any]:
-    """Return the kernelspec ``name`` as a file has it; {} if there is none that can be read."""
+    """Return the kernelspec ``name`` as its file has it; {} if no file can be read."""
     from jupyter_core.paths import jupyter_path
 
     for folder in jupyter_path("kernels"):
@@ -335,7 +335,7 @@ def _kernelspec(name: str) -> Mapping[str, Any]:
 
 
 def _kernel_id(command: Sequence[str]) -> str:
-    """Return a name for this kernel: its client told none, but for the file it is given."""
+    """Return an id for this kernel, from the name of its connection file."""
     for word in command:
         path = Path(word.rpartition("=")[2])
         if path.suffix == ".json":
@@ -344,9 +344,9 @@ def _kernel_id(command: Sequence[str]) -> str:
 
 
 def _label(env: Mapping[str, str], shown: str) -> str:
-    """Return what people recognise this kernel by.
+    """Return the label by which people recognise this kernel.
 
-    That is its notebook, where the client tells (``JPY_SESSION_NAME``), else the folder in which it
+    That is its notebook, if the client names it (``JPY_SESSION_NAME``); else the folder in which it
     is started, which is mostly the notebook's, and the name of its kernelspec.
     """
     notebook = Path(env.get("JPY_SESSION_NAME", "")).name

@@ -21,7 +21,7 @@ acts for that reason. Acts of one connection are handled in their order; they ma
 ``queue``    push to a waiting agent: ``position``, ``length``, ``eta`` (or null), ``reason``
 ``lease``    push to an agent: ``state``, ``epoch``, ``slices``, ``reason``, ``pinned_reason``
 ``yield``    push to an agent: ``epoch``; the broker wants the slice, answer with ``yielded``
-``wanted``   push to an agent: somebody waits for its slice; until the lease is over, send
+``wanted``   push to an agent: another kernel waits for its slice; until the lease is over, send
              ``resting`` whenever no cell runs (now, or at the end of the last one that does)
 ``lost``     push to an agent: ``message``; the driver lost this session's device state
 ``notice``   push to an agent: ``message``; a sentence for the user, shown in the notebook
@@ -31,10 +31,10 @@ acts for that reason. Acts of one connection are handled in their order; they ma
 ===========  =====================================================================================
 
 Why ``yield``/``yielded``: a cell on an attached session must not pay for a round trip. The agent
-owns its lease until it agrees to give it up, so it may start a cell with one ``hold`` that nobody
-answers (``wait`` false). A ``hold`` sent before the ``yield`` was read makes the answer ``false``.
-It may be sent up to 50 ms late, and of cells that are over by then one ``hold`` and ``drop`` stand
-for all; they are sent before a ``yielded`` and before any other request.
+owns its lease until it agrees to give it up, so it may start a cell with one ``hold`` that has no
+answer (``wait`` false). A ``hold`` sent before the ``yield`` was read makes the answer ``false``.
+The agent may send it up to 50 ms late; for cells that have ended by then one ``hold`` and ``drop``
+stand for all. It sends them before a ``yielded`` and before any other request.
 
 ``attach`` and ``grow`` come from the guard, without a ``hello``, each on a connection of its own
 and only when the session's shared page says that a call must wait; what was granted is in the page
@@ -56,17 +56,17 @@ from .errors import Code, GPUPoolError, ProtocolError, RefusedError
 
 
 class OutOfRange(ValueError):
-    """A number of the right type that makes no sense."""
+    """A number of the right type outside the allowed range."""
 
 
 class Field(Protocol):
-    """What a field accepts; ``about`` says it to people."""
+    """What a field accepts; ``about`` says it in words."""
 
     @property
     def about(self) -> str: ...
 
     def read(self, value: Any) -> Any:
-        """Return ``value`` as it is to be used; raise ``ValueError`` with what is wrong."""
+        """Return the value to use; raise ``ValueError`` with what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """Text, a number, true, false or null: whoever uses it says what is wrong with it."""
+    """Text, a number, true, false or null; the code that uses it checks it."""
 
     @property
     def about(self) -> str:
@@ -209,7 +209,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A hold that an agent says it has: its name, or an object with ``id`` and ``kind``."""
+    """A hold that an agent has: its name, or an object with ``id`` and ``kind``."""
 
     about: str = "hold"
     inner: Object = field(
@@ -235,7 +235,7 @@ MAX_DIGITS = 20
 
 Message = dict[str, Any]
 
-#: What a client writes for people to read; it is cut when it is kept.
+#: Text of a client for people to read; the broker shortens it.
 _WORDS = Text(4096)
 _PROCESS = Whole(-(1 << 32), 1 << 32)
 _COUNT = Whole(0)
@@ -257,9 +257,9 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     ),
     # pid of the process just started for the session. ok: -
     "launched": ({"session": Text(), "pid": _PROCESS}, {}),
-    # its kernel is about to be killed: make that safe, where ``open`` answered ``retire``. ok: safe
+    # make it safe to kill the kernel now, where ``open`` answered ``retire``. ok: safe
     "retire": ({"session": Text()}, {}),
-    # the kernel is gone or never came; idempotent. ok: -
+    # the kernel has ended or was never started; idempotent. ok: -
     "close": ({"session": Text()}, {"reason": _WORDS}),
     # ---- the agent inside the kernel process (identified by SO_PEERCRED and the token)
     # after a reconnect: epoch and holds as the agent knows them.
@@ -278,10 +278,10 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ---- the guard in any process of a session (identified by SO_PEERCRED and the token)
     # a thread waits at the gate. ok, once the gate is open: epoch
     "attach": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
-    # cuInit is about to be called without a lease: make the page's devices those of the lease that
-    # the session would get now. ok, also if nothing could be said: -
+    # the process calls cuInit without a lease: set the page's devices to those of the lease that
+    # the session would get now. ok, whether or not there are any: -
     "home": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
-    # the session's page is not at its name any more: put it back. ok, once it is there: -
+    # the session's page was deleted: put it back. ok, once it is there: -
     "page": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
     # its first context, and it saw another device at cuInit than that of the slice. step: begin
     # (ok: there is room for a context where it is) | move (ok: it sees the slice now) | cancel
@@ -299,7 +299,7 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     "yielded": ({"epoch": _COUNT, "yielded": Flag()}, {"cuda": Flag(null=True)}),
     # after ``wanted``: no cell, and no widget callback, runs in the kernel. No answer.
     "resting": ({}, {}),
-    # ---- anybody who may act on the session (its agent may leave ``session`` out)
+    # ---- any client that may act on the session (its agent may leave ``session`` out)
     # ok: request (as it is now), note
     "request": (
         {},
@@ -314,13 +314,13 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     ),
     # ok: note
     "release": ({}, {"session": Text()}),
-    # keep the slice for so many seconds although idle. ok: note
+    # keep the slice for this many seconds although idle. ok: note
     "keep": ({"seconds": Number()}, {"session": Text()}),
     # ---- an admin
     # action: pause | drain | resume | retest; device: number or UUID (none: the whole pool).
-    # ok: note, once it has begun (pause, drain; ``status`` says how far it is) or is done
+    # ok: note, once it has begun (pause, drain: see ``status``) or is done (resume, retest)
     "maintain": ({"action": Text()}, {"device": Text(null=True), "reason": _WORDS}),
-    # ---- anybody
+    # ---- any client
     # ok: the snapshot described in ``broker/messages/snapshot.py``
     "status": ({}, {}),
     # ok: rows, oldest first, with ``seq`` above ``after``, at most ``limit`` and 1,000;
@@ -373,7 +373,8 @@ def _checked(message: Any) -> Message:
 
 
 def _whole(text: str) -> float:
-    # What is too long becomes a value that no field accepts: its refusal has the request's id.
+    # A number with too many digits becomes a value that no field accepts: that refusal can name
+    # the request's id, a failure of the decoder could not.
     return int(text) if len(text) <= MAX_DIGITS else math.inf
 
 

@@ -82,7 +82,7 @@ class KernelNotStarted(GPUPoolError, HTTPError):
             next_step=error.next_step,
             details=error.details,
         )
-        # Last: the base classes share one chain, and this one sets what the server shows.
+        # Last: the base classes call each other, and this one sets what the server shows.
         asked_wrongly = isinstance(error, (ConfigError, RefusedError))
         HTTPError.__init__(self, 400 if asked_wrongly else 503, str(error))
         self.reason = "The GPU pool refused the kernel"
@@ -169,7 +169,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         Raises
         ------
         KernelNotStarted
-            If the broker cannot be had or refuses: a kernel that nobody governs is not started.
+            If no broker answers, or it refuses: a kernel without a session is not started.
         """
         await self._release("the kernel is started again")
         env = kwargs.get("env") or os.environ
@@ -179,7 +179,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             raise KernelNotStarted(error) from error
         try:
             kwargs = await super().pre_launch(**kwargs)
-            # This server may itself run in a session: that one's page is not this kernel's.
+            # This server may itself run in a session, whose page is not this kernel's.
             environ = kwargs["env"] = without_guard(kwargs["env"])
             assert self._socket is not None
             text = await self._in_thread(self._other_configuration, answer)
@@ -216,7 +216,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     async def shutdown_requested(self, restart: bool = False) -> None:
         """Remember the request as it is now, for a restart. Called while the kernel still runs."""
         await super().shutdown_requested(restart=restart)
-        await self._retire()  # its own end may be as bad as a kill
+        await self._retire()  # the driver may hang at its own end as well
         if restart and self._session:
             try:
                 self._request = await self._in_thread(self._current_request)
@@ -224,7 +224,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
                 self.log.debug("GPU pool: the request before a restart is not known: %s", error)
 
     async def kill(self, restart: bool = False) -> None:
-        """End the kernel at once; where its driver does not survive that, it is suspended first."""
+        """Kill the kernel; where the driver needs it, the broker suspends the kernel first."""
         await self._retire()
         await super().kill(restart=restart)
 
@@ -234,7 +234,10 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         await super().terminate(restart=restart)
 
     async def _retire(self) -> None:
-        """Have the broker make the kernel safe to kill, if this driver needs that; bounded."""
+        """Have the broker make the kernel safe to kill, if this driver needs that.
+
+        It takes at most :data:`RETIRE_TIMEOUT`.
+        """
         retires, self._retires = self._retires, False
         if not retires or not self._session or self._socket is None:
             return
@@ -279,7 +282,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
 
     @staticmethod
     async def _in_thread(function: Callable[..., _Result], *args: Any) -> _Result:
-        """Call what may block; the server's event loop serves other kernels meanwhile."""
+        """Call a function that may block; the server's event loop serves others meanwhile."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(None, partial(function, *args))
 
@@ -316,7 +319,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     def _find_broker(self) -> Path:
         """Return the socket of a living broker."""
         if self.broker_socket:
-            # Somebody named a broker: a pool of our own beside it would grant what it grants.
+            # A second pool beside the named broker would grant the same memory.
             self._socket = Path(self.broker_socket)
             if not answers(self._socket):
                 revive(self._socket)
@@ -378,9 +381,9 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return {name: value for name, value in asked.items() if value}
 
     def _policy(self) -> str | None:
-        """Return when the slice is to come; None leaves it to the pool.
+        """Return the attach policy to ask for; None leaves it to the pool.
 
-        Without ipykernel there is no agent that sees cells or knows %gpu: only the guard attaches.
+        Without ipykernel there is no agent for cells and %gpu: only the guard attaches.
         """
         if self.attach != "manual" and not runs_ipykernel(kernel_command(self.kernel_spec.argv)):
             return "lazy"
@@ -400,5 +403,5 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         configured = str(section.get("socket", "") or "")
         if configured or os.environ.get(SOCKET_VARIABLE):
             return configured
-        # In nbclient or a console nobody has read the server's configuration files.
+        # nbclient and consoles do not read the server's configuration files.
         return "" if section else load_settings().socket

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Find the broker, or start one for this user; start one that has died again, as it was.
+"""Find the broker, start one for this user, or restart one that has died with its own options.
 
-The only way in which the package starts a broker: the provisioner, the server extension and the
-command line call this module; agents and guards run it as a program
+Everything that starts a broker does it here: the provisioner, the server extension and the command
+line call this module, agents and guards run it as a program
 (:func:`jupyter_gpupool.startrecord.launcher`). Standard library only.
 """
 
@@ -31,19 +31,19 @@ from .errors import BrokerUnavailable, Code, GPUPoolError
 from .guard.install import without_guard
 from .startrecord import START_TIMEOUT, Failures, log_path
 
-#: Seconds that a caller who does not wait for another one's start tries to get the lock.
+#: Seconds for which a caller that does not wait for another start tries to get the lock.
 _LOOKS = 1.0
 
-#: Seconds for a broker that did not start to end.
+#: Seconds in which a broker that failed to start has to end.
 _END = 10.0
 
-#: Bytes of log after which a new one is begun when a broker is started.
+#: Bytes of log beyond which the next start begins a new file.
 MAX_LOG = 4 << 20
 
-#: Seconds for the service manager to bring the machine's broker back before a kernel is refused.
+#: Seconds in which the service manager has to restart the machine's broker.
 SERVICE_TIMEOUT = 15.0
 
-#: Seconds in which a living broker has put back a socket that was deleted.
+#: Seconds in which a living broker puts back a socket that was deleted.
 JOIN_TIMEOUT = 5.0
 
 _LOG = logging.getLogger("jupyter_gpupool.starting")
@@ -57,15 +57,15 @@ def ensure_broker(
 ) -> Path:
     """Return the socket of a living broker; start this user's own if there is none.
 
-    Called by the provisioner before each kernel, and by the demo. Blocks while a broker starts;
-    of several callers at once, in any processes, one starts it and the others wait for it. A
-    broker that has died is started again with its own configuration: kernels may depend on it.
+    The provisioner calls it before each kernel, and the demo. Blocks while a broker starts. Of
+    several callers, in any processes, one starts the broker and the others wait. A broker that
+    has died is restarted with its own configuration, because kernels may depend on it.
 
     Parameters
     ----------
     settings_overrides:
-        The caller's own configuration; its section ``GPUPool`` goes to a broker started here, and
-        only to that: a broker that already runs, or is started again, keeps its own.
+        The caller's own configuration. Its section ``GPUPool`` goes only to a new broker; one that
+        runs already, or is restarted, keeps its own.
     socket:
         Where to look, see :func:`jupyter_gpupool.endpoint.find_socket`.
     timeout:
@@ -85,7 +85,7 @@ def ensure_broker(
     give_up = time.monotonic() + timeout
     make_folder(path.parent)
     with only_one(path, give_up):
-        if answers(path) or _revived(path, give_up):  # somebody was faster
+        if answers(path) or _revived(path, give_up):  # another process was faster
             return path
         try:
             _start(path, settings_overrides, give_up)
@@ -106,10 +106,10 @@ def _bring_back(
     overrides: Mapping[str, Any] | None,
     give_up: float,
 ) -> Path:
-    """Return the socket of the broker that this user's living kernels depend on, started again.
+    """Restart the broker that this user's living kernels depend on; return its socket.
 
-    That is at ``home``, with the configuration it had, or else with this caller's. Only where
-    nothing can listen at ``home`` any more a broker at ``path`` takes over the sessions.
+    It starts at ``home`` with its own configuration, else with this caller's. Only if nothing can
+    listen at ``home`` any more does a broker at ``path`` take over the sessions.
     """
     _LOG.warning("GPU pool: %s It is started there, and this server uses it.", error.message)
     if is_machine_path(home):
@@ -134,7 +134,7 @@ def _bring_back(
 
 
 def _join(path: Path, error: BrokerUnavailable, give_up: float) -> Path:
-    """Return the socket of the living broker because of which a second one did not start.
+    """Wait for the living broker because of which a second one did not start; return its socket.
 
     It may just be putting back a socket that a logout has deleted.
     """
@@ -161,13 +161,13 @@ def _wait_for_service(path: Path, timeout: float) -> Path:
 
 
 def _revived(path: Path, give_up: float) -> bool:
-    """Start a broker that has died as it was; False if there is none, or it does not start."""
+    """Restart a broker that has died with its own options; return whether it serves."""
     try:
         return revive_locked(path, give_up)
     except BrokerUnavailable as error:
-        # What it was started with may be gone for good. Kernels that depend on it are not lost by
-        # another configuration: a broker that does not reach their devices, or uses another
-        # journal than the one that they are in, does not start.
+        # Its options may be unusable for good. Another configuration does not lose kernels that
+        # depend on it: a broker that cannot reach their devices, or has another journal than the
+        # one with their sessions, does not start.
         _LOG.warning("GPU pool: %s Trying with this server's own configuration.", error)
         return False
 
@@ -187,12 +187,12 @@ def _section(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     Raises
     ------
     BrokerUnavailable
-        If it holds what JSON has no form for.
+        If JSON cannot express a value.
     """
     found = {} if overrides is None else dict(overrides.get("GPUPool", {}))
     values: dict[str, Any] = {}
     for name, value in found.items():
-        # An empty trace of somebody having looked at the option, in a Config of traitlets.
+        # Reading an option of a traitlets Config leaves an empty object of this type there.
         if type(value).__name__ != "LazyConfigValue":
             values[name] = value
     try:
@@ -207,7 +207,7 @@ def _section(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _write_config(path: Path, section: Mapping[str, Any]) -> Path:
-    """Write what the broker reads with --config; nobody else may read or replace it."""
+    """Write the file for ``--config`` so that only this user can read or replace it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     descriptor = os.open(
         temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
@@ -222,12 +222,12 @@ def _write_config(path: Path, section: Mapping[str, Any]) -> Path:
 
 
 def answers(path: Path) -> bool:
-    """Return whether a broker that may be trusted answers at ``path``.
+    """Return whether a trustworthy broker answers at ``path``.
 
     Raises
     ------
     BrokerUnavailable
-        If what is there must not be used.
+        If another user controls the socket.
     """
     try:
         check_socket(path)
@@ -243,12 +243,12 @@ def answers(path: Path) -> bool:
 def revive(
     path: Path, *, timeout: float = START_TIMEOUT, patient: bool = True, copy: str = ""
 ) -> bool:
-    """Start the broker at ``path`` again if it has died; return whether one serves now.
+    """Restart the broker at ``path`` if it has died; return whether one serves now.
 
-    Blocks while it starts. Of several callers, in any processes, one starts it; the others wait
-    for that one, or return at once if they are not ``patient``. Never starts the machine's broker,
-    nor one that ended in order. ``copy`` is where the caller knows of a second copy of the record,
-    should the socket's folder have been deleted.
+    Blocks while it starts. Of several callers, in any processes, one starts it; the others wait,
+    or return at once if they are not ``patient``. Never starts the machine's broker, nor one that
+    ended in order. ``copy`` names a second copy of the record, for the case that the socket's
+    folder was deleted.
 
     Raises
     ------
@@ -261,7 +261,7 @@ def revive(
         make_folder(path.parent)
     give_up = time.monotonic() + timeout
     try:
-        # Those who only look whether the lock is held hold it for an instant.
+        # A process that only checks whether the lock is held takes it for an instant.
         with only_one(path, give_up if patient else time.monotonic() + _LOOKS):
             return answers(path) or revive_locked(path, give_up, copy)
     except _Busy:
@@ -269,15 +269,15 @@ def revive(
 
 
 def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
-    """Start the broker at ``path`` from its record, if there is one; with the start's lock held.
+    """Start the broker at ``path`` from its record; return False if there is no record.
 
-    Tries up to :data:`startrecord.ATTEMPTS` times, with pauses. A record that was deleted is
-    written again from its ``copy`` (see :func:`revive`).
+    The caller holds the start's lock. Retries up to :data:`startrecord.ATTEMPTS` times with
+    back-off, and restores a deleted record from its ``copy`` (see :func:`revive`).
 
     Raises
     ------
     BrokerUnavailable
-        If it does not start, or has not lately and the next attempt is not due yet.
+        If it does not start, or failed recently and the next attempt is not due yet.
     """
     if startrecord.restore(path, copy):
         _LOG.warning("The start record of the broker at %s was deleted and is back", path)
@@ -305,9 +305,9 @@ def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
             launch(path, record.command, record.environment, give_up)
         except BrokerUnavailable as error:
             if error.code == Code.ALREADY_RUNNING:
-                return False  # it lives and does not answer: that is not repaired by another one
+                return False  # it lives and does not answer: another broker would not help
             if error.code == Code.KILLED and time.monotonic() < give_up:
-                # Whatever kills brokers is no fault of this one: it counts as dead, not as failed.
+                # Something else killed it: it counts as dead, not as failed.
                 startrecord.note_killed(path, known)
                 continue
             failed = _failed(path, known, error.message, error.next_step)
@@ -321,7 +321,7 @@ def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
 def _failed(
     path: Path, known: Failures, message: str, next_step: str, *, final: bool = False
 ) -> BrokerUnavailable:
-    """Note a failure, for all who wait, and return the error."""
+    """Record a failure for every caller that waits, and return the error."""
     log = f"See its log: {log_path(path)}"
     step = next_step if log in next_step else f"{next_step} {log}".strip()
     return _unavailable(startrecord.note_failure(path, known, message, step, final=final))
@@ -332,12 +332,12 @@ def _unavailable(known: Failures) -> BrokerUnavailable:
 
 
 class _Busy(BrokerUnavailable):
-    """Somebody else starts the broker."""
+    """Another process starts the broker."""
 
 
 @contextmanager
 def only_one(socket: Path, give_up: float) -> Iterator[None]:
-    """Hold the lock of whoever starts the broker at ``socket``, between processes.
+    """Hold the lock, across processes, under which the broker at ``socket`` is started.
 
     Raises
     ------
@@ -376,7 +376,7 @@ def make_folder(folder: Path) -> None:
     Raises
     ------
     BrokerUnavailable
-        If it cannot be made, or is another user's.
+        If it cannot be created, or belongs to another user.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -395,8 +395,8 @@ def make_folder(folder: Path) -> None:
         )
 
 
-#: Runs between the caller and the broker. A broker outlives whoever starts it and must not be its
-#: child: a notebook may start one, and would end it, or suspend it, together with itself.
+#: Runs between the caller and the broker. A broker must outlive the process that starts it and must
+#: not be its child: a notebook would end or suspend its broker together with itself.
 _BETWEEN = """
 import os, sys
 report, command = int(sys.argv[1]), sys.argv[2:]
@@ -414,7 +414,7 @@ os._exit(1)
 
 
 def launch(path: Path, command: Sequence[str], env: Mapping[str, str], give_up: float) -> None:
-    """Start a broker in a session of its own, as nobody's child, and wait until it listens.
+    """Start a broker as a daemon, in a session of its own, and wait until it listens.
 
     Raises
     ------
@@ -468,12 +468,12 @@ def _late(log_file: Path) -> BrokerUnavailable:
 def _spawn(
     command: Sequence[str], env: Mapping[str, str], log: int, ready: int, give_up: float
 ) -> int:
-    """Start ``command`` through a process that ends at once; return the pid.
+    """Start ``command`` by double fork; return the pid.
 
     Raises
     ------
     TimeoutError
-        If it does not run by ``give_up`` (monotonic time); it was ended.
+        If it does not run by ``give_up`` (monotonic time); it was killed.
     OSError
         If the program cannot be run.
     """
@@ -515,7 +515,7 @@ def _spawn(
 
 
 def _read_until(descriptor: int, give_up: float) -> tuple[list[bytes], bool]:
-    """Return the words read up to the end of the file, and whether ``give_up`` came first."""
+    """Read to the end of the file; return the words, and whether ``give_up`` came first."""
     data = b""
     while True:
         left = give_up - time.monotonic()
@@ -527,23 +527,23 @@ def _read_until(descriptor: int, give_up: float) -> tuple[list[bytes], bool]:
         data += chunk
 
 
-#: Brokers whose parent is this process all the same: it is the first of its container, or has
-#: asked to get orphans (PR_SET_CHILD_SUBREAPER).
+#: Brokers that have become children of this process, which is the first of its container or a
+#: subreaper (PR_SET_CHILD_SUBREAPER).
 _OURS: list[int] = []
 
 
 def _reap() -> None:
-    """Collect the exit codes of those that have ended, or they would stay as zombies."""
+    """Reap brokers that have ended, which would otherwise stay as zombies."""
     for pid in [*_OURS]:
         with suppress(ChildProcessError):
             if os.waitpid(pid, os.WNOHANG)[0] == 0:
                 continue
-        with suppress(ValueError):  # another thread has
+        with suppress(ValueError):  # another thread has done it
             _OURS.remove(pid)
 
 
 def _wait_end(pid: int) -> None:
-    """Wait, for a moment, until a broker that did not start has ended: it has locks."""
+    """Wait briefly until a broker that failed to start has ended and released its locks."""
     with suppress(OSError, AttributeError):
         descriptor = os.pidfd_open(pid)
         try:
@@ -554,9 +554,9 @@ def _wait_end(pid: int) -> None:
 
 
 def broker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` for a broker, so that it finds this very package.
+    """Return ``environ`` for a broker: this package on its path, nothing of a kernel's session.
 
-    It outlives the session that we may be in, and is not to be governed by it.
+    The broker outlives the session in which this process may run, so no guard may govern it.
     """
     here = str(Path(__file__).parent.parent)
     paths = [here, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -567,7 +567,7 @@ def broker_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_line(descriptor: int, give_up: float) -> dict[str, Any] | None:
-    """Return the broker's report, {} if it ended without one, None if it took too long."""
+    """Return the broker's report; {} if it ended without one, None if it took too long."""
     data = b""
     while not data.endswith(b"\n"):
         left = give_up - time.monotonic()
@@ -583,7 +583,7 @@ def _read_line(descriptor: int, give_up: float) -> dict[str, Any] | None:
 
 @contextmanager
 def _open_log(path: Path) -> Iterator[int]:
-    """Open the log for appending; begin a new one if it has become long."""
+    """Open the log for appending; begin a new file if it has become long."""
     try:
         if path.stat().st_size > MAX_LOG:
             path.replace(path.with_name(path.name + ".old"))
@@ -599,10 +599,10 @@ def _open_log(path: Path) -> Iterator[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start the broker at the socket given again, for an agent or a guard; return the exit code."""
+    """Restart the broker at the socket given, for an agent or a guard; return the exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     path = Path(arguments[0])
-    # Of a kernel's process group, signal mask and ignored signals nothing is the broker's.
+    # The broker must not inherit a kernel's process group, signal mask or ignored signals.
     with suppress(OSError):
         os.setsid()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How the broker at a socket was started: written beside the socket, read by whoever restarts it.
+"""The start record: how the broker at a socket was started, so that another process can restart it.
 
 A broker writes its record when it serves and removes it when it ends in order, so a record without
 a broker means that the broker has died. Standard library only: kernels read it, too.
@@ -24,27 +24,27 @@ from . import local_machine
 from .endpoint import is_machine_path, journal_name, listening_at
 from .errors import Code, GPUPoolError
 
-#: In a kernel's environment: the shell command that starts the user's own broker again.
+#: In a kernel's environment: the shell command that restarts the user's own broker.
 REVIVE_VARIABLE = "GPUPOOL_REVIVE"
 
-#: In a kernel's environment: the copy from which its broker can be started again.
+#: In a kernel's environment: the copy of the record from which its broker can be restarted.
 COPY_VARIABLE = "GPUPOOL_START_RECORD"
 
-#: Seconds for a broker to start: it loads the driver and tests every device.
+#: Seconds that a broker may take to start: it loads the driver and tests every device.
 START_TIMEOUT = 90.0
 
-#: Starts that may fail in a row before callers are told instead of made to wait.
+#: Starts that may fail in a row before callers get an error instead of waiting.
 ATTEMPTS = 3
 
-#: So many brokers in a row that died before they served anybody, within so many seconds, are not
-#: followed by another one at once.
+#: After this many brokers in a row that died before they served a kernel, within this many seconds,
+#: the next start is delayed.
 MOST_DEATHS, WINDOW = 10, 600.0
 
-#: Seconds before the next start, by the number of such deaths. Whoever waits must not wait long
-#: for a broker that somebody else keeps killing, so that these do not grow beyond 5 s.
+#: Seconds before the next start, by the number of such deaths. They end at 5 s: a kernel must not
+#: wait long for a broker that some other program keeps killing.
 DEATH_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
 
-#: From so many starts within the window on, whoever waits is told of them.
+#: From this many starts within the window on, messages to waiting kernels mention them.
 MANY_STARTS = 3
 
 #: Starts that are remembered.
@@ -59,8 +59,8 @@ _MOST_BYTES = 256 << 10
 #: Of a configuration file beside the socket; a longer one is not in the record.
 _MOST_FILE = 64 << 10
 
-#: Variables that a broker or what it loads obeys: its successor must see what it saw. A name that
-#: ends with "*" stands for all names that begin so.
+#: Variables that a broker or its libraries obey: its successor must see the same. A name that ends
+#: with "*" stands for all names with that beginning.
 _KEPT = (
     "HOME", "USER", "LOGNAME", "PATH", "SHELL", "LANG", "LC_*", "TZ", "TMPDIR",
     "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD",
@@ -68,10 +68,10 @@ _KEPT = (
     "CUDA_*", "NVIDIA_*", "GPU_DEVICE_ORDINAL", "SLURM_*", "PBS_*", "LSB_*", "SGE_*", "FLUX_*",
 )  # fmt: skip
 
-#: Never written to a file, whatever they begin with.
+#: Parts of names that are never written to a file.
 _SECRET = ("TOKEN", "PASSWORD", "SECRET", "JWT", "COOKIE", "CREDENTIAL", "_KEY")
 
-#: Of the session that the broker may have been started from.
+#: Variables of the session from which the broker may have been started.
 SESSION_VARIABLES = (
     "GPUPOOL_SESSION", "GPUPOOL_TOKEN", "GPUPOOL_PAGE", "GPUPOOL_VISIBLE",
     "GPUPOOL_REAL_LIBCUDA", "GPUPOOL_ATTACH", REVIVE_VARIABLE, COPY_VARIABLE,
@@ -86,38 +86,38 @@ class BadRecord(GPUPoolError):
 
 @dataclass(frozen=True)
 class StartRecord:
-    """What starts the broker again as it was."""
+    """The command, the environment and the files from which the broker can be restarted."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    #: Processes and their sessions do not outlive a boot; nor does the record.
+    #: The boot to which the record belongs: sessions do not outlive it.
     boot: str
     pid: int
-    #: The PID namespace that its numbers count in: a container's differ from the machine's.
+    #: The PID namespace of ``pid``: a container's numbers differ from the machine's.
     namespace: str = ""
     #: The file with its sessions.
     journal: str = ""
     #: Whether it has served a kernel, or a server that starts one.
     served: bool = False
-    #: The error of its own that ended it.
+    #: The unhandled error that ended it.
     crashed: str = ""
     #: Where it listens.
     socket: str = ""
-    #: By name: the files beside the socket that its command names. They go with its folder.
+    #: By name: the files beside the socket that its command names, which may go with the folder.
     files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def useless(self) -> bool:
-        """Whether the broker, which has died, failed by itself or died before it was of use.
+        """Whether the dead broker failed by itself or died before it served a kernel.
 
-        One that is killed while it serves is not to blame: another start will serve as well.
+        One that was killed while it served is not to blame: the next start will serve as well.
         """
         return bool(self.crashed) or not self.served
 
 
 @dataclass(frozen=True)
 class Failures:
-    """What came of the latest attempts to start the broker again."""
+    """The outcomes of the latest attempts to restart the broker."""
 
     #: Starts that failed in a row.
     count: int = 0
@@ -125,35 +125,35 @@ class Failures:
     due: float = 0.0
     message: str = ""
     next_step: str = ""
-    #: When the broker was started again, within :data:`WINDOW`.
+    #: When the broker was restarted, within :data:`WINDOW`.
     starts: tuple[float, ...] = ()
-    #: When brokers were found that had died in vain (:attr:`StartRecord.useless`), in a row.
+    #: When useless brokers (:attr:`StartRecord.useless`) were found dead, in a row.
     deaths: tuple[float, ...] = ()
     #: The process of the broker that was counted last.
     counted: int = 0
 
     @property
     def given_up(self) -> bool:
-        """Whether callers are told of the failure now instead of made to wait."""
+        """Whether callers get the failure now instead of waiting."""
         return self.count >= ATTEMPTS
 
     @property
     def sentence(self) -> str:
-        """What to tell who waits for the broker."""
+        """The message for kernels that wait for the broker."""
         return f"The GPU pool's broker ended and cannot be started again: {self.message}"
 
     def pause(self, now: float) -> float:
         """Return the seconds until the next attempt may be made after starts that failed."""
-        # A clock that was set back must not make anybody wait longer than the pause itself.
+        # A clock that was set back must not lengthen the pause.
         return min(_pause(self.count), max(0.0, self.due - now))
 
     def delay(self, now: float) -> float:
-        """Return the seconds for which whoever makes the next attempt waits first."""
+        """Return the seconds to wait before the next attempt."""
         deaths = min(len(_recent(self.deaths, now)), len(DEATH_PAUSES) - 1)
         return max(self.pause(now), DEATH_PAUSES[deaths])
 
     def often(self, now: float) -> str:
-        """Return how often the broker was started again, in words, if that is often; else ""."""
+        """Return in words how often the broker was restarted, if that is often; else ""."""
         starts = len(_recent(self.starts, now))
         if starts < MANY_STARTS:
             return ""
@@ -169,7 +169,7 @@ def record_path(socket: Path) -> Path:
 
 
 def failures_path(socket: Path) -> Path:
-    """Return the file that says what came of the latest attempts."""
+    """Return the file with the outcomes of the latest attempts."""
     return socket.with_name(socket.name + ".start.failed")
 
 
@@ -179,12 +179,12 @@ def log_path(socket: Path) -> Path:
 
 
 def lock_path(socket: Path) -> Path:
-    """Return the file that whoever starts the broker at ``socket`` locks meanwhile."""
+    """Return the file that is locked while the broker at ``socket`` is started."""
     return socket.with_name(socket.name + ".start")
 
 
 def worth_keeping(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the next broker must see as this one does; no secrets."""
+    """Return the variables that the next broker must see, without secrets."""
 
     def kept(name: str) -> bool:
         if name in SESSION_VARIABLES or any(word in name.upper() for word in _SECRET):
@@ -199,7 +199,7 @@ def worth_keeping(environ: Mapping[str, str]) -> dict[str, str]:
 def write_record(
     socket: Path, command: Sequence[str], environ: Mapping[str, str], journal: str = ""
 ) -> StartRecord:
-    """Write how this process, the broker at ``socket``, is started again; return the record.
+    """Write how to restart this process, the broker at ``socket``; return the record.
 
     Raises
     ------
@@ -227,10 +227,10 @@ def write_record(
 
 
 def change_record(socket: Path, record: StartRecord, **changes: Any) -> StartRecord:
-    """Write down what has become of the broker, whose ``record`` this is; return the new record."""
+    """Write ``changes`` to the record of a broker; return the new record."""
     changed = replace(record, **changes)
     with contextlib.suppress(OSError):
-        if record_path(socket).exists():  # or it ends in order
+        if record_path(socket).exists():  # otherwise it ends in order
             _write(record_path(socket), asdict(changed))
     return changed
 
@@ -278,9 +278,9 @@ def read_record_file(path: Path) -> StartRecord | None:
 
 
 def can_revive(socket: Path) -> bool:
-    """Return whether a broker at ``socket`` has died that a start from its record may bring back.
+    """Return whether the broker at ``socket`` may have died and left a record.
 
-    Cheap: one look at a file. The record is examined by whoever uses it.
+    Cheap: it looks for the file and does not read it.
     """
     return not is_machine_path(socket) and record_path(socket).exists()
 
@@ -289,7 +289,7 @@ def can_revive(socket: Path) -> bool:
 
 
 def read_failures(socket: Path) -> Failures:
-    """Return what came of the latest attempts; nothing if the file cannot be trusted."""
+    """Return the outcomes of the latest attempts; none if the file cannot be trusted."""
     try:
         found = _read(failures_path(socket)) or {}
         return Failures(
@@ -308,9 +308,9 @@ def read_failures(socket: Path) -> Failures:
 def note_failure(
     socket: Path, before: Failures, message: str, next_step: str, *, final: bool = False
 ) -> Failures:
-    """Write that a start has failed, and return all that is known now.
+    """Write that a start has failed; return the outcomes so far.
 
-    ``final``: another attempt would not be different.
+    ``final``: another attempt would fail in the same way.
     """
     count = max(before.count + 1, ATTEMPTS if final else 0)
     due = time.time() + _pause(count)
@@ -321,12 +321,12 @@ def note_failure(
 
 
 def _pause(count: int) -> float:
-    """Return the seconds after so many failures in a row."""
+    """Return the seconds to wait after ``count`` failures in a row."""
     return PAUSES[min(count, len(PAUSES) - 1)]
 
 
 def note_start(socket: Path, before: Failures) -> None:
-    """Write that a start has succeeded: nothing failed, and when it was."""
+    """Write that a start has succeeded, and when."""
     now = time.time()
     starts = (*_recent(before.starts, now), now)[-_MOST_STARTS:]
     known = Failures(starts=starts, deaths=before.deaths, counted=before.counted)
@@ -335,7 +335,7 @@ def note_start(socket: Path, before: Failures) -> None:
 
 
 def note_death(socket: Path, before: Failures, record: StartRecord) -> Failures:
-    """Write how the broker of ``record`` died, once for each broker; return all that is known."""
+    """Write how the broker of ``record`` died, once for each broker; return the outcomes so far."""
     if record.pid == before.counted:
         return before
     now = time.time()
@@ -355,9 +355,9 @@ def note_killed(socket: Path, before: Failures) -> None:
 
 
 def too_often(before: Failures) -> bool:
-    """Return whether the brokers die as often as they are started, and serve nobody.
+    """Return whether every recent broker died before it served a kernel.
 
-    False once that has been said and the pause after it is over: then one more is tried.
+    False once callers have got that error and the pause after it is over: then one more is tried.
     """
     return not before.given_up and len(_recent(before.deaths, time.time())) >= MOST_DEATHS
 
@@ -367,7 +367,7 @@ def _recent(times: Sequence[float], now: float) -> tuple[float, ...]:
 
 
 def being_started(socket: Path) -> bool:
-    """Return whether somebody starts the broker at ``socket`` now."""
+    """Return whether a process starts the broker at ``socket`` now."""
     try:
         lock = os.open(lock_path(socket), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -413,9 +413,9 @@ def remove_copy(journal: str) -> None:
 
 
 def can_restore(socket: Path, copy: str = "") -> bool:
-    """Return whether :func:`restore` may find a copy, and the socket's folder can be made.
+    """Return whether :func:`restore` may find a copy, and the socket's folder can be created.
 
-    Cheap: a look at a few files. ``copy`` is where the caller knows of one.
+    Cheap: it looks for a few files. ``copy`` names one that the caller knows.
     """
     if is_machine_path(socket) or not any(path.exists() for path in _places(socket, copy)):
         return False
@@ -424,10 +424,10 @@ def can_restore(socket: Path, copy: str = "") -> bool:
 
 
 def restore(socket: Path, copy: str = "") -> bool:
-    """Write the record of the broker at ``socket`` again if it was deleted; False if it was not.
+    """Restore the record of the broker at ``socket`` if it was deleted; return whether it was.
 
-    With the start's lock held. The copy is trusted as the record is: by owner and mode. Not while
-    the broker lives: it puts back what was deleted by itself.
+    The caller holds the start's lock. The copy is trusted as the record is, by owner and mode. A
+    living broker puts back what was deleted by itself.
     """
     if is_machine_path(socket) or record_path(socket).exists():
         return False
@@ -446,7 +446,7 @@ def restore(socket: Path, copy: str = "") -> bool:
 
 
 def kernel_environment(socket: Path) -> dict[str, str]:
-    """Return what a kernel's agent and guard need to start the broker again, should it die."""
+    """Return the variables with which a kernel's agent and guard can restart the broker."""
     if is_machine_path(socket):
         return {}
     record = None
@@ -459,7 +459,7 @@ def kernel_environment(socket: Path) -> dict[str, str]:
 
 
 def _places(socket: Path, copy: str) -> list[Path]:
-    """Return where a copy may be: where the caller says, or beside a journal in a usual folder."""
+    """Return where a copy may be: at ``copy``, or beside a journal in a usual folder."""
     name = f"{journal_name(socket)}.sqlite"
     usual = [
         copy_path(folder / name)
@@ -482,12 +482,11 @@ def _put_back(path: Path, content: str) -> None:
 
 
 def launcher(socket: Path, copy: str = "") -> str:
-    """Return the shell command that starts the broker at ``socket`` again, for a kernel to run.
+    """Return the shell command with which a kernel restarts the broker at ``socket``.
 
-    ``copy``: where another copy of the record is, see :func:`copy_path`.
-
-    A kernel may have neither this package nor this Python, so the command names both. It returns
-    at once: what it starts is no child of the kernel.
+    ``copy`` is the second copy of the record, see :func:`copy_path`. A kernel may have neither this
+    package nor this Python, so the command names both. It returns at once, and what it starts is
+    no child of the kernel.
     """
     package = Path(__file__).resolve().parent.parent
     words = [sys.executable, "-m", "jupyter_gpupool.starting", str(socket), *filter(None, [copy])]
@@ -553,7 +552,7 @@ def _files(socket: Path, command: Sequence[str]) -> dict[str, str]:
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    """Replace ``path``: whoever reads it finds the old or the new, and nobody else can read it."""
+    """Replace ``path`` atomically, readable by this user alone."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         temporary.unlink()
