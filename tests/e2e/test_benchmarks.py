@@ -36,7 +36,7 @@ def test_an_unknown_benchmark_is_refused_with_those_there_are():
 
 @pytest.mark.long
 @pytest.mark.timeout(1600)
-def test_every_benchmark_writes_figures_and_names_no_host_and_no_path(tmp_path):
+def test_every_benchmark_writes_anonymous_figures(tmp_path):
     done = run("--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)

@@ -69,7 +69,7 @@ async def storm(pool, kills):
     await pool.stop_kernels()
 
 
-def test_the_broker_is_killed_under_kernels_that_compute_wait_and_are_suspended(pool):
+def test_broker_is_killed_under_busy_waiting_suspended_kernels(pool):
     play(storm(pool(ONE, default_memory=SLICE), 2))
 
 
@@ -122,7 +122,7 @@ def test_the_guard_alone_has_the_broker_started(pool):
 
 
 @pytest.mark.parametrize("agent", [True, False], ids=["agent", "guard"])
-def test_broker_is_revived_although_its_files_are_deleted_as_it_dies(pool, agent):
+def test_broker_returns_although_its_files_are_deleted(pool, agent):
     """No broker lives to put back what a logout or a clean-up deletes beside the socket."""
     pool = pool(ONE, default_memory=SLICE, idle_timeout=3601)
 
@@ -180,7 +180,7 @@ def test_a_cell_shows_that_the_broker_is_being_started(pool):
     play(scenario())
 
 
-def test_a_broker_that_cannot_be_started_again_ends_the_call_with_the_reason(pool):
+def test_call_fails_with_the_reason_when_no_broker_can_start(pool):
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
@@ -235,7 +235,7 @@ def begun(pool):
 
 
 @pytest.mark.parametrize("victim", ["broker", "worker", "monitor"])
-def test_a_waiting_call_is_served_within_five_seconds_of_a_restart(pool, victim):
+def test_waiting_call_is_served_within_5_s_of_a_restart(pool, victim):
     """A broker used to take no slice for ten seconds after its start: kills starved who waited."""
     pool = pool(ONE, default_memory=SLICE)
 

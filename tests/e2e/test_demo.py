@@ -31,7 +31,7 @@ def resident(mark: str) -> int:
 
 
 @pytest.mark.timeout(300)
-def test_the_demo_attaches_suspends_and_restores_on_another_device(installed, tmp_path):
+def test_demo_attaches_suspends_and_restores_elsewhere(installed, tmp_path):
     mark = uuid.uuid4().hex
     env = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL_")}
     picture = tmp_path / "timeline.svg"

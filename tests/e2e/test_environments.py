@@ -150,7 +150,7 @@ def notebooks(env):
     )
 
 
-def test_nvidia_packages_are_needed_only_where_the_device_processes_run(installed, folder, blocked):
+def test_only_device_processes_need_nvidia_packages(installed, folder, blocked):
     env = blocked()
     second_environment(folder / "data" / "gpupool" / "devices")
     done = notebooks(env)
@@ -174,16 +174,14 @@ def test_nvidia_packages_are_needed_only_where_the_device_processes_run(installe
     assert min(kinds.count("suspend"), kinds.count("resume")) >= 2, kinds
 
 
-def test_without_the_packages_a_kernel_says_which_command_installs_them(installed, folder, blocked):
+def test_kernel_names_the_command_for_missing_packages(installed, folder, blocked):
     done = notebooks(blocked())
     assert done.returncode
     assert "nvidia-ml-py" in done.stderr
     assert "Run: jupyter gpupool install-devices" in done.stderr
 
 
-def test_a_configured_python_that_is_not_there_is_an_error_of_the_configuration(
-    installed, folder, blocked
-):
+def test_missing_device_python_is_a_configuration_error(installed, folder, blocked):
     done = notebooks(blocked(device_python="/nowhere/bin/python"))
     assert done.returncode
     assert "c.GPUPool.device_python is /nowhere/bin/python" in done.stderr

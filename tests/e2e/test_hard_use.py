@@ -176,7 +176,7 @@ assert not problems, problems
 """
 
 
-def test_a_thread_that_goes_on_after_its_cell_is_stopped_and_goes_on(pool):
+def test_thread_is_held_after_its_cell_and_continues_later(pool):
     """GPU work between cells: it must neither fail nor see other bytes, only wait.
 
     Without the guard nobody knows of it; with the guard it counts as use (``test_lazy``).
@@ -241,7 +241,7 @@ block.verify()
     play(scenario())
 
 
-def test_what_cannot_be_suspended_is_pinned_with_its_reason_and_works_on(pool):
+def test_kernel_that_cannot_be_suspended_is_pinned_and_goes_on(pool):
     pool = pool("1x640MiB,context=32MiB", default_memory=400 * MiB, managed_memory="allow")
 
     async def scenario():
@@ -266,7 +266,7 @@ def test_what_cannot_be_suspended_is_pinned_with_its_reason_and_works_on(pool):
     play(scenario())
 
 
-def test_a_kernel_killed_again_and_again_by_its_user_leaves_nothing(pool):
+def test_kernels_killed_by_their_user_leave_nothing(pool):
     """Restart at every stage: attached, waiting, suspended, in the middle of a move."""
     pool = pool("1x640MiB,context=32MiB", default_memory=400 * MiB)
     flag = pool.folder / "go"
@@ -318,7 +318,7 @@ def test_a_kernel_that_fills_a_whole_device_comes_back(pool):
     play(scenario())
 
 
-def test_two_that_fill_their_slices_share_a_device_again_after_a_suspend(pool):
+def test_two_full_slices_share_a_device_again_after_a_suspend(pool):
     pool = pool("1x640MiB,context=32MiB", default_memory=320 * MiB)
 
     async def scenario():
@@ -336,7 +336,7 @@ def test_two_that_fill_their_slices_share_a_device_again_after_a_suspend(pool):
     play(scenario())
 
 
-def test_who_takes_more_than_the_slice_gets_back_what_it_held_and_harms_nobody(pool):
+def test_overuse_restores_its_own_state_and_harms_no_neighbour(pool):
     """Without the guard nothing stops an allocation; the ledger must not promise those bytes."""
     pool = pool("1x640MiB,context=32MiB", default_memory=SLICE, guard=False)
 
@@ -354,7 +354,7 @@ def test_who_takes_more_than_the_slice_gets_back_what_it_held_and_harms_nobody(p
     play(scenario())
 
 
-def test_who_took_more_than_the_quota_is_told_or_served_but_not_forgotten(pool):
+def test_overuse_of_the_quota_is_refused_or_served_later(pool):
     quotas = {"*": {"memory": 300 * MiB}}
     pool = pool("1x640MiB,context=32MiB", default_memory=SLICE, quotas=quotas, guard=False)
 
@@ -376,7 +376,7 @@ def faults(pool):
     return Faults(pool.driver_env["EMUCUDA_STATE"])
 
 
-def test_a_resume_that_fails_loses_one_session_says_so_and_touches_no_other(pool):
+def test_failed_resume_loses_only_its_own_session(pool):
     pool = pool(MACHINE, default_memory=SLICE)
 
     async def scenario():
@@ -408,7 +408,7 @@ def test_a_resume_that_fails_loses_one_session_says_so_and_touches_no_other(pool
 # The broker gives a copy two minutes before it ends the worker that makes it.
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("op", ["lock", pytest.param("checkpoint", marks=pytest.mark.long)])
-def test_a_worker_that_hangs_is_replaced_and_the_notebook_goes_on(pool, op):
+def test_hung_worker_is_replaced_and_the_notebook_goes_on(pool, op):
     pool = pool(MACHINE, default_memory=SLICE, lock_timeout=1.0)
 
     async def scenario():
@@ -429,7 +429,7 @@ def test_a_worker_that_hangs_is_replaced_and_the_notebook_goes_on(pool, op):
     asyncio.run(asyncio.wait_for(scenario(), 380))
 
 
-def test_a_lost_device_is_drained_and_suspended_notebooks_resume_elsewhere(pool):
+def test_notebooks_of_a_lost_device_resume_elsewhere(pool):
     pool = pool(MACHINE, default_memory=SLICE)
 
     async def scenario():

@@ -137,7 +137,7 @@ def test_what_stops_the_jupyterlab_part_is_said(tmp_path):
     assert "GPUPOOL_NO_LABEXTENSION=1" in done.stdout
 
 
-def test_without_a_compiler_a_wheel_is_built_and_doctor_says_what_is_missing(tmp_path):
+def test_wheel_without_a_compiler_says_what_is_missing(tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("git", "sh", "env", "uname"):

@@ -155,7 +155,7 @@ def test_a_program_attaches_idles_is_suspended_and_resumes(pool, program, langua
     play(scenario())
 
 
-def test_a_program_waits_at_the_gate_and_its_end_leaves_the_queue(pool, program):
+def test_program_that_ends_at_the_gate_leaves_the_queue(pool, program):
     pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
     kernel = program(pool, "C")

@@ -43,7 +43,7 @@ print(sum(float(v.sum()) for v in means.values()))
 
 
 @pytest.mark.parametrize("mib", [256, pytest.param(1024, marks=pytest.mark.long)])
-def test_cpu_work_on_suspended_memory_leaves_it_there_and_sends_nothing(pool, mib):
+def test_cpu_work_leaves_suspended_state_and_sends_nothing(pool, mib):
     pool = pool("1x1638MiB,context=64MiB", default_memory=(mib + 128) * MiB)
 
     async def scenario():
@@ -184,7 +184,7 @@ block.verify()
 """
 
 
-def test_a_graph_is_recorded_to_its_end_although_another_kernel_waits(pool):
+def test_graph_capture_is_not_preempted(pool):
     """No call is made for longer than ``quiet_after``, and no lock falls inside."""
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"
@@ -220,7 +220,7 @@ def test_a_graph_is_recorded_to_its_end_although_another_kernel_waits(pool):
 # ---------------------------------------------------------------------- coming and going
 
 
-def test_a_cell_gives_its_slice_away_in_the_middle_and_gets_it_again(pool):
+def test_cell_yields_its_slice_in_the_middle_and_continues(pool):
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"
 
@@ -243,7 +243,7 @@ def test_a_cell_gives_its_slice_away_in_the_middle_and_gets_it_again(pool):
     play(scenario())
 
 
-def test_a_slice_that_nobody_wants_is_not_taken_from_a_quiet_cell(pool):
+def test_quiet_cell_keeps_a_slice_that_no_kernel_needs(pool):
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"
 
@@ -261,7 +261,7 @@ def test_a_slice_that_nobody_wants_is_not_taken_from_a_quiet_cell(pool):
     play(scenario())
 
 
-def test_two_that_need_most_of_one_device_take_turns_call_by_call(pool):
+def test_two_large_kernels_take_turns_call_by_call(pool):
     pool = pool(ONE, default_memory=448 * MiB, quiet_after=QUIET)
     work = """
 import time
@@ -351,7 +351,7 @@ get_ipython().kernel.comm_manager.register_target("test", opened)
 # ---------------------------------------------------------------------- the wait in a call
 
 
-def test_the_wait_of_a_call_is_shown_in_its_cell_and_can_be_interrupted(pool):
+def test_waiting_call_is_shown_in_its_cell_and_interruptible(pool):
     pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
 
@@ -452,7 +452,7 @@ def test_an_interrupt_ends_the_wait_of_a_worker_thread_too(pool):
     play(scenario())
 
 
-def test_a_cell_can_be_interrupted_though_a_thread_has_waited_since_an_earlier_one(pool):
+def test_cell_is_interruptible_while_an_older_thread_waits(pool):
     pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
 

@@ -21,7 +21,7 @@ from .test_lazy import ONE, SLICE
 # ---------------------------------------------------------------------- when somebody dies
 
 
-def test_without_a_broker_a_waiting_call_ends_in_five_seconds_and_says_why(pool):
+def test_waiting_call_fails_within_5_s_without_a_broker(pool):
     pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
 
@@ -74,7 +74,7 @@ def test_a_waiting_call_is_served_by_the_next_broker(pool):
     play(scenario())
 
 
-def test_the_agent_may_lose_its_connection_or_end_while_a_call_waits(pool):
+def test_waiting_call_survives_the_loss_of_its_agent(pool):
     pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
 
@@ -133,7 +133,7 @@ sys.stdin.readline()
 """
 
 
-def test_a_child_shares_the_quota_and_returns_its_bytes_when_it_is_killed(pool):
+def test_killed_child_returns_its_bytes_to_the_slice(pool):
     pool = pool(ONE, default_memory=SLICE)
     program = pool.folder / "child.py"
     program.write_text(CHILD.format(define=cells.DEFINE, mib=128))
@@ -384,7 +384,7 @@ print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=Tru
 """
 
 
-def test_notebooks_go_on_when_a_logout_deletes_socket_locks_and_pages(pool):
+def test_notebooks_survive_a_logout_that_deletes_files(pool):
     """As logind does; the next login's kernel comes to the same broker."""
     pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"

@@ -48,7 +48,7 @@ class Watch:
 # ---------------------------------------------------------------------- no CUDA, no GPU
 
 
-def test_a_kernel_without_cuda_never_has_a_granted_byte_under_manual(pool):
+def test_kernel_without_cuda_gets_no_slice_under_manual(pool):
     pool = pool(MACHINE, attach="manual", default_memory=SLICE)
 
     async def scenario():
@@ -87,7 +87,7 @@ def test_under_manual_no_cell_waits_for_the_broker(pool):
     play(scenario())
 
 
-def test_a_kernel_without_cuda_has_no_footprint_and_gives_its_lease_back_under_cell(pool):
+def test_kernel_without_cuda_returns_its_lease_under_cell(pool):
     """Under ``cell`` the lease itself begins with the cell: nobody knows yet what it will do."""
     pool = pool(MACHINE, default_memory=SLICE, idle_timeout=0.5)
 
@@ -217,7 +217,7 @@ def test_a_kernel_asks_for_more_while_attached_and_for_too_much(pool):
     play(scenario())
 
 
-def test_growing_where_there_is_no_room_moves_and_keeps_the_bytes(pool):
+def test_growth_without_room_moves_the_kernel_and_its_bytes(pool):
     """Two share a device; one asks for more than is left there, and the other device is free."""
     pool = pool(MACHINE, default_memory=SLICE)
 
@@ -281,7 +281,7 @@ def test_a_notebook_is_restored_on_the_other_device(pool):
     play(scenario())
 
 
-def test_a_waiting_cell_says_why_and_its_wait_leaves_nothing_behind(pool):
+def test_waiting_cell_says_why_and_leaves_no_trace(pool):
     pool = pool("1x640MiB,context=32MiB", default_memory=512 * MiB)
     flag = pool.folder / "go"
 
@@ -393,7 +393,7 @@ def test_shutdown_of_a_kernel_ends_its_session(pool, suspend):
     play(scenario())
 
 
-def test_a_restarted_broker_finds_attached_suspended_and_waiting_kernels(pool):
+def test_restarted_broker_recovers_kernels_in_every_state(pool):
     pool = pool("1x640MiB,context=32MiB", default_memory=SLICE)
     flag = pool.folder / "go"
 
@@ -456,7 +456,7 @@ def test_a_provisioner_starts_a_broker_where_there_is_none(pool):
     play(scenario())
 
 
-def test_without_a_broker_a_gpu_cell_fails_in_plain_words_and_cpu_work_goes_on(pool):
+def test_gpu_cell_fails_plainly_without_a_broker(pool):
     pool = pool(MACHINE, attach="manual", default_memory=SLICE)
 
     async def scenario():
@@ -480,7 +480,7 @@ def test_without_a_broker_a_gpu_cell_fails_in_plain_words_and_cpu_work_goes_on(p
 # ---------------------------------------------------------------------- notebooks
 
 
-def test_a_notebook_runs_through_nbclient_and_is_saved_without_a_trace_of_waiting(pool):
+def test_nbclient_saves_no_trace_of_a_wait(pool):
     import nbformat
     from nbclient import NotebookClient
 

@@ -26,7 +26,7 @@ print("ran")
 """
 
 
-def test_broker_that_a_notebook_starts_is_neither_suspended_nor_ended_with_it(pool):
+def test_broker_outlives_the_notebook_that_started_it(pool):
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():

@@ -77,7 +77,7 @@ def test_the_higher_priority_class_goes_first(pool):
     play(scenario())
 
 
-def test_without_host_memory_nobody_is_suspended_and_the_reason_is_seen(pool):
+def test_no_kernel_is_suspended_without_host_memory(pool):
     """One suspended kernel fits in host memory, two do not."""
     pool = pool(ONE, default_memory=400 * MiB, host_memory="440MiB")
 
@@ -226,7 +226,7 @@ def _kind(descriptor):
 
 
 @pytest.mark.long
-def test_a_hundred_moves_leave_no_descriptor_and_no_memory_behind(pool):
+def test_a_hundred_moves_leak_no_descriptor_and_no_memory(pool):
     pool = pool("2x640MiB,context=8MiB", default_memory=64 * MiB, quiet_after=0.1)
 
     async def scenario():

@@ -50,12 +50,12 @@ def newest(uv, framework):
 
 
 @pytest.mark.parametrize("framework", frameworks.FRAMEWORKS)
-def test_this_package_takes_no_framework_back_to_an_older_version(uv, framework):
+def test_package_downgrades_no_framework(uv, framework):
     beside = frameworks.resolve(uv, framework)
     assert beside[frameworks.package_of(framework)] == newest(uv, framework)
 
 
-def test_the_environment_of_the_device_processes_resolves_for_every_python(uv):
+def test_device_environment_resolves_for_every_python(uv):
     for version in ("3.10", "3.11", "3.12", "3.13"):
         done = subprocess.run(
             [
@@ -73,7 +73,7 @@ def test_the_environment_of_the_device_processes_resolves_for_every_python(uv):
         assert interpreter.problem(dict(pairs)) == "", version
 
 
-def test_beside_pins_of_a_framework_the_pool_works_with_its_own_environment(tmp_path):
+def test_pool_works_beside_the_pins_of_a_framework(tmp_path):
     """What PyTorch 2.10 for CUDA 12.8 pins is in the environment of server, broker and kernel."""
     wheel, _ = build(tmp_path, env={"GPUPOOL_NO_LABEXTENSION": "1"})
     binaries = install(wheel, tmp_path / "venv")

@@ -20,7 +20,7 @@ def command(*words):
     return subprocess.run(line, capture_output=True, text=True, timeout=100, check=False).stdout
 
 
-def test_its_notebooks_commands_and_log_say_what_is_in_force_and_from_where(pool, caplog):
+def test_second_server_says_which_configuration_is_in_force(pool, caplog):
     pool = pool(MACHINE, default_memory=SLICE)
     path = pool.folder / "config" / "jupyter_server_config.json"
 

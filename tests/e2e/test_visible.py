@@ -29,7 +29,7 @@ def count():
 
 
 @pytest.mark.parametrize("value", ["1", "7", "2,3", "GPU-00000000-0000-0000-0000-000000000000"])
-def test_a_gpu_that_the_slice_lacks_means_a_gpu_and_one_line_says_so(pool, value):
+def test_index_beyond_the_slice_selects_its_own_gpu(pool, value):
     pool = pool("2x512MiB,context=32MiB", default_memory="200MiB")
 
     async def scenario():
@@ -80,7 +80,7 @@ def test_none_means_none(pool, value):
 
 
 @pytest.mark.parametrize(("value", "seen"), [("1", [1]), ("1,0", [1, 0]), ("0,1", [0, 1])])
-def test_gpus_that_were_asked_for_a_cell_before_can_be_chosen_among(pool, value, seen):
+def test_cell_can_choose_among_gpus_that_it_asked_for(pool, value, seen):
     pool = pool("2x512MiB,context=32MiB", default_memory="200MiB")
     code = """
 import os, pynvml

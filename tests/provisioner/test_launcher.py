@@ -69,7 +69,7 @@ def test_the_argv_opens_a_session_and_becomes_the_kernel(
     assert "GPU pool" not in kernel.stderr
 
 
-def test_kernel_of_a_client_that_names_no_notebook_is_labelled_by_its_folder(
+def test_kernel_without_a_notebook_name_is_labelled_by_folder(
     broker: ScriptedBroker, start: Callable[..., PlainKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
@@ -95,7 +95,7 @@ def test_an_interrupt_and_a_restart_reach_the_kernel(
     assert [m["pid"] for m in broker.seen("launched")] == [kernel.pid, again.pid]
 
 
-def test_signals_that_python_ignores_are_not_ignored_by_the_kernel(
+def test_kernel_does_not_inherit_ignored_signals(
     broker: ScriptedBroker,
     start: Callable[..., PlainKernel],
     install_spec: Callable[..., str],
@@ -167,7 +167,7 @@ def test_with_a_provisioner_the_launcher_is_not_started(broker: ScriptedBroker) 
         manager.shutdown_kernel(now=True)
 
 
-def test_a_launcher_behind_another_program_opens_no_second_session(
+def test_nested_launcher_opens_no_second_session(
     broker: ScriptedBroker, install_spec: Callable[..., str]
 ) -> None:
     argv = ["env", sys.executable, "-m", IPYKERNEL_LAUNCHER, "-f", "{connection_file}"]
@@ -200,7 +200,7 @@ def test_commands_with_and_without_a_launcher() -> None:
 # ------------------------------------------------------------------ no session, no GPU
 
 
-def test_a_kernel_that_is_refused_runs_without_a_gpu_and_says_why(
+def test_refused_kernel_runs_without_a_gpu_and_says_why(
     broker: ScriptedBroker, start: Callable[..., PlainKernel]
 ) -> None:
     def refuse(message: Any) -> None:

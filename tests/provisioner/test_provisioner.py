@@ -94,7 +94,7 @@ def test_a_restart_ends_the_session_and_keeps_the_request(broker: ScriptedBroker
 
 
 @pytest.mark.parametrize("now", [False, True], ids=["shutdown", "kill"])
-def test_kernel_is_retired_before_its_end_where_the_driver_needs_that(
+def test_kernel_is_suspended_before_its_end_on_unsafe_drivers(
     broker: ScriptedBroker, now: bool
 ) -> None:
     broker.retire = True
@@ -281,7 +281,7 @@ def started(manager: KernelManager) -> dict[str, str]:
     ],
     ids=["guard", "no-cells", "no-guard", "manual"],
 )
-def test_a_kernel_without_an_agent_is_attached_by_the_guard_or_sees_no_device(
+def test_kernel_without_agent_uses_the_guard_or_sees_no_device(
     broker: ScriptedBroker,
     install_spec: Callable[..., str],
     caplog: pytest.LogCaptureFixture,
@@ -306,7 +306,7 @@ def test_a_kernel_without_an_agent_is_attached_by_the_guard_or_sees_no_device(
         assert warned in warnings[0]
 
 
-def test_the_guard_comes_before_the_emulator_and_that_before_the_users(
+def test_guard_precedes_the_emulator_and_the_users_libraries(
     broker: ScriptedBroker, install_spec: Callable[..., str]
 ) -> None:
     broker.attach, broker.env = "lazy", SESSION_GUARD
