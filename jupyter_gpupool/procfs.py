@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What /proc says: who a process is, whether it may be touched, and who belongs to a session.
+"""Processes, as Linux shows them in ``/proc``: identity, state, descent, open files, their end.
 
-Standard library only. Reading ``environ`` or ``maps`` of a process can block while that process
-is being suspended (it takes the lock of its address space), so these run in a child process that
-can be killed, not in the broker.
+The one reader of ``/proc/<pid>`` for all parts; standard library only, because kernels use it, too.
+Reading ``environ`` or ``maps`` of a process that is being suspended can block, because the suspend
+holds the lock of its address space: do not read these on the broker's event loop.
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Iterable, Iterator, Literal
 
 #: Set in the environment of a session's kernel; whatever it starts inherits it.
 SESSION_VARIABLE = "GPUPOOL_SESSION"
 
 Presence = Literal["alive", "stopped", "gone"]
 
-_PROC = Path("/proc")
-
-#: In the path of a process's mapping of the guard, which is never that of its link.
-_GUARD = b"/jupyter_gpupool/guard/lib/"
+PROC = Path("/proc")
 
 #: What says nothing about a process: we have no descriptor or no memory left.
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
+#: A chain of parents longer than this is not a notebook's.
+MAX_DEPTH = 64
+
+#: Nanoseconds of certain running for each tick of the clock that the kernel has counted, where it
+#: keeps no finer count (gVisor, or built without it): of two ticks one was whole.
+_TICK = 500_000_000 // os.sysconf("SC_CLK_TCK")
 
 #: In ``flags``: the first thread is past the point of no return.
 _PF_EXITING = 0x4
@@ -69,17 +73,6 @@ class Stat:
         if self.state == "X" or (self.state == "Z" and self.threads <= 1):
             return "gone"
         return "stopped" if self.state in "Tt" else "alive"
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One process of a session."""
-
-    process: ProcessId
-    presence: Presence
-    #: The CUDA driver library is mapped; None if its map cannot be read. Without the library
-    #: there is no context; with it, only the driver can tell.
-    libcuda: bool | None
 
 
 def parse_stat(text: str) -> Stat:
@@ -167,44 +160,80 @@ def ending(process: ProcessId) -> bool:
     return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending)
 
 
+def variables(pid: int, names: Iterable[str]) -> dict[str, str] | None:
+    """Return those of ``names`` that are in the environment that ``pid`` was started with.
+
+    None if the environment cannot be read: the process has ended, or is another user's.
+    """
+    wanted = {name.encode() for name in names}
+    try:
+        entries = _read(pid, "environ").split(b"\0")
+    except OSError:
+        return None
+    pairs = (entry.partition(b"=") for entry in entries)
+    return {name.decode(): os.fsdecode(value) for name, _, value in pairs if name in wanted}
+
+
 def session_of(pid: int) -> str | None:
-    """Return the session in the environment that ``pid`` was started with.
+    """Return the session that ``pid`` was started in; "" if in none, None if that is unknown."""
+    found = variables(pid, [SESSION_VARIABLE])
+    return None if found is None else found.get(SESSION_VARIABLE, "")
 
-    Empty if there is none, None if the environment cannot be read (ended, or another user's).
+
+def open_files(pid: int) -> Iterator[tuple[Path, str]]:
+    """Yield each open file of a process: its link in ``/proc``, and what that points to.
+
+    Raises
+    ------
+    OSError
+        If the process has ended (FileNotFoundError) or is another user's (PermissionError).
     """
+    for link in (PROC / str(pid) / "fd").iterdir():
+        try:
+            yield link, str(link.readlink())
+        except FileNotFoundError:
+            continue  # closed meanwhile
+
+
+def command(pid: int) -> str:
+    """Return the command line of a process, its name in brackets if it has none; "" if gone."""
     try:
-        environ = _read(pid, "environ")
+        line = _read(pid, "cmdline")[:4096].replace(b"\0", b" ").decode(errors="replace").strip()
+        return line or f"[{_read(pid, 'comm').decode(errors='replace').strip()}]"
     except OSError:
-        return None
-    prefix = SESSION_VARIABLE.encode() + b"="
-    for entry in environ.split(b"\0"):
-        if entry.startswith(prefix):
-            return os.fsdecode(entry[len(prefix) :])
-    return ""
+        return ""
 
 
-def maps_libcuda(pid: int) -> bool | None:
-    """Tell whether the CUDA driver library is mapped into ``pid``; None if that cannot be read.
-
-    The guard has the driver's name, and every shell of a session has it; it loads the driver
-    itself only for who calls it.
-    """
+def threads(pid: int) -> list[int]:
+    """Return the threads of a process; [] if it has ended."""
     try:
-        with open(_PROC / str(pid) / "maps", "rb") as maps:
-            return any(b"/libcuda.so" in line and _GUARD not in line for line in maps)
+        return [int(name) for name in os.listdir(PROC / str(pid) / "task")]  # noqa: PTH208
     except OSError:
-        return None
+        return []
+
+
+def thread_time(pid: int, thread: int) -> tuple[str, int]:
+    """Return state and run time (ns) of a thread; ("", 0) if it has ended or cannot be read."""
+    try:
+        fields = _read(pid, f"task/{thread}/stat").rpartition(b")")[2].split()
+        state, ticks = fields[0].decode(), int(fields[11]) + int(fields[12])
+    except (OSError, ValueError, IndexError):
+        return "", 0
+    try:
+        return state, int(_read(pid, f"task/{thread}/schedstat").split()[0])
+    except (OSError, ValueError, IndexError):
+        return state, ticks * _TICK
 
 
 class _Spare:
-    """One descriptor in reserve: a process that has no other left must still know who lives."""
+    """One descriptor in reserve, so that a process that has no other left can still look here."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._fd = -1
 
     def keep(self) -> None:
-        """Hold one from now on, if there is one to be had."""
+        """Hold one from now on, if there is one left."""
         with self._lock:
             self._take()
 
@@ -229,7 +258,7 @@ spare = _Spare()
 
 
 def _read(pid: int, name: str) -> bytes:
-    path = f"{_PROC}/{pid}/{name}"
+    path = f"{PROC}/{pid}/{name}"
     try:
         # A plain open() is three times as slow, and this is done for every process of the machine.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -255,86 +284,128 @@ def _read_all(fd: int) -> bytes:
 
 def all_pids() -> frozenset[int]:
     """Return the numbers of all processes there are now."""
-    return frozenset(int(name) for name in os.listdir(_PROC) if name.isdigit())  # noqa: PTH208
+    return frozenset(int(name) for name in os.listdir(PROC) if name.isdigit())  # noqa: PTH208
 
 
-def _all_stats() -> dict[int, Stat]:
+def all_stats() -> dict[int, Stat]:
+    """Return the stat of every live process by its number."""
     stats = (read_stat(pid) for pid in all_pids())
     return {stat.pid: stat for stat in stats if stat is not None and stat.presence != "gone"}
 
 
-def _depth(stat: Stat, stats: dict[int, Stat], root: int) -> int | None:
-    """Return how far below ``root`` a process is, None if it is not below."""
-    depth, pid, seen = 0, stat.pid, {stat.pid}
-    while pid != root:
-        above = stats.get(pid)
-        if above is None or above.parent in seen:
-            return None
-        pid, depth = above.parent, depth + 1
-        seen.add(pid)
-    return depth
-
-
-def _owner(pid: int) -> int | None:
+def owner(pid: int) -> int | None:
+    """Return the user id that owns ``/proc/<pid>``: root for a process that is not dumpable."""
     try:
-        return (_PROC / str(pid)).stat().st_uid
+        return (PROC / str(pid)).stat().st_uid
     except OSError:
         return None
 
 
-def _passes(stat: Stat, stats: dict[int, Stat], broker: int, root: int) -> bool:
-    """Return whether ``broker`` is the process or above it, and not above ``root``."""
-    pid, seen = stat.pid, set[int]()
-    while pid not in seen and pid != root:
-        if pid == broker:
-            return True
-        seen.add(pid)
-        above = stats.get(pid)
-        if above is None:
+def real_uid(pid: int) -> int | None:
+    """Return the real user id, also of a process that is not dumpable; None if it has ended."""
+    try:
+        for line in _read(pid, "status").splitlines():
+            if line.startswith(b"Uid:"):
+                return int(line.split()[1])
+    except OSError:
+        pass
+    return None
+
+
+# ---------------------------------------------------------------------- descent
+
+
+def alive(process: ProcessId) -> bool:
+    """Return whether this very process (not a later one with its pid) still runs."""
+    return presence(process) != "gone"
+
+
+def ancestry(pid: int) -> list[ProcessId]:
+    """Return the living process ``pid`` and those above it, the nearest first."""
+    found = []
+    for _ in range(MAX_DEPTH):
+        stat = read_stat(pid) if pid > 1 else None
+        if stat is None:
+            break
+        if stat.presence != "gone":
+            found.append(stat.identity)
+        pid = stat.parent
+    return found
+
+
+def descends(pid: int, root: ProcessId) -> bool:
+    """Return whether ``pid`` is ``root`` or one of its living descendants."""
+    for _ in range(MAX_DEPTH):
+        if pid == root.pid:
+            return alive(root)
+        if pid <= 1:
             return False
-        pid = above.parent
+        stat = read_stat(pid)
+        pid = 0 if stat is None else stat.parent
     return False
 
 
-def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Member]:
-    """Return the live processes of a session, children before their parents, ``root`` last.
+def descendants(root: ProcessId) -> list[ProcessId]:
+    """Return the living descendants of ``root``, parents before children, without ``root``.
 
-    These are ``root`` and its descendants, unless started for another session (a notebook may run
-    a second pooled kernel), and processes of the same user whose environment names ``session``
-    (their parent has ended, or they went to the background). Empty if ``root`` has ended.
-
-    ``broker`` never belongs to a session, nor does what is below it, unless that names the session
-    by itself: a notebook may have started the broker, and a broker may get a notebook's orphans.
+    This process and what is below it are left out: a notebook may have started its broker.
     """
-    if not session:  # or every process of the user without the variable would belong
-        raise ValueError("A session must have a name.")
-    stats = _all_stats()
-    top = stats.get(root.pid)
-    if top is None or top.start_time != root.start_time:
+    if not alive(root):
         return []
-    owner = _owner(root.pid)
-    found: list[tuple[int, int, Stat]] = []
-    for stat in stats.values():
-        depth = _depth(stat, stats, root.pid)
-        if stat.pid == root.pid:
-            found.append((0, stat.start_time, stat))
+    children: dict[int, list[int]] = {}
+    for pid in all_pids():
+        stat = read_stat(pid)
+        if stat is not None:
+            children.setdefault(stat.parent, []).append(pid)
+    found: list[ProcessId] = []
+    todo = list(children.get(root.pid, ()))
+    while todo:
+        pid = todo.pop(0)
+        if pid == os.getpid():
             continue
-        # Only that user's word counts: anybody may put anything into an environment. And who
-        # was there before the root was not started by it.
-        if depth is None and (stat.start_time < root.start_time or _owner(stat.pid) != owner):
-            continue
-        beside = depth is None and stat.pid != broker
-        if broker and not beside and _passes(stat, stats, broker, root.pid):
-            continue
-        named = session_of(stat.pid)
-        if named == session or (depth is not None and not named):
-            # An orphan's place in the tree is lost; it may be a child of anything but root.
-            found.append((1 << 20 if depth is None else depth, stat.start_time, stat))
-    found.sort(key=lambda item: item[:2], reverse=True)
-    return [Member(stat.identity, stat.presence, maps_libcuda(stat.pid)) for *_, stat in found]
+        process = identify(pid)
+        if process is not None:
+            found.append(process)
+        todo += children.get(pid, ())
+    return found
 
 
-def look_again(members: list[Member]) -> list[Member]:
-    """Return those of ``members`` that are still there, as they now are."""
-    now = [(member.process, presence(member.process)) for member in members]
-    return [Member(p, there, maps_libcuda(p.pid)) for p, there in now if there != "gone"]
+# ---------------------------------------------------------------------- end
+
+
+def open_pidfd(pid: int) -> int | None:
+    """Return a descriptor that is readable when the process has ended; the caller closes it.
+
+    None where that is not possible: before Linux 5.3, without a descriptor left, or if it is gone.
+    Compare the start time after this call: only then the descriptor cannot mean another process.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def kill(processes: Iterable[ProcessId]) -> list[str]:
+    """Send SIGKILL to each, by identity; return a sentence for each that could not be ended."""
+    problems = []
+    for process in processes:
+        try:
+            _kill(process)
+        except ProcessLookupError:
+            continue
+        except OSError as error:
+            problems.append(f"Process {process.pid} could not be ended: {error.strerror}.")
+    return problems
+
+
+def _kill(process: ProcessId) -> None:
+    descriptor = open_pidfd(process.pid)
+    if descriptor is None:
+        if alive(process):
+            os.kill(process.pid, signal.SIGKILL)
+        return
+    try:
+        if alive(process):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    finally:
+        os.close(descriptor)

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
 
-from . import startrecord
+from . import procfs, startrecord
 from .client import Client
 from .endpoint import MACHINE_SOCKET, check_path, check_socket, find_socket, is_machine_path
 from .errors import BrokerUnavailable, Code, GPUPoolError
@@ -507,10 +507,9 @@ def _spawn(
         code = int(lines[1])
         raise OSError(code, os.strerror(code))
     pid = int(lines[0])
-    with suppress(OSError, ValueError, IndexError):
-        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-        if int(parent) == os.getpid():
-            _OURS.append(pid)
+    found = procfs.read_stat(pid)
+    if found is not None and found.parent == os.getpid():
+        _OURS.append(pid)
     return pid
 
 
@@ -544,12 +543,11 @@ def _reap() -> None:
 
 def _wait_end(pid: int) -> None:
     """Wait briefly until a broker that failed to start has ended and released its locks."""
-    with suppress(OSError, AttributeError):
-        descriptor = os.pidfd_open(pid)
-        try:
+    descriptor = procfs.open_pidfd(pid)
+    if descriptor is not None:
+        with suppress(OSError, ValueError):
             select.select([descriptor], [], [], _END)
-        finally:
-            os.close(descriptor)
+        os.close(descriptor)
     _reap()
 
 

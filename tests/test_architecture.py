@@ -14,13 +14,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jupyter_gpupool"
 
 #: Modules that every part may import; they import each other at most, and the standard library.
-LEAVES = ("errors", "states", "text", "units")
+LEAVES = ("cgroups", "errors", "procfs", "states", "text", "units")
 
 #: part -> the parts it may import besides itself, the leaves and the standard library.
 ALLOWED: dict[str, str] = {
     "__init__": "",
     "local_machine": "",
-    "procfs": "",
     "endpoint": "local_machine",
     "durations": "",
     "protocol": "",
@@ -28,11 +27,10 @@ ALLOWED: dict[str, str] = {
     "pool": "",
     "guard": "",
     "config": "emulation endpoint guard local_machine pool.model",
-    "devices": "guard local_machine pool.model pool.attribution procfs",
+    "devices": "guard local_machine pool.model pool.attribution",
     "startrecord": "endpoint local_machine",
     "starting": "__init__ client endpoint guard startrecord",
     "broker": "__init__ config devices durations emulation endpoint guard local_machine pool "
-    "procfs "
     "protocol starting startrecord",
     "kernel": "__init__ client endpoint guard.page protocol startrecord",
     "launcher": "client config endpoint guard starting startrecord",

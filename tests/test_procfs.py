@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpupool import procfs
+from jupyter_gpupool.devices.nvidia.members import maps_libcuda, session_members
 from jupyter_gpupool.procfs import ProcessId
 
 #: Prints its pid and those of the chain of processes below it, then waits for its stdin to end.
@@ -121,7 +122,7 @@ def test_a_process_that_is_being_killed_is_ending(spawn):
 def test_children_come_before_their_parents(spawn):
     _, pids = spawn(CHAIN, "2", CHAIN, count=3)
     root = procfs.identify(pids[0])
-    members = procfs.session_members(root, "s")
+    members = session_members(root, "s")
     assert [member.process.pid for member in members] == pids[::-1]
     assert {member.libcuda for member in members} == {False}
 
@@ -130,7 +131,7 @@ def test_a_process_in_the_background_belongs_by_its_environment(spawn):
     _, (root,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
     _, (orphan,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
     spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "other"})
-    members = procfs.session_members(procfs.identify(root), "mine")
+    members = session_members(procfs.identify(root), "mine")
     assert [member.process.pid for member in members] == [orphan, root]
 
 
@@ -141,38 +142,38 @@ def test_kernel_of_a_notebook_is_a_session_of_its_own(spawn):
         " env={**os.environ, 'GPUPOOL_SESSION': 'inner'}).wait()"
     )
     _, (outer, inner) = spawn(nested, "", CHAIN, env={"GPUPOOL_SESSION": "outer"}, count=2)
-    members = procfs.session_members(procfs.identify(outer), "outer")
+    members = session_members(procfs.identify(outer), "outer")
     assert [member.process.pid for member in members] == [outer]
-    members = procfs.session_members(procfs.identify(inner), "inner")
+    members = session_members(procfs.identify(inner), "inner")
     assert [member.process.pid for member in members] == [inner]
 
 
 def test_broker_of_a_notebook_is_no_member_of_its_session(spawn):
     _, pids = spawn(CHAIN, "2", CHAIN, count=3, env={"GPUPOOL_SESSION": "mine"})
     root, broker, _ = pids
-    members = procfs.session_members(procfs.identify(root), "mine", broker)
+    members = session_members(procfs.identify(root), "mine", broker)
     assert [member.process.pid for member in members] == [root]
     # Nor if its parent has ended and its environment names the session.
     _, (other,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
-    members = procfs.session_members(procfs.identify(other), "mine", root)
+    members = session_members(procfs.identify(other), "mine", root)
     assert [member.process.pid for member in members] == [other]
     # A broker above the kernel excludes nobody.
-    members = procfs.session_members(procfs.identify(broker), "mine", root)
+    members = session_members(procfs.identify(broker), "mine", root)
     assert len(members) >= 2
 
 
 def test_a_session_whose_root_ended_has_no_members():
-    assert procfs.session_members(ProcessId(os.getpid(), 1), "s") == []
+    assert session_members(ProcessId(os.getpid(), 1), "s") == []
 
 
 def test_a_session_without_a_name_is_refused():
     with pytest.raises(ValueError, match="name"):
-        procfs.session_members(procfs.identify(os.getpid()), "")
+        session_members(procfs.identify(os.getpid()), "")
 
 
 def test_unreadable_environment_is_unknown_and_not_empty():
     assert procfs.session_of(2**22 + 1) is None
-    assert procfs.maps_libcuda(2**22 + 1) is None
+    assert maps_libcuda(2**22 + 1) is None
 
 
 def test_the_driver_library_is_seen_in_the_map(spawn, tmp_path):
@@ -184,19 +185,19 @@ def test_the_driver_library_is_seen_in_the_map(spawn, tmp_path):
         "print(os.getpid(), flush=True); sys.stdin.read()"
     )
     _, (pid,) = spawn(code, str(library))
-    assert procfs.maps_libcuda(pid) is True
+    assert maps_libcuda(pid) is True
 
 
 def test_the_guard_is_not_taken_for_the_driver(monkeypatch, tmp_path):
     (tmp_path / "7").mkdir()
-    monkeypatch.setattr(procfs, "_PROC", tmp_path)
+    monkeypatch.setattr("jupyter_gpupool.devices.nvidia.members.PROC", tmp_path)
     maps = tmp_path / "7" / "maps"
     guard = "7f00-7f01 r-xp 00000000 08:01 42  /opt/x/jupyter_gpupool/guard/lib/libcuda.so.1\n"
     maps.write_text(guard)
-    assert procfs.maps_libcuda(7) is False
+    assert maps_libcuda(7) is False
     for driver in (
         "/usr/lib/x86_64-linux-gnu/libcuda.so.580.95.05",
         "/opt/x/emucuda/lib/libcuda.so.1",
     ):
         maps.write_text(f"{guard}7f02-7f03 r-xp 00000000 08:01 43  {driver}\n")
-        assert procfs.maps_libcuda(7) is True
+        assert maps_libcuda(7) is True

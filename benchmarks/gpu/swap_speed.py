@@ -25,8 +25,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.common import budget
-from jupyter_gpupool import procfs
-from jupyter_gpupool.broker import hostmemory
+from jupyter_gpupool import cgroups, procfs
 from jupyter_gpupool.devices.nvidia.calls import SessionCalls
 from jupyter_gpupool.devices.nvidia.checkpoint import Answer
 from jupyter_gpupool.devices.nvidia.service import DeviceService
@@ -149,7 +148,7 @@ async def why_not(
 ) -> str:  # fmt: skip
     """Return why a size is left out, "" if it is not."""
     need = size * FACTOR + (ROOM if here.real else GiB)
-    there = hostmemory.available()
+    there = cgroups.available()
     if there < need:
         return f"it needs {need / GiB:.1f} GiB of host memory, and {there / GiB:.1f} are available"
     (sample,) = [s for s in await service.sample() if s.uuid == device.uuid]

@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks.common import budget
 from benchmarks.kernels import Kernel, driver_environment, private_pool
-from jupyter_gpupool.broker import hostmemory
+from jupyter_gpupool import cgroups
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.emulation import real_driver_present
 
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         client = stack.enter_context(Client(os.environ["GPUPOOL_SOCKET"]))
         device = client.call("status")["devices"][0]
         card = int(device["memory_capacity"])
-        room = max(0, hostmemory.available() // 2 - (ROOM if real else GiB))
+        room = max(0, cgroups.available() // 2 - (ROOM if real else GiB))
         largest = min(int(0.9 * card) - (CONTEXT if real else 128 * MiB), room)
         size = min(STATE if real else STATE // 32, largest)
         size -= size % (2 * MiB)

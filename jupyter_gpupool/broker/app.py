@@ -26,6 +26,7 @@ from traitlets.config import Config
 from traitlets.config.loader import DeferredConfigString
 
 from .. import __version__
+from ..cgroups import Host
 from ..config import BrokerSettings, load_settings, needs_restart
 from ..devices import Devices, OpenDevices, Options, vendor
 from ..endpoint import find_socket
@@ -63,7 +64,7 @@ from .gpu.maintenance import Maintenance, untouchable
 from .gpu.monitor import QUIET, Monitor
 from .gpu.rest import Rest
 from .guarding import Guarding
-from .hostmemory import Host, HostRoom
+from .hostmemory import HostRoom
 from .lives import GRACE
 from .messages.router import Handlers
 from .messages.snapshot import Snapshots

@@ -32,12 +32,11 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from .. import __version__
+from .. import __version__, cgroups
 from ..devices import DeviceSample
 from ..durations import Durations
 from ..pool.model import DeviceView, PoolView
 from ..states import LIVING
-from . import hostmemory
 from .gpu.actions import DeviceEffects
 from .runner import Runner
 from .store.journal import Row
@@ -257,7 +256,7 @@ class Gauges:
             "pool_host_budget_bytes", "Host memory that device state may take", view.host_budget
         )
         try:
-            available = hostmemory.available()
+            available = cgroups.available()
         except OSError:
             return
         yield _gauge("pool_host_available_bytes", "Host memory that could be taken now", available)

@@ -13,10 +13,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+from ..cgroups import Group, Level
 from ..pool import events as e
 from ..procfs import ProcessId
 from ..units import format_bytes
-from .hostmemory import SLACK, Group, HostRoom, Level
+from .hostmemory import SLACK, HostRoom
 from .runner import Runner
 from .sessions import Session
 

@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
-from ..broker.hostmemory import Host, HostRoom
+from ..broker.hostmemory import HostRoom
+from ..cgroups import Host
 from ..config import BrokerSettings
 from ..config.differences import differences
-from ..config.reading import memory_total
 from ..devices import Finding, Verdict
 from ..endpoint import check_socket, find_socket
 from ..errors import BrokerUnavailable, Code, GPUPoolError
@@ -189,7 +189,7 @@ def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
 def host_memory(settings: BrokerSettings, devices: Sequence[Mapping[str, Any]]) -> Finding:
     """Whether suspended state has room: its copy lies in the kernels' own memory."""
     budget = settings.pool.host_memory
-    text = f"{format_bytes(budget)} of {format_bytes(memory_total())} for suspended state"
+    text = f"{format_bytes(budget)} of {format_bytes(Host().total())} for suspended state"
     largest = max((int(d["memory_capacity"]) for d in devices), default=0)
     if not largest:
         return Finding("ok", "host memory", text)

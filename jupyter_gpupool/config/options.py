@@ -13,6 +13,7 @@ from traitlets import Any as AnyTrait
 from traitlets import Bool, Dict, Enum, Int, List, TraitError, TraitType, Unicode, validate
 from traitlets.config import Configurable
 
+from ..cgroups import Host
 from ..pool.model import PoolSettings
 from ..states import AttachPolicy
 from ..text import did_you_mean, one_of
@@ -21,7 +22,6 @@ from .reading import (
     Seconds,
     Share,
     Size,
-    memory_total,
     read_count,
     read_devices,
     read_folder,
@@ -430,7 +430,7 @@ class GPUPool(Configurable):
         ConfigError
             If values that are good on their own do not go together.
         """
-        total = memory_total() if host_total is None else host_total
+        total = Host().total() if host_total is None else host_total
         values = {name: self._read(name) for name in self.class_traits(config=True)}
         values["default_limit"] = self._check_sizes()
         values["host_memory"] = read_host_memory(self.host_memory, total)

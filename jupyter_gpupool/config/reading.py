@@ -284,37 +284,3 @@ def read_socket(value: str) -> str:
     except BrokerUnavailable as error:
         raise ValueError(f"{error.message} Set a shorter path.") from None
     return str(path)
-
-
-def memory_total(root: Path = Path("/")) -> int:
-    """Return the bytes of host memory that this process can ever use.
-
-    ``MemTotal`` of ``/proc/meminfo`` (proc(5)), bounded by ``memory.max`` of every control group
-    (v2) that this process is in, or by ``memory.limit_in_bytes`` (v1).
-    """
-    total = 0
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            total = int(line.split()[1]) * 1024
-    limits = [total]
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        groups = []
-    for group in groups:
-        _, controllers, path = group.split(":", 2)
-        if not controllers:
-            base, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            try:
-                limits.append(int((place / name).read_text()))
-            except (OSError, ValueError):
-                pass  # no limit here: "max", the root group, or a path outside this namespace
-            if place == base:
-                break
-    return min(limits)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Sequence
 
+from .. import procfs
 from ..errors import Code, GPUPoolError
 
 MAGIC = 0x47505047
@@ -205,12 +206,10 @@ class Page:
         The guard keeps the descriptor for that. None if no process of this user has it.
         """
         gone = f"{path} (deleted)"
-        with os.scandir("/proc") as entries:
-            pids = [entry.name for entry in entries if entry.name.isdigit()]
-        for pid in pids:
+        for pid in procfs.all_pids():
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                for link in Path(f"/proc/{pid}/fd").iterdir():
-                    page = cls._open_link(path, link, gone)
+                for link, target in procfs.open_files(pid):
+                    page = cls._open_link(path, link) if target == gone else None
                     if page is not None and page._is_of(session):
                         return page
                     if page is not None:
@@ -218,9 +217,9 @@ class Page:
         return None
 
     @classmethod
-    def _open_link(cls, path: Path, link: Path, target: str) -> Page | None:
+    def _open_link(cls, path: Path, link: Path) -> Page | None:
         with contextlib.suppress(OSError):
-            if str(link.readlink()) == target and link.stat().st_uid == os.geteuid():
+            if link.stat().st_uid == os.geteuid():
                 return cls(path, os.open(link, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
         return None
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Mapping, NamedTuple
 
 from ..guard.page import CLOSED, SLOT_CONTEXT, Page, PageError, Reading
+from ..procfs import ProcessId, alive
 
 #: Where the session's page is; set for kernels whose broker guards them.
 PAGE_VARIABLE = "GPUPOOL_PAGE"
@@ -22,15 +23,6 @@ PAGE_VARIABLE = "GPUPOOL_PAGE"
 LIBRARY = "libcuda.so.1"
 
 NO_GUARD = "the broker does not guard this kernel"
-
-
-def started(pid: int) -> int:
-    """Return when a process began, in ticks since the machine did; 0 if it is gone."""
-    try:
-        data = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return 0
-    return int(data.rpartition(b")")[2].split()[19])
 
 
 class MemoryFigures(NamedTuple):
@@ -88,7 +80,7 @@ class Guard:
             reading = self._page.read()
         except (OSError, PageError):
             return None
-        slots = tuple(s for s in reading.slots if started(s.pid) == s.start_time)
+        slots = tuple(s for s in reading.slots if alive(ProcessId(s.pid, s.start_time)))
         return replace(reading, slots=slots)
 
     def devices(self) -> tuple[str, ...]:

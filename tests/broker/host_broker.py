@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from jupyter_gpupool.broker import app
-from jupyter_gpupool.broker.hostmemory import Host
+from jupyter_gpupool.cgroups import Host
 
 if __name__ == "__main__":
     folder = Path(sys.argv[sys.argv.index("--socket") + 1]).parent / "host"

@@ -11,8 +11,9 @@ from contextlib import suppress
 
 import pytest
 
-from jupyter_gpupool.broker import hostmemory
-from jupyter_gpupool.broker.hostmemory import Host, HostRoom, Level
+from jupyter_gpupool import cgroups
+from jupyter_gpupool.broker.hostmemory import HostRoom
+from jupyter_gpupool.cgroups import Host, Level
 from jupyter_gpupool.config.reading import HostReserve, read_host_reserve
 
 from . import kit
@@ -115,15 +116,15 @@ def test_stress_is_read_from_events_and_stalls(tree):
                memory__pressure=some.format("12.50"))  # fmt: skip
     tree.machine(64 * GiB, GiB, some.format("2.25"))
     machine, job = tree.host.levels(7)
-    assert tree.host.stress(job) == hostmemory.Stress(events=7, stalled=12.5)
-    assert tree.host.stress(machine) == hostmemory.Stress(stalled=2.25)
-    assert hostmemory.stalled("") == hostmemory.stalled("full avg10=3.00") == 0.0
+    assert tree.host.stress(job) == cgroups.Stress(events=7, stalled=12.5)
+    assert tree.host.stress(machine) == cgroups.Stress(stalled=2.25)
+    assert cgroups.stalled("") == cgroups.stalled("full avg10=3.00") == 0.0
 
 
 def test_a_real_control_group_is_read(tmp_path):
     """On machines where this process may make one; elsewhere the files are as the tests say."""
     made = None
-    root = hostmemory.ROOT
+    root = cgroups.ROOT
     for base, limit in ((root, "memory.max"), (root / "memory", "memory.limit_in_bytes")):
         group = base / f"gpupool-test-{os.getpid()}"
         with suppress(OSError):

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jupyter_gpupool.broker import pace, processes
+from jupyter_gpupool import procfs
+from jupyter_gpupool.broker import pace
 from jupyter_gpupool.broker.pages.activity import Activity
 from jupyter_gpupool.broker.pages.hints import Rooms
 from jupyter_gpupool.pool.model import Slice
@@ -98,9 +99,9 @@ def test_ancestry_leads_from_a_process_to_those_above_it():
     )
     try:
         child.stdout.readline()
-        pids = [process.pid for process in processes.ancestry(child.pid)]
+        pids = [process.pid for process in procfs.ancestry(child.pid)]
     finally:
         child.communicate()
     assert pids[:2] == [child.pid, os.getpid()]
     assert len(pids) == len(set(pids))
-    assert processes.ancestry(child.pid) == []  # it has ended
+    assert procfs.ancestry(child.pid) == []  # it has ended

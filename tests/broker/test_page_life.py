@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jupyter_gpupool.broker import processes
+from jupyter_gpupool import procfs
 from jupyter_gpupool.broker.messages.guard import Guards
 from jupyter_gpupool.broker.pages.control import Pages, page_folder
 from jupyter_gpupool.guard import page as layout
@@ -263,7 +263,7 @@ def test_a_process_that_a_page_names_often_is_looked_for_once(tmp_path, monkeypa
             file.seek(layout.HEADER_BYTES + i * layout.SLOT_BYTES)
             file.write(struct.pack("<IIQI", 1, os.getpid(), start, 1))
     looked = []
-    monkeypatch.setattr(processes, "alive", lambda process: (looked.append(process), True)[1])
+    monkeypatch.setattr(procfs, "alive", lambda process: (looked.append(process), True)[1])
     kept = Pages(tmp_path, {}, logging.getLogger())
     assert kept.read(SimpleNamespace(id="s", page=page)).inflight == layout.SLOTS
     assert len(looked) == 1

@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from jupyter_gpupool.broker import hostmemory, processes
+from jupyter_gpupool import cgroups, procfs
+from jupyter_gpupool.broker import processes
 from jupyter_gpupool.broker.transport.auth import Access, Peer, owner_of
 from jupyter_gpupool.errors import RefusedError
 from jupyter_gpupool.procfs import ProcessId
@@ -35,7 +36,7 @@ def death_of(child, act, *, fallback=False):
         loop = asyncio.get_running_loop()
         died = loop.create_future()
         watch = processes.Death(
-            processes.identify(child.pid), lambda: died.set_result(time.monotonic())
+            procfs.identify(child.pid), lambda: died.set_result(time.monotonic())
         )
         if fallback:
             assert watch._descriptor is None
@@ -56,7 +57,7 @@ def test_without_pidfd_it_is_reported_too(child, monkeypatch):
 
 
 def test_another_process_of_the_same_number_is_dead(child):
-    wrong = ProcessId(child.pid, processes.identify(child.pid).start_time + 1)
+    wrong = ProcessId(child.pid, procfs.identify(child.pid).start_time + 1)
 
     async def main():
         died = asyncio.Event()
@@ -64,21 +65,21 @@ def test_another_process_of_the_same_number_is_dead(child):
         await asyncio.wait_for(died.wait(), 20)
 
     asyncio.run(main())
-    assert not processes.alive(wrong)
+    assert not procfs.alive(wrong)
 
 
 def test_a_zombie_is_dead(child):
-    root = processes.identify(child.pid)
+    root = procfs.identify(child.pid)
     child.kill()
     deadline = time.monotonic() + 20
-    while processes.alive(root):
+    while procfs.alive(root):
         assert time.monotonic() < deadline
-    assert processes.identify(child.pid) is None
+    assert procfs.identify(child.pid) is None
 
 
 def test_no_report_after_close(child):
     async def main():
-        watch = processes.Death(processes.identify(child.pid), lambda: pytest.fail("reported"))
+        watch = processes.Death(procfs.identify(child.pid), lambda: pytest.fail("reported"))
         watch.close()
         watch.close()
         child.kill()
@@ -96,14 +97,14 @@ def test_descent():
     middle = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
         grandchild = int(middle.stdout.readline())
-        root = processes.identify(middle.pid)
-        assert processes.descends(grandchild, root)
-        assert processes.descends(middle.pid, root)
-        assert not processes.descends(os.getpid(), root)
-        assert [p.pid for p in processes.descendants(root)] == [grandchild]
-        assert processes.kill([processes.identify(grandchild)]) == []
+        root = procfs.identify(middle.pid)
+        assert procfs.descends(grandchild, root)
+        assert procfs.descends(middle.pid, root)
+        assert not procfs.descends(os.getpid(), root)
+        assert [p.pid for p in procfs.descendants(root)] == [grandchild]
+        assert procfs.kill([procfs.identify(grandchild)]) == []
         middle.wait(20)
-        assert processes.descendants(root) == []
+        assert procfs.descendants(root) == []
     finally:
         middle.kill()
         middle.stdout.close()
@@ -114,10 +115,10 @@ def test_descendants_leave_out_a_broker_that_the_notebook_has_started():
     """The broker asks; it may be a child of a kernel that it is to end."""
     script = (
         "import os, subprocess, sys\n"
-        "from jupyter_gpupool.broker import processes\n"
+        "from jupyter_gpupool import cgroups, procfs\n"
         "sleep = [sys.executable, '-c', 'input()']\n"
         "mine = subprocess.Popen(sleep, stdin=subprocess.PIPE)\n"
-        "found = processes.descendants(processes.identify(os.getppid()))\n"
+        "found = procfs.descendants(procfs.identify(os.getppid()))\n"
         "print({os.getpid(), mine.pid} & {process.pid for process in found})\n"
         "mine.communicate(b'\\n')"
     )
@@ -129,7 +130,7 @@ def test_descendants_leave_out_a_broker_that_the_notebook_has_started():
 
 def test_kill_does_not_touch_a_reused_number(child):
     wrong = ProcessId(child.pid, 1)
-    assert processes.kill([wrong]) == []
+    assert procfs.kill([wrong]) == []
     assert child.poll() is None
 
 
@@ -197,10 +198,10 @@ def test_host_memory_is_the_least_of_machine_and_cgroups(tmp_path, groups, files
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    assert hostmemory.available(root=root, proc=proc) == expected
+    assert cgroups.available(root=root, proc=proc) == expected
 
 
 def test_host_memory_of_this_machine():
-    assert hostmemory.available() > 0
-    assert hostmemory.available(os.getpid()) > 0
-    assert hostmemory.available(2**22 - 1) > 0  # no such process: only the machine limits
+    assert cgroups.available() > 0
+    assert cgroups.available(os.getpid()) > 0
+    assert cgroups.available(2**22 - 1) > 0  # no such process: only the machine limits

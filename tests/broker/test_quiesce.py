@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from jupyter_gpupool import procfs
 from jupyter_gpupool.broker.pages import quiesce
 
 from .kit import wait_until
@@ -48,14 +49,14 @@ def test_a_running_thread_has_passed_once_it_ran_a_while(process):
     pid = process(SPINS)
     assert (pid, pid) in quiesce.on_the_way([pid])
     assert asyncio.run(quiesce.quiesce([pid]))
-    _, ran = quiesce._thread(pid, str(pid))
+    _, ran = procfs.thread_time(pid, pid)
     assert ran >= quiesce.PASSED
 
 
 def test_a_thread_that_gets_no_processor_is_not_believed(process, monkeypatch):
     pid = process(SPINS)
     monkeypatch.setattr(quiesce, "LONGEST", 0.05)
-    monkeypatch.setattr(quiesce, "_thread", lambda *_: ("R", 5))
+    monkeypatch.setattr(procfs, "thread_time", lambda *_: ("R", 5))
     assert not asyncio.run(quiesce.quiesce([pid]))
 
 
@@ -69,23 +70,23 @@ def test_who_has_ended_is_not_waited_for(process):
 
 def test_without_the_finer_count_the_ticks_count(process, monkeypatch):
     """A kernel that keeps no schedstat must not make every thread look ended."""
-    real = open
+    real = procfs._read
 
-    def without(path, *args):
-        if str(path).endswith("schedstat"):
-            raise FileNotFoundError(path)
-        return real(path, *args)
+    def without(pid, name):
+        if name.endswith("schedstat"):
+            raise FileNotFoundError(name)
+        return real(pid, name)
 
     pid = process(SPINS)
-    monkeypatch.setattr(quiesce, "open", without, raising=False)
+    monkeypatch.setattr(procfs, "_read", without)
     assert (pid, pid) in quiesce.on_the_way([pid])
-    before = quiesce._thread(pid, str(pid))[1]
+    before = procfs.thread_time(pid, pid)[1]
     assert asyncio.run(quiesce.quiesce([pid]))
-    assert quiesce._thread(pid, str(pid))[1] - before >= quiesce.PASSED
+    assert procfs.thread_time(pid, pid)[1] - before >= quiesce.PASSED
 
 
 def test_a_page_that_names_one_process_often_costs_one_look(process, monkeypatch):
     pid, looked = process(SLEEPS), []
-    monkeypatch.setattr(quiesce, "_thread", lambda *of: (looked.append(of), ("S", 0))[1])
+    monkeypatch.setattr(procfs, "thread_time", lambda *of: (looked.append(of), ("S", 0))[1])
     assert asyncio.run(quiesce.quiesce([pid] * 256))
     assert len(looked) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from snapshots import GiB, device, pool
 
-from jupyter_gpupool.broker.hostmemory import Host
+from jupyter_gpupool.cgroups import Host
 from jupyter_gpupool.cli import checks, main
 from jupyter_gpupool.config import load_settings
 from jupyter_gpupool.devices import Finding

@@ -11,6 +11,7 @@ import pytest
 from traitlets.config import Config
 from traitlets.config.loader import KVArgParseConfigLoader
 
+from jupyter_gpupool.cgroups import Host
 from jupyter_gpupool.config import (
     BrokerSettings,
     GPUPool,
@@ -18,7 +19,6 @@ from jupyter_gpupool.config import (
     needs_restart,
     usable_attach,
 )
-from jupyter_gpupool.config.reading import memory_total
 from jupyter_gpupool.errors import ConfigError
 from jupyter_gpupool.pool.model import PoolSettings, Quota
 
@@ -346,8 +346,12 @@ def proc(tmp_path, cgroup: str, **limits: str) -> Path:
     return tmp_path
 
 
+def total(root: Path) -> int:
+    return Host(root / "sys/fs/cgroup", root / "proc").total()
+
+
 def test_memory_of_a_machine_without_control_groups(tmp_path):
-    assert memory_total(proc(tmp_path, "")) == MiB
+    assert total(proc(tmp_path, "")) == MiB
 
 
 def test_memory_is_bounded_by_any_group_above_us(tmp_path):
@@ -356,7 +360,7 @@ def test_memory_is_bounded_by_any_group_above_us(tmp_path):
         place = root / "sys/fs/cgroup" / folder
         place.mkdir(parents=True, exist_ok=True)
         (place / "memory.max").write_text(text)
-    assert memory_total(root) == 4096
+    assert total(root) == 4096
 
 
 def test_memory_in_a_version_1_group(tmp_path):
@@ -364,4 +368,4 @@ def test_memory_in_a_version_1_group(tmp_path):
     place = root / "sys/fs/cgroup/memory/job"
     place.mkdir(parents=True)
     (place / "memory.limit_in_bytes").write_text("8192")
-    assert memory_total(root) == 8192
+    assert total(root) == 8192

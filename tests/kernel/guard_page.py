@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jupyter_gpupool.guard import page as layout
 from jupyter_gpupool.guard.page import CLOSED, UNUSED, Page
-from jupyter_gpupool.kernel.guard_state import started
+from jupyter_gpupool.procfs import identify
 
 #: ``struct page_slot``, up to what its contexts are charged.
 _SLOT = struct.Struct("<IIQIIII8Q8Q")
@@ -52,7 +52,9 @@ class GuardPage:
         self, pid: int, *, waiting: int = 0, used: int = 0, flags: int = 0, number: int = 0
     ) -> None:
         """Write what one process says of itself."""
-        data = _SLOT.pack(1, pid, started(pid), 0, waiting, flags, 0, used, *[0] * 15)
+        found = identify(pid)
+        start = found.start_time if found else 0
+        data = _SLOT.pack(1, pid, start, 0, waiting, flags, 0, used, *[0] * 15)
         with self.path.open("r+b") as file:
             file.seek(layout.HEADER_BYTES + number * layout.SLOT_BYTES)
             file.write(data)

@@ -149,7 +149,7 @@ def doctor(sheet: Sheet) -> None:
     mig = device(tier="mig", can_suspend=False, tier_reason="A MIG instance cannot be suspended.")
     with (
         mock.patch("time.localtime", time.gmtime),
-        mock.patch.object(checks, "memory_total", return_value=64 * GiB),
+        mock.patch.object(checks.Host, "total", return_value=64 * GiB),
     ):
         findings = [
             *checks.devices([device(context_bytes=512 * MiB), mig], ""),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Callable, Coroutine, Mapping, Sequence
 
+from ... import procfs
 from ...devices import Devices, DeviceSample, SuspendOutcome
 from ...errors import GPUPoolError
 from ...pool import events as e
@@ -19,7 +20,6 @@ from ...pool.model import SessionRecord, Slice
 from ...procfs import ProcessId
 from ...states import ATTACHED
 from ...units import format_bytes
-from .. import processes
 from ..hostmemory import HostRoom
 from ..pages.activity import Activity
 from ..pages.control import CLOSED, Pages
@@ -328,7 +328,7 @@ class DeviceEffects:
         def end() -> None:
             if self._runner.sessions.find(session.id) is session and was is not None:
                 # Its processes are suspended, and the pool takes them for attached.
-                processes.kill([*reversed(processes.descendants(was)), was])
+                procfs.kill([*reversed(procfs.descendants(was)), was])
 
         async def work() -> None:
             done(await self.retire(session))
@@ -400,7 +400,7 @@ class DeviceEffects:
         shown: dict[str, int] = {}
         for sample in samples:
             for process in sample.processes:
-                if process.bytes and processes.descends(process.pid, session.process):
+                if process.bytes and procfs.descends(process.pid, session.process):
                     shown[sample.uuid] = shown.get(sample.uuid, 0) + process.bytes
         contexts = {piece.device: self._devices.context_bytes(piece.device) for piece in slices}
         return state_to_move(
@@ -458,8 +458,8 @@ class DeviceEffects:
         if session.process is not None:
             await self.retire(session)
             # Children first: a parent that sees its child die may start another.
-            ended = [*reversed(processes.descendants(session.process)), session.process]
-            for problem in processes.kill(ended):
+            ended = [*reversed(procfs.descendants(session.process)), session.process]
+            for problem in procfs.kill(ended):
                 self._runner.log.error("Session %s: %s", session.id, problem)
         self._runner.handle(
             e.SessionEnded(
@@ -472,7 +472,7 @@ class DeviceEffects:
 
         Nobody could resume it any more, and its state would stay in host memory for good.
         """
-        left = [process for process in frozen if processes.alive(process)]
+        left = [process for process in frozen if procfs.alive(process)]
         if left:
             self._start("", self._end_frozen(name, left))
 
@@ -487,7 +487,7 @@ class DeviceEffects:
                     "Process %d of session %s was suspended when its kernel ended: ended, too",
                     process.pid, name,
                 )  # fmt: skip
-                for problem in processes.kill([process]):
+                for problem in procfs.kill([process]):
                     self._runner.log.error("Session %s: %s", name, problem)
 
     # ------------------------------------------------------------------ internals

@@ -8,11 +8,11 @@ import asyncio
 import logging
 from typing import Callable, Iterable
 
+from ... import procfs
 from ...devices import Devices
 from ...errors import Code, DriverError, GPUPoolError
 from ...pool import events as e
 from ...pool.model import Device, SessionRecord
-from .. import processes
 from ..runner import Runner
 
 #: Longest pause between two tests of a device that goes on failing, in seconds.
@@ -197,7 +197,7 @@ class Aftermath:
         record = self._runner.record(event.session)
         if session is None or record is None or session.retired or session.process is None:
             return
-        if not processes.alive(session.process):
+        if not procfs.alive(session.process):
             self.ended(record)
 
     def ended(self, record: SessionRecord) -> None:

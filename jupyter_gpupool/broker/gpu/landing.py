@@ -19,6 +19,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Coroutine, Iterable
 
+from ... import procfs
 from ...devices import GuardedDevices
 from ...errors import Code, GPUPoolError, RefusedError
 from ...guard.page import (
@@ -39,7 +40,6 @@ from ...pool.model import SessionRecord
 from ...procfs import ProcessId
 from ...protocol import Message
 from ...states import ATTACHED
-from .. import processes
 from ..pages.control import CLOSED, PAUSED, Pages
 from ..pages.quiesce import quiesce
 from ..runner import Runner
@@ -278,7 +278,7 @@ class Landings:
         """Take the room back from a process that does not use it, or no longer does."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + PATIENCE
-        while processes.alive(landing.process) and loop.time() < give_up:
+        while procfs.alive(landing.process) and loop.time() < give_up:
             if landing.refused and self._has_released(landing):
                 break
             await asyncio.sleep(DRAIN_POLL if landing.refused else WATCH)
@@ -481,7 +481,7 @@ class Landings:
         try:
             for slot in page.read().slots:
                 process = ProcessId(slot.pid, slot.start_time)
-                if slot.landing not in _MOVING or not processes.alive(process):
+                if slot.landing not in _MOVING or not procfs.alive(process):
                     continue
                 found, trouble = await self._devices.landed(process, session=name)
                 if trouble:
@@ -518,7 +518,7 @@ class Landings:
 
     def _forget(self, name: str, slot: Slot) -> None:
         session = self._runner.sessions.find(name)
-        if session is None and processes.alive(ProcessId(slot.pid, slot.start_time)):
+        if session is None and procfs.alive(ProcessId(slot.pid, slot.start_time)):
             # The driver is still asked about the sessions that this broker goes on with.
             asyncio.get_running_loop().call_later(AGAIN, self._forget, name, slot)
             return

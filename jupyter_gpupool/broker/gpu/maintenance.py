@@ -17,13 +17,13 @@ import os
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Awaitable, Callable, Iterable, Literal, Sequence
 
+from ... import procfs
 from ...devices import Devices, Holder
 from ...errors import Code, GPUPoolError, RefusedError
 from ...pool import events as e
 from ...pool.model import Device, SessionRecord
 from ...procfs import session_of
 from ...protocol import Message
-from .. import processes
 from ..messages.parsing import MAX_NAME
 from ..messages.router import Handlers
 from ..runner import Runner
@@ -113,7 +113,7 @@ class Maintenance:
         #: it could not ask.
         self._left: dict[str, list[tuple[Holder, str]]] = {}
         self._unseen: dict[str, int] = {}
-        self._own = processes.identify(os.getpid())
+        self._own = procfs.identify(os.getpid())
         #: Suspends who has only looked at the devices; None where nobody runs under the guard.
         self.aside: SetAside | None = None
         #: What is being done for an order beside its sessions with a lease, by its device.
@@ -421,9 +421,9 @@ class Maintenance:
         """Return the session of a process, "broker" for a child of this one, "" for any other."""
         sessions, pid = self._runner.sessions, holder.process.pid
         for session in sessions:
-            if session.process and processes.descends(pid, session.process):
+            if session.process and procfs.descends(pid, session.process):
                 return session.id
-        if self._own is not None and processes.descends(pid, self._own):
+        if self._own is not None and procfs.descends(pid, self._own):
             return _OWN
         try:
             named = await asyncio.wait_for(asyncio.to_thread(session_of, pid), ENVIRON_TIMEOUT)

@@ -13,13 +13,13 @@ import os
 from contextlib import suppress
 from typing import Awaitable, Callable, Mapping, Sequence
 
+from ... import procfs
 from ...config import BrokerSettings
 from ...devices import DeviceSample, assumed_context
 from ...errors import GPUPoolError
 from ...pool import events as e
 from ...pool.attribution import REST_LOOKS, Attribution, Holder, Listed, Observed, attribute
 from ...procfs import ProcessId, identify, session_of
-from .. import processes
 from ..pace import Pace
 from ..pages.activity import Activity
 from ..pressure import Pressure
@@ -228,7 +228,7 @@ class Monitor:
 
     async def _owner(self, process: ProcessId) -> str | None:
         # Its own ancestors are few, and the sessions may be a thousand.
-        above = processes.ancestry(process.pid)
+        above = procfs.ancestry(process.pid)
         roots = {session.process: session.id for session in self._runner.sessions}
         nearest = next((roots[one] for one in (process, *above) if one in roots), None)
         if nearest is not None:
@@ -242,7 +242,7 @@ class Monitor:
         except asyncio.TimeoutError:
             return None
         found = self._runner.sessions.find(named) if named else None
-        same_user = found is not None and processes.real_uid(process.pid) == found.uid
+        same_user = found is not None and procfs.real_uid(process.pid) == found.uid
         return found.id if found is not None and same_user else None
 
     def _listed(self, sample: DeviceSample) -> tuple[Listed, ...]:
@@ -319,10 +319,10 @@ class Monitor:
                     continue
                 if process in self._reported or process in self._leaving:
                     continue
-                if self.own is not None and processes.descends(process.pid, self.own):
+                if self.own is not None and procfs.descends(process.pid, self.own):
                     continue
                 self._reported.add(process)
-                uid = processes.real_uid(process.pid)
+                uid = procfs.real_uid(process.pid)
                 # Root's processes are the machine's (a display server, say), whoever has a kernel.
                 end = self.settings.foreign_processes == "end" and uid in users and uid != 0
                 what = "ended" if end else "seen"
@@ -334,7 +334,7 @@ class Monitor:
                     detail={"pid": process.pid, "uid": uid},
                 )  # fmt: skip
                 if end:
-                    for problem in processes.kill([process]):
+                    for problem in procfs.kill([process]):
                         self._log.error("%s", problem)
 
 

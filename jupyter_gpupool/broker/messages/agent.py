@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import logging
 
+from ... import procfs
 from ...errors import Code, ProtocolError, RefusedError
 from ...pool import events as e
 from ...protocol import MAX_HOLDS, Message
-from .. import processes
 from ..lives import Lives
 from ..pages.activity import DEVICE_HOLD, Activity
 from ..runner import Runner
@@ -46,7 +46,7 @@ class Agents:
             # A kernel can be faster than the server that started it.
             session.put_early(connection, message)
             return
-        if not processes.descends(connection.peer.pid, session.process):
+        if not procfs.descends(connection.peer.pid, session.process):
             raise RefusedError(
                 f"Process {connection.peer.pid} is not the kernel {session.process.pid} that the "
                 "session was opened for, nor a child of it.",

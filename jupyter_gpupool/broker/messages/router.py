@@ -11,6 +11,7 @@ import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable, Mapping, Sequence
 
+from ... import procfs
 from ...config.settings import usable_attach
 from ...errors import Code, RefusedError
 from ...pool import events as e
@@ -18,7 +19,6 @@ from ...pool.limits import blame_default, default_request, fit_unasked
 from ...pool.model import Refusal
 from ...protocol import READS, VERSION, Message, encode
 from ...states import POLICIES, AttachPolicy
-from .. import processes
 from ..lives import Lives
 from ..pages.control import Pages, environment
 from ..pages.hints import Homes
@@ -337,7 +337,7 @@ class Handlers:
     def _launched(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
         pid = message["pid"]
-        process = processes.identify(pid) if pid > 0 else None
+        process = procfs.identify(pid) if pid > 0 else None
         if process is None:
             raise RefusedError(f"There is no process {pid}.", code=Code.NO_PROCESS)
         if session.process == process:
@@ -349,7 +349,7 @@ class Handlers:
                 code=Code.ALREADY_LAUNCHED,
                 next_step="Open a session for each process.",
             )
-        uid = processes.real_uid(pid)
+        uid = procfs.real_uid(pid)
         if uid != session.uid:
             raise RefusedError(
                 f"Process {pid} belongs to user id {uid} and the session to {session.uid}.",

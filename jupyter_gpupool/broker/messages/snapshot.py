@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Mapping
 
-from ... import __version__
+from ... import __version__, cgroups
 from ...config import BrokerSettings
 from ...config.differences import shown
 from ...pool.limits import most_memory
 from ...pool.model import DeviceView, Owner, PoolView, SessionRecord, SessionView
 from ...protocol import VERSION
-from .. import hostmemory
 from ..gpu.actions import DeviceEffects
 from ..pages.activity import Activity
 from ..runner import Runner
@@ -325,7 +324,7 @@ class Most:
 
 def _available() -> int | None:
     try:
-        return hostmemory.available()
+        return cgroups.available()
     except OSError:
         return None  # no descriptor is left, say
 

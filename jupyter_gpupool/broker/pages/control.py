@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Callable, Mapping, Sequence
 
-from ... import local_machine
+from ... import local_machine, procfs
 from ...guard.install import session_environment
 from ...guard.page import (
     CLOSED,
@@ -40,7 +40,6 @@ from ...guard.page import (
 from ...pool.model import SessionRecord
 from ...procfs import ProcessId
 from ...states import ATTACHED
-from .. import processes
 from ..pace import Pace
 from ..sessions import Session, Sessions
 
@@ -357,7 +356,7 @@ class Pages:
             return None
         # A page may say what it likes: who is there 256 times is looked at once.
         known = {ProcessId(slot.pid, slot.start_time) for slot in reading.slots}
-        alive = {process for process in known if processes.alive(process)}
+        alive = {process for process in known if procfs.alive(process)}
         there = tuple(s for s in reading.slots if ProcessId(s.pid, s.start_time) in alive)
         return replace(reading, slots=there)
 
@@ -465,13 +464,8 @@ def _named_page(session: Session) -> Path | None:
     """Return the page that the session's kernel was started with, under the guard; else None."""
     if session.process is None:
         return None
-    with suppress(OSError):
-        environ = Path(f"/proc/{session.process.pid}/environ").read_bytes().split(b"\0")
-        for entry in environ:
-            name, _, value = entry.partition(b"=")
-            if name == b"GPUPOOL_PAGE":
-                return Path(os.fsdecode(value))
-    return None
+    named = procfs.variables(session.process.pid, ["GPUPOOL_PAGE"])
+    return Path(named["GPUPOOL_PAGE"]) if named else None
 
 
 def own_folder(path: Path, mode: int) -> Path:

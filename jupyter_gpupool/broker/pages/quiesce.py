@@ -15,9 +15,9 @@ it, and one that has run for some milliseconds since is past it.
 from __future__ import annotations
 
 import asyncio
-import os
-from pathlib import Path
 from typing import Iterable
+
+from ... import procfs
 
 #: Nanoseconds of running after which a thread is past the way: it is nanoseconds long, and the time
 #: that the kernel shows may be a tick old.
@@ -27,10 +27,6 @@ PASSED = 10_000_000
 #: so long says that the machine is overloaded, not that it may be suspended.
 POLL, LONGEST = 0.002, 1.0
 
-#: Nanoseconds of certain running for each tick of the clock that the kernel has counted, where it
-#: keeps no finer count (gVisor, or built without it): of two ticks one was whole.
-TICK = 500_000_000 // os.sysconf("SC_CLK_TCK")
-
 
 def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
     """Return the threads (process, thread) that may be on the way, with their run time so far (ns).
@@ -39,15 +35,11 @@ def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
     """
     found: dict[tuple[int, int], int] = {}
     for pid in set(pids):  # a page may say what it likes
-        try:
-            threads = [entry.name for entry in Path(f"/proc/{pid}/task").iterdir()]
-        except OSError:
-            continue
-        for name in threads:
-            state, ran = _thread(pid, name)
+        for thread in procfs.threads(pid):
+            state, ran = procfs.thread_time(pid, thread)
             # Runnable, or asleep where no signal wakes it: a page of code being read, perhaps.
             if state in ("R", "D"):
-                found[pid, int(name)] = ran
+                found[pid, thread] = ran
     return found
 
 
@@ -70,20 +62,5 @@ async def quiesce(pids: Iterable[int]) -> bool:
 
 
 def _may_be(pid: int, thread: int, before: int) -> bool:
-    state, ran = _thread(pid, str(thread))
+    state, ran = procfs.thread_time(pid, thread)
     return state in ("R", "D") and ran - before < PASSED
-
-
-def _thread(pid: int, thread: str) -> tuple[str, int]:
-    """Return state and run time (ns) of a thread; ("", 0) if it has ended or cannot be read."""
-    try:
-        with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        state, ticks = fields[0].decode(), int(fields[11]) + int(fields[12])
-    except (OSError, ValueError, IndexError):
-        return "", 0
-    try:
-        with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
-            return state, int(file.read().split()[0])
-    except (OSError, ValueError, IndexError):
-        return state, ticks * TICK

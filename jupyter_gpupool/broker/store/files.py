@@ -21,10 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Awaitable, Callable
 
-from ... import local_machine
+from ... import local_machine, procfs
 from ...endpoint import user_runtime_dir
 from ...errors import GPUPoolError
-from ...procfs import identify
 from ..pages.control import SHARED_MEMORY, SOCKET_FILE, folder_name
 from ..runner import Runner
 from ..transport.listener import Claim
@@ -206,16 +205,12 @@ def sweep(own: Path, log: logging.Logger, *, shared: Path = SHARED_MEMORY) -> No
 def _in_use() -> set[Path]:
     """Return the sockets and the folders of pages that living processes of this user name."""
     found = set()
-    with os.scandir("/proc") as entries:
-        pids = [entry.name for entry in entries if entry.name.isdigit()]
-    for pid in pids:
-        with suppress(OSError):  # it has ended, or is another user's
-            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                name, _, value = entry.partition(b"=")
-                if name == b"GPUPOOL_PAGE":
-                    found.add(Path(os.fsdecode(value)).parent)
-                elif name == b"GPUPOOL_SOCKET":
-                    found.add(Path(os.fsdecode(value)))
+    for pid in procfs.all_pids():
+        named = procfs.variables(pid, ["GPUPOOL_PAGE", "GPUPOOL_SOCKET"]) or {}
+        if "GPUPOOL_PAGE" in named:
+            found.add(Path(named["GPUPOOL_PAGE"]).parent)
+        if "GPUPOOL_SOCKET" in named:
+            found.add(Path(named["GPUPOOL_SOCKET"]))
     return found
 
 
@@ -297,7 +292,7 @@ def _broker_lives(socket: Path) -> bool:
     except OSError:
         return False
     try:
-        if identify(_holder(Path(f"{socket}.lock"))[0]) is not None:
+        if procfs.identify(_holder(Path(f"{socket}.lock"))[0]) is not None:
             return True
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # of a container, perhaps
     except (OSError, ValueError):

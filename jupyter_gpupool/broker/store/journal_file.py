@@ -29,9 +29,8 @@ from typing import Any, Iterable, Mapping
 from ... import local_machine
 from ...endpoint import MACHINE_SOCKET, journal_name
 from ...errors import BrokerUnavailable, Code, GPUPoolError
-from ...procfs import ProcessId
+from ...procfs import ProcessId, alive
 from ...startrecord import BadRecord, read_record
-from ..processes import alive
 from .journal import Journal, JournalUnusable
 
 #: A client that looks whether the lock is held has it for an instant itself: tries, and seconds

@@ -38,10 +38,9 @@ from typing import Any, Collection, Literal, Mapping
 from ...devices import Devices
 from ...errors import Code, DriverError, GPUPoolError
 from ...pool.model import Hold, SessionRecord, Slice
-from ...procfs import ProcessId
+from ...procfs import ProcessId, alive
 from ...states import ATTACHED
 from ..pages.activity import DEVICE_HOLD
-from ..processes import alive
 from ..sessions import Session
 from .records import from_json
 

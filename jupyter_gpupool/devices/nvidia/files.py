@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ... import procfs
 from ..model import Holder
 
@@ -24,13 +22,9 @@ def holders(begin: str, number: int | None = None) -> tuple[list[Holder], int]:
     root alone.
     """
     found, unseen = [], 0
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        pid = int(entry.name)
+    for pid in procfs.all_pids():
         try:
-            paths = _open_files(entry, begin)
-            uid = entry.stat().st_uid
+            paths = {path for _, path in procfs.open_files(pid) if path.startswith(begin)}
         except PermissionError:
             unseen += 1
             continue
@@ -39,29 +33,12 @@ def holders(begin: str, number: int | None = None) -> tuple[list[Holder], int]:
         if number is not None:
             paths &= {f"{begin}{number}"}
         process = procfs.identify(pid) if paths else None
-        if process is not None:
-            found.append(Holder(process, uid, _command(entry), tuple(sorted(paths))))
+        uid = procfs.owner(pid)
+        if process is not None and uid is not None:
+            found.append(Holder(process, uid, _command(pid), tuple(sorted(paths))))
     return sorted(found, key=lambda holder: holder.process.pid), unseen
 
 
-def _open_files(entry: Path, begin: str) -> set[str]:
-    found = set()
-    for link in (entry / "fd").iterdir():
-        try:
-            path = str(link.readlink())
-        except FileNotFoundError:
-            continue  # closed meanwhile
-        if path.startswith(begin):
-            found.add(path)
-    return found
-
-
-def _command(entry: Path) -> str:
-    try:
-        line = (entry / "cmdline").read_bytes()[:4096]
-        text = line.replace(b"\0", b" ").decode(errors="replace").strip()
-        if not text:
-            text = f"[{(entry / 'comm').read_text(errors='replace').strip()}]"
-    except OSError:
-        return ""
+def _command(pid: int) -> str:
+    text = procfs.command(pid)
     return text if len(text) <= _COMMAND else f"{text[: _COMMAND - 3]}..."

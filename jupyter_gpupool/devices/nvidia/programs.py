@@ -33,6 +33,7 @@ from typing import Any, Callable, Mapping
 from ... import procfs
 from ...errors import Code, DriverError, GPUPoolError
 from ...procfs import ProcessId
+from . import members
 
 Handler = Callable[..., Mapping[str, Any]]
 
@@ -195,10 +196,10 @@ class Finder:
 
     def __init__(self) -> None:
         self._about: tuple[ProcessId, str, frozenset[int]] | None = None
-        self._members: list[procfs.Member] = []
+        self._members: list[members.Member] = []
 
     def find(self, root: dict[str, int], session: str, again: bool) -> dict[str, Any]:
-        """Return the processes of a session, see :func:`procfs.session_members`.
+        """Return the processes of a session, see :func:`members.session_members`.
 
         ``again``: within one operation, to see what was started meanwhile. If no process of the
         machine was, only those found before are looked at.
@@ -206,9 +207,9 @@ class Finder:
         top = ProcessId(**root)
         about = (top, session, procfs.all_pids())
         if again and about == self._about:
-            self._members = procfs.look_again(self._members)
+            self._members = members.look_again(self._members)
         else:
-            self._members = procfs.session_members(top, session, os.getppid())
+            self._members = members.session_members(top, session, os.getppid())
         self._about = about
         return {
             "root": procfs.presence(top),

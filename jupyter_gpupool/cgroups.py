@@ -1,0 +1,199 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the machine and its memory control groups say: limits, what is left, how short it is.
+
+A suspended kernel's device memory lands in that kernel's own resident memory, so what counts is
+the machine *and* every memory cgroup above the process that takes it, version 1 or 2. A limit that
+is the machine's or more does not bound anything. A group that cannot be read (it is outside this
+namespace, or a threaded one, which has no memory controller) does not limit; the one above it does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT, PROC = Path("/sys/fs/cgroup"), Path("/proc")
+
+#: The file with the limit that the kernel enforces, by the version of control groups.
+_HARD = {1: "memory.limit_in_bytes", 2: "memory.max"}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A memory cgroup; nobody has looked yet whether it has a limit."""
+
+    folder: Path
+    #: Its path as processes see it.
+    name: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Memory that is limited: the machine's (``group`` is None), or a control group's."""
+
+    group: Group | None
+    limit: int
+    #: Bytes that could be taken now without swapping or an OOM kill.
+    free: int
+
+    @property
+    def key(self) -> str:
+        """What tells it from others."""
+        return "" if self.group is None else str(self.group.folder)
+
+    def __str__(self) -> str:
+        return "this machine" if self.group is None else f"control group {self.group.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stress:
+    """How short the memory of a level is. Either only means something compared with ``free``."""
+
+    #: How often it was at its limit, since it was made.
+    events: int = 0
+    #: Per cent of the last ten seconds in which something waited for memory.
+    stalled: float = 0.0
+
+
+class Host:
+    """Reads below ``root``, where control groups are mounted, and ``proc``; takes milliseconds."""
+
+    def __init__(self, root: Path = ROOT, proc: Path = PROC) -> None:
+        self._root = root
+        self._proc = proc
+
+    def machine(self) -> Level:
+        """Return the machine's memory.
+
+        Raises
+        ------
+        OSError
+            If ``/proc/meminfo`` does not say.
+        """
+        found = self._meminfo()
+        if "MemAvailable" not in found:
+            raise OSError("/proc/meminfo has no MemAvailable (Linux 3.14 has it)")
+        free = found["MemAvailable"]
+        return Level(None, found.get("MemTotal", free), free)
+
+    def total(self) -> int:
+        """Return the bytes that this process can ever use: the machine's, or its hard limit."""
+        limits = (_number(group.folder / _HARD[group.version]) for group in self.groups(None))
+        return min([self._meminfo()["MemTotal"], *(n for n in limits if n is not None)])
+
+    def _meminfo(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        with (self._proc / "meminfo").open() as file:
+            for line in file:
+                name, _, size = line.partition(":")
+                if name in ("MemTotal", "MemAvailable"):
+                    found[name] = int(size.split()[0]) * 1024
+        return found
+
+    def groups(self, pid: int | None) -> tuple[Group, ...]:
+        """Return the memory cgroups of a process (None: this one), its own first; () if unknown."""
+        try:
+            path = self._proc / ("self" if pid is None else str(pid)) / "cgroup"
+            lines = path.read_text().splitlines()
+        except OSError:
+            return ()
+        found: list[Group] = []
+        for line in lines:
+            _, controllers, path_text = line.split(":", 2)
+            if controllers == "":
+                base, version = self._root, 2
+            elif "memory" in controllers.split(","):
+                base, version = self._root / "memory", 1
+            else:
+                continue
+            folder = base / path_text.lstrip("/")
+            while folder != base.parent:
+                name = "/" + str(folder.relative_to(base)) if folder != base else "/"
+                found.append(Group(folder, name, version))
+                folder = folder.parent
+        return tuple(found)
+
+    def level(self, group: Group, most: int) -> Level | None:
+        """Return the memory of a group; None if it has no limit below ``most`` bytes."""
+        names, usage_name = [_HARD[2], "memory.high"], "memory.current"
+        if group.version == 1:
+            names, usage_name = [_HARD[1]], "memory.usage_in_bytes"
+        limits = [limit for name in names if (limit := _number(group.folder / name)) is not None]
+        limit = min(limits, default=most)
+        if limit >= most:
+            return None
+        usage = _number(group.folder / usage_name)
+        if usage is None:
+            return None
+        # Cache that the kernel can drop is no use that counts against us.
+        return Level(group, limit, max(0, limit - usage + _reclaimable(group)))
+
+    def levels(self, pid: int | None = None) -> list[Level]:
+        """Return what limits a process (None: this one): the machine first."""
+        machine = self.machine()
+        found = (self.level(group, machine.limit) for group in self.groups(pid))
+        return [machine, *(level for level in found if level is not None)]
+
+    def available(self, pid: int | None = None) -> int:
+        """Return the bytes that a process (None: this one) could still take."""
+        return min(level.free for level in self.levels(pid))
+
+    def stress(self, level: Level) -> Stress:
+        """Return how short the memory of a level is."""
+        group = level.group
+        if group is None:
+            return Stress(stalled=_stalled(self._proc / "pressure" / "memory"))
+        if group.version == 1:
+            return Stress(events=_number(group.folder / "memory.failcnt") or 0)
+        rows = _rows(group.folder / "memory.events")
+        events = sum(rows.get(name, 0) for name in ("high", "max", "oom"))
+        return Stress(events, _stalled(group.folder / "memory.pressure"))
+
+
+def available(pid: int | None = None, *, root: Path = ROOT, proc: Path = PROC) -> int:
+    """Return the bytes that process ``pid`` (None: this one) could still take."""
+    return Host(root, proc).available(pid)
+
+
+def stalled(text: str) -> float:
+    """Return the per cent of ten seconds in which some task waited, from a PSI file's text."""
+    for line in text.splitlines():
+        kind, *figures = line.split()
+        if kind == "some":
+            for figure in figures:
+                name, _, value = figure.partition("=")
+                if name == "avg10":
+                    return float(value)
+    return 0.0
+
+
+def _stalled(path: Path) -> float:
+    try:
+        return stalled(path.read_text())
+    except (OSError, ValueError):
+        return 0.0  # the kernel was built or started without it
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _rows(path: Path) -> dict[str, int]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(" ") for line in lines)
+    return {name: int(value) for name, _, value in pairs if value.strip().isdigit()}
+
+
+def _reclaimable(group: Group) -> int:
+    rows = _rows(group.folder / "memory.stat")
+    # Version 1 has one figure of the group alone, and one with those below it.
+    return rows.get("total_inactive_file", rows.get("inactive_file", 0))

@@ -1,0 +1,119 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The processes of a session, and whether each may have a CUDA context. Runs in a worker child.
+
+Reading ``environ`` or ``maps`` of a process can block while that process is being suspended, which
+takes the lock of its address space.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...procfs import (
+    PROC,
+    Presence,
+    ProcessId,
+    Stat,
+    all_stats,
+    owner,
+    presence,
+    session_of,
+)
+
+#: In the path of a process's mapping of the guard, which is never that of its link.
+_GUARD = b"/jupyter_gpupool/guard/lib/"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of a session."""
+
+    process: ProcessId
+    presence: Presence
+    #: The CUDA driver library is mapped; None if its map cannot be read. Without the library
+    #: there is no context; with it, only the driver can tell.
+    libcuda: bool | None
+
+
+def maps_libcuda(pid: int) -> bool | None:
+    """Tell whether the CUDA driver library is mapped into ``pid``; None if that cannot be read.
+
+    The guard has the driver's name, and every shell of a session has it; it loads the driver
+    itself only for who calls it.
+    """
+    try:
+        with open(PROC / str(pid) / "maps", "rb") as maps:
+            return any(b"/libcuda.so" in line and _GUARD not in line for line in maps)
+    except OSError:
+        return None
+
+
+def _depth(stat: Stat, stats: dict[int, Stat], root: int) -> int | None:
+    """Return how far below ``root`` a process is, None if it is not below."""
+    depth, pid, seen = 0, stat.pid, {stat.pid}
+    while pid != root:
+        above = stats.get(pid)
+        if above is None or above.parent in seen:
+            return None
+        pid, depth = above.parent, depth + 1
+        seen.add(pid)
+    return depth
+
+
+def _passes(stat: Stat, stats: dict[int, Stat], broker: int, root: int) -> bool:
+    """Return whether ``broker`` is the process or above it, and not above ``root``."""
+    pid, seen = stat.pid, set[int]()
+    while pid not in seen and pid != root:
+        if pid == broker:
+            return True
+        seen.add(pid)
+        above = stats.get(pid)
+        if above is None:
+            return False
+        pid = above.parent
+    return False
+
+
+def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Member]:
+    """Return the live processes of a session, children before their parents, ``root`` last.
+
+    These are ``root`` and its descendants, unless started for another session (a notebook may run
+    a second pooled kernel), and processes of the same user whose environment names ``session``
+    (their parent has ended, or they went to the background). Empty if ``root`` has ended.
+
+    ``broker`` never belongs to a session, nor does what is below it, unless that names the session
+    by itself: a notebook may have started the broker, and a broker may get a notebook's orphans.
+    """
+    if not session:  # or every process of the user without the variable would belong
+        raise ValueError("A session must have a name.")
+    stats = all_stats()
+    top = stats.get(root.pid)
+    if top is None or top.start_time != root.start_time:
+        return []
+    user = owner(root.pid)
+    found: list[tuple[int, int, Stat]] = []
+    for stat in stats.values():
+        depth = _depth(stat, stats, root.pid)
+        if stat.pid == root.pid:
+            found.append((0, stat.start_time, stat))
+            continue
+        # Only that user's word counts: anybody may put anything into an environment. And who
+        # was there before the root was not started by it.
+        if depth is None and (stat.start_time < root.start_time or owner(stat.pid) != user):
+            continue
+        beside = depth is None and stat.pid != broker
+        if broker and not beside and _passes(stat, stats, broker, root.pid):
+            continue
+        named = session_of(stat.pid)
+        if named == session or (depth is not None and not named):
+            # An orphan's place in the tree is lost; it may be a child of anything but root.
+            found.append((1 << 20 if depth is None else depth, stat.start_time, stat))
+    found.sort(key=lambda item: item[:2], reverse=True)
+    return [Member(stat.identity, stat.presence, maps_libcuda(stat.pid)) for *_, stat in found]
+
+
+def look_again(members: list[Member]) -> list[Member]:
+    """Return those of ``members`` that are still there, as they now are."""
+    now = [(member.process, presence(member.process)) for member in members]
+    return [Member(p, there, maps_libcuda(p.pid)) for p, there in now if there != "gone"]
