@@ -97,7 +97,7 @@ def private_broker(emulate: str) -> Iterator[Path]:
             "sample_interval": 0.5,
         }
     }
-    # As a file as well: the notebooks' side has the same configuration, and needs no notice of it.
+    # Also as a file: with the same configuration the notebooks get no notice of a difference.
     (folder / "jupyter_server_config.json").write_text(json.dumps(config))
     paths = [str(folder), *filter(None, [os.environ.get(_CONFIG_PATH)])]
     ours = {SOCKET_VARIABLE: str(socket), _CONFIG_PATH: os.pathsep.join(paths)}
@@ -107,7 +107,7 @@ def private_broker(emulate: str) -> Iterator[Path]:
         yield ensure_broker(config, str(socket))
         with Client(socket) as client:
             os.kill(client.call("status")["pid"], signal.SIGTERM)
-        # Only now: after a failure the broker's log in it is what to look at.
+        # Not after a failure: the folder has the broker's log.
         shutil.rmtree(folder, ignore_errors=True)
     finally:
         for name, value in saved.items():
@@ -127,8 +127,8 @@ async def _start_kernel(memory: int, label: str, folder: Path) -> Any:
     from jupyter_client.manager import AsyncKernelManager
     from traitlets.config import Config
 
-    # A KernelManager hands its own config to the provisioner, as a server's would. Sockets in our
-    # own folder instead of TCP: nobody else can read what the kernels say.
+    # A KernelManager hands its own config to the provisioner, as a server's does. Sockets in our
+    # own folder instead of TCP: no other user can read the kernels' messages.
     manager = AsyncKernelManager(
         kernel_name=KERNEL_NAME,
         transport="ipc",
@@ -187,7 +187,7 @@ async def _run_notebook(broker: Client, folder: Path) -> None:
                     for label, flag in flags.items():
                         say(f"  {label} starts and asks for {format_bytes(memory)}")
                         managers.append(await _start_kernel(memory, label, folder))
-                        # With one device only, nobody may sit on it when the notebook is back.
+                        # With a single device, it must be free when the notebook comes back.
                         busy = len(devices) > 1
                         clients.append(await _neighbour(managers[-1], label, busy, flag))
                         if busy:

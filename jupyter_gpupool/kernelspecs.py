@@ -26,7 +26,7 @@ from .text import did_you_mean
 
 PROVISIONER = "gpupool-provisioner"
 
-#: jupyter_client's own provisioner, which ours stands for.
+#: jupyter_client's own provisioner, which ours replaces.
 LOCAL_PROVISIONER = "local-provisioner"
 
 SUFFIX = " (Pooled GPU)"
@@ -56,7 +56,7 @@ def list_pooled() -> list[PooledKernel]:
         try:
             spec = _read(Path(folder))
         except KernelSpecError:
-            continue  # broken, and so not ours to show
+            continue  # a broken kernelspec, which is not listed
         if _provisioner(spec) == PROVISIONER:
             metadata = spec.get("metadata", {}).get("gpupool", {})
             wraps = str(metadata.get("wraps", "")) if isinstance(metadata, dict) else ""
@@ -174,10 +174,10 @@ def _find(manager: Any, name: str) -> Path:
 
 
 def _native_or_read(folder: Path) -> dict[str, Any]:
-    """Return the kernelspec as it would be started.
+    """Return the kernelspec with the command that starts it.
 
-    For the native kernel that is not the file: its ``argv`` names the interpreter of this
-    environment, which a twin installed elsewhere must still find.
+    The native kernel's file does not have it: its ``argv`` must name the interpreter of this
+    environment, which a twin installed elsewhere has to find.
     """
     spec = _read(folder)
     try:

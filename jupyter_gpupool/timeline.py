@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Draw what happened in a pool from the rows of the broker's journal: as text and as SVG.
 
-Nothing here asks a notebook what it saw: a lane is the sequence of ``state`` rows that the broker
-committed to its journal before it acted.
+A lane is the sequence of ``state`` rows that the broker committed to its journal before it acted,
+not what a notebook saw.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Lane:
-    """One session: its label and what it went through, oldest first."""
+    """One session: its label and its spans, oldest first."""
 
     session: str
     label: str
@@ -51,7 +51,7 @@ _DEVICE_COLOURS = ("#2a9d5c", "#2f6fd0", "#c8553d", "#7b4fb5", "#1d8a99", "#a87b
 def lanes(rows: Iterable[Row], end: float) -> list[Lane]:
     """Return one lane per session, in the order the sessions opened.
 
-    ``rows`` are journal rows, oldest first; ``end`` closes what is still going on.
+    ``rows`` are journal rows, oldest first; ``end`` closes the spans that go on.
     """
     labels: dict[str, str] = {}
     changes: dict[str, list[tuple[float, str, str | None]]] = {}

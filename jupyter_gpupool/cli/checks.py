@@ -2,7 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """What ``jupyter gpupool doctor`` looks at on this machine, one function per question.
 
-Each returns one :class:`Finding` (or several). What could not be found out is said, not guessed.
+Each returns one :class:`Finding` (or several). A check that cannot decide says so and does not
+guess.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def attach(in_force: str, reason: str, settings: BrokerSettings) -> Finding:
 
 
 def guard_limits(found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """What nobody may expect of the guard, where it is in force."""
+    """The limits of the guard, where it is in force."""
     if not any(device["tier"] == "guarded" for device in found):
         return []
     return [
@@ -272,7 +273,7 @@ def devices(
         return [Finding("fail", "devices", problem or "no GPU was found", "See 'driver' above.")]
     lines = []
     for device in found:
-        # The emulated driver says so itself; a name that did not must still be told apart.
+        # The emulated driver's names say it already; any other name gets the word.
         label = "EMULATED " * (device["emulated"] and "EMULATED" not in device["name"].upper())
         size = format_bytes(device["memory_total"])
         text = f"{label}{device['name']}, {size}, tier {device['tier']}"
@@ -311,7 +312,7 @@ def limited(limit: str) -> list[Finding]:
 
 
 def default_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Who does not ask gets at most what the largest GPU has; a larger default says otherwise."""
+    """A kernel that asks for nothing gets at most the largest GPU; a larger default misleads."""
     largest = max((int(d["memory_capacity"]) for d in found), default=0)
     memory = settings.pool.default_memory
     if not largest or memory <= largest:
@@ -335,7 +336,7 @@ def reserve_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -
 
 
 def stanzas() -> list[Finding]:
-    """What the pooled kernelspecs ask for: their kernels do not start with a wrong option."""
+    """The options of the pooled kernelspecs: a kernel with a wrong one does not start."""
     from traitlets import TraitError
 
     from ..kernelspecs import list_pooled

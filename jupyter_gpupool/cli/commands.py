@@ -349,7 +349,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        return 130  # as shells say it: ended by SIGINT
+        return 130  # as in shells: ended by SIGINT
     except BrokenPipeError:
         # The reader (``| head``) has enough; Python must not complain about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

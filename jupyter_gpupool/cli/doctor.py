@@ -67,7 +67,7 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     try:
         settings = load_settings(config_files)
     except ConfigError as error:
-        # The rest would be about a configuration that the admin did not write.
+        # The other checks would judge a configuration that the admin did not write.
         found.append(Finding("fail", "config", error.message, error.next_step))
         return found
     found += checks.configuration(settings)
@@ -109,9 +109,9 @@ def _ask_broker(path: Path) -> Mapping[str, Any] | None:
 
 
 def _probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str, str]:
-    """Find and test the devices as a broker would at its start, and let go of them.
+    """Find and test the devices as a starting broker would, and release them.
 
-    Return them, why there are none, why none is guarded, and what leaves out others.
+    Return them, why there are none, why none is guarded, and which setting leaves out others.
     """
 
     async def probe(

@@ -24,7 +24,7 @@ _PIP = ("--quiet", "--disable-pip-version-check", "--only-binary", ":all:")
 
 
 class InstallError(GPUPoolError):
-    """The environment could not be made; what was there before is as it was."""
+    """The environment could not be made; the one before, if any, is unchanged."""
 
     code = Code.INSTALL
 
@@ -84,7 +84,7 @@ def download_devices(folder: Path) -> int:
 
 
 def _first_writable() -> Path:
-    """Return the first place below which something can be made."""
+    """Return the first place in which a folder can be created."""
     first, second = vendor.interpreter.places()
     above = next(path for path in (first, *first.parents) if path.exists())
     return first if os.access(above, os.W_OK | os.X_OK) else second

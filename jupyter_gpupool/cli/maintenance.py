@@ -11,10 +11,10 @@ from typing import Any, Mapping, Sequence
 from ..client import Client
 from .status import socket_path
 
-#: Seconds between two looks at what is waited for.
+#: Seconds between two looks at how far an order is.
 LOOK = 0.5
 
-#: Seconds in which an order may be done without a word before it.
+#: Seconds after which the command says that it waits.
 AT_ONCE = 2.0
 
 #: Seconds that the self-tests of a resume may take.
@@ -22,9 +22,9 @@ TEST_TIMEOUT = 600.0
 
 
 def pause(socket: str, device: str, reason: str) -> int:
-    """Pause the pool or one GPU; return 0 when no kernel uses it any more, 130 if interrupted.
+    """Pause the pool or one GPU; return 0 when nothing of the pool uses it, 130 if interrupted.
 
-    Nor does a process of the pool then have its device file open.
+    By then no kernel has a slice there, and no process of the pool has its device file open.
     """
     return _until_done(socket, "pause", device, reason)
 
@@ -50,7 +50,7 @@ def resume(socket: str, device: str) -> int:
 
 
 def retest(socket: str) -> str:
-    """Have every GPU that failed tested again; return in a sentence what came of it."""
+    """Have every failed GPU tested again; return the result as a sentence."""
     with Client(socket_path(socket)) as client:
         answer = client.call("maintain", action="retest", timeout=TEST_TIMEOUT)
     return str(answer["note"])
@@ -73,7 +73,7 @@ def _until_done(socket: str, action: str, device: str, reason: str) -> int:
 
 
 def _will_test(status: Mapping[str, Any], device: str) -> bool:
-    """Return whether a resume has anything to do; the broker says why if it has not."""
+    """Return whether a resume has devices to test; the broker says why if not."""
     orders = {str(row["device"]) for row in status.get("maintenance") or ()}
     if not device:
         return bool(orders)
@@ -141,7 +141,7 @@ def _process(row: Mapping[str, Any]) -> str:
 
 
 def _outside(order: Mapping[str, Any]) -> Sequence[str]:
-    """Return who else has device files open: the admin's own to end."""
+    """Return the other processes with open device files, which the admin has to end."""
     lines = []
     files = [row for row in order.get("files") or () if not row["session"]]
     if files:

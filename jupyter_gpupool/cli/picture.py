@@ -53,7 +53,7 @@ _LETTERS = string.ascii_uppercase + string.ascii_lowercase
 
 @dataclass(frozen=True)
 class Style:
-    """How to draw: columns, whether colour and Unicode are welcome."""
+    """How to draw: columns, and whether to use colour and Unicode."""
 
     width: int = 80
     colour: bool = False
@@ -67,7 +67,7 @@ class Style:
         return _FILLS[kind][0 if self.unicode else 1]
 
     def cut(self, text: str, width: int) -> str:
-        """Return ``text`` in at most ``width`` columns; says by its end that it was longer."""
+        """Return ``text`` in at most ``width`` columns, with an ellipsis if it was longer."""
         text = printable(text)
         if columns(text) <= width:
             return text
@@ -78,7 +78,7 @@ class Style:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with nothing in it that steers a terminal: labels come from users."""
+    """Return ``text`` without control characters: labels come from users."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -132,13 +132,13 @@ def _head(snapshot: Snapshot, style: Style) -> list[str]:
 
 
 def style_warning(text: str, style: Style) -> list[str]:
-    """Return a sentence that nobody may miss, on as many lines as it needs."""
+    """Return an important sentence, on as many lines as it needs."""
     return [style.paint(line, "alarm") for line in textwrap.wrap(printable(text), style.width)]
 
 
 def _figures(device: Snapshot) -> str:
     granted, free = format_bytes(device["memory_granted"]), device.get("memory_free")
-    # Of a device that is not used the next line has the reason.
+    # For a device out of service the next line has the reason.
     room = "not used" if device.get("drained_reason") else f"{format_bytes(free or 0)} free"
     busy = "" if device.get("utilisation") is None else f", {device['utilisation']} % busy"
     return f"{granted} of {format_bytes(device['memory_capacity'])} granted, {room}{busy}"
@@ -153,7 +153,7 @@ def _device(
 ) -> list[str]:
     uuid = str(device["uuid"])
     title = f"GPU {device['index']}  "
-    # The emulated driver's names say it already; no device may be taken for a real one.
+    # The emulated driver's names say it already; any other emulated device gets the word.
     unsaid = device["emulated"] and "EMULATED" not in str(device["name"]).upper()
     emulated = "  EMULATED" if unsaid else ""
     tier = f"  {device['tier']}"
@@ -170,7 +170,7 @@ def _device(
     ]
     if device.get("memory_foreign"):
         parts.append(("foreign", int(device["memory_foreign"]), ""))
-    # On a device that is not used nothing is free, whatever its memory holds.
+    # On a device out of service nothing is free, whatever its memory holds.
     rest = " " if device.get("drained_reason") else style.fill("free")
     wide = style.width >= 72
     room = style.width - 2 - (beside + 1 if wide else 0)
@@ -200,7 +200,7 @@ def _share(session: Snapshot) -> int:
 def _bar(
     parts: Iterable[tuple[str, int, str]], capacity: int, room: int, style: Style, rest: str
 ) -> str:
-    """Return ``room`` columns; every part has at least one, or it would seem not to be there."""
+    """Return ``room`` columns; every part has at least one, so that it can be seen."""
     drawn: list[str] = []
     left = max(0, room)
     exact = 0.0
@@ -227,7 +227,7 @@ def _table(sessions: Sequence[Snapshot], letters: Mapping[str, str], style: Styl
         return ["", "No kernel is in the pool."]
     titles = ("", "SESSION", "OWNER", "STATE", "SLICE", "USES", "ON HOST", "WAITED", "KERNEL")
     rows = [titles, *(_row(session, letters) for session in sessions)]
-    # Columns that nothing fills only take room.
+    # Empty columns are left out.
     keep = [n for n in range(len(titles)) if n < 5 or any(row[n] for row in rows[1:])]
     widths = {n: max(len(row[n]) for row in rows) for n in keep}
     lines = [""]
@@ -268,12 +268,12 @@ def _row(session: Snapshot, letters: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _short(session_id: str) -> str:
-    """Return what is enough to name a session; `release` takes any unique beginning."""
+    """Return the beginning of a session's id; `release` takes any unique beginning."""
     return str(session_id)[:12]
 
 
 def _uses(session: Snapshot) -> str:
-    """Return what the guard counts now, or else what was seen at the last suspend or look."""
+    """Return the use that the guard counts now, else as last measured."""
     counted = session.get("used_bytes")
     return _size(session.get("footprint_bytes") if counted is None else counted)
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool status`` and ``release``: one look at the broker, and one word to it."""
+"""``jupyter gpupool status`` and ``release``: show the broker's snapshot, give a slice back."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def show_status(socket: str, *, as_json: bool, watch: bool, interval: float) -> 
 
 
 def _connect(path: Path) -> Client:
-    """Return a connection to the broker; one that has died is started again first."""
+    """Return a connection to the broker; restart a broker that has died first."""
     try:
         return Client(path)
     except BrokerUnavailable as error:
@@ -89,7 +89,7 @@ def _snapshot(path: Path) -> dict[str, Any]:
 
 
 def _clean(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer without the envelope it came in."""
+    """Return the answer without the fields of the protocol."""
     return {key: value for key, value in message.items() if key not in ("v", "type", "id")}
 
 
@@ -137,7 +137,7 @@ def _frame(lines: Sequence[str], *, screen: bool) -> None:
     if not screen:
         print("\n".join(lines), flush=True)
         return
-    # 0 rows or columns is what a terminal says that does not know (and Python 3.10 hands on).
+    # A terminal that does not know its size reports 0 rows or columns (Python 3.10 hands it on).
     height = shutil.get_terminal_size().lines or 24
     shown = list(lines[: height - 1])
     if len(shown) < len(lines):
@@ -149,7 +149,7 @@ def _frame(lines: Sequence[str], *, screen: bool) -> None:
 
 
 def release(socket: str, name: str, *, say: Callable[[str], None] = print) -> int:
-    """Ask the broker to take the slice of the session that ``name`` begins. Returns 0.
+    """Ask the broker to take back the slice of the session whose id begins with ``name``.
 
     Raises
     ------

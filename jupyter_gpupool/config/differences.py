@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A server, or a user's command, whose configuration is not the one that its broker works with.
+"""Differences between the configuration of a server, or a user's command, and that of its broker.
 
-One broker serves all of a user's servers, with the configuration of whoever started it. Who joins
-it with another one is told which options differ, where the values in force come from, and how to
-change them.
+One broker serves all of a user's servers, with the configuration with which it was started. A
+server with another configuration learns which options differ, where the values in force come from,
+and how to change them.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from .options import GPUPool
 from .reading import Seconds, Size
 from .settings import BrokerSettings
 
-#: What a broker on behalf of others does not tell: names of users.
+#: Options with names of users, which a broker shows only to its admins.
 PRIVATE = ("quotas", "admins")
 
-#: How the broker was found; it says nothing about how it works.
+#: Options about how to find the broker; they do not change how it works.
 _ASIDE = ("socket",)
 
-#: Options named in one sentence.
+#: Options that one sentence names at most.
 _MOST = 4
 
 
-#: What this process's log has said of the configuration.
+#: Notices that this process has logged.
 _LOGGED: set[str] = set()
 
 
 def not_logged(text: str) -> bool:
-    """Return whether nobody in this process has logged ``text`` yet; true once for each.
+    """Return whether ``text`` is not in this process's log yet; true once for each text.
 
-    The provisioner and the server extension both see the difference.
+    The provisioner and the server extension both notice the same difference.
     """
     if not text or text in _LOGGED:
         return False
@@ -59,7 +59,7 @@ class Difference:
 
 
 def shown(settings: BrokerSettings, *, private: bool) -> dict[str, Any]:
-    """Return what a broker tells of its configuration; ``private``: to whoever may see all."""
+    """Return what a broker shows of its configuration; ``private``: to its admins."""
     hidden = [] if private else [*PRIVATE]
     return {
         "options": {k: v for k, v in settings.options.items() if k not in hidden},
@@ -69,7 +69,7 @@ def shown(settings: BrokerSettings, *, private: bool) -> dict[str, Any]:
 
 
 def differences(own: BrokerSettings, in_force: Mapping[str, Any]) -> list[Difference]:
-    """Return the options in which ``own`` is not what the broker shows (:func:`shown`)."""
+    """Return the options in which ``own`` differs from what the broker shows (:func:`shown`)."""
     options, origins = in_force.get("options") or {}, in_force.get("origins") or {}
     aside = {*_ASIDE, *(in_force.get("hidden") or ())}
     known = GPUPool.class_traits(config=True)
@@ -94,7 +94,7 @@ def differences(own: BrokerSettings, in_force: Mapping[str, Any]) -> list[Differ
 def notice(
     section: Mapping[str, Any] | None, status: Mapping[str, Any], *, who: str = "This server"
 ) -> str:
-    """Return what to tell the user of ``who``; empty if its configuration is the one in force.
+    """Return the notice for the user of ``who``; "" if its configuration is the one in force.
 
     Parameters
     ----------

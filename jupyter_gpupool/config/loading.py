@@ -33,7 +33,7 @@ _NAMES = (
     "jupyter_server_config.json",
 )
 
-#: Our sections of a configuration file, and what each is the name of.
+#: Our sections of a configuration file, and what each configures.
 _OURS = {"GPUPool": "the pool", "GPUPoolProvisioner": "the pool's provisioner"}
 
 #: Likeness from which the name of a section counts as a misspelt one of ours.
@@ -85,9 +85,9 @@ def load_settings(
 
 
 def _note_origins(origins: dict[str, str], merged: Config, more: Config, origin: str) -> None:
-    """Note that options come from ``origin`` that ``more`` changes.
+    """Note ``origin`` for the options that ``more`` changes.
 
-    A server hands on all that it has read: what a file says as well keeps the file's name.
+    A server hands on all that it has read: a value that a file has as well keeps that file's name.
     """
     before = merged.get("GPUPool", {})
     for name, value in more.get("GPUPool", {}).items():
@@ -125,7 +125,7 @@ def check_config(config: Config, *, origin: str = "") -> None:
                 ),
             )
         try:
-            # A copy: asking a ``c.GPUPool.admins.append(...)`` for its value ends its merging.
+            # A copy: reading the value of ``c.GPUPool.admins.append(...)`` would end its merging.
             GPUPool(config=Config({"GPUPool": {name: deepcopy(value)}}))
         except (TraitError, ValueError, TypeError) as error:
             reason = _reason(name, value, error)
@@ -138,7 +138,7 @@ def check_config(config: Config, *, origin: str = "") -> None:
 
 
 def _reason(name: str, value: Any, error: Exception) -> str:
-    """Return the sentence for a bad value: ours if we raised it, else what the option allows."""
+    """Return the sentence for a bad value: that of our check, else what the option allows."""
     option = GPUPool.class_traits()[name]
     text = str(error)
     if isinstance(error, TraitError) and " trait of " not in text:
@@ -175,12 +175,12 @@ def _read(path: Path, *, required: bool) -> Config | None:
             f"The configuration file {path} cannot be read: {_one_line(error)}.",
             next_step="Correct it; nothing was changed.",
         ) from error
-    # A file of another application may hold anything; only our section is ours to judge.
+    # A file of another application may hold anything; only our sections are checked.
     return Config({name: value for name, value in config.items() if _meant(name)})
 
 
 def _meant(section: str) -> str:
-    """Return which of our sections ``section`` is or is nearly; "" if none."""
+    """Return the section of ours that ``section`` is, or is a misspelling of; "" if none."""
     near = {name.lower(): name for name in _OURS}
     return near.get(nearest(section.replace("_", "").lower(), near, likeness=_LIKENESS), "")
 

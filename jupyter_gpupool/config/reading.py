@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How values are read that an admin writes: sizes, durations, quotas, devices, paths.
+"""Read the values that an admin writes: sizes, durations, quotas, devices, paths.
 
 A reader returns what the broker works with, or raises ``ValueError`` with a sentence for people.
 """
@@ -23,14 +23,13 @@ from ..units import parse_bytes, parse_seconds
 
 QUOTA_KEYS = tuple(f.name for f in fields(Quota))
 
-#: Bytes that stay free at least where the reserve is a share, and the part of a small limit that
-#: they are at most.
+#: Least bytes that stay free where the reserve is a share; of a small limit, at most this part.
 LEAST_RESERVE, MOST_RESERVE_PART = 1 << 30, 4
 
 
 @dataclass(frozen=True, slots=True)
 class HostReserve:
-    """Host memory that a suspend leaves free: a share of what is limited, or a size (None: not)."""
+    """Host memory that a suspend leaves free: a share of each limit, or a size where given."""
 
     share: float = 0.1
     size: int | None = None
@@ -53,7 +52,7 @@ class HostReserve:
 class _Quantity(TraitType[Any, Any]):
     """A trait that takes a number or text with a unit.
 
-    ``zero`` says whether 0 is legal, ``least`` what must not be gone below.
+    ``zero`` says whether 0 is allowed, ``least`` is the smallest value.
     """
 
     what = ""

@@ -1,14 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The Jupyter Server extension: what the pool looks like from one server, for its user interface.
+"""The Jupyter Server extension: the pool as one server shows it to its user interface.
 
 - ``views``: pure; what of a snapshot may be shown here, and what changed between two.
 - ``broker_link``: the one connection to the broker.
-- ``watch``: keeps the newest view while somebody needs it; events, metrics, idle warnings.
+- ``watch``: keeps the newest view while it is needed; events, metrics, idle warnings.
 - ``kernel_history``: pure; what the snapshots showed in the last minutes, and in all.
 - ``server_metrics``: what ``/metrics`` shows.
 - ``handlers``, ``stream``: REST and the websocket under ``/gpupool/api`` (``openapi.yaml``).
-- ``page_config``: what JupyterLab's pages are told before they ask.
+- ``page_config``: what JupyterLab's pages know before they ask.
 - ``extension``: puts them into the server.
 
 Importing this package imports nothing else.

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The server's one connection to the broker. It opens when it is asked for."""
+"""The server's one connection to the broker. The first call opens it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Link:
     Parameters
     ----------
     path:
-        Returns where the broker is; asked before each connection.
+        Returns the broker's socket; called before each connection.
     on_row:
         Called in the event loop with each row of the journal, once :meth:`watch` was called.
     on_close:
@@ -46,7 +46,7 @@ class Link:
         self._client: Client | None = None
         #: The connection on which the broker pushes rows.
         self._watched: Client | None = None
-        #: What the broker said that was no answer: why it closes the connection.
+        #: The last error that was no answer: why the broker closes the connection.
         self._said: RefusedError | None = None
         self._connecting = asyncio.Lock()
         self._calls = asyncio.Semaphore(MAX_CALLS)
@@ -58,7 +58,7 @@ class Link:
         Raises
         ------
         RefusedError
-            If the broker says no.
+            If the broker refuses.
         BrokerUnavailable
             If there is none, or it does not answer within CALL_TIMEOUT seconds.
         """
@@ -82,14 +82,14 @@ class Link:
                 raise
 
     async def watch(self) -> None:
-        """From now on, while the connection lasts, have ``on_row`` called."""
+        """Have ``on_row`` called for each new row while the connection lasts."""
         client = await self._open()
         if self._watched is not client:
             await self.call("watch")
             self._watched = client
 
     async def close(self) -> None:
-        """End the connection when what was asked is answered; the next call makes a new one."""
+        """End the connection once every call has its answer; the next call makes a new one."""
         client, self._client = self._client, None
         if client is not None:
             if self._pending:
@@ -126,7 +126,7 @@ class Link:
                 )
                 return made[0]
 
-            # A broker that hangs accepts nobody, and connecting then blocks.
+            # A broker that hangs accepts no connection, and connecting then blocks.
             self._client = await loop.run_in_executor(None, connect)
             return self._client
 

@@ -24,7 +24,7 @@ from .watch import Watch
 
 SCHEMAS = Path(__file__).with_name("event_schemas")
 
-#: What we call the events; an identifier, not an address.
+#: The identifier of an event schema; not an address.
 SCHEMA_ID = "https://schema.jupyter.org/jupyter_gpupool/{}/v1"
 
 _KERNEL_ACTIONS = "https://events.jupyter.org/jupyter_server/kernel_actions/v1"
@@ -74,10 +74,10 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     _watch: Watch | None = None
     #: The socket of the broker of the kernel that was started last.
     _socket: Path | None = None
-    #: The broker's configuration as last seen, and what is told of it.
+    #: The broker's configuration as last seen, and the notice about it.
     _in_force: Any = None
     _told = ""
-    #: The broker's journal as last seen: beside it is what the broker can be started from.
+    #: The broker's journal as last seen: the copy of the start record is beside it.
     _journal = ""
 
     def initialize_settings(self) -> None:
@@ -121,7 +121,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     # ------------------------------------------------------------------ internals
 
     def _find(self) -> Path:
-        """Return where the broker is: the kernels', or else where the first would look."""
+        """Return the socket of the kernels' broker, or the one that a first kernel would use."""
         if self._socket is not None:
             return self._socket
         config = self.serverapp.config
@@ -129,7 +129,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         return Path(named) if named else find_socket(config.get("GPUPool", {}).get("socket", ""))
 
     def _notice(self, status: dict[str, Any]) -> str:
-        """Return what to say of a broker with another configuration; once in the log."""
+        """Return the notice about a broker with another configuration; log it once."""
         self._journal = str((status.get("broker") or {}).get("journal") or "")
         in_force = status.get("config")
         if in_force != self._in_force:
@@ -140,7 +140,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         return self._told
 
     async def _revive(self) -> None:
-        """Start a broker that has died again; called by the watch."""
+        """Restart a broker that has died; called by the watch."""
         path = self._find()
         copy = str(startrecord.copy_path(Path(self._journal))) if self._journal else ""
         if startrecord.can_revive(path) or startrecord.can_restore(path, copy):
@@ -163,7 +163,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         self.serverapp.event_logger.emit(schema_id=SCHEMA_ID.format(kind), data=data)
 
     async def _kernel_action(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:  # noqa: ARG002
-        """See which kernels are of the pool; called by the server's event logger."""
+        """Note which kernels belong to the pool; called by the server's event logger."""
         assert self._watch is not None
         kernel_id = data.get("kernel_id", "")
         if data.get("action") not in ("start", "restart") or data.get("status") != "success":

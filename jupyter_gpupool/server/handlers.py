@@ -72,7 +72,7 @@ class PoolHandler(APIHandler):  # type: ignore[misc]
         self.finish(json.dumps(answer))
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        """Log bugs alone: a refusal is an answer. Called by tornado."""
+        """Log faults only: a refusal is an answer. Called by tornado."""
         if not isinstance(value, GPUPoolError):
             super().log_exception(typ, value, tb)
 
@@ -92,7 +92,7 @@ class PoolHandler(APIHandler):  # type: ignore[misc]
         Raises
         ------
         RefusedError
-            If there is none that may be shown here; code ``unknown-session``.
+            If this server may show no such session; code ``unknown-session``.
         """
         view = await self.watch.look()
         found = views.session_of(view, kernel_id)
@@ -201,7 +201,7 @@ class Document(PoolHandler):
 
 
 class Nothing(PoolHandler):
-    """Every other path below ours: an error like all others."""
+    """Every other path below ``/gpupool/api``: not found, as JSON."""
 
     @web.authenticated
     def prepare_nothing(self) -> None:

@@ -37,11 +37,11 @@ class Ring:
         self._values: dict[str, deque[Any]] = {name: deque(maxlen=_MOST) for name in names}
 
     def due(self, now: float) -> bool:
-        """Return whether there may be a point at ``now``."""
+        """Return whether ``now`` is late enough for another point."""
         return not self.time or now - self.time[-1] >= LEAST
 
     def add(self, now: float, *, broken: bool, **values: Any) -> None:
-        """Add a point; ``broken``: nobody looked since the last one."""
+        """Add a point; ``broken``: no snapshot was taken since the last one."""
         if broken and self.time and now - self.time[-1] >= 2 * LEAST:
             self._append(self.time[-1] + LEAST, dict.fromkeys(self._values))
         self._append(now, values)
@@ -67,7 +67,7 @@ class Kernel(Ring):
 
     def __init__(self) -> None:
         super().__init__("used", "busy")
-        #: Session, time and busy seconds of the last point; None if nothing follows from them.
+        #: Session, time and busy seconds of the last point; None if it has no share to compare.
         self._before: tuple[str, float, float] | None = None
 
     def take(self, now: float, session: Mapping[str, Any], broken: bool) -> None:
@@ -91,7 +91,7 @@ class Kernel(Ring):
         # Another process, or another broker, counts from zero.
         if broken or before is None or before[0] != session["id"] or seconds < before[2]:
             return None
-        # The guard is read four times a second: at the edges there may be a little more.
+        # The guard is read four times a second, so a share may come out slightly above 1.
         return round(min(1.0, float(seconds - before[2]) / (now - before[1])), 2)
 
 
@@ -105,7 +105,7 @@ class History:
         self._now = 0.0
 
     def pause(self) -> None:
-        """Nobody looks until the next :meth:`take`, or the broker is another one then."""
+        """Begin a gap: it lasts until the next :meth:`take`, perhaps from another broker."""
         self._broken = True
 
     def take(self, view: View) -> None:
@@ -142,7 +142,7 @@ class History:
 
 # ---------------------------------------------------------------------- how much was used
 
-#: Sessions to be remembered; of those that are gone the first are forgotten.
+#: Sessions to remember; beyond that the oldest ended ones are dropped.
 MOST = 2000
 
 
@@ -153,9 +153,9 @@ class _Seen:
     at: float
     #: The broker's own count.
     total: float
-    #: Since when it has its slice, of what is not counted yet; None if it has none.
+    #: When its slice began, or was last counted; None if it has none.
     leased: float | None = None
-    #: Seconds with a slice that the journal told of since.
+    #: Seconds with a slice since then, from rows of the journal.
     known: float = 0.0
     ended: bool = False
 
@@ -186,7 +186,7 @@ class Usage:
             del self._seen[name]
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Take one row: of the last seconds of a session there will be no snapshot."""
+        """Take one row: no snapshot shows the last seconds of a session."""
         seen, at = self._seen.get(str(row.get("session"))), float(row["time"])
         if seen is None or seen.ended or at < seen.at:
             return
@@ -217,7 +217,7 @@ class Usage:
         seen = self._seen.get(name)
         if seen is None:
             opened = session.get("opened_at")
-            # One that was open before us counts from now.
+            # A session that is older than this server counts from now.
             if opened is not None and self.since <= opened <= now:
                 self._count(now - opened, total)
             self._seen[name] = _Seen(now, total, leased)

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What JupyterLab's pages are told before they ask: whether there is a GPU at all.
+"""What JupyterLab's pages know before they ask: whether there is a GPU at all.
 
-``page_config_data`` of the server's settings is what JupyterLab and Notebook write into each page;
-``PageConfig.getOption("gpupool")`` is there ``{"found": bool, "reason": str}`` as JSON.
+JupyterLab and Notebook write ``page_config_data`` of the server's settings into each page, where
+``PageConfig.getOption("gpupool")`` is ``{"found": bool, "reason": str}`` as JSON.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -
     """Return what is known without asking a broker: the machine's driver, or what to emulate.
 
     ``config`` is the server's section ``GPUPool``, which wins over the environment as it does for
-    the broker. Whoever listens at ``socket`` has a configuration of its own, and may have devices
-    that are not seen here: only it can say that there is none.
+    the broker. A broker that listens at ``socket`` has its own configuration, and may have devices
+    that this process cannot see: only that broker can say that there is none.
     """
     if os.path.exists(socket):  # unlike Path's, no error in a folder that may not be read
         return _some()
@@ -50,7 +50,7 @@ def told(view: Mapping[str, Any]) -> View:
 
 
 def show(settings: MutableMapping[str, Any], found: View) -> None:
-    """Have pages that are served from now on say so."""
+    """Write it into every page that the server sends from now on."""
     settings.setdefault("page_config_data", {})[_NAME] = found
 
 

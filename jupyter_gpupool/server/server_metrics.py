@@ -49,7 +49,7 @@ def show(sessions: Iterable[Mapping[str, Any]]) -> None:
         suspended[state] += session.get("suspended_bytes") or 0
         for piece in session.get("slices") or ():
             granted[piece["device"], state] += piece["granted_bytes"]
-            if piece["used_bytes"] is not None:  # what nobody could read is not zero
+            if piece["used_bytes"] is not None:  # not measured, which is not zero
                 used[piece["device"], state] += piece["used_bytes"]
     for gauge, by_state in ((SESSIONS, counts), (SUSPENDED, suspended)):
         gauge.clear()

@@ -40,7 +40,7 @@ class Events(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):  # typ
 
     @ws_authenticated
     async def get(self, *args: Any, **kwargs: Any) -> None:
-        """Open the websocket for who may read; called by tornado."""
+        """Open the websocket for users who may read; called by tornado."""
         user = self.current_user
         if not await ensure_async(self.authorizer.is_authorized(self, user, "read", RESOURCE)):
             raise web.HTTPError(403)
@@ -71,7 +71,7 @@ class Events(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):  # typ
         super().on_close()
 
     def publish(self, message: View) -> None:
-        """Send a message in its turn; who does not read is disconnected, and may come again."""
+        """Send a message in its turn; disconnect a client that does not read."""
         try:
             self._behind.put_nowait(message)
         except asyncio.QueueFull:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What of the broker's snapshot is shown by this server, and what changed between two. Pure."""
+"""The part of the broker's snapshot that this server shows, and what changed in it. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SHOWN = (
     *("queue_length", "host", "settings", "limits", "maintenance"),
 )
 
-#: What is told of an admin's order; whom it waits for is for the command line.
+#: What users see of an admin's order; the command line also lists what the order waits for.
 _OF_ORDERS = ("kind", "device", "reason", "by", "since", "closed")
 
-#: All that is shown of sessions of others: what explains the use of a device and of the queue.
+#: What users see of other users' sessions: enough to explain devices and queue.
 _OF_OTHERS = (*("id", "state", "granted_bytes", "device", "devices", "queue_position", "priority"),)
 
-#: Figures that move by themselves; whoever shows them counts on from ``now``.
+#: Figures that grow by themselves; a client counts on from ``now``.
 _CLOCKS = frozenset(
     {
         *("idle_seconds", "wait_seconds_total", "attached_seconds_total", "busy_seconds"),
@@ -29,12 +29,12 @@ _CLOCKS = frozenset(
     }
 )
 
-#: Bytes by which the machine's free memory must move to be told, or 5 % if that is less.
+#: Bytes by which the machine's free memory must change to be published, or 5 % if that is less.
 _MOVED = 1 << 30
 
 
 def is_mine(local: Collection[str], user: str) -> Callable[[Mapping[str, Any]], bool]:
-    """Return the test of a session's details being shown here.
+    """Return a test that says whether this server may show a session in full.
 
     A broker shows root and its admins everybody's; a server shows the sessions of its own kernels
     (ids in ``local``) and of its own operating system ``user``, whoever runs it.
@@ -65,7 +65,7 @@ def visible(
     view["sessions"] = [
         {
             **session,
-            # It changes for everybody at once, and is news to those in the queue alone.
+            # It changes for all sessions at once, and matters only to queued ones.
             "queue_length": (
                 session.get("queue_length") if session.get("queue_position") is not None else None
             ),
@@ -90,13 +90,13 @@ def visible(
 
 
 def session_of(view: Mapping[str, Any], kernel_id: str) -> View | None:
-    """Return the newest session of a kernel that may be shown; None if there is none."""
+    """Return the newest session of a kernel, if this server may show it; else None."""
     found = [s for s in view["sessions"] if s["mine"] and s.get("kernel_id") == kernel_id]
     return found[-1] if found else None
 
 
 def wait_of(view: Mapping[str, Any], session: Mapping[str, Any]) -> View:
-    """Return why a session waits, and who is ahead of it: how many of which class, no names."""
+    """Return why a session waits, and how many sessions of which class are ahead of it."""
     position = session.get("queue_position")
     ahead = [
         other
@@ -120,10 +120,10 @@ def wait_of(view: Mapping[str, Any], session: Mapping[str, Any]) -> View:
 def delta(
     old: Mapping[str, Any], new: Mapping[str, Any], available: int | None = None
 ) -> View | None:
-    """Return what of ``new`` is not as in ``old``; None if nothing that matters.
+    """Return the changes from ``old`` to ``new``; None if nothing relevant changed.
 
-    ``devices`` and ``sessions`` hold the changed ones in full, ``removed`` the ids of those gone.
-    ``available`` is what was last told of the machine's free memory, if not what ``old`` says.
+    ``devices`` and ``sessions`` hold changed entries in full, ``removed`` ids of ended sessions.
+    ``available`` is the free memory that clients last saw, if it is not that of ``old``.
     """
     changes: View = {
         name: new[name]
@@ -194,8 +194,8 @@ def _queue(session: Mapping[str, Any]) -> View:
 def leaves_at(session: Mapping[str, Any], settings: Mapping[str, Any]) -> float | None:
     """Return when an idle session leaves its devices by itself; None if it does not.
 
-    On the broker's clock. Sooner if somebody waits; how much sooner nobody knows before. One that
-    is pinned or has a ``stays_reason`` does not leave.
+    On the broker's clock. It may leave sooner if another kernel waits. A session that is pinned or
+    has a ``stays_reason`` does not leave.
     """
     timeout, since = settings.get("idle_timeout"), session.get("idle_since")
     if session["state"] != "idle" or timeout is None or since is None:
@@ -212,7 +212,7 @@ def seconds_left(session: Mapping[str, Any], now: float) -> float | None:
 
 
 def _moved(before: int | None, now: int | None) -> bool:
-    """Return whether to tell what the machine has free: it moves all the time, by little."""
+    """Return whether the machine's free memory has changed enough to publish it."""
     if before is None or now is None:
         return before is not now
     return abs(now - before) >= min(_MOVED, before // 20 or 1)

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Keeps the newest view of the pool while somebody needs it, and tells what changes.
+"""Keeps the newest view of the pool while it is needed, and publishes what changes.
 
-It is needed while this server has a Pooled GPU kernel or somebody listens to the websocket. Then
-the broker's pushes, and a slow poll for what it does not push (places in the queue, sizes in use),
-each lead to one ``status``, and the differences to events. Otherwise nothing is sent at all.
+It is needed while this server has a Pooled GPU kernel or a client of the websocket. Then each push
+of the broker, and a slow poll for what it does not push (places in the queue, sizes in use), lead
+to one ``status``; the differences lead to events. Otherwise the server sends nothing.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from .views import View
 #: Seconds between two snapshots however much happens: 50 sessions make one of 40 KiB.
 LEAST_INTERVAL = 0.05
 
-#: Seconds between two snapshots at most while a kernel of this server waits, as its place may
-#: change; while somebody looks and one has a slice: the broker does not push active and idle; and
-#: once after a change.
+#: Seconds between two snapshots at most: while a kernel of this server waits, because its place may
+#: change; while a client listens and a kernel has a slice, because the broker does not push active
+#: and idle; and once after a change.
 LIVELY_INTERVAL = 1.0
 
 #: Seconds until the first and at most between attempts to reach a broker that is away.
 FIRST_RETRY, MOST_RETRY = 0.25, 5.0
 
-#: Rows that may wait for the snapshot that says whose they are.
+#: Rows that may wait for the snapshot that shows their owners.
 MAX_ROWS = 10_000
 
 
 class Subscriber(Protocol):
-    """Somebody at the websocket."""
+    """A client of the websocket."""
 
     def publish(self, message: View) -> None:
         """Take a message. Must not block."""
@@ -62,13 +62,13 @@ class Watch:
     interval:
         Seconds between two snapshots while nothing happens.
     idle_warning:
-        Seconds before an idle slice leaves at which to say so.
+        Seconds before an idle slice leaves at which to warn its user.
     slow_resume:
-        Seconds from which on bringing it back is worth that warning.
+        Seconds of resuming from which on that warning is worth it.
     revive:
-        Starts a broker that has died again, or raises why it cannot; without effect on others.
+        Restarts a broker that has died, or raises why it cannot; a living one is left alone.
     notice:
-        Returns what to tell users of the broker's configuration; "" if it is this server's.
+        Returns the notice about a broker with another configuration than this server's, or "".
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Watch:
         self._log = log
         self._revive = revive
         self._notice = notice
-        #: Kernels of this server that were seen to be of the pool.
+        #: Kernels of this server that belong to the pool.
         self._pooled: set[str] = set()
         self._subscribers: set[Subscriber] = set()
         self._unserved: set[Subscriber] = set()
@@ -108,14 +108,13 @@ class Watch:
         self._rows: list[Message] = []
         #: Bytes a second at which a kernel's state was last moved, by the kind of row.
         self._speeds: dict[str, float] = {}
-        #: Sessions that leave soon, and whether their users were told.
+        #: Sessions that leave soon, and whether their users were warned.
         self._warned: dict[str, bool] = {}
-        #: What was last told of the machine's free memory.
+        #: The machine's free memory as last published.
         self._available: int | None = None
         self._history = History()
         self._usage = Usage(time.time())
-        #: When a kernel of this server was last seen to be another way than before, on the broker's
-        #: clock.
+        #: When a kernel of this server last changed, on the broker's clock.
         self._stirred = -LIVELY_INTERVAL
         #: The broker's clock less our monotonic one; None before the first snapshot.
         self._offset: float | None = None
@@ -170,7 +169,7 @@ class Watch:
         Raises
         ------
         GPUPoolError
-            If the broker cannot be asked.
+            If the broker does not answer.
         """
         try:
             status = await self._link.call("status")
@@ -188,9 +187,9 @@ class Watch:
         return view
 
     def past(self, *, devices: bool = False) -> View:
-        """Return what was seen in the last minutes. Asks nobody, and starts nothing.
+        """Return the last minutes of the kernels, from memory, without asking the broker.
 
-        ``devices``: of the devices, too; there may be many.
+        ``devices``: also of the devices, of which there may be many.
         """
         now = time.time() if self._offset is None else time.monotonic() + self._offset
         shown = self._history.shown(round(now, 3), self._kernels(), devices=devices)
@@ -232,7 +231,7 @@ class Watch:
             self._log.debug("GPU pool: nobody needs the pool now")
 
     async def _follow(self) -> None:
-        """Keep the view fresh until nobody needs it."""
+        """Keep the view fresh while it is needed."""
         retry = FIRST_RETRY
         while self.needed:
             self._news.clear()
@@ -245,7 +244,7 @@ class Watch:
                 self._news.clear()
                 pause, retry = retry, min(2 * retry, MOST_RETRY)
             except Exception:
-                # A fault of ours must not end the watching for good.
+                # A fault here must not end the watching for good.
                 self._log.exception("GPU pool: a snapshot could not be taken")
                 pause, retry = retry, min(2 * retry, MOST_RETRY)
             else:
@@ -256,7 +255,7 @@ class Watch:
                 await asyncio.wait_for(self._news.wait(), max(0.0, pause - LEAST_INTERVAL))
 
     async def _have_revived(self) -> None:
-        """Have a broker that died started again; say it if that cannot be done."""
+        """Have a dead broker restarted; publish the error if that fails."""
         if self._revive is None:
             return
         try:
@@ -270,7 +269,7 @@ class Watch:
         pause = self._interval
         settles = self._stirred + LIVELY_INTERVAL - self._last["now"]
         if settles > 0:
-            # Where it settled is what the history shows until the next look.
+            # The history shows the settled state until the next snapshot.
             pause = min(pause, settles + LEAST_INTERVAL)
         for session in self._last["sessions"]:
             if not session["here"]:
@@ -284,7 +283,7 @@ class Watch:
         return pause
 
     def _forget(self) -> None:
-        """Nobody needs it any more: what we know grows old."""
+        """Drop the view: nobody needs it now, and it would grow old."""
         self._last = self._away = None
         for row in self._rows:
             self._usage.row(row)
@@ -296,7 +295,7 @@ class Watch:
     def _take(self, view: View) -> None:
         last = self._last
         if last is not None and view["now"] < last["now"] and self._away is None:
-            return  # two were asked for at once, and this is the older
+            return  # two snapshots were under way, and this is the older one
         self._last, came_back = view, self._away is not None
         self._away = None
         server_metrics.UP.set(1)
@@ -305,7 +304,7 @@ class Watch:
         self._observe(last, view)
         self._history.take(view)
         if self._task is None or self._task.done():
-            self._history.pause()  # somebody asked once
+            self._history.pause()  # a single request, and no watching
         self._on_view(view)
         if came_back:
             self._unserved |= self._subscribers
@@ -342,9 +341,9 @@ class Watch:
                 self._speeds[str(row["kind"])] = row["bytes"] / seconds
 
     def _warn(self, view: View, newcomers: Collection[Subscriber]) -> None:
-        """Tell of idle slices that leave soon, if bringing them back takes long or nobody knows.
+        """Warn of idle slices that leave soon, if resuming is slow or its speed is not known.
 
-        Once; and ``newcomers``, whose page may have been away when it was told.
+        Once for each; and once to each of ``newcomers``, which may have missed the warning.
         """
         soon: dict[str, bool] = {}
         for session in view["sessions"]:
