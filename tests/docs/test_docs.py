@@ -146,3 +146,22 @@ def test_the_page_of_residence_is_what_the_figures_say():
     assert text_of("residence.md") == make_residence.page(make_residence.latest()), (
         "run: python docs/make_residence.py"
     )
+
+
+def test_modules_and_functions_of_the_paths_exist():
+    """The two paths in developers.md: a module that moves, or a function's new name, shows here."""
+    table = text_of("developers.md").split("<!-- Paths:")[1].split("<!-- End of paths")[0]
+    steps = re.findall(r"^\| `([\w/.]+)` \| `(\w+)` \|", table, re.MULTILINE)
+    assert len(steps) > 30
+    for module, name in steps:
+        source = (ROOT / "jupyter_gpupool" / module).read_text()
+        defined = rf"^(?:\s*(?:async )?(?:def|class) {name}\b|\w[\w \*]*\b{name}\()"
+        assert re.search(defined, source, re.MULTILINE), f"{module} has no {name}"
+
+
+def test_files_that_pages_name_exist():
+    """Paths in backquotes, from the top, from the package, or beside the page."""
+    for page in [*PAGES, ROOT / "benchmarks" / "README.md"]:
+        for name in re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|c|h|ts|tsx|yaml))`", page.read_text()):
+            tops = (ROOT, ROOT / "jupyter_gpupool", ROOT / "labextension", page.parent)
+            assert any((top / name).exists() for top in tops), f"{page.name}: {name}"
