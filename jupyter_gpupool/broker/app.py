@@ -14,85 +14,36 @@ import gc
 import logging
 import os
 import signal
-import socket
 import sys
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Callable, Sequence
 
 from traitlets.config import Config
 from traitlets.config.loader import DeferredConfigString
 
 from .. import __version__
-from ..cgroups import Host
-from ..config import BrokerSettings, load_settings, needs_restart
-from ..devices import Devices, OpenDevices, Options, vendor
-from ..endpoint import find_socket
+from ..devices import Devices, OpenDevices, vendor
 from ..errors import GPUPoolError
-from ..guard.install import without_guard
 from ..local_machine import boot_id, machine_id
 from ..pool import events as e
-from ..pool.machine import Pool
 from ..pool.model import Device
-from ..starting import broker_environment
-from ..startrecord import (
-    BadRecord,
-    StartRecord,
-    change_record,
-    copy_path,
-    read_record,
-    remove_copy,
-    remove_record,
-    write_copy,
-    write_record,
-)
 from ..units import format_bytes
-from .environment import (
-    LogLimit,
-    device_files,
-    emulated_folder,
-    machine_environment,
-    raise_descriptor_limit,
-    report,
-    version_file,
-)
-from .gpu.actions import DeviceEffects
-from .gpu.health import Aftermath, Health
-from .gpu.maintenance import Maintenance, untouchable
-from .gpu.monitor import QUIET, Monitor
-from .gpu.rest import Rest
-from .guarding import Guarding
-from .hostmemory import HostRoom
-from .lives import GRACE
-from .messages.router import Handlers
-from .messages.snapshot import Snapshots
-from .metrics import Metrics
-from .pages.hints import Homes
-from .pressure import Pressure
-from .runner import Clock, Runner
-from .sessions import Sessions
+from .build import Broker, build
+from .configuration import Configuration
+from .core import Core
+from .environment import raise_descriptor_limit, remove_emulated, report
+from .gpu.maintenance import untouchable
+from .ratelimit import LogLimit
 from .shutdown import Ending, Stopped
-from .store.files import Keeper, sweep
+from .store.files import Keeper, StartRecordFile, sweep
 from .store.journal import Journal
 from .store.journal_file import JournalLock, check_home, check_record, place, take_over
-from .store.records import (
-    devices_from_text,
-    devices_to_text,
-    from_json,
-)
-from .store.recovery import (
-    GRACE_UNDER_GUARD,
-    RECOVERED_HOLD,
-    Recovered,
-    check_reach,
-    frozen_in,
-    recover,
-)
-from .transport.auth import Access
-from .transport.connection import Connection
-from .transport.listener import Claim, Door, is_machine_wide
+from .store.records import devices_from_text, devices_to_text
+from .store.recovery import check_reach
+from .transport.listener import Claim, Server
 
 #: Seconds that driver calls under way may still take when the broker is asked to end. One that
 #: takes longer is left to the next broker, which finishes or undoes it: see ``recovery``.
@@ -106,9 +57,6 @@ LEAST_LINGER = 2.0
 
 #: Seconds between two tidyings of the journal.
 TIDY = 15.0
-
-#: Where memory and its limits are read.
-HOST = Host()
 
 _LOG = logging.getLogger("gpupool.broker")
 
@@ -143,23 +91,12 @@ class BrokerApp:
         take_over: bool = False,
         open_devices: OpenDevices = vendor.open_devices,
     ) -> None:
-        self._open_devices = open_devices
+        self.configuration = Configuration(config_files, overrides, socket)
+        self.path = self.configuration.socket
+        self.start_record = StartRecordFile(self.path, command, _LOG)
         self._take_over = take_over
-        self._config_files = [*config_files]
-        self._overrides = overrides
-        self.settings = self._load()
-        self.path = Path(socket) if socket else find_socket(self.settings.socket)
+        self._open_devices = open_devices
         self._ending = ending or Ending()
-        self._command = [*command]
-        #: How this broker is started again; None if nobody does that.
-        self._record: StartRecord | None = None
-        self._built = False
-        self._alone_since = time.monotonic()
-        self._door: Door | None = None
-        self.health = Health(_LOG)
-
-    def _load(self) -> BrokerSettings:
-        return load_settings(self._config_files, self._overrides)
 
     async def run(self, ready: int | None = None) -> None:
         """Serve until asked to end. ``ready`` is a descriptor to report to, see :func:`report`.
@@ -169,112 +106,104 @@ class BrokerApp:
         GPUPoolError
             If it cannot start.
         """
-        loop = asyncio.get_running_loop()
         self._ending.attach()
         raise_descriptor_limit(_LOG)
         async with AsyncExitStack() as stack:
             claim = Claim(self.path)
-            self._ending.last_act = partial(self._last_act, claim)
             stack.callback(claim.close)
-            journal = self._open_journal(stack)
-            self._alone_since = time.monotonic()  # whoever was here before is gone
+            # A broker that was told to end is not started again, also if it is ended by force.
+            self._ending.before_force(self.start_record.forget)
+            self._ending.before_force(claim.close)
+            tidy_due = asyncio.Event()
+            lock, journal, note = self._open_journal(stack, tidy_due.set)
             stack.callback(self._forget_emulated, journal)
-            show = partial(machine_environment, self.settings, self.path, journal.path)
-            kernel_env, own_env = show({}), {**os.environ, **show(os.environ)}
-            service = self._open_devices(
-                Options(
-                    log=_LOG.getChild("devices"),
-                    env=own_env,
-                    # A broker may be started from within a kernel, whose variables are the pool's.
-                    given=without_guard(os.environ),
-                    wanted=self.settings.devices,
-                    lock_timeout=self.settings.lock_timeout,
-                    guard=self.settings.guard,
-                    python=self.settings.device_python,
-                    memo=journal.meta("memo"),
-                    files=device_files(self.settings, self.path, journal.path),
-                    version_file=version_file(self.settings, self.path, journal.path),
-                    on_lost=self.health.lost,
-                )
-            )
-            stack.push_async_callback(service.close, CLOSE)
-            found = await self._ending.unless_asked(self._find(journal, service))
-            if service.memo:
-                journal.remember("memo", service.memo)
-            if journal.meta("boot") in ("", boot_id()):
-                uuids = [device.uuid for device in found]
-                check_reach(journal.records(), uuids, service.problem, journal.meta("emulate"))
-            devices = [*found]
-            journal.remember("devices", devices_to_text(devices))
-            journal.remember("emulate", self.settings.emulate or "")
-            self._build(claim, journal, service, kernel_env, devices)
-            stack.callback(self.guarding.close)
-            stack.callback(self.health.close)
-            stack.callback(self.maintenance.close)
-            stack.callback(self.effects.room.close)
-            stack.push_async_callback(self.monitor.close)
-            await self._ending.unless_asked(self._restore(journal, service))
+            alone_since = time.monotonic()  # the broker before this one has ended
+            broker = await build(
+                self.configuration, journal, self.start_record, self._open_devices,
+                partial(self._find, stack, journal),
+                alone_since=alone_since, journal_note=note, log=_LOG,
+            )  # fmt: skip
+            stack.callback(self._close, broker)
+            stack.push_async_callback(broker.monitor.close)
+            self._begin(broker)
+            await self._ending.unless_asked(broker.recovery.run(str(self.path)))
             # Modules live as long as the broker; without them a full collection takes a millisecond
             # of the event loop instead of twenty.
             gc.collect()
             gc.freeze()
             # Not before: to a look without them, the sessions' own processes are strangers.
-            self.monitor.start()
-            self.maintenance.go_on()
-            await self._serve(claim.bind())
-            stack.callback(self._stop_serving)
-            stack.callback(self.metrics.close)
-            self._measure()
-            loop.add_signal_handler(signal.SIGHUP, self._reload)
-            self._mention_predecessor()
-            self._announce(service)
-            self._write_record(claim)
+            broker.monitor.start()
+            broker.maintenance.go_on()
+            server = Server(broker.router, _LOG)
+            stack.callback(server.close)
+            server.serve(claim.bind())
+            stack.callback(broker.metrics.close)
+            broker.metrics.configure()
+            reload = partial(self._reload, broker)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+            self.start_record.mention_predecessor()
+            self._announce(broker)
+            self.start_record.write(journal.path)
             if ready is not None:
                 report(ready, {"ok": True, "pid": os.getpid(), "socket": str(self.path)})
-            keeper = Keeper(claim, self.journal_lock, self.runner, self._serve, _LOG)
-            keeper.keep_pages = self.guarding.keep
-            keeper.keep_record = self._keep_record
-            chores = [
-                loop.create_task(chore) for chore in (self._tidy(), self._linger(), keeper.run())
-            ]
-            chores.append(loop.create_task(asyncio.to_thread(sweep, self.path, _LOG)))
+            keeper = Keeper(
+                claim, lock, broker.core, setup=broker.setup, start_record=self.start_record,
+                serve=server.serve, log=_LOG,
+            )  # fmt: skip
+            works = (
+                self._tidy(broker.core, tidy_due), self._linger(broker), keeper.run(),
+                asyncio.to_thread(sweep, self.path, _LOG),
+            )  # fmt: skip
+            chores = [asyncio.ensure_future(work) for work in works]
             await self._ending.wait()
-            self.forget_record()
+            self.start_record.forget()
             for chore in chores:
                 chore.cancel()
             await asyncio.gather(*chores, return_exceptions=True)
-            _LOG.info("Ending; %d sessions stay as they are", len(self.runner.sessions))
-            self._stop_serving()
-            await self._end()
+            _LOG.info("Ending; %d sessions stay as they are", len(broker.core.sessions))
+            server.close()
+            await self._end(broker)
 
     # ------------------------------------------------------------------ start
 
-    def _open_journal(self, stack: AsyncExitStack) -> Journal:
-        """Return this machine's journal, which no other broker has."""
-        state_dir = self.settings.state_dir
+    def _open_journal(
+        self, stack: AsyncExitStack, on_long: Callable[[], None]
+    ) -> tuple[JournalLock, Journal, str]:
+        """Return this machine's journal, which no other broker has, its lock, and a note on it."""
+        state_dir = self.configuration.settings.state_dir
         where = place(state_dir, self.path)
-        self.journal_note = where.note
         if where.note:
             _LOG.warning("%s", where.note)
-        self.journal_lock = JournalLock(where.path, self.path)
-        stack.callback(self.journal_lock.close)
+        lock = JournalLock(where.path, self.path)
+        stack.callback(lock.close)
         check_record(self.path, where.path)
         take_over(where.path, state_dir, self.path, _LOG)
         journal = Journal(
-            where.path, _LOG, machine=machine_id(), max_bytes=self.settings.journal_size
-        )
+            where.path, _LOG, machine=machine_id(), on_long=on_long,
+            max_bytes=lambda: self.configuration.settings.journal_size,
+        )  # fmt: skip
         stack.callback(journal.close)
         if not self._take_over:
             check_home(journal, self.path)
-        return journal
+        return lock, journal, where.note
 
-    async def _find(self, journal: Journal, service: Devices) -> list[Device]:
+    async def _find(
+        self, stack: AsyncExitStack, journal: Journal, service: Devices
+    ) -> list[Device]:
         """Return the machine's devices, tested; untouched where an admin has paused the pool."""
+        stack.push_async_callback(service.close, CLOSE)
         paused = untouchable(journal)
         known = devices_from_text(journal.meta("devices")) if paused else {}
-        if known:
-            return await service.assume(known, paused)
-        return await service.start(self._known(journal))
+        start = service.assume(known, paused) if known else service.start(self._known(journal))
+        found = await self._ending.unless_asked(start)
+        if service.memo:
+            journal.remember("memo", service.memo)
+        if journal.meta("boot") in ("", boot_id()):
+            uuids = [device.uuid for device in found]
+            check_reach(journal.records(), uuids, service.problem, journal.meta("emulate"))
+        journal.remember("devices", devices_to_text(found))
+        journal.remember("emulate", self.configuration.settings.emulate or "")
+        return found
 
     def _known(self, journal: Journal) -> dict[str, Device]:
         """Return the devices that need no self-test: those an earlier broker tested.
@@ -287,336 +216,102 @@ class BrokerApp:
         known = devices_from_text(journal.meta("devices"))
         return {uuid: device for uuid, device in known.items() if device.can_suspend}
 
-    def _build(
-        self,
-        claim: Claim,
-        journal: Journal,
-        service: Devices,
-        kernel_env: Mapping[str, str],
-        devices: Sequence[Device],
-    ) -> None:
-        """Connect the parts."""
-        settings, loop = self.settings, asyncio.get_running_loop()
-        clock = Clock(float(journal.meta("clock") or 0))
-        runner = Runner(Pool(settings.pool), journal, Sessions(), clock, _LOG)
-        effects = DeviceEffects(runner, service)
-        runner.effects = effects
-        runner.on_gone = lambda session: effects.end_frozen(session.id, session.frozen)
-        effects.on_bad_device = self.health.bad
-        access = Access(claim.machine_wide, os.geteuid(), settings.admins)
-        versions = service.versions
-        snapshots = Snapshots(
-            runner, effects, access, socket=self.path, emulated=bool(settings.emulate),
-            machine=f"EMULATED {settings.emulate}" if settings.emulate else versions,
-            journal_note=self.journal_note,
-        )  # fmt: skip
-        snapshots.settings = settings
-        homes = Homes(runner, snapshots.recent)
-        self.handlers = Handlers(
-            runner, access, snapshots, homes, attach=settings.attach,
-            environment=lambda home: {**kernel_env, **service.environment(home)},
-            max_sessions=settings.max_sessions_per_user, log=_LOG,
-        )  # fmt: skip
-        snapshots.limited = service.limit
-        if not devices:
-            self.handlers.no_device = snapshots.problem = service.problem or "none was found."
-        effects.room = HostRoom(HOST, settings.host_reserve)
-        self.monitor = Monitor(runner, effects, settings, _LOG)
-        self.monitor.pressure = Pressure(runner, effects.room, _LOG)
-        self.monitor.on_healthy = self.health.readable
-        self.handlers.wishes.look = self.monitor.look
-        runner.on_change = self.monitor.look_soon
-        self.runner, self.effects, self.snapshots = runner, effects, snapshots
-        self.guarding = Guarding(
-            runner, effects, handlers=self.handlers, monitor=self.monitor, snapshots=snapshots,
-            homes=homes, settings=settings, log=_LOG,
-        )  # fmt: skip
-        self.guarding.start(
-            self.path, journal.path.with_suffix(".guard"), devices, service,
-            machine_wide=claim.machine_wide,
-        )  # fmt: skip
-        self.metrics = Metrics(runner, effects, _LOG)
-        self._empty_since = loop.time()
-        self._built = True
-        runner.on_row = self.handlers.show_row
-        runner.on_population = self._population
-        runner.note(
+    def _begin(self, broker: Broker) -> None:
+        """Tell the pool of the devices, and of what an admin has taken out of service."""
+        core, emulate = broker.core, self.configuration.settings.emulate
+        core.note(
             "broker-start",
-            detail={"pid": os.getpid(), "version": __version__, "emulate": settings.emulate},
+            detail={"pid": os.getpid(), "version": __version__, "emulate": emulate},
         )
-        if journal.set_aside:
-            runner.note("journal-lost", reason=journal.set_aside)
-        self.health.retest_after = settings.retest_after
-        self.health.begin(runner, service, devices)
-        self.monitor.rest = Rest(runner, self.health, _LOG)
-        self.maintenance = Maintenance(
-            runner, service, self.health, self.handlers, log=_LOG,
-            renewed=lambda found: self._renewed(service, found),
-        )  # fmt: skip
-        self._look_at_driver(service)
-        self.aftermath = Aftermath(runner, self.health, lambda: effects.hazard, _LOG)
-        runner.on_ending = self.aftermath.ending
-        self.handlers.retire = effects.retire_and_end
-        self.handlers.hazard = lambda: effects.hazard
-        self.handlers.on_served = self._served
-        self.maintenance.aside = self.guarding.aside
-        self.handlers.maintenance = snapshots.maintenance = self.maintenance
-        self.maintenance.begin()
+        if core.journal.set_aside:
+            core.note("journal-lost", reason=core.journal.set_aside)
+        broker.health.begin(broker.devices)
+        broker.maintenance.begin()
 
-    def _look_at_driver(self, service: Devices) -> None:
-        """Take note of what is known of the driver that is loaded."""
-        hazard = service.hazard
-        self.effects.hazard = self.snapshots.driver_warning = hazard
-        if hazard:
-            _LOG.warning("%s", hazard)
-
-    def _renewed(self, service: Devices, found: Sequence[Device]) -> list[Device]:
-        """Take note of the devices after a pause; return those of the pool."""
-        devices = [*found]
-        self._look_at_driver(service)
-        self.snapshots.limited = service.limit
-        self.runner.journal.remember("devices", devices_to_text(devices))
-        if not self.settings.emulate:
-            self.snapshots.machine = service.versions
-        return devices
-
-    async def _restore(self, journal: Journal, service: Devices) -> None:
-        """Go on with the sessions of a broker that was here before."""
-        stored = journal.records()
-        if stored and journal.meta("boot") not in ("", boot_id()):
-            stored = {}
-            for name in journal.records():
-                journal.put(name, None)
-        journal.remember("boot", boot_id())
-        journal.remember("socket", str(self.path))
-        await self.guarding.settle(stored)
-        found, dead = await recover(stored, service, self.runner.now(), _LOG)
-        for name, owner, reason in dead:
-            journal.put(name, None)
-            self.runner.note("close", owner=owner, reason=reason, detail={"session": name})
-            self.effects.end_frozen(name, frozen_in(stored[name]))
-            with suppress(KeyError, TypeError, ValueError):  # one that cannot be read
-                self.aftermath.ended(from_json(stored[name]["record"]))
-        for one in found:
-            self.guarding.adopt(one.session, one.record)
-            self.guarding.settle_use(one, self.runner.now(), self._alone)
-        for one in found:
-            self.runner.sessions.add(one.session)
-        records = tuple(one.record for one in found)
-        self.runner.handle(e.Recovered(now=self.runner.now(), records=records))
-        for one in found:
-            self._go_on(one)
-        self.guarding.all_recovered()
-        self.runner.commit()
-        self._population(len(self.runner.sessions))
-
-    def _go_on(self, one: Recovered) -> None:
-        session, runner = one.session, self.runner
-        self.guarding.recovered(one, self._alone)
-        if one.record.slices:
-            runner.busy[session.id] = one.record.state
-        if session.process is None:
-            self.handlers.lives.expect_launch(session)
-        else:
-            self.handlers.lives.watch_process(session)
-        runner.dirty(session.id)
-        runner.note(
-            "recovered",
-            session,
-            device=one.record.slices[0].device if one.record.slices else None,
-            bytes=one.record.granted_bytes or None,
-            detail={"label": one.record.label, "state": one.record.state},
-        )
-        if one.lost:
-            self.effects.end_session(e.EndSession(session=session.id, message=one.lost))
-        elif any(hold.id == RECOVERED_HOLD for hold in one.record.holds):
-            grace = GRACE if session.page is None else GRACE_UNDER_GUARD
-            self.handlers.lives.start_grace(session, grace)
-
-    @property
-    def _alone(self) -> float:
-        """For how many seconds at least no other broker has looked at these sessions."""
-        return time.monotonic() - self._alone_since
-
-    def _last_act(self, claim: Claim) -> None:
-        """Before an end by force: a broker that was told to end is not started again."""
-        self.forget_record()
-        claim.close()
-
-    def _mention_predecessor(self) -> None:
-        """Log that the broker before this one died: its own log ends without a word of that."""
-        with suppress(BadRecord):
-            before = read_record(self.path)
-            if before is not None:
-                _LOG.warning(
-                    "The broker before this one (process %d) died: %s", before.pid,
-                    before.crashed or "it was killed, perhaps because memory was short (dmesg)",
-                )  # fmt: skip
-
-    def _write_record(self, claim: Claim) -> None:
-        """Let others start this broker again should it die. The machine's has a service manager."""
-        if claim.machine_wide or not self._command:
-            return
-        try:
-            command = [*self._command, "--socket", str(self.path)]
-            self._record = write_record(
-                self.path, command, broker_environment(os.environ), str(self.runner.journal.path)
-            )
-            if self.handlers.on_served is None:
-                self._served()  # somebody was faster
-        except OSError as error:
-            _LOG.warning("Should this broker die, it will not be started again: %s", error)
-            return
-        try:
-            write_copy(self._record)
-        except OSError as error:
-            _LOG.warning("The start record has no copy beside the journal: %s", error)
-
-    def _keep_record(self) -> None:
-        """Write the copy of the start record again, if it was deleted."""
-        if self._record is not None and not copy_path(Path(self._record.journal)).exists():
-            write_copy(self._record)
-
-    def forget_record(self) -> None:
-        """Let nobody start this broker again, or the one before it: it was told to end."""
-        record = self._record
-        with suppress(BadRecord):
-            record = record or read_record(self.path)
-        if record is not None:
-            remove_copy(record.journal)
-        remove_record(self.path)
-
-    def _announce(self, service: Devices) -> None:
+    def _announce(self, broker: Broker) -> None:
+        settings, machine_wide = self.configuration.settings, self.configuration.machine_wide
         _LOG.info(
             "Broker %s (process %d) listens at %s for %s; journal %s",
             __version__, os.getpid(), self.path,
-            "every user" if self.handlers.access.machine_wide else f"user id {os.geteuid()}",
-            self.runner.journal.path,
+            "every user" if machine_wide else f"user id {os.geteuid()}",
+            broker.core.journal.path,
         )  # fmt: skip
-        for note in self.settings.notes:
+        for note in (*settings.notes, *filter(None, [broker.service.hazard])):
             _LOG.warning("%s", note)
-        if self.settings.emulate and self.handlers.access.machine_wide:
+        if settings.emulate and machine_wide:
             _LOG.warning(
                 "The emulated GPUs are memory that every user's programs write and this broker's "
                 "device processes read: only for users who trust each other"
             )
-        if service.limit:
-            _LOG.warning("%s", service.limit)
-        if not self.health.devices:
-            _LOG.error("No GPU: %s", service.problem or "none was found.")
-        largest = max(self.snapshots.capacities(), default=0)
-        if 0 < largest < self.settings.pool.default_memory:
+        if broker.service.limit:
+            _LOG.warning("%s", broker.service.limit)
+        if not broker.health.devices:
+            _LOG.error("No GPU: %s", broker.service.problem or "none was found.")
+        view = broker.core.recent_view()
+        largest = max((device.capacity for device in view.devices), default=0)
+        if 0 < largest < settings.pool.default_memory:
             _LOG.warning(
                 "c.GPUPool.default_memory is %s and the largest GPU can give %s: a kernel that "
                 "does not ask gets that",
-                format_bytes(self.settings.pool.default_memory), format_bytes(largest),
+                format_bytes(settings.pool.default_memory), format_bytes(largest),
             )  # fmt: skip
-        for device in self.health.devices.values():
+        for device in broker.health.devices.values():
             _LOG.info(
                 "GPU %d %s (%s): tier %s%s", device.index, device.name, device.uuid, device.tier,
                 f": {device.tier_reason}" if device.tier_reason else "",
             )  # fmt: skip
 
-    def _served(self) -> None:
-        """Note that this broker is of use: should it be killed, another start is worth it."""
-        if self._record is not None:
-            self._change_record(served=True)
-
-    def crashed(self, error: Exception) -> None:
-        """Note that this broker ended by an error of its own."""
-        if self._record is not None:
-            self._change_record(crashed=f"{type(error).__name__}: {error}"[:500])
-
-    def _change_record(self, **changes: Any) -> None:
-        assert self._record is not None
-        self._record = change_record(self.path, self._record, **changes)
-        if copy_path(Path(self._record.journal)).exists():  # or it ends in order
-            with suppress(OSError):
-                write_copy(self._record)
-
     # ------------------------------------------------------------------ while it runs
 
-    async def _serve(self, listening: socket.socket) -> None:
-        """Accept connections at ``listening``, and no more where it did before."""
-        door = Door(listening, lambda: Connection(self.handlers), self.handlers.dispatcher, _LOG)
-        self._stop_serving()
-        self._door = door
-
-    def _stop_serving(self) -> None:
-        if self._door is not None:
-            self._door.close()
-
-    def _population(self, sessions: int) -> None:
-        self.monitor.want(sessions or self.metrics.port)
-        self._empty_since = asyncio.get_running_loop().time()
-
-    def _measure(self) -> None:
-        """Serve metrics as configured; for these the devices are read without a session, too."""
-        # The monitor's slowest pace, twice missed.
-        self.effects.sample_lasts = 3 * QUIET * self.settings.sample_interval
-        self.metrics.configure(self.settings)
-        self.monitor.want(len(self.runner.sessions) or self.metrics.port)
-
-    def _reload(self) -> None:
+    def _reload(self, broker: Broker) -> None:
         """Read the configuration again; a bad one changes nothing."""
+        core = broker.core
         try:
-            new = self._load()
+            late = self.configuration.reload()
         except GPUPoolError as error:
             _LOG.error("The configuration was not read again: %s", error)
-            self.runner.note("config", reason=f"refused: {error}")
+            core.note("config", reason=f"refused: {error}")
             return
-        late = needs_restart(self.settings, new)
         if late:
             names = ", ".join(f"c.GPUPool.{name}" for name in late)
             _LOG.warning("%s changed and will count from the next start of the broker", names)
-        self.settings = new
-        self.runner.journal.max_bytes = new.journal_size
-        self.health.retest_after = new.retest_after
-        access = Access(self.handlers.access.machine_wide, os.geteuid(), new.admins)
-        self.handlers.access = self.snapshots.access = access
-        self.handlers.attach = new.attach
-        self.snapshots.settings = new
-        self.handlers.max_sessions = new.max_sessions_per_user
-        self.guarding.configure(new)
-        self.monitor.settings = new
-        self.effects.room.reserve = new.host_reserve
-        self._measure()
-        self.runner.note("config", reason="read again")
-        self.runner.handle(e.SettingsChanged(now=self.runner.now(), settings=new.pool))
+        settings = self.configuration.settings
+        broker.metrics.configure()
+        core.note("config", reason="read again")
+        core.handle(e.SettingsChanged(now=core.now(), settings=settings.pool))
         _LOG.info("The configuration was read again")
-        for note in new.notes:
+        for note in settings.notes:
             _LOG.warning("%s", note)
 
-    async def _tidy(self) -> None:
-        loop, due, written = asyncio.get_running_loop(), asyncio.Event(), -1
+    async def _tidy(self, core: Core, due: asyncio.Event) -> None:
+        loop, written = asyncio.get_running_loop(), -1
         checked = loop.time()
-        self.runner.journal.on_long = due.set
         while True:
             timer = loop.call_later(TIDY, due.set)
             await due.wait()
             timer.cancel()
-            self.runner.note_missing()
-            if self.runner.journal.seq != written:
-                written = self.runner.journal.seq
-                await asyncio.to_thread(self.runner.journal.tidy)
+            core.note_missing()
+            if core.journal.seq != written:
+                written = core.journal.seq
+                await asyncio.to_thread(core.journal.tidy)
             due.clear()  # what was asked for meanwhile has been done
             if loop.time() - checked >= TIDY:
                 checked = loop.time()
-                for problem in self.runner.pool.self_check():
+                for problem in core.pool.self_check():
                     _LOG.error("The pool's accounts do not agree; please report this: %s", problem)
 
-    async def _linger(self) -> None:
+    async def _linger(self, broker: Broker) -> None:
         """End a broker of one user when nobody has needed it for a while."""
-        if self.handlers.access.machine_wide:
+        if self.configuration.machine_wide:
             return
-        loop = asyncio.get_running_loop()
+        sessions = broker.core.sessions
         while True:
-            since = max(self._empty_since, self.handlers.last_connection)
+            since = max(sessions.changed_at, broker.router.last_connection)
             # Without a GPU there is nothing to wait for: the next try may be configured better.
-            usual = self.settings.linger if self.health.devices else 0.0
+            usual = self.configuration.settings.linger if broker.health.devices else 0.0
             linger = max(LEAST_LINGER, usual)
-            left = since + linger - loop.time()
-            if self.runner.sessions:
+            left = since + linger - asyncio.get_running_loop().time()
+            if sessions:
                 await asyncio.sleep(linger / 4)
             elif left > 0:
                 await asyncio.sleep(left)
@@ -627,21 +322,28 @@ class BrokerApp:
 
     # ------------------------------------------------------------------ end
 
+    def _close(self, broker: Broker) -> None:
+        broker.room.close()
+        broker.maintenance.close()
+        broker.health.close()
+        broker.time_share.close()
+        broker.landings.close()
+        broker.rooms.close()
+        broker.setup.close()
+
     def _forget_emulated(self, journal: Journal) -> None:
         """Remove the emulated devices of a user's own broker, unless sessions live on in them."""
-        if not self.settings.emulate or is_machine_wide(self.path) or not self._built:
+        if not self.configuration.settings.emulate or self.configuration.machine_wide:
             return
-        if self.runner.sessions or journal.records() or journal.set_aside or journal.problem:
+        if journal.records() or journal.set_aside or journal.problem:
             return  # or may live on: what was lost is not known to have ended
-        from ..emulation import remove_state
+        remove_emulated(self.path, journal.path)
 
-        remove_state(emulated_folder(self.path, journal.path))
-
-    async def _end(self) -> None:
-        await self.effects.finish(FINISH)
-        self.runner.note("broker-stop", reason="ended in order")
-        self.runner.stop()
-        self.handlers.close_all()
+    async def _end(self, broker: Broker) -> None:
+        await broker.actions.finish(FINISH)
+        broker.core.note("broker-stop", reason="ended in order")
+        broker.runner.stop()
+        broker.router.close()
         # Let what was answered last reach its reader.
         await asyncio.sleep(0)
 
@@ -701,12 +403,12 @@ def main(
         try:
             await app.run(options.ready_fd)
         except Stopped:
-            app.forget_record()
+            app.start_record.forget()
             raise
         except GPUPoolError:
             raise
         except Exception as error:
-            app.crashed(error)
+            app.start_record.crashed(error)
             raise
 
     try:

@@ -14,6 +14,7 @@ count the kernels of one server: nobody can add the two up by mistake.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Callable, Iterator
 
 from prometheus_client import (
@@ -37,8 +38,8 @@ from ..devices import DeviceSample
 from ..durations import Durations
 from ..pool.model import DeviceView, PoolView
 from ..states import LIVING
-from .gpu.actions import DeviceEffects
-from .runner import Runner
+from .core import Core
+from .gpu.samples import Samples
 from .store.journal import Row
 
 PREFIX = "jupyter_gpupool_"
@@ -63,10 +64,11 @@ _leave_out_created: Callable[[], None] = disable_created_metrics
 class Figures:
     """The metrics in a registry of their own, not the process's."""
 
-    def __init__(self, runner: Runner, effects: DeviceEffects) -> None:
+    def __init__(self, core: Core, samples: Samples, log: logging.Logger) -> None:
         _leave_out_created()
         self.registry = CollectorRegistry()
-        self._runner = runner
+        self._core = core
+        self._log = log
         self._pages: dict[bool, tuple[bytes, str]] = {}
         self._turn = asyncio.Lock()
         self._paged_at = float("-inf")
@@ -93,13 +95,13 @@ class Figures:
             buckets=LAGS,
             registry=self.registry,
         )
-        self.attached = Attached(runner)
-        self.gauges = Gauges(runner, effects)
-        self._read = _Read()
-        self.registry.register(self._read)
+        self.attached = Attached(core)
+        self.gauges = Gauges(core, samples)
+        self._accounts = _Accounts()
+        self.registry.register(self._accounts)
         ProcessCollector(namespace=f"{PREFIX}broker", registry=self.registry)
         # Nothing has happened yet, which is a figure too: without it rates miss the first event.
-        for view in runner.pool.view(runner.now()).devices:
+        for view in core.pool.view(core.now()).devices:
             uuid = view.device.uuid
             for family in (*self.durations.all, self.resumes, self.migrations):
                 family.labels(uuid)
@@ -134,8 +136,15 @@ class Figures:
             case "close":
                 self._causes.pop(row.session, None)
 
+    def _observe_safely(self, row: Row) -> None:
+        try:
+            self.observe(row)
+        except Exception:  # no figure is worth a slice
+            self._log.exception("A row of the journal was not counted in the metrics")
+
     def start(self) -> None:
-        """Begin to look at the event loop."""
+        """Begin to count rows and to look at the event loop."""
+        self._core.read_rows(self._observe_safely)
         loop = asyncio.get_running_loop()
         due = loop.time() + BEAT
 
@@ -148,7 +157,8 @@ class Figures:
         self._beat = loop.call_at(due, beat)
 
     def stop(self) -> None:
-        """End that."""
+        """End both."""
+        self._core.stop_reading(self._observe_safely)
         if self._beat is not None:
             self._beat.cancel()
 
@@ -156,7 +166,7 @@ class Figures:
 
     def read(self) -> None:
         """Take what the pool's accounts say now into the registry."""
-        self._read.families = [*self.gauges.families(), self.attached.family()]
+        self._accounts.show([*self.gauges.families(), self.attached.family()])
 
     async def page(self, new_format: bool) -> tuple[bytes, str]:
         """Return the figures, at most ``FRESH`` seconds old, and their content type.
@@ -177,14 +187,17 @@ class Figures:
             return self._pages[new_format]
 
 
-class _Read(Collector):
-    """What was read last."""
+class _Accounts(Collector):
+    """The pool's accounts as they were read last."""
 
     def __init__(self) -> None:
-        self.families: list[Metric] = []
+        self._families: list[Metric] = []
+
+    def show(self, families: list[Metric]) -> None:
+        self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        return iter(self.families)
+        return iter(self._families)
 
 
 class Attached:
@@ -193,15 +206,15 @@ class Attached:
     It takes the pool's record as it is when the row is written, as a row names one device only.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, core: Core) -> None:
+        self._core = core
         self._done: dict[str, float] = {}
         #: By session: since when it has what it has, and on which devices.
         self._open: dict[str, tuple[float, tuple[str, ...]]] = {}
-        now = runner.now()
-        for view in runner.pool.view(now).devices:
+        now = core.now()
+        for view in core.pool.view(now).devices:
             self._done[view.device.uuid] = 0.0
-        for session in runner.busy:
+        for session in core.busy:
             self._look(session, now)
 
     def observe(self, row: Row) -> None:
@@ -210,7 +223,7 @@ class Attached:
             self._look(row.session, row.time)
 
     def _look(self, session: str, now: float) -> None:
-        record = self._runner.record(session)
+        record = self._core.record(session)
         devices = tuple(piece.device for piece in record.slices) if record else ()
         since, before = self._open.get(session, (now, ()))
         if devices == before:
@@ -229,7 +242,7 @@ class Attached:
             "Seconds that kernels had a slice of the device, each kernel counted",
             labels=["device"],
         )
-        seconds, now = dict(self._done), self._runner.now()
+        seconds, now = dict(self._done), self._core.now()
         for since, devices in self._open.values():
             for device in devices:
                 seconds[device] = seconds.get(device, 0.0) + now - since
@@ -241,13 +254,13 @@ class Attached:
 class Gauges:
     """The pool as it is now."""
 
-    def __init__(self, runner: Runner, effects: DeviceEffects) -> None:
-        self._runner = runner
-        self._effects = effects
+    def __init__(self, core: Core, samples: Samples) -> None:
+        self._core = core
+        self._samples = samples
 
     def families(self) -> Iterator[Metric]:
         """Yield every gauge that has a value."""
-        view = self._runner.pool.view(self._runner.now())
+        view = self._core.pool.view(self._core.now())
         yield _info("broker", "The broker", {"version": __version__})
         yield from self._devices(view)
         yield from _sessions(view)
@@ -275,7 +288,7 @@ class Gauges:
                     "emulated": str(device.emulated).lower(),
                 },
             )
-            for name, value in _figures(one, self._effects.recent(device.uuid)).items():
+            for name, value in _figures(one, self._samples.recent(device.uuid)).items():
                 if value is not None:
                     families[name].add_metric([device.uuid], value)
         yield infos

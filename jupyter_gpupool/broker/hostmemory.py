@@ -26,9 +26,11 @@ class HostRoom:
     must not both count on the same bytes. Files are read in a thread of its own.
     """
 
-    def __init__(self, host: Host | None = None, reserve: HostReserve | None = None) -> None:
+    def __init__(
+        self, host: Host | None = None, reserve: Callable[[], HostReserve] = HostReserve
+    ) -> None:
         self.host = host or Host()
-        self.reserve = reserve or HostReserve()
+        self._reserve = reserve
         #: By session: the bytes of its suspend under way, and the levels that they count in.
         self._going: dict[str, tuple[int, frozenset[str]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpupool-host")
@@ -45,7 +47,7 @@ class HostRoom:
 
     def kept(self, level: Level) -> int:
         """Return the bytes of a level that stay free, whatever is suspended."""
-        return self.reserve.of(level.limit, machine=level.group is None)
+        return self._reserve().of(level.limit, machine=level.group is None)
 
     def most(self, level: Level) -> int:
         """Return the bytes that suspended state could take of a level with nothing else in it."""

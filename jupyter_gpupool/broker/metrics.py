@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ..config import BrokerSettings
-from .gpu.actions import DeviceEffects
-from .runner import Runner
-from .store.journal import Row
+from .configuration import Configuration
+from .core import Core
+from .gpu.monitor import Monitor
+from .gpu.samples import Samples
 
 if TYPE_CHECKING:
     from .figures import Figures
@@ -24,35 +24,43 @@ if TYPE_CHECKING:
 class Metrics:
     """The metrics of one broker. ``port`` is where they are served; 0: nowhere."""
 
-    def __init__(self, runner: Runner, effects: DeviceEffects, log: logging.Logger) -> None:
+    def __init__(
+        self,
+        core: Core,
+        samples: Samples,
+        monitor: Monitor,
+        configuration: Configuration,
+        log: logging.Logger,
+    ) -> None:
         self.port = 0
-        self._runner = runner
-        self._effects = effects
+        self._core = core
+        self._samples = samples
+        self._monitor = monitor
+        self._configuration = configuration
         self._log = log
-        self._figures: Figures | None = None
-        self._endpoint: Endpoint | None = None
-        #: Who is shown each row besides us.
-        self._others = runner.on_row
+        self._served: tuple[Figures, Endpoint] | None = None
 
-    def configure(self, settings: BrokerSettings) -> None:
+    def configure(self) -> None:
         """Serve as configured from now on.
 
-        A port that cannot be had is logged and no more: kernels do not depend on being measured,
-        and every user's own broker may read the same machine-wide configuration. What was served
-        before, is still. The next call tries again.
+        If the port is taken, the broker logs that and goes on: kernels do not depend on being
+        measured, and every user's own broker may read the same machine-wide configuration. What was
+        served before still is. The next call tries again.
         """
-        if settings.metrics_port != self.port:
-            if settings.metrics_port:
-                self._open(settings.metrics_port)
-            else:
-                self.close()
-                self._log.info("Metrics are no longer served")
+        port = self._configuration.settings.metrics_port
+        if port and port != self.port:
+            self._open(port)
+        elif self.port and not port:
+            self.close()
+            self._log.info("Metrics are no longer served")
+        self._monitor.sample_for_metrics(self.port != 0)
 
     def _open(self, port: int) -> None:
         from .figures import Figures
         from .scrape import Endpoint
 
-        figures = self._figures or Figures(self._runner, self._effects)
+        before = self._served
+        figures = before[0] if before is not None else Figures(self._core, self._samples, self._log)
         try:
             endpoint = Endpoint(port, figures.page, self._log)
         except OSError as error:
@@ -62,29 +70,17 @@ class Metrics:
                 port, error.strerror, f"at port {self.port} as before" if self.port else "nowhere",
             )  # fmt: skip
             return
-        if self._endpoint is not None:
-            self._endpoint.close()
-        if self._figures is None:
-            self._figures = figures
+        if before is not None:
+            before[1].close()
+        else:
             figures.start()
-            self._others, self._runner.on_row = self._runner.on_row, self._row
-        self._endpoint, self.port = endpoint, port
+        self._served, self.port = (figures, endpoint), port
         self._log.info("Metrics for every user of this machine: http://127.0.0.1:%d/metrics", port)
 
     def close(self) -> None:
         """Serve and count no more."""
-        if self._endpoint is not None:
-            self._endpoint.close()
-        if self._figures is not None:
-            self._figures.stop()
-            self._runner.on_row = self._others
-        self._endpoint = self._figures = None
-        self.port = 0
-
-    def _row(self, row: Row) -> None:
-        self._others(row)
-        assert self._figures is not None
-        try:
-            self._figures.observe(row)
-        except Exception:  # no figure is worth a slice
-            self._log.exception("A row of the journal was not counted in the metrics")
+        if self._served is not None:
+            figures, endpoint = self._served
+            endpoint.close()
+            figures.stop()
+        self._served, self.port = None, 0

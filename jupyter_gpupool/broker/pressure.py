@@ -17,8 +17,8 @@ from ..cgroups import Group, Level
 from ..pool import events as e
 from ..procfs import ProcessId
 from ..units import format_bytes
+from .core import Core
 from .hostmemory import SLACK, HostRoom
-from .runner import Runner
 from .sessions import Session
 
 #: Per cent of the time for which something waits for memory in a level that is short of it.
@@ -43,8 +43,8 @@ class _Short:
 class Pressure:
     """Looks at the levels that hold suspended state, while there is some."""
 
-    def __init__(self, runner: Runner, room: HostRoom, log: logging.Logger) -> None:
-        self._runner = runner
+    def __init__(self, core: Core, room: HostRoom, log: logging.Logger) -> None:
+        self._core = core
         self._room = room
         self._log = log
         self._looks = 0
@@ -61,10 +61,10 @@ class Pressure:
         """Take one look, tell the pool, and warn users."""
         self._looks += 1
         await self._look_at_limits()
-        held = self._runner.pool.suspended()
+        held = self._core.pool.suspended()
         if not held and not self._concerned:
             return
-        sessions = {s.id: s.process for s in self._runner.sessions if s.process is not None}
+        sessions = {s.id: s.process for s in self._core.sessions if s.process is not None}
         short = await self._room.read(lambda: self._find_short(sessions, held))
         self._short = {
             level.key: _Short(
@@ -77,7 +77,7 @@ class Pressure:
         )
         if concerned or self._concerned:
             self._concerned = concerned
-            self._runner.handle(e.HostPressure(now=self._runner.now(), sessions=concerned))
+            self._core.handle(e.HostPressure(now=self._core.now(), sessions=concerned))
         self._tell(sessions, held)
 
     # ------------------------------------------------------------------ in the thread that reads
@@ -128,7 +128,7 @@ class Pressure:
         return {"", *(str(group.folder) for group in groups)}
 
     def _tell(self, sessions: dict[str, ProcessId], held: dict[str, int]) -> None:
-        for session in self._runner.sessions:
+        for session in self._core.sessions:
             if session.host_short and session.id not in self._concerned:
                 session.host_short = ""
         for short in self._short.values():
@@ -136,9 +136,9 @@ class Pressure:
                 n for n, p in sessions.items() if n in held and short.level.key in self._keys(p)
             ]
             there.sort(key=lambda name: (-held[name], name))
-            moving = [n for n in there if self._runner.busy.get(n) in ("attaching", "queued")]
+            moving = [n for n in there if self._core.busy.get(n) in ("attaching", "queued")]
             for name in moving or there[:1]:
-                found = self._runner.sessions.find(name)
+                found = self._core.sessions.find(name)
                 if found is not None and (name, bool(moving)) not in short.told:
                     short.told.add((name, bool(moving)))
                     self._warn(found, short.level, held[name], moves=bool(moving))
@@ -157,7 +157,7 @@ class Pressure:
         )
         session.host_short = message
         self._log.warning("Session %s: %s", session.id, message)
-        self._runner.note("host-short", session, bytes=size, reason=message)
+        self._core.note("host-short", session, bytes=size, reason=message)
         if session.agent is not None:
             session.agent.send({"type": "notice", "message": message})
 
@@ -166,8 +166,8 @@ class Pressure:
     async def _look_at_limits(self) -> None:
         """Find out, once for each size asked for, whether the session could be suspended at all."""
         todo: list[tuple[Session, ProcessId, int]] = []
-        for name in self._runner.busy:
-            session, record = self._runner.sessions.find(name), self._runner.record(name)
+        for name in self._core.busy:
+            session, record = self._core.sessions.find(name), self._core.record(name)
             if session is None or record is None or session.process is None:
                 continue
             size = record.request.memory * record.request.devices
@@ -176,8 +176,8 @@ class Pressure:
                 todo.append((session, session.process, size))
             if len(todo) >= AT_ONCE:
                 break
-        if len(self._checked) > 2 * len(self._runner.sessions) + AT_ONCE:
-            self._checked = {n: v for n, v in self._checked.items() if n in self._runner.sessions}
+        if len(self._checked) > 2 * len(self._core.sessions) + AT_ONCE:
+            self._checked = {n: v for n, v in self._checked.items() if n in self._core.sessions}
         if not todo:
             return
         room = self._room

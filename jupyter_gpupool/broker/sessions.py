@@ -8,15 +8,17 @@ import asyncio
 import hashlib
 import hmac
 import secrets
+import time
 from dataclasses import dataclass, field
-from typing import Collection, Iterator, Mapping
+from typing import Any, Collection, Iterator, Mapping
 
-from ..errors import Code, RefusedError
+from ..errors import Code, GPUPoolError, RefusedError
 from ..guard.page import Page
 from ..pool.model import Owner
 from ..procfs import ProcessId
 from ..protocol import Message
 from .processes import Death
+from .transport.auth import Peer
 from .transport.connection import Connection
 
 #: Messages of one session, and of all sessions of a user, that may wait for their ``launched``.
@@ -34,6 +36,16 @@ class Wait:
 
     connection: Connection
     request_id: int | None
+
+    def answer(self, fields: Mapping[str, Any]) -> None:
+        """Answer the request."""
+        self.connection.end_wait()
+        self.connection.answer(self.request_id, fields)
+
+    def refuse(self, error: GPUPoolError) -> None:
+        """Answer the request with an error."""
+        self.connection.end_wait()
+        self.connection.refuse(self.request_id, error)
 
 
 @dataclass
@@ -129,6 +141,23 @@ class Session:
         """Return whether ``token`` is the one this session was opened with."""
         return hmac.compare_digest(self.token_digest, digest(token))
 
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send the session's agent a message, if one is connected."""
+        if self.agent is not None:
+            self.agent.send(message)
+
+    def connect_agent(self, connection: Connection) -> None:
+        """Take a connection as that of the session's agent."""
+        self.agent = connection
+        connection.speaks_for(self)
+
+    def disconnect_agent(self) -> None:
+        """End the connection of the session's agent, if there is one."""
+        agent, self.agent = self.agent, None
+        if agent is not None:
+            agent.speaks_for(None)
+            agent.close()
+
     def put_early(self, connection: Connection, message: Message) -> None:
         """Keep a message until the session's process is known.
 
@@ -146,16 +175,14 @@ class Session:
                 code=Code.NOT_LAUNCHED,
                 next_step="Try again when the server has told the broker of the process.",
             )
-        connection.early = self
-        connection.account.early += 1
+        connection.hold_early(self)
         # A process that the broker does not know has no lease, so its holds mean nothing yet.
         self.early[connection] = {k: v for k, v in message.items() if k != "holds"}
 
     def drop_early(self, connection: Connection) -> None:
         """Forget what a connection that has ended said."""
         if self.early.pop(connection, None) is not None:
-            connection.early = None
-            connection.account.early -= 1
+            connection.hold_early(None)
 
     def take_early(self) -> list[tuple[Connection, Message]]:
         """Return the messages that were kept, and forget them."""
@@ -180,6 +207,8 @@ class Sessions:
 
     def __init__(self) -> None:
         self._by_id: dict[str, Session] = {}
+        #: When (monotonic time) a session last came or went.
+        self.changed_at = time.monotonic()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -201,11 +230,13 @@ class Sessions:
     def add(self, session: Session) -> None:
         """Keep a session."""
         self._by_id[session.id] = session
+        self.changed_at = time.monotonic()
 
     def remove(self, session: str) -> Session | None:
         """Forget a session; return it if it was known."""
         found = self._by_id.pop(session, None)
         if found is not None:
+            self.changed_at = time.monotonic()
             found.stop_timers()
         return found
 
@@ -229,6 +260,24 @@ class Sessions:
                 next_step="`jupyter gpupool status` lists the sessions.",
             )
         return found
+
+    def proven(self, peer: Peer, message: Message) -> Session:
+        """Return the session that the sender of a message proves to belong to.
+
+        Raises
+        ------
+        RefusedError
+            If there is no such session, the token is another one, or the user.
+        """
+        session = self.get(message["session"])
+        if not session.token_is(message["token"]):
+            raise RefusedError("The token is not this session's.", code=Code.BAD_TOKEN)
+        if peer.uid != session.uid:
+            raise RefusedError(
+                f"The session belongs to user id {session.uid} and you are {peer.uid}.",
+                code=Code.NOT_YOURS,
+            )
+        return session
 
     def of_process(self, process: ProcessId) -> Session | None:
         """Return the session whose kernel is ``process``, or None."""

@@ -45,10 +45,9 @@ class Ending:
         # Not an event of ``threading``: its lock may be held by what the signal interrupts.
         self._reading, self._writing = os.pipe()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._event: asyncio.Event | None = None
+        self._event = asyncio.Event()
         self._signals = 0
-        #: Called before a forced end: leaves nothing behind that a start would stumble over.
-        self.last_act: Callable[[], None] = lambda: None
+        self._last_acts: list[Callable[[], None]] = []
         threading.Thread(target=self._see_to_it, name="gpupool-end", daemon=True).start()
 
     def listen(self) -> None:
@@ -60,16 +59,20 @@ class Ending:
 
     def attach(self) -> None:
         """Be heard in the running event loop from now on."""
-        self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         if self.asked:
             self._event.set()
+
+    def before_force(self, act: Callable[[], None]) -> None:
+        """Call ``act`` before a forced end, so that the next start stumbles over nothing."""
+        self._last_acts.append(act)
 
     def ask(self) -> None:
         """End the broker. In the main thread, and from a signal handler."""
         if not self.asked:
             self.asked = True
             os.write(self._writing, b"!")
-        if self._loop is not None and self._event is not None:
+        if self._loop is not None:
             try:
                 self._loop.call_soon_threadsafe(self._event.set)
             except RuntimeError:
@@ -83,7 +86,6 @@ class Ending:
 
     async def wait(self) -> None:
         """Wait until the broker is to end."""
-        assert self._event is not None
         await self._event.wait()
 
     async def unless_asked(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -125,5 +127,6 @@ class Ending:
         # No logging: the thread that was interrupted may hold its lock.
         with suppress(OSError):  # nobody may read it any more
             os.write(2, f"{why}: ended by force; the next goes on from the journal\n".encode())
-        self.last_act()
+        for act in self._last_acts:
+            act()
         self._force(1)

@@ -214,7 +214,7 @@ def memory_limits(
     """
     largest = max((int(d["memory_capacity"]) for d in devices), default=0)
     wanted = min(settings.pool.default_memory, largest)
-    room = HostRoom(host, settings.host_reserve)
+    room = HostRoom(host, lambda: settings.host_reserve)
     found = []
     for level in room.host.levels():
         most = room.most(level)

@@ -11,8 +11,8 @@ import os
 import sys
 from dataclasses import replace
 
-from jupyter_gpupool.broker import app, guarding
-from jupyter_gpupool.broker.pages import activity
+from jupyter_gpupool.broker import app
+from jupyter_gpupool.broker.pages import activity, setup
 from jupyter_gpupool.devices.nvidia.service import DeviceService
 
 start = DeviceService.start
@@ -25,5 +25,5 @@ async def guarded(self, *args, **kwargs):
 if __name__ == "__main__":
     DeviceService.start = guarded
     activity.ABANDONED = float(os.environ.get("TEST_ABANDONED", activity.ABANDONED))
-    guarding.guard_directory = lambda base: base / "not-compiled"
+    setup.guard_directory = lambda base: base / "not-compiled"
     sys.exit(app.main())

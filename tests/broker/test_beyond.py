@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jupyter_gpupool.broker.gpu.beyond import Beyond
+from jupyter_gpupool.broker.gpu.accounting import Overheads
 from jupyter_gpupool.devices.model import DeviceSample, ProcessMemory
 from jupyter_gpupool.guard.page import Reading, Slot
 from jupyter_gpupool.pool.attribution import AGREE, excused
@@ -108,7 +108,8 @@ def look(beyond, session, shown, counted, constant=32, *, before=None, listed=No
         "G", 2048 * MiB, used, 0, 2048 * MiB - used, (ProcessMemory(7, shown * MiB),)
     )
     first, second = reading(counted if before is None else before), reading(counted)
-    asyncio.run(beyond.learn([sample], first, lambda of: second.get(of.id), (), OWNERS))
+    beyond._activity.reading = lambda of: second.get(of.id)
+    asyncio.run(beyond.learn([sample], first, (), OWNERS))
     return session.use.beyond[0] // MiB if session.use.beyond else 0
 
 
@@ -116,14 +117,14 @@ def look(beyond, session, shown, counted, constant=32, *, before=None, listed=No
 def rule():
     use = SimpleNamespace(beyond=(), explained={}, processes=())
     session = SimpleNamespace(id="s", use=use)
-    record = SimpleNamespace(slices=(Slice("G", 600 * MiB),))
+    record = SimpleNamespace(state="detached", slices=(Slice("G", 600 * MiB),))
     device = Device("G", 0, "test", "A", 2048 * MiB)
     runner = SimpleNamespace(
         sessions=[session],
         record=lambda _name: record,
         pool=SimpleNamespace(device=lambda _uuid: device),
     )
-    return Beyond(runner, lambda _session: None), session
+    return Overheads(runner, None, SimpleNamespace()), session
 
 
 def test_nothing_is_learnt_before_several_looks_agree(rule):

@@ -11,7 +11,7 @@ import socket
 
 import pytest
 
-from jupyter_gpupool.broker.pace import Bucket
+from jupyter_gpupool.broker.ratelimit import TokenBucket
 from jupyter_gpupool.broker.transport import connection as module
 from jupyter_gpupool.broker.transport import dispatch
 from jupyter_gpupool.broker.transport.auth import Peer
@@ -269,7 +269,7 @@ def test_a_flood_waits_in_its_sender(folder, monkeypatch):
 
 
 def test_a_bucket_may_be_overdrawn_once_and_fills_again():
-    bucket = Bucket(10.0, 20.0, now=0.0)
+    bucket = TokenBucket(10.0, 20.0, now=0.0)
     bucket.pay(50.0, now=0.0)
     assert bucket.left(0.0) == -30.0
     assert bucket.seconds_until(1.0, now=0.0) == pytest.approx(3.1)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import subprocess
 import sys
@@ -13,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from jupyter_gpupool.broker.gpu.monitor import Monitor
 from jupyter_gpupool.devices.model import DeviceSample, ProcessMemory
 from jupyter_gpupool.procfs import ProcessId
 
 from . import kit
 from .kit import Kernel, MiB, wait_until
+from .parts import monitor_of
 
 NOBODY = 65534
 
@@ -130,7 +129,7 @@ def test_our_own_children_are_not_foreign():
     try:
 
         async def scenario():
-            monitor = Monitor(runner, None, settings, logging.getLogger("test"))
+            monitor = monitor_of(runner, foreign_processes=settings.foreign_processes)
             sample = DeviceSample("GPU-a", 100, 50, 0, 50, (ProcessMemory(child.pid, 50),))
             monitor._treat_foreign([sample])
 
@@ -152,7 +151,7 @@ def test_only_processes_of_the_pools_users_are_ended(policy, users, ended):
     async def scenario(pid):
         runner = Notes(*users)
         settings = SimpleNamespace(foreign_processes=policy)
-        monitor = Monitor(runner, None, settings, logging.getLogger("test"))
+        monitor = monitor_of(runner, foreign_processes=settings.foreign_processes)
         monitor.own = ProcessId(2**22 - 1, 0)  # the stranger is a child of this test
         sample = DeviceSample("GPU-a", 100, 50, 0, 50, (ProcessMemory(pid, 50),))
         monitor._treat_foreign([sample])

@@ -11,7 +11,7 @@ import logging
 import pytest
 
 from jupyter_gpupool.broker.store import history
-from jupyter_gpupool.broker.store.history import History, Page, Query
+from jupyter_gpupool.broker.store.history import JournalPage, JournalReader, Query
 from jupyter_gpupool.broker.store.journal import Journal, Row
 
 from .kit import journal_rows
@@ -40,7 +40,7 @@ def pages(journal, *asked):
     """Return the answers to ``(uid, query)`` in the order in which they come."""
 
     async def main():
-        reader, found = History(journal.path), []
+        reader, found = JournalReader(journal.path), []
         for uid, query in asked:
             reader.ask(uid, query, lambda page, uid=uid: found.append((uid, page)))
         while len(found) < len(asked):
@@ -52,7 +52,7 @@ def pages(journal, *asked):
 
 
 def rows(page):
-    assert isinstance(page, Page), page
+    assert isinstance(page, JournalPage), page
     return json.loads(f"[{page.rows}]")
 
 

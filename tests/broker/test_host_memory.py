@@ -213,7 +213,7 @@ def test_suspends_under_way_count_in_the_levels_that_they_share(tree):
     tree.group("pod", memory__max=16 * GiB, memory__current=GiB)
 
     async def scenario():
-        room = HostRoom(tree.host, HostReserve())
+        room = HostRoom(tree.host, HostReserve)
         # At once, each would fit: 16 - 1 - 1.6 - 0.2.
         found = await asyncio.gather(room.take("a", 7, 8 * GiB), room.take("b", 8, 8 * GiB))
         assert sorted(map(bool, found)) == [False, True]
@@ -231,7 +231,7 @@ def test_suspends_under_way_count_in_the_levels_that_they_share(tree):
 def test_what_the_pool_may_plan_with_lacks_the_reserve(tree):
     tree.process("self", "0::/job")
     tree.group("job", memory__max=8 * GiB, memory__current=2 * GiB)
-    room = HostRoom(tree.host, HostReserve(size=GiB))
+    room = HostRoom(tree.host, lambda: HostReserve(size=GiB))
     assert room.machine() == 6 * GiB - GiB - GiB // 8
     assert room.never([Level(None, 4 * GiB, 0)], 2 * GiB) == ""
     room.close()

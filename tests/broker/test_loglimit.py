@@ -8,8 +8,8 @@ import logging
 
 import pytest
 
-from jupyter_gpupool.broker import environment
-from jupyter_gpupool.broker.environment import LogLimit
+from jupyter_gpupool.broker import ratelimit
+from jupyter_gpupool.broker.ratelimit import LogLimit
 
 
 class Written(logging.Handler):
@@ -41,10 +41,10 @@ def lines(log):
 def test_one_cause_writes_so_much_a_minute_and_the_next_line_says_what_is_missing(log, clock):
     for number in range(1000):
         log.warning("Kernel %d is odd", number)
-    assert len(lines(log)) == environment.MOST
-    clock[0] = environment.PERIOD
+    assert len(lines(log)) == ratelimit.MOST
+    clock[0] = ratelimit.PERIOD
     log.warning("Kernel %d is odd", 1)
-    missing = 1000 - environment.MOST
+    missing = 1000 - ratelimit.MOST
     assert lines(log)[-1] == f"Kernel 1 is odd ({missing} more of these were not logged)"
 
 
@@ -59,7 +59,7 @@ def test_what_one_user_does_does_not_hide_what_another_does(log):
     for _ in range(1000):
         log.warning("Closed: %d", 1, extra={"cause": 1})
     log.warning("Closed: %d", 2, extra={"cause": 2})
-    assert len(lines(log)) == environment.MOST_CAUSED + 1
+    assert len(lines(log)) == ratelimit.MOST_CAUSED + 1
 
 
 def test_tracebacks_are_few(log):
@@ -68,11 +68,11 @@ def test_tracebacks_are_few(log):
             raise ZeroDivisionError
         except ZeroDivisionError:
             log.exception("Failed")
-    assert len(lines(log)) == environment.MOST_CAUSED
+    assert len(lines(log)) == ratelimit.MOST_CAUSED
 
 
 def test_causes_that_are_remembered_are_bounded(log):
-    for number in range(5 * environment.MAX_CAUSES):
+    for number in range(5 * ratelimit.MAX_CAUSES):
         log.warning(f"Cause {number}")
     limit = log.handlers[0].filters[0]
-    assert len(limit._causes) <= environment.MAX_CAUSES
+    assert len(limit._causes) <= ratelimit.MAX_CAUSES

@@ -383,13 +383,11 @@ def test_interrupted_pause_names_who_it_waits_for_and_stays(broker, one):
 def test_only_an_admin_of_a_machines_broker_takes_gpus_out_of_service():
     """The rule itself; that a peer is who it says is tested with two users in tests/server."""
     access = Access(machine_wide=True, own_uid=0, admins=("operator",))
-    handlers = types.SimpleNamespace(access=access)
+    configuration = types.SimpleNamespace(access=access)
     runner = types.SimpleNamespace(journal=types.SimpleNamespace(meta=lambda _name: ""))
-    health = Health(logging.getLogger())
     maintenance = Maintenance(
-        runner, None, health, handlers, files="/dev/nvidia", renewed=list,
-        log=logging.getLogger(),
-    )  # fmt: skip
+        runner, None, configuration, health=None, aside=None, log=logging.getLogger()
+    )
     user = types.SimpleNamespace(peer=Peer(pid=1, uid=65534, gid=65534))
     with pytest.raises(RefusedError, match="Only an admin of this pool"):
         maintenance.maintain(user, {"action": "pause"})
@@ -570,8 +568,9 @@ def test_test_of_a_suspect_gpu_that_was_not_made_is_no_failure(code, told):
         runner = types.SimpleNamespace(
             note=lambda *_, **__: None, handle=lambda _: None, now=lambda: 0.0
         )
-        health = Health(logging.getLogger())
-        health.begin(runner, types.SimpleNamespace(retest=retest), [device])
+        settings = types.SimpleNamespace(settings=types.SimpleNamespace(retest_after=0))
+        health = Health(runner, settings, retest, logging.getLogger())
+        health.begin([device])
         health.suspect(device.uuid, "A kernel ended here.")
         assert await health.retest(device.uuid) == "This is why."
         await asyncio.sleep(0)

@@ -18,12 +18,13 @@ from prometheus_client import REGISTRY, enable_created_metrics
 
 from jupyter_gpupool.broker import figures as f
 from jupyter_gpupool.broker import scrape
-from jupyter_gpupool.broker.gpu.actions import DeviceEffects
+from jupyter_gpupool.broker.gpu.samples import Samples
 from jupyter_gpupool.broker.store.journal import Row
 from jupyter_gpupool.devices.model import DeviceSample
 from jupyter_gpupool.pool import events as e
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Device, Owner, PoolSettings, Request
+from jupyter_gpupool.server import server_metrics
 
 GiB = 1 << 30
 DOCS = Path(__file__).parents[2] / "docs"
@@ -39,12 +40,12 @@ class Machine:
         self.runner = SimpleNamespace(
             pool=self.pool, now=lambda: self.time, record=self.record, busy={}
         )
-        self.effects = DeviceEffects(self.runner, None)
-        self.effects.sample_lasts = 30
+        settings = SimpleNamespace(sample_interval=2.0)  # a sample is shown for 30 s
+        self.samples = Samples(None, SimpleNamespace(settings=settings))
         for index, uuid in enumerate("AB"):
             device = Device(uuid, index, f"GPU {index}", "model", 4 * GiB)
             self.pool.handle(e.DeviceAppeared(now=self.time, device=device))
-        self.figures = f.Figures(self.runner, self.effects)
+        self.figures = f.Figures(self.runner, self.samples, logging.getLogger())
 
     def record(self, session):
         return self.pool.record(session) if session in self.pool else None
@@ -73,11 +74,11 @@ class Machine:
     def sample(self, **fields):
         """Take a sample of each device now; ``fields`` are those of A."""
         plain = {"total": 4 * GiB, "used": GiB, "reserved": 0, "free": 3 * GiB, "utilisation": 40}
-        self.effects.samples = {
+        self.samples.last = {
             "A": DeviceSample("A", **{**plain, **fields}),
             "B": DeviceSample("B", **plain),
         }
-        self.effects.sampled_at = asyncio.get_running_loop().time()
+        self.samples._taken_at = asyncio.get_running_loop().time()
 
     def value(self, name, **labels):
         self.figures.read()
@@ -149,7 +150,7 @@ def test_what_was_not_read_is_absent_and_not_zero(on_machine):
         machine.sample(lost="fell off the bus")
         assert [machine.value(name, device="A") for name in read] == [None] * 3
         assert machine.value("device_used_bytes", device="B") == GiB
-        machine.effects.sampled_at -= 31  # too long ago to be said
+        machine.samples._taken_at -= 31  # too long ago to be said
         assert machine.value("device_used_bytes", device="B") is None
         # The pool's own accounts are always there.
         assert machine.value("device_memory_bytes", device="B") == 4 * GiB
@@ -266,6 +267,7 @@ def test_names_and_units_are_prometheus():
 
 def test_no_name_means_something_else_on_a_server():
     ours = set().union(*(samples for _, samples in all_families().values()))
+    assert server_metrics.__name__  # imported, it is registered
     theirs = set().union(*(samples for _, samples in families(REGISTRY).values()))
     assert theirs, "the server extension has metrics"
     assert not ours & theirs

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from types import SimpleNamespace
 
 import pytest
 
 from jupyter_gpupool.broker.gpu import monitor as monitoring
-from jupyter_gpupool.broker.gpu.actions import DeviceEffects
-from jupyter_gpupool.broker.gpu.monitor import Monitor
+from jupyter_gpupool.broker.gpu.actions import DeviceActions
 from jupyter_gpupool.broker.hostmemory import HostRoom
 from jupyter_gpupool.devices.model import DeviceSample, ProcessMemory
 from jupyter_gpupool.errors import DriverError
@@ -22,14 +20,17 @@ from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Device, GiB, Owner, PoolSettings, Request, Slice
 from jupyter_gpupool.procfs import ProcessId
 
+from .parts import monitor_of
 
-class Runner:
+
+class Core:
     """A pool and its clock; ``changes`` counts leases that came and went, as the broker does."""
 
     def __init__(self):
         self.pool = Pool(PoolSettings(default_memory=GiB, host_memory=16 * GiB))
         self.time = 0.0
-        self.busy, self.changes = {}, {}
+        self.busy, self.changes, self.sessions = {}, {}, ()
+        self.changed = asyncio.Event()
         self.told = 0
 
     def now(self):
@@ -43,7 +44,7 @@ class Runner:
         self.time += 1
         return self.handle(event(now=self.time, **fields))
 
-    def changed(self):
+    def lease_changed(self):
         self.changes["G0"] = self.changes.get("G0", 0) + 1
 
 
@@ -57,8 +58,7 @@ def look(monitor):
 
 
 def a_monitor(runner):
-    effects = SimpleNamespace(sample=unreadable, down="", room=HostRoom())
-    return Monitor(runner, effects, None, logging.getLogger("test"))
+    return monitor_of(runner, room=HostRoom(), samples=SimpleNamespace(take=unreadable))
 
 
 def test_a_session_can_be_suspended_for_ever_though_host_memory_stays_as_it_is(monkeypatch):
@@ -67,7 +67,7 @@ def test_a_session_can_be_suspended_for_ever_though_host_memory_stays_as_it_is(m
     Without that word, room for three states was used up by three suspends, all of them over.
     """
     monkeypatch.setattr(HostRoom, "machine", lambda _: 3 * GiB)
-    runner = Runner()
+    runner = Core()
 
     async def made():
         return a_monitor(runner)
@@ -83,7 +83,7 @@ def test_a_session_can_be_suspended_for_ever_though_host_memory_stays_as_it_is(m
         runner.send(e.HoldTaken, session="a", hold="device", kind="device")
         epoch = runner.pool.record("a").epoch
         runner.send(e.AttachDone, session="a", epoch=epoch)
-        runner.changed()
+        runner.lease_changed()
         look(monitor)
         runner.send(e.ReleaseAsked, session="a", rid="r")
         runner.send(e.HoldDropped, session="a", hold="device", cuda=True)
@@ -91,13 +91,13 @@ def test_a_session_can_be_suspended_for_ever_though_host_memory_stays_as_it_is(m
         runner.send(
             e.SuspendDone, session="a", epoch=epoch, suspended=(Slice("G0", GiB),), cuda=True
         )
-        runner.changed()
+        runner.lease_changed()
         look(monitor)
 
 
 def test_without_anything_new_the_pool_is_not_told(monkeypatch):
     monkeypatch.setattr(HostRoom, "machine", lambda _: 3 * GiB)
-    runner = Runner()
+    runner = Core()
 
     async def made():
         return a_monitor(runner)
@@ -106,7 +106,7 @@ def test_without_anything_new_the_pool_is_not_told(monkeypatch):
     for _ in range(3):
         look(monitor)
     assert runner.told == 1
-    runner.changed()
+    runner.lease_changed()
     look(monitor)
     assert runner.told == 2
 
@@ -139,7 +139,7 @@ ATTACHED, SUSPENDED, LANDING, STRANGER = 11, 12, 13, 14
 )
 def test_a_sample_is_attributed_by_what_the_broker_knows(monkeypatch, used, listed, granted, want):
     monkeypatch.setattr(monitoring, "identify", lambda pid: ProcessId(pid, 1))
-    runner = Runner()
+    runner = Core()
     sessions = {
         name: SimpleNamespace(id=name, cuda=name != "c", landing=("G0",) if name == "l" else ())
         for name in "abcsl"
@@ -172,8 +172,11 @@ def test_a_restore_waits_for_all_of_its_state_also_where_that_is_more_than_the_p
         uuid="G0", index=0, name="x", model="x", memory_total=64 * GiB, memory_reserved=2 * GiB
     )
     pool.handle(e.DeviceAppeared(now=0.0, device=device))
-    effects = DeviceEffects(SimpleNamespace(pool=pool), None)
+    actions = DeviceActions(
+        SimpleNamespace(pool=pool), None, samples=None, room=None, pages=None, activity=None,
+        health=None,
+    )  # fmt: skip
     for state, slice_, need in ((10, 11, 11), (61, 62, 62), (62, 62, 62), (63, 62, 63)):
         record = SimpleNamespace(suspended=(Slice("G0", state * GiB),))
         action = e.Attach(session="a", epoch=1, slices=(Slice("G0", slice_ * GiB),), origin=("G0",))
-        assert effects._need(record, action) == {"G0": need * GiB}
+        assert actions._need(record, action) == {"G0": need * GiB}

@@ -47,9 +47,7 @@ async def turns_of_others(work):
 
 def test_requests_are_answered_between_the_pages_of_one_look(slow_clock):
     async def run():
-        activity = Activity(
-            SimpleNamespace(), SimpleNamespace(read=lambda s: s.id), None, quiet_after=1.0
-        )
+        activity = Activity(SimpleNamespace(), SimpleNamespace(read=lambda s: s.id), None)
         activity.attached = sessions()
         found = {}
 

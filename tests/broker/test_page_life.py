@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from jupyter_gpupool import procfs
-from jupyter_gpupool.broker.messages.guard import Guards
+from jupyter_gpupool.broker.messages.guard import GuardMessages
 from jupyter_gpupool.broker.pages.control import Pages, page_folder
 from jupyter_gpupool.guard import page as layout
 from jupyter_gpupool.procfs import identify
@@ -28,6 +28,11 @@ from .kit import BIG, MiB, wait_until
 @pytest.fixture
 def parts():
     return GuardedBroker, Guarded, {"quiet_after": 0.3}
+
+
+def at(folder):
+    """Return a configuration with its socket in this folder."""
+    return SimpleNamespace(socket=folder / "s", machine_wide=False)
 
 
 # ---------------------------------------------------------------------- brokers that die
@@ -264,7 +269,7 @@ def test_a_process_that_a_page_names_often_is_looked_for_once(tmp_path, monkeypa
             file.write(struct.pack("<IIQI", 1, os.getpid(), start, 1))
     looked = []
     monkeypatch.setattr(procfs, "alive", lambda process: (looked.append(process), True)[1])
-    kept = Pages(tmp_path, {}, logging.getLogger())
+    kept = Pages(tmp_path, {}, at(tmp_path), logging.getLogger())
     assert kept.read(SimpleNamespace(id="s", page=page)).inflight == layout.SLOTS
     assert len(looked) == 1
     page.remove()
@@ -274,7 +279,7 @@ def test_a_process_that_a_page_names_often_is_looked_for_once(tmp_path, monkeypa
 def test_page_that_is_given_up_takes_only_its_own_link_with_it(tmp_path, way):
     """The descriptor's number is another file's next, mostly another session's page."""
     page = layout.Page.create(tmp_path / "s.page", "s", os.getuid())
-    kept = Pages(tmp_path, {}, logging.getLogger())
+    kept = Pages(tmp_path, {}, at(tmp_path), logging.getLogger())
     session = SimpleNamespace(id="s", page=page, uid=os.geteuid())
     if way != "file":
         page.path.unlink()
@@ -297,13 +302,8 @@ def test_questions_in_a_row_read_the_page_once():
             reads.append(1)
             session.use.read_at = loop.time()
 
-        guards = Guards(
-            runner,
-            None,
-            SimpleNamespace(read=read),
-            rooms=None,
-            homes=None,
-            log=logging.getLogger(),
+        guards = GuardMessages(
+            runner, None, SimpleNamespace(read=read), None, rooms=None, homes=None, landings=None
         )
         for i in range(20):
             guards._grow_now(i, session, {"id": 1, "device": 0, "bytes": 1})

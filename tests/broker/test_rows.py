@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jupyter_gpupool.broker import ratelimit as module
+from jupyter_gpupool.broker.ratelimit import RowBudget
 from jupyter_gpupool.broker.store import journal as journal_module
-from jupyter_gpupool.broker.store import rows as module
 from jupyter_gpupool.broker.store.journal import Row
-from jupyter_gpupool.broker.store.rows import RowBudget
+
+RATE, BURST = module.ROWS
 
 RATE, BURST = module.ROWS
 

@@ -9,33 +9,30 @@ neither is an effect: when its session has ended meanwhile, the pool drops its c
 from __future__ import annotations
 
 import asyncio
-from typing import Callable, Coroutine, Mapping, Sequence
+from typing import Callable, Coroutine, Literal, Mapping, Sequence
 
 from ... import procfs
-from ...devices import Devices, DeviceSample, SuspendOutcome
+from ...devices import Devices, SuspendOutcome
 from ...errors import GPUPoolError
 from ...pool import events as e
-from ...pool.attribution import restore_room, slack, state_moved, state_to_move
+from ...pool.attribution import restore_room, state_moved, state_to_move
 from ...pool.model import SessionRecord, Slice
 from ...procfs import ProcessId
 from ...states import ATTACHED
-from ...units import format_bytes
+from ..core import Core
 from ..hostmemory import HostRoom
 from ..pages.activity import Activity
 from ..pages.control import CLOSED, Pages
-from ..pages.quiesce import quiesce
-from ..runner import Runner
+from ..pages.quiesce import drain
 from ..sessions import Session
+from .health import Health
+from .samples import Samples
 
 #: Seconds that an agent has to answer a yield; it answers from a thread of its own.
 YIELD_TIMEOUT = 1.0
 
-#: A sample this young (seconds) is good enough to attach a session that holds nothing yet: there
-#: is nothing to restore, and so nothing to lose if a process outside the pool was faster.
-FRESH = 10.0
-
-#: Seconds that calls inside the driver have to return once the gate is closed, and between looks.
-DRAIN, DRAIN_POLL = 1.0, 0.003
+#: Why a session is not suspended, as the pool knows it: see :class:`SuspendRefused`.
+Obstacle = Literal["busy", "pinned", "drain", "host"]
 
 #: Why a session is not suspended that would lose a graph by it.
 RECORDING = "it records a CUDA graph"
@@ -50,38 +47,38 @@ RETIRE, RETIRED = 10.0, 30.0
 LAST_WORDS = 0.3
 
 
-class DeviceEffects:
+class DeviceActions:
     """Performs the pool's Attach, Suspend and EndSession."""
 
-    def __init__(self, runner: Runner, devices: Devices) -> None:
-        self._runner = runner
-        self._devices = devices
-        #: What suspends may take of host memory.
-        self.room = HostRoom()
+    def __init__(
+        self,
+        core: Core,
+        service: Devices,
+        *,
+        samples: Samples,
+        room: HostRoom,
+        pages: Pages,
+        activity: Activity,
+        health: Health,
+    ) -> None:
+        self._core = core
+        self._service = service
+        self._samples = samples
+        self._room = room
+        self._pages = pages
+        self._activity = activity
+        self._health = health
         self._running: set[asyncio.Task[None]] = set()
-        #: Sessions with an effect under way.
+        #: Sessions with an action under way.
         self.busy: set[str] = set()
-        #: The last sample by device, and when it was taken (loop time).
-        self.samples: Mapping[str, DeviceSample] = {}
-        self.sampled_at = float("-inf")
-        #: Seconds after which a sample is not shown to anybody any more.
-        self.sample_lasts = 0.0
-        #: What the guard tells and is told; None where nobody runs under it.
-        self.pages: Pages | None = None
-        self.activity: Activity | None = None
-        #: Why a restored process must be suspended before it is killed; "" if it need not.
-        self.hazard = ""
         #: The broker ends: what is begun is finished, and nothing new is begun.
-        self.closing = False
-        #: Called with a device that failed its self-test, and why.
-        self.on_bad_device: Callable[[str, str], None] = lambda _uuid, _reason: None
+        self._closing = False
 
     def attach(self, action: e.Attach) -> None:
-        self._runner.ledger.remember_attach(action.session)
-        if not action.origin and self._fits(action.slices, self._fresh()):
-            # Nothing to restore and a sample that says yes: no reason to wait for anything.
-            self._runner.handle(
-                e.AttachDone(now=self._runner.now(), session=action.session, epoch=action.epoch)
+        if not action.origin and self._samples.fits(action.slices):
+            # Nothing to restore, and a fresh sample shows that there is room.
+            self._core.handle(
+                e.AttachDone(now=self._core.now(), session=action.session, epoch=action.epoch)
             )
             return
         self._start(action.session, self._attach(action))
@@ -92,48 +89,19 @@ class DeviceEffects:
     def end_session(self, action: e.EndSession) -> None:
         self._start(action.session, self._end(action))
 
-    async def sample(self) -> list[DeviceSample]:
-        """Return a sample taken now, and keep it for the next attach.
-
-        Raises
-        ------
-        DriverError
-            If NVML does not answer.
-        """
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        found = await self._devices.sample()
-        self.samples = {sample.uuid: sample for sample in found}
-        self.sampled_at = began
-        return found
-
-    def recent(self, device: str) -> DeviceSample | None:
-        """Return what a device was when last looked at; None if that is long ago or has failed.
-
-        Devices are not looked at while nobody has a session: what was seen then is no figure.
-        """
-        age = asyncio.get_running_loop().time() - self.sampled_at
-        sample = self.samples.get(device) if age <= self.sample_lasts else None
-        return None if sample is None or sample.lost else sample
-
-    @property
-    def down(self) -> bool:
-        """Whether the devices must not be asked anything: an admin has paused the pool."""
-        return bool(self._devices.down)
-
     async def finish(self, timeout: float) -> None:
         """Begin nothing more, and wait for what is under way at most ``timeout`` seconds."""
-        self.closing = True
+        self._closing = True
         if self._running:
             await asyncio.wait(self._running, timeout=timeout)
 
     # ------------------------------------------------------------------ attach
 
     async def _attach(self, action: e.Attach) -> None:
-        session = self._runner.sessions.find(action.session)
+        session = self._core.sessions.find(action.session)
         if session is None:
             return
-        now, name, epoch = self._runner.now, action.session, action.epoch
+        now, name, epoch = self._core.now, action.session, action.epoch
         if action.origin:
             event = await self._resume(session, action)
         else:
@@ -144,13 +112,13 @@ class DeviceEffects:
                 else e.AttachDone(now=now(), session=name, epoch=epoch)
             )
         if event is not None:
-            self._runner.handle(event)
+            self._core.handle(event)
 
     async def _resume(self, session: Session, action: e.Attach) -> e.Event | None:
-        record = self._runner.record(session.id)
+        record = self._core.record(session.id)
         if session.process is None or record is None:
             return None
-        outcome = await self._devices.resume(
+        outcome = await self._service.resume(
             session.process,
             [piece.device for piece in action.slices],
             action.origin,
@@ -158,15 +126,14 @@ class DeviceEffects:
             need=self._need(record, action),
             known=session.frozen,
         )
-        now, name, epoch = self._runner.now(), session.id, action.epoch
+        now, name, epoch = self._core.now(), session.id, action.epoch
         if outcome.status == "resumed":
-            guard = self._devices.guard
-            if self.pages is not None and guard is not None:
-                # Before its calls go on.
-                devices = [piece.device for piece in action.slices]
-                moves = guard.moves(devices, action.origin)
-                self.pages.moved(session, session.frozen, moves)
-                self.pages.no_longer_aside(session)
+            # Before its calls go on.
+            devices = [piece.device for piece in action.slices]
+            guard = self._service.guard
+            moves = guard.moves(devices, action.origin) if guard is not None else {}
+            self._pages.moved(session, session.frozen, moves)
+            self._pages.no_longer_aside(session)
             session.frozen = ()
             return e.AttachDone(now=now, session=name, epoch=epoch, seconds=outcome.driver_seconds)
         if outcome.status == "gone":
@@ -185,17 +152,17 @@ class DeviceEffects:
         )
 
     async def _examine(self, uuid: str) -> None:
-        """Was it the process, or is it the device? A device that fails gets nobody else."""
-        device = await self._devices.self_test(uuid)
+        """Test a device on which a resume failed; one that fails is out of service."""
+        device = await self._service.self_test(uuid)
         if not device.can_suspend:
-            self.on_bad_device(uuid, device.tier_reason)
+            self._health.bad(uuid, device.tier_reason)
 
     def _need(self, record: SessionRecord, action: e.Attach) -> dict[str, int]:
         """Return the free bytes that each target must show before a restore is tried."""
         held = {piece.device: piece.bytes for piece in record.suspended}
         need: dict[str, int] = {}
         for origin, piece in zip(action.origin, action.slices, strict=True):
-            headroom = self._runner.pool.headroom(piece.device)
+            headroom = self._core.pool.headroom(piece.device)
             room = restore_room(held.get(origin, piece.bytes), piece.bytes, headroom)
             need[piece.device] = need.get(piece.device, 0) + room
         return need
@@ -206,45 +173,21 @@ class DeviceEffects:
         give_up = loop.time() + ROOM_WAIT
         while True:
             try:
-                await self.sample()
+                await self._samples.take()
             except GPUPoolError as error:
                 return error.message
-            problem = self._missing(slices)
+            problem = self._samples.missing(slices)
             if not problem or loop.time() >= give_up:
                 return problem
             await asyncio.sleep(ROOM_POLL)
 
-    def _fresh(self) -> bool:
-        return asyncio.get_running_loop().time() - self.sampled_at < FRESH
-
-    def _fits(self, slices: Sequence[Slice], fresh: bool) -> bool:
-        return fresh and not self._missing(slices)
-
-    def _missing(self, slices: Sequence[Slice]) -> str:
-        for piece in slices:
-            sample = self.samples.get(piece.device)
-            if sample is None or sample.lost:
-                return f"{piece.device} cannot be read: {sample.lost if sample else 'not found'}."
-            # By a little the driver's own memory varies, and nothing is restored here.
-            if sample.free + slack(sample.total) < piece.bytes:
-                return (
-                    f"{piece.device} has {format_bytes(sample.free)} free and "
-                    f"{format_bytes(piece.bytes)} is needed: processes outside the pool use the "
-                    "rest (nvidia-smi lists them)."
-                )
-        return ""
-
     # ------------------------------------------------------------------ suspend
 
     async def _suspend(self, action: e.Suspend) -> None:
-        session = self._runner.sessions.find(action.session)
+        session = self._core.sessions.find(action.session)
         if session is None:
             return
-        obstacle = (
-            ("drain", "one of its processes is moving to its GPU")
-            if session.landing
-            else await self._close_gate(session)
-        )
+        obstacle = await self._close_gate(session)
         if obstacle:
             self._refused(action, *obstacle)
             return
@@ -252,43 +195,42 @@ class DeviceEffects:
         if not agreed:
             self._refused(action, "busy", why)
             return
-        if session.process is None:
-            self._runner.handle(self._done(action, SuspendOutcome("nothing", cuda=False)))
+        process = session.process
+        if process is None:
+            self._core.handle(self._done(action, SuspendOutcome("nothing", cuda=False)))
             return
-        before = await self._footprint(session, action.slices)
-        problem = await self.room.take(session.id, session.process.pid, sum(before.values()))
+        before = await self._footprint(session, process, action.slices)
+        problem = await self._room.take(session.id, process.pid, sum(before.values()))
         if problem:
             self._refused(action, "host", problem)
             return
         try:
             session.moving = before
-            self._runner.dirty(session.id)
-            self._runner.commit()
-            outcome = await self._devices.suspend(
-                session.process,
+            self._core.dirty(session.id)
+            self._core.commit()
+            outcome = await self._service.suspend(
+                process,
                 [piece.device for piece in action.slices],
                 session=session.id,
                 on_kept=lambda message: self._kept(session, message),
             )
         finally:
             session.moving = {}
-            self.room.give(session.id)
+            self._room.give(session.id)
         session.frozen = outcome.processes
-        self._runner.dirty(session.id)
-        if session.id not in self._runner.sessions:
+        self._core.dirty(session.id)
+        if session.id not in self._core.sessions:
             self.end_frozen(session.id, session.frozen)  # it has ended meanwhile
-        name, now = session.id, self._runner.now()
+        name, now = session.id, self._core.now()
         if outcome.status in ("suspended", "nothing"):
-            self._runner.handle(self._done(action, outcome, before))
+            self._core.handle(self._done(action, outcome, before))
         elif outcome.status in ("pinned", "drain"):
-            kind = "pinned" if outcome.status == "pinned" else "drain"
-            self._refused(action, kind, outcome.message)
+            pinned = outcome.status == "pinned"
+            self._refused(action, "pinned" if pinned else "drain", outcome.message)
         elif outcome.status == "gone":
-            self._runner.handle(
-                e.SessionEnded(now=now, session=name, reason="its process has ended")
-            )
+            self._core.handle(e.SessionEnded(now=now, session=name, reason="its process has ended"))
         else:
-            self._runner.handle(
+            self._core.handle(
                 e.SuspendFailed(now=now, session=name, epoch=action.epoch, message=outcome.message)
             )
 
@@ -300,25 +242,24 @@ class DeviceEffects:
         Where the driver hangs when a restored process is killed, that means to suspend them again;
         elsewhere nothing has to be done. Bounded, and never an error: the session ends anyhow.
         """
-        record = self._runner.record(session.id)
-        if not self.hazard or record is None or session.process is None:
+        record = self._core.record(session.id)
+        if not self._service.hazard or record is None or session.process is None:
             return True
         if not record.resumes or record.state not in ATTACHED:
             return True  # never restored, or suspended (again)
-        if self.pages is not None:
-            self.pages.set_gate(session, CLOSED)
+        self._pages.set_gate(session, CLOSED)
         devices = [piece.device for piece in record.slices]
         try:
             outcome = await asyncio.wait_for(
-                self._devices.suspend(session.process, devices, session=session.id), RETIRE
+                self._service.suspend(session.process, devices, session=session.id), RETIRE
             )
         except (asyncio.TimeoutError, GPUPoolError) as error:
             what = str(error) or f"it took more than {RETIRE:g} s"
-            self._runner.log.error("Session %s is not safe to kill: %s", session.id, what)
+            self._core.log.error("Session %s is not safe to kill: %s", session.id, what)
             return False
         safe = outcome.status in ("suspended", "nothing", "gone")
         session.retired = outcome.status in ("suspended", "nothing")
-        self._runner.note("retired", session, reason=outcome.message, detail={"safe": safe})
+        self._core.note("retired", session, reason=outcome.message, detail={"safe": safe})
         return safe
 
     def retire_and_end(self, session: Session, done: Callable[[bool], None]) -> None:
@@ -326,46 +267,42 @@ class DeviceEffects:
         was = session.process
 
         def end() -> None:
-            if self._runner.sessions.find(session.id) is session and was is not None:
+            if self._core.sessions.find(session.id) is session and was is not None:
                 # Its processes are suspended, and the pool takes them for attached.
                 procfs.kill([*reversed(procfs.descendants(was)), was])
 
         async def work() -> None:
             done(await self.retire(session))
 
-        if self.hazard:
+        if self._service.hazard:
             asyncio.get_running_loop().call_later(RETIRED, end)
         self._start("", work())
 
     def _kept(self, session: Session, message: str) -> None:
         """A part of a session is still in host memory, though its suspend was refused."""
-        self._runner.note("kept", session, reason=message)
-        if session.agent is not None:
-            session.agent.send({"type": "notice", "message": f"CUDA calls wait. {message}"})
+        self._core.note("kept", session, reason=message)
+        session.send({"type": "notice", "message": f"CUDA calls wait. {message}"})
 
-    async def _close_gate(self, session: Session) -> tuple[str, str] | None:
+    async def _close_gate(self, session: Session) -> tuple[Obstacle, str] | None:
         """Let no call into the driver any more; return the kind of refusal, and why, if one runs.
 
         Whoever refuses after this opens the gate again by saying so: the page follows the record.
         """
-        if session.page is None or self.pages is None or self.activity is None:
+        if session.landing:
+            return "drain", "one of its processes is moving to its GPU"
+        if session.page is None:
             return None
-        busy = self.activity.busy(session)
+        busy = self._activity.busy(session)
         if session.use.pins:
             return "pinned", session.use.pins
         if busy:
             return "busy", RECORDING if session.use.captures else "it uses its GPU"
-        loop = asyncio.get_running_loop()
-        self.pages.set_gate(session, CLOSED)
-        give_up = loop.time() + DRAIN
-        while (reading := self.activity.read(session)) is not None and reading.inflight:
-            if loop.time() >= give_up:
-                return "drain", f"a CUDA call did not return within {DRAIN:g} s"
-            await asyncio.sleep(DRAIN_POLL)
-        if reading is not None and not await quiesce([slot.pid for slot in reading.slots]):
-            return "drain", "a thread that was about to call CUDA got no processor"
-        if self.activity.recording(session):
-            self.activity.busy(session)  # says so to the pool
+        self._pages.set_gate(session, CLOSED)
+        moving = await drain(lambda: self._activity.read(session))
+        if moving:
+            return "drain", moving
+        if self._activity.recording(session):
+            self._activity.busy(session)  # says so to the pool
             return "busy", RECORDING  # begun just before the gate was closed
         return None
 
@@ -390,19 +327,20 @@ class DeviceEffects:
             session.cuda = cuda
         return yielded, "a cell has begun" if session.agent else "its agent went away"
 
-    async def _footprint(self, session: Session, slices: Sequence[Slice]) -> dict[str, int]:
+    async def _footprint(
+        self, session: Session, process: ProcessId, slices: Sequence[Slice]
+    ) -> dict[str, int]:
         """Return the bytes that a suspend will move, by device, as far as can be seen now."""
         try:
-            samples = await self.sample()
+            samples = await self._samples.take()
         except GPUPoolError:
             samples = []  # the suspend itself will say what is wrong
-        assert session.process is not None
         shown: dict[str, int] = {}
         for sample in samples:
-            for process in sample.processes:
-                if process.bytes and procfs.descends(process.pid, session.process):
-                    shown[sample.uuid] = shown.get(sample.uuid, 0) + process.bytes
-        contexts = {piece.device: self._devices.context_bytes(piece.device) for piece in slices}
+            for entry in sample.processes:
+                if entry.bytes and procfs.descends(entry.pid, process):
+                    shown[sample.uuid] = shown.get(sample.uuid, 0) + entry.bytes
+        contexts = {piece.device: self._service.context_bytes(piece.device) for piece in slices}
         return state_to_move(
             slices, shown, session.use.counted, contexts,
             guarded=session.page is not None, cuda=session.cuda,
@@ -411,7 +349,7 @@ class DeviceEffects:
     def _done(
         self, action: e.Suspend, outcome: SuspendOutcome, before: Mapping[str, int] | None = None
     ) -> e.SuspendDone:
-        session = self._runner.sessions.find(action.session)
+        session = self._core.sessions.find(action.session)
         suspended: tuple[Slice, ...] = ()
         if outcome.status == "suspended":
             suspended = state_moved(action.slices, outcome.freed, before or {})
@@ -419,7 +357,7 @@ class DeviceEffects:
         if session is not None and (cuda is None or session.page is not None):
             cuda = session.cuda
         return e.SuspendDone(
-            now=self._runner.now(),
+            now=self._core.now(),
             session=action.session,
             epoch=action.epoch,
             suspended=suspended,
@@ -427,31 +365,30 @@ class DeviceEffects:
             seconds=outcome.driver_seconds,
         )
 
-    def _refused(self, action: e.Suspend, kind: str, why: str) -> None:
-        assert kind in ("busy", "pinned", "drain", "host")
-        session = self._runner.sessions.find(action.session)
-        self._runner.handle(
+    def _refused(self, action: e.Suspend, kind: Obstacle, why: str) -> None:
+        session = self._core.sessions.find(action.session)
+        self._core.handle(
             e.SuspendRefused(
-                now=self._runner.now(),
+                now=self._core.now(),
                 session=action.session,
                 epoch=action.epoch,
-                kind=kind,  # type: ignore[arg-type]
+                kind=kind,
                 message=why,
             )
         )
         if session is not None:
             # The agent may have given the lease up: it has it again.
-            self._runner.push_lease(session, why)
+            self._core.push_lease(session, why)
 
     # ------------------------------------------------------------------ end
 
     async def _end(self, action: e.EndSession) -> None:
-        session = self._runner.sessions.find(action.session)
+        session = self._core.sessions.find(action.session)
         if session is None:
             return
-        self._runner.note("lost", session, reason=action.message)
-        self._runner.commit()
-        self._runner.log.error("Session %s is lost: %s", session.id, action.message)
+        self._core.note("lost", session, reason=action.message)
+        self._core.commit()
+        self._core.log.error("Session %s is lost: %s", session.id, action.message)
         if session.agent is not None:
             session.agent.send({"type": "lost", "message": action.message})
             await asyncio.sleep(LAST_WORDS)
@@ -460,10 +397,10 @@ class DeviceEffects:
             # Children first: a parent that sees its child die may start another.
             ended = [*reversed(procfs.descendants(session.process)), session.process]
             for problem in procfs.kill(ended):
-                self._runner.log.error("Session %s: %s", session.id, problem)
-        self._runner.handle(
+                self._core.log.error("Session %s: %s", session.id, problem)
+        self._core.handle(
             e.SessionEnded(
-                now=self._runner.now(), session=action.session, reason=f"lost: {action.message}"
+                now=self._core.now(), session=action.session, reason=f"lost: {action.message}"
             )
         )
 
@@ -478,22 +415,22 @@ class DeviceEffects:
 
     async def _end_frozen(self, name: str, left: Sequence[ProcessId]) -> None:
         for process in left:
-            state = await self._devices.driver_state(process, session=name)
+            state = await self._service.driver_state(process, session=name)
             if state == "locked":
                 # It has its memory on the device still, and can go on.
-                await self._devices.unlock(process, session=name)
+                await self._service.unlock(process, session=name)
             elif state in ("checkpointed", "failed"):
-                self._runner.log.warning(
+                self._core.log.warning(
                     "Process %d of session %s was suspended when its kernel ended: ended, too",
                     process.pid, name,
                 )  # fmt: skip
                 for problem in procfs.kill([process]):
-                    self._runner.log.error("Session %s: %s", name, problem)
+                    self._core.log.error("Session %s: %s", name, problem)
 
     # ------------------------------------------------------------------ internals
 
     def _start(self, name: str, work: Coroutine[None, None, None]) -> None:
-        if self.closing:
+        if self._closing:
             work.close()  # the next broker finds it in the journal, not begun
             return
         task = asyncio.get_running_loop().create_task(self._guarded(name, work))
@@ -502,13 +439,13 @@ class DeviceEffects:
 
     async def _guarded(self, name: str, work: Coroutine[None, None, None]) -> None:
         self.busy.add(name)
-        record = self._runner.record(name)
+        record = self._core.record(name)
         try:
             await work
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            self._runner.log.exception("An action for session %s failed", name)
+            self._core.log.exception("An action for session %s failed", name)
             if record is not None:
                 await self._recover(name, record, f"The broker failed ({error}); see its log.")
         finally:
@@ -516,18 +453,18 @@ class DeviceEffects:
 
     async def _recover(self, name: str, before: SessionRecord, message: str) -> None:
         """End an effect that failed in a way nobody foresaw, by what the driver says is true."""
-        session = self._runner.sessions.find(name)
+        session = self._core.sessions.find(name)
         if session is None or session.process is None:
             return
         try:
-            state = await self._devices.driver_state(session.process, session=name)
+            state = await self._service.driver_state(session.process, session=name)
             if state == "locked":
-                await self._devices.unlock(session.process, session=name)
+                await self._service.unlock(session.process, session=name)
                 state = "running"
         except Exception:
-            self._runner.log.exception("The driver's state of session %s is unknown", name)
+            self._core.log.exception("The driver's state of session %s is unknown", name)
             state = "hung"
-        now, epoch = self._runner.now(), before.epoch
+        now, epoch = self._core.now(), before.epoch
         fine = state in ("running", "none")
         event: e.Event
         if before.state == "attaching":
@@ -546,4 +483,4 @@ class DeviceEffects:
             event = e.SuspendDone(now=now, session=name, epoch=epoch, suspended=before.slices)
         else:
             event = e.SuspendFailed(now=now, session=name, epoch=epoch, message=message)
-        self._runner.handle(event)
+        self._core.handle(event)

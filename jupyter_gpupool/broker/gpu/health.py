@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Callable, Iterable
+from typing import Awaitable, Callable, Iterable
 
 from ... import procfs
 from ...devices import Devices
 from ...errors import Code, DriverError, GPUPoolError
 from ...pool import events as e
 from ...pool.model import Device, SessionRecord
-from ..runner import Runner
+from ..configuration import Configuration
+from ..core import Core
 
 #: Longest pause between two tests of a device that goes on failing, in seconds.
 MOST = 3600.0
@@ -28,49 +29,60 @@ class Health:
     A device that NVML could not read comes back when NVML reads it again. One that had an Xid, or
     failed a self-test, comes back when it passes a self-test: after ``retest_after`` seconds the
     first time, then after twice as long, and when an admin asks (0: only then).
+
+    ``retest`` tests a device, and raises :class:`GPUPoolError` if it fails.
     """
 
-    def __init__(self, log: logging.Logger) -> None:
-        self.retest_after = 0.0
+    def __init__(
+        self,
+        core: Core,
+        configuration: Configuration,
+        retest: Callable[[str], Awaitable[Device]],
+        log: logging.Logger,
+    ) -> None:
         #: The pool's devices as they were when they last passed, by UUID.
         self.devices: dict[str, Device] = {}
         #: Why a device is out of service.
         self.failed: dict[str, str] = {}
+        self._core = core
+        self._configuration = configuration
+        self._retest_device = retest
         self._log = log
-        self._runner: Runner | None = None
-        self._service: Devices | None = None
         #: Devices that only a self-test can bring back.
         self._bad: set[str] = set()
         self._failures: dict[str, int] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tests: dict[str, asyncio.Task[GPUPoolError | None]] = {}
 
-    def begin(self, runner: Runner, service: Devices, devices: Iterable[Device]) -> None:
-        """Announce the pool's devices, and tell the pool of failures: past ones and from now on."""
-        self._runner, self._service = runner, service
+    def begin(self, devices: Iterable[Device]) -> None:
+        """Announce the pool's devices, and those of them that have failed already."""
         for device in devices:
+            reason = self.failed.get(device.uuid)
             self.add(device)
-        for uuid, reason in list(self.failed.items()):
-            self.lost(uuid, reason)
+            if reason is not None:
+                self.lost(device.uuid, reason)
+
+    def measured(self, device: Device) -> None:
+        """Keep a device of which a figure was measured again."""
+        self.devices[device.uuid] = device
 
     def add(self, device: Device) -> None:
         """Announce a device that is in service now."""
-        assert self._runner is not None
         self.devices[device.uuid] = device
         self._forget(device.uuid)
-        self._runner.note(
+        self._core.note(
             "device-seen", device=device.uuid, bytes=device.memory_total,
             detail={"name": device.name, "tier": device.tier, "reason": device.tier_reason},
         )  # fmt: skip
-        self._runner.handle(e.DeviceAppeared(now=self._runner.now(), device=device))
+        self._core.handle(e.DeviceAppeared(now=self._core.now(), device=device))
 
     def lost(self, uuid: str, reason: str) -> None:
         """Take a device out of service."""
         self.failed[uuid] = reason
-        if self._runner is None or uuid not in self.devices:
-            return
-        self._runner.note("device-lost", device=uuid, reason=reason)
-        self._runner.handle(e.DeviceDrained(now=self._runner.now(), device=uuid, reason=reason))
+        if uuid not in self.devices:
+            return  # not announced yet
+        self._core.note("device-lost", device=uuid, reason=reason)
+        self._core.handle(e.DeviceDrained(now=self._core.now(), device=uuid, reason=reason))
         self._schedule(uuid)
 
     def bad(self, uuid: str, reason: str) -> None:
@@ -80,7 +92,7 @@ class Health:
 
     def suspect(self, uuid: str, reason: str) -> None:
         """Take out a device that may hang, and test it at once."""
-        if self._runner is None or uuid not in self.devices:
+        if uuid not in self.devices:
             return
         self.bad(uuid, f"{reason} It is being tested.")
 
@@ -122,12 +134,11 @@ class Health:
         return test
 
     async def _retest(self, uuid: str) -> GPUPoolError | None:
-        assert self._service is not None
         # The monitor forgets the Xid for the test, and must not bring the device back meanwhile.
         self._bad.add(uuid)
         before = self.devices[uuid]
         try:
-            device = await self._service.retest(uuid)
+            device = await self._retest_device(uuid)
             if before.can_suspend and not device.can_suspend:
                 raise DriverError(device.tier_reason)
         except GPUPoolError as error:
@@ -143,11 +154,11 @@ class Health:
 
     def _back(self, uuid: str, why: str) -> None:
         self._forget(uuid)
-        if self._runner is not None and uuid in self.devices:
+        if uuid in self.devices:
             device = self.devices[uuid]
             self._log.info("GPU %d (%s) is back in service: %s", device.index, uuid, why)
-            self._runner.note("device-seen", device=uuid, reason=why)
-            self._runner.handle(e.DeviceAppeared(now=self._runner.now(), device=device))
+            self._core.note("device-seen", device=uuid, reason=why)
+            self._core.handle(e.DeviceAppeared(now=self._core.now(), device=device))
 
     def _forget(self, uuid: str) -> None:
         self.failed.pop(uuid, None)
@@ -161,8 +172,9 @@ class Health:
         timer = self._timers.pop(uuid, None)
         if timer is not None:
             timer.cancel()
-        if self.retest_after:
-            pause = min(MOST, self.retest_after * 2.0 ** min(self._failures.get(uuid, 0), 16))
+        retest_after = self._configuration.settings.retest_after
+        if retest_after:
+            pause = min(MOST, retest_after * 2.0 ** min(self._failures.get(uuid, 0), 16))
             loop = asyncio.get_running_loop()
             self._timers[uuid] = loop.call_later(pause, self._due, uuid)
 
@@ -172,29 +184,25 @@ class Health:
             self._test(uuid)
 
 
-class Aftermath:
+class SuddenEnds:
     """Tests the GPUs of restored processes that ended without being suspended first.
 
     Some drivers hang when that happens. The pool and its servers suspend a kernel again before
     they end it. Nobody does that for the out-of-memory killer, for a user's ``kill -9``, or for a
     kernel that ends by itself. The GPU may hang for its next user, so no kernel gets it before a
     test has passed there.
-
-    ``hazard`` returns what is known of the loaded driver; "" if such an end is harmless there.
     """
 
-    def __init__(
-        self, runner: Runner, health: Health, hazard: Callable[[], str], log: logging.Logger
-    ) -> None:
-        self._runner = runner
+    def __init__(self, core: Core, service: Devices, health: Health, log: logging.Logger) -> None:
+        self._core = core
+        self._service = service
         self._health = health
-        self._hazard = hazard
         self._log = log
 
     def ending(self, event: e.SessionEnded) -> None:
         """A session is about to end, for whatever reason."""
-        session = self._runner.sessions.find(event.session)
-        record = self._runner.record(event.session)
+        session = self._core.sessions.find(event.session)
+        record = self._core.record(event.session)
         if session is None or record is None or session.retired or session.process is None:
             return
         if not procfs.alive(session.process):
@@ -202,7 +210,7 @@ class Aftermath:
 
     def ended(self, record: SessionRecord) -> None:
         """A kernel has ended that nobody had suspended first."""
-        if not self._hazard() or not record.resumes or not record.slices:
+        if not self._service.hazard or not record.resumes or not record.slices:
             return
         why = (
             "A kernel that had been suspended and resumed ended here without being suspended "

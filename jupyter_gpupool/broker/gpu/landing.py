@@ -40,12 +40,13 @@ from ...pool.model import SessionRecord
 from ...procfs import ProcessId
 from ...protocol import Message
 from ...states import ATTACHED
+from ..core import Core
 from ..pages.control import CLOSED, PAUSED, Pages
-from ..pages.quiesce import quiesce
-from ..runner import Runner
+from ..pages.quiesce import DRAIN_POLL, drain
 from ..sessions import Session
 from ..transport.connection import Connection
-from .actions import DRAIN, DRAIN_POLL, DeviceEffects
+from .actions import DeviceActions
+from .samples import Samples
 
 #: Seconds between looks for room for a context, and at a process that has it.
 ROOM_POLL, WATCH = 0.1, 0.5
@@ -106,15 +107,18 @@ class Landings:
 
     def __init__(
         self,
-        runner: Runner,
-        effects: DeviceEffects,
-        devices: GuardedDevices,
+        core: Core,
+        actions: DeviceActions,
+        service: GuardedDevices,
+        *,
+        samples: Samples,
         pages: Pages,
         log: logging.Logger,
     ) -> None:
-        self._runner = runner
-        self._effects = effects
-        self._devices = devices
+        self._core = core
+        self._actions = actions
+        self._samples = samples
+        self._service = service
         self._pages = pages
         self._log = log
         self._room: dict[str, asyncio.Lock] = {}
@@ -175,7 +179,7 @@ class Landings:
     # ------------------------------------------------------------------ which way
 
     def _record(self, session: Session) -> SessionRecord:
-        record = self._runner.record(session.id)
+        record = self._core.record(session.id)
         if record is None or record.state not in ATTACHED or not record.slices:
             raise RefusedError("The session has no slice now.", code=Code.AGAIN)
         return record
@@ -185,13 +189,13 @@ class Landings:
         slots = [slot for slot in reading.slots if slot.pid == pid] if reading else []
         if not slots:
             raise RefusedError(f"The session has no process {pid}.", code=Code.NO_PROCESS)
-        known = {device_name(d.uuid): d for d in self._runner.pool.devices()}
+        known = {device_name(d.uuid): d for d in self._core.pool.devices()}
         pairs, seen, problem, stay = [], [], "", False
         for name, piece in zip(slots[0].sees, record.slices, strict=False):
             seen.append(piece.device)
             if name in (SEES_NONE, SEES_SLICE, device_name(piece.device)):
                 continue
-            home, target = known.get(name), self._runner.pool.device(piece.device)
+            home, target = known.get(name), self._core.pool.device(piece.device)
             if home is None or target is None:
                 raise RefusedError(
                     "The GPU on which it initialised CUDA is no longer in the pool.",
@@ -224,9 +228,9 @@ class Landings:
 
     def _unusable(self, uuid: str) -> str:
         """Return why no context can be made on a device until somebody mends that; or ""."""
-        if self._devices.is_aside(uuid):
+        if self._service.is_aside(uuid):
             return "That GPU is paused by the administrator."
-        sample = self._effects.samples.get(uuid)
+        sample = self._samples.last.get(uuid)
         return sample.lost if sample is not None else ""
 
     # ------------------------------------------------------------------ room
@@ -264,13 +268,13 @@ class Landings:
     async def _has_room(self, origin: Iterable[str]) -> bool:
         """Return whether each device has room for one context."""
         try:
-            samples = {sample.uuid: sample for sample in await self._effects.sample()}
+            samples = {sample.uuid: sample for sample in await self._samples.take()}
         except GPUPoolError:
             return False
         return all(
             uuid in samples
             and not samples[uuid].lost
-            and samples[uuid].free >= self._devices.context_bytes(uuid)
+            and samples[uuid].free >= self._service.context_bytes(uuid)
             for uuid in origin
         )
 
@@ -297,8 +301,7 @@ class Landings:
         landing = self._under_way.pop(process, None)
         if landing is None:
             return
-        for uuid in landing.origin:
-            self._runner.moved(uuid)
+        self._core.moved(landing.origin)
         if landing.watch is not None:
             landing.watch.cancel()
         self._start(landing.room.aclose())
@@ -353,35 +356,35 @@ class Landings:
 
     async def _try(self, session: Session, way: _Way) -> tuple[str, bool]:
         """Move the process once; return why it did not, and whether to try again."""
-        if not await self._drained(session, way):
+        if await drain(lambda: self._pages.read(session), way.process.pid):
             return "A CUDA call of the process did not return.", True
         record, page = self._record(session), session.page
         if page is None:
             return "The page that it shares with the broker is lost.", False
         sizes = {piece.device: piece.bytes for piece in record.slices}
-        need = {uuid: min(self._devices.context_bytes(uuid), sizes[uuid]) for uuid in way.target}
-        began = self._runner.now()
+        need = {uuid: min(self._service.context_bytes(uuid), sizes[uuid]) for uuid in way.target}
+        began = self._core.now()
 
         def restoring() -> None:
             # A page that was given up meanwhile must not leave the process between the two calls.
             with contextlib.suppress(OSError):
                 page.set_landing(way.slot, LANDING_RESTORE)
 
-        outcome = await self._devices.land(
+        outcome = await self._service.land(
             way.process, way.target, way.origin, session=session.id, need=need,
             restoring=restoring,
         )  # fmt: skip
         if outcome.status == "resumed":
             session.not_landed = 0
-            seconds = round(self._runner.now() - began, 3)
-            self._runner.note(
+            seconds = round(self._core.now() - began, 3)
+            self._core.note(
                 "land", session, device=way.target[0],
                 detail={"pid": way.process.pid, "from": way.origin[0], "seconds": seconds},
             )  # fmt: skip
             return "", False
         if outcome.status in ("failed", "hung"):
             message = f"{outcome.message} It was on its way to the GPU of its slice."
-            self._effects.end_session(e.EndSession(session=session.id, message=message))
+            self._actions.end_session(e.EndSession(session=session.id, message=message))
             return outcome.message, False
         with contextlib.suppress(OSError):
             page.set_landing(way.slot, LANDING_MOVES)
@@ -427,13 +430,13 @@ class Landings:
                 code=Code.NOT_MOVED,
                 next_step="End them or start this process again, and try again.",
             )
-        self._runner.handle(
+        self._core.handle(
             e.LandingRefused(
-                now=self._runner.now(), session=session.id, epoch=record.epoch, bound=way.seen,
+                now=self._core.now(), session=session.id, epoch=record.epoch, bound=way.seen,
                 message=text, stay=way.stay,
             )
         )  # fmt: skip
-        now = self._runner.record(session.id)
+        now = self._core.record(session.id)
         if now is not None and now.state not in ATTACHED:
             self._pages.set_home(session, way.seen)
         self._log.info("Session %s, process %d: %s", session.id, way.slot.pid, text)
@@ -443,23 +446,8 @@ class Landings:
             "pid": way.slot.pid,
             "from": way.origin[0],
         }
-        self._runner.note("refuse", session, device=way.target[0], reason=text, detail=detail)
+        self._core.note("refuse", session, device=way.target[0], reason=text, detail=detail)
         return True
-
-    # ------------------------------------------------------------------ at rest
-
-    async def _drained(self, session: Session, way: _Way) -> bool:
-        """Wait until none of the process's calls can be on its way into the driver."""
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + DRAIN
-        while True:
-            reading = self._pages.read(session)
-            slots = [s for s in reading.slots if s.pid == way.slot.pid] if reading else []
-            if not any(slot.inflight for slot in slots):
-                return await quiesce([way.slot.pid])
-            if loop.time() >= give_up:
-                return False
-            await asyncio.sleep(DRAIN_POLL)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -483,7 +471,7 @@ class Landings:
                 process = ProcessId(slot.pid, slot.start_time)
                 if slot.landing not in _MOVING or not procfs.alive(process):
                     continue
-                found, trouble = await self._devices.landed(process, session=name)
+                found, trouble = await self._service.landed(process, session=name)
                 if trouble:
                     self._log.error("Session %s: %s", name, trouble)
                 elif slot.landing == LANDING_RESTORE and found != "checkpointed":
@@ -517,7 +505,7 @@ class Landings:
         return None
 
     def _forget(self, name: str, slot: Slot) -> None:
-        session = self._runner.sessions.find(name)
+        session = self._core.sessions.find(name)
         if session is None and procfs.alive(ProcessId(slot.pid, slot.start_time)):
             # The driver is still asked about the sessions that this broker goes on with.
             asyncio.get_running_loop().call_later(AGAIN, self._forget, name, slot)

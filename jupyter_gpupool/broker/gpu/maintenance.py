@@ -15,7 +15,7 @@ import json
 import logging
 import os
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Awaitable, Callable, Iterable, Literal, Sequence
+from typing import Any, Awaitable, Iterable, Literal, Sequence
 
 from ... import procfs
 from ...devices import Devices, Holder
@@ -24,16 +24,19 @@ from ...pool import events as e
 from ...pool.model import Device, SessionRecord
 from ...procfs import session_of
 from ...protocol import Message
-from ..messages.parsing import MAX_NAME
-from ..messages.router import Handlers
-from ..runner import Runner
+from ..configuration import Configuration
+from ..core import Core
 from ..sessions import Session
 from ..store.journal import Journal
+from ..store.records import devices_to_text
 from ..transport.auth import Peer, owner_of
 from ..transport.connection import Connection
 from .health import Health
 from .monitor import ENVIRON_TIMEOUT
 from .setaside import SetAside
+
+#: Characters of a reason.
+MAX_REASON = 200
 
 Kind = Literal["pause", "drain"]
 
@@ -84,38 +87,30 @@ def untouchable(journal: Journal) -> str:
 
 
 class Maintenance:
-    """Carries out ``pause``, ``drain``, ``resume`` and ``retest``.
-
-    Parameters
-    ----------
-    renewed:
-        Called with the devices that are there after a resume; returns those of the pool.
-    """
+    """Carries out ``pause``, ``drain``, ``resume`` and ``retest``."""
 
     def __init__(
         self,
-        runner: Runner,
+        core: Core,
         service: Devices,
-        health: Health,
-        handlers: Handlers,
+        configuration: Configuration,
         *,
-        renewed: Callable[[Sequence[Device]], Sequence[Device]],
+        health: Health,
+        aside: SetAside,
         log: logging.Logger,
     ) -> None:
-        self._runner = runner
+        self._core = core
         self._service = service
+        self._configuration = configuration
         self._health = health
-        self._handlers = handlers
-        self._renewed = renewed
+        self._aside = aside
         self._log = log
-        self._orders = stored(runner.journal)
+        self._orders = stored(core.journal)
         #: Who had device files open when a pause looked last, by its device; and how many processes
         #: it could not ask.
         self._left: dict[str, list[tuple[Holder, str]]] = {}
         self._unseen: dict[str, int] = {}
         self._own = procfs.identify(os.getpid())
-        #: Suspends who has only looked at the devices; None where nobody runs under the guard.
-        self.aside: SetAside | None = None
         #: What is being done for an order beside its sessions with a lease, by its device.
         self._step: dict[str, str] = {}
         #: Sessions that were told to restart, by order.
@@ -145,7 +140,7 @@ class Maintenance:
     def maintain(self, connection: Connection, message: Message) -> None:
         """Answer a ``maintain`` request."""
         peer = connection.peer
-        if not self._handlers.access.is_admin(peer):
+        if not self._configuration.access.is_admin(peer):
             raise RefusedError(
                 "Only an admin of this pool may take its GPUs out of service.",
                 code=Code.NOT_ALLOWED,
@@ -154,7 +149,7 @@ class Maintenance:
         action = message["action"]
         device = self._device(str(message.get("device") or ""))
         if action in ("pause", "drain"):
-            reason = str(message.get("reason") or "").strip()[:MAX_NAME]
+            reason = str(message.get("reason") or "").strip()[:MAX_REASON]
             note = self._order(action, device, reason, peer)
             connection.answer(message.get("id"), {"note": note, "device": device})
         elif action in ("resume", "retest"):
@@ -192,11 +187,11 @@ class Maintenance:
             )
         old = self._orders.get(device)
         order = Order(
-            kind, device, reason, owner_of(peer.uid, peer.gid).name, self._runner.now(),
+            kind, device, reason, owner_of(peer.uid, peer.gid).name, self._core.now(),
             closed=old is not None and old.kind == kind and old.closed,
         )  # fmt: skip
         self._orders[device] = order
-        self._runner.note(kind, device=device or None, reason=reason, detail={"by": order.by})
+        self._core.note(kind, device=device or None, reason=reason, detail={"by": order.by})
         self._log.warning("%s", self._sentence(order))
         self._save()
         self._shut(order)
@@ -211,19 +206,21 @@ class Maintenance:
             found: Sequence[Device] = ()
             if self._service.down or any(self._stood_down(order) for order in ended):
                 found = await self._service.renew([device] if device else None)
-            self._runner.note("unpause", device=device or None)
+            self._core.note("unpause", device=device or None)
             if found:
-                self._exchange(self._renewed(found))
+                if self._service.hazard:
+                    self._log.warning("%s", self._service.hazard)
+                self._core.journal.remember("devices", devices_to_text(found))
+                self._exchange(found)
             for order in ended:
                 if self._orders.get(order.device) is order:
                     del self._orders[order.device]
                 self._left.pop(order.device, None)
                 self._step.pop(order.device, None)
-                if self.aside is not None:
-                    self.aside.forget((order.device, order.since))
+                self._aside.forget((order.device, order.since))
             self._save()
-            if self.aside is not None and not device:
-                await self.aside.resume()
+            if not device:
+                await self._aside.resume()
             for order in ended:
                 self._open(order)
         gone = [d for d in self._health.failed if d in self._health.devices]
@@ -307,23 +304,21 @@ class Maintenance:
     def _shut(self, order: Order) -> None:
         for uuid in self._targets(order):
             whole = self._orders.get("", order)
-            self._runner.handle(
-                e.DevicePaused(now=self._runner.now(), device=uuid, reason=whole.text)
-            )
+            self._core.handle(e.DevicePaused(now=self._core.now(), device=uuid, reason=whole.text))
 
     def _open(self, order: Order) -> None:
         for uuid in self._targets(order):
             left = self._orders.get("") or self._orders.get(uuid)
-            now = self._runner.now()
+            now = self._core.now()
             if left is not None:
-                self._runner.handle(e.DevicePaused(now=now, device=uuid, reason=left.text))
+                self._core.handle(e.DevicePaused(now=now, device=uuid, reason=left.text))
             else:
-                self._runner.handle(e.DeviceResumed(now=now, device=uuid))
+                self._core.handle(e.DeviceResumed(now=now, device=uuid))
 
     def _save(self) -> None:
         rows = [asdict(order) for order in self._orders.values()]
-        self._runner.journal.remember(_META, json.dumps(rows))
-        self._runner.commit()
+        self._core.journal.remember(_META, json.dumps(rows))
+        self._core.commit()
 
     # ------------------------------------------------------------------ until it is true
 
@@ -354,11 +349,11 @@ class Maintenance:
                 if self._holding(order):
                     continue
                 if order.kind == "pause":
-                    if self.aside is not None and not self._stood_aside(order):
+                    if not self._stood_aside(order):
                         self._step[order.device] = (
                             "kernels that have called cuInit and nothing else to be suspended"
                         )
-                        await self.aside.suspend(self._targets(order), (order.device, order.since))
+                        await self._aside.suspend(self._targets(order), (order.device, order.since))
                         if self._holding(order):
                             continue
                     if not self._stood_aside(order):
@@ -384,7 +379,7 @@ class Maintenance:
         if self._orders.get(order.device) is order:
             self._orders[order.device] = replace(order, closed=True)
             self._log.warning("%s", self._sentence(self._orders[order.device]))
-            self._runner.note(_WORDS[order.kind], device=order.device or None, reason=order.reason)
+            self._core.note(_WORDS[order.kind], device=order.device or None, reason=order.reason)
             self._save()
 
     def _stood_aside(self, order: Order) -> bool:
@@ -401,8 +396,8 @@ class Maintenance:
         """Return the sessions that have a lease on the devices of ``order``."""
         targets = {*self._targets(order)}
         found = []
-        for name in self._runner.busy:
-            record, session = self._runner.record(name), self._runner.sessions.find(name)
+        for name in self._core.busy:
+            record, session = self._core.record(name), self._core.sessions.find(name)
             if record and session and any(x.device in targets for x in record.slices):
                 found.append((session, record))
         return found
@@ -419,7 +414,7 @@ class Maintenance:
 
     async def _whose(self, holder: Holder) -> str:
         """Return the session of a process, "broker" for a child of this one, "" for any other."""
-        sessions, pid = self._runner.sessions, holder.process.pid
+        sessions, pid = self._core.sessions, holder.process.pid
         for session in sessions:
             if session.process and procfs.descends(pid, session.process):
                 return session.id
@@ -454,7 +449,7 @@ class Maintenance:
             "keeps the driver in use"
         )
         for _, whose in self._left[order.device]:
-            session = self._runner.sessions.find(whose)
+            session = self._core.sessions.find(whose)
             if session is not None:
                 self._ask_to_restart(order, session, why)
 
@@ -464,14 +459,14 @@ class Maintenance:
             return
         self._told.add(key)
         what = f"GPU {self._index(order.device)} is" if order.device else "The GPUs are"
-        session.agent.send(
+        session.send(
             {
                 "type": "notice",
                 "message": f"{what} being {order.text}. {why}: save what you need and "
                 "restart the kernel, which the maintenance waits for.",
             }
         )
-        self._runner.note("restart-notice", session, reason=why)
+        self._core.note("restart-notice", session, reason=why)
 
     def _pinned(self, session: Session, record: SessionRecord) -> str:
         why = record.pinned_reason or session.use.pins
@@ -505,7 +500,7 @@ class Maintenance:
 
     def status(self, peer: Peer) -> list[dict[str, Any]]:
         """Return the orders in force, and what each still waits for, as ``peer`` may see it."""
-        access = self._handlers.access
+        access = self._configuration.access
         found = []
         for order in self._orders.values():
             waits = self._waits(order) if not order.closed else []
@@ -539,7 +534,7 @@ class Maintenance:
             return []
         stays = {
             view.record.id: view.stays_reason
-            for view in self._runner.pool.view(self._runner.now()).sessions
+            for view in self._core.pool.view(self._core.now()).sessions
         }
         found = []
         for session, record in holding:

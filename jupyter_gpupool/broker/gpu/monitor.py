@@ -14,26 +14,27 @@ from contextlib import suppress
 from typing import Awaitable, Callable, Mapping, Sequence
 
 from ... import procfs
-from ...config import BrokerSettings
-from ...devices import DeviceSample, assumed_context
+from ...devices import Devices, DeviceSample, assumed_context
 from ...errors import GPUPoolError
 from ...pool import events as e
 from ...pool.attribution import REST_LOOKS, Attribution, Holder, Listed, Observed, attribute
 from ...procfs import ProcessId, identify, session_of
+from ..configuration import Configuration
+from ..core import Core
+from ..hostmemory import HostRoom
 from ..pace import Pace
 from ..pages.activity import Activity
+from ..pages.hints import Homes, Rooms
 from ..pressure import Pressure
-from ..runner import Runner
-from .actions import DeviceEffects
-from .beyond import Beyond
-from .rest import Rest
-from .watchdog import Watchdog
+from .accounting import DriverShares, Overheads, OveruseWatch
+from .health import Health
+from .samples import QUIET, Samples
 
 #: Seconds between a change and the look at it.
 SETTLE = 0.05
 
-#: Intervals between samples while nothing is attached and nobody waits.
-QUIET = 5
+#: Least seconds between two looks for better home devices: each reads all sessions.
+HOMES = 2.0
 
 #: Seconds for a look under way to be given up when the broker ends.
 CLOSE = 1.0
@@ -50,14 +51,40 @@ class Monitor:
     """Samples devices and host while there are sessions, and until these are seen to be gone."""
 
     def __init__(
-        self, runner: Runner, effects: DeviceEffects, settings: BrokerSettings, log: logging.Logger
+        self,
+        core: Core,
+        service: Devices,
+        configuration: Configuration,
+        *,
+        samples: Samples,
+        room: HostRoom,
+        pressure: Pressure,
+        health: Health,
+        driver_shares: DriverShares,
+        activity: Activity,
+        overheads: Overheads,
+        overuse: OveruseWatch,
+        homes: Homes,
+        rooms: Rooms,
+        log: logging.Logger,
     ) -> None:
-        self.settings = settings
-        self._runner = runner
-        self._effects = effects
+        self._core = core
+        self._service = service
+        self._configuration = configuration
+        self._samples = samples
+        self._room = room
+        self._pressure = pressure
+        self._health = health
+        self._driver_shares = driver_shares
+        self._activity = activity
+        self._overheads = overheads
+        self._overuse = overuse
+        self._homes = homes
+        self._rooms = rooms
         self._log = log
-        self._wanted = asyncio.Event()
-        self._soon = asyncio.Event()
+        #: Whether metrics are served, for which it samples without a session, too.
+        self._for_metrics = False
+        self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         #: By device: whose memory it is, and which sessions were idle before the look began, and
@@ -76,60 +103,54 @@ class Monitor:
         self._failing = ""
         #: This process: what it starts (workers, self-tests) is the pool's.
         self.own = identify(os.getpid())
-        #: What the guard tells, and who compares; None where nobody runs under it.
-        self.activity: Activity | None = None
-        self.watchdog: Watchdog | None = None
-        #: Measures what the driver takes by itself on devices at rest.
-        self.rest: Rest | None = None
-        #: Learns what the driver takes beyond what the guard counts.
-        self.beyond: Beyond | None = None
-        #: Who looks whether host memory is short; None in tests that have no use for it.
-        self.pressure: Pressure | None = None
-        #: Called after each sample, when what is free where is known again.
-        self.on_sample: Callable[[], Awaitable[None]] = _nothing
-        #: Called with each device that could be read.
-        self.on_healthy: Callable[[str], None] = lambda _uuid: None
+        self._homes_at = float("-inf")
 
     def start(self) -> None:
         """Begin, in a task of its own."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def want(self, sessions: int) -> None:
-        """Sample while there are sessions."""
-        if sessions:
-            self._wanted.set()
-        else:
-            self._wanted.clear()
+    def wake(self) -> None:
+        """Look whether there is something to sample now: a session came or went."""
+        self._woken.set()
 
-    def look_soon(self) -> None:
-        """Something was attached, suspended or ended: what was seen before is old."""
-        self._soon.set()
+    def sample_for_metrics(self, on: bool) -> None:
+        """Sample without a session, too, or not any more."""
+        self._for_metrics = on
+        self.wake()
+
+    def _wanted(self) -> bool:
+        return self._for_metrics or len(self._core.sessions) > 0
 
     async def close(self) -> None:
         """End. A flag besides the cancellation: up to Python 3.11 ``wait_for`` may swallow that."""
         self._closed = True
-        self._soon.set()
+        self.wake()
+        self._core.changed.set()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=CLOSE)
 
     async def _run(self) -> None:
         after = 0  # looks that have begun since the last session went
+        changed = self._core.changed
         while not self._closed:
-            if after >= REST_LOOKS and not self._ours:
-                await self._wanted.wait()
-            after = 0 if self._wanted.is_set() else after + 1
+            self._woken.clear()
+            if after >= REST_LOOKS and not self._ours and not self._wanted():
+                await self._woken.wait()
+                continue
+            after = 0 if self._wanted() else after + 1
             await self._try(self.look)
-            quiet = QUIET if not self._runner.busy else 1
+            quiet = QUIET if not self._core.busy else 1
             for left in reversed(range(quiet)):
                 with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._soon.wait(), self.settings.sample_interval)
+                    interval = self._configuration.settings.sample_interval
+                    await asyncio.wait_for(changed.wait(), interval)
                     await asyncio.sleep(SETTLE)  # changes come in groups
                     break
-                if left and self.pressure is not None:
+                if left:
                     # Devices at rest change little; host memory is everybody's.
-                    await self._try(self.pressure.look)
-            self._soon.clear()
+                    await self._try(self._pressure.look)
+            changed.clear()
 
     async def _try(self, look: Callable[[], Awaitable[None]]) -> None:
         """Look; one that fails is logged once, and the next one may do."""
@@ -146,23 +167,21 @@ class Monitor:
 
     async def look(self) -> None:
         """Take one sample and tell the pool."""
-        waited_for = "queued" in self._runner.busy.values()
-        room = self._effects.room
-        available = await room.read(room.machine)
+        waited_for = "queued" in self._core.busy.values()
+        available = await self._room.read(self._room.machine)
         # What was suspended since the last word is counted against it until there is a new one,
         # also when it has come back meanwhile: without news there would be no room in the end.
-        moved = self._runner.changes != self._told_changes
+        moved = self._core.changes != self._told_changes
         if waited_for or moved or abs(available - self._told_host) >= HOST_STEP:
             self._told_host = available
-            self._told_changes = dict(self._runner.changes)
-            self._runner.handle(e.HostMemorySeen(now=self._runner.now(), available=available))
-        if self.pressure is not None:
-            await self.pressure.look()
-        if self._effects.down:
+            self._told_changes = dict(self._core.changes)
+            self._core.handle(e.HostMemorySeen(now=self._core.now(), available=available))
+        await self._pressure.look()
+        if self._service.down:
             return
-        before, began = dict(self._runner.changes), self._runner.now()
-        pages = await self.activity.readings() if self.activity is not None else {}
-        samples = await self._effects.sample()
+        before, began = dict(self._core.changes), self._core.now()
+        pages = await self._activity.readings()
+        samples = await self._samples.take()
         await self._identify(samples)
         pace = Pace()
         # What is attached or given back while these are gathered shows in ``changes``.
@@ -175,32 +194,37 @@ class Monitor:
             await pace.step()
             if sample.lost:
                 continue  # the device service tells of a loss itself, once
-            self.on_healthy(sample.uuid)
-            if self._runner.changes.get(sample.uuid) != before.get(sample.uuid):
+            self._health.readable(sample.uuid)
+            if self._core.changes.get(sample.uuid) != before.get(sample.uuid):
                 continue  # something was attached or suspended there meanwhile: old news
             old.discard(sample.uuid)
-            if self.rest is not None:
-                leased = bool(granted.get(sample.uuid))
-                self.rest.look(sample, self._listed(sample), leased=leased)
+            leased = bool(granted.get(sample.uuid))
+            self._driver_shares.look(sample, self._listed(sample), leased=leased)
             use = self._attribute(sample, granted.get(sample.uuid, {}), counted)
             news = use, frozenset(idle.get(sample.uuid, ()))
             for name, size in use.shown.items():
                 shown.setdefault(name, {})[sample.uuid] = size
             if waited_for or self._told.get(sample.uuid) != news:
                 self._told[sample.uuid] = news
-                self._runner.handle(
+                self._core.handle(
                     e.DeviceMemorySeen(
-                        now=self._runner.now(), device=sample.uuid, foreign=use.foreign,
+                        now=self._core.now(), device=sample.uuid, foreign=use.foreign,
                         footprints=use.footprints,
                     )
                 )  # fmt: skip
-        if self.beyond is not None and self.activity is not None:
-            await self.beyond.learn(samples, pages, self.activity.reading, old, self._known)
-        if self.settings.foreign_processes != "count":
+        await self._overheads.learn(samples, pages, old, self._known)
+        if self._configuration.settings.foreign_processes != "count":
             self._treat_foreign(samples)
-        if self.watchdog is not None:
-            self.watchdog.seen(shown, old)
-        await self.on_sample()
+        self._overuse.seen(shown, old)
+        await self._update_pages()
+
+    async def _update_pages(self) -> None:
+        """Write into the pages what is free where, as far as it matters to them."""
+        now = asyncio.get_running_loop().time()
+        if now - self._homes_at >= HOMES:
+            self._homes_at = now
+            await self._homes.refresh()
+        self._rooms.refresh_soon()
 
     # ------------------------------------------------------------------ whose memory
 
@@ -215,7 +239,7 @@ class Monitor:
                 if process is None:
                     continue
                 owner = self._known.get(process)
-                if owner is None or owner not in self._runner.sessions:
+                if owner is None or owner not in self._core.sessions:
                     owner = await self._owner(process)
                 present[process] = owner
         owned = {process for process, owner in present.items() if owner is not None}
@@ -229,7 +253,7 @@ class Monitor:
     async def _owner(self, process: ProcessId) -> str | None:
         # Its own ancestors are few, and the sessions may be a thousand.
         above = procfs.ancestry(process.pid)
-        roots = {session.process: session.id for session in self._runner.sessions}
+        roots = {session.process: session.id for session in self._core.sessions}
         nearest = next((roots[one] for one in (process, *above) if one in roots), None)
         if nearest is not None:
             return nearest
@@ -241,7 +265,7 @@ class Monitor:
             )
         except asyncio.TimeoutError:
             return None
-        found = self._runner.sessions.find(named) if named else None
+        found = self._core.sessions.find(named) if named else None
         same_user = found is not None and procfs.real_uid(process.pid) == found.uid
         return found.id if found is not None and same_user else None
 
@@ -261,7 +285,7 @@ class Monitor:
         ``granted`` are the bytes of the sessions with a slice there, ``counted`` what the guard
         counts, by session and device.
         """
-        uuid, device = sample.uuid, self._runner.pool.device(sample.uuid)
+        uuid, device = sample.uuid, self._core.pool.device(sample.uuid)
         observed = Observed(
             used=sample.used,
             listed=self._listed(sample),
@@ -270,29 +294,27 @@ class Monitor:
         )
         holders = {}
         for name, size in granted.items():
-            session = self._runner.sessions.find(name)
+            session = self._core.sessions.find(name)
             cuda = session.cuda if session is not None else None
             holders[name] = Holder(size, counted.get(name, {}).get(uuid, 0), cuda)
-        found = (self._runner.sessions.find(entry.session or "") for entry in observed.listed)
+        found = (self._core.sessions.find(entry.session or "") for entry in observed.listed)
         landing = {session.id for session in found if session and uuid in session.landing}
         return attribute(observed, holders, landing)
 
     async def _counted(self, pace: Pace) -> dict[str, Mapping[str, int]]:
         """Return the bytes that the guard counts now, by session and device."""
-        if self.activity is None:
-            return {}
         found = {}
-        for session in [*self.activity.attached.values()]:
-            found[session.id] = self.activity.counted(session)
+        for session in [*self._activity.attached.values()]:
+            found[session.id] = self._activity.counted(session)
             await pace.step()
         return found
 
     async def _idle(self, before: float, pace: Pace) -> dict[str, list[tuple[str, float]]]:
         """Return by device who has been idle since ``before`` or longer, and since when."""
         found: dict[str, list[tuple[str, float]]] = {}
-        for name, state in [*self._runner.busy.items()]:
+        for name, state in [*self._core.busy.items()]:
             await pace.step()
-            record = self._runner.record(name) if state == "idle" else None
+            record = self._core.record(name) if state == "idle" else None
             if record is not None and record.idle_since <= before:
                 for piece in record.slices:
                     found.setdefault(piece.device, []).append((name, record.idle_since))
@@ -301,9 +323,9 @@ class Monitor:
     async def _granted(self, pace: Pace) -> dict[str, dict[str, int]]:
         """Return the granted bytes by device and session."""
         granted: dict[str, dict[str, int]] = {}
-        for name in [*self._runner.busy]:
+        for name in [*self._core.busy]:
             await pace.step()
-            record = self._runner.record(name)
+            record = self._core.record(name)
             for piece in record.slices if record else ():
                 granted.setdefault(piece.device, {})[name] = piece.bytes
         return granted
@@ -311,7 +333,7 @@ class Monitor:
     # ------------------------------------------------------------------ foreign processes
 
     def _treat_foreign(self, samples: Sequence[DeviceSample]) -> None:
-        users = {session.uid for session in self._runner.sessions}
+        users = {session.uid for session in self._core.sessions}
         for sample in samples:
             for entry in sample.processes:
                 process = identify(entry.pid)
@@ -324,19 +346,19 @@ class Monitor:
                 self._reported.add(process)
                 uid = procfs.real_uid(process.pid)
                 # Root's processes are the machine's (a display server, say), whoever has a kernel.
-                end = self.settings.foreign_processes == "end" and uid in users and uid != 0
+                end = (
+                    self._configuration.settings.foreign_processes == "end"
+                    and uid in users
+                    and uid != 0
+                )
                 what = "ended" if end else "seen"
                 self._log.warning(
                     "Foreign process %d of user id %s on %s %s", process.pid, uid, sample.uuid, what
                 )
-                self._runner.note(
+                self._core.note(
                     "foreign", device=sample.uuid, bytes=entry.bytes, reason=what,
                     detail={"pid": process.pid, "uid": uid},
                 )  # fmt: skip
                 if end:
                     for problem in procfs.kill([process]):
                         self._log.error("%s", problem)
-
-
-async def _nothing() -> None:
-    pass

@@ -10,38 +10,35 @@ from ... import procfs
 from ...errors import Code, ProtocolError, RefusedError
 from ...pool import events as e
 from ...protocol import MAX_HOLDS, Message
-from ..lives import Lives
+from ..core import Core
+from ..lifecycle import Lifecycle
 from ..pages.activity import DEVICE_HOLD, Activity
-from ..runner import Runner
 from ..sessions import Session, Wait
 from ..store.records import request_to_json, slices_to_json
 from ..transport.connection import MAX_WAITING, Connection
-from .parsing import MAX_NAME, read_hold_kind, read_holds
+from .parsing import MAX_NAME, read_hold_kind, read_holds, session_of
 from .snapshot import Snapshots
 
 
-class Agents:
+class AgentMessages:
     """Handles the messages of agents; one method per type."""
 
     def __init__(
-        self, runner: Runner, lives: Lives, snapshots: Snapshots, log: logging.Logger
+        self,
+        core: Core,
+        lifecycle: Lifecycle,
+        activity: Activity,
+        snapshots: Snapshots,
+        log: logging.Logger,
     ) -> None:
-        self._runner = runner
-        self._lives = lives
+        self._core = core
+        self._lifecycle = lifecycle
+        self._activity = activity
         self._snapshots = snapshots
         self._log = log
-        #: Set where kernels run under the guard.
-        self.activity: Activity | None = None
 
     def hello(self, connection: Connection, message: Message) -> None:
-        session = self._runner.sessions.get(message["session"])
-        if not session.token_is(message["token"]):
-            raise RefusedError("The token is not this session's.", code=Code.BAD_TOKEN)
-        if connection.peer.uid != session.uid:
-            raise RefusedError(
-                f"The session belongs to user id {session.uid} and you are {connection.peer.uid}.",
-                code=Code.NOT_YOURS,
-            )
+        session = self._core.sessions.proven(connection.peer, message)
         if session.process is None:
             # A kernel can be faster than the server that started it.
             session.put_early(connection, message)
@@ -52,33 +49,29 @@ class Agents:
                 "session was opened for, nor a child of it.",
                 code=Code.NOT_YOURS,
             )
-        holds = read_holds(message.get("holds", []), self._runner.now())
+        holds = read_holds(message.get("holds", []), self._core.now())
         if session.agent is not None and session.agent is not connection:
-            previous, session.agent = session.agent, None
-            previous.session = None
-            previous.close()
-            self._lives.drop_waits(session)
+            session.disconnect_agent()
+            self._lifecycle.drop_waits(session)
         if session.grace is not None:
             session.grace.cancel()
             session.grace = None
-        session.agent = connection
-        connection.session = session
+        session.connect_agent(connection)
         _note_cuda(session, message.get("cuda"))
         # A hold that waits for its answer is asked for again by the agent; not to be dropped here.
         waiting = tuple(
             hold
-            for hold in self._lives.record(session).holds
+            for hold in self._lifecycle.record(session).holds
             if hold.id in session.waits or hold.id == DEVICE_HOLD
         )
-        if self.activity is not None:
-            self.activity.settle(session)
-        self._runner.handle(
+        self._activity.settle(session)
+        self._core.handle(
             e.HoldsReplaced(
-                now=self._runner.now(), session=session.id, holds=(*waiting, *holds),
+                now=self._core.now(), session=session.id, holds=(*waiting, *holds),
                 cuda=session.cuda,
             )
         )  # fmt: skip
-        record = self._lives.record(session)
+        record = self._lifecycle.record(session)
         connection.answer(
             message.get("id"),
             {
@@ -96,13 +89,13 @@ class Agents:
             connection.send({"type": "wanted"})
 
     def hold(self, connection: Connection, message: Message) -> None:
-        session = self.session_of(connection)
+        session = session_of(connection)
         hold, kind = message["hold"], read_hold_kind(message["kind"])
         if not hold or len(hold) > MAX_NAME:
             raise ProtocolError(f"The name of a hold must have 1 to {MAX_NAME} characters.")
         if hold == DEVICE_HOLD:
             raise ProtocolError(f"The hold {hold!r} is the guard's.")
-        record = self._lives.record(session)
+        record = self._lifecycle.record(session)
         if len(record.holds) >= MAX_HOLDS:
             raise RefusedError(f"A session may have {MAX_HOLDS} holds at once.", code=Code.TOO_MANY)
         if message.get("wait"):
@@ -115,7 +108,7 @@ class Agents:
                 raise RefusedError(
                     f"The session already waits for the hold {hold!r}.", code=Code.DUPLICATE
                 )
-            connection.waiting += 1
+            connection.begin_wait()
             session.waits[hold] = Wait(connection, message.get("id"))
         elif message.get("epoch", record.epoch) != record.epoch:
             # The agent believes in a lease that it has no more. It has begun a cell all the same,
@@ -124,55 +117,45 @@ class Agents:
                 "Session %s took a hold in epoch %s and is in %d",
                 session.id, message.get("epoch"), record.epoch,
             )  # fmt: skip
-            self._runner.push_lease(session, "epoch")
-        if self.activity is not None:
-            self.activity.settle(session)
-        self._runner.handle(
-            e.HoldTaken(now=self._runner.now(), session=session.id, hold=hold, kind=kind)
+            self._core.push_lease(session, "epoch")
+        self._activity.settle(session)
+        self._core.handle(
+            e.HoldTaken(now=self._core.now(), session=session.id, hold=hold, kind=kind)
         )
 
     def drop(self, connection: Connection, message: Message) -> None:
-        session = self.session_of(connection)
+        session = session_of(connection)
         if message["hold"] == DEVICE_HOLD:
             raise ProtocolError(f"The hold {DEVICE_HOLD!r} is the guard's.")
         _note_cuda(session, message.get("cuda"))
-        self._runner.handle(
+        self._core.handle(
             e.HoldDropped(
-                now=self._runner.now(), session=session.id, hold=message["hold"],
+                now=self._core.now(), session=session.id, hold=message["hold"],
                 cuda=message.get("cuda") if session.page is None else session.cuda,
             )
         )  # fmt: skip
-        if self.activity is not None:
-            self.activity.cell_over(session)
+        self._activity.cell_over(session)
 
     def cancel(self, connection: Connection, message: Message) -> None:
-        session = self.session_of(connection)
+        session = session_of(connection)
         if message["hold"] == DEVICE_HOLD:
             raise ProtocolError(f"The hold {DEVICE_HOLD!r} is the guard's.")
-        self._lives.cancel(session, message["hold"])
+        self._lifecycle.cancel(session, message["hold"])
         connection.answer(message.get("id"))
 
     def yielded(self, connection: Connection, message: Message) -> None:
-        session = self.session_of(connection)
+        session = session_of(connection)
         _note_cuda(session, message.get("cuda"))
         asked = session.yielding
         if asked is not None and asked[0] == message["epoch"] and not asked[1].done():
             asked[1].set_result((message["yielded"], message.get("cuda")))
         elif message["yielded"]:
             # Too late: the suspend was given up, and the agent has its lease.
-            self._runner.push_lease(session, "too late to yield")
+            self._core.push_lease(session, "too late to yield")
 
     def resting(self, connection: Connection, _message: Message) -> None:
-        session = self.session_of(connection)
-        if self.activity is not None:
-            self.activity.resting(session)
-
-    def session_of(self, connection: Connection) -> Session:
-        if connection.session is None:
-            raise RefusedError(
-                "Send hello first: this connection has no session.", code=Code.UNKNOWN_SESSION
-            )
-        return connection.session
+        session = session_of(connection)
+        self._activity.resting(session)
 
 
 def _note_cuda(session: Session, cuda: bool | None) -> None:

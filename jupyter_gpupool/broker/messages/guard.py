@@ -9,7 +9,6 @@ has stopped waiting. All threads of a session share one hold, so they are one pl
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from typing import Callable
 
@@ -19,12 +18,13 @@ from ...pool import events as e
 from ...pool.model import Refusal, SessionRecord
 from ...protocol import Message
 from ...states import ATTACHED
+from ..core import Core, refused
 from ..gpu.landing import Landings
-from ..pace import Bucket
 from ..pages.activity import Activity
 from ..pages.control import Pages
 from ..pages.hints import Homes, Rooms
-from ..runner import Runner, refused
+from ..pages.timeshare import TimeShare
+from ..ratelimit import TokenBucket
 from ..sessions import Session
 from ..transport.connection import Connection
 
@@ -50,34 +50,34 @@ _Method = Callable[[Connection, Session, Message], None]
 _NOBODY = -1
 
 
-class Guards:
+class GuardMessages:
     """Handles ``attach``, ``grow``, ``home``, ``page`` and ``land``."""
 
     def __init__(
         self,
-        runner: Runner,
+        core: Core,
         pages: Pages,
         activity: Activity,
+        time_share: TimeShare,
         *,
         rooms: Rooms,
         homes: Homes,
-        log: logging.Logger,
+        landings: Landings,
     ) -> None:
-        self._runner = runner
+        self._core = core
         self._pages = pages
         self._activity = activity
+        self._time_share = time_share
         self._rooms = rooms
         self._homes = homes
-        self._vain = Vain(pages)
-        self._log = log
-        #: Moves processes to their slice; None where no driver call can be made.
-        self.landings: Landings | None = None
+        self._landings = landings
+        self._refused_growth = RefusedGrowth(pages)
         self._sessions: dict[Connection, Session] = {}
         #: Growth asked of the pool, by connection: the answer's id.
         self._growing: dict[Connection, str] = {}
         self._asked = 0
-        #: By session: how many questions it may ask now.
-        self._allowance: dict[str, Bucket] = {}
+        #: By session: the questions it may ask.
+        self._allowance: dict[str, TokenBucket] = {}
         #: By session: its last refusal in the journal, and when (loop time).
         self._told: dict[str, tuple[str, float]] = {}
         self._now = asyncio.get_running_loop().time
@@ -116,15 +116,14 @@ class Guards:
 
     def gone(self, connection: Connection) -> None:
         """A thread waits no more: interrupted, ended, or answered before."""
-        if self.landings is not None:
-            self.landings.gone(connection)
+        self._landings.gone(connection)
         rid = self._growing.pop(connection, None)
         if rid is not None:
-            self._runner.forget(rid)
+            self._core.forget(rid)
         session = self._sessions.pop(connection, None)
         if session is None or session.guards.pop(connection, _NOBODY) is _NOBODY:
             return
-        record = self._runner.record(session.id)
+        record = self._core.record(session.id)
         if record is None or session.guards or record.state in ATTACHED:
             return  # attached: its activity says when the hold is over
         self._activity.drop(session)
@@ -150,16 +149,19 @@ class Guards:
 
     def about_to_change(self) -> None:
         """The pool is about to handle an event: what it refused until now it may grant after it."""
-        self._vain.withdraw()
+        self._refused_growth.withdraw()
 
     def changed(self, session: Session) -> None:
         """The session's state, lease or request has changed: its page must say so first."""
-        record = self._runner.record(session.id)
+        record = self._core.record(session.id)
         if record is None:
             return
         # First: once the gate is open, a process may ask how much memory there is.
         self._rooms.changed(session, record)
-        self._pages.follow(session, record)
+        attached = self._pages.follow(session, record)
+        self._activity.lease(session, attached)
+        if attached:
+            self._time_share.start()
         if record.state == "queued" and not record.bound:
             # A process may have called cuInit while it was attaching, which has failed.
             self._activity.settle(session)
@@ -181,14 +183,7 @@ class Guards:
     # ------------------------------------------------------------------ internals
 
     def _session(self, connection: Connection, message: Message) -> Session:
-        session = self._runner.sessions.get(message["session"])
-        if not session.token_is(message["token"]):
-            raise RefusedError("The token is not this session's.", code=Code.BAD_TOKEN)
-        if connection.peer.uid != session.uid:
-            raise RefusedError(
-                f"The session belongs to user id {session.uid} and you are {connection.peer.uid}.",
-                code=Code.NOT_YOURS,
-            )
+        session = self._core.sessions.proven(connection.peer, message)
         if self._sessions.setdefault(connection, session) is not session:
             raise RefusedError("This connection is another session's.", code=Code.NOT_YOURS)
         if connection in session.guards or connection in self._growing:
@@ -196,7 +191,7 @@ class Guards:
         return session
 
     def _attach_now(self, connection: Connection, session: Session, message: Message) -> None:
-        record = self._runner.record(session.id)
+        record = self._core.record(session.id)
         if record is None or record.state == "ended":
             raise RefusedError(f"Session {session.id} has ended.", code=Code.UNKNOWN_SESSION)
         if len(session.guards) >= MAX_GUARDS:
@@ -240,7 +235,7 @@ class Guards:
             self._settle_home(session, looking=0)
 
     def _settle_home(self, session: Session, *, looking: int) -> None:
-        record = self._runner.record(session.id)
+        record = self._core.record(session.id)
         places = ("detached", "queued", "attaching")
         if record is None or record.state not in places or self._settled(session, record, looking):
             return
@@ -263,9 +258,9 @@ class Guards:
         connection.answer(message.get("id"))
 
     def _land_now(self, connection: Connection, session: Session, message: Message) -> None:
-        if self.landings is None or session.page is None:
+        if session.page is None:
             raise RefusedError("This broker cannot move a process.", code=Code.NOT_MOVED)
-        self.landings.ask(connection, session, message)
+        self._landings.ask(connection, session, message)
 
     def _settled(self, session: Session, record: SessionRecord, looking: int) -> bool:
         """Return whether a process has looked at its devices, beside ``looking`` that do so now."""
@@ -276,7 +271,7 @@ class Guards:
         return reading is None or looked > looking
 
     def _grow_now(self, connection: Connection, session: Session, message: Message) -> None:
-        record, ordinal = self._runner.record(session.id), message["device"]
+        record, ordinal = self._core.record(session.id), message["device"]
         if record is None or record.state not in ATTACHED or ordinal >= len(record.slices):
             raise RefusedError("The session has no lease that could grow.", code=Code.NO_MEMORY)
         device, total = record.slices[ordinal].device, record.slices[ordinal].bytes
@@ -292,23 +287,23 @@ class Guards:
             if refusal is not None:
                 self._tell(session, "grow", refusal)
                 if refusal.code in CODES:
-                    self._vain.refused(session, ordinal, vain)
+                    self._refused_growth.refused(session, ordinal, vain)
                 connection.refuse(message.get("id"), refused(refusal))
                 return
-            now = self._runner.record(session.id)
+            now = self._core.record(session.id)
             sizes = [piece.bytes for piece in now.slices] if now is not None else []
             granted = sizes[ordinal] if ordinal < len(sizes) else 0
             connection.answer(message.get("id"), {"granted": granted})
 
         self._growing[connection] = rid
-        self._runner.expect(rid, reply)
+        self._core.expect(rid, reply)
         # What is known of its use may be a second old, and the question is about now. (But the page
         # of 256 processes takes milliseconds, and an application may ask hundreds of times.)
         if self._now() - session.use.read_at >= RECENT:
             self._activity.read(session)
-        self._runner.handle(
+        self._core.handle(
             e.GrowAsked(
-                now=self._runner.now(), session=session.id, device=device,
+                now=self._core.now(), session=session.id, device=device,
                 bytes=message["bytes"], rid=rid,
             )
         )  # fmt: skip
@@ -329,7 +324,7 @@ class Guards:
         if key == f"{what} {refusal.code}" and self._now() - at < SAME:
             return  # an application that tries smaller and smaller sizes
         self._told[session.id] = f"{what} {refusal.code}", self._now()
-        self._runner.note(
+        self._core.note(
             "refuse", session, reason=refusal.message, detail={"what": what, "code": refusal.code}
         )
 
@@ -340,16 +335,15 @@ class Guards:
         now = self._now()
         bucket = self._allowance.get(session.id)
         if bucket is None:
-            bucket = self._allowance[session.id] = Bucket(*QUESTIONS, now)
-        bucket.pay(1.0, now)
+            bucket = self._allowance[session.id] = TokenBucket(*QUESTIONS, now)
         left = bucket.left(now)
-        if left >= 0:
+        bucket.pay(1, now)
+        if left >= 1:
             return True
         if -left > MAX_GUARDS + 1:
             raise RefusedError("This session sends more requests than it may.", code=Code.TOO_MANY)
         loop = asyncio.get_running_loop()
-        wait = bucket.seconds_until(0.0, now)
-        loop.call_later(wait, self._later, connection, session, message, method)
+        loop.call_later((1 - left) / bucket.rate, self._later, connection, session, message, method)
         return False
 
     def _later(
@@ -366,7 +360,7 @@ LASTS = 1.0
 CODES = (Code.LIMIT, Code.NO_MEMORY, Code.QUOTA)
 
 
-class Vain:
+class RefusedGrowth:
     """Growth that was just refused need not be asked for again before anything has changed.
 
     Programs that look for the largest size that fits, or that retry, ask hundreds of times. So the

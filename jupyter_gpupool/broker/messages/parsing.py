@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a client may ask for, read from a message: numbers that make sense, names that are short."""
+"""What a message asks for, and whether its sender may act on the session that it names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Any, Mapping, cast, get_args
 
 from ...errors import Code, ProtocolError, RefusedError
 from ...pool.limits import changed_request
-from ...pool.model import Hold, HoldKind, Request
-from ...protocol import MAX_HOLDS
+from ...pool.model import Hold, HoldKind, Refusal, Request
+from ...protocol import MAX_HOLDS, Message
+from ..core import Core
+from ..sessions import Session
+from ..transport.auth import Access
+from ..transport.connection import Connection
 
 #: Characters of a name that a client chooses.
 MAX_NAME = 200
@@ -67,3 +71,38 @@ def read_holds(given: list[Any], now: float) -> tuple[Hold, ...]:
             raise ProtocolError("A hold in 'holds' must be an object with 'id' and 'kind'.")
         holds.append(Hold(name[:MAX_NAME], read_hold_kind(kind), now))
     return tuple(holds)
+
+
+def session_of(connection: Connection) -> Session:
+    """Return the session of the agent at the other end; refuse anybody else."""
+    if connection.session is None:
+        raise RefusedError(
+            "Send hello first: this connection has no session.", code=Code.UNKNOWN_SESSION
+        )
+    return connection.session
+
+
+def acting(core: Core, access: Access, connection: Connection, message: Message) -> Session:
+    """Return the session that the message is about, if its sender may act on it."""
+    name = message.get("session")
+    session = session_of(connection) if name is None else core.sessions.get(name)
+    check_may_act(access, connection, session)
+    return session
+
+
+def check_may_act(access: Access, connection: Connection, session: Session) -> None:
+    """Refuse a peer that may not act on a session."""
+    if not access.may_act(connection.peer, session.uid):
+        raise RefusedError(
+            f"Session {session.id} belongs to another user.",
+            code=Code.NOT_ALLOWED,
+            next_step="Ask its owner or an admin.",
+        )
+
+
+def note_refusal(
+    core: Core, session: Session | None, what: str, refusal: Refusal, owner: str = ""
+) -> None:
+    """Note in the journal that something was refused."""
+    detail = {"what": what, "code": refusal.code}
+    core.note("refuse", session, owner=owner, reason=refusal.message, detail=detail)

@@ -1,24 +1,36 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What people ask of a session: another size, release, keep. The pool says whether it can be."""
+"""What people ask: another size, release, keep; the pool's state and history."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import sqlite3
 from contextlib import suppress
-from typing import Any, Awaitable, Callable
+from typing import Any, Callable
 
 from ...errors import Code, GPUPoolError, RefusedError
 from ...pool import events as e
 from ...pool.model import Refusal
-from ...protocol import Message
-from ..lives import Lives
-from ..runner import Runner, refused
+from ...protocol import VERSION, Message, encode
+from ..configuration import Configuration
+from ..core import Core, refused
+from ..gpu.monitor import Monitor
+from ..lifecycle import Lifecycle
 from ..sessions import Session
+from ..store.history import MAX_ROWS, JournalPage, JournalReader, Query
+from ..store.journal import Row
 from ..store.records import request_to_json
+from ..transport.auth import owner_of
 from ..transport.connection import Connection
-from .parsing import read_request
+from ..transport.dispatch import POINTS_PER_SECOND
+from .guard import GuardMessages
+from .parsing import acting, note_refusal, read_request
+from .snapshot import Snapshots, StatusAnswers
+
+#: Connections of one user to which rows of the journal are pushed.
+MAX_WATCHERS = 64
 
 #: Seconds for which a slice may be kept idle at a time: 30 days.
 MAX_KEEP = 30 * 86400
@@ -27,28 +39,46 @@ MAX_KEEP = 30 * 86400
 MAX_LOOKS = 16
 
 
-class Wishes:
-    """Handles ``request``, ``release`` and ``keep``.
-
-    ``acting`` returns the session that a message is about, if its sender may act on it.
-    """
+class PeopleMessages:
+    """Handles ``request``, ``release``, ``keep``, ``status``, ``journal``, ``watch``, ``ping``."""
 
     def __init__(
-        self, runner: Runner, lives: Lives, acting: Callable[[Connection, Message], Session]
+        self,
+        core: Core,
+        configuration: Configuration,
+        *,
+        lifecycle: Lifecycle,
+        monitor: Monitor,
+        guard: GuardMessages,
+        snapshots: Snapshots,
     ) -> None:
-        self._runner = runner
-        self._lives = lives
-        self._acting = acting
+        self._core = core
+        self._configuration = configuration
+        self._lifecycle = lifecycle
+        self._monitor = monitor
+        self._guard = guard
+        self._answers = StatusAnswers(core, snapshots)
+        self._history = JournalReader(core.journal.path)
+        self._watchers: set[Connection] = set()
         self._rids = itertools.count(1)
         self._looks: set[asyncio.Task[None]] = set()
-        #: Takes a sample of the devices now and tells the pool.
-        self.look: Callable[[], Awaitable[None]] = _blind
-        #: Called when a session asks for something else than before.
-        self.on_request: Callable[[Session], None] = lambda _session: None
+        core.read_rows(self._show_row)
+
+    def close(self) -> None:
+        """Read the journal no more: the broker ends."""
+        self._history.close()
+
+    def gone(self, connection: Connection) -> None:
+        """Show no more rows to a connection that has ended."""
+        if connection in self._watchers:
+            self._watchers.remove(connection)
+            connection.account.watchers -= 1
+
+    # ------------------------------------------------------------------ of a session
 
     def request(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
-        record = self._lives.record(session)
+        record = self._lifecycle.record(session)
         memory = read_request(record.request, message).memory
         # What the guard counts is exact, and older by up to a sample.
         guarded = session.page is not None and any(memory < s.bytes for s in record.slices)
@@ -63,19 +93,19 @@ class Wishes:
 
     async def _look_first(self, connection: Connection, message: Message) -> None:
         with suppress(GPUPoolError):
-            await self.look()
+            await self._monitor.look()
         if connection.open:
             connection.attempt(message, self._request_now)
 
     def _request_now(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
-        request = read_request(self._lives.record(session).request, message)
+        request = read_request(self._lifecycle.record(session).request, message)
         self._ask(
             connection,
             message,
             session,
             lambda rid: e.RequestChanged(
-                now=self._runner.now(), session=session.id, request=request, rid=rid
+                now=self._core.now(), session=session.id, request=request, rid=rid
             ),
         )
 
@@ -85,7 +115,7 @@ class Wishes:
             connection,
             message,
             session,
-            lambda rid: e.ReleaseAsked(now=self._runner.now(), session=session.id, rid=rid),
+            lambda rid: e.ReleaseAsked(now=self._core.now(), session=session.id, rid=rid),
         )
 
     def keep(self, connection: Connection, message: Message) -> None:
@@ -97,14 +127,12 @@ class Wishes:
                 code=Code.BAD_REQUEST,
                 next_step=f"Ask for at most {MAX_KEEP} (30 days).",
             )
-        until = self._runner.now() + seconds
+        until = self._core.now() + seconds
         self._ask(
             connection,
             message,
             session,
-            lambda rid: e.KeepAsked(
-                now=self._runner.now(), session=session.id, until=until, rid=rid
-            ),
+            lambda rid: e.KeepAsked(now=self._core.now(), session=session.id, until=until, rid=rid),
         )
 
     def _ask(
@@ -119,27 +147,90 @@ class Wishes:
 
         def reply(refusal: Refusal | None, note: str) -> None:
             if refusal is not None:
-                note_refusal(self._runner, session, message["type"], refusal)
+                note_refusal(self._core, session, message["type"], refusal)
                 connection.refuse(request_id, refused(refusal))
                 return
             answer: dict[str, Any] = {"note": note}
-            record = self._runner.record(session.id)
+            record = self._core.record(session.id)
             if message["type"] == "request" and record is not None:
                 answer["request"] = request_to_json(record.request)
-                self.on_request(session)
+                self._guard.request_changed(session)
             connection.answer(request_id, answer)
 
-        self._runner.expect(rid, reply)
-        self._runner.handle(event(rid))
+        self._core.expect(rid, reply)
+        self._core.handle(event(rid))
 
+    # ------------------------------------------------------------------ what people look at
 
-def note_refusal(
-    runner: Runner, session: Session | None, what: str, refusal: Refusal, owner: str = ""
-) -> None:
-    """Note in the journal that something was refused."""
-    detail = {"what": what, "code": refusal.code}
-    runner.note("refuse", session, owner=owner, reason=refusal.message, detail=detail)
+    def status(self, connection: Connection, message: Message) -> None:
+        if "id" not in message:
+            return
+        reads = connection.account.reads
+        frugal = reads.left(asyncio.get_running_loop().time()) < reads.size / 2
+        connection.send_line(
+            self._answers.line(
+                connection.peer,
+                message["id"],
+                connection.service.counters.snapshot(),
+                frugal=frugal,
+            )
+        )
 
+    def journal(self, connection: Connection, message: Message) -> None:
+        if "id" not in message:
+            return
+        self._core.commit()
+        peer = connection.peer
+        owner = (
+            None if self._configuration.access.is_admin(peer) else owner_of(peer.uid, peer.gid).name
+        )
+        query = Query(
+            message.get("after", 0), message.get("limit", MAX_ROWS), message.get("session", ""),
+            owner,
+        )  # fmt: skip
+        newest = self._core.journal.seq
 
-async def _blind() -> None:
-    """Until there is a monitor."""
+        def done(found: JournalPage | sqlite3.Error) -> None:
+            if isinstance(found, JournalPage):
+                head = f'{{"v":{VERSION},"type":"ok","id":{message["id"]},"seq":{newest},'
+                rest = f'"more":{"true" if found.more else "false"},"rows":[{found.rows}]}}\n'
+                connection.send_line((head + rest).encode())
+                connection.end_read(found.seconds * POINTS_PER_SECOND)
+            else:
+                connection.refuse(
+                    message["id"],
+                    RefusedError(f"The journal cannot be read now ({found}).", code=Code.JOURNAL),
+                )
+                connection.end_read(0.0)
+
+        connection.begin_read()
+        self._history.ask(peer.uid, query, done)
+
+    def watch(self, connection: Connection, message: Message) -> None:
+        if connection not in self._watchers:
+            if connection.account.watchers >= MAX_WATCHERS:
+                raise RefusedError(
+                    f"User id {connection.peer.uid} already watches {MAX_WATCHERS} times.",
+                    code=Code.TOO_MANY,
+                )
+            connection.account.watchers += 1
+            self._watchers.add(connection)
+        connection.answer(message.get("id"), {"seq": self._core.journal.seq})
+
+    def ping(self, connection: Connection, message: Message) -> None:
+        connection.answer(message.get("id"))
+
+    def _show_row(self, row: Row) -> None:
+        """Push a journal row to those who watch and may see it."""
+        line = encode({"type": "event", **row.as_message()}) if self._watchers else b""
+        for connection in [*self._watchers]:
+            if self._may_see(connection, row):
+                connection.send_line(line)
+
+    def _may_see(self, connection: Connection, row: Row) -> bool:
+        peer = connection.peer
+        mine = row.owner == owner_of(peer.uid, peer.gid).name
+        return mine or self._configuration.access.is_admin(peer)
+
+    def _acting(self, connection: Connection, message: Message) -> Session:
+        return acting(self._core, self._configuration.access, connection, message)

@@ -13,28 +13,22 @@ import asyncio
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Mapping
+from typing import Any, Mapping
 
 from ... import __version__, cgroups
-from ...config import BrokerSettings
-from ...config.differences import shown
+from ...devices import Devices
 from ...pool.limits import most_memory
 from ...pool.model import DeviceView, Owner, PoolView, SessionRecord, SessionView
 from ...protocol import VERSION
-from ..gpu.actions import DeviceEffects
+from ..configuration import Configuration
+from ..core import Core
+from ..gpu.maintenance import Maintenance
+from ..gpu.samples import Samples
 from ..pages.activity import Activity
-from ..runner import Runner
+from ..pages.setup import GuardSetup
 from ..sessions import Session
 from ..store.records import request_to_json
-from ..transport.auth import Access, Peer, owner_of
-
-if TYPE_CHECKING:
-    from ..gpu.maintenance import Maintenance
-
-
-#: Seconds for which a view serves new kernels: a class of a hundred starts at ten o'clock.
-RECENT = 0.5
+from ..transport.auth import Peer, owner_of
 
 
 class Snapshots:
@@ -42,52 +36,36 @@ class Snapshots:
 
     def __init__(
         self,
-        runner: Runner,
-        effects: DeviceEffects,
-        access: Access,
+        core: Core,
+        service: Devices,
+        configuration: Configuration,
         *,
-        socket: Path,
-        emulated: bool,
-        machine: str,
-        journal_note: str = "",
+        samples: Samples,
+        activity: Activity,
+        setup: GuardSetup,
+        maintenance: Maintenance,
+        no_device: str,
+        journal_note: str,
     ) -> None:
-        self.socket = socket
-        self.access = access
-        self._runner = runner
-        self._effects = effects
-        self._emulated = emulated
-        self.machine = machine
+        self._core = core
+        self._service = service
+        self._configuration = configuration
+        self._samples = samples
+        self._activity = activity
+        self._setup = setup
+        self._maintenance = maintenance
+        self._no_device = no_device
         self._journal_note = journal_note
-        self._recent: PoolView | None = None
-        #: What the guard tells; None where nobody runs under it.
-        self.activity: Activity | None = None
-
-    # ------------------------------------------------------------------ for kernels
-
-    def recent(self) -> PoolView:
-        """Return a view that may be RECENT seconds old: it reads all sessions."""
-        view = self._recent
-        if (
-            view is None
-            or view.settings is not self._runner.pool.settings
-            or self._runner.now() - view.now > RECENT
-        ):
-            view = self._recent = self._view()
-        return view
-
-    def capacities(self) -> list[int]:
-        """Return the bytes that each device can give at most."""
-        return [view.capacity for view in self.recent().devices]
 
     def limits(self, owner: Owner) -> dict[str, Any]:
         """Return what a session of ``owner`` may ask for: ``memory`` per device, ``devices``."""
-        return self._limits(owner, self.recent())
+        return self._limits(owner, self._core.recent_view())
 
     def _limits(self, owner: Owner, view: PoolView) -> dict[str, Any]:
         settings = view.settings
         devices = [len(view.devices), settings.quota_of(owner.name).devices]
         return {
-            "memory": Most(view).of(owner, 1),
+            "memory": MostMemory(view).of(owner, 1),
             "devices": min(d for d in devices if d is not None),
             "max_wait": settings.max_wait,
             "priorities": sorted(settings.priority_classes),
@@ -98,27 +76,29 @@ class Snapshots:
     def broker(self, counters: Mapping[str, int]) -> dict[str, Any]:
         """Return the part of the snapshot that is about the broker itself."""
         return {
-            "machine_wide": self.access.machine_wide,
-            "journal": str(self._runner.journal.path),
-            "journal_problem": self._runner.journal.problem,
+            "machine_wide": self._configuration.machine_wide,
+            "journal": str(self._core.journal.path),
+            "journal_problem": self._core.journal.problem,
             "journal_note": self._journal_note,
             "counters": dict(counters),
         }
 
     def status(self, peer: Peer) -> dict[str, Any]:
         """Return the snapshot as ``peer`` may see it, without :meth:`broker`."""
-        view = self._view()
-        settings, most = view.settings, Most(view)
+        view = self._core.view()
+        settings, most = view.settings, MostMemory(view)
+        attach, attach_reason = self._setup.attach
+        emulate = self._configuration.settings.emulate
         return {
             "version": __version__,
-            "socket": str(self.socket),
+            "socket": str(self._configuration.socket),
             "pid": os.getpid(),
             "now": view.now,
-            "emulated": self._emulated,
-            "machine": self.machine,
-            "problem": self.problem,
-            "driver_warning": self.driver_warning,
-            "limited": self.limited,
+            "emulated": bool(emulate),
+            "machine": f"EMULATED {emulate}" if emulate else self._service.versions,
+            "problem": self._no_device,
+            "driver_warning": self._service.hazard,
+            "limited": self._service.limit,
             "limits": self._limits(owner_of(peer.uid, peer.gid), view),
             "devices": [self._device(v) for v in view.devices],
             "sessions": [
@@ -126,7 +106,7 @@ class Snapshots:
                 for v in view.sessions
                 if not self._empty(v.record, peer)
             ],
-            "maintenance": self.maintenance.status(peer) if self.maintenance else [],
+            "maintenance": self._maintenance.status(peer),
             "queue_length": sum(1 for s in view.sessions if s.record.state == "queued"),
             "host": {
                 "budget_bytes": view.host_budget,
@@ -137,40 +117,15 @@ class Snapshots:
                 "idle_timeout": settings.idle_timeout,
                 "reclaim_after": settings.reclaim_after,
                 "max_wait": settings.max_wait,
-                "attach": self.attach,
-                "attach_reason": self.attach_reason,
+                "attach": attach,
+                "attach_reason": attach_reason,
             },
-            "config": self.config(peer),
+            "config": self._configuration.shown(peer),
         }
-
-    #: The policy of a session that does not choose, and why it is not the configured one; the
-    #: application sets both.
-    attach: str = "cell"
-    attach_reason: str = ""
-    #: What is known to go wrong with the driver; the application sets it.
-    driver_warning: str = ""
-    #: What an admin has taken out of service; the application sets it.
-    maintenance: Maintenance | None = None
-    #: Why there is no device; empty if there are some. The application sets it.
-    problem: str = ""
-    #: What limits the pool to some of the machine's GPUs, in sentences. The application sets it.
-    limited: str = ""
-
-    def config(self, peer: Peer) -> dict[str, Any]:
-        """Return the configuration in force, for servers with another one."""
-        if self.settings is None:
-            return {}
-        return shown(self.settings, private=self.access.is_admin(peer))
-
-    #: The configuration; the application sets it.
-    settings: BrokerSettings | None = None
-
-    def _view(self) -> PoolView:
-        return self._runner.pool.view(self._runner.now())
 
     def _device(self, view: DeviceView) -> dict[str, Any]:
         device = view.device
-        sample = self._effects.recent(device.uuid)
+        sample = self._samples.recent(device.uuid)
         return {
             "uuid": device.uuid,
             "index": device.index,
@@ -193,20 +148,22 @@ class Snapshots:
 
     def _empty(self, record: SessionRecord, peer: Peer) -> bool:
         """Return whether it is another user's session without a kernel yet: it explains nothing."""
-        session = self._runner.sessions.find(record.id)
+        session = self._core.sessions.find(record.id)
         return (
             session is not None
             and session.process is None
             and not record.slices
-            and not self.access.may_act(peer, session.uid)
+            and not self._configuration.access.may_act(peer, session.uid)
         )
 
-    def _session(self, view: SessionView, now: float, peer: Peer, most: Most) -> dict[str, Any]:
+    def _session(
+        self, view: SessionView, now: float, peer: Peer, most: MostMemory
+    ) -> dict[str, Any]:
         record = view.record
-        session = self._runner.sessions.find(record.id)
+        session = self._core.sessions.find(record.id)
         devices = [piece.device for piece in record.slices]
         device = devices[0] if devices else None
-        if session is None or not self.access.may_act(peer, session.uid):
+        if session is None or not self._configuration.access.may_act(peer, session.uid):
             return {
                 "id": record.id,
                 "owner": "other",
@@ -277,8 +234,7 @@ class Snapshots:
             return None
         if not record.slices:
             return 0
-        if self.activity is not None:
-            self.activity.read(session)
+        self._activity.read(session)
         return sum(session.use.counted.values())
 
     def _slices(self, session: Session, view: SessionView) -> list[dict[str, Any]]:
@@ -302,7 +258,7 @@ class Snapshots:
         ]
 
 
-class Most:
+class MostMemory:
     """What sessions may ask for on each device at most, by the rules of one view; found once."""
 
     def __init__(self, view: PoolView) -> None:
@@ -357,11 +313,11 @@ class _Answer:
     rest: bytes
 
 
-class Shown:
+class StatusAnswers:
     """Encoded answers to ``status``, made once for each viewer and change of the pool."""
 
-    def __init__(self, runner: Runner, snapshots: Snapshots) -> None:
-        self._runner = runner
+    def __init__(self, core: Core, snapshots: Snapshots) -> None:
+        self._core = core
         self._snapshots = snapshots
         self._answers: dict[tuple[int, int], _Answer] = {}
         self._now = asyncio.get_running_loop().time
@@ -387,10 +343,10 @@ class Shown:
     def _still_good(self, answer: _Answer, now: float, frugal: bool) -> bool:
         if now - answer.made_at > LASTS:
             return False
-        return frugal or (answer.version == self._runner.version and not answer.volatile)
+        return frugal or (answer.version == self._core.version and not answer.volatile)
 
     def _make(self, peer: Peer, now: float) -> _Answer:
-        version = self._runner.version
+        version = self._core.version
         snapshot = self._snapshots.status(peer)
         volatile = any(s["slices"] and s.get("guard") for s in snapshot["sessions"])
         text = json.dumps(snapshot, separators=(",", ":"))

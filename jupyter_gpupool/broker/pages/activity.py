@@ -13,14 +13,14 @@ have changed.
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import dataclass
-from typing import Callable, Mapping
+from typing import Mapping
 
 from ...guard.page import DEVICES, Reading, device_name
 from ...pool import events as e
+from ..configuration import Configuration
+from ..core import Core
 from ..pace import Pace
-from ..runner import Runner
 from ..sessions import Session
 from .control import CLOSED, OPEN, UNUSED, Pages
 
@@ -60,42 +60,30 @@ _NOTHING = Seen()
 class Activity:
     """Looks at the pages of attached sessions, while there are some."""
 
-    def __init__(
-        self, runner: Runner, pages: Pages, log: logging.Logger, *, quiet_after: float
-    ) -> None:
-        self.quiet_after = quiet_after
+    def __init__(self, core: Core, pages: Pages, configuration: Configuration) -> None:
         self.attached: dict[str, Session] = {}
-        #: Somebody else looks at them, more often.
-        self.elsewhere = False
-        #: Called after a round with those that were busy, if they are two or more.
-        self.on_round: Callable[[list[Session]], None] = lambda _busy: None
-        self._runner = runner
+        self._core = core
         self._pages = pages
-        self._log = log
-        self._timer: asyncio.TimerHandle | None = None
+        self._configuration = configuration
         self._now = asyncio.get_running_loop().time
 
+    @property
+    def quiet_after(self) -> float:
+        """Seconds without a CUDA call after which a session is idle."""
+        return self._configuration.settings.quiet_after
+
     def lease(self, session: Session, attached: bool) -> None:
-        """A lease has come or gone: look at the session from now on, or no more."""
+        """Begin to look at a session whose lease has come, and end it when the lease is gone."""
         if attached and session.page is not None:
             if session.id not in self.attached:
                 self.attached[session.id] = session
-                # Who has just got its lease is about to use it.
+                # A session that has just got its lease is about to use it.
                 session.use.busy_at = session.use.looked_at = self._now()
-            if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(LOOK, self._round)
         elif self.attached.pop(session.id, None) is not None:
             session.use.counted = {}
             if session.page is None and session.use.held:
-                # Given up while in use: nobody would see the end of it.
+                # Its page was given up while it used the device: no look would see the end of that.
                 asyncio.get_running_loop().call_soon(self.drop, session)
-
-    def close(self) -> None:
-        """Look no more."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self.attached.clear()
 
     # ------------------------------------------------------------------ one session
 
@@ -134,7 +122,7 @@ class Activity:
         reading = self._pages.read(session)
         if reading is None:
             return None
-        use, record = session.use, self._runner.record(session.id)
+        use, record = session.use, self._core.record(session.id)
         use.read_at = self._now()
         use.waiting = reading.waiting
         if reading.captures and (reading.inflight or reading.waiting or not use.captures):
@@ -148,7 +136,7 @@ class Activity:
         if reading.pins != use.pins:
             use.pins = reading.pins
             if use.pins:
-                self._runner.note("pinned", session, reason=use.pins)
+                self._core.note("pinned", session, reason=use.pins)
         return reading
 
     def reading(self, session: Session) -> Reading | None:
@@ -179,23 +167,14 @@ class Activity:
 
     # ------------------------------------------------------------------ the rounds
 
-    def _round(self) -> None:
-        try:
-            # Where turns are kept, every turn ends with a look.
-            sessions = [] if self.elsewhere else [*self.attached.values()]
-            busy = [s for s in sessions if self.look(s).busy]
-            if len(busy) > 1:
-                self.on_round(busy)
-        except Exception:
-            self._log.exception("The pages could not be read")
-        self._timer = None
-        if self.attached and not self._runner.stopped:
-            self._timer = asyncio.get_running_loop().call_later(LOOK, self._round)
-
     def look(self, session: Session, elapsed: float = LOOK) -> Seen:
         """Look at one session, whose last look was ``elapsed`` seconds ago; tell the pool."""
         now, use = self._now(), session.use
-        if self._touched(session):
+        touched = self._touched(session)
+        if session.page is None:  # damaged by its user
+            self.lease(session, False)
+            return _NOTHING
+        if touched:
             self._used(session, elapsed)
             if now - use.looked_at >= STALE:
                 use.looked_at = now
@@ -231,9 +210,9 @@ class Activity:
     def take(self, session: Session) -> None:
         """Take the hold, or ask for a lease with it."""
         session.use.held = True
-        self._runner.handle(
+        self._core.handle(
             e.HoldTaken(
-                now=self._runner.now(), session=session.id, hold=DEVICE_HOLD, kind="device",
+                now=self._core.now(), session=session.id, hold=DEVICE_HOLD, kind="device",
                 bound=self.bound(session),
             )
         )  # fmt: skip
@@ -244,7 +223,7 @@ class Activity:
         cuInit needs none: they see the session's home devices of that moment. () if none has called
         it, or if the pool knows better where the session has to be.
         """
-        record = self._runner.record(session.id)
+        record = self._core.record(session.id)
         if record is None or record.state not in ("detached", "queued") or record.suspended:
             return ()
         if record.bound and record.state == "queued":
@@ -252,7 +231,7 @@ class Activity:
         reading = self.read(session)
         if reading is None or not reading.cuda:
             return ()
-        known = {device_name(device.uuid): device.uuid for device in self._runner.pool.devices()}
+        known = {device_name(device.uuid): device.uuid for device in self._core.pool.devices()}
         # In the place of each of the session's devices: what the first process there has seen.
         seen = [
             next((known[slot.sees[i]] for slot in reading.slots if slot.sees[i] in known), home)
@@ -264,8 +243,8 @@ class Activity:
         """Tell the pool on which devices the session has settled, before it places the session."""
         bound = self.bound(session)
         if bound:
-            self._runner.handle(
-                e.DevicesSettled(now=self._runner.now(), session=session.id, bound=bound)
+            self._core.handle(
+                e.DevicesSettled(now=self._core.now(), session=session.id, bound=bound)
             )
 
     def cell_over(self, session: Session) -> None:
@@ -274,7 +253,7 @@ class Activity:
         What the cell itself did is no reason to keep the slice for ``quiet_after`` seconds; a
         thread that goes on will be seen at the next look, or before its slice is taken.
         """
-        record = self._runner.record(session.id)
+        record = self._core.record(session.id)
         if record is None or record.attach == "lazy" or not session.use.held:
             return
         if any(hold.id != DEVICE_HOLD for hold in record.holds):
@@ -309,8 +288,8 @@ class Activity:
     def drop(self, session: Session) -> None:
         """Drop the hold: nothing uses the device, or waits for it."""
         session.use.held = False
-        self._runner.handle(
+        self._core.handle(
             e.HoldDropped(
-                now=self._runner.now(), session=session.id, hold=DEVICE_HOLD, cuda=session.cuda
+                now=self._core.now(), session=session.id, hold=DEVICE_HOLD, cuda=session.cuda
             )
         )

@@ -18,7 +18,7 @@ import stat
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable, Mapping, Sequence
+from typing import Mapping, Sequence
 
 from ... import local_machine, procfs
 from ...guard.install import session_environment
@@ -40,6 +40,7 @@ from ...guard.page import (
 from ...pool.model import SessionRecord
 from ...procfs import ProcessId
 from ...states import ATTACHED
+from ..configuration import Configuration
 from ..pace import Pace
 from ..sessions import Session, Sessions
 
@@ -61,8 +62,6 @@ class Pages:
     ----------
     folder:
         See :func:`page_folder`.
-    managed:
-        Whether managed memory is allowed.
     context_bytes:
         What a context is charged.
     """
@@ -71,24 +70,20 @@ class Pages:
         self,
         folder: Path,
         sessions: Sessions,
+        configuration: Configuration,
         log: logging.Logger,
         *,
-        managed: bool = False,
         context_bytes: int = 0,
-        machine_wide: bool = False,
-        socket: Path | None = None,
     ) -> None:
         self.folder = folder
-        self._socket = socket
-        self._mode = 0o711 if machine_wide else 0o700
+        self._configuration = configuration
+        self._socket = configuration.socket
+        self._mode = 0o711 if configuration.machine_wide else 0o700
         #: When the folder last changed, as of the last look: its inode and time.
         self._seen = (0, 0)
-        self.managed = managed
         self.context_bytes = context_bytes
         self._sessions = sessions
         self._log = log
-        #: Called with a session whose lease has come (True) or gone.
-        self.on_lease: Callable[[Session, bool], None] = lambda _session, _attached: None
 
     # ------------------------------------------------------------------ life
 
@@ -102,7 +97,7 @@ class Pages:
         """
         own_folder(self.folder, self._mode)
         mark = self.folder / SOCKET_FILE
-        if self._socket is not None and not mark.exists():
+        if not mark.exists():
             with suppress(OSError):  # a full disk does not matter here
                 mark.write_text(f"{self._socket}\n{local_machine.pid_namespace()}")
 
@@ -126,7 +121,7 @@ class Pages:
         path = self._path(session)
         self.make_folder()  # somebody may have deleted it
         session.page = Page.create(path, session.id, session.uid)
-        session.page.set_policy(managed=self.managed, context_bytes=self.context_bytes)
+        self._set_policy(session.page)
         session.page.set_devices(devices[:DEVICES])
         session.page.set_grant([], limit, 0)
         session.home = tuple(devices)
@@ -156,8 +151,12 @@ class Pages:
             self._log.error("Session %s goes on unguarded: %s", session.id, error)
             session.page = None
             return
-        session.page.set_policy(managed=self.managed, context_bytes=self.context_bytes)
+        self._set_policy(session.page)
         session.home = session.page.devices()
+
+    def _set_policy(self, page: Page) -> None:
+        managed = self._configuration.settings.managed_memory == "allow"
+        page.set_policy(managed=managed, context_bytes=self.context_bytes)
 
     def _place(self, session: Session) -> Path:
         """Return where the page is: the session's processes name the place that they know.
@@ -171,7 +170,7 @@ class Pages:
         named = _named_page(session)
         if named is None or named.name != path.name:
             return path
-        once = SHARED_MEMORY / folder_name(self._socket) if self._socket else None
+        once = SHARED_MEMORY / folder_name(self._socket)
         return named if session.uid == os.geteuid() or named.parent == once else path
 
     def _find(self, session: Session, path: Path, used: bool) -> Page | None:
@@ -274,15 +273,15 @@ class Pages:
 
     # ------------------------------------------------------------------ true to the record
 
-    def follow(self, session: Session, record: SessionRecord) -> None:
-        """Make the page say what the record says.
+    def follow(self, session: Session, record: SessionRecord) -> bool:
+        """Make the page say what the record says; return whether it shows a lease now.
 
         While a suspend is under way the gate is its effect's business; a gate that is open, or
         paused for a neighbour's turn, stays so.
         """
         page = session.page
         if page is None:
-            return
+            return False
         attached = record.state in ATTACHED and bool(record.slices)
         try:
             if attached:
@@ -301,8 +300,8 @@ class Pages:
                 page.set_grant([], record.request.limit, record.epoch)
         except (OSError, PageError) as error:
             self._damaged(session, error)
-            return
-        self.on_lease(session, attached)
+            return False
+        return attached
 
     def set_home(self, session: Session, devices: Sequence[str]) -> None:
         """Say which devices the processes of a session without a lease will see."""
@@ -420,7 +419,6 @@ class Pages:
         if session.page is not None:
             session.page.close()
             session.page = None
-        self.on_lease(session, False)
 
 
 def environment(directory: Path, page: Path, base: Mapping[str, str], home: str) -> dict[str, str]:

@@ -7,21 +7,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Callable
 
-from ...pool.model import PoolView, Request, SessionRecord, Slice
+from ...pool.model import Request, SessionRecord, Slice
 from ...pool.placement import home_devices
 from ...states import ATTACHED
+from ..core import Core
 from ..pace import PART, REST, Pace
-from ..runner import Runner
 from ..sessions import Session
 from .activity import Activity
 from .control import Pages
-
-if TYPE_CHECKING:
-    from ..runner import Runner
-    from .activity import Activity
-    from .control import Pages
 
 
 class Rooms:
@@ -34,8 +28,8 @@ class Rooms:
     Written when a lease comes, and again when another lease on a device changes.
     """
 
-    def __init__(self, runner: Runner, pages: Pages, activity: Activity) -> None:
-        self._runner = runner
+    def __init__(self, core: Core, pages: Pages, activity: Activity) -> None:
+        self._core = core
         self._pages = pages
         self._activity = activity
         #: By attached session: its slices and limit as last seen, and what its page says.
@@ -99,45 +93,46 @@ class Rooms:
             # It cannot grow, and the guard needs no word to know that.
             room: tuple[int, ...] = ()
         else:
-            room = self._runner.pool.growable(session.id)
+            room = self._core.pool.growable(session.id)
         if room != self._told.get(session.id):
             self._told[session.id] = room
             self._pages.set_room(session, room)
 
 
 class Homes:
-    """Chooses the devices that kernels see before they have a slice, by :mod:`...pool.unasked`.
+    """Chooses the devices that kernels see before they have a slice, by :mod:`...pool.unasked`."""
 
-    ``recent`` returns a view of the pool that may be a moment old.
-    """
-
-    def __init__(self, runner: Runner, recent: Callable[[], PoolView]) -> None:
-        self._runner = runner
-        self._recent = recent
+    def __init__(self, core: Core, pages: Pages, activity: Activity) -> None:
+        self._core = core
+        self._pages = pages
+        self._activity = activity
 
     def first(self, request: Request) -> tuple[str, ...]:
         """Return the devices that a new kernel sees; its first attach corrects them."""
         return home_devices(
-            self._recent().devices, self._kernels(), memory=request.memory, count=request.devices
+            self._core.recent_view().devices,
+            self._kernels(),
+            memory=request.memory,
+            count=request.devices,
         )
 
     def now(self, record: SessionRecord, seen: tuple[str, ...]) -> tuple[str, ...]:
         """Return the devices for a kernel that sees ``seen`` and is about to settle."""
-        planned = self._runner.pool.preferred(record.id)
+        planned = self._core.pool.preferred(record.id)
         return home_devices(
-            self._recent().devices, self._kernels(),
+            self._core.recent_view().devices, self._kernels(),
             memory=record.request.memory, count=record.request.devices, seen=seen, planned=planned,
         )  # fmt: skip
 
-    async def refresh(self, pages: Pages, activity: Activity) -> None:
+    async def refresh(self) -> None:
         """Let kernels that have not called cuInit see devices with room for them."""
-        devices, kernels = self._recent().devices, self._kernels()
+        devices, kernels = self._core.recent_view().devices, self._kernels()
         pace = Pace()
-        for session in [*self._runner.sessions]:
+        for session in [*self._core.sessions]:
             await pace.step()
             if session.page is None or session.process is None:
                 continue  # nobody reads its page yet
-            record, seen = self._runner.record(session.id), session.home
+            record, seen = self._core.record(session.id), session.home
             if not seen or record is None or _settled(record):
                 continue
             better = home_devices(
@@ -145,15 +140,15 @@ class Homes:
             )
             if better == seen:
                 continue
-            reading = activity.read(session)
+            reading = self._activity.read(session)
             if reading is not None and not reading.cuda:
-                pages.set_home(session, better)
+                self._pages.set_home(session, better)
                 kernels.subtract(seen)
                 kernels.update(better)
 
     def _kernels(self) -> Counter[str]:
         """Return how many kernels see each device."""
-        return Counter(uuid for session in self._runner.sessions for uuid in session.home)
+        return Counter(uuid for session in self._core.sessions for uuid in session.home)
 
 
 def _settled(record: SessionRecord) -> bool:

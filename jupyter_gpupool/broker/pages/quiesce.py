@@ -15,9 +15,13 @@ it, and one that has run for some milliseconds since is past it.
 from __future__ import annotations
 
 import asyncio
-from typing import Iterable
+from typing import Callable, Iterable
 
 from ... import procfs
+from ...guard.page import Reading
+
+#: Seconds that calls inside the driver have to return once the gate is shut, and between looks.
+DRAIN, DRAIN_POLL = 1.0, 0.003
 
 #: Nanoseconds of running after which a thread is past the way: it is nanoseconds long, and the time
 #: that the kernel shows may be a tick old.
@@ -41,6 +45,26 @@ def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
             if state in ("R", "D"):
                 found[pid, thread] = ran
     return found
+
+
+async def drain(read: Callable[[], Reading | None], pid: int | None = None) -> str:
+    """Wait until no call can be on its way into the driver; return why one may be, or "".
+
+    Of the session whose page ``read`` returns, or of its process ``pid`` alone.
+    """
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + DRAIN
+    while True:
+        reading = read()
+        slots = [slot for slot in reading.slots if pid in (None, slot.pid)] if reading else []
+        if not any(slot.inflight for slot in slots):
+            pids = [slot.pid for slot in slots] if pid is None else [pid]
+            if await quiesce(pids):
+                return ""
+            return "a thread that was about to call CUDA got no processor"
+        if loop.time() >= give_up:
+            return f"a CUDA call did not return within {DRAIN:g} s"
+        await asyncio.sleep(DRAIN_POLL)
 
 
 async def quiesce(pids: Iterable[int]) -> bool:

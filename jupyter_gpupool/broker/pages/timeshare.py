@@ -18,9 +18,10 @@ from typing import Iterable
 
 from ...pool.model import SessionRecord
 from ...pool.timeslice import Contender, Tallies, contended_devices, next_turn
-from ..runner import Runner
+from ..configuration import Configuration
+from ..core import Core
 from ..sessions import Session
-from .activity import Activity
+from .activity import LOOK, Activity
 from .control import PAUSED, UNUSED, Pages
 
 #: A paused gate opens by itself after so many turns.
@@ -30,69 +31,85 @@ PAUSE = 2
 REST = 10
 
 
-class TurnKeeper:
-    """Executes the plans for all devices of one broker."""
+class TimeShare:
+    """Looks at the attached sessions in rounds; keeps turns while some of them contend."""
 
     def __init__(
-        self, runner: Runner, pages: Pages, activity: Activity, log: logging.Logger, *, turn: float
+        self,
+        core: Core,
+        pages: Pages,
+        activity: Activity,
+        configuration: Configuration,
+        log: logging.Logger,
     ) -> None:
-        #: Seconds.
-        self.turn = turn
-        self._runner = runner
+        self._core = core
         self._pages = pages
         self._activity = activity
+        self._configuration = configuration
         self._log = log
+        #: Whether turns are being kept now.
+        self.running = False
         self._state = Tallies()
         self._used: dict[str, float] = {}
         self._paused: set[str] = set()
         self._quiet = 0
         self._at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        activity.on_round = self.consider
 
-    @property
-    def running(self) -> bool:
-        """Whether turns are being kept now."""
-        return self._timer is not None
-
-    def consider(self, busy: Iterable[Session]) -> None:
-        """Begin to keep turns if these sessions, busy at the last look, contend."""
-        if self.running:
-            return
-        records = [self._runner.record(session.id) for session in busy]
-        contenders = [_contender(record, busy=True) for record in records if record is not None]
-        if contended_devices(contenders):
-            self._state, self._used, self._quiet = Tallies(), {}, 0
-            self._activity.elsewhere = True
-            self._at = asyncio.get_running_loop().time()
-            self._wait()
+    def start(self) -> None:
+        """Look from now on, for as long as a session is attached."""
+        if self._timer is None:
+            pause = self._configuration.settings.turn if self.running else LOOK
+            self._timer = asyncio.get_running_loop().call_later(pause, self._round)
 
     def close(self) -> None:
-        """Keep no turns any more; open what is paused."""
+        """Look no more, and open what is paused."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._activity.elsewhere = False
+        self._end_turns()
+
+    # ------------------------------------------------------------------ rounds
+
+    def _round(self) -> None:
+        self._timer = None
+        try:
+            if self.running:
+                self._turn()
+            else:
+                self._look()
+        except Exception:
+            self._log.exception("The pages could not be read")
+            self._end_turns()
+        if self.running or self._activity.attached:
+            self.start()
+
+    def _look(self) -> None:
+        sessions = [*self._activity.attached.values()]
+        busy = [session for session in sessions if self._activity.look(session, LOOK).busy]
+        if len(busy) > 1:
+            self._consider(busy)
+
+    def _consider(self, busy: Iterable[Session]) -> None:
+        """Begin to keep turns if these sessions, busy at the last look, contend."""
+        records = [self._core.record(session.id) for session in busy]
+        contenders = [_contender(record, busy=True) for record in records if record is not None]
+        if contended_devices(contenders):
+            self._state, self._used, self._quiet = Tallies(), {}, 0
+            self._at = asyncio.get_running_loop().time()
+            self.running = True
+
+    # ------------------------------------------------------------------ turns
+
+    def _turn(self) -> None:
+        self._quiet = 0 if self._step() else self._quiet + 1
+        if self._quiet >= REST:
+            self._end_turns()
+
+    def _end_turns(self) -> None:
+        self.running = False
         for name in [*self._paused]:
             self._open(name)
-
-    # ------------------------------------------------------------------ one turn
-
-    def _wait(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self.turn, self._next)
-
-    def _next(self) -> None:
-        try:
-            contended = self._step()
-        except Exception:
-            self._log.exception("Compute shares are not enforced for now")
-            self.close()
-            return
-        self._quiet = 0 if contended else self._quiet + 1
-        if self._quiet >= REST or self._runner.stopped:
-            self.close()
-        else:
-            self._wait()
 
     def _step(self) -> bool:
         now = asyncio.get_running_loop().time()
@@ -100,7 +117,7 @@ class TurnKeeper:
         contenders = []
         for session in list(self._activity.attached.values()):
             seen = self._activity.look(session, elapsed)
-            record = self._runner.record(session.id)
+            record = self._core.record(session.id)
             if record is None or session.id not in self._activity.attached:
                 continue
             # A session that only waits for its turn uses nothing; a call that runs on into the
@@ -113,7 +130,7 @@ class TurnKeeper:
         self._state = found.state
         for name in self._paused - found.wait:
             self._open(name)
-        until = time.monotonic_ns() + int(PAUSE * self.turn * 1e9)
+        until = time.monotonic_ns() + int(PAUSE * self._configuration.settings.turn * 1e9)
         self._paused = {name for name in found.wait if name in self._activity.attached}
         for name in self._paused:
             self._pages.set_gate(self._activity.attached[name], PAUSED, pause_until=until)

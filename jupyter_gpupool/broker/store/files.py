@@ -19,14 +19,27 @@ import stat
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Awaitable, Callable
+from typing import Any, Awaitable, Callable, Sequence
 
 from ... import local_machine, procfs
 from ...endpoint import user_runtime_dir
 from ...errors import GPUPoolError
+from ...starting import broker_environment
+from ...startrecord import (
+    BadRecord,
+    StartRecord,
+    change_record,
+    copy_path,
+    read_record,
+    remove_copy,
+    remove_record,
+    write_copy,
+    write_record,
+)
+from ..core import Core
 from ..pages.control import SHARED_MEMORY, SOCKET_FILE, folder_name
-from ..runner import Runner
-from ..transport.listener import Claim
+from ..pages.setup import GuardSetup
+from ..transport.listener import Claim, is_machine_wide
 from .journal_file import JournalLock
 
 #: Seconds between two looks.
@@ -43,6 +56,83 @@ MAX_KEPT = 1 << 20
 _NOT_KEPT = (".sock", ".lock", ".start", ".failed", ".log", ".old")
 
 
+class StartRecordFile:
+    """The record with which others start this broker again should it die.
+
+    Parameters
+    ----------
+    command:
+        What starts this broker again, the socket apart; empty if nobody but the caller can.
+    """
+
+    def __init__(self, socket: Path, command: Sequence[str], log: logging.Logger) -> None:
+        self._socket = socket
+        self._command = [*command]
+        self._log = log
+        self._record: StartRecord | None = None
+        self._served = False
+
+    def mention_predecessor(self) -> None:
+        """Log that the broker before this one died: its own log ends without a word of that."""
+        with suppress(BadRecord):
+            before = read_record(self._socket)
+            if before is not None:
+                self._log.warning(
+                    "The broker before this one (process %d) died: %s", before.pid,
+                    before.crashed or "it was killed, perhaps because memory was short (dmesg)",
+                )  # fmt: skip
+
+    def write(self, journal: Path) -> None:
+        """Write it, unless the machine's service manager starts this broker again."""
+        if is_machine_wide(self._socket) or not self._command:
+            return
+        command = [*self._command, "--socket", str(self._socket)]
+        try:
+            environment = broker_environment(os.environ)
+            self._record = write_record(self._socket, command, environment, str(journal))
+            if self._served:
+                self._change(served=True)  # a client was faster
+        except OSError as error:
+            self._log.warning("Should this broker die, it will not be started again: %s", error)
+            return
+        try:
+            write_copy(self._record)
+        except OSError as error:
+            self._log.warning("The start record has no copy beside the journal: %s", error)
+
+    def keep(self) -> None:
+        """Write the copy beside the journal again, if it was deleted."""
+        if self._record is not None and not copy_path(Path(self._record.journal)).exists():
+            write_copy(self._record)
+
+    def forget(self) -> None:
+        """Let nobody start this broker again, or the one before it: it was told to end."""
+        record = self._record
+        with suppress(BadRecord):
+            record = record or read_record(self._socket)
+        if record is not None:
+            remove_copy(record.journal)
+        remove_record(self._socket)
+
+    def served(self) -> None:
+        """Note that this broker is of use: should it be killed, another start is worth it."""
+        if not self._served:
+            self._served = True
+            self._change(served=True)
+
+    def crashed(self, error: Exception) -> None:
+        """Note that this broker ended by an error of its own."""
+        self._change(crashed=f"{type(error).__name__}: {error}"[:500])
+
+    def _change(self, **changes: Any) -> None:
+        if self._record is None:
+            return
+        self._record = change_record(self._socket, self._record, **changes)
+        if copy_path(Path(self._record.journal)).exists():  # or it ends in order
+            with suppress(OSError):
+                write_copy(self._record)
+
+
 class Keeper:
     """Looks after the files of one broker.
 
@@ -53,19 +143,20 @@ class Keeper:
         self,
         claim: Claim,
         lock: JournalLock,
-        runner: Runner,
-        serve: Callable[[socket.socket], Awaitable[None]],
+        core: Core,
+        *,
+        setup: GuardSetup,
+        start_record: StartRecordFile,
+        serve: Callable[[socket.socket], None],
         log: logging.Logger,
     ) -> None:
         self._claim = claim
         self._lock = lock
-        self._runner = runner
+        self._core = core
+        self._setup = setup
+        self._start_record = start_record
         self._serve = serve
         self._log = log
-        #: Puts back the sessions' pages and the links to the guard.
-        self.keep_pages: Callable[[], Awaitable[None]] = _nothing
-        #: Puts back the copy of the start record that is beside the journal.
-        self.keep_record: Callable[[], None] = lambda: None
         #: Of each file beside the socket: which version (inode, time), mode, content.
         self._kept: dict[Path, tuple[tuple[int, int], int, bytes]] = {}
         self._problems: dict[str, str] = {}
@@ -81,7 +172,7 @@ class Keeper:
         """Look once, and put back what is missing."""
         await self._try("socket", self._keep_socket)
         await self._try("journal", self._keep_journal)
-        await self._try("page of a session", self._keep_pages)
+        await self._try("page of a session", self._setup.keep)
 
     async def _try(self, what: str, keep: Callable[[], Awaitable[None]]) -> None:
         """What cannot be put back now is tried at each look, and said once."""
@@ -107,7 +198,7 @@ class Keeper:
             return
         listening = self._claim.restore()
         if listening is not None:
-            await self._serve(listening)
+            self._serve(listening)
         for path, (_, mode, content) in self._kept.items():
             if not path.exists():
                 _write(path, mode, content)
@@ -150,18 +241,15 @@ class Keeper:
         if self._lock.is_lost():
             self._lock.restore()
             self._log.warning("The lock %s was deleted and is back", self._lock.path)
-        self.keep_record()
-        journal = self._runner.journal
+        self._start_record.keep()
+        journal = self._core.journal
         if not journal.is_lost():
             return
         journal.restore()
-        for session in self._runner.sessions:
-            self._runner.dirty(session.id)
-        self._runner.commit()
+        for session in self._core.sessions:
+            self._core.dirty(session.id)
+        self._core.commit()
         self._log.warning("The journal %s was deleted; its sessions are in it again", journal.path)
-
-    async def _keep_pages(self) -> None:
-        await self.keep_pages()
 
 
 def _write(path: Path, mode: int, content: bytes) -> None:
@@ -169,10 +257,6 @@ def _write(path: Path, mode: int, content: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags, mode), "wb") as file:
             file.write(content)
-
-
-async def _nothing() -> None:
-    """Until there are pages."""
 
 
 #: Seconds for which files are left alone: somebody may be starting a broker with them.

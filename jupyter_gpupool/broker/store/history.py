@@ -40,7 +40,7 @@ class Query:
 
 
 @dataclass(frozen=True)
-class Page:
+class JournalPage:
     """Rows as JSON objects with commas between them; ``more``: there are further ones."""
 
     rows: str
@@ -49,10 +49,10 @@ class Page:
     seconds: float = 0.0
 
 
-Done = Callable[[Page | sqlite3.Error], None]
+Done = Callable[[JournalPage | sqlite3.Error], None]
 
 
-class History:
+class JournalReader:
     """Answers queries of the journal at ``path``."""
 
     def __init__(self, path: Path) -> None:
@@ -87,13 +87,13 @@ class History:
         future = self._loop.run_in_executor(self._thread, self._read, query)
         future.add_done_callback(lambda future: self._finish(future, done))
 
-    def _finish(self, future: asyncio.Future[Page | sqlite3.Error], done: Done) -> None:
+    def _finish(self, future: asyncio.Future[JournalPage | sqlite3.Error], done: Done) -> None:
         self._reading = False
         if not self._closed and not future.cancelled():
             done(future.result())
             self._next()
 
-    def _read(self, query: Query) -> Page | sqlite3.Error:
+    def _read(self, query: Query) -> JournalPage | sqlite3.Error:
         try:
             # A connection for each page: the file may be another one by the next.
             before = time.thread_time()
@@ -109,7 +109,7 @@ class History:
             return error
 
 
-def read_page(db: sqlite3.Connection, query: Query) -> Page:
+def read_page(db: sqlite3.Connection, query: Query) -> JournalPage:
     """Return the page that ``query`` asks for."""
     conditions, values = ["seq > ?"], [max(0, query.after)]  # type: list[str], list[Any]
     if query.session:
@@ -128,10 +128,10 @@ def read_page(db: sqlite3.Connection, query: Query) -> Page:
     while found := cursor.fetchmany(FETCH):
         for row in found:
             if len(rows) == limit or size > MAX_BYTES:
-                return Page(",".join(rows), True)
+                return JournalPage(",".join(rows), True)
             rows.append(_encoded(row))
             size += len(rows[-1])
-    return Page(",".join(rows), False)
+    return JournalPage(",".join(rows), False)
 
 
 def _encoded(row: tuple[Any, ...]) -> str:

@@ -113,7 +113,9 @@ class Journal:
         Whose journal it is (:func:`jupyter_gpupool.local_machine.machine_id`): another machine's is
         refused, because its sessions are none here.
     max_bytes:
-        What it may take on the disk; the oldest rows go first.
+        Returns what it may take on the disk now; the oldest rows go first.
+    on_long:
+        Called when :meth:`tidy` is due before its time: it leaves less for the event loop to do.
 
     Raises
     ------
@@ -123,10 +125,17 @@ class Journal:
     """
 
     def __init__(
-        self, path: Path, log: logging.Logger, *, machine: str = "", max_bytes: int = MAX_BYTES
+        self,
+        path: Path,
+        log: logging.Logger,
+        *,
+        machine: str = "",
+        max_bytes: Callable[[], int] = lambda: MAX_BYTES,
+        on_long: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = path
-        self.max_bytes = max_bytes
+        self._max_bytes = max_bytes
+        self._on_long = on_long
         self._log = log
         #: Why nothing can be written now; empty if all is well.
         self.problem = ""
@@ -137,8 +146,6 @@ class Journal:
         self._meta: dict[str, str] = {}
         self._lost = 0
         self._commits = 0
-        #: Called when :meth:`tidy` is due before its time: it leaves less for the event loop to do.
-        self.on_long: Callable[[], None] = lambda: None
         self._known: dict[str, str] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -254,7 +261,7 @@ class Journal:
         On a connection of its own, so that the event loop does not wait for the disk.
         """
         try:
-            tidy(self.path, keep_above=self.seq - MAX_ROWS, max_bytes=self.max_bytes)
+            tidy(self.path, keep_above=self.seq - MAX_ROWS, max_bytes=self._max_bytes())
         except sqlite3.Error as error:
             self._log.info("The journal %s was not tidied up: %s", self.path, error)
 
@@ -271,7 +278,7 @@ class Journal:
         try:
             size = self._log_path.stat().st_size
             if size >= MAX_LOG // 2:
-                self.on_long()
+                self._on_long()
             if size < MAX_LOG:
                 return
             self._db.execute("PRAGMA synchronous = OFF")

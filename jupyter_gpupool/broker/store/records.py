@@ -9,6 +9,8 @@ from dataclasses import asdict, fields
 from typing import Any, Mapping, Sequence
 
 from ...pool.model import Device, Hold, Owner, Request, SessionRecord, Slice
+from ...procfs import ProcessId
+from ..sessions import Session
 
 _FIELDS = tuple(f.name for f in fields(SessionRecord))
 _REQUEST_FIELDS = tuple(f.name for f in fields(Request))
@@ -47,6 +49,47 @@ def from_json(data: Mapping[str, Any]) -> SessionRecord:
     for name in ("bound", "last_devices"):
         values[name] = tuple(values.get(name, ()))
     return SessionRecord(**values)
+
+
+def journaled(session: Session, record: SessionRecord) -> dict[str, Any]:
+    """Return what a restart needs of a session."""
+    return {
+        "record": to_json(record),
+        "uid": session.uid,
+        "token_digest": session.token_digest,
+        "kernel_id": session.kernel_id,
+        "pid": session.process.pid if session.process else None,
+        "start_time": session.process.start_time if session.process else None,
+        "moving": dict(session.moving),
+        "frozen": [[process.pid, process.start_time] for process in session.frozen],
+        "queued_at": session.queued_at,
+    }
+
+
+def read_session(record: SessionRecord, entry: Mapping[str, Any]) -> Session:
+    """Return the session that :func:`journaled` described, of which ``record`` was read."""
+    session = Session(
+        id=record.id,
+        owner=record.owner,
+        uid=int(entry["uid"]),
+        token_digest=str(entry["token_digest"]),
+        kernel_id=str(entry["kernel_id"]),
+        moving={str(k): int(v) for k, v in entry.get("moving", {}).items()},
+    )
+    session.frozen = frozen_in(entry)
+    if entry["pid"] is not None:
+        session.process = ProcessId(int(entry["pid"]), int(entry["start_time"]))
+    if record.bound:
+        session.cuda = True
+    return session
+
+
+def frozen_in(entry: Mapping[str, Any]) -> tuple[ProcessId, ...]:
+    """Return the suspended processes of a journal's record; () if it names none."""
+    try:
+        return tuple(ProcessId(int(pid), int(start)) for pid, start in entry.get("frozen", ()))
+    except (TypeError, ValueError):
+        return ()
 
 
 def slices_to_json(slices: tuple[Slice, ...]) -> list[dict[str, Any]]:

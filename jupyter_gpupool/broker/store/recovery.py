@@ -32,17 +32,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Collection, Literal, Mapping
 
 from ...devices import Devices
 from ...errors import Code, DriverError, GPUPoolError
+from ...local_machine import boot_id
+from ...pool import events as e
 from ...pool.model import Hold, SessionRecord, Slice
-from ...procfs import ProcessId, alive
+from ...procfs import alive
 from ...states import ATTACHED
-from ..pages.activity import DEVICE_HOLD
+from ..core import Core
+from ..gpu.actions import DeviceActions
+from ..gpu.health import SuddenEnds
+from ..gpu.landing import Landings
+from ..lifecycle import GRACE, Lifecycle
+from ..messages.guard import GuardMessages
+from ..pages.activity import DEVICE_HOLD, Activity
+from ..pages.control import Pages
 from ..sessions import Session
-from .records import from_json
+from .records import from_json, frozen_in, read_session
 
 #: A hold that stands for whatever the agent will say when it is back. Until then, or for so many
 #: seconds, nobody takes the slice. Where the guard shows what is used it is not needed for the
@@ -105,7 +116,7 @@ def check_reach(
     for entry in stored.values():
         try:
             record = from_json(entry["record"])
-            session = _session(record, entry)
+            session = read_session(record, entry)
         except (KeyError, TypeError, ValueError):
             continue  # nothing can be done with it anyway
         there = {*record.bound, *(piece.device for piece in (*record.slices, *record.suspended))}
@@ -127,6 +138,131 @@ def check_reach(
     )
 
 
+class Recovery:
+    """Goes on with the sessions of the broker before this one.
+
+    ``alone_since`` is the monotonic time from which on certainly no other broker has looked at
+    these sessions.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        service: Devices,
+        *,
+        pages: Pages,
+        activity: Activity,
+        guard: GuardMessages,
+        landings: Landings,
+        lifecycle: Lifecycle,
+        actions: DeviceActions,
+        sudden_ends: SuddenEnds,
+        alone_since: float,
+        log: logging.Logger,
+    ) -> None:
+        self._core = core
+        self._service = service
+        self._pages = pages
+        self._activity = activity
+        self._guard = guard
+        self._landings = landings
+        self._lifecycle = lifecycle
+        self._actions = actions
+        self._sudden_ends = sudden_ends
+        self._alone_since = alone_since
+        self._log = log
+
+    async def run(self, socket: str) -> None:
+        """Recover what the journal has; ``socket`` is where the kernels will find this broker."""
+        core, journal = self._core, self._core.journal
+        stored = journal.records()
+        if stored and journal.meta("boot") not in ("", boot_id()):
+            for name in stored:
+                journal.put(name, None)
+            stored = {}
+        journal.remember("boot", boot_id())
+        journal.remember("socket", socket)
+        # Before anybody asks the driver: a process that was being moved is between two devices.
+        guarded = [n for n, entry in stored.items() if self._service.guard and _was_guarded(entry)]
+        await asyncio.gather(*(self._landings.recover(name) for name in guarded))
+        found, dead = await recover(stored, self._service, core.now(), self._log)
+        for name, owner, reason in dead:
+            journal.put(name, None)
+            core.note("close", owner=owner, reason=reason, detail={"session": name})
+            self._actions.end_frozen(name, frozen_in(stored[name]))
+            with suppress(KeyError, TypeError, ValueError):  # one that cannot be read
+                self._sudden_ends.ended(from_json(stored[name]["record"]))
+        for one in found:
+            self._adopt_page(one)
+        for one in found:
+            core.sessions.add(one.session)
+        core.handle(e.Recovered(now=core.now(), records=tuple(one.record for one in found)))
+        for one in found:
+            self._go_on(one)
+        self._pages.sweep()
+        core.commit()
+
+    def _adopt_page(self, one: Recovered) -> None:
+        """Go on with the session's page, and let it say whether the session uses its device."""
+        session, record = one.session, one.record
+        used = bool(record.bound or record.slices or record.suspended)
+        self._pages.adopt(session, used=used)
+        self._activity.read(session)
+        if not (one.idle_since or one.computed):
+            return
+        now, alone = self._core.now(), self._alone()
+        quiet = self._activity.untouched(session)
+        if quiet and one.idle_since:
+            one.at_rest()
+        elif quiet and alone >= self._activity.quiet_after:
+            # A session that shows no use now has not used its device since nobody looked.
+            one.at_rest(now - alone)
+        elif one.computed and session.page is not None:
+            one.in_use(now)
+
+    def _go_on(self, one: Recovered) -> None:
+        session, core = one.session, self._core
+        self._correct_page(one)
+        if one.record.slices:
+            core.set_state(session.id, one.record.state)
+        if session.process is None:
+            self._lifecycle.expect_launch(session)
+        else:
+            self._lifecycle.watch_process(session, session.process)
+        core.dirty(session.id)
+        core.note(
+            "recovered",
+            session,
+            device=one.record.slices[0].device if one.record.slices else None,
+            bytes=one.record.granted_bytes or None,
+            detail={"label": one.record.label, "state": one.record.state},
+        )
+        if one.lost:
+            self._actions.end_session(e.EndSession(session=session.id, message=one.lost))
+        elif any(hold.id == RECOVERED_HOLD for hold in one.record.holds):
+            grace = GRACE if session.page is None else GRACE_UNDER_GUARD
+            self._lifecycle.start_grace(session, grace)
+
+    def _correct_page(self, one: Recovered) -> None:
+        """Make the page true: a broker that was killed in a suspend left the gate closed."""
+        session, record = one.session, self._core.record(one.session.id)
+        if record is not None and not record.suspended:
+            self._pages.no_longer_aside(session)  # that broker ended before it asked the driver
+        quiet = self._activity.untouched(session)
+        self._guard.changed(session)
+        if any(hold.id == DEVICE_HOLD for hold in one.record.holds):
+            self._activity.go_on(session, self._alone() if quiet else 0.0)
+
+    def _alone(self) -> float:
+        return time.monotonic() - self._alone_since
+
+
+def _was_guarded(entry: Any) -> bool:
+    """Return whether a session of the journal, which may be damaged, had a page."""
+    record = entry.get("record") if isinstance(entry, dict) else None
+    return isinstance(record, dict) and bool(record.get("lands"))
+
+
 async def recover(
     stored: Mapping[str, Mapping[str, Any]], devices: Devices, now: float, log: logging.Logger
 ) -> tuple[list[Recovered], list[tuple[str, str, str]]]:
@@ -136,7 +272,7 @@ async def recover(
     for name, entry in stored.items():
         try:
             record = from_json(entry["record"])
-            session = _session(record, entry)
+            session = read_session(record, entry)
         except (KeyError, TypeError, ValueError) as error:
             log.error("The journal's record of session %s cannot be read: %r", name, error)
             dead.append((name, "", "its journal record cannot be read"))
@@ -147,31 +283,6 @@ async def recover(
             living.append((session, record))
     found = await asyncio.gather(*(_recover_one(s, r, devices, now, log) for s, r in living))
     return list(found), dead
-
-
-def _session(record: SessionRecord, entry: Mapping[str, Any]) -> Session:
-    session = Session(
-        id=record.id,
-        owner=record.owner,
-        uid=int(entry["uid"]),
-        token_digest=str(entry["token_digest"]),
-        kernel_id=str(entry["kernel_id"]),
-        moving={str(k): int(v) for k, v in entry.get("moving", {}).items()},
-    )
-    session.frozen = frozen_in(entry)
-    if entry["pid"] is not None:
-        session.process = ProcessId(int(entry["pid"]), int(entry["start_time"]))
-    if record.bound:
-        session.cuda = True
-    return session
-
-
-def frozen_in(entry: Mapping[str, Any]) -> tuple[ProcessId, ...]:
-    """Return the suspended processes of a journal's record; () if it names none."""
-    try:
-        return tuple(ProcessId(int(pid), int(start)) for pid, start in entry.get("frozen", ()))
-    except (TypeError, ValueError):
-        return ()
 
 
 async def _recover_one(

@@ -198,6 +198,23 @@ class Connection(asyncio.BufferedProtocol):
                 ),
             )
 
+    def speaks_for(self, session: Session | None) -> None:
+        """Note that the peer is the agent of this session now; None: of none any more."""
+        self.session = session
+
+    def hold_early(self, session: Session | None) -> None:
+        """Note that a message waits for the ``launched`` of this session; None: no more."""
+        self.early = session
+        self.account.early += 1 if session is not None else -1
+
+    def begin_wait(self) -> None:
+        """Note that one more hold request waits for its answer."""
+        self.waiting += 1
+
+    def end_wait(self) -> None:
+        """Note that one of them is answered."""
+        self.waiting -= 1
+
     def begin_read(self) -> None:
         """The read being handled is answered later; see :meth:`end_read`."""
         self._read_state = "answering"

@@ -21,7 +21,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Mapping
 
 from ...errors import Code, RefusedError
-from ..pace import Bucket
+from ..ratelimit import TokenBucket
 
 if TYPE_CHECKING:
     from .connection import Connection
@@ -209,7 +209,7 @@ class Dispatcher:
             self._timers[account.uid] = self._loop.call_later(1.0, self._look, account)
 
     def _covered(
-        self, bucket: Bucket, waiting: deque[Connection] | list[Connection], now: float
+        self, bucket: TokenBucket, waiting: deque[Connection] | list[Connection], now: float
     ) -> list[Connection]:
         """Return those at the head of ``waiting`` whose requests the budget covers together."""
         left, count = bucket.left(now), 0
@@ -299,9 +299,9 @@ class Account:
 
     def __init__(self, uid: int, now: float) -> None:
         self.uid = uid
-        self.acts = Bucket(*ACTS, now)
-        self.reads = Bucket(*READS, now)
-        self.connects = Bucket(*CONNECTS, now)
+        self.acts = TokenBucket(*ACTS, now)
+        self.reads = TokenBucket(*READS, now)
+        self.connects = TokenBucket(*CONNECTS, now)
         self.connections: set[Connection] = set()
         self.watchers = 0
         #: Connections in the middle of a long request: those that are read, and those that wait.
@@ -343,5 +343,5 @@ class Account:
         return (
             not self.connections
             and not self.ready
-            and all(b.left(now) >= b.size for b in (self.acts, self.reads, self.connects))
+            and all(b.full(now) for b in (self.acts, self.reads, self.connects))
         )

@@ -24,7 +24,7 @@ from ...endpoint import check_path, is_machine_path
 from ...errors import BrokerUnavailable, Code, RefusedError
 from ...protocol import encode, error_message
 from .auth import peer_of
-from .connection import Connection
+from .connection import Connection, Service
 from .dispatch import Dispatcher
 
 #: Connections the kernel may keep for us until we accept them: a class that starts at ten o'clock.
@@ -380,3 +380,25 @@ def _refusal(uid: int, rate: float) -> bytes:
         details={"retry_after": LOBBY / rate},
     )
     return encode(error_message(error, None))
+
+
+class Server:
+    """Serves ``service`` at one listening socket at a time."""
+
+    def __init__(self, service: Service, log: logging.Logger) -> None:
+        self._service = service
+        self._log = log
+        self._door: Door | None = None
+
+    def serve(self, listening: socket.socket) -> None:
+        """Accept connections at ``listening``, and no more where it did before."""
+        door = Door(
+            listening, lambda: Connection(self._service), self._service.dispatcher, self._log
+        )
+        self.close()
+        self._door = door
+
+    def close(self) -> None:
+        """Accept no more."""
+        if self._door is not None:
+            self._door.close()

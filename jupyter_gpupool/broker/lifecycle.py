@@ -10,9 +10,10 @@ import logging
 from ..errors import Code, RefusedError
 from ..pool import events as e
 from ..pool.model import SessionRecord
+from ..procfs import ProcessId
 from . import processes
+from .core import Core
 from .pages.activity import DEVICE_HOLD
-from .runner import Runner
 from .sessions import Session
 
 #: Seconds for which the holds of an agent that went away are kept, process alive.
@@ -22,16 +23,16 @@ GRACE = 10.0
 LAUNCH_TIMEOUT = 30.0
 
 
-class Lives:
+class Lifecycle:
     """Turns what happens to processes and connections into pool events."""
 
-    def __init__(self, runner: Runner, log: logging.Logger) -> None:
-        self._runner = runner
+    def __init__(self, core: Core, log: logging.Logger) -> None:
+        self._core = core
         self._log = log
 
     def record(self, session: Session) -> SessionRecord:
         """Return the pool's record of a session; refuse one that has ended."""
-        record = self._runner.record(session.id)
+        record = self._core.record(session.id)
         if record is None:
             raise RefusedError(f"Session {session.id} has ended.", code=Code.UNKNOWN_SESSION)
         return record
@@ -42,12 +43,9 @@ class Lives:
             LAUNCH_TIMEOUT, self.end, session, f"no kernel came in {LAUNCH_TIMEOUT:g} s"
         )
 
-    def watch_process(self, session: Session) -> None:
+    def watch_process(self, session: Session, process: ProcessId) -> None:
         """End the session when its process ends."""
-        assert session.process is not None
-        session.death = processes.Death(
-            session.process, lambda: self.end(session, "its process has ended")
-        )
+        session.death = processes.Death(process, lambda: self.end(session, "its process has ended"))
 
     def start_grace(self, session: Session, seconds: float = GRACE) -> None:
         """Keep the session's holds for a while: its agent may come back and say which are true."""
@@ -58,9 +56,9 @@ class Lives:
     def _grace_over(self, session: Session) -> None:
         session.grace = None
         self._log.warning("The agent of session %s did not come back; its holds end", session.id)
-        self._runner.handle(
+        self._core.handle(
             e.HoldsReplaced(
-                now=self._runner.now(), session=session.id, cuda=session.cuda,
+                now=self._core.now(), session=session.id, cuda=session.cuda,
                 holds=tuple(h for h in self.record(session).holds if h.id == DEVICE_HOLD),
             )
         )  # fmt: skip
@@ -83,17 +81,14 @@ class Lives:
         """Drop a hold; if it waits, its request ends with the error ``cancelled``."""
         wait = session.waits.pop(hold, None)
         if wait is not None:
-            wait.connection.waiting -= 1
-            wait.connection.refuse(
-                wait.request_id, RefusedError("The wait was cancelled.", code=Code.CANCELLED)
-            )
-        self._runner.handle(
-            e.HoldDropped(now=self._runner.now(), session=session.id, hold=hold, cuda=session.cuda)
+            wait.refuse(RefusedError("The wait was cancelled.", code=Code.CANCELLED))
+        self._core.handle(
+            e.HoldDropped(now=self._core.now(), session=session.id, hold=hold, cuda=session.cuda)
         )
 
     def end(self, session: Session, reason: str) -> None:
         """The session is over, for this reason. Harmless if it was over before."""
-        if self._runner.sessions.find(session.id) is session:
-            self._runner.handle(
-                e.SessionEnded(now=self._runner.now(), session=session.id, reason=reason)
+        if self._core.sessions.find(session.id) is session:
+            self._core.handle(
+                e.SessionEnded(now=self._core.now(), session=session.id, reason=reason)
             )

@@ -1,0 +1,230 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""All parts of one broker, constructed in order of dependence: a part is given what it uses.
+
+There is one circle, and it is here: parts tell the pool of events (``core.handle``), and the runner
+behind that calls parts to perform what the pool decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Awaitable, Callable, Sequence, cast
+
+from ..cgroups import Host
+from ..devices import Devices, GuardedDevices, OpenDevices, Options
+from ..guard.install import without_guard
+from ..pool.machine import Pool
+from ..pool.model import Device
+from .configuration import Configuration
+from .core import Clock, Core
+from .environment import device_files, machine_environment, version_file
+from .gpu.accounting import DriverShares, Overheads, OveruseWatch
+from .gpu.actions import DeviceActions
+from .gpu.health import Health, SuddenEnds
+from .gpu.landing import Landings
+from .gpu.maintenance import Maintenance
+from .gpu.monitor import Monitor
+from .gpu.samples import Samples
+from .gpu.setaside import SetAside
+from .hostmemory import HostRoom
+from .lifecycle import Lifecycle
+from .messages.agent import AgentMessages
+from .messages.guard import GuardMessages
+from .messages.people import PeopleMessages
+from .messages.provisioner import ProvisionerMessages
+from .messages.router import Router
+from .messages.snapshot import Snapshots
+from .metrics import Metrics
+from .pages.activity import Activity
+from .pages.control import Pages, page_folder
+from .pages.hints import Homes, Rooms
+from .pages.setup import GuardSetup
+from .pages.timeshare import TimeShare
+from .pressure import Pressure
+from .runner import Runner
+from .sessions import Sessions
+from .store.files import StartRecordFile
+from .store.journal import Journal
+from .store.recovery import Recovery
+
+#: Where memory and its limits are read.
+HOST = Host()
+
+
+@dataclass(frozen=True)
+class Broker:
+    """The parts that the application starts, reloads and ends."""
+
+    core: Core
+    runner: Runner
+    devices: Sequence[Device]
+    service: Devices
+    health: Health
+    room: HostRoom
+    rooms: Rooms
+    landings: Landings
+    time_share: TimeShare
+    setup: GuardSetup
+    actions: DeviceActions
+    maintenance: Maintenance
+    monitor: Monitor
+    metrics: Metrics
+    recovery: Recovery
+    router: Router
+
+
+async def build(
+    configuration: Configuration,
+    journal: Journal,
+    start_record: StartRecordFile,
+    open_devices: OpenDevices,
+    find: Callable[[Devices], Awaitable[list[Device]]],
+    *,
+    alone_since: float,
+    journal_note: str,
+    log: logging.Logger,
+) -> Broker:
+    """Return the broker of the devices that ``find`` finds among those that are opened.
+
+    ``alone_since`` is the monotonic time from which on certainly no other broker has looked at the
+    sessions in the journal.
+    """
+    settings, socket = configuration.settings, configuration.socket
+    core = Core(
+        Pool(settings.pool), journal, Sessions(), Clock(float(journal.meta("clock") or 0)), log,
+        handle=lambda event: runner.handle(event),  # noqa: PLW0108 (it is made last)
+    )  # fmt: skip
+    health = Health(
+        core, configuration,
+        lambda uuid: service.retest(uuid),  # noqa: PLW0108 (it is made next)
+        log,
+    )  # fmt: skip
+    files = device_files(settings, socket, journal.path)
+    service = open_devices(
+        Options(
+            log=log.getChild("devices"),
+            env={**os.environ, **machine_environment(settings, socket, journal.path, os.environ)},
+            # A broker may be started from within a kernel, whose variables are the pool's own.
+            given=without_guard(os.environ),
+            wanted=settings.devices,
+            lock_timeout=settings.lock_timeout,
+            guard=settings.guard,
+            python=settings.device_python,
+            memo=journal.meta("memo"),
+            files=files,
+            version_file=version_file(settings, socket, journal.path),
+            on_lost=health.lost,
+        )
+    )
+    devices = await find(service)
+    no_device = "" if devices else service.problem or "none was found."
+
+    samples = Samples(service, configuration)
+    room = HostRoom(HOST, lambda: configuration.settings.host_reserve)
+    pressure = Pressure(core, room, log)
+
+    guarded = [device.uuid for device in devices if device.tier == "guarded"]
+    folder, problem = _page_folder(configuration)
+    # A vendor without a guard guards no session, so that nothing of this is asked of it.
+    guardable = service.guard or cast(GuardedDevices, service)
+    context_bytes = max((service.context_bytes(uuid) for uuid in guarded), default=0)
+    pages = Pages(folder, core.sessions, configuration, log, context_bytes=context_bytes)
+    activity = Activity(core, pages, configuration)
+    time_share = TimeShare(core, pages, activity, configuration, log)
+    rooms = Rooms(core, pages, activity)
+    homes = Homes(core, pages, activity)
+    setup = GuardSetup(
+        pages, configuration, _links(configuration, folder, journal.path),
+        guarded=bool(guarded), problem=problem or ("" if guarded else _guard_problem(service)),
+        log=log,
+    )  # fmt: skip
+
+    actions = DeviceActions(
+        core, service, samples=samples, room=room, pages=pages, activity=activity,
+        health=health,
+    )  # fmt: skip
+    landings = Landings(core, actions, guardable, samples=samples, pages=pages, log=log)
+    aside = SetAside(core, guardable, pages, activity, log)
+    sudden_ends = SuddenEnds(core, service, health, log)
+    maintenance = Maintenance(
+        core, service, configuration, health=health, aside=aside,
+        log=log,
+    )  # fmt: skip
+    monitor = Monitor(
+        core, service, configuration, samples=samples, room=room, pressure=pressure,
+        health=health, driver_shares=DriverShares(core, health, log), activity=activity,
+        overheads=Overheads(core, pages, activity),
+        overuse=OveruseWatch(core, actions, samples, configuration, log),
+        homes=homes, rooms=rooms, log=log,
+    )  # fmt: skip
+
+    lifecycle = Lifecycle(core, log)
+    snapshots = Snapshots(
+        core, service, configuration, samples=samples, activity=activity, setup=setup,
+        maintenance=maintenance, no_device=no_device, journal_note=journal_note,
+    )  # fmt: skip
+    guard = GuardMessages(
+        core, pages, activity, time_share, rooms=rooms, homes=homes, landings=landings
+    )
+    agent = AgentMessages(core, lifecycle, activity, snapshots, log)
+    provisioner = ProvisionerMessages(
+        core, configuration, lifecycle=lifecycle, actions=actions, service=service, pages=pages,
+        setup=setup, homes=homes, agent=agent, guard=guard,
+        environment=machine_environment(settings, socket, journal.path, {}),
+        no_device=no_device,
+    )  # fmt: skip
+    people = PeopleMessages(
+        core, configuration, lifecycle=lifecycle, monitor=monitor, guard=guard,
+        snapshots=snapshots,
+    )  # fmt: skip
+    router = Router(
+        core, configuration, lifecycle=lifecycle, provisioner=provisioner, agent=agent,
+        guard=guard, people=people, maintenance=maintenance, start_record=start_record,
+        log=log,
+    )  # fmt: skip
+
+    runner = Runner(core, actions=actions, guard=guard, monitor=monitor, sudden_ends=sudden_ends)
+    recovery = Recovery(
+        core, service, pages=pages, activity=activity, guard=guard, landings=landings,
+        lifecycle=lifecycle, actions=actions, sudden_ends=sudden_ends, alone_since=alone_since,
+        log=log,
+    )  # fmt: skip
+    return Broker(
+        core=core, runner=runner, devices=devices, service=service, health=health, room=room,
+        rooms=rooms, landings=landings, time_share=time_share, setup=setup, actions=actions,
+        maintenance=maintenance, monitor=monitor,
+        metrics=Metrics(core, samples, monitor, configuration, log),
+        recovery=recovery, router=router,
+    )  # fmt: skip
+
+
+def _guard_problem(service: Devices) -> str:
+    if service.guard is None:
+        return "The pool has no guard for GPUs of this vendor."
+    return service.guard.guard_problem
+
+
+def _page_folder(configuration: Configuration) -> tuple[Path, str]:
+    """Return the folder for pages, and why it cannot be made, or ""."""
+    socket = configuration.socket
+    try:
+        return page_folder(socket, machine_wide=configuration.machine_wide), ""
+    except OSError as error:
+        folder = socket.with_name(f"{socket.name}.pages")
+        return folder, f"There is no folder for its pages: {error}."
+
+
+def _links(configuration: Configuration, pages: Path, journal: Path) -> Path:
+    """Return the folder for the links to the guard's library.
+
+    A new process that does not find them runs without the guard, so they are not in shared memory,
+    but where a logout leaves them alone. But nobody else may enter a user's own folders, and
+    ``LD_PRELOAD`` ends at a space or colon.
+    """
+    lasting = journal.with_suffix(".guard")
+    plain = not set(str(lasting)) & set(": \t\n")
+    return lasting if plain and not configuration.machine_wide else pages

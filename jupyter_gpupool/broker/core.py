@@ -1,0 +1,243 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What every part of the broker reads and writes: the pool, the sessions, the journal, the clock.
+
+Everything happens in one thread, the event loop's. A part tells the pool of an event with
+:meth:`Core.handle`; ``runner`` is behind that, and performs what the pool decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any, Callable, Collection
+
+from ..errors import RefusedError
+from ..pool import events as e
+from ..pool.machine import Pool
+from ..pool.model import PoolView, Refusal, SessionRecord
+from .ratelimit import RowBudget
+from .sessions import Session, Sessions
+from .store.journal import Journal, Row
+from .store.records import journaled, slices_to_json
+
+#: Seconds for which a changed hold may be missing in the journal. A restart does not need it: the
+#: pool takes no slice before its agent has had the time to come back (see ``recovery``).
+FLUSH_AFTER = 0.25
+
+#: Seconds for which a view serves new kernels: a class of a hundred starts at ten o'clock.
+VIEW_LASTS = 0.5
+
+#: Receives an answer: (refusal or None, note for people).
+Reply = Callable[[Refusal | None, str], None]
+
+#: Receives each row of the journal as it is written.
+RowReader = Callable[[Row], None]
+
+
+class Clock:
+    """Seconds since the epoch that never go back, also not over a restart."""
+
+    def __init__(self, not_before: float = 0.0) -> None:
+        self._offset = max(time.time(), not_before) - time.monotonic()
+
+    def now(self) -> float:
+        """Return the time."""
+        return time.monotonic() + self._offset
+
+
+class Core:
+    """The pool and what is kept beside it.
+
+    Parameters
+    ----------
+    handle:
+        Gives the pool an event and performs what it decides: :meth:`runner.Runner.handle`. May be
+        called from within (an action that fails at once is an event, too); then the event waits for
+        its turn.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        journal: Journal,
+        sessions: Sessions,
+        clock: Clock,
+        log: logging.Logger,
+        *,
+        handle: Callable[[e.Event], None],
+    ) -> None:
+        self.pool = pool
+        self.journal = journal
+        self.sessions = sessions
+        self.log = log
+        self.now = clock.now
+        self.handle = handle
+        #: How often something happened on a device: a sample that was begun before is stale.
+        self.changes: dict[str, int] = {}
+        #: Set whenever ``changes`` grows.
+        self.changed = asyncio.Event()
+        #: The state of each session that is not detached: most are, and they cost nothing.
+        self.busy: dict[str, str] = {}
+        #: Grows with whatever a snapshot of the pool may show.
+        self.version = 0
+        self._replies: dict[str, Reply] = {}
+        self._dirty: set[str] = set()
+        self._flush: asyncio.TimerHandle | None = None
+        self._rows = RowBudget()
+        self._readers: list[RowReader] = []
+        self._view: PoolView | None = None
+        self._stopped = False
+
+    # ------------------------------------------------------------------ the pool
+
+    def record(self, session: str) -> SessionRecord | None:
+        """Return the pool's record of a session, or None."""
+        return self.pool.record(session) if session in self.pool else None
+
+    def view(self) -> PoolView:
+        """Return the pool as it is now: reads all sessions."""
+        return self.pool.view(self.now())
+
+    def recent_view(self) -> PoolView:
+        """Return a view that may be VIEW_LASTS seconds old."""
+        view = self._view
+        stale = view is None or self.now() - view.now > VIEW_LASTS
+        if view is None or stale or view.settings is not self.pool.settings:
+            view = self._view = self.view()
+        return view
+
+    def expect(self, rid: str, reply: Reply) -> None:
+        """Call ``reply`` when the pool answers ``rid``."""
+        self._replies[rid] = reply
+
+    def forget(self, rid: str) -> bool:
+        """Drop an expected answer; return whether it had not come."""
+        return self._replies.pop(rid, None) is not None
+
+    def answered(self, rid: str, refusal: Refusal | None, note: str) -> None:
+        """Pass the pool's answer on."""
+        reply = self._replies.pop(rid, None)
+        if reply is not None:
+            reply(refusal, note)
+
+    def moved(self, devices: Collection[str]) -> None:
+        """Note that a process came to or left these devices: earlier samples of them are stale."""
+        for device in devices:
+            self.changes[device] = self.changes.get(device, 0) + 1
+        if devices:
+            self.changed.set()
+
+    def touched(self) -> None:
+        """Note that a snapshot would show something else now."""
+        self.version += 1
+
+    def set_state(self, session: str, state: str) -> None:
+        """Keep :attr:`busy` true."""
+        if state in ("detached", "ended"):
+            self.busy.pop(session, None)
+        else:
+            self.busy[session] = state
+
+    # ------------------------------------------------------------------ the journal
+
+    def read_rows(self, reader: RowReader) -> None:
+        """Call ``reader`` with each row from now on."""
+        self._readers.append(reader)
+
+    def stop_reading(self, reader: RowReader) -> None:
+        """Call ``reader`` no more."""
+        self._readers.remove(reader)
+
+    def note(
+        self, kind: str, session: Session | None = None, *, owner: str = "", **fields: Any
+    ) -> None:
+        """Append a row to the journal (committed with the next commit) and show it to readers.
+
+        ``owner`` is whose it is where there is no session; a row of nobody is for admins.
+        """
+        row = Row(
+            time=self.now(),
+            kind=kind,
+            session=session.id if session else "",
+            owner=session.owner.name if session else owner,
+            **fields,
+        )
+        if self._rows.admits(row, row.time):
+            self.journal.append(row)
+            for reader in self._readers:
+                reader(row)
+            self.flush_later()
+
+    def note_missing(self, *, all_of_them: bool = False) -> None:
+        """Note in one row for each user which rows of theirs were too many to be written."""
+        for owner, kinds in self._rows.summaries(self.now(), all_of_them=all_of_them):
+            self.note(
+                "omitted", owner=owner, detail={"rows": dict(kinds)},
+                reason=f"{kinds.total()} rows about this user's kernels without a slice were too "
+                "many to be kept.",
+            )  # fmt: skip
+
+    def dirty(self, session: str) -> None:
+        """Write the session's record, and what is kept beside it, with the next commit."""
+        self.version += 1
+        self._dirty.add(session)
+        self.flush_later()
+
+    def mark(self, session: str) -> None:
+        """Write the session's record with the next commit, which the caller sees to."""
+        self._dirty.add(session)
+
+    def commit(self) -> None:
+        """Write everything that is to be written, now."""
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        for name in self._dirty:
+            session, record = self.sessions.find(name), self.record(name)
+            if session is None or record is None or record.state == "ended":
+                self.journal.put(name, None)
+            else:
+                self.journal.put(name, journaled(session, record))
+        self._dirty.clear()
+        self.journal.remember("clock", repr(self.now()))
+        self.journal.commit()
+
+    def stop(self) -> None:
+        """Write what is not written yet; from now on only :meth:`commit` writes."""
+        self._stopped = True
+        self.note_missing(all_of_them=True)
+        self.commit()
+
+    def flush_later(self) -> None:
+        """Commit within FLUSH_AFTER seconds."""
+        if self._flush is None and not self._stopped:
+            self._flush = asyncio.get_running_loop().call_later(FLUSH_AFTER, self.commit)
+
+    # ------------------------------------------------------------------ the agents
+
+    def push_lease(self, session: Session, reason: str = "") -> None:
+        """Tell the session's agent how things stand."""
+        record = self.record(session.id)
+        if session.agent is not None and record is not None:
+            session.agent.send(
+                {
+                    "type": "lease",
+                    "state": record.state,
+                    "epoch": record.epoch,
+                    "slices": slices_to_json(record.slices),
+                    "reason": reason,
+                    "pinned_reason": record.pinned_reason,
+                }
+            )
+
+
+def refused(refusal: Refusal) -> RefusedError:
+    """Return a pool's refusal as the error that goes over the wire."""
+    return RefusedError(
+        refusal.message,
+        code=refusal.code,
+        next_step=refusal.next_step,
+        details=refusal.details,
+    )

@@ -1,0 +1,78 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The last sample of the devices, and how old it is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Mapping, Sequence
+
+from ...devices import Devices, DeviceSample
+from ...pool.attribution import slack
+from ...pool.model import Slice
+from ...units import format_bytes
+from ..configuration import Configuration
+
+#: A sample this young (seconds) is good enough to attach a session that holds nothing yet: there
+#: is nothing to restore, and so nothing to lose if a process outside the pool was faster.
+FRESH = 10.0
+
+#: Intervals between samples while nothing is attached and no session waits.
+QUIET = 5
+
+
+class Samples:
+    """Takes samples, and keeps the last one."""
+
+    def __init__(self, service: Devices, configuration: Configuration) -> None:
+        self._service = service
+        self._configuration = configuration
+        #: By device.
+        self.last: Mapping[str, DeviceSample] = {}
+        self._taken_at = float("-inf")
+
+    async def take(self) -> list[DeviceSample]:
+        """Return a sample taken now, and keep it for the next attach.
+
+        Raises
+        ------
+        DriverError
+            If NVML does not answer.
+        """
+        began = asyncio.get_running_loop().time()
+        found = await self._service.sample()
+        self.last = {sample.uuid: sample for sample in found}
+        self._taken_at = began
+        return found
+
+    def recent(self, device: str) -> DeviceSample | None:
+        """Return the last sample of a device; None if it is old, or reading the device failed.
+
+        The broker takes no samples while there is no session: what it saw before is no figure. The
+        monitor's slowest pace may miss two samples.
+        """
+        lasts = 3 * QUIET * self._configuration.settings.sample_interval
+        sample = self.last.get(device) if self._age() <= lasts else None
+        return None if sample is None or sample.lost else sample
+
+    def fits(self, slices: Sequence[Slice]) -> bool:
+        """Return whether a fresh sample shows that the memory of ``slices`` is free."""
+        return self._age() < FRESH and not self.missing(slices)
+
+    def missing(self, slices: Sequence[Slice]) -> str:
+        """Return why the last sample does not show the memory of ``slices`` as free, or ""."""
+        for piece in slices:
+            sample = self.last.get(piece.device)
+            if sample is None or sample.lost:
+                return f"{piece.device} cannot be read: {sample.lost if sample else 'not found'}."
+            # The driver's own memory varies by a little, and nothing is restored here.
+            if sample.free + slack(sample.total) < piece.bytes:
+                return (
+                    f"{piece.device} has {format_bytes(sample.free)} free and "
+                    f"{format_bytes(piece.bytes)} is needed: processes outside the pool use the "
+                    "rest (nvidia-smi lists them)."
+                )
+        return ""
+
+    def _age(self) -> float:
+        return asyncio.get_running_loop().time() - self._taken_at

@@ -1,0 +1,224 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a provisioner says: open a session for a kernel, which process it is, close it."""
+
+from __future__ import annotations
+
+import os
+from typing import Callable, Mapping
+
+from ... import procfs
+from ...config.settings import usable_attach
+from ...devices import Devices
+from ...errors import Code, RefusedError
+from ...pool import events as e
+from ...pool.limits import blame_default, default_request, fit_unasked
+from ...pool.model import Refusal
+from ...protocol import Message
+from ...states import POLICIES
+from ..configuration import Configuration
+from ..core import Core, refused
+from ..gpu.actions import DeviceActions
+from ..lifecycle import Lifecycle
+from ..pages.control import Pages
+from ..pages.hints import Homes
+from ..pages.setup import GuardSetup
+from ..store.records import request_to_json
+from ..transport.auth import owner_of
+from ..transport.connection import Connection
+from .agent import AgentMessages
+from .guard import GuardMessages
+from .parsing import MAX_NAME, acting, check_may_act, named, note_refusal, read_request
+
+
+class ProvisionerMessages:
+    """Handles ``open``, ``launched``, ``retire`` and ``close``.
+
+    Parameters
+    ----------
+    environment:
+        What each kernel gets from the machine besides its devices.
+    no_device:
+        Why no device was found; "" if there are some.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        configuration: Configuration,
+        *,
+        lifecycle: Lifecycle,
+        actions: DeviceActions,
+        service: Devices,
+        pages: Pages,
+        setup: GuardSetup,
+        homes: Homes,
+        agent: AgentMessages,
+        guard: GuardMessages,
+        environment: Mapping[str, str],
+        no_device: str,
+    ) -> None:
+        self._core = core
+        self._configuration = configuration
+        self._lifecycle = lifecycle
+        self._actions = actions
+        self._service = service
+        self._pages = pages
+        self._setup = setup
+        self._homes = homes
+        self._environment = dict(environment)
+        self._no_device = no_device
+        #: Messages that a process may send before ``launched`` says which process it is.
+        self._early: dict[str, Callable[[Connection, Message], None]] = {
+            "hello": agent.hello, "attach": guard.attach,
+        }  # fmt: skip
+
+    def open(self, connection: Connection, message: Message) -> None:
+        core, peer = self._core, connection.peer
+        owner = owner_of(peer.uid, peer.gid)
+        if self._no_device:
+            raise RefusedError(
+                f"This pool has no GPU: {self._no_device}",
+                code=Code.NO_DEVICE,
+                next_step="See `jupyter gpupool doctor`, or try c.GPUPool.emulate = '2x16GiB'.",
+            )
+        settings = self._configuration.settings
+        most = settings.max_sessions_per_user
+        if sum(1 for s in core.sessions if s.uid == peer.uid) >= most:
+            raise RefusedError(
+                f"You have {most} sessions in this pool, the most for one user "
+                "(c.GPUPool.max_sessions_per_user).",
+                code=Code.TOO_MANY,
+                next_step="Shut down kernels that you do not need, or ask your administrator.",
+                details={"allowed": most},
+            )
+        attach = message.get("attach") or settings.attach
+        if attach not in POLICIES:
+            raise RefusedError(
+                f"There is no attach policy {attach[:40]!r}; there are cell, manual and lazy.",
+                code=Code.BAD_REQUEST,
+            )
+        fields = message.get("request", {})
+        asked = named(fields)
+        view = core.recent_view()
+        request = fit_unasked(
+            read_request(default_request(view.settings), fields), asked, view.settings, owner.name,
+            [device.capacity for device in view.devices],
+        )  # fmt: skip
+        session, token = core.sessions.new(owner, peer.uid, message["kernel_id"][:MAX_NAME])
+        session.home = self._homes.first(request)
+        env = {**self._environment, **self._service.environment(session.home)}
+        guarded = self._setup.environment(session, env, request.limit)
+        if not guarded:
+            # Without a page nobody would ask at the first call.
+            attach, _ = usable_attach(attach, False)
+        core.sessions.add(session)
+        outcome: list[tuple[Refusal | None, str]] = []
+        rid = f"open {session.id}"
+        core.expect(rid, lambda refusal, note: outcome.append((refusal, note)))
+        core.handle(
+            e.SessionOpened(
+                now=core.now(), session=session.id, owner=owner, request=request,
+                attach=attach, label=message.get("label", "")[:MAX_NAME], rid=rid,
+                lands=bool(guarded),
+            )
+        )  # fmt: skip
+        core.forget(rid)
+        if outcome and outcome[0][0] is not None:
+            core.sessions.remove(session.id)
+            self._pages.remove(session)
+            refusal = blame_default(outcome[0][0], asked)
+            note_refusal(core, None, "open", refusal, owner=owner.name)
+            raise refused(refusal)
+        session.opener = connection
+        connection.opened.add(session.id)
+        self._lifecycle.expect_launch(session)
+        core.note(
+            "open",
+            session,
+            detail={
+                "label": message.get("label", "")[:MAX_NAME],
+                "kernel_id": session.kernel_id,
+                "request": request_to_json(request),
+                "attach": attach,
+            },
+        )
+        core.commit()
+        env |= guarded
+        env |= {
+            "GPUPOOL_SOCKET": str(self._configuration.socket),
+            "GPUPOOL_SESSION": session.id,
+            "GPUPOOL_TOKEN": token,
+            "GPUPOOL_ATTACH": attach,
+        }
+        connection.answer(
+            message.get("id"),
+            {
+                "session": session.id,
+                "token": token,
+                "attach": attach,
+                "request": request_to_json(request),
+                "env": env,
+                "config": self._configuration.shown(peer),
+                "pid": os.getpid(),
+                "broker": {"machine_wide": self._configuration.machine_wide},
+                "retire": bool(self._service.hazard),
+            },
+        )
+
+    def launched(self, connection: Connection, message: Message) -> None:
+        session = acting(self._core, self._configuration.access, connection, message)
+        pid = message["pid"]
+        process = procfs.identify(pid) if pid > 0 else None
+        if process is None:
+            raise RefusedError(f"There is no process {pid}.", code=Code.NO_PROCESS)
+        if session.process == process:
+            connection.answer(message.get("id"))
+            return
+        if session.process is not None:
+            raise RefusedError(
+                f"Session {session.id} already has process {session.process.pid}.",
+                code=Code.ALREADY_LAUNCHED,
+                next_step="Open a session for each process.",
+            )
+        uid = procfs.real_uid(pid)
+        if uid != session.uid:
+            raise RefusedError(
+                f"Process {pid} belongs to user id {uid} and the session to {session.uid}.",
+                code=Code.NOT_YOURS,
+            )
+        other = self._core.sessions.of_process(process)
+        if other is not None:
+            raise RefusedError(
+                f"Process {pid} already belongs to session {other.id}.", code=Code.ALREADY_LAUNCHED
+            )
+        session.process = process
+        session.opener = None
+        connection.opened.discard(session.id)
+        if session.launch_timer is not None:
+            session.launch_timer.cancel()
+            session.launch_timer = None
+        self._lifecycle.watch_process(session, process)
+        self._core.dirty(session.id)
+        self._core.commit()
+        connection.answer(message.get("id"))
+        for sender, waiting in session.take_early():
+            if sender.open:
+                sender.attempt(waiting, self._early[waiting["type"]])
+
+    def retire(self, connection: Connection, message: Message) -> None:
+        """Make a kernel safe to kill, which its server is about to do."""
+        session = acting(self._core, self._configuration.access, connection, message)
+        request = message.get("id")
+        self._actions.retire_and_end(
+            session, lambda safe: connection.answer(request, {"safe": safe})
+        )
+
+    def close(self, connection: Connection, message: Message) -> None:
+        session = self._core.sessions.find(message["session"])
+        if session is not None:
+            check_may_act(self._configuration.access, connection, session)
+            self._lifecycle.end(
+                session, message.get("reason", "")[:MAX_NAME] or "closed by its server"
+            )
+        connection.answer(message.get("id"))

@@ -1,0 +1,117 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Whether new kernels run under the guard, and what puts them under it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Mapping
+
+from ...config.settings import usable_attach
+from ...errors import Code, GPUPoolError, RefusedError
+from ...guard.install import guard_directory
+from ...states import AttachPolicy
+from ..configuration import Configuration
+from ..sessions import Session
+from .control import Pages, environment
+
+
+class GuardSetup:
+    """Makes the pages of new kernels, and keeps the links to the guard's library.
+
+    Parameters
+    ----------
+    links:
+        The folder for the links, made if need be.
+    guarded:
+        Whether a device's self-test says that the guard works.
+    problem:
+        Why the guard does not work, or why there is no folder for pages; "" if all is well.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        configuration: Configuration,
+        links: Path,
+        *,
+        guarded: bool,
+        problem: str,
+        log: logging.Logger,
+    ) -> None:
+        self._pages = pages
+        self._configuration = configuration
+        self._links = links
+        self._log = log
+        self._directory = Path()
+        #: Why kernels cannot have a page although their devices are guarded; "" if they can.
+        self._unguardable = problem if guarded else ""
+        if guarded and not problem:
+            try:
+                self._link()
+            except (OSError, GPUPoolError) as error:
+                problem = self._unguardable = str(error)
+        #: Whether kernels of this broker run under the guard on some device, and if not, why.
+        self.guarded = guarded and not problem
+        self.problem = problem
+        if self.attach[1]:
+            log.warning("%s", self.attach[1])
+
+    @property
+    def attach(self) -> tuple[AttachPolicy, str]:
+        """The policy of a session that does not choose, and why it is not the configured one."""
+        configured = self._configuration.settings.attach
+        return usable_attach(configured, self.guarded, self.problem)
+
+    def environment(self, session: Session, base: Mapping[str, str], limit: int) -> dict[str, str]:
+        """Make the page of a new session; return what, over ``base``, puts it under the guard.
+
+        {} if it runs without the guard.
+
+        Raises
+        ------
+        RefusedError
+            If it would have to and the configuration does not allow that.
+        """
+        home, problem = ",".join(session.home), self._unguardable
+        if self.guarded:
+            try:
+                page = self._pages.create(session, session.home, limit)
+                return environment(self._directory, page, base, home)
+            except OSError as error:
+                problem = f"The page that it shares with the broker cannot be made: {error}."
+        if not problem:
+            return {}
+        if not self._configuration.settings.allow_unguarded:
+            raise RefusedError(
+                f"The kernel was not started, because it would run without the guard. {problem}",
+                code=Code.NO_PAGE,
+                next_step="Free memory where the pages are (`df -h /dev/shm /run`), or set "
+                "c.GPUPool.allow_unguarded = True.",
+            )
+        self._log.error("Session %s runs without the guard. %s", session.id, problem)
+        return {}
+
+    async def keep(self) -> None:
+        """Put back what was deleted under living sessions.
+
+        Raises
+        ------
+        OSError, GPUPoolError
+            If that is not possible now.
+        """
+        await self._pages.keep()
+        if self.guarded:
+            self._link()
+
+    def close(self) -> None:
+        """Forget the pages; remove their folder and the links if no session needs them."""
+        if self._pages.close():
+            shutil.rmtree(self._links, ignore_errors=True)
+
+    def _link(self) -> None:
+        """Make the folder of links to the guard, or put back what is missing in it."""
+        self._links.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._directory = guard_directory(self._links)

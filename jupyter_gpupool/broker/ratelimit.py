@@ -1,0 +1,159 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What one cause may do: a token bucket, rows of the journal by user, records of the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Callable, Hashable
+
+from .store.journal import Row
+
+#: Rows of the journal a second that a user may cause for long, and at once.
+ROWS = 5.0, 2000.0
+
+#: Seconds of rows that one row stands for, once there were too many.
+SUMMARY = 60.0
+
+#: Rows that cost a client nothing, and account for no use of a device.
+_CHEAP = frozenset({"open", "close", "refuse", "queue"})
+
+#: Records of one cause in a PERIOD (seconds): of any, and of those that name a cause or carry a
+#: traceback.
+MOST, MOST_CAUSED = 100, 10
+PERIOD = 60.0
+
+#: Causes remembered at once.
+MAX_CAUSES = 1000
+
+
+class TokenBucket:
+    """A token bucket that may be overdrawn by one payment. Pure: the time is an argument.
+
+    Parameters
+    ----------
+    rate, size:
+        Tokens a second, and the most that it holds.
+    """
+
+    __slots__ = ("_at", "_left", "rate", "size")
+
+    def __init__(self, rate: float, size: float, now: float) -> None:
+        self.rate, self.size = rate, size
+        self._left, self._at = size, now
+
+    def left(self, now: float) -> float:
+        """Return the tokens in it; below zero it is overdrawn."""
+        self._left = min(self.size, self._left + (now - self._at) * self.rate)
+        self._at = now
+        return self._left
+
+    def full(self, now: float) -> bool:
+        """Return whether a new bucket would be the same."""
+        return self.left(now) >= self.size
+
+    def pay(self, tokens: float, now: float) -> None:
+        """Take tokens out."""
+        self._left = self.left(now) - tokens
+
+    def seconds_until(self, tokens: float, now: float) -> float:
+        """Return the seconds until it holds ``tokens``."""
+        return max(0.0, (tokens - self.left(now)) / self.rate)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What is known of one user."""
+
+    bucket: TokenBucket
+    #: Rows that were not written, by kind, and since when.
+    missing: Counter[str] = field(default_factory=Counter)
+    since: float = 0.0
+
+    def miss(self, kind: str, now: float) -> None:
+        if not self.missing:
+            self.since = now
+        self.missing[kind] += 1
+
+    def take_missing(self) -> Counter[str]:
+        found, self.missing = self.missing, Counter()
+        return found
+
+
+class RowBudget:
+    """Bounds the rows of the journal that one user may cause without using a device.
+
+    Opening and closing sessions, requests that are refused and queueing cost a client nothing, so
+    one user could push everybody's history out of the journal. What is accounted (slices, suspends
+    and resumes) takes its time in the driver and is always written. Times are seconds of any clock
+    that does not go back.
+    """
+
+    def __init__(self) -> None:
+        self._users: dict[str, _Rows] = {}
+
+    def admits(self, row: Row, now: float) -> bool:
+        """Return whether the row is to be written; one that is not is counted."""
+        cheap = row.kind in _CHEAP or (row.kind == "state" and row.device is None)
+        if not cheap or not row.owner:
+            return True
+        user = self._users.get(row.owner)
+        if user is None:
+            user = self._users[row.owner] = _Rows(TokenBucket(*ROWS, now))
+        if user.bucket.left(now) >= 1:
+            user.bucket.pay(1, now)
+            return True
+        user.miss(row.kind, now)
+        return False
+
+    def summaries(self, now: float, *, all_of_them: bool = False) -> list[tuple[str, Counter[str]]]:
+        """Return whose rows were not written, and how many by kind; for one row each."""
+        found = []
+        for owner, user in list(self._users.items()):
+            if user.missing and (all_of_them or now - user.since >= SUMMARY):
+                found.append((owner, user.take_missing()))
+            elif not user.missing and user.bucket.full(now):
+                del self._users[owner]
+        return found
+
+
+class LogLimit(logging.Filter):
+    """Bounds what one cause can write to the log, so that no client can fill root's disk.
+
+    The next record that passes says how many were dropped.
+
+    The cause is the record's text before its arguments are filled in. A record may add to that with
+    ``extra={"cause": ...}``: what one user does wrong must not hide another user's record.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        #: By cause: the begin of its period, records in it, and those of them that were dropped.
+        self._causes: dict[Hashable, tuple[float, int, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record may be written."""
+        now, key = self._clock(), _cause(record)
+        begun, count, dropped = self._causes.get(key, (now, 0, 0))
+        if now - begun >= PERIOD:
+            if dropped:
+                record.msg = f"{record.getMessage()} ({dropped} more of these were not logged)"
+                record.args = ()
+            begun, count, dropped = now, 0, 0
+        caused = record.exc_info or getattr(record, "cause", None) is not None
+        passes = count < (MOST_CAUSED if caused else MOST)
+        if key not in self._causes and len(self._causes) >= MAX_CAUSES:
+            self._causes.clear()
+        self._causes[key] = begun, count + 1, dropped + (not passes)
+        return passes
+
+
+def _cause(record: logging.LogRecord) -> Hashable:
+    text = str(record.msg)[:80]
+    if text.startswith("%s") and isinstance(record.args, tuple) and record.args:
+        text = str(record.args[0])[:80]
+    return record.name, record.levelno, text, getattr(record, "cause", None)

@@ -1,0 +1,35 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Single parts of a broker, for tests that need no process."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+from jupyter_gpupool.broker.gpu.monitor import Monitor
+
+
+async def _nothing():
+    return {}
+
+
+def monitor_of(core, *, room=None, samples=None, foreign_processes="count"):
+    """Return a monitor of which all parts but these do nothing."""
+    settings = SimpleNamespace(foreign_processes=foreign_processes, sample_interval=1.0)
+    return Monitor(
+        core,
+        SimpleNamespace(down=""),
+        SimpleNamespace(settings=settings),
+        samples=samples,
+        room=room,
+        pressure=SimpleNamespace(look=_nothing),
+        health=None,
+        driver_shares=None,
+        activity=SimpleNamespace(readings=_nothing),
+        overheads=None,
+        overuse=None,
+        homes=None,
+        rooms=None,
+        log=logging.getLogger("test"),
+    )
