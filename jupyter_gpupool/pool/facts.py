@@ -166,8 +166,11 @@ class Session:
     roomless: str = ""
     #: Its machine or control group is short of memory: it must not be suspended.
     pressed: bool = False
-    #: What :func:`~.placement.asking` made of the facts; :meth:`Facts.change` drops it.
+    #: What :func:`~.placement.asking` and :func:`~.preemption.times` made of the facts, and of
+    #: which :attr:`Facts.version`. :meth:`Facts.change` drops both, and every event that names the
+    #: session, every sample and every wait that begins or ends beside it drops ``times``.
     asking: Any = None
+    times: Any = None
     story: deque[tuple[float, State, State, str, int]] = field(
         default_factory=lambda: deque(maxlen=STORY_LENGTH)
     )
@@ -366,7 +369,7 @@ class Facts:
         try:
             yield
         finally:
-            s.asking = None
+            s.asking = s.times = None
             self._count(s, 1)
             if self._index(s):
                 self.begin_wait(s, self.now)

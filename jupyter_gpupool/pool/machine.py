@@ -314,6 +314,7 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
                 since = min(since, gap.wanted)
             if since != gap.wanted:
                 v.measured.gap = replace(gap, wanted=since)
+                v.times = None
                 changed = True
     return actions, changed
 

@@ -156,7 +156,7 @@ def in_order(
 HEADROOM_PART = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asking:
     """What a session asks for."""
 
@@ -166,6 +166,8 @@ class Asking:
     #: The devices that will do, for one slice without a quota: what requests are compared by.
     where: tuple[str, str | None] | None
     version: int
+    #: What :func:`impossible` has found, once it was asked.
+    verdict: tuple[Reason | None] | None = None
 
 
 def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
@@ -179,9 +181,9 @@ def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
 def asking(s: Session, facts: Facts) -> Asking:
     """Return what a session that waits (or would) asks for.
 
-    The session keeps the answer, and a kept answer is true: :meth:`Facts.change`, the only way to
-    change what the answer depends on in the session, drops it; and whatever it depends on in the
-    devices and rules raises :attr:`Facts.version`. (A pass over 300 sessions asks 300 times.)
+    The session keeps the answer, and a kept answer is true: the facts of the session that it
+    depends on change in :meth:`Facts.change` only, which drops it, and a change of devices or rules
+    raises :attr:`Facts.version`. (A pass over 300 waiting sessions asks 300 times.)
     """
     found: Asking | None = s.asking
     if found is None or found.version != facts.version:
@@ -263,8 +265,14 @@ def _state_needs(s: Session, facts: Facts) -> tuple[Need, ...]:
     return tuple(found)
 
 
-def impossible(needs: tuple[Need, ...], facts: Facts) -> Reason | None:
-    """Return why not even an empty pool could serve ``needs`` at present, or None."""
+def impossible(found: Asking, facts: Facts) -> Reason | None:
+    """Return why not even an empty pool could serve these needs at present, or None."""
+    if found.verdict is None:
+        found.verdict = (_impossible(found.needs, facts),)
+    return found.verdict[0]
+
+
+def _impossible(needs: tuple[Need, ...], facts: Facts) -> Reason | None:
     devices = facts.devices
     for need in needs:
         if need.fixed:

@@ -82,18 +82,30 @@ def stays_until(s: Session, facts: Facts) -> float:
     return protected_until(gap, lease.stay, known.habits, cost=known.moving, share=share)
 
 
+def times(s: Session, facts: Facts) -> tuple[float, float]:
+    """Return from when on a waiting session may preempt idle ``s``, and when it leaves by itself.
+
+    Kept with the session until an event may have changed it: see ``Session.times``. (With 200 idle
+    leases and nothing kept, the median decision takes twice as long.)
+    """
+    if s.times is None or s.times[0] != facts.version:
+        settings, possible = facts.settings, not_before(s, facts)
+        idle, keep = s.idle_since, s.keep_until
+        yields = max(possible, idle + settings.reclaim_after, keep, stays_until(s, facts))
+        asked = s.release_asked or paused(s, facts)
+        leaves = possible if asked else max(possible, idle + settings.idle_timeout, keep)
+        s.times = facts.version, yields, leaves
+    return s.times[1], s.times[2]
+
+
 def yields_at(s: Session, facts: Facts) -> float:
     """Return from when on a waiting session may preempt the lease of idle ``s``."""
-    idle_for = s.idle_since + facts.settings.reclaim_after
-    return max(not_before(s, facts), idle_for, s.keep_until, stays_until(s, facts))
+    return times(s, facts)[0]
 
 
 def leaves_at(s: Session, facts: Facts) -> float:
     """Return when idle ``s`` gives its lease back although no session waits."""
-    possible = not_before(s, facts)
-    if s.release_asked or paused(s, facts):
-        return possible
-    return max(possible, s.idle_since + facts.settings.idle_timeout, s.keep_until)
+    return times(s, facts)[1]
 
 
 def paused(s: Session, facts: Facts) -> str:
@@ -377,7 +389,7 @@ def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Of
         takes = draft.now(s, needs)
         if takes is not None:
             return Offer(takes, ready=True)
-    why = impossible(needs, draft.facts)
+    why = impossible(found, draft.facts)
     if why is not None:
         return why
     host = draft.host_left() if behind_head else draft.host
@@ -415,12 +427,12 @@ def blocked_as(draft: Draft, s: Session, need: Need, rule: Rule) -> Rule:
     It is another one where less is free than the larger amount, or all that may be preempted has
     less.
     """
-    if rule == "behind-head" and not fits_now(draft, (need,)):
-        return "busy"
-    trial = Trial(draft, s, 0)
-    rooms = (r for r in draft.rooms.values() if need.allows(r.ledger) and not draft.reserved(r))
-    if rule == "host" and not any(trial.reach(r) >= need.amount(r.ledger) for r in rooms):
-        return "busy"
+    if rule == "behind-head":
+        return rule if fits_now(draft, (need,)) else "busy"
+    if rule == "host":
+        trial = Trial(draft, s, 0)
+        rooms = (r for r in draft.rooms.values() if need.allows(r.ledger) and not draft.reserved(r))
+        return rule if any(trial.reach(r) >= need.amount(r.ledger) for r in rooms) else "busy"
     return rule
 
 

@@ -80,7 +80,7 @@ from .preemption import (
     paused,
     reservation,
     score,
-    yields_at,
+    times,
 )
 
 HEAD = "the next kernel in the queue waits for memory"
@@ -168,17 +168,18 @@ def barred(s: Session, facts: Facts) -> Reason | None:
 def next_recheck(facts: Facts, plan: Plan) -> float:
     """Return when the clock alone next changes the plan; infinity if it does not."""
     most = facts.settings.max_wait
-    times = [] if plan.reservation is None else [plan.reservation.next_at]
+    found = [] if plan.reservation is None else [plan.reservation.next_at]
     for s in facts.leased.values():
         if s.state == "idle":
-            times.append(leaves_at(s, facts))
+            yields, leaves = times(s, facts)
+            found.append(leaves)
             if plan.order:
-                times.append(yields_at(s, facts))
+                found.append(yields)
     for s in plan.queue:
-        times.append(s.retry_at)
+        found.append(s.retry_at)
         if most is not None:
-            times.append(s.queued_at + most)
-    return min((at for at in times if at > facts.now), default=math.inf)
+            found.append(s.queued_at + most)
+    return min((at for at in found if at > facts.now), default=math.inf)
 
 
 # --------------------------------------------------------------------------- the pass
@@ -217,6 +218,8 @@ class _Pass:
         self.plan = Plan(everybody, [s for s in everybody if s.state == "queued"])
         self.turn = {s.id: at for at, s in enumerate(everybody)}
         self.draft = Draft(facts)
+        #: How many sessions had come to wait when the oldest promise was made.
+        self.oldest = min((p.made for p in before.promises.values()), default=facts.arrivals)
         #: Requests that found nothing behind the head, by kind of request; see :meth:`_hopeless`.
         self.failed: dict[object, list[tuple[int, int, Reason]]] = {}
         for s in facts.leased.values():
@@ -329,7 +332,8 @@ class _Pass:
         elif offer.rule in FOR_MEMORY:
             if found.where is not None:
                 key, need = (found.where, asker_kind(s)), found.needs[0]
-                self.failed.setdefault(key, []).append((need.least, need.bytes, offer))
+                # The smallest first, which rules out the most.
+                self.failed.setdefault(key, []).insert(0, (need.least, need.bytes, offer))
             if not behind_head and s.state != "idle":
                 self._reserve(s, found)
 
@@ -406,7 +410,7 @@ class _Pass:
         ahead, because ``s`` could not use it: it stands, and the suspends for it are not in vain.
         """
         promises, number = self.draft.promises, s.wait.number
-        if all(promise.made >= number for promise in promises.values()):
+        if number <= self.oldest:
             return []
         return [name for name in self._behind(s) if promises[name].made < number]
 
@@ -421,10 +425,11 @@ class _Pass:
         greedy victims in a fixed order, and the combinations, whose options are then the same.
         And it has no promise to take over that the other one could not have.
         """
-        if found.where is None or (self.draft.promises and self._newer(s)):
+        failed = self.failed.get((found.where, asker_kind(s)))
+        if not failed or (self.draft.promises and self._newer(s)):
             return None
-        key, need = (found.where, asker_kind(s)), found.needs[0]
-        for least, size, why in self.failed.get(key, ()):
+        need = found.needs[0]
+        for least, size, why in failed:
             if need.least >= least and need.bytes >= size:
                 rule = blocked_as(self.draft, s, need, why.rule)
                 return Reason(rule, bytes=s.request.memory, count=1)

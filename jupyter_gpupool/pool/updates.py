@@ -45,6 +45,7 @@ def update(facts: Facts, event: ev.Event, plan: Plan) -> Actions:
     s = facts.sessions.get(name)
     if s is None or s.state == "ended":
         return _gone(name, s, event)
+    s.times = None
     if kind in _EFFECTS:
         state, act = _EFFECTS[kind]
         epoch: int = event.epoch  # type: ignore[attr-defined]
@@ -132,6 +133,7 @@ def _device_memory(facts: Facts, event: ev.DeviceMemorySeen, plan: Plan) -> Acti
 def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Actions:
     """Take note of what an attached session was seen to use, and fit its lease to it."""
     lease, held = s.lease, held_on(s, uuid)
+    s.times = None
     before = lease.footprints.get(uuid, -1)
     lease.footprints[uuid] = size
     lease.footprint += size - max(before, 0)
@@ -167,6 +169,7 @@ def _host_memory(facts: Facts, event: ev.HostMemorySeen) -> Actions:
 def _host_pressure(facts: Facts, event: ev.HostPressure) -> Actions:
     for s in facts.sessions.values():
         s.pressed = s.id in event.sessions
+        s.times = None
     return []
 
 
