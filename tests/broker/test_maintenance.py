@@ -21,7 +21,7 @@ from jupyter_gpupool.broker.gpu.maintenance import Maintenance
 from jupyter_gpupool.broker.transport.auth import Access, Peer
 from jupyter_gpupool.cli.maintenance import progress
 from jupyter_gpupool.cli.picture import Style, draw
-from jupyter_gpupool.devices.nvidia.files import holders
+from jupyter_gpupool.devices.nvidia.visibility import holders
 from jupyter_gpupool.errors import DriverError, RefusedError
 from jupyter_gpupool.guard.install import without_guard
 

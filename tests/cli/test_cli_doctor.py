@@ -14,7 +14,7 @@ from jupyter_gpupool.cgroups import Host
 from jupyter_gpupool.cli import checks, main
 from jupyter_gpupool.config import load_settings
 from jupyter_gpupool.devices import Finding
-from jupyter_gpupool.devices.nvidia import inspection
+from jupyter_gpupool.devices.nvidia import driver
 from jupyter_gpupool.emulation import real_driver_present
 from jupyter_gpupool.guard import build, install
 from tests import emulated
@@ -183,7 +183,7 @@ def test_driver_versions(tmp_path, version, verdict):
         f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Wed Oct 1\n"
         "GCC version:  gcc version 12.2.0\n"
     )
-    found = inspection.driver(tmp_path / "driver/nvidia/version")
+    found = driver.loaded_driver(tmp_path / "driver/nvidia/version")
     assert (found.verdict, found.message) == (verdict, f"NVIDIA {version}")
     assert bool(found.todo) == (verdict != "ok")
 
@@ -236,7 +236,7 @@ def nvidia_smi(folder: Path, script: str) -> None:
 def test_persistence_mode(tmp_path, monkeypatch, script, verdict, message):
     nvidia_smi(tmp_path, script)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    (found,) = inspection.persistence_mode()
+    (found,) = driver.persistence_mode()
     assert (found.verdict, found.message) == (verdict, message)
 
 
@@ -286,7 +286,7 @@ def test_a_control_group_below_the_slice_is_told(tmp_path):
 
 
 def test_host_memory_below_the_largest_gpu(monkeypatch):
-    monkeypatch.setattr(checks, "memory_total", lambda: 64 * GiB)
+    monkeypatch.setattr(checks.Host, "total", lambda _host: 64 * GiB)
     settings = load_settings()
     small = checks.host_memory(settings, [device(memory_capacity=1 << 50)])
     assert small.verdict == "warn"

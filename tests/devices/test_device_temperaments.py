@@ -127,7 +127,7 @@ async def test_a_little_that_a_suspended_process_keeps_is_not_waited_for(emulate
 
 async def test_a_process_that_nvml_forgets_late_is_suspended_all_the_same(emulated, monkeypatch):
     """nvml-lag: the wait for the list is bounded, and what follows is right."""
-    monkeypatch.setattr("jupyter_gpupool.devices.nvidia.sampling.FREED_TIMEOUT", 0.2)
+    monkeypatch.setattr("jupyter_gpupool.devices.nvidia.sampler.FREED_TIMEOUT", 0.2)
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid

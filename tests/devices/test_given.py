@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpupool.devices.nvidia.given import given
+from jupyter_gpupool.devices.nvidia.visibility import given
 
 ROWS = [{"index": i, "minor": i, "uuid": f"GPU-{i}{i}{i}{i}aaaa", "mig": False} for i in range(4)]
 ALL = [0, 1, 2, 3]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.devices.nvidia import guarded, selftest
+from jupyter_gpupool.devices.nvidia import guard_frame, selftest
 from jupyter_gpupool.guard import install, page
 from jupyter_gpupool.guard.page import Page
 from tests.emulated import library_dir
@@ -33,7 +33,7 @@ def guard_library():
 def place(monkeypatch):
     """Put pages where only this test looks; fail if one, or a folder, stays."""
     with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:  # short: it holds a socket
-        monkeypatch.setattr(guarded, "_SHM", Path(folder))
+        monkeypatch.setattr(guard_frame, "_SHM", Path(folder))
         yield Path(folder)
         assert [*Path(folder).iterdir()] == []
 
@@ -116,13 +116,13 @@ async def test_a_driver_is_not_taken_for_the_guard(emulated, monkeypatch, tmp_pa
 
 
 async def test_an_allocation_that_is_not_refused(emulated, monkeypatch):
-    monkeypatch.setattr(guarded, "TOO_MUCH", MiB)
+    monkeypatch.setattr(guard_frame, "TOO_MUCH", MiB)
     async with emulated().started(guard=True) as (_, (device, _)):
         assert "an allocation beyond the grant returned CUDA_SUCCESS" in why(device)
 
 
 async def test_memory_that_is_not_counted(emulated, monkeypatch):
-    monkeypatch.setattr(guarded, "SIZE", guarded.SIZE * 4)  # the program takes what it took
+    monkeypatch.setattr(guard_frame, "SIZE", guard_frame.SIZE * 4)  # the program takes what it took
     async with emulated().started(guard=True) as (_, (device, _)):
         assert "it counted 4194304 of 16777216 bytes" in why(device)
 
@@ -172,7 +172,7 @@ async def test_a_restore_that_fails_under_the_guard(emulated):
 
 async def test_no_place_for_the_page(emulated, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(guarded, "_SHM", tmp_path / "none")
+    monkeypatch.setattr(guard_frame, "_SHM", tmp_path / "none")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
     async with emulated("1x1GiB,context=16MiB").started(guard=True) as (_, (device,)):
         assert (device.tier, device.can_suspend) == ("unguarded", True)

@@ -11,8 +11,8 @@ import subprocess
 import pytest
 
 from jupyter_gpupool.devices.model import DeviceSample, ProcessMemory
-from jupyter_gpupool.devices.nvidia import numbers
-from jupyter_gpupool.devices.nvidia.numbers import Numbers
+from jupyter_gpupool.devices.nvidia import sampler
+from jupyter_gpupool.devices.nvidia.sampler import Numbers
 
 MiB = 1 << 20
 SESSION = "s1"
@@ -88,8 +88,8 @@ def make_numbers(monkeypatch):
     """Make a judge in the initial PID namespace, or in another one."""
 
     def make(*, initial, known=None):
-        first = numbers.FIRST_NAMESPACE
-        monkeypatch.setattr(numbers, "pid_namespace", lambda: first if initial else "pid:[7]")
+        first = sampler.FIRST_NAMESPACE
+        monkeypatch.setattr(sampler, "pid_namespace", lambda: first if initial else "pid:[7]")
         return Numbers(logging.getLogger("test"), known)
 
     return make
@@ -125,10 +125,10 @@ def test_numbers_that_stay_without_a_process_take_the_proof_back(make_numbers):
     gone = (1 << 22) + 1
     judge = make_numbers(initial=False, known=True)
     judge.settle()
-    for _ in range(numbers.ABSENT - 1):
+    for _ in range(sampler.ABSENT - 1):
         assert judge.translate(sample(os.getpid(), gone)).processes[0].pid == os.getpid()
     judge.translate(sample(os.getpid()))  # it had just ended
-    for _ in range(numbers.ABSENT):
+    for _ in range(sampler.ABSENT):
         last = judge.translate(sample(os.getpid(), gone))
     assert [process.pid for process in last.processes] == [-os.getpid(), -gone]
     assert judge.proven is False

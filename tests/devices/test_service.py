@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpupool.devices.children import Child
-from jupyter_gpupool.devices.nvidia.files import holders
+from jupyter_gpupool.devices.nvidia.visibility import holders
 from jupyter_gpupool.errors import DriverError
 from jupyter_gpupool.procfs import ProcessId
 from tests.emulated import device_files

@@ -28,7 +28,7 @@ def open_devices(options: Options) -> Devices:
     ConfigError
         If ``options.python`` is no program that can be started.
     """
-    from . import driver, files, given, numbers, service
+    from . import driver, sampler, service, visibility
 
     return service.DeviceService(
         env=options.env,
@@ -36,9 +36,9 @@ def open_devices(options: Options) -> Devices:
         lock_timeout=options.lock_timeout,
         guard=options.guard,
         python=interpreter.choose(options.python),
-        numbers=numbers.from_memo(options.memo),
-        choose=lambda rows: given.chosen(rows, options.given, options.wanted),
-        files=options.files or files.DEVICE_FILES,
+        numbers=sampler.from_memo(options.memo),
+        choose=lambda rows: visibility.chosen(rows, options.given, options.wanted),
+        files=options.files or visibility.DEVICE_FILES,
         version_file=options.version_file or driver.MODULE,
         on_device_lost=options.on_lost,
     )
@@ -49,9 +49,9 @@ def inspect(python: str, *, driver: bool) -> list[Finding]:
 
     ``python`` is ``c.GPUPool.device_python``; without ``driver`` the kernel driver is left out.
     """
-    from . import inspection
+    from .driver import device_python, loaded_driver, persistence_mode
 
-    found = inspection.device_python(python)
+    found = device_python(python)
     if driver:
-        found += [inspection.driver(), *inspection.persistence_mode()]
+        found += [loaded_driver(), *persistence_mode()]
     return found

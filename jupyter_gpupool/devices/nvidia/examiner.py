@@ -14,12 +14,11 @@ from ...pool.model import Device, Tier
 from ...procfs import ProcessId
 from ..children import Child
 from . import selftest
-from .contexts import Stage
-from .guarded import guard_frame
+from .guard_frame import guard_frame
 from .interpreter import PROGRAMS
 from .operations import Operation
-from .sampling import Sampler
-from .selftest import Frame, Verdict
+from .sampler import Sampler
+from .selftest import Frame, Stage, Verdict
 
 #: Makes an operation on the process and session given.
 Operations = Callable[[ProcessId, str], Operation]

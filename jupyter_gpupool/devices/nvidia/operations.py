@@ -4,6 +4,10 @@
 
 The order is lock all, then checkpoint all (children first): a lock that times out costs no copy,
 and no process waits for another that is suspended already. Any refusal undoes everything.
+
+A process is bound to the devices that it saw at cuInit. If its session has its slice elsewhere
+when the process wants its first context, it takes one where it is, and *lands*: alone, it is
+suspended there and restored on the slice. See ``guard/src/landing.c``, ``broker/gpu/landing.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import Any, Collection, Mapping, Sequence
+from typing import Any, Callable, Collection, Mapping, Sequence
 
 from ... import procfs
 from ...errors import DriverError
@@ -29,7 +33,7 @@ from ..model import (
 from . import checkpoint
 from .calls import LOST, PATIENCE, Refused, SessionCalls
 from .checkpoint import Answer, complete_mapping
-from .sampling import Sampler, others
+from .sampler import Sampler, others
 
 #: Times to look for processes that a session started while it was being locked.
 _LOOKS = 3
@@ -497,3 +501,60 @@ def freed_bytes(
             most = found[old.uuid] + len(pids) * assumed_context(old.total)
             found[old.uuid] = max(found[old.uuid], min(new.free - old.free, most))
     return found
+
+
+# ---------------------------------------------------------------------- landing
+
+
+async def land(
+    operation: Operation,
+    devices: Sequence[str],
+    origin: Sequence[str],
+    need: Mapping[str, int],
+    everything: Sequence[str],
+    *,
+    restoring: Callable[[], None],
+) -> ResumeOutcome:
+    """Move the process of ``operation`` from ``origin[i]`` to ``devices[i]``.
+
+    ``restoring`` is called when it is suspended, before the driver is told where to restore it.
+    Whatever the driver refuses leaves the process running where it was (``refused``, ``no-room``;
+    ``stay`` if the driver does not move it), unless the driver lost it (``failed``, ``hung``).
+    """
+    suspended = await operation.suspend(origin)
+    if suspended.status in ("gone", "failed", "hung"):
+        return ResumeOutcome(suspended.status, suspended.message)
+    if suspended.status != "suspended":
+        text = suspended.message or "The driver offers no way to suspend it."
+        return ResumeOutcome("refused", text, stay=suspended.status != "drain")
+    restoring()
+    outcome = await operation.again().resume(devices, origin, need, everything)
+    if outcome.status in ("no-room", "refused"):
+        back = await _run_on(operation)
+        if back:
+            return ResumeOutcome("failed", back)
+        return ResumeOutcome(outcome.status, outcome.message, stay=outcome.stay)
+    return ResumeOutcome(
+        outcome.status,
+        outcome.message,
+        suspended.seconds + outcome.seconds,
+        operation.driver_seconds,
+    )
+
+
+async def _run_on(operation: Operation) -> str:
+    """Let the process of ``operation`` run where it is; return what stands in the way."""
+    trouble = await operation.again().undo([operation.root])
+    return trouble[1] if trouble else ""
+
+
+async def interrupted(operation: Operation, process: ProcessId) -> tuple[str, str]:
+    """Find a process whose landing a broker left in its middle, and let it run where it is.
+
+    Return the driver's state as it was found, and what stands in the way of running.
+    """
+    state = await operation.state()
+    if state in ("locked", "checkpointed"):
+        trouble = await operation.again().undo([process])
+        return state, trouble[1] if trouble else ""
+    return state, ""

@@ -39,19 +39,16 @@ from ..model import (
     SuspendOutcome,
     assumed_context,
 )
-from . import driver, landing
-from .aside import Aside
+from . import driver
 from .calls import SessionCalls
 from .checkpoint import complete_mapping
 from .driver import MODULE
 from .examiner import Examiner, Findings
-from .files import DEVICE_FILES, holders
-from .given import Given, Row, environment
 from .interpreter import PROGRAMS, child_environment
-from .numbers import to_memo
-from .operations import Operation
-from .sampling import FREED_TIMEOUT, SAMPLE_TIMEOUT, Sampler
+from .operations import Operation, interrupted, land
+from .sampler import FREED_TIMEOUT, SAMPLE_TIMEOUT, Sampler, to_memo
 from .selftest import Verdict
+from .visibility import DEVICE_FILES, Aside, Given, Row, environment, holders
 
 _T = TypeVar("_T")
 
@@ -634,10 +631,10 @@ class DeviceService:
         need: Mapping[str, int],
         restoring: Callable[[], None],
     ) -> ResumeOutcome:
-        """Move one process of a session to the session's devices. See :mod:`.landing`."""
+        """Move one process of a session to the session's devices. See :mod:`.operations`."""
 
         async def run(operation: Operation) -> ResumeOutcome:
-            return await landing.land(
+            return await land(
                 operation, devices, origin, need, self._physical(), restoring=restoring
             )
 
@@ -653,7 +650,7 @@ class DeviceService:
             return "gone", ""
 
         async def run(operation: Operation) -> tuple[str, str]:
-            return await landing.interrupted(operation, process)
+            return await interrupted(operation, process)
 
         return await self._perform(run, process, session, self._free_device(), alone=True)
 

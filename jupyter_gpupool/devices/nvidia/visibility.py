@@ -1,26 +1,35 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which of the machine's GPUs the broker's user was given, by the variables that say so.
+"""Which of NVIDIA's GPUs who sees: the broker, its children, a new program; who has one open.
 
-NVML shows every GPU whose device file can be opened. On a machine without device cgroups that is
-more than a batch system or an admin has given to this user, who is told by variables. A broker
-never touches the others. What a variable names relative to devices that are shown only in part
-(a container, a job with cgroups) is no further limit.
+- NVML shows every GPU whose device file can be opened. On a machine without device cgroups these
+  are more than a batch system or an admin has given to the broker's user. Variables say which were
+  given, and the broker never touches the others. What a variable names by numbers, where the
+  devices are shown only in part (a container, a job with cgroups), is no further limit.
+- CUDA opens the files of all GPUs that a process sees, and NVML those of which it is asked for a
+  handle. Children that start while an admin has a device set aside do not see it (CUDA), and do not
+  ask for it (NVML).
+- Processes that have device files open keep a driver from being replaced.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
+from ... import procfs
+from ...errors import Code, DriverError
 from ..backend import named
+from ..model import Holder
 
 Row = Mapping[str, Any]
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
 #: Read in this order; the first that is set is the batch system's or the user's word. Slurm sets
 #: CUDA_VISIBLE_DEVICES for every step, so its own variables only matter without that.
-_FIRST = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
+_FIRST = (_VISIBLE, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 
 #: Of the container toolkit, which counts the host's GPUs.
 _TOOLKIT = "NVIDIA_VISIBLE_DEVICES"
@@ -54,7 +63,7 @@ class Given:
 
 def environment(devices: Sequence[str]) -> dict[str, str]:
     """Return the variables that show a new program these devices."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(devices), **_ORDER, **_FRUGAL}
+    return {_VISIBLE: ",".join(devices), **_ORDER, **_FRUGAL}
 
 
 def chosen(rows: Sequence[Row], environ: Mapping[str, str], wanted: Sequence[str] | None) -> Given:
@@ -132,3 +141,87 @@ def _names(entry: str, row: Row) -> bool:
         return bool(int(entry) == row["index"])
     upper = entry.upper()
     return upper.startswith(("GPU-", "MIG-")) and str(row["uuid"]).upper().startswith(upper)
+
+
+class Aside:
+    """Which devices are set aside, and why.
+
+    ``env`` is the environment of children that start from now on; this keeps it up to date.
+    """
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self._env = env
+        self._reasons: dict[str, str] = {}
+        #: The numbers of the GPUs' device files, by UUID; a MIG instance has none of its own.
+        self.numbers: dict[str, int] = {}
+
+    def __contains__(self, uuid: str) -> bool:
+        return uuid in self._reasons
+
+    def __bool__(self) -> bool:
+        return bool(self._reasons)
+
+    def learn(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take note of the device files of the GPUs that NVML found."""
+        self.numbers = {row["uuid"]: row["minor"] for row in rows if not row["mig"]}
+
+    def check(self, uuid: str) -> None:
+        """Raise DriverError, code ``paused``, if the device is set aside."""
+        if uuid in self._reasons:
+            raise DriverError(self._reasons[uuid], code=Code.PAUSED)
+
+    def put(self, uuids: Iterable[str], reason: str, machine: Iterable[str]) -> bool:
+        """Set devices of this ``machine`` aside; return whether any was not."""
+        fresh = {*uuids} - self._reasons.keys()
+        self._reasons.update(dict.fromkeys(fresh, reason))
+        self._see(machine)
+        return bool(fresh)
+
+    def take(self, uuids: Iterable[str], machine: Iterable[str]) -> None:
+        """Use devices again."""
+        for uuid in uuids:
+            self._reasons.pop(uuid, None)
+        self._see(machine)
+
+    def _see(self, machine: Iterable[str]) -> None:
+        if self._reasons:
+            self._env[_VISIBLE] = ",".join(u for u in machine if u not in self._reasons)
+        else:
+            self._env.pop(_VISIBLE, None)
+
+
+#: How the paths of NVIDIA's device files begin.
+DEVICE_FILES = "/dev/nvidia"
+
+#: Characters of a command line that are shown.
+_COMMAND = 60
+
+
+def holders(begin: str, number: int | None = None) -> tuple[list[Holder], int]:
+    """Return who has device files open, and how many processes cannot be asked.
+
+    Those whose paths begin with ``begin``; with a ``number`` that GPU's file alone. Reads ``/proc``
+    of the whole machine: not for an event loop. The files of other users' processes can be seen by
+    root alone.
+    """
+    found, unseen = [], 0
+    for pid in procfs.all_pids():
+        try:
+            paths = {path for _, path in procfs.open_files(pid) if path.startswith(begin)}
+        except PermissionError:
+            unseen += 1
+            continue
+        except OSError:
+            continue  # ended meanwhile
+        if number is not None:
+            paths &= {f"{begin}{number}"}
+        process = procfs.identify(pid) if paths else None
+        uid = procfs.owner(pid)
+        if process is not None and uid is not None:
+            found.append(Holder(process, uid, _command(pid), tuple(sorted(paths))))
+    return sorted(found, key=lambda holder: holder.process.pid), unseen
+
+
+def _command(pid: int) -> str:
+    text = procfs.command(pid)
+    return text if len(text) <= _COMMAND else f"{text[: _COMMAND - 3]}..."
