@@ -19,12 +19,12 @@ MiB = 1 << 20
 GiB = 1 << 30
 
 #: What enforces a slice on a device; see the security page of the documentation.
-Tier = Literal["driver", "guarded", "unguarded", "mps", "mig", "none"]
+Tier = Literal["guarded", "unguarded", "mig", "none"]
 
 
 #: Why a lease is in use. A lease without a hold is idle. ``device`` is the session's CUDA activity
 #: as the broker sees it; all others are taken by the session's own side.
-HoldKind = Literal["cell", "comm", "manual", "command", "device"]
+HoldKind = Literal["cell", "comm", "manual", "device"]
 
 
 #: Which rule of the planner keeps a session waiting (see :class:`Reason`).
@@ -79,7 +79,6 @@ class Owner:
     """The user a session belongs to, as the broker established it (never as claimed)."""
 
     name: str
-    groups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ LOG = logging.getLogger("test")
 
 RECORD = SessionRecord(
     id="s1",
-    owner=Owner("ada", ("users", "gpu")),
+    owner=Owner("ada"),
     request=Request(memory=5, limit=6, devices=2),
     attach="cell",
     holds=(Hold("h", "cell", 1.5),),

@@ -135,8 +135,8 @@ def test_kill_does_not_touch_a_reused_number(child):
 
 
 def test_owners_have_names_and_groups():
-    assert owner_of(0, 0).name == "root"
-    assert owner_of(4_000_000, 4_000_000).name == "uid-4000000"
+    assert owner_of(0).name == "root"
+    assert owner_of(4_000_000).name == "uid-4000000"
 
 
 def test_who_may_connect_and_act():

@@ -187,7 +187,7 @@ class Maintenance:
             )
         old = self._orders.get(device)
         order = Order(
-            kind, device, reason, owner_of(peer.uid, peer.gid).name, self._core.now(),
+            kind, device, reason, owner_of(peer.uid).name, self._core.now(),
             closed=old is not None and old.kind == kind and old.closed,
         )  # fmt: skip
         self._orders[device] = order

@@ -181,9 +181,7 @@ class PeopleMessages:
             return
         self._core.commit()
         peer = connection.peer
-        owner = (
-            None if self._configuration.access.is_admin(peer) else owner_of(peer.uid, peer.gid).name
-        )
+        owner = None if self._configuration.access.is_admin(peer) else owner_of(peer.uid).name
         query = Query(
             message.get("after", 0), message.get("limit", MAX_ROWS), message.get("session", ""),
             owner,
@@ -229,7 +227,7 @@ class PeopleMessages:
 
     def _may_see(self, connection: Connection, row: Row) -> bool:
         peer = connection.peer
-        mine = row.owner == owner_of(peer.uid, peer.gid).name
+        mine = row.owner == owner_of(peer.uid).name
         return mine or self._configuration.access.is_admin(peer)
 
     def _acting(self, connection: Connection, message: Message) -> Session:

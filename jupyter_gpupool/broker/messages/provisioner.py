@@ -75,7 +75,7 @@ class ProvisionerMessages:
 
     def open(self, connection: Connection, message: Message) -> None:
         core, peer = self._core, connection.peer
-        owner = owner_of(peer.uid, peer.gid)
+        owner = owner_of(peer.uid)
         if self._no_device:
             raise RefusedError(
                 f"This pool has no GPU: {self._no_device}",

@@ -99,7 +99,7 @@ class Snapshots:
             "problem": self._no_device,
             "driver_warning": self._service.hazard,
             "limited": self._service.limit,
-            "limits": self._limits(owner_of(peer.uid, peer.gid), view),
+            "limits": self._limits(owner_of(peer.uid), view),
             "devices": [self._device(v) for v in view.devices],
             "sessions": [
                 self._session(v, view.now, peer, most)

@@ -8,8 +8,6 @@ message proves is a session's token: that the sender is the process the session 
 
 from __future__ import annotations
 
-import grp
-import os
 import pwd
 import socket
 import struct
@@ -37,21 +35,14 @@ def peer_of(connection: socket.socket) -> Peer:
     return Peer(*_CREDENTIALS.unpack(raw))
 
 
-# Names come from NSS, which may ask the network; an account's groups rarely change.
+# Names come from NSS, which may ask the network.
 @lru_cache(maxsize=4096)
-def owner_of(uid: int, gid: int) -> Owner:
-    """Return the user with their groups; a user id without an account is its own name."""
+def owner_of(uid: int) -> Owner:
+    """Return the user; a user id without an account is its own name."""
     try:
-        account = pwd.getpwuid(uid)
+        return Owner(pwd.getpwuid(uid).pw_name)
     except KeyError:
         return Owner(f"uid-{uid}")
-    groups = []
-    for number in os.getgrouplist(account.pw_name, gid):
-        try:
-            groups.append(grp.getgrgid(number).gr_name)
-        except KeyError:
-            groups.append(f"gid-{number}")
-    return Owner(account.pw_name, tuple(groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +82,7 @@ class Access:
     def is_admin(self, peer: Peer) -> bool:
         """Return whether the peer may see and release every session."""
         return peer.uid in (0, self.own_uid) or (
-            bool(self.admins) and owner_of(peer.uid, peer.gid).name in self.admins
+            bool(self.admins) and owner_of(peer.uid).name in self.admins
         )
 
     def may_act(self, peer: Peer, uid: int) -> bool:
