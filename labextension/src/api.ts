@@ -5,7 +5,7 @@
  * The server extension's REST schema as types, and a client of it.
  *
  * Sizes are bytes; times are seconds, points in time seconds since the epoch on the broker's clock.
- * What nobody could read is null, never 0. The server's `openapi.yaml` is the source.
+ * A value that could not be measured is null, never 0. The server's `openapi.yaml` is the source.
  */
 import { URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
@@ -27,12 +27,12 @@ export interface IDevice {
   readonly memory_granted: number;
   /** Used by processes that are not the pool's. */
   readonly memory_foreign: number;
-  /** Null while nobody gets a slice of it; an older server tells a number all the same. */
+  /** Null while it is out of service; an older server sends a number all the same. */
   readonly memory_free: number | null;
   readonly memory_used: number | null;
   /** Percent. */
   readonly utilisation: number | null;
-  /** Why nobody gets a slice of it; empty if they do. */
+  /** Why it is out of service; empty if it is in service. */
   readonly drained_reason: string;
 }
 
@@ -49,11 +49,11 @@ export interface ISlice {
   /** The device's UUID. */
   readonly device: string;
   readonly granted_bytes: number;
-  /** Of own sessions only; null if nobody knows. */
+  /** Of own sessions only; null if not known. */
   readonly used_bytes?: number | null;
 }
 
-/** What is shown of everybody's sessions. */
+/** The fields that are shown of every session, other people's too. */
 export interface IAnySession {
   readonly id: string;
   readonly state: State;
@@ -111,7 +111,7 @@ export interface ISession extends IAnySession {
 }
 
 export interface ILimits {
-  /** Bytes for each device that a session may ask for at most; null if nobody knows. */
+  /** Bytes on each device that a session may ask for at most; null if not known. */
   readonly memory: number | null;
   readonly devices: number;
   readonly max_wait: number | null;
@@ -153,7 +153,7 @@ export interface IPool {
   readonly limits: ILimits;
   /** Why there is no device; empty if there is one. */
   readonly problem: string;
-  /** Of a server that does not tell, missing; as the next. */
+  /** Missing in answers of an older server; so is the next field. */
   readonly maintenance?: readonly IOrder[];
   /** Which configuration is in force, if not this server's, and how to change it. */
   readonly configuration_notice?: string;
@@ -212,7 +212,7 @@ export interface IHistory {
   };
 }
 
-/** An idle slice leaves soon, and bringing it back takes long or nobody knows how long. */
+/** An idle slice leaves soon, and resuming it is slow, or its speed is not known. */
 export interface IIdleWarning {
   readonly kernel_id: string;
   readonly seconds_left: number;
@@ -278,7 +278,7 @@ export class PoolClient {
   private async _ask<T>(path: string, method = 'GET', body?: object): Promise<T> {
     const url = URLExt.join(this.settings.baseUrl, 'gpupool', 'api', path);
     const given = new AbortController();
-    // What is asked to be done may be done late; what is only asked can be asked again.
+    // An action may be answered late; a question can simply be repeated.
     const giveUp = () => given.abort(new Error(`No answer in ${PATIENCE / 1000} s.`));
     const timer = method === 'GET' ? setTimeout(giveUp, PATIENCE) : undefined;
     const init = {

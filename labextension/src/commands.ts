@@ -40,7 +40,7 @@ export interface IOptions {
 
 type Args = ReadonlyPartialJSONObject;
 
-/** Adds the commands; all take a `kernelId`, which is else that of the document in front. */
+/** Adds the commands; all take a `kernelId`, by default that of the document in front. */
 export function addCommands(options: IOptions): void {
   const { commands, model, settings, trans } = options;
   const { client } = model;
@@ -161,7 +161,7 @@ export function addCommands(options: IOptions): void {
       await model.refresh();
       const { status, code, message, nextStep } = model.broker;
       if (status === 'away' && !model.live && noBroker(code)) {
-        // As it ought to be: it ends when nobody needs it.
+        // This is normal: the broker ends when no kernel needs it.
         tellCalmly(trans.__('The pool starts with the first Pooled GPU kernel.'));
       } else if (status === 'away') {
         tellRefusal(trans, new Error([message, nextStep].filter(Boolean).join(' ')));

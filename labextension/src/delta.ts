@@ -21,7 +21,7 @@ export function applyDelta(view: IPool, delta: Delta): IPool {
   };
 }
 
-/** One change that says what two said, the later one last. */
+/** One change that stands for two, the later one last. */
 export function mergeChanges(first: Change, second: Change): Change {
   if (first.all || second.all) {
     return { all: true };

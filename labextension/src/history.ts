@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** What was seen in the last minutes, fetched while somebody looks. */
+/** The last minutes, fetched while a widget shows them. */
 import type { IDisposable } from '@lumino/disposable';
 import { DisposableDelegate } from '@lumino/disposable';
 import { Poll } from '@lumino/polling';
@@ -27,7 +27,7 @@ export class History implements IDisposable {
     _model.changed.connect(this._update, this);
   }
 
-  /** Ask for as long as what is returned is not disposed. */
+  /** Fetch until the returned object is disposed. */
   hold(): IDisposable {
     this._holders++;
     this._update();

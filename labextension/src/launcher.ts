@@ -15,14 +15,14 @@ import { IPoolModel } from './tokens';
 
 export const NO_GPU = 'gpupool:no-gpu';
 
-/** What is said about a machine without a GPU. */
+/** The text about a machine without a GPU. */
 export function explanation(trans: TranslationBundle, reason: string): string[] {
   const why = reason || trans.__('The GPU pool of this machine has no GPU.');
   const doctor = trans.__(
     'Run `jupyter gpupool doctor` in a terminal: it says what is missing.'
   );
   return [
-    // The server may have said so itself.
+    // The server's own text may already end so.
     why.includes('gpupool doctor') ? why : `${why} ${doctor}`,
     trans.__('If this machine should have a GPU, ask its administrator.'),
     trans.__(
@@ -74,7 +74,7 @@ export const launcherPlugin: JupyterFrontEndPlugin<void> = {
       execute: async args => {
         const create = 'notebook:create-new';
         const cwd = args['cwd'] ?? '';
-        // The page was told before anybody had asked the broker, and that may be long ago.
+        // The page was written before the broker answered, perhaps long ago.
         await model.refresh();
         const chosen = choose(model, kernelspecs.specs);
         if (model.found.found && chosen && commands.hasCommand(create)) {
@@ -111,7 +111,7 @@ export const launcherPlugin: JupyterFrontEndPlugin<void> = {
         ? undefined
         : choose(model, kernelspecs.specs)?.pooled;
       if (pooled && item === null) {
-        // JupyterLab's translation of its own category: ours would be another category.
+        // JupyterLab's own translation: with another one this would be another category.
         const category = (translator ?? nullTranslator)
           .load('jupyterlab')
           .__('Notebook');

@@ -89,7 +89,7 @@ export class PoolModel implements IPoolModel {
     if (this._view === null) {
       return Date.now() / 1000;
     }
-    // The one stands still while a computer sleeps, the other jumps when somebody sets it.
+    // One clock stops while the computer sleeps, the other jumps when it is set.
     const steady = performance.now() - this._received.steady;
     const wall = Date.now() - this._received.wall;
     return this._view.now + (wall > steady + SLEPT ? wall : steady) / 1000;
@@ -143,7 +143,7 @@ export class PoolModel implements IPoolModel {
       this._stream.wanted = wanted;
       clearTimeout(this._lastLook);
       if (!wanted) {
-        // The websocket closes before the broker can tell of the end: the view would keep it.
+        // The websocket closes before the broker reports the end: the view would keep the kernel.
         this._lastLook = setTimeout(() => void this.refresh(), LAST_LOOK);
       }
       this._emit({ all: true });
@@ -214,7 +214,7 @@ export class PoolModel implements IPoolModel {
       return;
     }
     if (this._stream.heard && error instanceof PoolError && error.code === 'network') {
-      // Then the websocket is most likely dead, too, and nobody tells us.
+      // Then the websocket is most likely dead, too, without an event.
       this._stream.again();
     }
     if (!this._stream.heard) {
@@ -262,7 +262,7 @@ export class PoolModel implements IPoolModel {
     ];
   }
 
-  /** Tell of a change in the next frame, with all others until then. */
+  /** Signal a change in the next frame, together with all others until then. */
   private _emit(change: Change): void {
     const waiting = this._pending !== null;
     this._pending = this._pending ? mergeChanges(this._pending, change) : change;
@@ -305,12 +305,12 @@ export namespace PoolModel {
   >;
 }
 
-/** What HTTP says to who is not logged in, or may not. */
+/** The HTTP status for a user who is not logged in, or not allowed. */
 const DENIED: ReadonlySet<number> = new Set([401, 403]);
 
 const UP: IBroker = { status: 'up', message: '', nextStep: '' };
 
-/** What the server knew when it served this page. Who says nothing has nothing to complain of. */
+/** What the server knew when it sent this page; without it nothing is wrong. */
 function foundAtLoad(): IPoolModel['found'] {
   try {
     const said = JSON.parse(PageConfig.getOption('gpupool') || '{}') as {

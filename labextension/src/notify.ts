@@ -15,7 +15,7 @@ import { followPool, tell } from './tell';
 import { IPoolModel, IPoolSettings } from './tokens';
 import { about, bytes, localTime, timeOfDay } from './words';
 
-/** Characters of a document's name that are said: JupyterLab shows 140 of a notification. */
+/** Characters shown of a document's name: JupyterLab shows 140 of a notification. */
 const NAME = 28;
 
 /** Seconds between two times that mean the same: one was sent again. */

@@ -80,12 +80,12 @@ export class RunningSlices implements IRunningSessions.IManager {
       labelTitle: () => `${name?.path ?? session.label}\n${words()}`,
       detail: words,
       open: () => this._documents.open(session.kernel_id),
-      // Who waits, or is in host memory, has nothing to give back.
+      // A kernel that waits, or is in host memory, has no slice to give back.
       ...(HOLDS.has(session.state) && { shutdown: () => this._release(session) })
     };
   }
 
-  /** Nobody writes this anew each second: without the count-down. */
+  /** Without the count-down, because this list is not drawn each second. */
   private _words(session: ISession): string {
     const { view } = this._model;
     const still = { ...session, leaves_at: null };
@@ -97,7 +97,7 @@ export class RunningSlices implements IRunningSessions.IManager {
     void tell(this._trans, kernel, this._model.client.release(kernel));
   }
 
-  /** Only of what is shown here: of all that happens in a pool, most is other people's. */
+  /** Only for changes that are shown here: most changes in a pool are other people's. */
   private readonly _onChanged = (): void => {
     const shown = this._sessions()
       .map(session => `${session.id} ${session.state} ${this._words(session)}`)

@@ -38,7 +38,7 @@ export class PoolSettings implements IPoolSettings {
   }
 
   get keepMinutes(): number {
-    // What is said is what is asked for: the server counts whole minutes.
+    // Show the same value that is requested: the server counts whole minutes.
     return Math.max(1, Math.round(this._values.keepMinutes));
   }
 

@@ -25,7 +25,7 @@ export type Message =
 
 export interface IListener {
   message(message: Message): void;
-  /** The websocket could not be opened, or was closed before it said anything. */
+  /** The websocket could not be opened, or closed before the first message. */
   failed(): void;
   /** The page is hidden and the websocket closed: ask now. */
   ask(): Promise<void>;
@@ -87,7 +87,7 @@ export class EventStream implements IDisposable {
     }
   }
 
-  /** Whether the server has said something since the websocket was opened. */
+  /** Whether a message has come since the websocket was opened. */
   get heard(): boolean {
     return this._heard;
   }
@@ -163,7 +163,7 @@ export class EventStream implements IDisposable {
       const slept = Date.now() - last > SLEPT;
       last = Date.now();
       if (slept) {
-        // The other end is most likely gone, and nobody tells us.
+        // The other end is most likely gone, without an event.
         this.again();
       }
     }, LOOK_INTERVAL);

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** How the results of actions are told, and how something longer is. */
+/** Notifications about the results of actions, and dialogs for longer texts. */
 import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import type { ISignal } from '@lumino/signaling';
@@ -16,28 +16,28 @@ const SHOWN = 140;
 /** Milliseconds for which a result is shown. */
 const RESULT = 5000;
 
-/** Milliseconds for which a refusal is, and that nobody answers: longer, but not for ever. */
+/** The same for a refusal or a missing answer: longer, but limited. */
 export const REFUSAL = 10_000;
 export const OUTAGE = 60_000;
 
-/** The broker's absence: nothing listens, or who listened has gone. */
+/** Codes of the broker's absence: nothing listens, or the listener has gone. */
 const NO_BROKER: ReadonlySet<string> = new Set(['no-broker', 'broker-unavailable']);
 
-/** Whether a code means that there is simply no broker. */
+/** Whether a code means that there is no broker. */
 export function noBroker(code: string | undefined): boolean {
   return code !== undefined && NO_BROKER.has(code);
 }
 
-/** Whether something failed as nobody answered, and not as it was refused. */
+/** Whether there was no answer; a refusal is an answer. */
 export function unanswered(error: unknown): boolean {
   return (
     error instanceof PoolError && (error.code === 'network' || error.status >= 500)
   );
 }
 
-/** What to do about an error: what the server says, and what works besides. */
+/** The next step after an error: the server's, and what else helps. */
 export function nextStep(trans: TranslationBundle, code: string, next: string): string {
-  // Without a socket the server says it itself.
+  // For a missing socket the server's text has it already.
   return code === 'broker-unavailable'
     ? [
         trans.__(
@@ -59,15 +59,15 @@ export function refusal(trans: TranslationBundle, error: unknown): string {
   return error instanceof Error ? error.message : String(error);
 }
 
-/** What stands there, by its cause: the same is not told beside itself. */
+/** The notifications on screen, by cause: one for each. */
 const standing = new Map<string, string>();
 
-/** Of those, what is untrue once the pool answers. */
+/** Those that are untrue once the pool answers. */
 const outages = new Set<string>();
 
 type Options = Parameters<typeof Notification.error>[1];
 
-/** Tell something; what was told of the same cause gives way. */
+/** Notify; an earlier notification of the same cause goes. */
 function toast(
   cause: string,
   type: 'success' | 'error' | 'info',
@@ -92,7 +92,7 @@ function takeBack(cause: string): void {
   }
 }
 
-/** Tell what came of an action for a kernel; returns whether it was done. Never rejects. */
+/** Notify of the result of an action for a kernel; returns whether it was done. Never rejects. */
 export async function tell(
   trans: TranslationBundle,
   kernelId: string,
@@ -100,7 +100,7 @@ export async function tell(
 ): Promise<boolean> {
   try {
     const { note } = await action;
-    // Of one kernel the last word counts: it does not stay and go back.
+    // For one kernel only the latest notification counts.
     toast(`done ${kernelId}`, 'success', note || trans.__('Done.'), {
       autoClose: RESULT
     });
@@ -112,7 +112,7 @@ export async function tell(
   }
 }
 
-/** Tell why something was not done; the whole of it, however long. */
+/** Show why something was not done, in full, however long. */
 export function tellRefusal(trans: TranslationBundle, error: unknown): void {
   const text = refusal(trans, error);
   const rest = {
@@ -130,12 +130,12 @@ export function tellRefusal(trans: TranslationBundle, error: unknown): void {
   });
 }
 
-/** Tell something that is no fault. */
+/** Notify of something that is no fault. */
 export function tellCalmly(text: string): void {
   toast(`calm ${text}`, 'info', text, { autoClose: RESULT });
 }
 
-/** Take back what was told of the pool's absence as soon as it is there again. */
+/** Withdraw notifications about the pool's absence once it is back. */
 export function followPool(model: {
   readonly broker: IBroker;
   readonly changed: ISignal<unknown, unknown>;
@@ -144,7 +144,7 @@ export function followPool(model: {
   model.changed.connect(() => {
     const was = up;
     up = model.broker.status === 'up';
-    // Not at any change: a question may fail and the websocket know nothing of it.
+    // Not at every change: a request may fail while the websocket is fine.
     if (up && !was) {
       outages.forEach(takeBack);
       outages.clear();

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** One timer for all that counts down: it runs only while somebody counts and it can be seen. */
+/** One timer for all count-downs: it runs only while one of them is visible. */
 import { DisposableDelegate, type IDisposable } from '@lumino/disposable';
 import * as React from 'react';
 

@@ -24,7 +24,7 @@ export interface IBroker {
   /** Why it is away, and what to do, in the server's words. */
   readonly message: string;
   readonly nextStep: string;
-  /** Why it is away as a stable word, such as `no-broker`; missing if nobody said one. */
+  /** Why it is away, as a code such as `no-broker`; missing if there is none. */
   readonly code?: string;
   /** Away for this page only: the server does not let it ask. */
   readonly denied?: boolean;

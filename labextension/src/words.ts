@@ -43,7 +43,7 @@ export function clock(seconds: number): string {
     : `${Math.floor(minutes / 60)}:${two(minutes % 60)}:${two(whole % 60)}`;
 }
 
-/** The time on this computer's clock at a time of the broker's, whose clock may differ. */
+/** A time on the broker's clock, as a time on this computer's clock. */
 export function localTime(model: { now(): number }, at: number): Date {
   return new Date(Date.now() + (at - model.now()) * 1000);
 }
@@ -136,24 +136,24 @@ export function gpus(
   return trans._n('GPU %2', 'GPUs %2', uuids.length, numbers.join(', ') || '?');
 }
 
-/** How a state is to be looked at; also the name of its style. */
+/** The tone of a state; also the name of its style. */
 export type Tone = 'none' | 'wait' | 'move' | 'busy' | 'idle' | 'host' | 'away';
 
 export interface ISaid {
   readonly text: string;
   readonly tone: Tone;
-  /** The text without what counts: for a name, which must not change each second. */
+  /** The text without its count-down: for a name, which must not change each second. */
   readonly still: string;
-  /** The figure alone, for where there is no room for the text. */
+  /** The figure alone, for narrow places. */
   readonly short: string;
-  /** Whether the text counts down and must be said again each second. */
+  /** Whether the text counts down and must be drawn again each second. */
   readonly counts: boolean;
 }
 
 /** Seconds by which an idle slice may be late in leaving before the count-down is given up. */
 const LATE = 2;
 
-/** What does not count down. */
+/** A text that does not count down. */
 export function plain(text: string, tone: Tone, short = text): ISaid {
   return { text, still: text, short, tone, counts: false };
 }
@@ -234,7 +234,7 @@ export function say(
   }
 }
 
-/** Whether a slice is to go back that is still there: it was asked for, and waits for its work. */
+/** Whether a slice was asked back and is still there, because its work is not done. */
 export function goesBack(session: ISession | null): session is ISession {
   return (
     session !== null &&
@@ -244,7 +244,7 @@ export function goesBack(session: ISession | null): session is ISession {
   );
 }
 
-/** What is said of such a slice, as a sentence. */
+/** The sentence about such a slice. */
 export function goingBack(trans: TranslationBundle, session: ISession): string {
   return session.state === 'idle'
     ? trans.__('Goes back to the pool as soon as it can be moved.')
@@ -272,7 +272,7 @@ function waiting(trans: TranslationBundle, session: ISession): string {
     : trans.__('Waiting: %1, %2', place, about(trans, session.eta_seconds));
 }
 
-/** Why a kernel waits, and how many of which class are ahead of it: one line for each thought. */
+/** Why a kernel waits, and how many kernels of which class are ahead: one line each. */
 export function describeWait(trans: TranslationBundle, wait: IWait): string[] {
   if (!wait.waiting) {
     return [trans.__('This kernel is not waiting for a GPU.')];

@@ -265,7 +265,7 @@ def test_names_and_units_are_prometheus():
             )
 
 
-def test_no_name_means_something_else_on_a_server():
+def test_metric_names_of_broker_and_server_are_disjoint():
     ours = set().union(*(samples for _, samples in all_families().values()))
     assert server_metrics.__name__  # imported, it is registered
     theirs = set().union(*(samples for _, samples in families(REGISTRY).values()))

@@ -62,7 +62,7 @@ def test_which_variable_leaves_out_gpus_is_said(broker, capsys):
     assert found["devices"]["message"] == text
 
 
-def test_a_doctor_without_a_broker_tests_no_gpu_that_was_not_given(monkeypatch, capsys):
+def test_doctor_without_a_broker_tests_only_configured_gpus(monkeypatch, capsys):
     monkeypatch.setenv("GPUPOOL_EMULATE", "2x256MiB,context=16MiB")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     _, found = doctor(capsys)
@@ -83,7 +83,7 @@ def test_the_guard_is_tested_here_as_a_broker_would(monkeypatch, capsys):
     assert found["guard's limits"]["verdict"] == "ok"
 
 
-def test_a_guard_that_is_not_compiled_is_a_warning_and_cells_attach(monkeypatch, tmp_path, capsys):
+def test_a_missing_guard_is_a_warning_and_cells_attach(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(install, "_LIB", tmp_path)
     monkeypatch.setenv("GPUPOOL_EMULATE", "1x256MiB,context=16MiB")
     _, found = doctor(capsys)
@@ -137,9 +137,7 @@ def test_no_driver_is_a_failure_with_a_next_step(monkeypatch, capsys):
     assert "c.GPUPool.emulate" in found["devices"]["message"]
 
 
-def test_a_broken_configuration_is_named_and_nothing_is_guessed_from_it(
-    no_configuration, tmp_path, capsys
-):
+def test_a_broken_configuration_ends_the_other_checks(no_configuration, tmp_path, capsys):
     (no_configuration / "jupyter_server_config.py").write_text("c.GPUPool.atach = 'cell'")
     code, found = doctor(capsys)
     assert code == 1
@@ -258,7 +256,7 @@ def test_devices_that_cannot_suspend_or_are_lost():
 @pytest.mark.parametrize(
     ("where", "target"), [("GPU-1", " --device 1"), ("", "")], ids=["one GPU", "the pool"]
 )
-def test_gpu_that_an_admin_paused_is_no_failure_and_names_who_and_how_to_resume(where, target):
+def test_paused_gpu_is_no_failure_and_names_the_admin(where, target):
     paused = device(1, uuid="GPU-1", drained_reason="paused by the administrator: new driver")
     order = {"kind": "pause", "device": where, "by": "root", "since": 0.0, "reason": "new driver"}
     (found,) = checks.devices([paused], "", [order])

@@ -132,7 +132,7 @@ def test_a_journal_that_cannot_be_written_is_seen_first():
     assert draw(snapshot, Style(width=80))[1] == "Journal: No space left on device."
 
 
-def test_a_label_cannot_steer_the_terminal_and_wide_letters_are_counted():
+def test_labels_lose_control_codes_and_wide_letters_count_two():
     sessions = [session("a1", label="\x1b]0;owned\x07データ.ipynb"), session("b2", label="x" * 300)]
     lines = draw(pool(sessions=sessions), Style(width=60))
     assert not [line for line in lines if not line.isprintable()]

@@ -48,7 +48,7 @@ def test_status_without_a_broker(tmp_path, capsys):
     )
 
 
-def test_status_names_the_service_manager_while_the_machines_broker_is_away(capsys):
+def test_status_names_the_service_manager_of_an_absent_broker(capsys):
     assert main(["status", "--socket", "/run/no-such-pool/broker.sock"]) == 1
     err = capsys.readouterr().err
     assert "at /run/no-such-pool/broker.sock. It is the machine's: the service manager" in err
@@ -71,7 +71,7 @@ def test_a_socket_that_is_none(path, words, capsys):
     assert error.count("\n") == 1
 
 
-def test_the_configured_socket_is_used_and_a_broken_configuration_does_not_stop_status(
+def test_status_uses_the_configured_socket_despite_bad_options(
     broker, no_configuration, capsys, monkeypatch
 ):
     monkeypatch.delenv("GPUPOOL_SOCKET")
@@ -148,7 +148,7 @@ class Watcher:
         self.process.stderr.close()
 
 
-def test_watch_redraws_in_place_and_leaves_the_terminal_as_it_was(broker):
+def test_watch_redraws_in_place_and_restores_the_terminal(broker):
     broker.snapshots = [
         pool(sessions=[attached("3f2a", "active", 4 * GiB)]),
         pool(sessions=[attached("3f2a", "idle", 4 * GiB, idle_seconds=7)]),

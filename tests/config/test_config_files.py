@@ -94,7 +94,7 @@ def test_sections_of_other_applications_are_not_ours_to_judge(folders):
     assert load_settings().linger == 1
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_and_the_file(folders):
+def test_an_unknown_option_is_refused_with_the_nearest_one(folders):
     path = write(folders[0], "c.GPUPool.idle_timout = 60")
     assert str(refusal()) == (
         f"c.GPUPool.idle_timout in {path}: there is no such option. Did you mean 'idle_timeout'? "
@@ -110,7 +110,7 @@ def test_an_unknown_name_that_resembles_nothing(folders):
     )
 
 
-def test_a_misspelt_provisioner_is_refused_and_other_applications_are_not(folders):
+def test_a_misspelt_section_is_refused_other_sections_are_not(folders):
     fine = "c.GPUPoolProvisioner.memory = '1GiB'; c.ServerApp.port = 1; c.Spawner.pool = 2\n"
     path = write(folders[0], fine)
     load_settings()

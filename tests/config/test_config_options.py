@@ -325,7 +325,7 @@ def test_every_option_says_what_its_reader_needs(name):
     check_config(config)
 
 
-def test_needs_restart_names_what_a_running_broker_can_not_change():
+def test_needs_restart_names_options_of_a_running_broker():
     old = settings()
     assert needs_restart(old, settings(idle_timeout=1, quotas={"ada": {"leases": 1}})) == ()
     assert needs_restart(old, settings(devices=[0], socket="/x")) == ("devices", "socket")

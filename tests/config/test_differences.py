@@ -69,7 +69,7 @@ def test_a_variable_that_fills_an_option_in_is_its_origin(folder, monkeypatch):
     assert "from $GPUPOOL_EMULATE" in notice(None, broker)
 
 
-def test_a_machine_wide_broker_tells_no_names_of_users_and_sends_to_the_admin(folder):
+def test_machine_wide_broker_hides_users_and_names_the_admin(folder):
     broker = settings(quotas={"ada": {"memory": 5}}, admins=["bob"], idle_timeout=5)
     told = status(broker, private=False, machine_wide=True)
     assert "ada" not in json.dumps(told)

@@ -129,7 +129,7 @@ def test_a_clock_that_was_set_back_begins_anew():
 @given(
     st.lists(st.tuples(st.floats(0, 400), st.floats(0, 500), st.booleans()), min_size=1),
 )
-def test_lists_are_of_equal_length_in_order_and_shares_are_shares(steps):
+def test_points_are_ordered_and_shares_are_from_0_to_1(steps):
     found, now, busy = History(), 100.0, 0.0
     for step, used, pause in steps:
         now, busy = now + step, busy + used
@@ -166,7 +166,7 @@ def test_a_kernel_counts_from_its_opening():
     )
 
 
-def test_one_that_was_open_before_the_server_counts_from_the_first_look():
+def test_an_older_session_counts_from_the_first_snapshot():
     one = kernel(attached_seconds_total=4.0)
     assert counted(view(100.0, one), since=95.0) == (0.0, 0.0)
     later = {**one, "attached_seconds_total": 6.0}
@@ -235,7 +235,7 @@ ROW = st.builds(
         st.tuples(st.floats(0, 2000), st.lists(SESSION, max_size=2), st.lists(ROW, max_size=3))
     ),
 )
-def test_whatever_a_broker_says_both_only_grow_and_a_slice_is_never_longer(since, steps):
+def test_usage_only_grows_and_slices_never_exceed_sessions(since, steps):
     """Also with a clock that jumps and a count that goes back."""
     found = Usage(since)
     before = (0.0, 0.0)

@@ -92,7 +92,7 @@ def test_an_admins_server_shows_no_names_of_others():
     assert views.session_of(view, "k-x") is None
 
 
-def test_a_kernel_of_this_server_is_shown_whatever_the_broker_calls_its_owner():
+def test_own_kernels_are_shown_under_any_owner_name():
     (found,) = snapshot(session("a", owner="uid-1000"))["sessions"]
     assert found["mine"]
     assert found["here"]
@@ -231,7 +231,7 @@ def test_when_an_idle_slice_leaves():
     assert left(idle, settings={}) == (None, None)
 
 
-def test_the_free_memory_of_the_machine_is_told_when_it_has_moved():
+def test_free_host_memory_is_published_when_it_has_changed():
     gib = 1 << 30
 
     def told(before, now):
@@ -271,7 +271,7 @@ ORDER = {
 }  # fmt: skip
 
 
-def test_view_has_the_orders_of_admins_and_not_whom_they_wait_for():
+def test_view_has_admin_orders_without_what_they_wait_for():
     private = {"waits": [{"session": "x"}], "others": 1, "files": [{"pid": 1}], "text": "..."}
     assert snapshot(maintenance=[{**ORDER, **private}])["maintenance"] == [ORDER]
     assert snapshot()["maintenance"] == []

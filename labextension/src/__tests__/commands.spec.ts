@@ -177,7 +177,7 @@ describe('the commands', () => {
     expect(shown()).toEqual([]);
   });
 
-  test('a refusal is told with its next step, the whole of it if it is long', async () => {
+  test('a refusal is shown with its next step, long ones in full', async () => {
     services.start('a');
     answer.status = 409;
     const message = 'It is in use by a cell. '.repeat(8).trim();
@@ -262,7 +262,7 @@ describe('the commands', () => {
     expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${memory}}`]);
   });
 
-  test('asking takes the bound as shown, and asks again with what was wrong', async () => {
+  test('accepts the bound as shown, and asks again after a mistake', async () => {
     services.start('a');
     const most_bytes = Math.round(23.68 * 1024 ** 3);
     FakeSocket.one.snapshot(aPool({ sessions: [aSession({ id: 'a', most_bytes })] }));

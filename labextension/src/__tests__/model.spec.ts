@@ -63,7 +63,7 @@ describe('who needs it', () => {
     expect(model.broker.status).toBe('unknown');
   });
 
-  test('a kernel started in this page opens the websocket, its end closes it after a last look', async () => {
+  test('a kernel of this page opens the websocket, its end closes it', async () => {
     services.start('a');
     expect(model.live).toBe(true);
     expect(FakeSocket.one.url).toBe('ws://server/gpupool/api/events?token=se%20cret');
@@ -90,7 +90,7 @@ describe('who needs it', () => {
     expect(asked).toEqual([]);
   });
 
-  test('what was away with the last kernel is not said to be tried again', async () => {
+  test('an absent broker is not retried after the last kernel', async () => {
     services.start('a');
     answer.status = 0;
     FakeSocket.one.drop();
@@ -106,7 +106,7 @@ describe('who needs it', () => {
     });
   });
 
-  test('a kernel without a document counts, and so does a wrapped one', () => {
+  test('kernels without a document count, and wrapped ones', () => {
     services.kernels.models = [{ id: 'x', name: 'gpupool-ir' }];
     services.kernels.runningChanged.emit();
     expect(model.live).toBe(true);
@@ -249,7 +249,7 @@ describe('the clock', () => {
     expect(model.now()).toBeLessThan(1006);
   });
 
-  test('goes on while the computer sleeps, and not back when somebody sets the time', async () => {
+  test('goes on during sleep, and never back', async () => {
     await live();
     const at = model.now();
     const wall = Date.now();
@@ -328,7 +328,7 @@ describe('away and back', () => {
     expect(FakeSocket.one).not.toBe(socket);
   });
 
-  test('one lost websocket is no news; if it cannot be opened, a request says why', async () => {
+  test('a lost websocket is silent; a failing one makes a request', async () => {
     (await live()).drop();
     expect(asked).toEqual([]);
     expect(model.broker.status).toBe('up');
@@ -349,7 +349,7 @@ describe('away and back', () => {
     expect(model.broker.status).toBe('up');
   });
 
-  test('where websockets do not get through, requests keep the view fresh', async () => {
+  test('requests keep the view fresh where websockets fail', async () => {
     services.start('a');
     FakeSocket.one.drop();
     await frame();
@@ -411,7 +411,7 @@ describe('away and back', () => {
     expect(model.broker.status).toBe('up');
   });
 
-  test('after sleep, and on another network, the websocket is opened anew', async () => {
+  test('reopens the websocket after sleep or on another network', async () => {
     const first = await live();
     await jest.advanceTimersByTimeAsync(60_000);
     expect(FakeSocket.one).toBe(first);
@@ -435,7 +435,7 @@ describe('hidden pages', () => {
     expect(asked).toEqual([]);
   });
 
-  test('asks slowly while hidden, and opens the websocket at once when seen', async () => {
+  test('asks slowly while hidden, opens the websocket when visible', async () => {
     await live();
     show('hidden');
     await jest.advanceTimersByTimeAsync(HIDDEN_AFTER);
@@ -474,7 +474,7 @@ describe('found', () => {
     return model.found;
   }
 
-  test('is what the page was told, and nothing bad if it was told nothing', () => {
+  test('is what the page knows, and no fault if it knows nothing', () => {
     const none = { found: false, reason: 'No driver.' };
     expect(told(none)).toEqual(none);
     expect(told(null)).toEqual({ found: true, reason: '' });

@@ -249,7 +249,7 @@ describe('among all that runs', () => {
     changed
   };
 
-  test('are all of the pool on this server, also those in host memory', async () => {
+  test('are all pooled kernels here, also those in host memory', async () => {
     const manager = new RunningSlices(model, documents, trans);
     const changes = jest.fn();
     manager.runningChanged.connect(changes);
@@ -327,7 +327,7 @@ describe('the launcher', () => {
     expect(told.join(' ')).toContain('GPUPOOL_EMULATE');
   });
 
-  test('offers the usual kernel of the same language, which needs no GPU', () => {
+  test('offers the plain kernel of the same language', () => {
     const pooled = { isPooled: (kernel: string) => kernel.startsWith('gpupool') };
     const of = (...kernels: [string, string?][]) => {
       const found = choose(pooled, {

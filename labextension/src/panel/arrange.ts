@@ -12,7 +12,7 @@ import { isMine } from '../tokens';
 /** The part of a session that lies on one device. */
 export interface ISlice {
   readonly session: ISession | IAnySession;
-  /** What tells my kernels apart besides their colour; 0 for other people's. */
+  /** The number of one of my kernels, beside its colour; 0 for other people's. */
   readonly number: number;
   /** Empty for other people's. */
   readonly name: string;
@@ -20,7 +20,7 @@ export interface ISlice {
   readonly active: boolean;
   /** On this device. */
   readonly bytes: number;
-  /** Null if nobody knows. */
+  /** Null if not known. */
   readonly used: number | null;
 }
 
@@ -108,7 +108,7 @@ export class Arranger {
     const list = (here: boolean, old: readonly IKernelRow[] | undefined) => {
       const found = mine
         .filter(session => session.here === here)
-        // A broker that comes back may tell them in another order.
+        // A broker that comes back may send them in another order.
         .sort((a, b) => this._numberOf(a) - this._numberOf(b))
         .map((session, i) =>
           same(old?.[i], {
@@ -196,7 +196,7 @@ export class Arranger {
   private readonly _numbers = new Map<string, number>();
 }
 
-/** A server older than this page tells the sum alone. */
+/** A server older than this page sends the sum alone. */
 type Told = Pick<IAnySession, 'devices' | 'granted_bytes'> &
   Partial<Pick<IAnySession, 'slices'>>;
 
@@ -205,7 +205,7 @@ function having({ devices, granted_bytes: granted, slices }: Told): readonly IHa
   if (slices) {
     return slices.filter(slice => slice.granted_bytes > 0);
   }
-  // The parts are as equal as they were granted, and what is used of each nobody knows.
+  // The parts were granted equal; the use of each is not known.
   return granted > 0
     ? devices.map(device => ({ device, granted_bytes: granted / devices.length }))
     : [];

@@ -68,7 +68,7 @@ function Bar(props: IBarProps): React.ReactElement {
   );
   const bar = React.useRef<HTMLDivElement>(null);
   const last = React.useRef<{ key: string; at: number } | null>(null);
-  // A part that goes takes the focus with it, and tells nobody: its neighbour gets it.
+  // A part that goes would lose the focus without an event: its neighbour gets it.
   React.useLayoutEffect(() => {
     if (last.current === null) {
       return;
@@ -148,7 +148,7 @@ function Bar(props: IBarProps): React.ReactElement {
   );
 }
 
-/** The bar alone, where many are shown; whoever draws it says in words what it shows. */
+/** The bar alone, where many are shown; the parent describes it in words. */
 export const ThinBar = React.memo(function ThinBar(props: {
   readonly row: IDeviceRow;
 }): React.ReactElement {

@@ -16,7 +16,7 @@ export function granted(trans: TranslationBundle, device: IDevice): string {
   );
 }
 
-/** `utilisation 43 %`, as NVML says; `utilisation ?` if nobody knows. */
+/** `utilisation 43 %`, as NVML reports it; `utilisation ?` if not known. */
 export function utilisation(trans: TranslationBundle, device: IDevice): string {
   return device.utilisation === null
     ? trans.__('utilisation ?')
@@ -96,7 +96,7 @@ export function partText(trans: TranslationBundle, shown: IPart): string {
   return slice.active ? trans.__('%1 (the open document)', said) : said;
 }
 
-/** `somebody (batch)`: what may be said of other people's sessions. */
+/** `somebody (batch)`: the description of other people's sessions. */
 export function somebody(trans: TranslationBundle, session: IAnySession): string {
   return session.priority
     ? trans.__('Somebody (%1)', session.priority)

@@ -38,7 +38,7 @@ export class Documents implements IDocuments {
   constructor(private readonly _app: JupyterFrontEnd) {
     const { sessions } = _app.serviceManager;
     sessions.runningChanged.connect(() => this._changed.emit());
-    // Not every shell tells which widget is in front.
+    // Not every shell knows which widget is in front.
     _app.shell.currentChanged?.connect(() => this._changed.emit());
   }
 

@@ -5,7 +5,7 @@
 import type { IDevice } from '../api';
 import type { ISlice } from './arrange';
 
-/** `shut` is free memory of a device of which nobody gets any. */
+/** `shut` is free memory of a device that is out of service. */
 export type Kind = 'mine' | 'other' | 'foreign' | 'free' | 'shut' | 'reserved';
 
 export interface IPart {
@@ -46,7 +46,7 @@ export function parts(device: IDevice, slices: readonly ISlice[]): IPart[] {
     .map(part => ({ ...part, share: part.bytes / whole }));
 }
 
-/** How much of a slice is in use, 0 to 1; null if nobody knows. */
+/** How much of a slice is in use, 0 to 1; null if not known. */
 export function fill(slice: ISlice): number | null {
   if (slice.used === null || slice.bytes <= 0) {
     return null;

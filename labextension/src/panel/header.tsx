@@ -23,9 +23,9 @@ export function Header(props: IHeaderProps): React.ReactElement {
   const { trans, model } = useTools();
   const { view, broker, live } = props;
   const empty = view ? view.devices.length === 0 : !props.found.found;
-  // Where there is no GPU nobody starts a broker, and that it is away explains nothing.
+  // Without a GPU no broker is started, so its absence explains nothing.
   const gone = broker.status === 'away' && !(empty && view === null && !broker.denied);
-  // It ends by itself when nobody needs it: that is how it ought to be.
+  // The broker ends by itself when no kernel needs it: that is normal.
   const asleep = gone && !live && noBroker(broker.code);
   const away = gone && !asleep;
   return (
@@ -75,7 +75,7 @@ export function Header(props: IHeaderProps): React.ReactElement {
   }
 }
 
-/** Announced only after a look of its own: while live the toolbar announces it already. */
+/** Announced only after a fetch of its own: while live the toolbar announces it already. */
 function Away(props: {
   readonly broker: IBroker;
   readonly live: boolean;

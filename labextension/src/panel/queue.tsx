@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Who waits, in order. */
+/** The waiting kernels, in order. */
 import * as React from 'react';
 
 import { isMine } from '../tokens';

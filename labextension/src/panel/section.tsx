@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A part of the panel with a heading that folds it; what is folded is not drawn. */
+/** A part of the panel with a heading that folds it; a folded part is not drawn. */
 import * as React from 'react';
 
 import { useTools } from './tools';
@@ -42,7 +42,7 @@ export function Section(props: ISectionProps): React.ReactElement {
   );
 }
 
-/** What tells my kernels apart: a colour and a number. */
+/** The mark of one of my kernels: a colour and a number. */
 export function Badge({ number }: { readonly number: number }): React.ReactElement {
   return (
     <span className={`jp-gpupool-badge ${hue(number)}`} aria-hidden="true">
@@ -51,7 +51,7 @@ export function Badge({ number }: { readonly number: number }): React.ReactEleme
   );
 }
 
-/** Ten colours; kernels beyond share them, the number tells. */
+/** Ten colours; further kernels share them and differ by number. */
 export function hue(number: number): string {
   return `jp-gpupool-hue${((number - 1) % 10) + 1}`;
 }

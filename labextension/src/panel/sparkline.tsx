@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A line of the last minutes; where nobody measured there is no line. */
+/** A line of the last minutes, with gaps where nothing was measured. */
 import * as React from 'react';
 
 import { useTools } from './tools';
@@ -49,7 +49,7 @@ export function path(
 export interface ISparklineProps {
   /** What it shows, as in `Memory`. */
   readonly name: string;
-  /** The same in as many words as it takes, for who hears or points at it. */
+  /** The same as text, for screen readers and as the tooltip. */
   readonly full?: string;
   readonly time: readonly number[];
   readonly values: Values;

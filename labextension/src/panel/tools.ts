@@ -11,7 +11,7 @@ import type { IHistory } from '../api';
 import type { IPoolModel, IPoolSettings } from '../tokens';
 import type { Ticker } from '../ticker';
 
-/** The last minutes; asked for while somebody holds it. */
+/** The last minutes; fetched while a component uses it. */
 export interface IPast {
   readonly latest: IHistory | null;
   readonly changed: ISignal<unknown, unknown>;
@@ -52,7 +52,7 @@ export function useKeepMinutes(): number {
   return useTold(settings.changed, () => settings.keepMinutes);
 }
 
-/** Whether somebody is there to be asked. */
+/** Whether the pool can be reached. */
 export function useUp(): boolean {
   const { model } = useTools();
   return useTold(model.changed, () => model.broker.status === 'up');

@@ -12,7 +12,7 @@ import { useHistory, useTools } from './tools';
 interface IMeterProps {
   readonly label: string;
   readonly text: string;
-  /** 0 to 1: mine, and that of others. */
+  /** 0 to 1: my part, and other people's. */
   readonly mine: number;
   readonly others: number;
 }
@@ -97,7 +97,7 @@ export const Usage = React.memo(function Usage(): React.ReactElement {
   );
 });
 
-/** `0.03`, `2.1`, `140`: as many digits as tell something. */
+/** `0.03`, `2.1`, `140`: the significant digits. */
 export function hours(seconds: number): string {
   const value = seconds / 3600;
   return value.toFixed(value < 1 ? 2 : value < 100 ? 1 : 0);

@@ -122,7 +122,7 @@ export class PanelWidget extends ReactWidget {
     }
   }
 
-  /** Without a kernel nobody asks for the view: one look, so that there is something to be seen. */
+  /** Without a kernel nothing fetches the view: fetch once, so that there is something to see. */
   private _look(): void {
     if (!this._tools.model.live) {
       void this._tools.model.refresh();

@@ -16,17 +16,17 @@ interface IProps {
   readonly client: PoolClient;
   readonly kernelId: string;
   readonly request: IRequest;
-  /** Bytes on each device that it may ask for at most; null if nobody knows. */
+  /** Bytes on each device that it may ask for at most; null if not known. */
   readonly most: number | null;
   /** What the largest device can give: the slider's end if no limit is known. */
   readonly room: number;
   /** What answers are about. */
   readonly state: string;
-  /** Whether somebody is there to be asked. */
+  /** Whether the pool can be reached. */
   readonly up: boolean;
 }
 
-/** The form; what is typed stays until it is granted, whatever happens to the kernel meanwhile. */
+/** The form; typed text stays until it is granted, even if the kernel changes meanwhile. */
 export function Ask(props: IProps): React.JSX.Element {
   const { trans, client, kernelId, request, most, room, state, up } = props;
   const id = React.useId();

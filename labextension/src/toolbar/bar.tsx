@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** What a slice holds, against what is guaranteed and what it may grow to. */
+/** The use of a slice beside what is guaranteed and how far it may grow. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
@@ -18,7 +18,7 @@ export function Bar(props: {
   const used = usedBytes(session);
   const devices = Math.max(1, session.devices.length);
   const asked = session.request.memory * devices;
-  // Nobody is guaranteed what was not granted.
+  // Memory that was not granted is not guaranteed.
   const guaranteed = Math.min(asked, session.granted_bytes);
   const limit = session.request.limit * devices;
   const whole = Math.max(limit, session.granted_bytes, used ?? 0, 1);

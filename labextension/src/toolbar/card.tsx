@@ -127,7 +127,7 @@ function useLast(session: ISession | null, kernelId: string | null): ISession | 
   return session ?? (last?.kernel_id === kernelId ? last : null);
 }
 
-/** What else is to be said, each in a sentence or two. */
+/** Further notes, one or two sentences each. */
 function notes(trans: TranslationBundle, it: ISituation): string[] {
   const { session, view, broker } = it;
   switch (it.kind) {

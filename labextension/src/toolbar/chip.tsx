@@ -131,7 +131,7 @@ export function ChipButton(props: IButtonProps): React.JSX.Element {
       ]
         .filter(Boolean)
         .join('\n')}
-      // What is seen comes first: so it is called by who speaks to the computer. But no seconds:
+      // The visible text comes first, as voice control expects it. But no seconds:
       // a screen reader would say each.
       aria-label={[trans.__('%1, GPU of this notebook', mark(said.still)), back]
         .filter(Boolean)

@@ -1,14 +1,14 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Small pictures: a state at a glance, told apart by shape and not by colour alone. */
+/** Small pictures of states, which differ by shape and not by colour alone. */
 import * as React from 'react';
 
 import type { Tone } from '../words';
 
 interface IProps {
   readonly tone: Tone;
-  /** Share of the slice in use, 0 to 1; null if nobody knows. */
+  /** Share of the slice in use, 0 to 1; null if not known. */
   readonly filled: number | null;
 }
 

@@ -34,9 +34,9 @@ export function useSituation(watch: KernelWatch): ISituation | null {
 export interface IAnswer {
   readonly refused: boolean;
   readonly text: string;
-  /** Whether what was asked for was itself refused, and not that nobody was there to be asked. */
+  /** Whether the pool refused the request; false if the pool could not be reached. */
   readonly fault?: boolean;
-  /** Whether nobody was there. */
+  /** Whether the pool could not be reached. */
   readonly outage?: boolean;
 }
 
@@ -52,7 +52,7 @@ export function useAnswer(
   trans: TranslationBundle,
   /** What answers are about: of another state they are no longer true, once they can be read. */
   state: string,
-  /** Whether somebody is there to be asked. */
+  /** Whether the pool can be reached. */
   up: boolean
 ): {
   readonly answer: IAnswer | null;
@@ -65,7 +65,7 @@ export function useAnswer(
   useForget(answer, say, state);
   useEffect(() => {
     if (up) {
-      // Somebody is there again: that nobody was is no news.
+      // The pool is back, so the message about its absence goes.
       say(now => (now?.outage ? null : now));
     }
   }, [up]);

@@ -6,7 +6,7 @@ import type { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 
 import type { IPoolModel } from '../tokens';
 
-/** The notebook of a kernel, or without one that in front; null if it is not of the pool. */
+/** The notebook of a kernel, by default of the one in front; null if it is not in the pool. */
 export function pooledNotebook(
   model: Pick<IPoolModel, 'isPooled'>,
   notebooks: Pick<INotebookTracker, 'currentWidget' | 'find'>,

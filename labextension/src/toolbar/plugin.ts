@@ -15,7 +15,7 @@ import { KernelWatch } from './watch';
 
 export const OPEN = 'gpupool:open';
 
-/** The popover, of which there is one in a page whoever opens it. */
+/** The one popover of the page. */
 export const popoverPlugin: JupyterFrontEndPlugin<IPoolPopovers> = {
   id: '@jupyter-gpupool/labextension:popover',
   description: 'What can be done for the GPU of a notebook.',

@@ -36,7 +36,7 @@ export class Popover extends ReactWidget {
   open(): void {
     Widget.attach(this, document.body);
     this.place();
-    // Who hears the page hears the label, which must be there by then.
+    // Screen readers read the label, which must exist by then.
     void this.renderPromise?.then(() => {
       if (!this.isDisposed) {
         this.place();

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** What is to be said about one notebook's kernel; pure: from the model's view to words. */
+/** The state of one notebook's kernel in words; pure: from the model's view to text. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IPool, ISession } from '../api';
@@ -22,11 +22,11 @@ export interface ISituation {
   readonly broker: IBroker;
   /** Whether what it is about is emulated. */
   readonly emulated: boolean;
-  /** Share of the slice in use, 0 to 1; null if nobody knows or there is none. */
+  /** Share of the slice in use, 0 to 1; null if not known or without a slice. */
   readonly filled: number | null;
 }
 
-/** Return what is to be said about the kernel `kernelId`. */
+/** Return the state of the kernel `kernelId` in words. */
 export function situation(
   trans: TranslationBundle,
   model: IPoolModel,
@@ -108,7 +108,7 @@ export function situation(
   };
 }
 
-/** What was said of a session when it was last heard of, with no clock running. */
+/** The last known state of a session, without a count-down. */
 export function lastHeard(trans: TranslationBundle, it: ISituation): string {
   const { session, view } = it;
   if (view === null) {
@@ -126,7 +126,7 @@ export function staysReason(session: ISession | null): string {
   return session?.state === 'idle' ? session.pinned_reason || session.stays_reason : '';
 }
 
-/** Memory in use by a session, on all its devices; null if nobody knows. */
+/** Memory in use by a session, on all its devices; null if not known. */
 export function usedBytes(session: ISession): number | null {
   return session.used_bytes ?? session.footprint_bytes;
 }
@@ -176,7 +176,7 @@ function news(trans: TranslationBundle, session: ISession | null, view: IPool): 
     case 'detaching':
       return trans.__('Moving to host memory');
     case 'active':
-      // Without sizes: a slice grows in steps, each of which would be heard.
+      // Without sizes: a slice grows in steps, and a screen reader would announce each.
       return trans.__('At work on %1', where);
     case 'idle':
       if (session.pinned_reason) {

@@ -104,7 +104,7 @@ export function readSize(
     return { fault };
   }
   if (most !== null && size > most) {
-    // Who types the bound as it is shown means the bound, which has more digits.
+    // A user who types the bound as shown means the bound, which has more digits.
     return bytes(size) === bytes(most)
       ? { size: most, fault: '' }
       : {

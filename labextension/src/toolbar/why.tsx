@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Why a kernel waits, and behind whom; asked anew when its place in the queue changes. */
+/** Why a kernel waits, and behind which ones; fetched again when its place changes. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
@@ -43,7 +43,7 @@ export function Why(props: IProps): React.JSX.Element {
     };
   }, [client, trans, kernelId, session.id, position, reason, queueLength]);
   const id = React.useId();
-  // Of the answer only who is ahead: the rest is newer in the session.
+  // Only the counts ahead are used: the session has the rest, and newer.
   const lines =
     wait && position !== null
       ? describeWait(trans, { ...wait, position, reason, eta_seconds: eta })

@@ -18,7 +18,7 @@ const ENDED: ReadonlySet<Kernel.Status> = new Set([
   'dead'
 ]);
 
-/** The part of an output that tells: the agent marks its line in the metadata. */
+/** The metadata with which the agent marks its line in an output. */
 interface IOutput {
   readonly metadata?: { readonly gpupool?: { readonly wait?: boolean } };
 }

@@ -9,9 +9,7 @@ test.beforeEach(async () => {
   await ask('fresh');
 });
 
-test('nothing is shown and nothing asked for a kernel that is not of the pool', async ({
-  lab
-}) => {
+test('no chip and no request for a kernel outside the pool', async ({ lab }) => {
   const before = lab.traffic.length;
   const plain = await lab.notebook('plain', 'python3');
   await plain.run('print(6 * 7)');
@@ -27,9 +25,7 @@ test('nothing is shown and nothing asked for a kernel that is not of the pool', 
   expect(lab.traffic.slice(before)).toEqual([]);
 });
 
-test('no GPU, then a slice, then idle, then in host memory, then back', async ({
-  lab
-}) => {
+test('no GPU, slice, idle, host memory, and back', async ({ lab }) => {
   const notebook = await lab.notebook('one');
   await expect(notebook.chip).toHaveText('No GPU');
   const name = notebook.panel.locator('.jp-NotebookPanel-toolbar .jp-KernelName');
@@ -87,9 +83,7 @@ test('two notebooks compete for one device', async ({ lab }) => {
   expect(await said()).toContainEqual(expect.stringMatching(/^Waiting: 1st/));
 });
 
-test('a short form where there is no room, and the keyboard’s way after a change of tabs', async ({
-  lab
-}) => {
+test('short form in narrow bars, keyboard order after tab changes', async ({ lab }) => {
   const { page } = lab;
   const notebook = await lab.notebook('narrow');
   await notebook.run(uses(64));

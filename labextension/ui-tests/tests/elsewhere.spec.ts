@@ -28,9 +28,7 @@ test('Notebook 7 has the chip, the popover and the panel', async ({ browser }) =
   await lab.close();
 });
 
-test('no GPU found: the launcher and the panel say so, and cells run elsewhere', async ({
-  browser
-}) => {
+test('no GPU: launcher and panel say so, cells run elsewhere', async ({ browser }) => {
   const url = await ask<string>('lab_without_gpu');
   expect(url).not.toBe(stage().url);
   const lab = await Lab.open(browser, { url });

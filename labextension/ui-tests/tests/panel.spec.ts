@@ -6,9 +6,7 @@ import { faults } from '../axe';
 import { expect, test } from '../lab';
 import { ask, neighbour, session, uses } from '../pool';
 
-test('devices, queue, kernels, host memory and use; no names; no accessibility fault', async ({
-  lab
-}) => {
+test('devices, queue, kernels, host memory; no names; accessible', async ({ lab }) => {
   await ask('fresh');
   const { page, panel } = lab;
   await neighbour('stranger', { alloc: 1 });
@@ -147,9 +145,7 @@ test('64 devices in 300 pixels', async ({ lab }) => {
   }
 });
 
-test('a pause by the administrator: the panel and the chip tell it, with the reason', async ({
-  lab
-}) => {
+test('panel and chip show an administrator’s pause and its reason', async ({ lab }) => {
   await ask('fresh');
   const { panel } = lab;
   const mine = await lab.notebook('paused');

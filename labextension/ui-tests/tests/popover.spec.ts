@@ -10,9 +10,7 @@ test.beforeEach(async () => {
   await ask('fresh');
 });
 
-test('ask for another size: granted, and refused in the server’s words', async ({
-  lab
-}) => {
+test('another size: granted, or refused in the server’s words', async ({ lab }) => {
   const notebook = await lab.notebook('asks');
   await expect(notebook.chip).toHaveText('No GPU');
   await notebook.chip.click();
@@ -64,9 +62,7 @@ test('keep an idle slice, and give it back', async ({ lab }) => {
   expect((await session(notebook.kernelId))?.device).toBeNull();
 });
 
-test('a release while work runs is seen until it comes, and keeping takes it back', async ({
-  lab
-}) => {
+test('a pending release is shown, and keeping withdraws it', async ({ lab }) => {
   const notebook = await lab.notebook('later');
   const work = new Work('later');
   await notebook.run(work.code, false);

@@ -39,7 +39,7 @@ describe('Arranger', () => {
     expect(after.devices).toBe(before.devices);
   });
 
-  it('changes what is drawn of a kernel with its name and the document in front', () => {
+  it('redraws a kernel for a new name or front document', () => {
     const arranger = new Arranger();
     const view = pool([device(0)], [mine('a'), mine('b')]);
     const before = arranger.arrange(view, () => null, null, true);
@@ -52,7 +52,7 @@ describe('Arranger', () => {
     expect(after.rows[0]!.slices.map(slice => slice.active)).toEqual([true, false]);
   });
 
-  it('keeps the number of a kernel while it is there, and gives it again after', () => {
+  it('keeps the number of a kernel and reuses it afterwards', () => {
     const arranger = new Arranger();
     const numbers = (...ids: string[]) =>
       arranger
@@ -79,7 +79,7 @@ describe('Arranger', () => {
     expect(kernels[0]!.number).toBe(3);
   });
 
-  it('counts who has a slice and who waits, in the order of the queue', () => {
+  it('counts slices and waiting kernels, in queue order', () => {
     const waits = { ...NOTHING, state: 'queued' } as const;
     const { having, waiting, queue, suspended } = new Arranger().arrange(
       pool(
@@ -111,7 +111,7 @@ describe('Arranger', () => {
     expect(rows[0]!.slices[0]!.name).toBe('label of a');
   });
 
-  it('shows none of this server when none runs, whatever the last view says', () => {
+  it('shows no own kernels when none runs', () => {
     const view = pool(
       [device(0)],
       [

@@ -98,7 +98,7 @@ describe('Documents', () => {
     expect(executed).toEqual([['console:open', { path: 'x/console-1' }]]);
   });
 
-  it('of which nobody knows how to open them have no path, unless they are open', () => {
+  it('have no path if nothing can open them, unless open', () => {
     const odd = { ...session, type: 'odd' };
     const { documents, executed } = made(
       [],

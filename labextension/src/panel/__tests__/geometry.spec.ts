@@ -44,7 +44,7 @@ describe('parts', () => {
     expect(over.map(part => part.share)).toEqual([28 / 32, 4 / 32]);
   });
 
-  it('of a session on several devices are as large as on each of them', () => {
+  it('of a session on several devices have its size on each', () => {
     const two = [device(0), device(1)];
     const slices = [
       { device: 'GPU-0', granted_bytes: 8 * GIB, used_bytes: 6 * GIB },

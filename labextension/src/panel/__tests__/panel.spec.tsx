@@ -117,7 +117,7 @@ describe('the head', () => {
     expect(screen.queryByRole('button', { name: 'Refresh' })).toBeNull();
   });
 
-  it('tells what an admin has taken out of service: who, since when, and why', () => {
+  it('shows what is out of service: who, since when, and why', () => {
     const more = {
       maintenance: [anOrder(), anOrder({ device: 'GPU-1', closed: false })]
     };
@@ -130,7 +130,7 @@ describe('the head', () => {
     expect(one!.textContent).toMatch(/^GPU 1 has been paused by .* finish their work/);
   });
 
-  it('tells which configuration is in force if it is not the server’s', () => {
+  it('shows the configuration in force if it is not the server’s', () => {
     const configuration_notice = 'In force: c.GPUPool.idle_timeout is 5 s.';
     const { again } = show(pool([device(0)], [], { configuration_notice }));
     const notices = within(screen.getByRole('list', { name: 'Notices' }));
@@ -146,7 +146,7 @@ describe('the head', () => {
     screen.getByRole('listbox', { name: /^GPU 0, NVIDIA A100, EMULATED, / });
   });
 
-  it('says why the broker is away, what to do, and that it tries again', () => {
+  it('says why the broker is away, what to do, and that it retries', () => {
     const broker = {
       status: 'away',
       message: 'It was stopped.',
@@ -213,7 +213,7 @@ describe('the head', () => {
     screen.getByText('No /dev/nvidia0.');
   });
 
-  it('explains it rather than that nobody has started a broker for it', () => {
+  it('explains the missing GPU instead of the missing broker', () => {
     const found = { found: false, reason: 'No /dev/nvidia0.' };
     const broker = { status: 'away', message: 'No socket.', nextStep: '' } as const;
     show(null, { live: false, found, broker });
@@ -377,7 +377,7 @@ describe('devices', () => {
     ]);
   });
 
-  it('keep the focus where a part goes, and take none that is elsewhere', () => {
+  it('keep the focus when a part goes, and never take it', () => {
     const on = device(0, { memory_granted: 12 * GIB });
     const { again } = show(pool([on], [mine('a'), other('b')]));
     const option = (name: RegExp) => screen.getByRole('option', { name });
@@ -515,7 +515,7 @@ describe('my kernels', () => {
     }
   });
 
-  it('of another server are named, with nothing to be done for them here', () => {
+  it('of another server are named, without actions', () => {
     show(pool([device(0)], [mine('a', { here: false })]));
     kernels().getByText('No kernel of this server is in the pool.');
     kernels().getByText(/^Yours too, but of another server/);
@@ -549,7 +549,7 @@ describe('my kernels', () => {
     expect(model.asked).toEqual(['release kernel-a', 'keep kernel-a 600']);
   });
 
-  it('are kept for as long as the settings say, until that time or until told', async () => {
+  it('are kept as long as the settings say, or until released', async () => {
     jest.useFakeTimers({ now: NOON });
     try {
       const view = pool([device(0)], [mine('a')]);
@@ -584,7 +584,7 @@ describe('my kernels', () => {
     expect(model.asked).toEqual(['keep kernel-a 0']);
   });
 
-  it('show an answer while it may be true, and until it can be read', async () => {
+  it('show an answer while it is true and can be read', async () => {
     jest.useFakeTimers({ now: NOON });
     try {
       const { model, again } = show(pool([device(0)], [mine('a', { state: 'idle' })]));
@@ -630,7 +630,7 @@ describe('my kernels', () => {
     expect(model.asked).toHaveLength(1);
   });
 
-  it('without a slice have nothing to release, but their buttons stay', async () => {
+  it('without a slice cannot be released, but keep their buttons', async () => {
     const { model } = show(
       pool([device(0)], [mine('a', { ...NOTHING, state: 'detached' })])
     );

@@ -60,7 +60,7 @@ const status = () =>
 const burst = { ...session().request, limit: 12 * GIB };
 
 describe('what the popover says', () => {
-  it('of an active slice: how much of it is used, guaranteed, and the limit', () => {
+  it('of an active slice: use, guarantee and limit', () => {
     card(new FakeModel(session({ request: burst })));
     screen.getByRole('heading', {
       name: 'This notebook has 6 of 8 GiB on GPU 1 (emulated).'
@@ -69,7 +69,7 @@ describe('what the popover says', () => {
     screen.getByText('EMULATED');
   });
 
-  it('of a slice that is smaller than was asked for: what was granted', () => {
+  it('of a slice smaller than requested: what was granted', () => {
     const request = { ...session().request, memory: 11 * GIB, limit: 11 * GIB };
     const granted_bytes = 5 * GIB;
     card(new FakeModel(session({ request, granted_bytes, used_bytes: GIB })));
@@ -96,7 +96,7 @@ describe('what the popover says', () => {
     screen.getByText(words);
   });
 
-  it('of a pool that is paused: by whom a waiting kernel is kept, and why', () => {
+  it('of a paused pool: who paused it, and why', () => {
     const model = new FakeModel(session(queued));
     model.shows({ maintenance: [anOrder()] });
     card(model);
@@ -191,7 +191,7 @@ describe('asking for memory', () => {
     expect(status()).not.toContain('It waits for it.');
   });
 
-  it('finds no fault with the size if nobody was there, and says so only until then', async () => {
+  it('does not blame the size while the pool is unreachable', async () => {
     const model = new FakeModel(session());
     model.client.change.mockRejectedValue(
       new PoolError('No broker.', 'broker-unavailable', 'See the doctor.', 503)
@@ -300,7 +300,7 @@ describe('asking for memory', () => {
     expect(model.client.change).not.toHaveBeenCalled();
   });
 
-  it('keeps input and focus whatever happens to the kernel meanwhile', () => {
+  it('keeps input and focus while the kernel changes', () => {
     const model = new FakeModel(session());
     card(model);
     const before = field();

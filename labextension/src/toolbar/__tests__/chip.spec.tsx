@@ -176,7 +176,7 @@ describe('the chip', () => {
     expect(widget.isHidden).toBe(true);
   });
 
-  it('lets screen readers hear of states, not of figures and seconds', async () => {
+  it('announces states, not figures and seconds', async () => {
     const model = new FakeModel(session());
     const { widget, button } = await chip(model);
     expect(heard(widget)).toBe('At work on GPU 1');
@@ -288,7 +288,7 @@ describe('the status bar item', () => {
   const follow = (item: StatusItem, context: FakeContext | null) =>
     drawn(() => item.follow(context as unknown as Parameters<StatusItem['follow']>[0]));
 
-  it('says the same of the notebook that it follows, and is inactive for others', async () => {
+  it('follows one notebook and is inactive for others', async () => {
     const model = new FakeModel(session());
     const popovers = new PoolPopovers(new CommandRegistry(), null);
     const item = await show(new StatusItem(model.asModel(), popovers, trans));
@@ -297,9 +297,7 @@ describe('the status bar item', () => {
     expect(item.active).toBe(false);
     follow(item, new FakeContext());
     expect(item.active).toBe(true);
-    await waitFor(() =>
-      expect(button(item)?.textContent).toBe('6 of 8 GiB on GPU 1')
-    );
+    await waitFor(() => expect(button(item)?.textContent).toBe('6 of 8 GiB on GPU 1'));
     await until(
       () => model.becomes({ ...detached, suspended_bytes: 6 * GIB }),
       () => expect(button(item)?.textContent).toBe('In host memory 6 GiB')
@@ -310,7 +308,7 @@ describe('the status bar item', () => {
     expect(told).toEqual([true, true, false, false]);
   });
 
-  it('opens the same popover, and closes it when another notebook comes', async () => {
+  it('opens the popover, and closes it for another notebook', async () => {
     const popovers = new PoolPopovers(new CommandRegistry(), null);
     const item = await show(
       new StatusItem(new FakeModel(session()).asModel(), popovers, trans)

@@ -72,7 +72,7 @@ describe('sizes', () => {
     expect(stepFor(64 * MIB)).toBe(16 * MIB);
   });
 
-  it('reaches the bound itself with the slider, and a size above nothing', () => {
+  it('reaches the bound with the slider, and never zero', () => {
     for (const most of [24 * GIB, 23.3 * GIB, 100 * MIB]) {
       const last = positionOf(most, most);
       expect(sizeAt(last, most)).toBe(most);
