@@ -247,6 +247,12 @@ def most_memory(
     return most if most > 0 else None
 
 
+def most_devices(owner: Owner, settings: PoolSettings, devices: int) -> int:
+    """Return how many of ``devices`` a session of ``owner`` may ask for."""
+    quota = settings.quota_of(owner.name).devices
+    return devices if quota is None else min(devices, quota)
+
+
 # --------------------------------------------------------------------------- unasked sizes
 
 #: Codes of refusals that are about how much memory was asked for.

@@ -17,7 +17,7 @@ from typing import Any, Mapping
 
 from ... import __version__, cgroups
 from ...devices import Devices
-from ...pool.limits import most_memory
+from ...pool.limits import most_devices, most_memory
 from ...pool.model import DeviceView, Owner, PoolView, SessionRecord, SessionView
 from ...protocol import VERSION
 from ..configuration import Configuration
@@ -63,10 +63,9 @@ class Snapshots:
 
     def _limits(self, owner: Owner, view: PoolView) -> dict[str, Any]:
         settings = view.settings
-        devices = [len(view.devices), settings.quota_of(owner.name).devices]
         return {
             "memory": MostMemory(view).of(owner, 1),
-            "devices": min(d for d in devices if d is not None),
+            "devices": most_devices(owner, settings, len(view.devices)),
             "max_wait": settings.max_wait,
             "priorities": sorted(settings.priority_classes),
         }
