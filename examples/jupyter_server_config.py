@@ -23,7 +23,7 @@ c.GPUPool.attach = "lazy"
 
 # ---- Who may have how much
 
-# Per user, over all of the user's kernels; "*" is everybody who is not named.
+# Per user, over all of the user's kernels; "*" is every user who is not named.
 c.GPUPool.quotas = {
     "*": {"memory": "24GiB", "leases": 2, "suspended": "48GiB"},
     "ada": {"memory": "48GiB", "leases": 4},  # a paper is due

@@ -13,7 +13,7 @@
 ====================  ============================================================================
 
 The cell reads the clock when the kernel's result is there; the clock is that of the whole machine.
-States take turns, in an order that is drawn anew for each round.
+States take turns, in an order that is drawn for each round.
 """
 
 from __future__ import annotations

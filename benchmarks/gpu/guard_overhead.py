@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """What the guard costs a kernel that computes: loops in Pooled GPU kernels and in plain ones.
 
-Three kernels run the same loops in turns, in an order that is drawn anew for each round: two plain
+Three kernels run the same loops in turns, in an order that is drawn for each round: two plain
 ipykernels and one of the pool, under the guard. The overhead is the median, over the rounds, of the
 difference between the guarded kernel and a plain one in the same round; the same between the two
 plain kernels says what such a difference is worth.

@@ -80,7 +80,8 @@ def _bounds(
     ):
         if keep is not None and suspends:
             rule = f"an idle kernel must fit in host memory, and {whose} {format_bytes(keep)}"
-            found.append(_Bound(code, keep // devices, keep, rule, "more host memory", False))
+            admin = "a larger quota" if code == Code.OVER_QUOTA else "more host memory"
+            found.append(_Bound(code, keep // devices, keep, rule, admin, False))
     return found
 
 

@@ -127,7 +127,7 @@ def _what_became(facts: Facts, s: Session, plan: Plan) -> str:
             held = in_words(facts, why)
             return f"The slice stays at {have}: {held}. It grows when the quota has room."
         return (
-            f"The slice stays at {have}: this GPU has no more free memory. It grows as soon as "
+            f"The slice stays at {have}: this GPU has too little free memory. It grows as soon as "
             "memory becomes free."
         )
     if all(x.bytes <= max(limit, s.lease.footprints.get(x.device, 0)) for x in slices):

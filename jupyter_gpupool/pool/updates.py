@@ -65,7 +65,7 @@ def _log(session: str, level: str, code: Code, message: str) -> Actions:
 
 def _gone(name: str, s: Session | None, event: ev.Event) -> Actions:
     """Answer an event about a session that the pool does not know, or that is lost."""
-    refusal = Refusal(Code.UNKNOWN_SESSION, f"There is no session {name}.", "Restart the kernel.")
+    refusal = Refusal(Code.UNKNOWN_SESSION, f"There is no session {name!r}.", "Restart the kernel.")
     if isinstance(event, ev.HoldTaken):
         if s is not None:
             text = "The GPU state of this kernel was lost."
