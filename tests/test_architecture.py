@@ -122,8 +122,18 @@ def test_emulated_driver_imports_only_the_standard_library():
         assert not outside, path
 
 
-def test_the_emulated_driver_has_one_door():
-    """The product's door and the tests' door; the driver's own tests are beside neither."""
+def test_tests_of_the_emulated_driver_do_not_import_the_product():
+    files = [ROOT / "tests" / "conftest.py", ROOT / "tests" / "longruns.py"]
+    for folder in ("emulator", "driver_records"):
+        files += (ROOT / "tests" / folder).glob("*.py")
+    for path in files:
+        assert PACKAGE.name not in {top for top, _ in imports(path)}, path
+        # Some tests send code to child processes.
+        assert f"from {PACKAGE.name}" not in path.read_text(), path
+
+
+def test_only_two_modules_import_the_emulated_driver():
+    """The product's door and the tests' door; the driver's own tests need neither."""
     users = {
         str(path.relative_to(ROOT))
         for folder in (PACKAGE, ROOT / "tests")

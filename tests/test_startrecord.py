@@ -39,11 +39,12 @@ def test_secrets_and_the_session_around_are_not_written(socket):
     environ = {
         "JUPYTER_TOKEN": "t", "JUPYTERHUB_API_TOKEN": "t", "SLURM_JWT": "t", "AWS_SECRET": "t",
         "GPUPOOL_SESSION": "s", "GPUPOOL_TOKEN": "t", "GPUPOOL_PAGE": "/dev/shm/x",
-        "GPUPOOL_EMULATE": "2x1GiB", "SLURM_JOB_GPUS": "1", "XDG_STATE_HOME": "/s", "EDITOR": "vi",
+        "GPUPOOL_EMULATE": "2x1GiB", "EMUCUDA_FAULTS": "hang", "SLURM_JOB_GPUS": "1",
+        "XDG_STATE_HOME": "/s", "EDITOR": "vi",
     }  # fmt: skip
     write_record(socket, COMMAND, environ)
     assert set(read_record(socket).environment) == {
-        "GPUPOOL_EMULATE", "SLURM_JOB_GPUS", "XDG_STATE_HOME",
+        "GPUPOOL_EMULATE", "EMUCUDA_FAULTS", "SLURM_JOB_GPUS", "XDG_STATE_HOME",
     }  # fmt: skip
 
 
