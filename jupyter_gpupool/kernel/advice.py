@@ -54,8 +54,13 @@ def explain(link: Link, guard: Guard, refused: CallRefusal | None, name: str, te
     if refused is not None:
         parts = [f"GPU pool: {sentence(refused.message)}"]
         if refused.what == "grow" and (refused.code == Code.LIMIT or not refused.next_step):
-            # The kernel's own limit is what it may change itself: say with which command.
-            parts.append(sentence(advice(link, text, figures).removeprefix("GPU pool: ")))
+            # The user may raise the kernel's own limit: name the command.
+            granted = _granted(link, figures)
+            if figures is not None and figures.granted:
+                named = figures._replace(limit=0) if refused.code == Code.LIMIT else figures
+                parts.append(sentence(counted(named)))  # the refusal has named the limit
+            if granted:
+                parts.append(_what_to_type(link, granted, text))
             return " ".join(parts)
         if refused.what == "grow" and figures is not None and figures.granted:
             parts.append(sentence(counted(figures)))
@@ -113,18 +118,25 @@ def tried_bytes(text: str) -> int:
 
 def advice(link: Link, text: str, figures: MemoryFigures | None = None) -> str:
     """Return the line to add under the error; ``figures`` are those that the guard counts."""
-    if figures is not None and figures.granted:
-        granted = figures.granted
-        line = f"GPU pool: {counted(figures)}"
-    elif link.attached and link.slices:
-        granted = min(s.bytes for s in link.slices)
-        line = f"GPU pool: this kernel is granted {format_bytes(granted)} of device memory"
-    else:
+    granted = _granted(link, figures)
+    if not granted:
         return (
             "GPU pool: this kernel has no GPU slice at the moment. Type %gpu attach to get one, "
             "or %gpu for its state."
         )
-    return f"{line}{_what_to_type(link, granted, text)}"
+    line = (
+        counted(figures)
+        if figures is not None and figures.granted
+        else f"this kernel is granted {format_bytes(granted)} of device memory"
+    )
+    return f"GPU pool: {line}. {_what_to_type(link, granted, text)}"
+
+
+def _granted(link: Link, figures: MemoryFigures | None) -> int:
+    """Return the bytes of the smallest slice; 0 without one."""
+    if figures is not None and figures.granted:
+        return figures.granted
+    return min((s.bytes for s in link.slices), default=0) if link.attached else 0
 
 
 def counted(figures: MemoryFigures) -> str:
@@ -142,14 +154,14 @@ def _what_to_type(link: Link, granted: int, text: str) -> str:
     most = link.limits.get("memory")
     wanted = _round_up(max(2 * granted, granted + tried_bytes(text)))
     if not isinstance(most, int):
-        return f". Ask for more with: %gpu {typed_bytes(wanted)}"
+        return f"Ask for more with: %gpu {typed_bytes(wanted)}"
     if most <= granted:
         return (
-            ", which is the most it may ask for. Free some in this kernel (del, then the "
+            f"It may ask for at most {format_bytes(most)}. Free some in this kernel (del, then the "
             "library's empty_cache()), or ask your admin for a larger quota."
         )
     wanted = min(most, wanted)
-    return f"; up to {format_bytes(most)} may be asked for. Type: %gpu {typed_bytes(wanted)}"
+    return f"It may ask for up to {format_bytes(most)}. Type: %gpu {typed_bytes(wanted)}"
 
 
 def _round_up(value: int) -> int:
@@ -165,13 +177,13 @@ def no_broker(link: Link, error: GPUPoolError) -> GPUPoolError:
     hint = "" if named else log_hint(link)
     if error.code in (Code.NO_BROKER, BrokerUnavailable.code):
         start = (
-            "It is the one of the whole machine: ask its admin to start it."
+            "It is the broker of the whole machine: ask your administrator to start it."
             if link.path == MACHINE_SOCKET
             else "Open another Pooled GPU kernel, which starts it with your server's options, "
             "or run `jupyter gpupool broker`."
         )
     else:
-        start = error.next_step  # a broker is not what is missing
+        start = error.next_step
     message = error.message
     if str(link.path) not in message:
         message += f" Its socket is {link.path}."

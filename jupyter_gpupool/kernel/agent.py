@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The agent of one kernel: puts the parts together, and takes them apart again."""
+"""The agent of one kernel: makes its parts, installs them, and removes them again."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class Agent:
             self.gate = CellGate(shell, self.link, guard, FrameworkCaps(probe), interrupts)
             if guard.on:
                 self.visible = Visible(guard.devices)
-            # Of this kernel, not of a server that somebody starts in it.
-            told = os.environ.pop(NOTICE_VARIABLE, "")
-            if told:
-                self.gate.notice(f"GPU pool: {told}")
+            # For this kernel, not for a server that its user starts in it.
+            notice = os.environ.pop(NOTICE_VARIABLE, "")
+            if notice:
+                self.gate.notice(f"GPU pool: {notice}")
         self.magics = GPUMagics(shell, self.link, self.gate, self._no_session)
 
     def load(self) -> None:
@@ -100,7 +100,7 @@ class Agent:
         self.shell.kernel.io_loop.add_callback(run)
 
     def _show(self, message: str) -> None:
-        """Say it at once, under the output of the latest cell, and again above the next one."""
+        """Show it at once, under the output of the latest cell, and again above the next one."""
         text = f"GPU pool: {message}"
         if self.gate is not None:
             self.gate.notice(text)

@@ -7,11 +7,10 @@ It wraps ``kernel.do_execute`` on the instance: one call per execute request, wh
 run the cell. Not ``post_execute``: a widget message fires it in the middle of a running cell.
 
 In ``lazy`` policy the guard in front of the driver makes the CUDA calls themselves wait. So
-nothing is held and no message is sent, except for a cell that asks for a slice (``%%gpu``, tag
-``gpu``). What is left to do: show the wait of a call, and explain a refusal under the error.
+the gate takes no hold and sends no message, except for a cell that asks for a slice (``%%gpu``, tag
+``gpu``). It shows the wait of a call, and explains a refusal under the error.
 
-In ``cell`` policy every cell holds the slice while it runs, and waits for it first. What waits,
-and what does not:
+In ``cell`` policy every cell holds the slice while it runs, and waits for it first:
 
 - a cell: holds; waits if the session is detached;
 - ``%gpu`` lines only, tag ``no-gpu``, an empty cell: neither;
@@ -57,7 +56,7 @@ from .waits import (
 
 Admission = Literal["pass", "free", "soft", "if-attached", "wait"]
 
-#: Seconds in which the broker's word on a refusal comes after the error that it caused.
+#: Seconds in which the broker's reason for a refusal comes after the error that it caused.
 WORD = 0.25
 
 #: Seconds in which a request (not a wait) is answered.
@@ -348,17 +347,17 @@ class CellGate:
             try:
                 return self.link.drop(hold)
             except KeyboardInterrupt:
-                continue  # the cell is over; a hold left behind would keep the slice for ever
+                continue  # the cell has ended: a hold left behind would keep the slice
 
     def _over(self, key: object) -> None:
         while True:
             try:
                 return self.link.end_request(key)
             except KeyboardInterrupt:
-                continue  # a request left behind would never let the kernel count as at rest
+                continue  # a request left behind would let the kernel look busy
 
     def settle(self) -> None:
-        """Make this process fit the lease it has: visible devices, framework caps."""
+        """Set the visible devices and the framework caps for the lease that the session has."""
         slices = self.link.slices
         if slices != self._settled and slices:
             self._settled = slices  # once for each lease: the user may narrow it afterwards
@@ -367,7 +366,7 @@ class CellGate:
             self.caps.apply(slices)
 
     def request_changed(self) -> None:
-        """Make this process fit what it asks for by now, also before it has a slice."""
+        """Do the same for a changed request, also before the session has a slice."""
         self.settle()
         if not self.link.slices:
             show_devices(self.guard.devices())
@@ -392,7 +391,7 @@ class CellGate:
             self.publisher()("stream", {"name": "stderr", "text": line + "\n"})
 
     async def _word(self, refusals: int) -> None:
-        """Wait a moment for what the broker says of the refusal that has just ended a call."""
+        """Wait a moment for the broker's reason for the refusal that has just ended a call."""
         alarm = Alarm()
         deadline = time.monotonic() + WORD
         with self.interrupts.watch(alarm.ring):  # an interrupt must not reach the event loop
@@ -403,7 +402,7 @@ class CellGate:
         """Return a function that publishes outputs of the request now being handled.
 
         Bound to it, because other messages may be handled while this one waits. Not through
-        ``display_pub``: what a wait shows belongs to no cell history and no ``%%capture``.
+        ``display_pub``, because the line of a wait belongs to no cell history and no ``%%capture``.
         """
         kernel = self.kernel
         parent = kernel.get_parent()
@@ -421,7 +420,7 @@ class CellGate:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Answer an execute request whose code is not run; ipykernel aborts what is queued."""
+        """Answer an execute request without running its code; ipykernel aborts the queued ones."""
         name = type(problem).__name__
         if name == "RefusedError":
             name = "GPURefused"
@@ -512,9 +511,10 @@ class RequestForOneCell:
                     raise interrupted()
 
     async def _call(self, kind: str, **fields: Any) -> Mapping[str, Any]:
-        """Send a request and return the answer, which is quick: an interrupt is not heard here.
+        """Send a request and return its answer, which comes soon.
 
-        It must not reach the event loop either, which a KeyboardInterrupt would end.
+        An interrupt does not end this wait. It must not reach the event loop either, which a
+        KeyboardInterrupt would end.
         """
         alarm = Alarm()
         with self._interrupts.watch(alarm.ring):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What people type after ``%gpu`` and ``%%gpu``, read into values. No I/O, no IPython."""
+"""Parses what people type after ``%gpu`` and ``%%gpu``. No I/O, no IPython."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
     "priority": ("%gpu priority batch", "queue in this priority class"),
     "attach": ("%gpu attach", "wait for the slice now, and keep it until it is idle too long"),
     "release": ("%gpu release", "give the slice back; tensors stay, in host memory"),
-    "keep": ("%gpu keep 10m", "do not take the slice for idleness for this long"),
+    "keep": ("%gpu keep 10m", "keep the slice for this long, even when idle"),
     "pool": ("%gpu pool", "the devices and sessions of the whole pool"),
     "help": ("%gpu help", "this list"),
 }
@@ -41,7 +41,7 @@ _GPU_LINE = re.compile(r"^(\?{0,2}%{1,2}gpu\?{0,2}(\s|$)|%gpu\?)")
 _HEADER = re.compile(r"^%%gpu(\s+[^?]*)?$")
 
 
-#: The ``%%gpu`` line that the gate has dealt with for the cell now running.
+#: The ``%%gpu`` line that the gate has carried out for the cell now running.
 current_header: ContextVar[str] = ContextVar("gpupool_current_header", default="")
 
 
@@ -87,7 +87,7 @@ def cell_header(code: str) -> str:
 
 
 def hide_header(lines: list[str]) -> list[str]:
-    """Leave the body of a ``%%gpu`` cell whose request the gate has made (IPython transformer).
+    """Remove the ``%%gpu`` line that the gate has carried out (IPython input transformer).
 
     The line becomes a comment, which keeps the line numbers of tracebacks; before another cell
     magic, which must come first, it goes.

@@ -25,7 +25,7 @@ from .holds import Slice
 NOT_INITIALIZED = 3
 
 #: Bytes of a grant left to the CUDA context and the libraries' own allocations when a framework's
-#: cap is set. An estimate, not a measurement: what a context takes differs by GPU and driver.
+#: cap is set. An estimate: the size of a context differs by GPU and driver.
 CONTEXT_BYTES = 512 << 20
 
 #: Never cap a framework below this share of its grant: a small slice must stay usable.
@@ -40,7 +40,7 @@ class CudaProbe:
     """Tells whether this process has called cuInit, without loading or initialising anything.
 
     ``RTLD_NOLOAD`` finds libcuda only if something else has loaded it, and ``cuDeviceGetCount``
-    answers "not initialised" until somebody has called cuInit.
+    answers "not initialised" until this process has called cuInit.
     """
 
     def __init__(self) -> None:
@@ -70,8 +70,8 @@ def show_devices(devices: Sequence[str]) -> None:
     """Make the session's devices the visible ones, by UUID.
 
     Before cuInit this decides which device the process gets. After it the driver no longer reads
-    the variable, but child processes do, and they must land where the session is now. The guard
-    corrects a list of ours, told by the second variable; a choice of the user's own stays.
+    the variable, but child processes do, and they must see the devices that the session has now.
+    Only the pool's own list is corrected (the second variable has it); a list of the user stays.
     """
     if not devices:
         return
@@ -92,8 +92,8 @@ def usable_bytes(granted: int) -> int:
 class FrameworkCaps:
     """Keeps torch's and CuPy's own limits at the size of the slice, if those are loaded.
 
-    Not enforcement but good manners: with a cap the library frees its caches, and fails with its
-    own out-of-memory error, before the device is overfull.
+    A cap does not enforce the limit. It makes the library free its caches, and then fail with its
+    own out-of-memory error, before the device is full.
     """
 
     def __init__(self, probe: CudaProbe) -> None:
@@ -158,7 +158,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 def corrected(text: str, devices: Sequence[str], ours: str) -> str | None:
     """Return what ``text`` means in a session with ``devices``; None if it is right as it is.
 
-    ``ours`` is the pool's own text: whoever names only GPUs of others means "a GPU".
+    ``ours`` is the pool's own list: a user who names only GPUs of others means "a GPU".
     """
     if text == ours or not devices:
         return None

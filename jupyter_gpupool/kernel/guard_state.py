@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The guard as the agent sees it: is it in this process, and what does the session's page say.
+"""Whether the guard is in this process, and the figures of the session's page. Read only.
 
-Only read: what a process takes and gives back is counted by the guard itself, in every language.
-No call here reaches the driver, which may be away with the session's state.
+The guard itself counts what a process takes and gives back, in every language. No call here reaches
+the driver, which would block while the session is suspended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Mapping, NamedTuple
 from ..guard.page import CLOSED, SLOT_CONTEXT, Page, PageError, Reading
 from ..procfs import ProcessId, alive
 
-#: Where the session's page is; set for kernels whose broker guards them.
+#: The path of the session's page, in the environment of kernels under the guard.
 PAGE_VARIABLE = "GPUPOOL_PAGE"
 
 #: The library that stands in front of the driver's of the same name.
@@ -91,7 +91,7 @@ class Guard:
             return ()
 
     def cuda(self) -> bool | None:
-        """Return whether a process of the session has called cuInit; None if nobody can tell."""
+        """Return whether a process of the session has called cuInit; None if that is not known."""
         reading = self.reading()
         return None if reading is None else reading.cuda
 

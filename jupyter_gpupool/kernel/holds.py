@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The values of a session's lease and queue, and the holds that the broker has not heard of yet.
+"""The values of a session's lease and queue, and the late reports of its holds to the broker.
 
-Most cells are over in milliseconds, and waking the broker twice for each costs more than the cell
-gate itself. While its session is attached the agent alone decides (it answers a ``yield``), so the
-broker may hear late: of a cell that lasts, after :data:`BRIEF` seconds; of shorter ones, that there
-were some, once in that time for all of them.
+Most cells end within milliseconds, and waking the broker twice for each costs more than the cell
+gate itself. While its session is attached the agent alone decides (it answers a ``yield``), so it
+may report late: a cell that lasts after :data:`BRIEF` seconds; shorter cells by one report for all
+that ended in that time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Callable, ContextManager, Mapping, NamedTuple
 from ..errors import GPUPoolError
 from ..protocol import Message
 
-#: Seconds. Far below what a person sees, and the idle time-outs that count from it; long enough
-#: for a notebook's stream of short cells to be a few messages.
+#: Seconds. Far below what a person notices and below the idle time-outs that count from it; long
+#: enough to turn a notebook's stream of short cells into a few messages.
 BRIEF = 0.05
 
 
@@ -36,7 +36,7 @@ def slices_of(message: Mapping[str, Any]) -> tuple[Slice, ...]:
 class HoldWait:
     """One hold that waits for its lease.
 
-    ``answer`` is None while it waits, then the broker's ``ok``, or the error that ended it.
+    ``answer`` is None during the wait, then the broker's ``ok``, or the error that ended it.
     ``on_change`` is called, in any thread, whenever something about the wait may have changed.
     """
 
@@ -73,14 +73,15 @@ class CallRefusal(NamedTuple):
 
 
 class LateReports:
-    """Holds not told of yet, by id, and the thread that tells of them.
+    """The holds that the broker does not know yet, by id, and the thread that reports them.
 
     Parameters
     ----------
     lock:
-        The link's. Every method but :meth:`close` is called with it held, and so are the others.
+        The link's. Its owner holds it during every method but :meth:`close`, and during the calls
+        of ``lasting`` and ``over``.
     lasting, over:
-        Tell the broker of a hold, by its id and kind: of one that goes on, of one that has ended.
+        Report a hold, by its id and kind: one that goes on, one that has ended.
     """
 
     def __init__(
@@ -93,23 +94,25 @@ class LateReports:
         self._tell_lasting = lasting
         self._tell_over = over
         self._holds: dict[str, str] = {}
-        #: The last one that began and ended without a word, with its kind.
+        #: The last hold that began and ended without a report, with its kind.
         self._over: tuple[str, str] | None = None
         self._wanted = threading.Event()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, hold: str, kind: str) -> None:
-        """A hold begins: told of soon, if it lasts."""
+        """Note that a hold begins; it is reported soon, if it lasts."""
         self._holds[hold] = kind
         if not self._wanted.is_set():
             self._wanted.set()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="gpupool-told", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="gpupool-reports", daemon=True
+                )
                 self._thread.start()
 
     def end(self, hold: str) -> bool:
-        """A hold ends; return whether it had not been told of, so that its end need not be."""
+        """Note that a hold ends; return whether the broker never knew of it."""
         kind = self._holds.pop(hold, None)
         if kind is None:
             return False
@@ -117,12 +120,12 @@ class LateReports:
         return True
 
     def forget(self) -> None:
-        """The broker knows all, or need not: it has been told in another way."""
+        """Drop all reports: the broker learns of the holds in another way."""
         self._holds.clear()
         self._over = None
 
-    def tell(self) -> None:
-        """Tell now."""
+    def send(self) -> None:
+        """Send the reports now."""
         holds, self._holds = self._holds, {}
         over, self._over = self._over, None
         for hold, kind in holds.items():
@@ -131,7 +134,7 @@ class LateReports:
             self._tell_over(*over)
 
     def close(self) -> None:
-        """End the thread; what is untold stays so."""
+        """End the thread without sending what is left."""
         self._closed.set()
         self._wanted.set()
 
@@ -142,4 +145,4 @@ class LateReports:
                 return
             with self._lock:
                 self._wanted.clear()
-                self.tell()
+                self.send()

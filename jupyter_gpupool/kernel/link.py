@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The kernel's side of its session: who it is, what it holds, and the way to the broker.
+"""The kernel's side of its session: its identity, its holds, and the connection to the broker.
 
 The agent *owns* its lease from the grant until it answers a ``yield`` with yes. That is why a cell
 of an attached session needs no round trip, and why the broker may die and come back while cells
-run: what the kernel holds is kept here and told again in the next ``hello``.
+run: the agent keeps the list of holds and sends it again in the next ``hello``.
 
 Threads: cells call from the main thread and from subshell threads, pushes arrive in the client's
 reader thread, and one daemon thread connects. Everything shared is under one lock, which is never
@@ -89,10 +89,10 @@ class Link:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._holds: dict[str, str] = {}
-        self._untold = LateReports(self._lock, self._tell_hold, self._tell_over)
+        self._reports = LateReports(self._lock, self._tell_hold, self._tell_over)
         self._waits: dict[str, HoldWait] = {}
         self._owed: dict[str, Any] | None = None
-        #: Cells and widget callbacks that run; and whether somebody waits for the slice.
+        #: Cells and widget callbacks that run; and whether another kernel waits for the slice.
         self._requests: set[object] = set()
         self._wanted = False
         self._down_since: float | None = time.monotonic()
@@ -110,7 +110,7 @@ class Link:
         self.slices: tuple[Slice, ...] = ()
         self.request: dict[str, Any] = {}
         self.limits: dict[str, Any] = {}
-        #: What the latest status said of each device, by UUID: their names outlive the broker.
+        #: Each device as in the latest status, by UUID: their names outlive the broker.
         self.devices: dict[str, Mapping[str, Any]] = {}
         #: Until when (``time.time()``) the user has asked to keep the slice; 0.0 if not at all.
         self.kept_until = 0.0
@@ -121,28 +121,28 @@ class Link:
         #: What the pool last refused to a CUDA call of this session, and how often it refused.
         self.refused: CallRefusal | None = None
         self.refusals = 0
-        #: Called, in any thread, whenever the broker has told something new, or has gone.
+        #: Called, in any thread, after each message of the broker and when the connection ends.
         self.on_news: Callable[[], None] = lambda: None
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ start and end
 
     def start(self) -> None:
-        """Begin to connect, in a daemon thread: the kernel's start does not wait for it."""
+        """Begin to connect, in a daemon thread, so that the kernel's start does not wait."""
         self._thread = threading.Thread(target=self._run, name="gpupool-link", daemon=True)
         self._thread.start()
 
     def queued_for(self) -> float:
-        """Return the seconds since the broker first said that this session waits; 0.0 if not."""
+        """Return the seconds since the broker first put this session into the queue; 0.0 if not."""
         return time.monotonic() - self._queued_since if self.queue is not None else 0.0
 
     def close(self) -> None:
         """End the connection for good. The broker frees the slice when the process ends."""
         with self._lock:
             self._stopped = True
-            self._untold.close()
+            self._reports.close()
             client, self._client = self._client, None
         self._poke.set()
-        self._ended.set()  # a client that we close does not tell that it has ended
+        self._ended.set()  # a client that we close does not call on_close
         if client is not None:
             client.close()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -154,11 +154,11 @@ class Link:
         return 0.0 if since is None else time.monotonic() - since
 
     def given_up(self, wait: HoldWait) -> bool:
-        """Return whether there has been no broker for too long, and none just now either."""
+        """Return whether no broker has been there for too long, and the last attempt failed."""
         return self.unreachable_for() > self.reviver.patience and self._failures > wait.failures
 
     def wait_ready(self) -> None:
-        """Wait for a broker that is expected (back), for a moment only if that is all we know."""
+        """Wait as long as a broker is expected: at a kernel's start, or after a broker died."""
         if not self._greeted:
             self._poke.set()
         while not self._greeted:
@@ -185,13 +185,13 @@ class Link:
     def take(self, hold: str, kind: str) -> bool:
         """Take a hold if the session is attached; False if it has to wait for its slice.
 
-        No round trip: the broker is told, a moment later and if it lasts, and does not answer.
+        No round trip: a report follows a moment later if the hold lasts, and has no answer.
         """
         with self._lock:
             if not self.attached:
                 return False
             self._holds[hold] = kind
-            self._untold.begin(hold, kind)
+            self._reports.begin(hold, kind)
             return True
 
     def wait(self, hold: str, kind: str, on_change: Callable[[], None]) -> HoldWait:
@@ -202,7 +202,7 @@ class Link:
             self._waits[hold] = wait
             self._ask(wait)
             if not self._greeted:
-                self._poke.set()  # do not sit out the pause: somebody is waiting
+                self._poke.set()  # a cell waits: end the pause between attempts
         return wait
 
     def drop(self, hold: str) -> None:
@@ -210,7 +210,7 @@ class Link:
         with self._lock:
             wait = self._waits.pop(hold, None)
             if self._holds.pop(hold, None) is not None:
-                if not self._untold.end(hold):
+                if not self._reports.end(hold):
                     self._tell_drop(hold)
             elif wait is not None:
                 self._tell("cancel", hold=hold)
@@ -229,7 +229,7 @@ class Link:
         """
         with self._lock:
             client = self._client if self._greeted else None
-            self._untold.tell()  # a cell that came before the request is told before it
+            self._reports.send()  # in order: cells that came before the request
         if client is None:
             self._poke.set()
             raise self.unavailable()
@@ -287,7 +287,7 @@ class Link:
                 self._connect()
             except Exception as error:
                 if not isinstance(error, GPUPoolError):
-                    # A fault of ours must not leave this kernel without a broker for ever.
+                    # A bug in the agent must not leave this kernel without a broker.
                     log.exception("The connection to the GPU pool broker failed; trying again")
                     error = BrokerUnavailable(f"The connection to the broker failed: {error!r}.")
                     self._hang_up()
@@ -326,7 +326,7 @@ class Link:
                 )
                 # From here on holds and drops go out behind the hello, in their order.
                 self._client = client
-                self._untold.forget()
+                self._reports.forget()
                 self._greeting_since = time.monotonic()
         if hello is None:
             client.close()
@@ -444,9 +444,7 @@ class Link:
             wait.answer = answer
         wait.on_change()
 
-    # ------------------------------------------------------------------ pushes (reader thread)
-
-    # ------------------------------------------------------------------ at rest
+    # ------------------------------------------------------------------ running requests
 
     def begin_request(self) -> object:
         """Note that a cell or a widget callback begins; return what :meth:`end_request` takes."""
@@ -456,7 +454,7 @@ class Link:
         return key
 
     def end_request(self, key: object) -> None:
-        """Note that it is over; if it was the last one and somebody waits for the slice, say so."""
+        """Note that it has ended; report that no cell runs, if another kernel waits for that."""
         with self._lock:
             self._requests.discard(key)
             self._rest()
@@ -464,6 +462,8 @@ class Link:
     def _rest(self) -> None:
         if self._wanted and not self._requests:
             self._tell("resting")
+
+    # ------------------------------------------------------------------ pushes (reader thread)
 
     def _push(self, message: Message) -> None:
         try:
@@ -524,7 +524,7 @@ class Link:
         """
         with self._lock:
             if epoch >= self.epoch:
-                self._untold.tell()  # a cell that is over is no reason to refuse, but was one
+                self._reports.send()  # cells that have ended do not refuse it
             given = epoch >= self.epoch and not self._holds and not self._waits
             cuda = self._probe()
             if given and self.attached:

@@ -31,7 +31,7 @@ _NOT_POOLED = (
 
 @magics_class
 class GPUMagics(Magics):  # type: ignore[misc]
-    """The ``%gpu`` line magic, and what is left of ``%%gpu`` when the gate has not taken it."""
+    """The ``%gpu`` line magic, and the refusal of a ``%%gpu`` that the gate has not taken."""
 
     def __init__(
         self, shell: Any, link: Link | None, gate: CellGate | None, no_session: str = ""
@@ -107,7 +107,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         try:
             snapshot = link.call("status")
         except BrokerUnavailable as error:
-            # What the agent knows by itself is still true; the error says what is not known.
+            # What the agent knows by itself is still true; the error explains the rest.
             known = {"devices": list(link.devices.values())}
             session = {**_own_view(link), **self._guarded({})}
             display(SessionDisplay(session, known, problem=str(no_broker(link, error))))
@@ -184,8 +184,8 @@ def _request_text(answer: Any, guarded: bool) -> str:
     if isinstance(request.get("memory"), int):
         parts.append(f"{format_bytes(request['memory'])} of device memory")
     if isinstance(request.get("limit"), int) and request["limit"] != request.get("memory"):
-        recorded = "" if guarded else " (recorded)"
-        parts.append(f"limit {format_bytes(request['limit'])}{recorded}")
+        unguarded = "" if guarded else " (not enforced)"
+        parts.append(f"limit {format_bytes(request['limit'])}{unguarded}")
     if isinstance(request.get("devices"), int) and request["devices"] > 1:
         parts.append(f"on each of {request['devices']} devices")
     if isinstance(request.get("compute"), int) and request["compute"] != 100:

@@ -97,12 +97,12 @@ class SessionDisplay(_Display):
 
 
 def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows that describe ``session``; what is not known has no row."""
+    """Return the rows that describe ``session``, without a row for what is not known."""
     state = str(session.get("state", "detached"))
-    said = _STATES.get(state, state)
+    text = _STATES.get(state, state)
     if state == "detached":
-        said = _DETACHED.get(str(session.get("attach")), said)
-    rows = [("GPU slice", said)]
+        text = _DETACHED.get(str(session.get("attach")), text)
+    rows = [("GPU slice", text)]
     granted = session.get("granted_bytes") or 0
     if granted:
         where = device_names(session.get("devices") or (), snapshot)
@@ -161,7 +161,7 @@ _ATTACH = {
 }
 
 
-#: Said of a slice on a device that cannot suspend. An empty one can be taken even so.
+#: For a slice on a device that cannot suspend. The pool can still take an empty one.
 STAYS = "Once used, it stays until the kernel ends: state on this GPU cannot be moved off it."
 
 
@@ -187,9 +187,13 @@ def _leaving_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> li
     elif kept > time.time():
         clock = time.strftime("%H:%M", time.localtime(kept))
         rows.append(("kept", f"until {clock}, {format_seconds(kept - time.time())} from now"))
-    elif idle and isinstance(timeout, (int, float)):
+    elif idle and isinstance(timeout, (int, float)) and not _cannot_leave(session):
         idle += f"; given back after {format_seconds(timeout)}"
     return [("idle", idle), *rows] if idle else rows
+
+
+def _cannot_leave(session: Mapping[str, Any]) -> bool:
+    return bool(session.get("pinned_reason") or session.get("stays_reason"))
 
 
 def stays(devices: Sequence[str], snapshot: Mapping[str, Any]) -> bool:
@@ -204,7 +208,7 @@ def _request(request: Mapping[str, Any], guarded: bool) -> str:
     if isinstance(limit, int) and limit > request["memory"]:
         text += f", limit {format_bytes(limit)}"
         if not guarded:
-            text += " (recorded)"
+            text += " (not enforced)"
     if isinstance(request.get("devices"), int) and request["devices"] > 1:
         text += f", on each of {request['devices']} devices"
     if isinstance(request.get("compute"), int) and request["compute"] != 100:
@@ -227,7 +231,7 @@ def _queue(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> str:
 
 
 def _all_out_of_service(snapshot: Mapping[str, Any]) -> str:
-    """Return why a CUDA call would wait although nobody has a slice; "" if one GPU serves."""
+    """Return why no GPU serves a CUDA call now; "" if one does."""
     reasons = [str(d.get("drained_reason") or "") for d in snapshot.get("devices") or ()]
     return "; ".join(dict.fromkeys(reasons)) if reasons and all(reasons) else ""
 
@@ -243,14 +247,14 @@ def device_names(devices: Sequence[str], snapshot: Mapping[str, Any]) -> str:
 
 
 class PoolDisplay(_Display):
-    """``%gpu pool``: every device, and every session as far as its owner may be told."""
+    """``%gpu pool``: every device, and of every session what this user may see."""
 
     def __init__(self, snapshot: Mapping[str, Any], own: str) -> None:
         self._devices = [_device_row(d) for d in snapshot.get("devices") or ()]
         self._sessions = [_session_row(s, own, snapshot) for s in snapshot.get("sessions") or ()]
         self._title = "GPU pool" + (" (EMULATED devices)" if snapshot.get("emulated") else "")
         length = snapshot.get("queue_length") or 0
-        self._queue = f"{length} waiting" if length else "nobody is waiting"
+        self._queue = f"{length} waiting" if length else "no kernel waits"
 
     _DEVICE_HEAD = ("device", "name", "free", "granted", "capacity", "note")
     _SESSION_HEAD = ("session", "owner", "state", "granted", "device", "queue")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker that has died, seen from a kernel: have it started again, and say what is going on.
+"""Restarts a broker that has died, and describes the restart to the user of a waiting cell.
 
 A kernel may have another Python than the broker, and must not become its parent. So the agent
 runs the shell command that the provisioner gave it, as the guard does
@@ -28,7 +28,7 @@ from ..startrecord import (
     read_failures,
 )
 
-#: Seconds without a broker in which one is expected back where nobody here can start it.
+#: Seconds to wait for a broker that this kernel cannot start itself.
 GRACE = 5.0
 
 #: Seconds between two attempts of this kernel.
@@ -49,7 +49,7 @@ class Reviver:
         self._copy = environ.get(COPY_VARIABLE, "")
         self._service = is_machine_path(path)
         self._next = 0.0
-        #: Whether somebody starts the broker now, or soon.
+        #: Whether a process starts the broker now, or will soon.
         self.expected = False
         #: Seconds without a broker after which a cell does not wait for it any longer.
         self.patience = GRACE

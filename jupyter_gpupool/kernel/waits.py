@@ -32,7 +32,7 @@ from .holds import HoldWait
 from .link import Link
 
 #: Longest time, in seconds, between two looks at a wait. A change wakes it at once; the tick is
-#: the backstop for an interrupt whose wake-up is lost.
+#: for an interrupt whose wake-up is lost.
 TICK = 0.1
 
 
@@ -251,7 +251,7 @@ class CallWaits:
         self._kernel = kernel
         self._link = link
         self._guard = guard
-        #: Of what is shown.
+        #: Protects the displays.
         self._lock = threading.Lock()
         self._running: dict[int, RunningRequest] = {}
         self._keys = itertools.count(1)
@@ -269,7 +269,7 @@ class CallWaits:
         original = session.send
 
         def send(stream: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
-            # Before it is sent: who reads the count in the publishing thread misses nothing.
+            # Before it is sent, so that the publishing thread reads a count that is complete.
             if (message if isinstance(message, str) else message.get("msg_type")) in _OUTPUTS:
                 self._outputs += 1
             return original(stream, message, *args, **kwargs)
@@ -361,7 +361,7 @@ class CallWaits:
                 if display is None or not display.shown:
                     return
                 if self._outputs == running.before + display.published:
-                    # Past the thread's queue: what is queued from now on comes after it.
+                    # Not through the thread's queue: outputs queued from now on come after it.
                     self._kernel.session.send(
                         self._kernel.iopub_thread.socket,
                         "clear_output",

@@ -267,7 +267,7 @@ def test_out_of_memory_is_an_error_with_the_next_step(pool):
         assert cell.text.count("GPU pool:") == 1
         assert cell.text.count("\n") == 1
         assert "160 MiB of the 256 MiB" in cell.text, cell.text
-        assert "up to 640 MiB may be asked for. Type: %gpu 640MiB" in cell.text, cell.text
+        assert "It may ask for up to 640 MiB. Type: %gpu 640MiB" in cell.text, cell.text
         (await kernel.run("block.verify()")).check()
         await kernel.stop()
 

@@ -44,7 +44,7 @@ def test_the_pool_and_the_help(calm: Kernel) -> None:
     (pool,) = calm.run("%gpu pool").outputs
     assert "Scripted GPU" in pool["data"]["text/plain"]
     assert "this kernel" in pool["data"]["text/html"]
-    assert "nobody is waiting" in pool["data"]["text/plain"]
+    assert "no kernel waits" in pool["data"]["text/plain"]
     (text,) = calm.run("%gpu help").outputs
     for name in ("%gpu 12GiB", "%gpu attach", "%gpu keep 10m", "%%gpu 16GiB"):
         assert name in text["data"]["text/plain"]

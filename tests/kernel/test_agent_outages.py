@@ -224,16 +224,16 @@ def test_resized_while_attached(broker: ScriptedBroker, kernel: Kernel) -> None:
             "OutOfMemoryError",
             "CUDA out of memory. Tried to allocate 6.00 GiB. GPU 0 has a total capacity of 16 GiB",
             (
-                "GPU pool: this kernel is granted 4 GiB of device memory; up to 16 GiB may be "
-                "asked for. Type: %gpu 10GiB\n"
+                "GPU pool: this kernel is granted 4 GiB of device memory. It may ask for up to "
+                "16 GiB. Type: %gpu 10GiB\n"
             ),
         ),
         (
             "CUDAError",
             "CUDA_ERROR_OUT_OF_MEMORY: The API call failed because it was unable to allocate",
             (
-                "GPU pool: this kernel is granted 4 GiB of device memory; up to 16 GiB may be "
-                "asked for. Type: %gpu 8GiB\n"
+                "GPU pool: this kernel is granted 4 GiB of device memory. It may ask for up to "
+                "16 GiB. Type: %gpu 8GiB\n"
             ),
         ),
         ("RuntimeError", "CUDA error: out of memory", "Type: %gpu 8GiB\n"),
@@ -261,7 +261,7 @@ def test_out_of_memory_at_the_most_that_may_be_asked(
     broker.limits = {"memory": 4 * GiB}
     kernel = start()
     cell = kernel.run("raise RuntimeError('CUDA out of memory.')")
-    assert "which is the most it may ask for. Free some" in cell.text
+    assert "It may ask for at most 4 GiB. Free some" in cell.text
 
 
 def test_the_holds_of_a_dead_kernel_are_not_renewed(

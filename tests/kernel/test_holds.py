@@ -20,7 +20,7 @@ class Told:
     def __init__(self) -> None:
         self.lock = threading.Condition(threading.RLock())
         self.words: list[tuple[str, str]] = []
-        self.untold = LateReports(self.lock, self._lasting, self._over)
+        self.reports = LateReports(self.lock, self._lasting, self._over)
 
     def _lasting(self, hold: str, kind: str) -> None:
         assert kind == "cell"
@@ -33,8 +33,8 @@ class Told:
         self.lock.notify_all()
 
     def cell(self, name: str) -> bool:
-        self.untold.begin(name, "cell")
-        return self.untold.end(name)
+        self.reports.begin(name, "cell")
+        return self.reports.end(name)
 
     def wait(self, *words: tuple[str, str]) -> None:
         with self.lock:
@@ -49,43 +49,43 @@ def by_hand(monkeypatch):
     told = Told()
     with told.lock:
         yield told
-    told.untold.close()
+    told.reports.close()
 
 
 def test_short_cells_are_reported_once_for_all(by_hand):
     assert all(by_hand.cell(f"c{n}") for n in range(20))
     assert by_hand.words == []
-    by_hand.untold.tell()
+    by_hand.reports.send()
     assert by_hand.words == [("over", "c19")]
-    by_hand.untold.tell()
+    by_hand.reports.send()
     assert len(by_hand.words) == 1
 
 
 def test_end_of_a_reported_hold_is_left_to_the_caller(by_hand):
-    by_hand.untold.begin("c1", "cell")
-    by_hand.untold.tell()
+    by_hand.reports.begin("c1", "cell")
+    by_hand.reports.send()
     assert by_hand.words == [("lasting", "c1")]
-    assert by_hand.untold.end("c1") is False
-    assert by_hand.untold.end("never-there") is False
-    by_hand.untold.tell()
+    assert by_hand.reports.end("c1") is False
+    assert by_hand.reports.end("never-there") is False
+    by_hand.reports.send()
     assert by_hand.words == [("lasting", "c1")]
 
 
 def test_lasting_cell_is_reported_once(by_hand):
     by_hand.cell("short")
-    by_hand.untold.begin("long", "cell")
-    by_hand.untold.begin("longer", "cell")
-    by_hand.untold.tell()
+    by_hand.reports.begin("long", "cell")
+    by_hand.reports.begin("longer", "cell")
+    by_hand.reports.send()
     assert by_hand.words == [("lasting", "long"), ("lasting", "longer")]
 
 
 def test_holds_told_in_the_hello_are_not_reported_again(by_hand):
     by_hand.cell("short")
-    by_hand.untold.begin("long", "cell")
-    by_hand.untold.forget()
-    by_hand.untold.tell()
+    by_hand.reports.begin("long", "cell")
+    by_hand.reports.forget()
+    by_hand.reports.send()
     assert by_hand.words == []
-    assert by_hand.untold.end("long") is False
+    assert by_hand.reports.end("long") is False
 
 
 def test_thread_reports_by_itself_and_again():
@@ -94,10 +94,10 @@ def test_thread_reports_by_itself_and_again():
         told.cell("c1")
     told.wait(("over", "c1"))
     with told.lock:
-        told.untold.begin("c2", "cell")
+        told.reports.begin("c2", "cell")
     told.wait(("over", "c1"), ("lasting", "c2"))
-    told.untold.close()
-    thread = told.untold._thread
+    told.reports.close()
+    thread = told.reports._thread
     thread.join(20)
     assert not thread.is_alive()
 
@@ -110,7 +110,7 @@ def test_a_request_comes_after_the_cells_that_were_before_it(
     kernel.run(
         "import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600\n"
         "from jupyter_gpupool.kernel import _agents\n"
-        "told = next(iter(_agents.values())).link._untold"
+        "told = next(iter(_agents.values())).link._reports"
     )
     # The thread may have begun to wait with the time of before.
     broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
