@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jupyter_gpupool.errors import Code
 
-from . import cell, commands, pool, source
+from . import cell, commands, pool, requests, source
 from .sheet import Sheet
 from .source import Sentence
 
@@ -84,6 +84,12 @@ def scenes(sheet: Sheet) -> set[str]:
     commands.doctor(sheet)
     sheet.heading("A configuration that is wrong")
     commands.configuration(sheet)
+    sheet.heading("A kernelspec that is wrong", "Its kernels do not start.")
+    requests.kernelspecs(sheet)
+    sheet.heading("A request over REST that is wrong")
+    requests.rest(sheet)
+    sheet.heading("The broker's socket")
+    requests.socket(sheet)
     return rules
 
 
