@@ -21,7 +21,7 @@ _HARD = {1: "memory.limit_in_bytes", 2: "memory.max"}
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A memory cgroup; nobody has looked yet whether it has a limit."""
+    """A memory cgroup, with a limit or without."""
 
     folder: Path
     #: Its path as processes see it.
@@ -40,7 +40,7 @@ class Level:
 
     @property
     def key(self) -> str:
-        """What tells it from others."""
+        """What identifies it."""
         return "" if self.group is None else str(self.group.folder)
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ Presence = Literal["alive", "stopped", "gone"]
 
 PROC = Path("/proc")
 
-#: What says nothing about a process: we have no descriptor or no memory left.
+#: Errors that mean nothing for the process: this one has no descriptor or no memory left.
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 #: A chain of parents longer than this is not a notebook's.
@@ -35,7 +35,7 @@ MAX_DEPTH = 64
 #: keeps no finer count (gVisor, or built without it): of two ticks one was whole.
 _TICK = 500_000_000 // os.sysconf("SC_CLK_TCK")
 
-#: In ``flags``: the first thread is past the point of no return.
+#: In ``flags``: the first thread is exiting.
 _PF_EXITING = 0x4
 
 
@@ -106,8 +106,8 @@ def identify(pid: int) -> ProcessId | None:
 def presence(process: ProcessId) -> Presence:
     """Tell whether ``process`` (and no later one of the same number) is there and can answer.
 
-    Where that cannot be read for want of a descriptor, a process that exists is alive: nobody must
-    be taken for dead because we are short of something.
+    Where no descriptor is left to read that, a process that exists counts as alive: our own lack
+    of a resource must not end a session.
     """
     try:
         stat = parse_stat(_read(process.pid, "stat").decode(errors="replace"))

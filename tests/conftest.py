@@ -67,7 +67,7 @@ COSTS = {
     "broker/test_ending": 30,
     "broker/test_revive": 30,
     "devices/test_service": 55,
-    "devices/test_device_temperaments": 50,
+    "devices/test_device_quirks": 50,
     "devices/test_failures": 45,
     "devices/test_chaos": 20,
     "gpu/test_driver": 12,

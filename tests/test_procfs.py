@@ -89,7 +89,7 @@ def test_a_number_used_again_is_another_process():
     assert procfs.presence(ProcessId(me.pid, me.start_time - 1)) == "gone"
 
 
-def test_a_stopped_process_is_told_apart(spawn):
+def test_stopped_process_is_not_alive(spawn):
     _, (pid,) = spawn(CHAIN, "0", CHAIN)
     identity = procfs.identify(pid)
     os.kill(pid, signal.SIGSTOP)

@@ -67,7 +67,7 @@ class Devices(Protocol):
 
     @property
     def problem(self) -> str:
-        """Why there is no usable device, in sentences; "" if there is nothing to say."""
+        """Why there is no usable device, in sentences; "" if there is one."""
 
     @property
     def limit(self) -> str:
@@ -232,9 +232,9 @@ class Devices(Protocol):
         """
 
     def holders(self, uuid: str = "") -> tuple[list[Holder], int]:
-        """Return who has the file of a device open ("": of any), and how many could not be asked.
+        """Return the processes that have a device file open, and how many hide their open files.
 
-        Blocks: it reads ``/proc`` of the whole machine.
+        The file of one device, or any (""). Blocks: it reads ``/proc`` of the whole machine.
         """
 
     async def close(self, grace: float = 10.0) -> None:

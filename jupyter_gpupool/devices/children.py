@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The parent's end of a child process: calls with a wall-clock time-out.
 
-A call that is late ends the child: a driver call cannot be cancelled, only its process can. The
-next call starts a fresh one.
+A call that is late ends the child, because a driver call cannot be cancelled; only its process can
+be ended. The next call starts a new child.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .child import SCRIPT
 #: machine with many GPUs and no persistence mode takes seconds.
 START_TIMEOUT = 60.0
 
-#: Seconds to wait for a killed child. One stuck inside the kernel driver is left behind.
+#: Seconds to wait for a killed child. A child that is stuck inside the kernel driver is left.
 _REAP_TIMEOUT = 5.0
 
-#: Seconds before a call is made again whose child died.
+#: Seconds before a call is repeated whose child died.
 RETRY_PAUSE = 0.05
 
 #: Bytes of one line from a child: a sample of 64 devices with a thousand processes fits.
@@ -175,8 +175,8 @@ class Child:
     async def ask(self, op: str, timeout: float, **fields: Any) -> dict[str, Any]:
         """Make a call that changes nothing: if the child dies under it, ask the next one.
 
-        For as long as one call may take: giving up on a question may end somebody's notebook.
-        A child that hung is not asked again; it has cost the whole time-out already.
+        For as long as one call may take, because giving up on a question may end a notebook. A
+        child that hung is not asked again: it has cost the whole time-out already.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -273,7 +273,7 @@ class Child:
         lost = ChildLost(f"The {self.program} process {process.pid} ended.", hung=False)
         if not ready.done():
             ready.set_exception(lost)
-            ready.exception()  # seen: nobody may be waiting any more
+            ready.exception()  # retrieved, or asyncio logs it if no call waits
         for call in self._waiting.values():
             # Others wait for the process that has taken this one's place.
             if call.process is process and not call.answer.done():

@@ -12,7 +12,7 @@ from ..procfs import ProcessId
 SuspendStatus = Literal["suspended", "nothing", "pinned", "drain", "gone", "failed", "hung", "kept"]
 ResumeStatus = Literal["resumed", "no-room", "refused", "gone", "failed", "hung"]
 
-#: What the driver says of a session: the worst over its processes. ``none``: no CUDA context.
+#: The driver's state of a session: the worst over its processes. ``none``: no CUDA context.
 #: ``hung``: no answer in time, or a process is stopped (SIGSTOP) and so cannot answer.
 SessionState = Literal["running", "locked", "checkpointed", "failed", "none", "gone", "hung"]
 
@@ -34,7 +34,7 @@ class Finding:
 class ProcessMemory:
     """Device bytes of one process as NVML shows them; None where NVML does not know."""
 
-    #: Negative: a number of which nobody knows whose it is; see ``numbers``.
+    #: Negative: the number may be of another PID namespace; see ``nvidia/sampler.py``.
     pid: int
     bytes: int | None
 
@@ -44,8 +44,7 @@ class DeviceSample:
     """One device at one instant.
 
     If ``lost`` is not empty the device could not be read, for the reason it gives; ``total``,
-    ``used`` and ``reserved`` are then what was last seen, and ``free`` is 0: nothing can be had
-    there.
+    ``used`` and ``reserved`` are then the last known figures, and ``free`` is 0.
     """
 
     uuid: str
@@ -54,7 +53,7 @@ class DeviceSample:
     reserved: int
     free: int
     processes: tuple[ProcessMemory, ...] = ()
-    #: Per cent of the last sample period; None if the device does not tell.
+    #: Per cent of the last sample period; None if unknown.
     utilisation: int | None = None
     lost: str = ""
 
@@ -85,7 +84,7 @@ class SuspendOutcome:
                    its state. (Of one operation; the service tries again until it is another one.)
     ``gone``       the root process has ended
     ``failed``     the driver lost the session's state: end it, so that what it holds is freed
-    ``hung``       not even the state could be had from a fresh worker: treat as ``failed``
+    ``hung``       not even a fresh worker could read the state: treat as ``failed``
     =============  ================================================================================
     """
 
@@ -95,9 +94,9 @@ class SuspendOutcome:
     #: process lists of NVML where these show the session's processes, else free memory after
     #: less before (too little if others took memory meanwhile: reserve the grant if it is more).
     #: Empty if NVML did not answer, or a process was suspended already (a broker died meanwhile)
-    #: and what it held is not to be seen any more: the grant is the safe figure then, too.
+    #: and what it held cannot be seen any more: the grant is the safe figure then, too.
     freed: Mapping[str, int] = field(default_factory=dict)
-    #: Whether the session has called cuInit and is bound to its devices; None: nobody can tell.
+    #: Whether the session has called cuInit and is bound to its devices; None: unknown.
     cuda: bool | None = None
     #: The whole operation, and the part of it spent inside driver calls.
     seconds: float = 0.0
@@ -114,11 +113,11 @@ class ResumeOutcome:
     ``resumed``  every process runs, on the new devices
     ``no-room``  nothing was begun: NVML shows too little free memory or does not answer, or a
                  process is stopped (SIGSTOP); ``message`` says which
-    ``refused``  the driver would not, and says itself that the state is as it was: it may be tried
-                 again; if ``stay``, only where the state came from
+    ``refused``  the driver refused, and reports that the state is as it was: a retry is possible;
+                 if ``stay``, only on the devices that the state came from
     ``gone``     the root process has ended
     ``failed``   the driver lost the session's state: end it, so that what it holds is freed
-    ``hung``     not even the state could be had from a fresh worker: treat as ``failed``
+    ``hung``     not even a fresh worker could read the state: treat as ``failed``
     ===========  ==================================================================================
     """
 

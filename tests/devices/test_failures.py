@@ -194,7 +194,7 @@ async def test_a_cancelled_caller_does_not_stop_the_driver(emulated):
         assert await service.driver_state(target.root, session=SESSION) == "checkpointed"
 
 
-async def test_child_that_is_closed_while_it_is_being_started_is_ended():
+async def test_close_ends_a_child_that_is_being_started():
     child = Child("worker", module=PROGRAMS, env=child_environment(None), log=logging.getLogger())
     start = asyncio.ensure_future(child.start())
     await asyncio.sleep(0)  # its process is being made
@@ -205,7 +205,7 @@ async def test_child_that_is_closed_while_it_is_being_started_is_ended():
     assert child._reader.done()
 
 
-async def test_child_that_has_just_died_is_waited_for_by_close():
+async def test_close_waits_for_a_child_that_has_just_died():
     child = Child("worker", module=PROGRAMS, env=child_environment(None), log=logging.getLogger())
     await child._spawn(60)
     reader = child._reader
@@ -290,7 +290,7 @@ async def test_a_stopped_target_is_not_resumed(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_a_target_stopped_in_mid_suspend_is_brought_back_when_it_goes_on(emulated, waiting):
+async def test_target_stopped_in_mid_suspend_runs_once_continued(emulated, waiting):
     machine = emulated("1x1GiB,context=16MiB")
     _, until_async = waiting
     async with (
@@ -354,7 +354,7 @@ async def test_a_child_that_ends_in_mid_suspend_is_not_missed(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_when_every_cuda_process_ends_in_mid_suspend_nothing_is_suspended(emulated):
+async def test_nothing_is_suspended_if_all_processes_end_meanwhile(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -369,7 +369,7 @@ async def test_when_every_cuda_process_ends_in_mid_suspend_nothing_is_suspended(
         assert (outcome.status, outcome.freed, outcome.processes) == ("nothing", {}, ())
 
 
-async def test_a_broker_that_died_half_way_is_recovered_from(emulated):
+async def test_locked_session_of_a_dead_broker_is_recovered(emulated):
     """What the next broker finds: a session locked, or suspended without a record of it."""
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -416,7 +416,7 @@ async def test_a_lost_device_is_reported_once_and_marked(emulated, waiting):
         assert machine.lost[0][1]
 
 
-async def test_a_session_suspended_from_a_lost_device_resumes_on_another(emulated):
+async def test_session_of_a_lost_device_resumes_on_another(emulated):
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         first, second = (device.uuid for device in devices)
@@ -447,7 +447,7 @@ async def test_a_session_on_a_lost_device_is_not_suspended(emulated):
         assert await service.driver_state(target.root, session=SESSION) == "running"
 
 
-async def test_an_origin_that_is_not_there_any_more_is_said(emulated):
+async def test_resume_names_an_origin_that_no_longer_exists(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         resumed = await service.resume(
@@ -563,7 +563,7 @@ async def test_device_is_set_aside_although_nvml_does_not_answer(emulated):
         assert not users_of(machine, away)
 
 
-async def test_device_that_is_tested_while_its_peer_is_set_aside_can_migrate_as_before(emulated):
+async def test_device_tested_without_its_peer_can_still_migrate(emulated):
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.started() as (service, (away, kept)):
         await service.stand_down("paused", [away.uuid])
@@ -572,9 +572,7 @@ async def test_device_that_is_tested_while_its_peer_is_set_aside_can_migrate_as_
         assert all(device.can_migrate for device in devices)
 
 
-async def test_sample_that_a_pause_interrupts_does_not_open_the_paused_device_again(
-    emulated, waiting
-):
+async def test_interrupted_sample_leaves_the_paused_device_closed(emulated, waiting):
     _, until_async = waiting
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.started(sample_timeout=30.0) as (service, (away, kept)):

@@ -47,7 +47,7 @@ def test_variables_leave_out_the_gpus_that_they_do_not_name(environ, expected):
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_GPUS", "NVIDIA_VISIBLE_DEVICES"])
-def test_numbers_of_the_machine_do_not_fit_what_is_shown_only_in_part(name):
+def test_machine_numbers_do_not_limit_a_partial_view(name):
     """A job with cgroups, or a container: its GPUs 5 and 7 are all there is, as 0 and 1."""
     assert numbers({name: "5,7"}, ROWS[:2]) == ([0, 1], "")
 
@@ -68,7 +68,7 @@ def test_numbers_of_the_machine_are_those_of_the_device_files():
         ({"SLURM_JOB_GPUS": "8"}, "names none of the GPUs of this machine"),
     ],
 )
-def test_a_variable_that_names_nothing_there_is_is_never_all(environ, words):
+def test_variable_that_names_no_gpu_gives_none(environ, words):
     found, limit = numbers(environ)
     assert found == []
     assert words in limit

@@ -102,7 +102,7 @@ def test_what_is_stale_is_repaired(lib, base, name):
     assert links(guard_directory(base)) == good
 
 
-def test_what_is_not_there_is_not_hidden_by_a_dead_link(lib, base):
+def test_missing_library_gets_no_dead_link(lib, base):
     guard_directory(base)
     (lib / "libnvidia-ml.so.1").unlink()
     assert [*links(guard_directory(base))] == ["libcuda.so", "libcuda.so.1"]
@@ -135,7 +135,7 @@ def test_a_link_in_the_place_of_the_folder_is_refused(lib, base, tmp_path):
     assert [*elsewhere.iterdir()] == []
 
 
-def test_a_folder_that_cannot_be_made_is_a_sentence(lib, tmp_path):
+def test_folder_that_cannot_be_made_is_explained(lib, tmp_path):
     with pytest.raises(GuardFolderError, match=r"cannot be made: .*No such file"):
         guard_directory(tmp_path / "missing")
 

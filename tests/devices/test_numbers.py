@@ -28,7 +28,7 @@ def bystander():
     process.wait(20)
 
 
-async def test_the_self_test_tells_whose_numbers_nvml_lists(emulated):
+async def test_self_test_proves_whose_numbers_nvml_lists(emulated):
     async with emulated(MACHINE).started() as (service, _):
         assert service.numbers is True
     other = emulated(MACHINE)
@@ -40,7 +40,7 @@ async def test_the_self_test_tells_whose_numbers_nvml_lists(emulated):
         assert [service.context_bytes(device.uuid) for device in devices] == [16 * MiB] * 2
 
 
-async def test_a_later_service_knows_it_without_a_self_test(emulated):
+async def test_later_service_knows_the_numbers_without_a_self_test(emulated):
     machine = emulated(MACHINE)
     machine.faults.set("nvml-host-pids")
     async with machine.started() as (_, devices):
@@ -51,9 +51,7 @@ async def test_a_later_service_knows_it_without_a_self_test(emulated):
 
 
 @pytest.mark.parametrize("collides", [False, True], ids=["nobody's number", "a living process's"])
-async def test_a_session_is_suspended_and_resumed_by_its_true_numbers(
-    emulated, bystander, collides
-):
+async def test_session_moves_although_nvml_lists_other_numbers(emulated, bystander, collides):
     machine = emulated(MACHINE)
     machine.faults.set("nvml-host-pids", **({"number": bystander.pid} if collides else {}))
     async with machine.started() as (service, devices), machine.target() as target:
@@ -110,7 +108,7 @@ def test_without_a_self_test_only_the_initial_namespace_is_proof(
     assert listed == (os.getpid() if proven else -os.getpid())
 
 
-def test_an_empty_list_is_no_evidence_and_a_listed_program_is_proof(make_numbers):
+def test_a_listed_program_is_proof_and_an_empty_list_is_not(make_numbers):
     judge = make_numbers(initial=False)
     judge.learn(sample(), sample(), 5)
     judge.learn(sample(5), sample(5), 5)
@@ -121,7 +119,7 @@ def test_an_empty_list_is_no_evidence_and_a_listed_program_is_proof(make_numbers
     assert judge.proven is True
 
 
-def test_numbers_that_stay_without_a_process_take_the_proof_back(make_numbers):
+def test_numbers_without_a_process_revoke_the_proof(make_numbers):
     gone = (1 << 22) + 1
     judge = make_numbers(initial=False, known=True)
     judge.settle()

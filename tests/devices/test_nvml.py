@@ -78,7 +78,7 @@ def test_a_gpu_in_mig_mode_is_its_instances(machine):
     assert (rows[0]["total"], rows[0]["reserved"]) == (8 * GiB, GiB)
 
 
-def test_mig_mode_without_instances_is_said(machine):
+def test_mig_mode_without_instances_is_a_problem(machine):
     machine.fail("nvmlDeviceGetMigDeviceHandleByIndex", pynvml.NVML_ERROR_NOT_FOUND)
     rows, problems = Nvml().discover()
     assert [row["uuid"] for row in rows] == ["U-gpu0"]
@@ -90,7 +90,7 @@ def test_a_gpu_without_mig_is_a_gpu(machine):
     assert [row["mig"] for row in Nvml().discover()[0]] == [False, False]
 
 
-def test_a_gpu_that_cannot_be_read_is_left_out_and_said(machine):
+def test_unreadable_gpu_is_left_out_and_named(machine):
     machine.fail("nvmlDeviceGetMigMode", pynvml.NVML_ERROR_GPU_IS_LOST)
     rows, problems = Nvml().discover()
     assert rows == []
@@ -113,7 +113,7 @@ def test_a_process_with_graphics_and_compute_counts_once(machine):
     assert [(row.pid, row.bytes) for row in sample.processes] == [(7, 9), (8, 1)]
 
 
-def test_a_driver_without_the_newer_memory_call_is_asked_the_older(machine):
+def test_older_memory_call_is_used_without_the_newer_one(machine):
     def info(handle, version=None):
         if version is not None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
@@ -129,7 +129,7 @@ def test_a_driver_without_the_newer_memory_call_is_asked_the_older(machine):
     )
 
 
-def test_a_device_that_fails_keeps_its_last_figures_and_has_nothing_free(machine):
+def test_failed_device_shows_its_last_figures_and_no_free_memory(machine):
     nvml = Nvml()
     assert nvml.sample(["U-gpu0"])[0].lost == ""
     machine.fail("nvmlDeviceGetMemoryInfo", pynvml.NVML_ERROR_GPU_IS_LOST)
@@ -149,7 +149,7 @@ def test_a_device_that_fails_keeps_its_last_figures_and_has_nothing_free(machine
         (pynvml.NVML_ERROR_UNKNOWN, "Unknown Error"),
     ],
 )
-def test_a_driver_that_does_not_start_is_a_sentence(machine, code, says):
+def test_driver_that_does_not_start_is_explained(machine, code, says):
     machine.fail("nvmlInit", code)
     with pytest.raises(DriverError, match=says):
         Nvml()

@@ -92,13 +92,13 @@ def test_freed_bytes_come_from_the_process_list():
     assert freed_bytes([sample(10, (1, 40), (2, 50))], [sample(90)], {1}) == {"a": 40}
 
 
-def test_freed_bytes_come_from_free_memory_where_the_list_does_not_tell():
+def test_freed_bytes_come_from_free_memory_without_a_list():
     assert freed_bytes([sample(10)], [sample(50)], {1}) == {"a": 40}
     assert freed_bytes([sample(10, (1, None))], [sample(50)], {1}) == {"a": 40}
     assert freed_bytes([sample(10)], [sample(5)], {1}) == {"a": 0}
 
 
-def test_freed_bytes_are_what_came_free_if_that_is_more_and_nobody_else_changed():
+def test_freed_bytes_include_memory_that_the_list_omits():
     # A context for each, of which a device of 100 bytes has 6 at most.
     before = [sample(10, (1, 40), (2, 30))]
     assert freed_bytes(before, [sample(55, (2, 30))], {1}) == {"a": 45}
@@ -121,7 +121,7 @@ def test_children_do_not_inherit_what_would_mislead_them():
     assert env == {"HOME": "/h"}
 
 
-def test_children_of_a_broker_inside_a_session_are_not_under_its_guard():
+def test_children_of_a_broker_in_a_session_have_no_guard():
     session = {
         "LD_PRELOAD": "/run/x/gpupool-guard/libcuda.so.1:/jemalloc.so",
         "LD_LIBRARY_PATH": "/run/x/gpupool-guard:/emulator/lib",

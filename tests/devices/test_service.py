@@ -119,7 +119,7 @@ async def test_known_devices_are_not_tested_again(emulated):
         assert not found[1].can_suspend
 
 
-async def test_no_driver_is_a_sentence(tmp_path):
+async def test_missing_driver_is_explained(tmp_path):
     from jupyter_gpupool.devices.nvidia.service import DeviceService
 
     env = {k: v for k, v in os.environ.items() if not k.startswith(("LD_", "GPUPOOL"))}
@@ -213,7 +213,7 @@ async def test_a_suspended_session_resumes_on_another_device(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_nothing_to_suspend(emulated):
+async def test_session_without_a_context_has_nothing_to_suspend(emulated):
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -251,7 +251,7 @@ async def test_no_room_is_found_out_before_anything_is_touched(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_a_restore_that_the_driver_fails_is_said_to_be_lost(emulated):
+async def test_failed_restore_is_reported_as_lost(emulated):
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -385,7 +385,7 @@ async def test_an_unknown_device_is_named(emulated):
             await service.suspend(ProcessId(1, 1), ["GPU-nowhere"], session=SESSION)
 
 
-async def test_retest_of_a_gpu_that_is_not_there_says_how_it_comes_back(emulated):
+async def test_retest_of_a_missing_gpu_says_how_it_comes_back(emulated):
     async with emulated("1x1GiB").started() as (service, _):
         with pytest.raises(DriverError, match="pause the whole pool and resume it"):
             await service.retest("GPU-nowhere")
@@ -425,7 +425,7 @@ async def test_what_a_context_costs_is_known_to_the_next_broker(emulated):
 
 @pytest.mark.parametrize("guard", [False, True])
 @pytest.mark.parametrize("hazard", [True, False])
-async def test_self_test_suspends_its_program_again_where_the_driver_hangs_without(
+async def test_self_test_retires_its_program_on_a_hanging_driver(
     emulated, monkeypatch, hazard, guard
 ):
     """A suspended process has no device file open; the test program ends by SIGKILL."""

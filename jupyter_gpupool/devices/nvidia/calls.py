@@ -21,18 +21,19 @@ from ..model import SuspendStatus
 from . import checkpoint
 from .checkpoint import Answer
 
-#: Seconds beyond the lock's own time-out before its worker is taken to hang.
+#: Seconds beyond the lock's own time-out before its worker counts as hung.
 LOCK_GRACE = 5.0
 
-#: Seconds for a question to a process that nothing has been done to yet. It is answered at once
-#: unless a copy is in flight; a frozen process never answers, and others wait for the device.
+#: Seconds for a question about a process before the operation has changed anything. The driver
+#: answers at once unless a copy is in flight. A frozen process never answers, and other sessions
+#: wait for the device.
 PATIENCE = 10.0
 
-#: Bytes per second below which a copy is taken to hang; half of the slowest seen in the field.
+#: Bytes per second below which a copy counts as hung; half of the slowest copy seen in the field.
 SLOWEST_COPY = 0.5e9
 
-#: Bytes by which a process's host memory, or what it shares of it, grows or shrinks to what it has
-#: not been, while the driver copies for it, however slowly, in the time that all should have taken.
+#: Progress of a slow copy: in the time that the whole copy should have taken, the process's host
+#: memory, or the part that it shares, has passed its highest or lowest value so far by these bytes.
 PROGRESS = 16 << 20
 
 #: state before and after a call that worked.
@@ -46,11 +47,11 @@ _STATES = {
 #: States in which a transfer is under way.
 _COPYING = ("checkpointing", "restoring")
 
-#: Code of an answer that the parent made up: the worker was lost, and the call had no effect.
+#: Code of an answer that the parent makes itself: the worker was lost, the call had no effect.
 LOST = "WORKER_LOST"
 
-#: Refusals that mean "this process has no CUDA context". Anything else is not taken for that:
-#: memory would be given away that is still in use.
+#: Refusals that mean "this process has no CUDA context". No other refusal counts as that, or the
+#: pool would give away memory that is still in use.
 _NO_CONTEXT = {
     "CUDA_ERROR_INVALID_VALUE",
     "CUDA_ERROR_NOT_INITIALIZED",
@@ -104,7 +105,7 @@ class SessionCalls:
         self.patience = call_timeout
         #: Sum over the driver calls so far, as measured around each of them.
         self.driver_seconds = 0.0
-        #: Whether a process of the session has called cuInit; None: nobody can tell.
+        #: Whether a process of the session has called cuInit; None: unknown.
         self.cuda: bool | None = False
         #: Every process of the session that was seen.
         self.pids: set[int] = set()
@@ -226,8 +227,8 @@ class SessionCalls:
             raise Refused("drain", answer.message)
         if answer.outcome == "refused" and context:
             raise self.refusal(process, answer)
-        # Without a context "running" says no more than that cuInit may have been called. Taking
-        # it for called is the safe side: the session then stays on the devices it sees.
+        # Without a context "running" only means that cuInit may have been called. To assume that
+        # it was is safe: the session then stays on the devices that it sees.
         if answer.outcome == "ok":
             self.cuda = True
         elif answer.code != checkpoint.NOT_INITIALIZED:
@@ -316,24 +317,24 @@ class SessionCalls:
             again = now.value == before and (died or op == "unlock")
             if not again or time.monotonic() >= deadline:
                 return Answer("refused", LOST, f"The driver did not answer: {lost}", now.value)
-            # The driver never heard of it; and an unlock may be repeated.
+            # The call did not reach the driver; and an unlock may be repeated.
             lost = None
             await asyncio.sleep(RETRY_PAUSE)
 
     async def _outcome(self, op: str, process: ProcessId) -> Answer:
         """Return the state after a call whose worker is lost, as soon as the driver tells it.
 
-        While bytes move it may tell nothing, and however long that takes it is no loss.
+        While bytes move the driver may not answer, and however long that takes, nothing is lost.
         """
         if op == "lock":
-            # Nothing was copied, and what the lock waits for may take any time.
+            # Nothing was copied, and the work that the lock waits for may take any time.
             return await self.state(process, min(self.patience, LOCK_GRACE))
         least = most = procfs.resident(process)
         while True:
             now = await self.state(process)
             seen = procfs.resident(process)
-            # Only beyond all that was seen so far: threads that take and give back memory all the
-            # time would else be waited for, with the device, for ever.
+            # Only beyond all values so far: a thread that keeps allocating and freeing memory would
+            # otherwise look like a copy, and hold the device without end.
             moved = max(*(a - b for a, b in zip(seen, most, strict=True)),
                         *(b - a for a, b in zip(seen, least, strict=True)))  # fmt: skip
             if now.outcome != "hung" or moved < PROGRESS:

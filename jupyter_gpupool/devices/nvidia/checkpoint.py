@@ -20,8 +20,8 @@ from ...errors import DriverError
 from ...procfs import ProcessId
 from . import interpreter
 
-#: ``ok``; the process has ended (or another has its number); it is stopped; the driver said no;
-#: (added by the parent) not even its state could be had.
+#: ``ok``; the process has ended (or another has its number); it is stopped; the driver refused;
+#: (added by the parent) not even its state could be read.
 Outcome = Literal["ok", "gone", "stopped", "refused", "hung"]
 
 NOT_SUPPORTED = "CUDA_ERROR_NOT_SUPPORTED"
@@ -162,7 +162,7 @@ def thread(process: ProcessId) -> Answer:
 
 def lock(process: ProcessId, drain: float) -> Answer:
     """Block new CUDA calls and wait ``drain`` seconds for submitted work (NOT_READY if late)."""
-    milliseconds = max(1, round(drain * 1000))  # 0 would mean for ever
+    milliseconds = max(1, round(drain * 1000))  # 0 would mean without a time-out
     return _call(process, lambda target: target.lock(milliseconds))
 
 

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The self-test under the guard: a page, the guard's links, and somebody who answers its questions.
+"""The self-test under the guard: a page, the guard's links, and answers to the guard's questions.
 
-What a session has from the broker, for one test program. Besides what every device is asked, the
+The test program gets what a session gets from the broker. Besides passing the plain self-test, the
 guard must let calls through while the gate is open, refuse an allocation beyond the grant as the
 driver would, hold a call at a closed gate, and be suspended and resumed while it holds it.
 """
@@ -27,20 +27,20 @@ from ..children import Child
 from . import selftest
 from .programs import SIZE
 
-#: Bytes of the test's slice, and what is asked for beyond it. The context is not charged here.
+#: Bytes of the test's slice, and a size beyond it. The context is not charged here.
 GRANT = 64 << 20
 TOO_MUCH = GRANT + (1 << 20)
 
 #: Seconds for the guard to come to the gate, or for calls under way to leave the driver.
 GATE_TIMEOUT = 10.0
 
-#: Seconds between two looks at the page; nobody tells of a change.
+#: Seconds between two looks at the page, which sends no event when it changes.
 _POLL = 0.005
 
 #: Of a test's folder; the pid of its broker follows.
 _PREFIX = "gpupool-selftest-"
 
-#: Memory that is a file, without a disk; elsewhere the guard works as well.
+#: Memory that is a file, without a disk. The guard works in other folders as well.
 _SHM = Path("/dev/shm")
 
 
@@ -105,7 +105,7 @@ class GuardFrame(selftest.Frame):
             return await super().check(target, device)
         held, self._held = self._held, None
         if held.done():
-            # It has the right bytes, perhaps; but it read them while the device was not there.
+            # It may have the right bytes, but it read them while its state was off the device.
             raise GPUPoolError(self.failed("a call went through the closed gate"))
         self._open(device)
         return await held
@@ -157,7 +157,7 @@ class GuardFrame(selftest.Frame):
             writer.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
             await writer.drain()
         except (OSError, ValueError):
-            pass  # the test program has ended, or does not speak: what is missing is noticed
+            pass  # the test program has ended, or sent no request: the test fails by that
         finally:
             self._answering.discard(task)
             writer.close()
@@ -219,7 +219,7 @@ def _folder() -> Path:
 
 
 def _sweep(place: Path) -> None:
-    """Remove what tests left whose broker was killed; nobody else would."""
+    """Remove what the tests of killed brokers left."""
     for folder in place.glob(f"{_PREFIX}*"):
         pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):

@@ -46,11 +46,11 @@ PROGRAMS = f"{__package__}.programs"
 #: Of both places: ``<environment>/share/gpupool/devices`` and ``~/.local/share/gpupool/devices``.
 _BELOW = Path("gpupool", "devices")
 
-#: Seconds for an interpreter to say what it has.
+#: Seconds for an interpreter to report its packages.
 _ASK_TIMEOUT = 60.0
 
-#: Not for children, nor is the guard. The first group would hide devices from them; with the second
-#: they would count as processes of the session that the broker was started from.
+#: Children get none of these, and no guard. The first two would hide devices from them; with the
+#: others they would count as processes of the session that the broker was started from.
 _SCRUBBED = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
@@ -61,7 +61,7 @@ _SCRUBBED = (
 
 @dataclass(frozen=True)
 class Found:
-    """An interpreter and what it said of itself; ``problem`` is "" if the children can use it."""
+    """An interpreter and what it reports; ``problem`` is "" if the children can use it."""
 
     path: str
     python: str = ""
@@ -80,7 +80,7 @@ def places() -> tuple[Path, Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether nobody but us or root made it: root's broker runs no user's program."""
+    """Return whether this user or root made it: root's broker must not run a user's program."""
     try:
         return folder.stat().st_uid in (0, os.geteuid())
     except OSError:

@@ -39,8 +39,8 @@ class Member:
 def maps_libcuda(pid: int) -> bool | None:
     """Tell whether the CUDA driver library is mapped into ``pid``; None if that cannot be read.
 
-    The guard has the driver's name, and every shell of a session has it; it loads the driver
-    itself only for who calls it.
+    The guard has the driver's file name and is mapped into every shell of a session. It loads
+    the driver itself only when the process calls it.
     """
     try:
         with open(PROC / str(pid) / "maps", "rb") as maps:
@@ -98,8 +98,8 @@ def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Memb
         if stat.pid == root.pid:
             found.append((0, stat.start_time, stat))
             continue
-        # Only that user's word counts: anybody may put anything into an environment. And who
-        # was there before the root was not started by it.
+        # Only the environments of that user's processes count, because any user may name any
+        # session. And a process that is older than the root was not started by it.
         if depth is None and (stat.start_time < root.start_time or owner(stat.pid) != user):
             continue
         beside = depth is None and stat.pid != broker
@@ -107,7 +107,7 @@ def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Memb
             continue
         named = session_of(stat.pid)
         if named == session or (depth is not None and not named):
-            # An orphan's place in the tree is lost; it may be a child of anything but root.
+            # An orphan's place in the tree is lost; it may be a child of any process but root.
             found.append((1 << 20 if depth is None else depth, stat.start_time, stat))
     found.sort(key=lambda item: item[:2], reverse=True)
     return [Member(stat.identity, stat.presence, maps_libcuda(stat.pid)) for *_, stat in found]

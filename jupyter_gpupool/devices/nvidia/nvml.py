@@ -239,7 +239,7 @@ class Nvml:
     # ------------------------------------------------------------------ events
 
     def losses(self, uuids: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield ``(uuid, reason)`` for every device failure as it happens, for ever.
+        """Yield ``(uuid, reason)`` for every device failure as it happens, without end.
 
         Ends at once where NVML has no events.
         """

@@ -38,15 +38,15 @@ from .sampler import Sampler, others
 #: Times to look for processes that a session started while it was being locked.
 _LOOKS = 3
 
-#: Seconds that a rollback waits for memory that somebody outside the pool took.
+#: Seconds that a rollback waits for memory that a program outside the pool took.
 ROOM_WAIT = 5.0
 
-#: Looks at a process that may be locked although the caller is gone: the first pause between them
-#: and the longest, in seconds; together most of an hour. Seconds for an answer, which may come only
-#: when its GPU work has ended.
+#: Looks at a process that may be locked although the caller is gone: their number, the first pause
+#: between them and the longest, in seconds; together most of an hour. Then the seconds for an
+#: answer, which may come only when the process's GPU work has ended.
 _LATE_LOOKS, _LATE_POLL, _LATE_PAUSE, _LATE_PATIENCE = 60, 1.0, 60.0, 3600.0
 
-#: Answers of a process that has its state still, in host memory, where it should run.
+#: Code of an answer that the parent makes: no room to restore a process, whose state is intact.
 _NO_ROOM = "NO_ROOM"
 
 #: Refusals of a restore onto another device that will be the same the next time.
@@ -68,7 +68,7 @@ class Operation:
         self._before: list[DeviceSample] = []
         #: Processes that could not be brought back to running because they are stopped.
         self.unsettled: list[ProcessId] = []
-        #: Processes that were to be locked, and may be yet: the driver has not said.
+        #: Processes that the driver may still lock: the call has no answer yet.
         self.late: list[ProcessId] = []
         #: What a refused suspend has left suspended, in the order in which that was done, and why.
         self.kept: list[ProcessId] = []
@@ -99,8 +99,8 @@ class Operation:
         self._calls.patience = PATIENCE
         try:
             targets, adopted = await self._lock_all()
-            # Not before: what a process takes until it is locked must count, or a resume would
-            # reserve too little, and that is fatal.
+            # Not before the lock: memory that a process takes until then must count. A resume that
+            # reserves too little is fatal.
             self._before = before = await self._sampler.sample_soon(devices)
             self._calls.allow_copy(sum(sample.used for sample in before))
             if not targets:
@@ -149,7 +149,7 @@ class Operation:
         return sorted(targets, key=lambda process: order.get(process, -1)), adopted
 
     async def _lock(self, process: ProcessId) -> bool:
-        """Lock; False if there is nothing to lock after all."""
+        """Lock; False if the process has no context any more."""
         self.touched.append(process)
         answer = await self._calls.call("lock", process, drain=self._calls.lock_timeout)
         if answer.outcome == "ok":
@@ -160,7 +160,7 @@ class Operation:
         if answer.code == LOST or answer.outcome == "hung":
             self.late.append(process)
             raise Refused("drain", f"Process {process.pid} was not suspended. {answer.message}")
-        # Whatever it calls it: a refusal that took all of the time is one for the time.
+        # Whatever its code: a refusal that took all of the time means that the time was short.
         late = answer.outcome == "refused" and answer.seconds >= self._calls.lock_timeout
         if answer.code == checkpoint.NOT_READY or late:
             raise Refused(
@@ -204,7 +204,7 @@ class Operation:
             return self._suspended("gone", checkpoint.absent(self._root, "gone"))
         if trouble:
             return self._suspended(trouble[0], f"{refused.message} {trouble[1]}")
-        # Not even the state was to be had, but by now every process runs.
+        # The state could not be read then, but by now every process runs.
         status = "drain" if refused.status == "hung" else refused.status
         outcome = self._suspended(status, refused.message)
         if not self.kept:
@@ -235,7 +235,7 @@ class Operation:
         trouble: tuple[SuspendStatus, str] | None = None
         for process in reversed([*touched]):
             if process in self.late:
-                continue  # it runs, or will be seen to
+                continue  # it runs, or the service looks after it
             answer = await self._calls.state(process)
             if answer.value == "checkpointed":
                 answer = await self._back(process, patience)
@@ -282,7 +282,7 @@ class Operation:
     async def _wait_for_room(self, process: ProcessId, deadline: float) -> str:
         """Wait a little until what a process had is free again; return why it is not.
 
-        The lease has not been given away, so somebody outside the pool took it.
+        The lease is still the session's, so a program outside the pool took the memory.
         """
         had = {s.uuid: sum(p.bytes or 0 for p in s.processes if p.pid == process.pid)
                for s in self._before}  # fmt: skip
@@ -374,7 +374,7 @@ class Operation:
             if _over(answer):
                 continue
             if answer.outcome == "refused" and answer.code != LOST:
-                # What became of it is the driver's to say: not every refusal is a loss.
+                # The driver knows what became of it: not every refusal is a loss.
                 now = await self._calls.state(process)
                 answer = replace(answer, value=now.value)
             if answer.outcome != "ok" and not (answer.code != LOST and answer.value == "locked"):
@@ -383,7 +383,7 @@ class Operation:
         for process in held:
             answer = await self._calls.call("unlock", process)
             if answer.outcome == "stopped":
-                # Its memory is back; it only cannot be told before it goes on.
+                # Its memory is back; it cannot be unlocked before it is continued.
                 self.unsettled.append(process)
             elif answer.outcome != "ok" and not _over(answer):
                 return self._resumed(
@@ -517,8 +517,8 @@ async def land(
 ) -> ResumeOutcome:
     """Move the process of ``operation`` from ``origin[i]`` to ``devices[i]``.
 
-    ``restoring`` is called when it is suspended, before the driver is told where to restore it.
-    Whatever the driver refuses leaves the process running where it was (``refused``, ``no-room``;
+    ``restoring`` is called once it is suspended, before the restore.
+    After a refusal the process runs where it was (``refused``, ``no-room``;
     ``stay`` if the driver does not move it), unless the driver lost it (``failed``, ``hung``).
     """
     suspended = await operation.suspend(origin)

@@ -201,8 +201,8 @@ class Finder:
     def find(self, root: dict[str, int], session: str, again: bool) -> dict[str, Any]:
         """Return the processes of a session, see :func:`members.session_members`.
 
-        ``again``: within one operation, to see what was started meanwhile. If no process of the
-        machine was, only those found before are looked at.
+        ``again``: within one operation, to see what was started meanwhile. If the
+        machine has no new process, only those found before are read again.
         """
         top = ProcessId(**root)
         about = (top, session, procfs.all_pids())

@@ -56,7 +56,7 @@ class Stage:
             if target.pid is not None:
                 self._sampler.numbers.learn(before, after, target.pid)
             cost = _taken(before, after, target.pid) - size
-            if 0 < cost <= after.total // 2:  # or somebody else came or went
+            if 0 < cost <= after.total // 2:  # or another process came or went
                 self.found[uuid] = cost
 
     @contextlib.asynccontextmanager
@@ -87,7 +87,7 @@ class Stage:
 def _taken(before: DeviceSample, after: DeviceSample, pid: int | None) -> int:
     """Return the bytes that process ``pid`` has on the device of these samples.
 
-    A list may lack some of them: where nobody else came or went, free memory tells of all.
+    A list may lack some of them: if no other process came or went, free memory shows them all.
     """
     taken = before.free - after.free
     for process in after.processes:
@@ -119,7 +119,7 @@ class Verdict:
 
 
 class _NoRoom(Exception):
-    """Somebody else took the memory."""
+    """Another process took the memory."""
 
 
 class Frame:

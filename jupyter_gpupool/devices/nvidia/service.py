@@ -55,15 +55,15 @@ _T = TypeVar("_T")
 #: Self-tests that run at once: each starts two processes that load the driver.
 _SELFTESTS = 4
 
-#: Seconds for one driver call of a self-test, which moves a few MiB: a broker that starts is waited
-#: for, and where the test under the guard hangs there is another one to come.
+#: Seconds for one driver call of a self-test, which moves a few MiB. Kernels wait for a broker that
+#: starts, and if the test under the guard hangs, the one without the guard follows.
 TEST_CALL_TIMEOUT = 15.0
 
-#: Seconds before what an undone suspend has left suspended is tried again, doubled each time, and
-#: the most.
+#: Seconds before the service retries to resume what an undone suspend has left suspended, doubled
+#: each time; and the longest pause.
 _KEPT_POLL, _KEPT_PAUSE = 0.5, 30.0
 
-#: Seconds between two looks at a stopped process that is to be brought back when it goes on.
+#: Seconds between two looks at a stopped process that the service resumes once it is continued.
 _SETTLE_POLL = 0.25
 
 #: Seconds between two looks at what ended self-tests have left.
@@ -121,12 +121,12 @@ class DeviceService:
         version_file: Path = MODULE,
         on_device_lost: Callable[[str, str], None] | None = None,
     ) -> None:
-        #: Why there is no usable device, in a sentence; empty if there is nothing to say.
+        #: Why there is no usable device, in a sentence; empty if there is one.
         self.problem = ""
         #: Versions as NVML tells them, empty where unknown.
         self.driver_version = ""
         self.cuda_version = ""
-        #: Devices that had no room for a self-test: able to suspend for all one knows.
+        #: Devices that had no room for a self-test; they count as able to suspend.
         self.untested: set[str] = set()
         #: Why no child runs and every call fails; empty if the service serves.
         self.down = ""
@@ -161,7 +161,7 @@ class DeviceService:
         self._locks: dict[str, asyncio.Lock] = {}
         self._running: set[asyncio.Task[Any]] = set()
         self._settling: dict[ProcessId, asyncio.Task[None]] = {}
-        #: By session: processes whose lock may come to pass yet.
+        #: By session: processes that the driver may still lock.
         self._late: dict[ProcessId, Sequence[ProcessId]] = {}
 
     # ------------------------------------------------------------------ life
@@ -194,7 +194,7 @@ class DeviceService:
     def _warm(self, uuid: str) -> None:
         """Start the worker of a device that sessions use, while the monitor looks for it.
 
-        Whoever waits for the next broker waits for both.
+        The start of a broker takes as long as both.
         """
         self._workers[uuid] = worker = self._worker()
         task = asyncio.ensure_future(worker.start())
@@ -286,7 +286,7 @@ class DeviceService:
         return uuid in self._aside.numbers
 
     def holders(self, uuid: str = "") -> tuple[list[Holder], int]:
-        """Return who has device files open. See :func:`.files.holders`."""
+        """Return the processes that have device files open. See :func:`.visibility.holders`."""
         return holders(self._files, self._aside.numbers[uuid] if uuid else None)
 
     async def retest(self, uuid: str) -> Device:
@@ -356,7 +356,7 @@ class DeviceService:
         return [*self._devices.values()]
 
     async def _unattributed(self, uuids: Sequence[str]) -> dict[str, int]:
-        """Return what is in use on devices and nobody's; {} if NVML does not answer."""
+        """Return the bytes in use that no listed process has; {} if NVML does not answer."""
         with contextlib.suppress(DriverError):
             samples = await self._sampler.sample(uuids)
             return {
@@ -558,9 +558,9 @@ class DeviceService:
         ``GPUPOOL_SESSION=session``. ``devices`` are those of its lease. A caller that is cancelled
         does not stop the operation: a driver call cannot be.
 
-        Where a refused suspend cannot be undone (somebody outside the pool took the memory, or the
-        restore fails), it is tried again for as long as the driver has the state, and nobody else
-        of the pool waits for that; ``on_kept`` is called with the reason, once.
+        Where a refused suspend cannot be undone (a program outside the pool took the memory, or the
+        restore fails), it is tried again for as long as the driver has the state, and no other
+        session waits for that; ``on_kept`` is called with the reason, once.
         """
         refused = [self._device(uuid) for uuid in devices if not self._device(uuid).can_suspend]
         if refused:
@@ -600,14 +600,14 @@ class DeviceService:
         """Bring a suspended session back: what was on ``origin[i]`` goes to ``devices[i]``.
 
         ``need`` is the free memory, by device, without which it is not even tried. The caller has
-        reserved it: nobody else of the pool may take it meanwhile. ``known`` are the processes
+        reserved it: no other session may take it meanwhile. ``known`` are the processes
         of its last suspend.
         """
         for uuid in devices:
             self._device(uuid)
         gone = [uuid for uuid in origin if uuid not in self._devices]
         if gone:
-            # It is safe where it is, in host memory; nothing can be said about its way back.
+            # It is safe in host memory; whether it can come back is unknown.
             return ResumeOutcome(
                 "no-room", f"Device {gone[0]}, from which it was suspended, is no longer there."
             )
@@ -767,11 +767,10 @@ class DeviceService:
     def _settle(
         self, operation: Operation, root: ProcessId, session: str, devices: Sequence[str]
     ) -> None:
-        """See to processes that were stopped in the middle, when they go on.
+        """Look after processes that were stopped in the middle, once they are continued.
 
-        The driver's own thread in them may take up the call it was stopped in, so that they would
-        be found locked, with nobody to unlock them. So may a process whose lock did not keep to its
-        time-out, and waits for GPU work still.
+        The driver's own thread in them may take up the call it was stopped in, and leave
+        them locked. So may a process whose lock exceeded its time-out and still waits for GPU work.
         """
         stopped, late = operation.unsettled, operation.late
         if not stopped and not late:
@@ -816,7 +815,7 @@ class DeviceService:
             self._late.pop(root, None)
 
     async def _forget_settling(self, root: ProcessId) -> Sequence[ProcessId]:
-        """Stop seeing to a session; return whom it may find locked later."""
+        """Stop looking after a session; return its processes that may be locked later."""
         task, late = self._settling.pop(root, None), self._late.pop(root, ())
         if task is not None:
             task.cancel()

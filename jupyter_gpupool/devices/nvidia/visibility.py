@@ -1,14 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which of NVIDIA's GPUs who sees: the broker, its children, a new program; who has one open.
+"""Which of NVIDIA's GPUs the broker, its children and a new program see; which processes use one.
 
 - NVML shows every GPU whose device file can be opened. On a machine without device cgroups these
   are more than a batch system or an admin has given to the broker's user. Variables say which were
   given, and the broker never touches the others. What a variable names by numbers, where the
   devices are shown only in part (a container, a job with cgroups), is no further limit.
-- CUDA opens the files of all GPUs that a process sees, and NVML those of which it is asked for a
-  handle. Children that start while an admin has a device set aside do not see it (CUDA), and do not
-  ask for it (NVML).
+- CUDA opens the files of all GPUs that a process sees, and NVML opens a file for each handle that
+  it returns. So children that start while an admin has a device set aside do not see it (CUDA), and
+  do not ask for it (NVML).
 - Processes that have device files open keep a driver from being replaced.
 """
 
@@ -87,7 +87,7 @@ def given(rows: Sequence[Row], environ: Mapping[str, str]) -> Given:
 
     If a variable names none of them there is no row, and ``limit`` says why.
     """
-    found, said = tuple(rows), []
+    found, limits = tuple(rows), []
     first = next((name for name in _FIRST if name in environ), "")
     for name in (first, _TOOLKIT):
         text = environ.get(name, "").strip()
@@ -104,9 +104,9 @@ def given(rows: Sequence[Row], environ: Mapping[str, str]) -> Given:
             )
         if len(kept) < len(found):
             numbers = ", ".join(str(row["index"]) for row in kept)
-            said.append(f"{name}={text!r} limits the pool to GPU {numbers}.")
+            limits.append(f"{name}={text!r} limits the pool to GPU {numbers}.")
         found = kept
-    return Given(found, " ".join(said))
+    return Given(found, " ".join(limits))
 
 
 def _named(rows: tuple[Row, ...], name: str, text: str) -> tuple[Row, ...]:
@@ -198,7 +198,7 @@ _COMMAND = 60
 
 
 def holders(begin: str, number: int | None = None) -> tuple[list[Holder], int]:
-    """Return who has device files open, and how many processes cannot be asked.
+    """Return the processes that have device files open, and how many hide their open files.
 
     Those whose paths begin with ``begin``; with a ``number`` that GPU's file alone. Reads ``/proc``
     of the whole machine: not for an event loop. The files of other users' processes can be seen by

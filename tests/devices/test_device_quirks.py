@@ -56,7 +56,7 @@ async def resumed(service, target, to, origin, need):
 # ------------------------------------------------------------------ memory
 
 
-async def test_what_a_device_holds_before_the_first_session_is_the_drivers(emulated):
+async def test_memory_in_use_before_the_first_session_is_the_drivers(emulated):
     """residue: some of it stays from the first context on, so it is looked for after the tests."""
     machine = emulated(TWO)
     machine.faults.set("residue", device=0, bytes="100MiB")
@@ -71,7 +71,7 @@ async def test_what_a_device_holds_before_the_first_session_is_the_drivers(emula
         assert [d.memory_reserved for d in again] == [d.memory_reserved for d in devices]
 
 
-async def test_what_no_driver_keeps_is_not_taken_for_its_own(emulated):
+async def test_memory_too_large_for_the_driver_is_foreign(emulated):
     """residue: most of a device in use and nobody's are processes that NVML does not list."""
     machine = emulated(ONE)
     machine.faults.set("residue", bytes="600MiB")
@@ -79,7 +79,7 @@ async def test_what_no_driver_keeps_is_not_taken_for_its_own(emulated):
         assert devices[0].memory_reserved == 128 * MiB + slack(1 << 30)
 
 
-async def test_a_resume_reserves_what_a_list_does_not_show(emulated):
+async def test_resume_reserves_memory_that_the_list_does_not_show(emulated):
     """nvml-less: the list lacks the context, and a resume that lacks it is fatal."""
     machine = emulated(ONE)
     machine.faults.set("nvml-less", bytes="60MiB")
@@ -93,7 +93,7 @@ async def test_a_resume_reserves_what_a_list_does_not_show(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_beside_others_that_come_only_the_list_counts(emulated):
+async def test_only_the_list_counts_while_other_processes_come(emulated):
     """nvml-less: what another process freed meanwhile is not this one's."""
     machine = emulated(ONE)
     machine.faults.set("nvml-less", bytes="60MiB")
@@ -112,7 +112,7 @@ async def test_beside_others_that_come_only_the_list_counts(emulated):
 
 
 @pytest.mark.parametrize("size", [0, 4 * MiB])
-async def test_a_little_that_a_suspended_process_keeps_is_not_waited_for(emulated, size):
+async def test_a_small_rest_of_a_suspended_process_is_not_waited_for(emulated, size):
     """suspend-keeps: NVML goes on to list it, with nothing or a few MiB."""
     machine = emulated(ONE)
     machine.faults.set("suspend-keeps", bytes=size)
@@ -125,7 +125,7 @@ async def test_a_little_that_a_suspended_process_keeps_is_not_waited_for(emulate
         assert await target.do("digest", 1) == digest
 
 
-async def test_a_process_that_nvml_forgets_late_is_suspended_all_the_same(emulated, monkeypatch):
+async def test_suspend_succeeds_though_nvml_forgets_the_process_late(emulated, monkeypatch):
     """nvml-lag: the wait for the list is bounded, and what follows is right."""
     monkeypatch.setattr("jupyter_gpupool.devices.nvidia.sampler.FREED_TIMEOUT", 0.2)
     machine = emulated(ONE)
@@ -150,7 +150,7 @@ async def test_a_process_that_nvml_lists_late_counts_by_free_memory(emulated):
         assert (outcome.message, outcome.freed) == ("", {devices[0].uuid: 80 * MiB})
 
 
-async def test_who_has_more_after_a_resume_is_suspended_with_that(emulated):
+async def test_second_suspend_counts_what_the_resume_added(emulated):
     """restore-more: each suspend counts anew."""
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
@@ -167,7 +167,7 @@ async def test_who_has_more_after_a_resume_is_suspended_with_that(emulated):
 # ------------------------------------------------------------------ NVML that waits
 
 
-async def test_an_nvml_that_waits_for_a_copy_is_waited_for(emulated):
+async def test_sample_waits_for_an_nvml_that_waits_for_a_copy(emulated):
     """nvml-waits: longer than a look may take; nothing is lost, and nobody is replaced."""
     machine = emulated(TWO)
     async with (
@@ -200,7 +200,7 @@ async def test_an_nvml_that_waits_for_a_copy_is_waited_for(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_an_nvml_that_hangs_without_a_copy_is_replaced_as_ever(emulated):
+async def test_an_nvml_that_hangs_without_a_copy_is_replaced(emulated):
     machine = emulated(ONE)
     async with machine.started(sample_timeout=1.0) as (service, _):
         with service._sampler.copying(3600.0):
@@ -213,7 +213,7 @@ async def test_an_nvml_that_hangs_without_a_copy_is_replaced_as_ever(emulated):
         assert service._sampler.child.pid != first
 
 
-async def test_a_copy_that_goes_on_is_waited_for_however_slow(emulated, monkeypatch):
+async def test_slow_copy_is_waited_for_while_it_makes_progress(emulated, monkeypatch):
     """A checkpoint that takes several times what is allowed: the worker goes, the copy does not."""
     monkeypatch.setattr("jupyter_gpupool.devices.nvidia.calls.PROGRESS", 1 * MiB)
     machine = emulated(ONE)
@@ -249,7 +249,7 @@ class Silent:
         pytest.param([100, 0], 3, id="it cannot be read any more"),
     ],
 )
-async def test_memory_that_goes_up_and_down_is_no_copy(monkeypatch, op, sizes, looks):
+async def test_memory_that_rises_and_falls_is_not_progress(monkeypatch, op, sizes, looks):
     """The device waits, too, so it must end."""
     seen = []
 
@@ -268,7 +268,7 @@ async def test_memory_that_goes_up_and_down_is_no_copy(monkeypatch, op, sizes, l
 # ------------------------------------------------------------------ restore
 
 
-async def test_a_restore_that_fails_and_keeps_the_state_can_be_had_again(emulated):
+async def test_failed_restore_that_keeps_the_state_can_be_repeated(emulated):
     """restore-keeps-state: what the driver says of the process counts, not the failure."""
     machine = emulated(TWO)
     machine.faults.set("restore-keeps-state")
@@ -307,7 +307,7 @@ async def test_without_room_a_mild_driver_loses_nothing(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_of_several_processes_those_restored_are_suspended_again(emulated):
+async def test_refused_resume_suspends_restored_processes_again(emulated):
     """restore-keeps-state: all of a session or nothing, as with any other refusal."""
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")
@@ -328,7 +328,7 @@ async def test_of_several_processes_those_restored_are_suspended_again(emulated)
         assert await target.child("digest", 2) == theirs
 
 
-async def test_what_an_undo_restores_is_tried_until_it_is_back(emulated):
+async def test_undo_retries_a_restore_until_it_succeeds(emulated):
     """restore-keeps-state: one process was suspended, the other refuses, so both are to run."""
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")
@@ -345,7 +345,7 @@ async def test_what_an_undo_restores_is_tried_until_it_is_back(emulated):
         assert await target.child("digest", 2) == theirs
 
 
-async def test_undone_suspend_whose_restore_goes_on_failing_is_kept_and_retried(emulated, waiting):
+async def test_suspend_that_cannot_be_undone_is_kept_and_retried(emulated, waiting):
     """restore-keeps-state: the driver has the state, so the session is not lost."""
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")
@@ -416,7 +416,7 @@ async def until_taken(thief, suspending):
 
 
 @pytest.mark.parametrize("code", [1, 801])
-async def test_who_is_not_moved_is_brought_back_where_he_was(emulated, code):
+async def test_process_that_the_driver_does_not_move_comes_back(emulated, code):
     """migration-refused: the state is intact, and only the old device will do."""
     machine = emulated(TWO)
     async with machine.started() as (service, devices), machine.target() as target:
@@ -431,7 +431,7 @@ async def test_who_is_not_moved_is_brought_back_where_he_was(emulated, code):
         assert await target.do("digest", 1) == digest
 
 
-async def test_a_driver_that_moves_nobody_is_known_from_the_self_test(emulated):
+async def test_self_test_finds_a_driver_that_moves_no_process(emulated):
     """migration-refused: the device can suspend, and its sessions stay."""
     machine = emulated(TWO)
     machine.faults.set("migration-refused")
@@ -439,7 +439,7 @@ async def test_a_driver_that_moves_nobody_is_known_from_the_self_test(emulated):
         assert [(d.can_suspend, d.can_migrate) for d in devices] == [(True, False)] * 2
 
 
-async def test_a_device_that_is_lost_in_a_resume_costs_a_mild_driver_nothing(emulated):
+async def test_mild_driver_keeps_the_state_if_a_device_fails_in_resume(emulated):
     """restore-keeps-state: it is resumed on another device."""
     machine = emulated(TWO)
     machine.faults.set("restore-keeps-state")
@@ -469,7 +469,7 @@ async def test_a_device_that_is_lost_in_a_resume_costs_a_mild_driver_nothing(emu
         assert await target.do("digest", 1) == digest
 
 
-async def test_a_device_that_is_lost_as_a_suspend_ends_leaves_the_state_known(emulated):
+async def test_state_is_known_if_a_device_fails_as_a_suspend_ends(emulated):
     """device-lost between the copy and the look whether it is free: the state is in host memory."""
     machine = emulated(TWO)
     async with machine.started() as (service, devices), machine.target() as target:
@@ -499,7 +499,7 @@ async def test_a_device_that_is_lost_as_a_suspend_ends_leaves_the_state_known(em
 # ------------------------------------------------------------------ locks
 
 
-async def test_a_lock_that_keeps_no_time_is_not_the_end_of_a_session(emulated, waiting):
+async def test_session_survives_a_lock_that_ignores_its_time_out(emulated, waiting):
     """lock-ignores-timeout: given up, and taken back when it comes to pass all the same."""
     _, until_async = waiting
     machine = emulated(ONE)
@@ -524,7 +524,7 @@ async def test_a_lock_that_keeps_no_time_is_not_the_end_of_a_session(emulated, w
         assert await target.do("digest", 1) == digest
 
 
-async def test_who_closes_in_the_middle_leaves_nobody_to_look_after_a_late_lock(emulated):
+async def test_close_ends_the_watch_on_a_late_lock(emulated):
     """lock-ignores-timeout: the operation ends while close waits for it, and begins to look."""
     machine = emulated(ONE)
     async with machine.target() as target:
@@ -541,7 +541,7 @@ async def test_who_closes_in_the_middle_leaves_nobody_to_look_after_a_late_lock(
 
 
 @pytest.mark.parametrize("code", [304, 702, 999])
-async def test_a_lock_that_is_late_by_another_name_is_late(emulated, code):
+async def test_lock_refused_after_all_of_its_time_counts_as_late(emulated, code):
     """lock-timeout with another code than NOT_READY: not a process that cannot be suspended."""
     machine = emulated(ONE)
     async with (
@@ -560,7 +560,7 @@ async def test_a_lock_that_is_late_by_another_name_is_late(emulated, code):
 
 
 @pytest.mark.parametrize("suffices", [False, True])
-async def test_a_process_that_only_called_cuinit(emulated, suffices):
+async def test_process_that_only_called_cuinit_is_suspended(emulated, suffices):
     """init-suffices: it holds nothing, whether or not the driver suspends it."""
     machine = emulated(ONE)
     if suffices:

@@ -57,15 +57,13 @@ async def test_a_guard_that_passes_gives_its_tier(emulated):
     assert [(sample.used, sample.processes) for sample in samples] == [(0, ()), (0, ())]
 
 
-async def test_without_being_asked_for_the_guard_is_not_tested(emulated):
+async def test_guard_is_tested_only_on_request(emulated):
     async with emulated().started() as (service, devices):
         assert {device.tier for device in devices} == {"unguarded"}
         assert service.guard_problem == "c.GPUPool.guard is False."
 
 
-async def test_a_guard_that_is_not_compiled_leaves_the_device_unguarded(
-    emulated, monkeypatch, tmp_path
-):
+async def test_device_is_unguarded_without_a_compiled_guard(emulated, monkeypatch, tmp_path):
     monkeypatch.setattr(install, "_LIB", tmp_path)
     async with emulated("1x1GiB,context=16MiB").started(guard=True) as (service, (device,)):
         missing = f"The guard is not compiled: {tmp_path}/libcuda.so.1 is missing."
@@ -115,19 +113,19 @@ async def test_a_driver_is_not_taken_for_the_guard(emulated, monkeypatch, tmp_pa
         assert service.guard_problem == " ".join(why(device) for device in devices)
 
 
-async def test_an_allocation_that_is_not_refused(emulated, monkeypatch):
+async def test_guard_fails_if_it_refuses_no_allocation(emulated, monkeypatch):
     monkeypatch.setattr(guard_frame, "TOO_MUCH", MiB)
     async with emulated().started(guard=True) as (_, (device, _)):
         assert "an allocation beyond the grant returned CUDA_SUCCESS" in why(device)
 
 
-async def test_memory_that_is_not_counted(emulated, monkeypatch):
+async def test_guard_fails_if_it_does_not_count_memory(emulated, monkeypatch):
     monkeypatch.setattr(guard_frame, "SIZE", guard_frame.SIZE * 4)  # the program takes what it took
     async with emulated().started(guard=True) as (_, (device, _)):
         assert "it counted 4194304 of 16777216 bytes" in why(device)
 
 
-async def test_a_gate_that_does_not_close(emulated, monkeypatch):
+async def test_guard_fails_if_its_gate_does_not_close(emulated, monkeypatch):
     set_gate = Page.set_gate
     monkeypatch.setattr(
         Page,
@@ -162,7 +160,7 @@ async def test_a_worker_that_hangs_ends_the_test_in_time(emulated):
         assert "on GPU 0: suspending a test process failed" in device.tier_reason
 
 
-async def test_a_restore_that_fails_under_the_guard(emulated):
+async def test_failed_restore_under_the_guard_leaves_it_unguarded(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     machine.faults.set("restore-failed", count=1)
     async with machine.started(guard=True) as (_, (device,)):
@@ -170,7 +168,7 @@ async def test_a_restore_that_fails_under_the_guard(emulated):
         assert "on GPU 0: resuming a test process failed" in device.tier_reason
 
 
-async def test_no_place_for_the_page(emulated, monkeypatch, tmp_path):
+async def test_device_is_unguarded_without_room_for_the_page(emulated, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(guard_frame, "_SHM", tmp_path / "none")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
@@ -197,9 +195,7 @@ async def test_what_a_killed_broker_left_is_removed(emulated, place):
 # ------------------------------------------------------------------ what an earlier broker found
 
 
-async def test_a_known_device_keeps_its_tier_while_there_is_the_guard(
-    emulated, monkeypatch, tmp_path
-):
+async def test_known_device_keeps_its_tier_while_the_guard_exists(emulated, monkeypatch, tmp_path):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started(guard=True) as (_, (device,)):
         pass
@@ -217,7 +213,7 @@ async def test_a_known_device_keeps_its_tier_while_there_is_the_guard(
         assert "The guard is not compiled" in service.guard_problem
 
 
-async def test_a_known_device_that_was_tested_without_the_guard_says_so(emulated):
+async def test_known_device_says_that_it_was_tested_unguarded(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (_, (device,)):
         pass
