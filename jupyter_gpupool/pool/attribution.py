@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whose GPU memory is whose: what the driver's figures say of sessions, the driver and others.
+"""Attribution of GPU memory: to sessions, to the driver, and to programs outside the pool.
 
 Plain functions over plain values; the broker reads the figures and acts on the answers. Sizes are
 bytes on one device unless a mapping names the devices. Five questions, in this order:
@@ -8,7 +8,7 @@ bytes on one device unless a mapping names the devices. Five questions, in this 
 * *Attribution* (:func:`attribute`): which part of the used memory belongs to which session, which
   to the driver, and which to processes outside the pool.
 * *The driver's own memory* (:func:`unlisted`, :func:`driver_share`, :func:`measured_again`): what
-  is in use and no process's. Nobody can give it back, so it must not count as foreign: a request
+  is in use and no process's. No process can free it, so it must not count as foreign: a request
   for a whole device would wait without end.
 * *Overhead* (:class:`Overhead`): what the driver takes for one process beyond what the guard has
   charged. The guard charges a constant for a context (one self-test measured it) and the bytes that
@@ -39,7 +39,7 @@ class Listed:
     #: The session that it belongs to; None: no session's.
     session: str | None = None
     #: False: its number is of another PID namespace (a container lists the host's numbers), and
-    #: nobody can tell which process it is.
+    #: the process cannot be identified.
     known: bool = True
 
 
@@ -73,7 +73,7 @@ class Attribution:
 
     #: Bytes of processes that are outside the pool.
     foreign: int
-    #: Bytes of sessions that have a slice there; absent where nobody can tell.
+    #: Bytes of sessions that have a slice there; absent where no figure tells.
     footprints: Mapping[str, int] = field(default_factory=dict)
     #: Bytes of sessions by the driver's word alone, with a slice or without.
     shown: Mapping[str, int] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Attribution:
 def attribute(
     observed: Observed, holders: Mapping[str, Holder], landing: Collection[str] = ()
 ) -> Attribution:
-    """Split a device's used bytes into the sessions', the driver's and everybody else's.
+    """Split a device's used bytes into the sessions', the driver's and the foreign ones.
 
     ``holders`` are the sessions with a slice of the device. ``landing`` are sessions whose
     processes take their first context there before they are moved to their slice; the device's
@@ -97,13 +97,13 @@ def attribute(
     3. The rest, and what suspended sessions still show, is the driver's own, up to ``driver``.
     4. What remains is foreign, as are the listed bytes of processes without a session.
 
-    The list may be older than the figures: nobody has more than is in use.
+    The list may be older than the figures: no process has more than is in use.
 
     A session's footprint is the larger of what the driver shows and what its guard counts. The
     driver sees what it takes by itself, and does not see processes of other PID namespaces; the
     guard counts before it asks the driver, and so is never behind. But the guard's count is written
     by the session's own processes: it is believed within the slice and for no byte beyond, because
-    that byte would be taken from everybody else.
+    that byte would be taken from all others.
     """
     named: dict[str, int] = {}
     listed = 0
@@ -183,7 +183,7 @@ def driver_share(reserved: int, residue: int, total: int) -> int:
 def at_rest(listed: Iterable[Listed], *, leased: bool) -> bool:
     """Return whether used memory of a device that no process has must be the driver's.
 
-    No session may have a slice there (``leased``), and nobody else a process; what suspended
+    No session may have a slice there (``leased``), and no other user a process; what suspended
     sessions still show is listed as theirs.
     """
     return not leased and all(entry.session is not None for entry in listed)

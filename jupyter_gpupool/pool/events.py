@@ -60,7 +60,7 @@ class DevicePaused(Event):
     """An admin takes this device out of service for a while.
 
     As :class:`DeviceDrained`, and idle leases leave at once, whatever their users keep; busy ones
-    when they become idle. ``reason`` says so to those who wait. Until :class:`DeviceResumed`.
+    when they become idle. Waiting kernels read ``reason``. Until :class:`DeviceResumed`.
     """
 
     device: str
@@ -96,8 +96,8 @@ class HostPressure(Event):
 
     Sent with each sample for as long as that lasts, with all sessions that it concerns, and once
     with none when it is over. Each time, the largest of their suspended states that has room on a
-    device without anybody yielding goes back there, one at a time; and none of the sessions is
-    suspended, whoever asks for it.
+    device without a preemption goes back there, one at a time; and the pool suspends none of the
+    sessions.
     """
 
     sessions: frozenset[str]
@@ -209,7 +209,7 @@ class HoldDropped(Event):
     """The hold is over: the cell ended, or its wait was cancelled. Unknown holds are ignored.
 
     ``cuda`` tells whether the process has called cuInit, and so is bound to its devices; None if
-    nobody could tell.
+    the broker could not tell.
     """
 
     session: str
@@ -244,7 +244,7 @@ class GrowAsked(Event):
     """An allocation does not fit: ``bytes`` more than granted are needed on ``device``.
 
     Answered at once by :class:`Answer`, after a :class:`Resize` if it was granted: at least that
-    much, out of free memory only; nobody is suspended for it. Refused with ``limit`` (beyond the
+    much, out of free memory only; no lease is preempted for it. Refused with ``limit`` (beyond the
     request's limit), ``no-memory`` (not free now, or no slice there) or ``quota``.
     """
 
@@ -303,7 +303,7 @@ class SuspendDone(Event):
     session: str
     epoch: int
     suspended: tuple[Slice, ...]
-    #: The process has called cuInit and is bound to its devices (None: nobody could tell).
+    #: The process has called cuInit and is bound to its devices (None: not known).
     cuda: bool | None = None
     seconds: float = 0.0
 
@@ -368,7 +368,7 @@ class Suspend(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted(Action):
-    """Somebody waits for what this session has; once for each lease, in ``lazy`` policy.
+    """A session waits for what this one has; once for each lease, in ``lazy`` policy.
 
     Its agent is to tell when no cell runs: then it is idle if nothing is in flight, without the
     wait for calls that may still come. (In the other policies it tells so anyhow.)
@@ -423,7 +423,7 @@ class QueueMoved(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChanged(Action):
-    """A transition, for the journal and for whoever watches."""
+    """A transition, for the journal and for watchers."""
 
     now: float
     old: State

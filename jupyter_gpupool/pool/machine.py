@@ -209,8 +209,8 @@ class Pool:
     def growable(self, session: str) -> tuple[int, ...]:
         """Return by how many bytes each slice of an attached session could grow now, in order.
 
-        Out of memory that is free and promised to nobody: what neighbours are guaranteed is not in
-        it, whether they use it or not. Empty for a session without a lease.
+        Out of memory that is free, not promised and not reserved: what neighbours are guaranteed is
+        not in it, whether they use it or not. Empty for a session without a lease.
 
         Raises
         ------
@@ -223,7 +223,7 @@ class Pool:
     def headroom(self, uuid: str) -> int:
         """Return the bytes beyond its state that a session is resumed with on a device.
 
-        0 for a device that is not there: nobody is resumed on it.
+        0 for an unknown device: no session is resumed on it.
         """
         ledger = self._facts.devices.get(uuid)
         return 0 if ledger is None else headroom(ledger, self._facts.settings)

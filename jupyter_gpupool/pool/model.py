@@ -70,7 +70,7 @@ class Reason:
     limit: str = ""
     most: int = 0
     devices: tuple[str, ...] = ()
-    #: The sentence of whoever caused it (an admin, the driver); "" where the rule is enough.
+    #: The sentence of the admin or the driver that caused it; "" where the rule is enough.
     text: str = ""
 
 
@@ -121,7 +121,7 @@ class Device:
     #: Bytes that a process's first CUDA context takes here, as measured; 0: not known.
     context_bytes: int = 0
     #: Bytes that no slice gets: room for the context of a process that saw this device when it
-    #: called cuInit, and is moved to its slice on another device with it. 0: nobody can be.
+    #: called cuInit, and is moved to its slice on another device with it. 0: none can be.
     landing_bytes: int = 0
 
 
@@ -155,7 +155,7 @@ Charge = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """Everything the pool's rules may read. ``config.py`` makes it from ``c.GPUPool.*``."""
+    """Everything the pool's rules may read, made from ``c.GPUPool.*``."""
 
     default_memory: int = 4 * GiB
     default_limit: int = 4 * GiB
@@ -172,7 +172,7 @@ class PoolSettings:
     idle_timeout: float = 300.0
     #: Seconds without a hold after which a *waiting* session may take the slice.
     reclaim_after: float = 0.0
-    #: Longest a hold may wait in the queue; None: for ever.
+    #: Longest a hold may wait in the queue; None: without end.
     max_wait: float | None = None
     #: Seconds of waiting that raise a session by one priority point (bounds starvation).
     ageing: float = 60.0
@@ -181,16 +181,17 @@ class PoolSettings:
     #: Bytes of host memory that suspended state may take in all.
     host_memory: int = 16 * GiB
     #: Bytes beyond the footprint at suspend that a resume reserves; at most a part of the device,
-    #: see ``placement.headroom``.
+    #: see :func:`~.placement.headroom`.
     resume_headroom: int = 256 * MiB
     #: Seconds for which a pinned session is not tried again (the reason may have gone away).
     pinned_retry: float = 60.0
     #: Least bytes by which a lease grows beyond what is guaranteed, if there are that many.
     growth_step: int = 64 * MiB
     #: Share of the time in which a slice is used that moving its state may cost; see
-    #: :mod:`.residence`. 0: who waits gets an idle slice at once.
+    #: :mod:`.residence`. 0: a waiting session gets an idle slice at
+    #: once.
     max_swap_overhead: float = 0.1
-    #: How long an idle kernel that was moved to its slice keeps it from those who wait.
+    #: How long an idle kernel that was moved to its slice keeps it from waiting ones.
     residence: ResidenceRule = "work"
 
     def quota_of(self, owner: str) -> Quota:
@@ -239,7 +240,7 @@ class SessionRecord:
     #: Bytes per device held by the suspended state, in the order the process sees the devices;
     #: empty if nothing is suspended.
     suspended: tuple[Slice, ...] = ()
-    #: Devices this process can not leave except by suspend and restore: it has called cuInit.
+    #: Devices this process cannot leave except by suspend and restore: it has called cuInit.
     bound: tuple[str, ...] = ()
     #: Its processes can be moved from there to their slice at their first context (see the guard).
     lands: bool = False
@@ -282,7 +283,7 @@ class DeviceView:
 
     @property
     def free(self) -> int:
-        """Bytes that can be granted without anybody yielding."""
+        """Bytes that can be granted without a preemption."""
         return max(0, self.capacity - self.granted - self.foreign)
 
 
@@ -301,7 +302,7 @@ class SessionView:
     attached_seconds_total: float
     #: Why the slice does not leave although the session is idle for long enough; else empty.
     stays_reason: str = ""
-    #: Device bytes as last measured, by device; absent where nobody has measured.
+    #: Device bytes as last measured, by device; absent where none was measured.
     footprints: Mapping[str, int] = field(default_factory=dict)
 
 

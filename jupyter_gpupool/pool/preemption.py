@@ -60,7 +60,7 @@ def suspendable(s: Session, facts: Facts) -> bool:
 
 
 def not_before(s: Session, facts: Facts) -> float:
-    """Return from when on idle ``s`` can be suspended, whoever wants it."""
+    """Return from when on idle ``s`` can be suspended for any reason."""
     if (s.pressed and s.state_bound) or not suspendable(s, facts):
         return math.inf
     if s.pinned_reason:

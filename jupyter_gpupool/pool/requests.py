@@ -338,7 +338,7 @@ def release(facts: Facts, s: Session, event: ev.ReleaseAsked, _plan: Plan) -> Ac
         when = "the running cell is done" if cell else "its work on the GPU is done"
         actions = _answer(s, event.rid, f"The slice goes back when {when}.")
         if s.attach == "lazy" and not s.lease.told_wanted:
-            # Whoever asked waits for it: its agent says at once when no cell runs.
+            # A person waits for it: the agent says at once when no cell runs.
             s.lease.told_wanted = True
             actions.append(ev.Wanted(session=s.id, epoch=s.epoch))
         return actions

@@ -1,26 +1,27 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Minimum residence: how long an idle holder keeps its slice from those who wait for it.
+"""Minimum residence: how long an idle holder keeps its slice from sessions that wait for it.
 
 Moving a holder out and in again takes ``cost`` seconds in which the GPU computes nothing. To leave
-an idle holder where it is while somebody waits wastes the GPU as well, second by second, until the
-holder computes again. Which is cheaper depends on when it comes back, which nobody knows: the
+an idle holder where it is while a session waits wastes the GPU as well, second by second, until the
+holder computes again. Which is cheaper depends on when it comes back, which is not known: the
 ski-rental problem (rent or buy), as in spinning or blocking on a lock. Plain functions over plain
 values; the pool keeps the values and sets its timer to :func:`protected_until`.
 
 The rule, for a holder whose state was moved to its slice:
 
-1. *Nobody waits*: nothing is taken. The clock starts when somebody waits while it computes nothing.
+1. *No session waits*: its slice is not preempted. The clock starts when one waits while the holder
+   computes nothing.
 2. *Patience.* It is protected for :func:`patience` from then on: ``cost`` at most, as in A. Karlin,
    M. Manasse, L. Rudolph, D. Sleator, "Competitive snoopy caching", Algorithmica 3 (1988), 79-119.
    Less where its own last gaps say so: the patience that would have cost least over those gaps, as
    in A. Karlin, K. Li, M. Manasse, S. Owicki, "Empirical studies of competitive spinning for a
    shared-memory multiprocessor", SOSP 1991, 41-55.
 3. *Allowance.* Patience alone would let two loops with short pauses move each other at every
-   longer one, or protect one of them for ever. So what the move costs is held against what came of
-   it: once the holder has computed, and has kept its slice idle from somebody who waited, for
-   ``cost / share`` seconds in all since it came back, its next idle moment is free to take.
-   Idle time from which nobody suffers counts as neither.
+   longer one, or protect one of them without end. So use must pay for a move: once the holder has
+   computed, and has kept its slice idle from a session that waited, for ``cost / share`` seconds
+   in all since it came back, it is not protected any more.
+   Idle time while no session waits counts as neither.
 
 Worst cases:
 
@@ -33,7 +34,7 @@ Worst cases:
   lost <= 2 x best + one move.
 * Two holders that contend all the time, with pauses that patience outlasts: each move follows
   cost / share seconds of use, so moving takes at most share / (1 + share) of the time.
-* Who waits, waits for an idle GPU at most ``cost`` at a stretch and ``cost / share`` (``STAY_MOST``
+* A session waits for an idle GPU at most ``cost`` at a stretch and ``cost / share`` (``STAY_MOST``
   at most) in all, and then for the move. A computation that is running is another rule's business.
 
 ``cost`` is the holder's own way out and back, as measured. Every move is so paid for once: in a
@@ -78,9 +79,9 @@ class Gap:
     """A spell without work, from ``began`` on; ``math.inf`` for a time that has not come."""
 
     began: float
-    #: When somebody began to wait for the slice during it.
+    #: When a session began to wait for the slice during it.
     wanted: float = math.inf
-    #: When the slice was taken for somebody who waited.
+    #: When the slice was preempted for a session that waited.
     taken: float = math.inf
 
 
@@ -89,7 +90,7 @@ class Stay:
     """What a holder has done with its slice since its state was moved there, in seconds."""
 
     computed: float = 0.0
-    #: Without work while somebody waited for the slice.
+    #: Without work while a session waited for the slice.
     withheld: float = 0.0
 
 
@@ -120,9 +121,9 @@ def patience(habits: Habits, cost: float, away: float = 0.0) -> float:
 
 
 def protected_until(gap: Gap, stay: Stay, habits: Habits, *, cost: float, share: float) -> float:
-    """Return until when an idle holder keeps its slice from those who wait.
+    """Return until when an idle holder keeps its slice from waiting sessions.
 
-    Minus infinity: it does not. Infinity: nobody waits, so there is nothing to decide.
+    Minus infinity: it does not. Infinity: no session waits, and nothing is to be decided.
     """
     if share <= 0 or cost <= 0:
         return -math.inf
@@ -146,7 +147,7 @@ def kept_idle(stay: Stay, gap: Gap, now: float) -> Stay:
 
 
 def taken(gap: Gap, stay: Stay, habits: Habits, now: float, *, cost: float, share: float) -> Gap:
-    """Return ``gap`` with the slice taken ``now`` for somebody who waits.
+    """Return ``gap`` with the slice preempted ``now`` for a waiting session.
 
     Where the allowance was at its end before patience, use has paid for the move: the gap says
     nothing of how well its length was guessed, and is not accounted for.
@@ -167,12 +168,12 @@ def returned(habits: Habits, gap: Gap, now: float, cost: float) -> Habits:
         rent = _withheld(gap, min(now, gap.taken))
         lost = rent + (cost if gap.taken < math.inf else 0.0)
         best = min(_withheld(gap, now), cost)
-        # Who was left in peace for longer than patience (nobody could take it) owes nothing more.
+        # A gap longer than patience in which no session could take the slice owes nothing more.
         trust += (2 * best - min(lost, 2 * cost)) / cost
     gaps = (*habits.gaps, max(0.0, now - gap.began))[-GAPS:]
     return Habits(gaps, min(1.0, max(0.0, trust)))
 
 
 def _withheld(gap: Gap, until: float) -> float:
-    """Return the seconds of ``gap`` before ``until`` in which somebody waited."""
+    """Return the seconds of ``gap`` before ``until`` in which a session waited."""
     return max(0.0, until - max(gap.began, gap.wanted))

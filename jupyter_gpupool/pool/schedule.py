@@ -39,9 +39,9 @@ Sources
 -------
 EASY backfilling (Lifka, "The ANL/IBM SP Scheduling System", 1995; the name and the analysis in
 Mu'alem and Feitelson, 2001): jobs may overtake as long as they do not delay the *first* of the
-queue. EASY derives the head's start from the run times that users declare. Nobody declares the
-time of a notebook cell, so :meth:`~.placement.Room.spare` asks for more: no delay in any order in
-which the present leases may end. KAI-Scheduler tries evictions and placements in a ``Statement``
+queue. EASY derives the head's start from the run times that users declare. Notebook users declare
+no time for a cell, so :meth:`~.placement.Room.spare` asks for more: no delay in any order in which
+the present leases may end. KAI-Scheduler tries evictions and placements in a ``Statement``
 that is committed or discarded as a whole; the draft and :class:`~.preemption.Trial` are that.
 dask-gateway's controller reconciles: a wake-up only says "look again", so one too many is harmless
 and none is needed for correctness. Dask.distributed's worker state machine maps (state, state) to

@@ -1,24 +1,24 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Who computes next where several sessions contend for a device: shares of time, in turns.
+"""Time slices: which session computes next where several contend for a device.
 
 A pure planner beside the pool: at the end of every turn it gets what was observed of the sessions
-on the devices, and says which of them may run in the next one. Where fewer than two are busy,
-everybody may. Where two or more are, one at a time has its turn, chosen so that over time the busy
-seconds of each are in proportion to its share (start-time fair queueing):
+on the devices, and names those that may run in the next turn. Where fewer than two are busy, all
+may. Where two or more are, one at a time has its turn, chosen so that over time the busy seconds of
+each are in proportion to its share (start-time fair queueing):
 
 * Each session has a *virtual time* on each of its devices: busy seconds / share. The one with the
   least goes next. A long kernel that overran its turn is so paid back by later turns.
-* Whoever becomes busy (a newcomer, or back from a pause) starts at the least virtual time among
-  those who were busy there: it has no credit from having been away, so it can not keep the others
-  out, and it waits for nobody's old debts.
-* A session on several devices runs only when all of them are its own for the turn. While it waits
-  for the last of them, others run on the first; what it misses is not saved up as a credit.
+* A session that becomes busy (new, or back from a pause) starts at the least virtual time among
+  those that were busy there: it has no credit from having been away, so it cannot keep the others
+  out, and it does not wait for their old debts.
+* A session on several devices runs only when it has the turn on all of them. While it waits for the
+  last one, others run on the first; it gets no credit for what it misses.
 * A session that is not busy has no turn to lose: its turn goes to others. It is not paused, either,
   so that its next call is seen; that is then its first busy time.
 
-Shares are proportions among those who contend, not a cap: alone, 10 is as good as 100. Where all
-who contend have asked for ``FULL``, nobody is paused: the driver's own time slices do as well.
+Shares are proportions among those that contend, not a cap: alone, 10 is as good as 100. Where all
+that contend have asked for ``FULL``, none is paused: the driver's own time slices do as well.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Tallies:
     """What the planner remembers from one turn to the next; begin with ``Tallies()``."""
 
     accounts: Mapping[str, Tally] = field(default_factory=dict)
-    #: By device, the least virtual time among those who were busy there at the last plan.
+    #: By device, the least virtual time among those that were busy there in the last turn.
     clocks: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Who may run in the next turn, and what to remember."""
+    """The sessions that may run in the next turn, and what to remember."""
 
     run: frozenset[str]
     #: Busy on a contended device, and not in this turn.
@@ -79,7 +79,7 @@ class Turn:
 
 
 def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
-    """Return who may run in the turn that begins at ``now`` (seconds).
+    """Return which sessions may run in the turn that begins at ``now`` (seconds).
 
     Sessions that are not among ``runners`` any more are forgotten. The same arguments give the same
     plan.
@@ -172,7 +172,7 @@ def _choose(
     ahead: Mapping[str, float],
     since: Mapping[str, float],
 ) -> list[Contender]:
-    """Return who has its turn on each contended device: at most one, and as many as possible."""
+    """Return the sessions that have a turn: as many as possible, one on a contended device."""
     chosen: list[Contender] = []
     taken: set[str] = set()
     for r in sorted(contenders, key=lambda r: (ahead[r.session], since[r.session], r.session)):

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The states of a session: every step that there is, when it happens, and what it does.
+"""The states of a session: every step, when it happens, and what it does.
 
 :data:`TRANSITIONS` maps (old, new) to a sentence and a function; ``docs/states.md`` is made from
 it. :func:`move` is the only way from one state to another. It returns the actions that follow, as
-everything here does: nobody but :class:`~.machine.Pool` collects them.
+everything here does; only :class:`~.machine.Pool` collects them.
 """
 
 from __future__ import annotations
@@ -63,10 +63,6 @@ class Step(NamedTuple):
 #
 # Each gets the facts, the session as it was, and what the event tells; it runs inside
 # ``Facts.change``. What it returns comes after the StateChanged of the step.
-
-
-def _nothing(_facts: Facts, _s: Session) -> Actions:
-    return []
 
 
 def _join(facts: Facts, s: Session, since: float) -> Actions:
