@@ -287,7 +287,7 @@ def check_backfill(look: Look, before: dict[str, Explanation], actions: list[ev.
     for uuid, wanted in look.reserved().items():
         size = sum(x.bytes for slices in given.values() for x in slices if x.device == uuid)
         sessions = look.naive.sessions.items()
-        leases = [s.lease[uuid] for n, s in sessions if uuid in s.lease and n not in attached]
+        leases = [s.lease[uuid] for n, s in sessions if uuid in s.lease and n not in given]
         free = look.free[uuid] + size - look.promised.get(uuid, 0)
         assert not size or harmless(free, size, wanted, leases), (
             f"{sorted(given)} get {size} on {uuid}: {look.head} reserves {wanted} of {free} free, "

@@ -103,7 +103,7 @@ def test_session_that_never_called_cuinit_holds_nothing():
     assert attribute(observed(0), holders).footprints == {"a": 0}
 
 
-def test_guards_count_is_believed_within_the_slice_and_no_byte_beyond():
+def test_guard_is_believed_within_the_slice_only():
     holders = {"a": Holder(300, counted=5000), "b": Holder(300, counted=200)}
     found = attribute(observed(600, b=250), holders)
     assert found.footprints == {"a": 300, "b": 250}
@@ -244,7 +244,7 @@ def test_overhead_is_learnt_when_looks_agree():
     assert known.beyond(32) == 100
 
 
-def test_context_that_costs_less_is_credited_where_the_list_is_complete():
+def test_small_context_is_credited_if_the_list_is_complete():
     known, _ = looks(*[(32, 20)] * AGREE)
     assert known.beyond(32) == -12
     assert known.look(32, 96, 84, complete=True)[0].beyond(32) == -12
@@ -346,20 +346,18 @@ SLICES = (Slice("G0", 300), Slice("G1", 200))
         "it is listed elsewhere",
     ],
 )
-def test_state_to_move_is_what_is_seen_else_the_most_that_there_can_be(
-    shown, counted, guarded, cuda, want
-):
+def test_state_to_move_is_what_is_seen_else_the_most(shown, counted, guarded, cuda, want):
     contexts = {"G0": 40, "G1": 40}
     found = state_to_move(SLICES, shown, counted, contexts, guarded=guarded, cuda=cuda)
     assert found == want
 
 
-def test_state_to_move_is_at_most_a_small_slice_where_a_context_is_larger():
+def test_state_to_move_is_at_most_the_slice():
     found = state_to_move((Slice("G0", 30),), {}, {}, {"G0": 40}, guarded=True, cuda=True)
     assert found == {"G0": 30}
 
 
-def test_state_moved_is_what_came_free_else_what_was_seen_before_else_the_slice():
+def test_state_moved_is_what_came_free_else_what_was_seen():
     assert state_moved(SLICES, {"G0": 7}, {"G0": 5, "G1": 6}) == (Slice("G0", 7), Slice("G1", 6))
     assert state_moved(SLICES, {"G0": 0}, {}) == SLICES
 

@@ -29,7 +29,7 @@ def test_the_first_cell_gets_a_slice_at_once(lab):
     assert lab.free() == [6, 16]
 
 
-def test_the_next_cell_on_an_attached_session_costs_one_action_more_than_its_state(lab):
+def test_next_cell_on_a_lease_takes_two_actions(lab):
     lab.idle("a")
     kinds = [type(a) for a in lab.hold("a", "c2")]
     assert kinds == [ev.StateChanged, ev.HoldGranted]
@@ -53,7 +53,7 @@ def test_a_lease_counts_as_granted_until_its_suspend_is_done(lab):
     assert lab.pool.view(lab.now).host_used == 5
 
 
-def test_what_was_suspended_comes_back_with_its_headroom_and_then_gives_that_back(lab):
+def test_resume_gives_its_headroom_back(lab):
     lab.parked("a", used=12, memory=10)
     attach = got(lab.hold("a"), ev.Attach, epoch=2, origin=("G0",))
     assert attach.slices == (Slice("G0", 13),)
@@ -76,14 +76,14 @@ def test_a_resume_goes_elsewhere_if_its_device_is_taken(lab):
     assert lab.record("a").bound == ("G1",)
 
 
-def test_state_that_fills_a_device_resumes_into_the_whole_device(make):
+def test_state_that_fills_a_device_resumes_there(make):
     lab = make(device(0))
     lab.parked("a", used=16, memory=16)
     assert got(lab.hold("a"), ev.Attach).slices == (Slice("G0", 16),)
     lab.done("a")
 
 
-def test_a_hold_taken_while_detaching_waits_for_the_driver_and_then_queues(lab):
+def test_hold_taken_while_detaching_queues_afterwards(lab):
     lab.idle("a")
     lab.after(300)
     none(lab.hold("a", "c2"), ev.HoldGranted)
@@ -95,7 +95,7 @@ def test_a_hold_taken_while_detaching_waits_for_the_driver_and_then_queues(lab):
     got(lab.done("a"), ev.HoldGranted, hold="c2", epoch=2)
 
 
-def test_a_hold_taken_while_detaching_is_granted_if_the_suspend_is_refused(lab):
+def test_hold_taken_while_detaching_is_granted_on_refusal(lab):
     lab.idle("a")
     lab.after(300)
     lab.hold("a", "c2")
@@ -103,7 +103,7 @@ def test_a_hold_taken_while_detaching_is_granted_if_the_suspend_is_refused(lab):
     assert lab.state("a") == "active"
 
 
-def test_a_hold_told_and_dropped_while_detaching_begins_the_idle_time_anew(lab):
+def test_hold_dropped_while_detaching_restarts_idle_time(lab):
     """The agent tells late of a short cell, and says no to the yield because of it."""
     lab.idle("a")
     lab.after(300)
@@ -118,7 +118,7 @@ def test_a_hold_told_and_dropped_while_detaching_begins_the_idle_time_anew(lab):
     assert lab.state("a") == "detaching"
 
 
-def test_an_agent_that_only_greets_again_while_detaching_has_had_no_cell(lab):
+def test_greeting_while_detaching_is_not_a_cell(lab):
     lab.idle("a")
     lab.after(300)
     lab.after(5)
@@ -144,7 +144,7 @@ def test_a_cancelled_wait_leaves_the_queue(lab):
     assert lab.pool.view(lab.now).sessions[2].queue_position is None
 
 
-def test_an_attach_whose_cell_was_cancelled_goes_on_and_ends_idle(lab):
+def test_attach_of_a_cancelled_cell_ends_idle(lab):
     lab.open("a")
     lab.hold("a")
     assert lab.drop("a") == []
@@ -191,7 +191,7 @@ def test_a_completion_after_the_end_is_dropped(lab):
     assert lab.free() == [16, 16]
 
 
-def test_a_failed_attach_goes_back_to_its_place_and_is_tried_again_later(make):
+def test_failed_attach_is_tried_again_in_its_place(make):
     lab = make(device(0))
     lab.open("a")
     lab.hold("a")
@@ -218,7 +218,7 @@ def test_failed_attaches_are_tried_ever_more_seldom(lab):
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
 
-def test_a_session_lost_in_a_resume_ends_and_holds_its_bytes_until_its_process_is_gone(lab):
+def test_lost_session_holds_its_bytes_until_its_process_ends(lab):
     lab.parked("a", used=8)
     lab.hold("a")
     actions = lab.failed("a", "driver error 304", lost=True)
@@ -331,7 +331,7 @@ def device_hold(lab, name="a"):
     return lab.send(ev.HoldTaken, session=name, hold="device", kind="device")
 
 
-def test_an_agent_that_reconnects_says_nothing_about_the_devices_activity(lab):
+def test_reconnected_agent_leaves_the_device_hold(lab):
     lab.running("a")
     device_hold(lab)
     lab.send(ev.HoldsReplaced, session="a", holds=())
@@ -351,7 +351,7 @@ def test_an_agent_can_not_make_up_activity_of_the_device(lab):
     assert lab.state("a") == "idle"
 
 
-def test_a_call_that_waits_for_its_slice_goes_on_waiting_when_the_agent_reconnects(make):
+def test_waiting_call_outlives_a_reconnect_of_the_agent(make):
     lab = make(device(0))
     lab.running("b", 16)
     lab.open("a", 16)
@@ -362,7 +362,7 @@ def test_a_call_that_waits_for_its_slice_goes_on_waiting_when_the_agent_reconnec
     got(lab.done("a"), ev.HoldGranted, session="a", hold="device")
 
 
-def test_release_of_a_session_that_computes_without_a_cell_names_what_it_waits_for(lab):
+def test_release_without_a_cell_waits_for_work_on_the_gpu(lab):
     lab.open("a")
     device_hold(lab)
     lab.done("a")
@@ -370,7 +370,7 @@ def test_release_of_a_session_that_computes_without_a_cell_names_what_it_waits_f
     got(lab.drop("a", "device"), ev.Suspend, session="a")
 
 
-def test_a_call_on_devices_that_its_process_has_settled_on_waits_for_these(make):
+def test_call_waits_for_the_devices_its_process_sees(make):
     lab = make(device(0), device(1))
     lab.running("b", 16)
     lab.open("a", 10)
@@ -379,7 +379,7 @@ def test_a_call_on_devices_that_its_process_has_settled_on_waits_for_these(make)
     got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
 
 
-def test_who_settled_on_a_busy_device_is_told_why_a_free_one_is_no_help(make):
+def test_reason_tells_why_a_free_device_does_not_help(make):
     lab = make(device(0), device(1))
     lab.running("a", 16)
     lab.running("b", 16)
@@ -394,7 +394,7 @@ def test_who_settled_on_a_busy_device_is_told_why_a_free_one_is_no_help(make):
     )
 
 
-def test_what_its_process_has_settled_on_counts_for_a_cell_that_waits_already(make):
+def test_settled_devices_count_for_a_waiting_cell(make):
     lab = make(device(0), device(1))
     lab.running("b", 16)
     lab.running("c", 16)

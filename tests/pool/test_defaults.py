@@ -38,7 +38,7 @@ DEFAULT = Request(memory=40, limit=80)
         ("memory", {"quotas": {"*": Quota(memory=10)}}, Request(12, 80), (12, 12)),
     ],
 )
-def test_only_what_nobody_asked_for_is_cut(asked, rules, request_, want):
+def test_only_unasked_sizes_are_cut(asked, rules, request_, want):
     settings = PoolSettings(host_memory=1000, **rules)
     found = fit_unasked(request_, asked.split(), settings, "ann", [10, 16])
     assert (found.memory, found.limit) == want
@@ -77,12 +77,12 @@ def test_a_kernel_that_asks_for_nothing_gets_the_defaults():
     ],
     ids=["memory alone", "a limit above it", "more than the limit", "both", "the limit alone"],
 )
-def test_a_limit_that_nobody_asked_for_follows_the_memory(base, asked, want):
+def test_unasked_limit_follows_the_memory(base, asked, want):
     found = changed_request(base, asked)
     assert (found.memory, found.limit) == want
 
 
-def test_a_refused_default_names_the_option_unless_somebody_asked():
+def test_refused_default_names_the_option():
     refusal = Refusal("over-host", "4 GiB was asked for; no.", "Ask for less.")
     assert blame_default(refusal, {"memory"}) is refusal
     assert "it is c.GPUPool.default_memory." in blame_default(refusal, ()).message
@@ -119,7 +119,7 @@ def test_device_that_is_large_enough_counts_more_than_room_now():
     assert home(view(0, free=0), view(1, capacity=8, free=8)) == "0"
 
 
-def test_equal_devices_are_taken_in_the_order_of_what_is_granted_then_of_their_number():
+def test_equal_devices_are_ordered_by_grants_then_number():
     assert home(view(0, free=10, granted=6), view(1), view(2)) == "1"
 
 

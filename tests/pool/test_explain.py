@@ -22,7 +22,7 @@ def told(lab, name):
     return lab.pool.explain(name)
 
 
-def test_waiting_session_knows_who_has_what_it_needs(make):
+def test_explanation_names_the_leases_a_session_needs(make):
     lab = make(device(0), device(1))
     lab.running("a", 12)
     lab.running("b", 10)
@@ -97,7 +97,7 @@ def test_retry_tells_when(make):
 # --------------------------------------------------------------------------- stability
 
 
-def test_promise_stays_where_it_is_although_a_better_place_appears(make):
+def test_promise_stays_although_a_better_place_appears(make):
     """Another plan could use another device; the suspends under way must not be in vain."""
     lab = make(device(0), device(1))
     lab.idle("a", 16)
@@ -112,7 +112,7 @@ def test_promise_stays_where_it_is_although_a_better_place_appears(make):
     assert lab.state("b") == "idle", "one victim is enough"
 
 
-def test_whoever_waited_before_a_promise_was_made_does_not_take_it_later(make):
+def test_older_wait_does_not_take_over_a_newer_promise(make):
     lab = make(device(0), device(1), priority_classes={"high": 100, "notebook": 0})
     lab.running("a", 12)
     lab.running("b", 10)
@@ -193,7 +193,7 @@ def test_a_wait_that_no_yielding_lease_can_end_names_no_time(make):
     assert found.changes_at is None
 
 
-def test_a_quota_that_only_a_waiting_kernel_has_taken_is_not_in_use_by_0_kernels(make):
+def test_quota_reserved_by_a_wait_is_not_used_by_0_kernels(make):
     lab = make(device(0), quotas={"u": Quota(leases=1)})
     lab.running("a", 16)
     lab.open("head", 16, owner="u")

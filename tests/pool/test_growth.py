@@ -35,7 +35,7 @@ def size(actions, name="a"):
     return resize.slices[0].bytes
 
 
-def test_growth_is_granted_before_it_is_answered(make):
+def test_growth_is_granted_before_the_answer(make):
     lab = make(growth_step=1)
     lab.running("a", 4, limit=12)
     assert size(lab.grow("a", 3)) == 7
@@ -44,7 +44,7 @@ def test_growth_is_granted_before_it_is_answered(make):
     assert got(lab.grow("a", 0), ev.Answer).note == "The slice is 12 B now."
 
 
-def test_it_grows_in_steps_if_nobody_waits(make):
+def test_growth_takes_steps_if_no_session_waits(make):
     lab = make(device(0, 100), device(1, 200), growth_step=6)
     lab.running("a", 4, limit=64)
     assert size(lab.grow("a", 1)) == 10
@@ -75,7 +75,7 @@ def test_beyond_the_limit_is_refused_with_the_figures(lab):
     assert str(refusal).startswith("5 B more than the slice of 4 B was asked for; the limit")
 
 
-def test_what_is_not_free_is_refused_and_nobody_is_suspended_for_it(make):
+def test_growth_preempts_no_lease(make):
     lab = make(device(0))
     lab.idle("i", 8)
     lab.running("a", 4, limit=12)
@@ -101,7 +101,7 @@ def test_without_a_slice_nothing_grows(make, state):
     assert code(lab.grow("a", 1)) == "no-memory"
 
 
-def test_growth_of_nobody_and_elsewhere_is_refused(lab):
+def test_growth_without_a_slice_there_is_refused(lab):
     assert code(lab.grow("a", 1)) == "unknown-session"
     lab.running("a", 4, limit=8)
     assert code(lab.grow("a", 1, device="G1")) == "no-memory"
@@ -118,7 +118,7 @@ def test_growth_is_charged_to_the_quota(make):
     assert attaches(lab.hold("c")) == []
 
 
-def test_growth_does_not_take_the_quota_that_a_kernel_of_the_owner_waits_for(make):
+def test_growth_leaves_the_quota_to_a_waiting_kernel(make):
     lab = make(quotas={"ann": Quota(memory=12)})
     lab.running("a", 4, limit=12, owner="ann")
     lab.running("b", 4, owner="ann")
@@ -175,7 +175,7 @@ def grown(make, used=6, **rules):
     return lab
 
 
-def test_grown_bytes_that_are_not_used_go_to_whoever_waits(make):
+def test_unused_grown_bytes_go_to_a_waiting_session(make):
     lab = grown(make)
     lab.open("w", 10)
     actions = lab.hold("w")
@@ -183,7 +183,7 @@ def test_grown_bytes_that_are_not_used_go_to_whoever_waits(make):
     assert attaches(actions) == ["w"]
 
 
-def test_they_go_before_anybody_is_suspended(make):
+def test_unused_grown_bytes_go_before_a_preemption(make):
     lab = grown(make)
     lab.idle("i", 4)
     lab.open("w", 6)
@@ -192,7 +192,7 @@ def test_they_go_before_anybody_is_suspended(make):
     assert attaches(actions) == ["w"]
 
 
-def test_they_stay_if_a_newcomer_has_room_without_them(make):
+def test_unused_grown_bytes_stay_if_others_have_room(make):
     lab = grown(make)
     lab.open("w", 4)
     actions = lab.hold("w")
@@ -200,7 +200,7 @@ def test_they_stay_if_a_newcomer_has_room_without_them(make):
     assert attaches(actions) == ["w"]
 
 
-def test_they_go_to_what_others_are_guaranteed(make):
+def test_unused_grown_bytes_go_to_a_guarantee(make):
     lab = grown(make)
     lab.running("b", 4)
     actions = lab.change("b", 10)
@@ -210,7 +210,7 @@ def test_they_go_to_what_others_are_guaranteed(make):
     ]
 
 
-def test_they_go_to_others_that_grow(make):
+def test_unused_grown_bytes_go_to_other_growth(make):
     lab = grown(make)
     lab.running("b", 4, limit=12)
     actions = lab.grow("b", 6)
@@ -220,7 +220,7 @@ def test_they_go_to_others_that_grow(make):
     ]
 
 
-def test_bytes_just_grown_are_not_taken_before_a_sample_can_show_their_use(make):
+def test_bytes_just_grown_stay_until_a_sample_is_new_enough(make):
     lab = make(device(0), growth_step=8)
     lab.running("a", 4, limit=12)
     lab.grow("a", 8)
@@ -234,7 +234,7 @@ def test_bytes_just_grown_are_not_taken_before_a_sample_can_show_their_use(make)
     assert attaches(actions) == ["w"]
 
 
-def test_used_grown_bytes_of_an_idle_session_come_back_by_suspending_it(make):
+def test_used_grown_bytes_come_back_by_a_suspend(make):
     lab = grown(make, used=12)
     lab.open("w", 10)
     assert suspends(lab.hold("w")) == []
@@ -257,7 +257,7 @@ def test_grown_bytes_that_have_not_been_used_for_a_while_go_back(make):
     none(lab.seen("G0", a=7), ev.Resize)
 
 
-def test_what_was_taken_back_just_as_it_was_used_is_given_again_if_it_is_free(make):
+def test_bytes_reclaimed_while_used_are_granted_again(make):
     lab = grown(make, used=6)
     lab.after(UNUSED)
     assert got(lab.seen("G0", a=6), ev.Resize).slices == (Slice("G0", 6),)
@@ -299,7 +299,7 @@ def test_growth_is_over_with_the_lease(make):
     assert lab.where("a") == [("G0", 6)]
 
 
-def test_growth_does_not_first_take_back_what_the_same_session_is_about_to_use(make):
+def test_growth_reclaims_nothing_from_its_own_session(make):
     lab = grown(make, used=6)
     lab.running("b", 4)
     lab.change("a", 4, limit=14)
@@ -307,7 +307,7 @@ def test_growth_does_not_first_take_back_what_the_same_session_is_about_to_use(m
     assert lab.where("a") == [("G0", 12)]
 
 
-def test_who_could_not_be_suspended_gives_what_it_does_not_use_to_whoever_waits_by_then(make):
+def test_session_that_stays_gives_up_unused_growth(make):
     lab = grown(make)
     lab.drop("a")
     lab.release("a")
@@ -318,7 +318,7 @@ def test_who_could_not_be_suspended_gives_what_it_does_not_use_to_whoever_waits_
     assert attaches(actions) == ["w"]
 
 
-def test_what_is_free_and_promised_to_the_asker_itself_is_given_to_it(make):
+def test_growth_may_use_what_is_promised_to_itself(make):
     lab = make(device(0))
     lab.idle("i", 8)
     lab.running("a", 4)

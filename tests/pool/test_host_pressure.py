@@ -52,7 +52,7 @@ def test_only_states_that_it_concerns_go_back(make):
     assert attached(press(lab, "here")) == []
 
 
-def test_nobody_yields_for_it_and_no_reserved_memory_is_taken(make):
+def test_relief_preempts_nothing_and_takes_nothing_reserved(make):
     lab = make(device(0))
     away(lab, "a", 8)
     lab.idle("b", 10)

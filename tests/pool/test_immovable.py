@@ -33,7 +33,7 @@ def lab(make):
     return lab
 
 
-def test_who_is_not_moved_waits_for_the_device_he_had(lab):
+def test_immovable_state_waits_for_its_device(lab):
     none(lab.after(2), ev.Attach)
     assert "its suspended state is from there, and the driver cannot move it" in lab.reason("a")
     assert "on GPU 0" in lab.reason("a")
@@ -50,7 +50,7 @@ def test_an_idle_kernel_there_yields_to_him(lab):
     assert [s.device for s in attach.slices] == ["G0"]
 
 
-def test_it_is_remembered_after_he_was_back(lab):
+def test_refusal_to_move_is_remembered_after_reattach(lab):
     lab.after(2)
     lab.end("b")
     lab.done("a")
@@ -103,7 +103,7 @@ def test_headroom_that_is_to_be_had_is_waited_for_or_found_elsewhere(make):
     assert [(s.device, s.bytes) for s in attach.slices] == [("G1", 64)]
 
 
-def test_who_waits_already_does_not_wait_for_headroom_that_has_gone(make):
+def test_waiting_state_gives_up_headroom_that_has_gone(make):
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.parked("a", used=61, memory=60)
     lab.running("b", 60)
@@ -126,7 +126,7 @@ def test_without_the_device_that_had_headroom_the_other_will_do(make):
     assert [(s.device, s.bytes) for s in attach.slices] == [("G0", 62)]
 
 
-def test_two_nearly_full_devices_beside_foreign_memory_come_back_in_place(make):
+def test_two_nearly_full_states_come_back_in_place(make):
     """Each slice asked for the headroom that only the roomier device had, without end."""
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.idle("a", memory=50, devices=2)
@@ -138,7 +138,7 @@ def test_two_nearly_full_devices_beside_foreign_memory_come_back_in_place(make):
     assert [(s.device, s.bytes) for s in attach.slices] == [("G0", 62), ("G1", 58)]
 
 
-def test_two_waiting_slices_are_placed_when_foreign_memory_takes_their_headroom(make):
+def test_two_states_resume_without_headroom_if_none_has_it(make):
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.idle("a", memory=50, devices=2)
     lab.release("a")

@@ -28,7 +28,7 @@ def asked(lab, name, *bound, memory=10, lands=True):
     return lab.send(ev.HoldTaken, session=name, hold="device", kind="device", bound=bound)
 
 
-def test_room_for_a_context_is_nobodys_slice():
+def test_room_for_a_context_is_in_no_slice():
     lab = Lab(landing(0), landing(1))
     assert [view.capacity for view in lab.pool.view(lab.now).devices] == [16, 16]
 
@@ -45,7 +45,7 @@ def test_it_goes_wherever_there_is_room_on_its_model():
     got(asked(lab, "a", "G0"), ev.Attach, session="a", slices=(Slice("G1", 10),))
 
 
-def test_several_that_looked_at_one_device_wait_for_no_device_of_their_own():
+def test_sessions_that_saw_one_device_share_the_model():
     lab = Lab(landing(0), landing(1), landing(2))
     for name in ("b", "c", "d"):
         lab.running(name, 16)
@@ -77,7 +77,7 @@ def test_each_device_of_several_is_replaced_by_one_of_its_model():
 
 
 @pytest.mark.parametrize("why", ["no room is kept", "no guard"])
-def test_where_nobody_can_be_moved_it_waits_for_the_device_that_it_saw(why):
+def test_session_that_cannot_land_waits_for_the_device_it_saw(why):
     devices = [landing(0), landing(1)]
     if why == "no room is kept":
         devices = [replace(d, landing_bytes=0) for d in devices]
@@ -88,7 +88,7 @@ def test_where_nobody_can_be_moved_it_waits_for_the_device_that_it_saw(why):
     got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
 
 
-def test_the_journal_knows_who_can_be_moved():
+def test_record_says_whether_a_session_lands():
     lab = Lab(landing(0), landing(1))
     asked(lab, "a", "G0")
     record = from_json(to_json(lab.pool.record("a")))
@@ -103,7 +103,7 @@ def not_landed(lab, name, *bound, stay=False):
     )
 
 
-def test_who_is_not_moved_gives_the_slice_back_and_waits_where_it_looked():
+def test_refused_landing_gives_the_slice_back():
     lab = Lab(landing(0), landing(1))
     lab.running("b", 16)
     asked(lab, "a", "G0")
@@ -118,7 +118,7 @@ def test_who_is_not_moved_gives_the_slice_back_and_waits_where_it_looked():
     got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
 
 
-def test_who_is_not_moved_keeps_its_place_in_the_queue():
+def test_refused_landing_keeps_the_place_in_the_queue():
     lab = Lab(landing(0), landing(1))
     lab.running("b", 16)
     asked(lab, "a", "G0")
@@ -132,7 +132,7 @@ def test_who_is_not_moved_keeps_its_place_in_the_queue():
     got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
 
 
-def test_who_may_still_be_moved_waits_for_its_model():
+def test_refused_landing_waits_for_the_model_seen():
     lab = Lab(landing(0, "B"), landing(1), landing(2, "B"))
     lab.running("b", 16)
     lab.running("c", 16)
@@ -177,7 +177,7 @@ def test_cuinit_while_it_waits_binds_the_wait_to_what_it_sees():
     got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
 
 
-def test_who_waits_for_idle_kernels_would_look_at_the_devices_that_it_gets():
+def test_preferred_devices_of_a_wait_are_those_promised():
     lab = Lab(landing(0), landing(1, "B"))
     lab.running("b", 16)
     lab.running("c", 16)
@@ -191,7 +191,7 @@ def test_who_waits_for_idle_kernels_would_look_at_the_devices_that_it_gets():
     pytest.fail("nobody was suspended for it")
 
 
-def test_request_that_no_gpu_of_its_model_can_meet_is_refused_with_the_most_there_is():
+def test_request_too_large_for_its_model_is_refused():
     lab = Lab(landing(0), device(1, 49, model="B", landing_bytes=1))
     refused = got(asked(lab, "a", "G0", memory=20), ev.HoldRefused, session="a").refusal
     assert refused.code == "over-device"
@@ -207,7 +207,7 @@ def test_request_that_no_gpu_of_its_model_can_meet_is_refused_with_the_most_ther
     got(lab.hold("a"), ev.Attach, session="a", slices=(Slice("G0", 16),))
 
 
-def test_more_than_its_model_has_is_refused_when_a_kernel_changes_its_request():
+def test_changed_request_too_large_for_its_model_is_refused():
     lab = Lab(landing(0), device(1, 49, model="B", landing_bytes=1))
     lab.running("b", 16)
     lab.open("a", 10, lands=True)
@@ -215,7 +215,7 @@ def test_more_than_its_model_has_is_refused_when_a_kernel_changes_its_request():
     assert "of the model A" in lab.change("a", 20)[0].refusal.message
 
 
-def test_waiting_kernel_is_refused_once_it_settles_on_a_model_that_is_too_small():
+def test_wait_ends_once_it_settles_on_a_model_too_small():
     lab = Lab(landing(0), device(1, 49, model="B", landing_bytes=1))
     lab.running("b", 48)
     lab.open("a", 20, lands=True)
@@ -245,7 +245,7 @@ def test_two_gpus_of_a_model_count_by_the_smaller_of_the_largest_two():
     assert "2 of these GPUs can give at most 16 B on each" in refused.message
 
 
-def test_session_set_aside_for_a_pause_is_restored_with_its_next_lease_wherever_that_is():
+def test_session_set_aside_is_restored_with_its_next_lease():
     lab = Lab(landing(0), landing(1))
     lab.open("a", 10, lands=True)
     lab.send(ev.SetAside, session="a", suspended=(Slice("G0", 0),))
@@ -258,7 +258,7 @@ def test_session_set_aside_for_a_pause_is_restored_with_its_next_lease_wherever_
     assert lab.record("a").bound == ("G1",)
 
 
-def test_session_set_aside_that_runs_again_takes_its_lease_without_a_resume():
+def test_session_set_aside_and_back_needs_no_resume():
     lab = Lab(landing(0), landing(1))
     lab.open("a", 10, lands=True)
     lab.send(ev.SetAside, session="a", suspended=(Slice("G0", 2),))

@@ -59,7 +59,7 @@ def waiting(now: float, ageing: float, *sessions: Session) -> Facts:
     classes=st.lists(st.sampled_from(["high", "low"]), min_size=2, max_size=2),
     later=st.floats(0, 1e6),
 )
-def test_who_goes_first_never_changes_while_both_wait(since, classes, later):
+def test_order_of_two_never_changes_while_both_wait(since, classes, later):
     """The order is by points + waited / ageing, at any time."""
     pair = [
         session(name, queued_at=at, priority=priority)
@@ -79,7 +79,7 @@ def test_without_ageing_only_the_class_counts():
     assert [s.id for s in order(waiting(1e9, 0.0, early, late))] == ["late", "early"]
 
 
-def test_a_step_that_the_table_does_not_have_is_an_error_with_a_story():
+def test_unknown_step_is_an_error_with_a_story():
     state, s = Facts(PoolSettings()), session()
     state.now = 1.0
     state.add(s)

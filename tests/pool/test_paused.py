@@ -19,7 +19,7 @@ def resume(lab: Lab, uuid: str = "G0"):
     return lab.send(ev.DeviceResumed, device=uuid)
 
 
-def test_idle_lease_leaves_a_paused_device_at_once_although_its_user_keeps_it():
+def test_kept_idle_lease_leaves_a_paused_device():
     lab = Lab(device(0))
     lab.idle("a")
     lab.keep("a", 1000.0)
@@ -45,7 +45,7 @@ def test_attach_under_way_is_finished_and_leaves_when_idle():
     got(lab.done("a"), ev.Suspend, session="a")
 
 
-def test_waiting_session_is_told_the_administrators_reason_and_served_after_the_resume():
+def test_wait_for_a_paused_device_tells_the_admins_reason():
     lab = Lab(device(0), device(1))
     lab.open("a")
     lab.parked("b", 4)

@@ -10,14 +10,14 @@ from .builders import device, got
 from .checks import check_pool
 
 
-def test_it_is_the_device_with_room(lab):
+def test_preferred_is_the_device_with_room(lab):
     lab.running("b", 16)
     lab.open("a", 10)
     assert lab.pool.preferred("a") == ("G1",)
     assert got(lab.hold("a"), ev.Attach).slices[0].device == "G1"
 
 
-def test_it_is_the_device_whose_lease_would_yield(lab):
+def test_preferred_is_the_device_of_the_victim(lab):
     """Nothing is free, one lease is idle: bound to the other device it would wait for a cell."""
     lab.running("b", 16)
     lab.idle("c", 16)
@@ -33,7 +33,7 @@ def test_where_everything_is_in_use_there_is_none(lab):
     assert lab.pool.preferred("a") == ()
 
 
-def test_it_is_what_the_session_has_or_is_bound_to(make):
+def test_preferred_is_what_the_session_has_or_is_bound_to(make):
     lab = make(device(0), device(1))
     lab.running("a", 4)
     assert lab.pool.preferred("a") == ("G0",)

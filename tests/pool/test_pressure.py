@@ -21,7 +21,7 @@ def attaches(actions):
 # --------------------------------------------------------------------------- who yields
 
 
-def test_an_idle_lease_yields_to_a_waiting_session_and_nobody_else_does(make):
+def test_only_idle_leases_are_preempted(make):
     lab = make(device(0))
     lab.idle("a", 6)
     lab.running("b", 6)
@@ -55,7 +55,7 @@ def test_no_more_yield_than_needed(make):
     assert suspends(lab.hold("w")) == ["b"]
 
 
-def test_free_memory_is_used_before_anybody_yields(lab):
+def test_free_memory_is_used_before_a_preemption(lab):
     lab.idle("a", 16)
     lab.open("w", 16)
     actions = lab.hold("w")
@@ -73,7 +73,7 @@ def test_a_suspend_under_way_is_waited_for_rather_than_another_begun(make):
     assert attaches(lab.suspended("a", ("G0", 1))) == ["w"]
 
 
-def test_nobody_yields_before_reclaim_after_or_while_kept(make):
+def test_lease_is_protected_for_reclaim_after_and_while_kept(make):
     lab = make(device(0), reclaim_after=5.0)
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -111,7 +111,7 @@ def test_a_pinned_session_is_left_alone_for_a_while_and_says_why(make):
     assert suspends(lab.after(1)) == ["a"]
 
 
-def test_a_device_that_can_not_suspend_keeps_its_idle_leases_unless_they_hold_nothing(make):
+def test_device_without_suspend_gives_up_empty_leases_only(make):
     lab = make(device(0, can_suspend=False, tier="mig"))
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -121,7 +121,7 @@ def test_a_device_that_can_not_suspend_keeps_its_idle_leases_unless_they_hold_no
     assert suspends(lab.seen("G0", a=0)) == ["a"]
 
 
-def test_a_plan_whose_victim_woke_up_is_made_anew(make):
+def test_pool_plans_again_when_a_victim_wakes_up(make):
     lab = make(device(0), device(1))
     lab.idle("a", 16)
     lab.after(1)
@@ -147,7 +147,7 @@ def test_two_waiting_sessions_share_one_large_victim(make):
 # --------------------------------------------------------------------------- host memory
 
 
-def test_without_host_memory_nobody_yields_and_that_is_the_reason(make):
+def test_full_host_memory_is_the_reason_of_a_wait(make):
     lab = make(device(0), host_memory=16)
     lab.parked("p", used=10)
     lab.idle("a", 16)
@@ -159,7 +159,7 @@ def test_without_host_memory_nobody_yields_and_that_is_the_reason(make):
     assert suspends(lab.end("p")) == ["a"]
 
 
-def test_a_machine_without_free_memory_does_not_read_as_a_full_budget(make):
+def test_machine_short_of_memory_is_not_a_full_budget(make):
     lab = make(device(0), host_memory=16)
     lab.idle("a", 16)
     lab.send(ev.HostMemorySeen, available=5)
@@ -207,7 +207,7 @@ def test_the_memory_that_the_host_really_has_counts_too(make):
     assert suspends(lab.send(ev.HostMemorySeen, available=16)) == ["a"]
 
 
-def test_who_was_busy_is_asked_again_as_soon_as_that_is_over(make):
+def test_busy_victim_is_tried_again_when_its_cell_ends(make):
     """Later it would be busy again: one short cell follows the other."""
     lab = make(device(0))
     lab.idle("a", 16)
@@ -226,7 +226,7 @@ def test_who_was_busy_is_asked_again_as_soon_as_that_is_over(make):
     assert suspends(lab.after(0.2)) == ["a"]
 
 
-def test_who_takes_the_place_of_another_that_could_not_leave_is_asked(make):
+def test_next_victim_is_tried_when_a_suspend_is_refused(make):
     """As much may be taken as before, but host memory has room for this one's state."""
     lab = make(device(0), host_memory=16)
     lab.parked("p", used=10)
@@ -241,7 +241,7 @@ def test_who_takes_the_place_of_another_that_could_not_leave_is_asked(make):
     got(lab.hold("heavy", "again"), ev.Suspend, session="light")
 
 
-def test_an_idle_session_whose_time_is_over_leaves_once_there_is_host_memory(make):
+def test_idle_lease_leaves_once_host_memory_has_room(make):
     lab = make(device(0), host_memory=16)
     lab.parked("p", used=10)
     lab.idle("a", 10)
@@ -295,7 +295,7 @@ def test_a_higher_class_takes_over_what_was_promised_to_a_lower_one(make):
     assert attaches(lab.suspended("a", ("G0", 1))) == ["high"]
 
 
-def test_a_later_small_request_passes_on_a_device_that_the_head_does_not_claim(lab):
+def test_small_request_is_backfilled_beside_the_head(lab):
     lab.running("a", 10)
     lab.running("b", 12)
     lab.open("head", 16)
@@ -304,7 +304,7 @@ def test_a_later_small_request_passes_on_a_device_that_the_head_does_not_claim(l
     assert got(lab.hold("small"), ev.Attach).slices == (Slice("G1", 4),)
 
 
-def test_a_later_small_request_does_not_take_what_the_head_accumulates(make):
+def test_backfill_leaves_what_the_head_accumulates(make):
     lab = make(device(0))
     lab.running("a", 4)
     lab.running("b", 4)
@@ -318,7 +318,7 @@ def test_a_later_small_request_does_not_take_what_the_head_accumulates(make):
     assert lab.reason("small2") == ("the free memory is reserved for the next kernel in the queue")
 
 
-def test_who_is_behind_a_head_that_asks_for_less_passes_at_once(make):
+def test_session_is_backfilled_when_the_head_asks_for_less(make):
     lab = make(device(0))
     lab.running("a", 8)
     lab.running("b", 4)
@@ -330,7 +330,7 @@ def test_who_is_behind_a_head_that_asks_for_less_passes_at_once(make):
     assert attaches(lab.change("head", 9)) == ["small"]
 
 
-def test_states_of_different_sizes_find_their_places_whatever_their_order(make):
+def test_states_of_different_sizes_find_their_places(make):
     lab = make(device(0, 12), device(1, 12))
     lab.idle("a", 10, devices=2)
     lab.release("a")
@@ -341,7 +341,7 @@ def test_states_of_different_sizes_find_their_places_whatever_their_order(make):
     assert attach.slices == (Slice("G1", 10), Slice("G0", 11))
 
 
-def test_the_head_starts_when_one_lease_ends_although_somebody_passed(make):
+def test_head_starts_in_time_although_one_was_backfilled(make):
     lab = make(device(0))
     lab.running("a", 10)
     lab.open("head", 10)
@@ -400,7 +400,7 @@ def test_a_request_for_several_devices_is_all_or_nothing(lab):
 # --------------------------------------------------------------------------- devices
 
 
-def test_a_drained_device_gets_no_new_lease_and_its_state_resumes_elsewhere(lab):
+def test_state_from_a_drained_device_resumes_elsewhere(lab):
     lab.parked("a", used=8)
     lab.running("b", 4)
     lab.send(ev.DeviceDrained, device="G0", reason="Xid 79")
@@ -445,7 +445,7 @@ def test_two_states_of_one_session_land_on_two_devices(make):
     assert len({s.device for s in attach.slices}) == 2
 
 
-def test_foreign_memory_is_counted_and_ends_nobody(make):
+def test_foreign_memory_is_counted_and_ends_no_session(make):
     lab = make(device(0))
     lab.running("a", 10)
     assert all_of(lab.seen("G0", foreign=10), ev.Suspend) == []
@@ -455,7 +455,7 @@ def test_foreign_memory_is_counted_and_ends_nobody(make):
     assert attaches(lab.seen("G0", foreign=2)) == ["b"]
 
 
-def test_a_request_that_only_foreign_processes_prevent_stands_in_nobodys_way(make):
+def test_request_blocked_by_foreign_memory_reserves_nothing(make):
     lab = make(device(0))
     lab.seen("G0", foreign=8)
     lab.open("large", 12)
@@ -465,7 +465,7 @@ def test_a_request_that_only_foreign_processes_prevent_stands_in_nobodys_way(mak
     assert attaches(lab.hold("small")) == ["small"]
 
 
-def test_memory_that_a_session_uses_beyond_its_slice_is_not_granted_again(make):
+def test_overuse_is_not_granted_again(make):
     lab = make(device(0))
     lab.running("a", 4)
     assert got(lab.seen("G0", a=9), ev.Log).code == "overuse"

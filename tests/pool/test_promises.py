@@ -10,7 +10,7 @@ from jupyter_gpupool.pool.model import Quota
 from .builders import Lab, device, got, none
 
 
-def test_a_promise_behind_does_not_keep_the_quota_from_who_goes_first():
+def test_promise_behind_gives_up_its_quota():
     """Not memory but the owner's quota is what the one behind must give up."""
     lab = Lab(device(0), device(1, 8), quotas={"u": Quota(leases=1)})
     lab.idle("a", 8)
@@ -24,7 +24,7 @@ def test_a_promise_behind_does_not_keep_the_quota_from_who_goes_first():
     assert lab.pool.explain("behind").reason.rule == "quota"
 
 
-def test_who_needs_more_than_all_idle_leases_have_does_not_wait_for_host_memory():
+def test_request_beyond_all_idle_leases_waits_for_memory():
     """Also if somebody before it, that needs less, does."""
     lab = Lab(device(0), device(1))
     lab.running("c", 9)

@@ -94,7 +94,7 @@ TestPoolMachine.settings = settings(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_nobody_starves(seed):
+def test_large_request_does_not_starve(seed):
     """Small sessions come and go without end; the one that wants whole devices has its turn.
 
     Every cell of theirs is over within 5 s. Within one period of ageing the head claims its

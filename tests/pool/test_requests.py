@@ -155,7 +155,7 @@ def test_quotas_of_leases_and_devices_hold_too(make, quota):
     assert attaches(lab.end("a")) == ["b"]
 
 
-def test_within_an_owner_a_later_session_does_not_take_the_quota_of_an_earlier_one(make):
+def test_quota_goes_to_the_owners_earlier_session(make):
     lab = make(quotas={"ann": Quota(memory=16)})
     lab.running("a", 10, owner="ann")
     lab.open("b", 10, owner="ann")
@@ -208,7 +208,7 @@ def test_a_slice_grows_once_an_idle_neighbour_has_yielded(make):
     assert got(lab.suspended("b", ("G0", 2)), ev.Resize).slices == (Slice("G0", 12),)
 
 
-def test_a_slice_that_can_not_grow_is_kept_and_grows_when_there_is_room(make):
+def test_slice_grows_when_room_appears(make):
     lab = make(device(0))
     lab.running("a", 4)
     lab.running("b", 10)
@@ -229,7 +229,7 @@ def test_growth_that_a_quota_stops_says_so(make):
     assert got(lab.end("b"), ev.Resize, session="a").slices == (Slice("G0", 8),)
 
 
-def test_a_limit_is_told_with_what_is_guaranteed(lab):
+def test_answer_tells_limit_and_guarantee(lab):
     lab.running("a", 4)
     assert got(lab.change("a", 4, limit=8), ev.Answer).note == (
         "The slice is 4 B now. It may grow to 8 B while that much is free; 4 B is guaranteed."
@@ -405,7 +405,7 @@ def test_a_session_that_waited_keeps_its_place_over_a_restart(make):
     assert (positions["w"], positions["later"]) == (1, 2)
 
 
-def test_a_recovered_lease_on_a_device_that_is_gone_is_kept_on_the_books(make):
+def test_recovered_lease_on_a_lost_device_is_kept(make):
     old = make(device(0), device(1))
     old.idle("a", 10)
     (record,) = old.pool.records()

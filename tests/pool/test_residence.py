@@ -37,13 +37,13 @@ def play(habits: Habits, gap: float, cost: float) -> tuple[float, Habits]:
 
 
 @given(COSTS, GAP)
-def test_without_history_a_gap_costs_at_most_twice_the_best_in_hindsight(cost, gap):
+def test_gap_without_history_costs_at_most_twice_the_best(cost, gap):
     lost, _ = play(Habits(), gap, cost)
     assert lost <= 2 * min(gap, cost) + 1e-9
 
 
 @given(COSTS, st.lists(GAP, min_size=1, max_size=60))
-def test_any_gaps_cost_at_most_twice_the_best_in_hindsight_and_one_move(cost, gaps):
+def test_gaps_cost_at_most_twice_the_best_and_one_move(cost, gaps):
     habits, lost = Habits(), 0.0
     for gap in gaps:
         more, habits = play(habits, gap, cost)
@@ -52,7 +52,7 @@ def test_any_gaps_cost_at_most_twice_the_best_in_hindsight_and_one_move(cost, ga
     assert lost <= 2 * best + cost * (1 + 1e-6)
 
 
-def test_an_adversary_that_returns_just_when_it_is_taken_gains_no_more_than_twice():
+def test_adversary_gains_no_more_than_twice_the_best():
     """It knows the rule: it returns at once after the move, or stays just away, whichever is worse.
 
     It looks two gaps ahead and takes the worst pair, over 400 gaps.
@@ -83,19 +83,19 @@ def test_an_adversary_that_returns_just_when_it_is_taken_gains_no_more_than_twic
 
 
 @given(HABITS, COSTS, GAP)
-def test_patience_is_at_most_the_move_and_at_least_what_trust_pays_for(habits, cost, away):
+def test_patience_is_between_trust_and_the_move(habits, cost, away):
     found = residence.patience(habits, cost, away)
     assert cost * (1 - habits.trust) - 1e-9 <= found <= cost
 
 
 @given(COSTS, st.lists(st.floats(0.001, 0.999), min_size=ENOUGH, max_size=GAPS))
-def test_who_has_always_come_back_before_the_move_would_end_is_waited_for(cost, shares):
+def test_holder_that_always_returns_soon_is_protected(cost, shares):
     habits = Habits(tuple(share * cost for share in shares))
     assert residence.patience(habits, cost) >= min(cost, max(habits.gaps))
 
 
 @given(COSTS, st.lists(st.floats(1.001, 50.0), min_size=ENOUGH, max_size=GAPS))
-def test_who_has_always_been_away_for_longer_than_the_move_is_not_waited_for(cost, factors):
+def test_holder_that_never_returns_soon_has_no_patience(cost, factors):
     assert residence.patience(Habits(tuple(f * cost for f in factors)), cost) == 0.0
 
 
@@ -104,7 +104,7 @@ def test_two_gaps_are_no_history():
     assert residence.patience(Habits((100.0,) * 3), 2.0) == 0.0
 
 
-def test_who_is_away_for_longer_than_ever_has_left():
+def test_holder_away_for_longer_than_ever_has_left():
     habits = Habits((0.3, 0.4, 0.3))
     assert residence.patience(habits, 2.0) == 2.0
     assert residence.patience(habits, 2.0, away=0.59) > 0.0
@@ -165,7 +165,7 @@ def test_moving_takes_at_most_its_share_of_two_loops_that_contend(cost, share, d
     assert moved <= max(share, cost / STAY_MOST) * (used + 1e-6) * (1 + 1e-6)
 
 
-def test_nobody_is_taken_while_nobody_waits_and_idle_time_that_harms_nobody_is_free():
+def test_holder_is_protected_while_no_session_waits():
     until = residence.protected_until(Gap(0.0), Stay(), Habits(), cost=2.0, share=0.1)
     assert until == INF
     stay = residence.kept_idle(Stay(), Gap(0.0), 1000.0)
@@ -173,7 +173,7 @@ def test_nobody_is_taken_while_nobody_waits_and_idle_time_that_harms_nobody_is_f
     assert residence.kept_idle(stay, Gap(0.0, wanted=999.0), 1000.0).withheld == 1.0
 
 
-def test_the_clock_starts_when_somebody_waits_and_the_holder_computes_nothing():
+def test_clock_starts_when_a_session_waits_for_an_idle_holder():
     rules = {"cost": 2.0, "share": 0.1}
     assert residence.protected_until(Gap(10.0, 3.0), Stay(), Habits(), **rules) == 12.0
     assert residence.protected_until(Gap(10.0, 30.0), Stay(), Habits(), **rules) == 32.0
@@ -181,7 +181,7 @@ def test_the_clock_starts_when_somebody_waits_and_the_holder_computes_nothing():
     assert residence.protected_until(Gap(10.0, 3.0), Stay(20.0), Habits(), **rules) == -INF
 
 
-def test_no_share_and_no_cost_protect_nobody():
+def test_no_share_and_no_cost_give_no_protection():
     assert residence.protected_until(Gap(0.0), Stay(), Habits(), cost=0.0, share=0.1) == -INF
     assert residence.protected_until(Gap(0.0), Stay(), Habits(), cost=2.0, share=0.0) == -INF
 

@@ -62,7 +62,7 @@ def test_idle_holder_keeps_its_slice_for_as_long_as_the_move_takes(make):
     assert suspends(lab.after(0.01)) == ["a"]
 
 
-def test_idle_time_before_somebody_waits_does_not_count_against_the_holder(make):
+def test_idle_time_without_a_wait_does_not_count(make):
     """It has been there for long, and pauses for a moment as somebody comes: it stays."""
     lab = make(device(0))
     moved(lab)
@@ -80,7 +80,7 @@ def test_idle_time_before_somebody_waits_does_not_count_against_the_holder(make)
     assert suspends(lab.drop("a")) == []
 
 
-def test_who_has_computed_enough_for_its_move_goes_at_its_first_idle_moment(make):
+def test_holder_that_computed_enough_is_taken_when_idle(make):
     lab = make(device(0))
     moved(lab)
     lab.hold("a")
@@ -90,7 +90,7 @@ def test_who_has_computed_enough_for_its_move_goes_at_its_first_idle_moment(make
     assert suspends(lab.drop("a")) == ["a"]
 
 
-def test_time_withheld_from_who_waits_counts_as_use(make):
+def test_time_withheld_from_a_wait_counts_as_use(make):
     lab = make(device(0))
     moved(lab)
     lab.open("w", 10)
@@ -106,7 +106,7 @@ def test_time_withheld_from_who_waits_counts_as_use(make):
     assert 20.0 <= lab.now <= 22.0
 
 
-def test_who_never_comes_back_soon_is_not_waited_for(make):
+def test_holder_that_never_returns_soon_is_taken_at_once(make):
     lab = make(device(0))
     moved(lab)
     for _ in range(4):
@@ -118,7 +118,7 @@ def test_who_never_comes_back_soon_is_not_waited_for(make):
     assert suspends(lab.hold("w")) == ["a"]
 
 
-def test_protection_does_not_begin_again_with_the_next_one_who_waits(make):
+def test_protection_does_not_restart_with_the_next_wait(make):
     lab = make(device(0))
     moved(lab)
     for name in ("v", "w"):
@@ -131,7 +131,7 @@ def test_protection_does_not_begin_again_with_the_next_one_who_waits(make):
     assert suspends(lab.after(0.1)) == ["a"]
 
 
-def test_protection_begins_again_when_nobody_waited_meanwhile(make):
+def test_protection_restarts_after_a_time_without_waits(make):
     lab = make(device(0))
     moved(lab)
     lab.open("w", 10)
@@ -144,7 +144,7 @@ def test_protection_begins_again_when_nobody_waited_meanwhile(make):
     assert suspends(lab.after(0.1)) == ["a"]
 
 
-def test_own_quota_that_is_in_use_by_an_idle_kernel_counts_as_waiting(make):
+def test_wait_for_a_quota_counts_as_waiting(make):
     lab = make(quotas={"me": Quota(leases=1)})
     moved(lab, owner="me")
     lab.open("w", 4, owner="me")
@@ -153,7 +153,7 @@ def test_own_quota_that_is_in_use_by_an_idle_kernel_counts_as_waiting(make):
     assert suspends(lab.after(0.1)) == ["a"]
 
 
-def test_who_would_grow_counts_as_waiting(make):
+def test_growth_counts_as_waiting(make):
     lab = make(device(0))
     moved(lab, memory=8)
     lab.running("g", 8)
@@ -162,7 +162,7 @@ def test_who_would_grow_counts_as_waiting(make):
     assert suspends(lab.after(0.1)) == ["a"]
 
 
-def test_two_holders_that_must_both_go_lose_their_protection_together(make):
+def test_two_holders_lose_their_protection_together(make):
     lab = make(device(0))
     moved(lab, "a", memory=5)
     moved(lab, "b", memory=5)
@@ -172,7 +172,7 @@ def test_two_holders_that_must_both_go_lose_their_protection_together(make):
     assert sorted(suspends(lab.after(0.1))) == ["a", "b"]
 
 
-def test_who_waits_for_another_device_does_not_count(make):
+def test_wait_for_another_device_does_not_count(make):
     lab = make(device(0), device(1, model="B"))
     moved(lab)
     lab.parked("w", 10, memory=16)  # on the other device, since here is no room
@@ -182,7 +182,7 @@ def test_who_waits_for_another_device_does_not_count(make):
     assert suspends(lab.after(60)) == []
 
 
-def test_a_lazy_kernel_is_told_once_that_somebody_waits(make):
+def test_lazy_kernel_hears_once_that_a_session_waits(make):
     lab = make(device(0))
     lab.running("a", 10, attach="lazy")
     lab.open("w", 10)
@@ -225,7 +225,7 @@ def test_a_refused_suspend_tells_a_lazy_kernel_again(make):
 # ------------------------------------------------------------------ the rule before
 
 
-def test_who_was_just_moved_stays_for_what_moving_takes_by_the_share(make):
+def test_lease_just_moved_stays_for_cost_by_share(make):
     lab = make(device(0), **CLOCK)
     moved(lab)
     lab.after(3)
@@ -380,7 +380,7 @@ class Loops(Quick):
 @pytest.mark.parametrize("rule", ["work", "clock"])
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5])
 @pytest.mark.parametrize("seed", range(4))
-def test_two_loops_that_contend_spend_no_more_than_the_share_on_moving(seed, share, rule):
+def test_two_loops_move_for_no_more_than_the_share(seed, share, rule):
     """With pauses that are shorter than the move: the holder is back before it would be away.
 
     Whatever the bursts, the pauses, and how long moving takes: over a long time moving takes at
@@ -413,7 +413,7 @@ def test_two_loops_that_contend_spend_no_more_than_the_share_on_moving(seed, sha
 
 @pytest.mark.parametrize("swap", [0.4, 2.4, 16.0])
 @pytest.mark.parametrize("think", [1.1, 3.0, 40.0])
-def test_two_people_who_alternate_wait_for_the_move_and_no_longer(swap, think):
+def test_two_people_in_turns_wait_for_the_move_only(swap, think):
     """They think for longer than the move takes: nobody waits for a GPU that computes nothing."""
     rng = random.Random(int(10 * swap))
     lab = Loops(rng, swap, 0.1, 2 * think * swap)
@@ -428,7 +428,7 @@ def test_two_people_who_alternate_wait_for_the_move_and_no_longer(swap, think):
         assert late[-1] <= 4 * swap + 0.2
 
 
-def test_two_people_who_take_strict_turns_wait_for_the_move_only(make):
+def test_two_people_in_strict_turns_wait_for_the_move(make):
     """Each begins when the other is done: after three gaps nobody is waited for."""
     lab = make(device(0))
     for name in ("a", "b"):

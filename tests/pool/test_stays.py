@@ -87,7 +87,7 @@ def test_a_budget_that_was_made_smaller_than_its_state(make):
     assert told(lab).startswith("Its state may need 10 B, and this machine keeps at most 5 B")
 
 
-def test_a_refused_suspend_until_it_is_tried_again(make):
+def test_refused_suspend_is_the_reason_until_the_retry(make):
     lab = make(idle_timeout=60.0)
     lab.idle("a")
     lab.after(60.0)
@@ -99,7 +99,7 @@ def test_a_refused_suspend_until_it_is_tried_again(make):
     assert told(lab) == ""
 
 
-def test_a_refused_suspend_long_before_the_idle_time_out_delays_nothing(make):
+def test_early_refusal_does_not_delay_the_idle_time_out(make):
     lab = Lab(device(0), idle_timeout=60.0)
     lab.idle("a")
     lab.open("b")

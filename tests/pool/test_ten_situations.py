@@ -42,7 +42,7 @@ def test_backfilling_takes_what_the_head_can_spare_and_no_more():
     got(lab.end("a"), ev.Attach, session="head")
 
 
-def test_who_comes_later_and_goes_first_takes_over_the_promise():
+def test_session_ahead_takes_over_an_older_promise():
     """It fits if somebody *behind* it gives up a promise made before it came."""
     lab = Lab(device(0))
     lab.idle("a")
@@ -53,7 +53,7 @@ def test_who_comes_later_and_goes_first_takes_over_the_promise():
     assert lab.pool.explain("b").reserved  # now it is the head
 
 
-def test_nobody_yields_in_vain_until_the_head_has_waited_for_ageing():
+def test_head_accumulates_after_ageing_seconds():
     """After ``ageing`` seconds the head accumulates: idle leases yield although not enough."""
     lab = Lab()
     lab.running("a")
@@ -67,7 +67,7 @@ def test_nobody_yields_in_vain_until_the_head_has_waited_for_ageing():
     got(lab.end("a"), ev.Attach, session="head")
 
 
-def test_who_waits_for_a_quota_reserves_nothing():
+def test_wait_for_a_quota_reserves_nothing():
     """Own idle leases yield for the quota; who lacks quota is no head, and blocks its owner only.
 
     The place is the tightest that will do, and not the empty device.
@@ -84,7 +84,7 @@ def test_who_waits_for_a_quota_reserves_nothing():
     got(ask(lab, "other", 16), ev.Attach, session="other")
 
 
-def test_the_victim_is_one_whose_state_has_room_in_host_memory():
+def test_victim_is_one_whose_state_has_room():
     """The least disruptive victims yield, as far as host memory has room; else the reason is it."""
     lab = Lab(device(0))
     lab.idle("a")
@@ -124,7 +124,7 @@ def test_growth_of_a_busy_lease_takes_its_turn_in_the_queue():
     got(lab.end("b"), ev.Attach, session="w")
 
 
-def test_who_has_waited_long_enough_goes_before_a_higher_class():
+def test_old_wait_goes_before_a_higher_class():
     """One point for every ``ageing`` seconds; who of two goes first never changes."""
     lab = Lab(device(0), ageing=1.0)
     lab.running("a", 16)
@@ -151,7 +151,7 @@ def test_a_promise_on_a_paused_device_is_void_and_another_is_made():
     assert lab.where("c") == [("G1", 10)]
 
 
-def test_a_slice_that_was_just_moved_yields_after_the_cost_of_the_move():
+def test_slice_just_moved_is_preempted_after_its_cost():
     """An idle lease yields once nothing protects it: here, residence after a resume."""
     lab = Lab(device(0))
     lab.idle("a")

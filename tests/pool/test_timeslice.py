@@ -112,14 +112,14 @@ class Machine:
         return {n: p.used for n, p in self.programs.items()}
 
 
-def test_alone_everybody_runs_whatever_the_share():
+def test_session_alone_runs_whatever_its_share():
     m = Machine(a=Program(10), b=Program(50, pause=10**9, work=0))
     for _ in range(20):
         assert m.turn().run == {"a", "b"}
     assert m.programs["a"].ran == list(range(20))
 
 
-def test_where_nobody_asked_for_less_nobody_is_paused():
+def test_full_shares_are_never_paused():
     m = Machine(a=Program(100), b=Program(100))
     m.run(20)
     assert len(m.programs["a"].ran) == len(m.programs["b"].ran) == 20
@@ -145,7 +145,7 @@ def test_over_time_busy_seconds_are_as_the_shares(seed, overrun):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_nobody_starves_and_no_turn_is_lost(seed):
+def test_no_session_starves_and_no_turn_is_lost(seed):
     """Whoever wants to compute has its turn within a bounded time, on several devices, too."""
     rng = random.Random(seed)
     programs = {}
@@ -175,7 +175,7 @@ def test_a_newcomer_has_no_credit_and_pays_no_old_debt():
         assert got == pytest.approx(1 / 3, abs=0.05)
 
 
-def test_who_was_away_does_not_catch_up():
+def test_session_that_was_away_does_not_catch_up():
     m = Machine(a=Program(50), b=Program(50, work=5, pause=10**9))
     m.run(1000)
     m.programs["b"].pause = 0
@@ -184,7 +184,7 @@ def test_who_was_away_does_not_catch_up():
     assert m.shares(before)["a"] == pytest.approx(0.5, abs=0.06)
 
 
-def test_what_was_used_alone_is_not_held_against_anybody():
+def test_time_used_alone_is_not_paid_back():
     m = Machine(a=Program(10))
     m.run(1000)
     m.programs["b"] = Program(90)
@@ -193,7 +193,7 @@ def test_what_was_used_alone_is_not_held_against_anybody():
     assert m.shares(before)["a"] == pytest.approx(0.1, abs=0.02)
 
 
-def test_who_pauses_in_between_gets_its_share_of_the_time_in_which_it_is_busy():
+def test_session_with_pauses_gets_its_share_of_busy_time():
     m = Machine(a=Program(50), b=Program(50, work=10, pause=10))
     m.run(2000)
     # b computes 10 turns, which take 20 beside a, then pauses for 10.
@@ -236,7 +236,7 @@ def test_a_session_that_left_is_forgotten():
     assert set(m.state.clocks) == {"G0"}
 
 
-def test_without_anybody_there_is_nothing_to_plan():
+def test_plan_without_sessions_is_empty():
     found = next_turn(Tallies(), (), 0.0)
     assert (found.run, found.wait, found.contended) == (frozenset(), frozenset(), frozenset())
 
