@@ -384,7 +384,7 @@ def test_write_ahead_log_is_bounded_while_commits_never_pause(folder):
 
 def test_journal_keeps_to_its_size_and_drops_the_oldest_rows(folder):
     path = folder / "journal.sqlite"
-    journal = Journal(path, LOG, max_bytes=2 << 20)
+    journal = Journal(path, LOG, max_bytes=lambda: 2 << 20)
     for n in range(60):
         for _ in range(100):
             journal.append(Row(time=n, kind="k", reason="x" * 1000))
