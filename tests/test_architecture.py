@@ -175,3 +175,64 @@ def test_the_pool_reads_no_clock_and_does_no_io():
 
 def test_importing_the_package_imports_nothing_else():
     assert [top for top, _ in imports(PACKAGE / "__init__.py") if top != "__future__"] == []
+
+
+#: Variables of the broker that hold plain data: records with fields, which others may set.
+BROKERS_DATA = {
+    "session": "what the broker knows of a kernel (sessions.Session)",
+    "speaker": "the same",
+    "use": "how a session uses its devices (sessions.Use)",
+    "account": "one user's budgets (transport.dispatch.Account)",
+    "counters": "what the broker has seen (transport.connection.Counters)",
+    "row": "a row of the journal (store.journal.Row)",
+    "landing": "a process on its way (gpu.landing)",
+    "record": "a record of the log (logging.LogRecord)",
+}
+
+
+def attribute_targets(tree: ast.AST):
+    """Yield each attribute that a statement assigns to, as its node."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            targets = list(node.targets)
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        else:
+            continue
+        for target in targets:
+            parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+            yield from (part for part in parts if isinstance(part, ast.Attribute))
+
+
+def test_no_part_of_the_broker_is_changed_from_outside():
+    """A part gets what it uses when it is constructed: ``broker/build.py`` has the order."""
+    found = []
+    for path in sorted((PACKAGE / "broker").rglob("*.py")):
+        for target in attribute_targets(ast.parse(path.read_text())):
+            owner = target.value
+            name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+            if name not in ("self", *BROKERS_DATA):
+                found.append(f"{path.relative_to(PACKAGE)}:{target.lineno} {ast.unparse(target)}")
+    assert found == []
+
+
+#: Modules that know each other's type and nothing else: a session has connections, and back.
+KNOWN_PAIR = {"transport.connection", "sessions"}
+
+
+def test_modules_of_the_broker_have_an_order():
+    """Imports for types alone count as well: who calls whom is read from the imports."""
+    broker = PACKAGE / "broker"
+    modules = {".".join(p.relative_to(broker).with_suffix("").parts): p for p in
+               broker.rglob("*.py")}  # fmt: skip
+    left = {}
+    for module, path in modules.items():
+        found = {name.removeprefix("broker.") for name in names(path)}
+        found |= {name.rpartition(".")[0] for name in found}
+        left[module] = (found & modules.keys()) - {module}
+        if module in KNOWN_PAIR:
+            left[module] -= KNOWN_PAIR
+    while free := [module for module, needs in left.items() if not needs & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left, f"a cycle of imports among {sorted(left)}"

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Callable, Literal, Mapping, Protocol
 from ...errors import Code, GPUPoolError, ProtocolError
 from ...protocol import MAX_REQUEST, READS, Message, decode_request, encode, error_message
 from .auth import Peer, peer_of
-from .dispatch import ABUSE_PRICE, BAD_PRICE, BYTES_PER_POINT, PRICES, Account
+from .dispatch import ABUSE_PRICE, BAD_PRICE, BYTES_PER_POINT, PRICES, Account, Dispatcher
 
 if TYPE_CHECKING:
     from ..sessions import Session
-    from .dispatch import Dispatcher
 
 #: Bytes read from a peer at once. A request that is longer is read on when few others of its user
 #: are: a hundred connections that all have something would keep the loop reading.
@@ -99,8 +98,6 @@ class Connection(asyncio.BufferedProtocol):
         #: Hold requests that wait for their answer.
         self.waiting = 0
         self.accepted = False
-        #: It is in its account's queue of connections with something to be handled.
-        self.queued = False
         #: Bytes of answers that the peer had not read when they were last counted.
         self.unread = 0
         self._transport: asyncio.Transport | None = None
@@ -152,9 +149,11 @@ class Connection(asyncio.BufferedProtocol):
     def count_unread(self) -> None:
         """Tell the account how much the peer leaves unread."""
         if self.accepted and self._transport is not None:
+            # Of a transport that was aborted nothing is left.
             size = self._transport.get_write_buffer_size()
             if size != self.unread:
-                self.service.dispatcher.note_unread(self, size)
+                more, self.unread = size - self.unread, size
+                self.service.dispatcher.note_unread(self, more)
 
     def answer(self, request_id: int | None, fields_: Mapping[str, Any] | None = None) -> None:
         """Answer a request with ``ok``; a request without an id has no answer."""

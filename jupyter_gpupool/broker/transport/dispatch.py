@@ -18,14 +18,10 @@ import asyncio
 import time
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, Mapping
+from typing import Mapping, Protocol
 
-from ...errors import Code, RefusedError
+from ...errors import Code, GPUPoolError, RefusedError
 from ..ratelimit import TokenBucket
-
-if TYPE_CHECKING:
-    from .connection import Connection
-
 
 #: Points of one turn of the event loop, and of one user's part of it. To be connected and to be
 #: answered takes others several turns, so a turn is short.
@@ -42,6 +38,46 @@ LOOK = 0.01
 
 #: Bytes of answers that all connections together, and those of one user, may leave unread.
 MAX_UNREAD, USER_UNREAD = 32 << 20, 8 << 20
+
+
+class Client(Protocol):
+    """What the dispatcher needs of a connection."""
+
+    @property
+    def account(self) -> Account:
+        """The account of its user."""
+
+    @property
+    def buffered(self) -> int:
+        """Bytes that were received and not handled."""
+
+    @property
+    def unread(self) -> int:
+        """Bytes of answers that the peer had not read when they were last counted."""
+
+    def has_work(self) -> bool:
+        """Return whether :meth:`step` would handle something."""
+
+    def step(self, now: float) -> tuple[float, bool]:
+        """Handle one request, or have it wait; return its price, and whether it is a read."""
+
+    def go_on(self, *, read: bool) -> None:
+        """The budget covers the request that waited for it."""
+
+    def give_up_read(self, error: GPUPoolError) -> None:
+        """The budget did not cover the read in time."""
+
+    def next_price(self) -> float:
+        """Return the price of the request that waits for the budget."""
+
+    def read_on(self) -> None:
+        """It is this connection's turn to have the rest of a long request read."""
+
+    def count_unread(self) -> None:
+        """Count what the peer leaves unread."""
+
+    def abuse(self, what: str, abort: bool = False) -> None:
+        """Close the connection of a peer that misbehaves."""
 
 
 class Dispatcher:
@@ -78,56 +114,57 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ what connections tell
 
-    def joined(self, connection: Connection) -> None:
+    def joined(self, connection: Client) -> None:
         """A connection begins."""
         connection.account.connections.add(connection)
 
-    def left(self, connection: Connection) -> None:
+    def left(self, connection: Client) -> None:
         """A connection has ended."""
         account = connection.account
         account.connections.discard(connection)
         account.buffered -= connection.buffered
         account.end_long(connection)
-        self.note_unread(connection, 0)
+        self._count_unread(account, -connection.unread)
         if not account.connections:
             # Its budgets fill up within seconds; a connection before that finds them as they are.
             self._arm(account)
 
-    def ready(self, connection: Connection) -> None:
+    def ready(self, connection: Client) -> None:
         """A connection has something that can be handled now."""
-        if connection.queued:
-            return
-        connection.queued = True
         account = connection.account
-        account.ready.append(connection)
+        if connection in account.ready:
+            return
+        account.ready[connection] = None
         if not account.active:
             account.active = True
             self._active.append(account)
         if self._turn_handle is None:
             self._turn_handle = self._loop.call_soon(self._turn)
 
-    def wait_act(self, connection: Connection) -> None:
+    def wait_act(self, connection: Client) -> None:
         """The next act of a connection is over its user's budget."""
         connection.account.waiting_acts.append(connection)
         self._arm(connection.account)
 
-    def wait_read(self, connection: Connection) -> None:
+    def wait_read(self, connection: Client) -> None:
         """The same of a read."""
         self.delayed += 1
         connection.account.waiting_reads.append((connection, self._loop.time() + PATIENCE))
         self._arm(connection.account)
 
-    def note_unread(self, connection: Connection, size: int) -> None:
-        """A connection has ``size`` bytes of answers that were not read; close the worst."""
-        account, more = connection.account, size - connection.unread
-        connection.unread = size
-        account.unread += more
-        self._unread += more
+    def note_unread(self, connection: Client, more: int) -> None:
+        """A connection has ``more`` bytes of answers that were not read; close the worst."""
+        account = connection.account
+        self._count_unread(account, more)
         if more > 0 and account.unread > USER_UNREAD:
             self._relieve(account, USER_UNREAD)
         if more > 0 and self._unread > MAX_UNREAD:
             worst = max(self._accounts.values(), key=lambda a: a.unread)
             self._relieve(worst, worst.unread // 2)
+
+    def _count_unread(self, account: Account, more: int) -> None:
+        account.unread += more
+        self._unread += more
 
     # ------------------------------------------------------------------ turns
 
@@ -161,8 +198,8 @@ class Dispatcher:
         """Have a user's requests handled while its share and ``left`` last; return their cost."""
         spent = 0.0
         while account.ready and account.deficit > 0 and spent < left:
-            connection = account.ready.popleft()
-            connection.queued = False
+            connection = next(iter(account.ready))
+            del account.ready[connection]
             cost = self._serve(account, connection)
             account.deficit -= cost
             spent += cost
@@ -170,7 +207,7 @@ class Dispatcher:
                 self.ready(connection)
         return spent
 
-    def _serve(self, account: Account, connection: Connection) -> float:
+    def _serve(self, account: Account, connection: Client) -> float:
         """Have one request handled; return what it cost."""
         # The processor's time, not the clock's: the user does not pay for other processes.
         before = time.thread_time()
@@ -209,8 +246,8 @@ class Dispatcher:
             self._timers[account.uid] = self._loop.call_later(1.0, self._look, account)
 
     def _covered(
-        self, bucket: TokenBucket, waiting: deque[Connection] | list[Connection], now: float
-    ) -> list[Connection]:
+        self, bucket: TokenBucket, waiting: deque[Client] | list[Client], now: float
+    ) -> list[Client]:
         """Return those at the head of ``waiting`` whose requests the budget covers together."""
         left, count = bucket.left(now), 0
         for connection in waiting:
@@ -238,7 +275,7 @@ class Dispatcher:
         while account.unread > most:
             worst = max(account.connections, key=lambda c: c.unread)
             worst.abuse("does not read its answers", abort=True)
-            self.note_unread(worst, 0)
+            worst.count_unread()
 
 
 #: Points that a second of the event loop is worth.
@@ -302,25 +339,25 @@ class Account:
         self.acts = TokenBucket(*ACTS, now)
         self.reads = TokenBucket(*READS, now)
         self.connects = TokenBucket(*CONNECTS, now)
-        self.connections: set[Connection] = set()
+        self.connections: set[Client] = set()
         self.watchers = 0
         #: Connections in the middle of a long request: those that are read, and those that wait.
-        self.long: set[Connection] = set()
-        self.longer: dict[Connection, None] = {}
+        self.long: set[Client] = set()
+        self.longer: dict[Client, None] = {}
         #: Bytes received and not handled; bytes sent and not read.
         self.buffered = 0
         self.unread = 0
         #: Messages that wait for the ``launched`` of their session.
         self.early = 0
         #: Connections with a request for this turn, and points that the user may spend in it.
-        self.ready: deque[Connection] = deque()
+        self.ready: dict[Client, None] = {}
         self.deficit = 0.0
         self.active = False
         #: Connections whose request waits for the budget; reads with the time of their refusal.
-        self.waiting_acts: deque[Connection] = deque()
-        self.waiting_reads: deque[tuple[Connection, float]] = deque()
+        self.waiting_acts: deque[Client] = deque()
+        self.waiting_reads: deque[tuple[Client, float]] = deque()
 
-    def begin_long(self, connection: Connection) -> None:
+    def begin_long(self, connection: Client) -> None:
         """A connection has a long request that is not complete: its turn comes now or later."""
         if len(self.long) < MAX_LONG:
             self.longer.pop(connection, None)
@@ -328,7 +365,7 @@ class Account:
         elif connection not in self.long:
             self.longer[connection] = None
 
-    def end_long(self, connection: Connection) -> None:
+    def end_long(self, connection: Client) -> None:
         """The request is complete, or the connection has ended: the next one may be read."""
         self.longer.pop(connection, None)
         if connection in self.long:
