@@ -337,7 +337,7 @@ class Maintenance:
                 # /proc cannot be listed without a free descriptor; or a child does not end.
                 for device in self._step:
                     self._step[device] = f"another try, because the last one failed: {error}"
-                self._log.error("A pause goes on later: %s", error)
+                self._log.error("The pause continues later: %s", error)
             await asyncio.sleep(POLL)
 
     async def _look(self, scanned: float, now: float) -> float:
