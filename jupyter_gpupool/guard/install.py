@@ -23,7 +23,7 @@ LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 #: ours by it, also those of a broker that has ended.
 FOLDER = "gpupool-guard"
 
-#: What a session's processes have and nobody outside the session may inherit, the paths aside.
+#: Variables of a session's processes that no process outside the session may inherit.
 VARIABLES = (
     "GPUPOOL_PAGE",
     "GPUPOOL_VISIBLE",
@@ -38,7 +38,7 @@ VARIABLES = (
 _HIDDEN = "GPUPOOL_HIDDEN"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-#: No value that anybody would give it; "" hides every device.
+#: A value that no user sets; "" hides every device.
 _NONE = "unset"
 
 _LIB = Path(__file__).resolve().parent / "lib"
@@ -51,7 +51,7 @@ class GuardMissing(GPUPoolError):
 
 
 class GuardFolderError(GPUPoolError):
-    """The folder of links cannot be made, or somebody else could change what is in it."""
+    """The folder of links cannot be made, or another user could change its content."""
 
     code = Code.BAD_FOLDER
 
@@ -173,8 +173,8 @@ def remember_devices(env: MutableMapping[str, str]) -> None:
 def hide_devices(env: MutableMapping[str, str]) -> None:
     """Let a process with this environment, and its children, find no CUDA device.
 
-    What it said before is kept in it: a Jupyter server or a broker that is started from there is
-    a new beginning (:func:`without_guard`).
+    The old value stays in it for a Jupyter server or a broker that this process starts
+    (:func:`without_guard`).
     """
     remember_devices(env)
     env[_VISIBLE] = "-1"

@@ -163,14 +163,14 @@ class Page:
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # All of it now: shared memory that is full ends whoever writes to a hole (SIGBUS).
+            # All of it now: in full shared memory a write to a hole ends the process (SIGBUS).
             os.posix_fallocate(descriptor, 0, SIZE)
             if uid != os.geteuid():
                 os.fchown(descriptor, uid, -1)
             page = cls(path, descriptor)
             page._write(_SESSION_AT, session.encode()[:63])
             page._write(_GATE_AT, bytes([CLOSED]))
-            # Last: who finds the magic finds the rest.
+            # Last: a process that finds the magic finds the rest.
             page._write(0, struct.pack("<II", MAGIC, VERSION))
         except BaseException:
             os.close(descriptor)
@@ -233,7 +233,7 @@ class Page:
         return stat.S_ISREG(os.fstat(self._fd).st_mode) and name == session.encode()[:63]
 
     def is_lost(self) -> bool:
-        """Return whether the file has not its name any more: children would not find it."""
+        """Return whether the file has lost its name, so that children would not find it."""
         try:
             return not os.path.samestat(os.fstat(self._fd), self.path.stat())
         except OSError:
@@ -292,7 +292,7 @@ class Page:
         Raises
         ------
         PageError
-            If somebody has damaged it.
+            If the page is damaged.
         """
         data = os.pread(self._fd, SIZE, 0)
         if len(data) < SIZE:
@@ -360,9 +360,9 @@ class Page:
         self._write(_ROOM_AT, struct.pack(f"<{DEVICES}Q", *values))
 
     def set_vain(self, totals: Sequence[int], until: int) -> None:
-        """Say from how many bytes in all growth is asked in vain on each device; [] for nowhere.
+        """Say from how many bytes in all growth is refused on each device; [] for nowhere.
 
-        ``until`` (CLOCK_MONOTONIC, nanoseconds): asked again from then on in any case.
+        ``until`` (CLOCK_MONOTONIC, nanoseconds): from then on processes ask again.
         """
         values = [*totals, *[0] * (DEVICES - len(totals))]
         self._write(_VAIN_AT, struct.pack(f"<{DEVICES}QQ", *values, until))

@@ -470,11 +470,11 @@ sys.stdin.read()
     ("spoil", "why"),
     [
         (lambda p: p.unlink(), "is gone: the session has ended"),
-        (lambda p: os.truncate(p, 4096), "is too short, or no file"),
+        (lambda p: os.truncate(p, 4096), "is too short, or not a file"),
         (lambda p: p.write_bytes(b"\0" * pages.SIZE), "is of another version"),
         (lambda p: (p.unlink(), p.symlink_to("/dev/null")), "cannot be opened"),
         (lambda p: (p.unlink(), p.mkdir()), "cannot be opened"),
-        (lambda p: (p.unlink(), os.mkfifo(p)), "is too short, or no file"),
+        (lambda p: (p.unlink(), os.mkfifo(p)), "is too short, or not a file"),
     ],
 )
 def test_a_page_that_cannot_be_used_fails_calls_clearly(session, spoil, why):
@@ -486,7 +486,7 @@ def test_a_page_that_cannot_be_used_fails_calls_clearly(session, spoil, why):
         "print(C.cuInit(0), C.cuCtxSynchronize(), C.cuDeviceGetCount(ctypes.byref(n)))",
     )  # fmt: skip
     assert done.stdout.split() == [str(NOT_READY)] * 3
-    assert why.replace("is too short", "is not one: it is too short") in done.stderr
+    assert why in done.stderr
     assert done.stderr.count("\n") == 1
 
 

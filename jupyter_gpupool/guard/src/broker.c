@@ -25,8 +25,8 @@
 #define HELD_NS 1000000000ull /* a connection that lasted as long was to a broker that works */
 #define ANSWER_BYTES 4096     /* of an answer are read: its type comes first */
 
-/* Copies: another thread may be changing the environment while this one waits. Too long for what it
- * is means that there is none. */
+/* Copies: another thread may change the environment while this one waits. A value that is too long
+ * counts as missing. */
 static struct {
     char socket[sizeof(((struct sockaddr_un *)0)->sun_path)];
     char session[128], token[512];
@@ -137,8 +137,8 @@ static void add_text(char *sentence, const char *line, const char *key)
 
 /* ---- one question */
 
-/* -1 without a broker; *full then tells of one that has a full queue of connections. A blocking
- * connect would wait in it, but could not be interrupted as the caller wants it. */
+/* -1 without a broker, or with *full if its queue of connections is full. A blocking connect would
+ * wait in that queue, and an interrupt of the kernel could not end it. */
 static int dial(bool *full)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -155,7 +155,7 @@ static int dial(bool *full)
     return fd;
 }
 
-/* Reads what has come. 1: the answer is complete; 0: not yet; -1: the connection is over. */
+/* Read what has arrived. 1: the answer is complete; 0: not yet; -1: the connection has ended. */
 static int receive(int fd, char *answer, size_t *have)
 {
     struct pollfd wait = {.fd = fd, .events = POLLIN};
@@ -171,8 +171,8 @@ static int receive(int fd, char *answer, size_t *have)
     return strchr(answer, '\n') || *have == ANSWER_BYTES - 1;
 }
 
-/* This thread's question has been acted upon as soon as it was sent: an interrupt takes it back only
- * while there is no broker, and none that is away for long is given up. */
+/* The broker acts upon this thread's question as soon as it has it. So an interrupt takes the question
+ * back only while there is no broker, and the thread does not give up a broker that is away. */
 static __thread bool through;
 
 /* `at_most`: nanoseconds after which the answer is not worth waiting for, and a broker that is away
@@ -185,7 +185,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
     enum answer result;
     uint64_t began = monotonic();
     uint64_t since = 0; /* the connection began */
-    uint64_t away = 0;  /* nobody has listened since; 0: somebody does */
+    uint64_t away = 0;  /* no process has listened since; 0: one does */
     uint64_t hung = 0;  /* a broker has hung up on us since, again and again; 0: it has not */
     int fd = -1;
     if (why)
@@ -216,7 +216,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
                 since = monotonic();
             have = 0;
             if (fd >= 0 || full)
-                away = 0; /* somebody listens */
+                away = 0; /* a broker listens */
             else if (!away) {
                 away = since;
                 hung = 0; /* it did not hang up: it has died */
@@ -232,7 +232,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
         }
         int got = receive(fd, answer, &have);
         if (got > 0 && has(answer, "\"code\"", "busy")) {
-            /* This user connects too often. The broker is there, and will take it later. */
+            /* This user connects too often. The broker is there, and accepts the question later. */
             hung = 0;
             close(fd);
             fd = -1;
@@ -251,7 +251,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
             break;
         }
         if (got < 0) {
-            /* A broker that hangs up at once, again and again, is as good as none. */
+            /* A broker that keeps hanging up at once counts as away. */
             if (monotonic() - since >= HELD_NS)
                 hung = 0;
             else if (!hung)
@@ -276,7 +276,7 @@ CUresult broker_attach(void)
     put(&question, ",\"pid\":%d,\"tid\":%ld}\n", (int)getpid(), syscall(SYS_gettid));
     if (ask(&question, true, 0, NULL) != ANSWER_OK)
         return CUDA_ERROR_SYSTEM_NOT_READY;
-    /* Closed again already: the next question is not asked in the same instant. */
+    /* The gate is closed again already: pause before the next question. */
     if (!gate_lets(true))
         nap(1);
     return CUDA_SUCCESS;

@@ -12,7 +12,7 @@
 #include "counting.h"
 #include "guard.h"
 
-/* Grants that other processes of the session take away before this one has used them. */
+/* Grants in a row that other processes of the session take before this one does. */
 #define TRIES 8
 
 #define LOAD(x) __atomic_load_n(&(x), __ATOMIC_SEQ_CST)
@@ -56,7 +56,7 @@ static void add(struct page_slot *slot, int ordinal, uint64_t bytes)
     __atomic_add_fetch(&slot->used[ordinal], bytes, __ATOMIC_SEQ_CST);
 }
 
-/* Never below zero: a mistake in the books must not look like 16 EiB in use. */
+/* Never below zero: an error in the accounts must not look like 16 EiB in use. */
 static void subtract(struct page_slot *slot, int ordinal, uint64_t bytes)
 {
     uint64_t seen = LOAD(slot->used[ordinal]);
@@ -87,7 +87,7 @@ static uint64_t missing(int ordinal, uint64_t bytes)
     return wanted > granted ? wanted - granted : 1;
 }
 
-/* Whether the broker has just refused as much, and nothing has changed for it since. */
+/* Whether the broker has just refused that much, and nothing has changed since. */
 static bool in_vain(int ordinal, uint64_t bytes)
 {
     uint64_t wanted, from = LOAD(guard_page->vain[ordinal]);
@@ -98,7 +98,7 @@ static bool in_vain(int ordinal, uint64_t bytes)
 
 static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t bytes)
 {
-    /* The broker has nothing to do with a process that the driver is going to refuse. */
+    /* Do not ask the broker for a process that the driver refuses anyway. */
     if (!guard_initialised())
         return CUDA_ERROR_NOT_INITIALIZED;
     /* Live limits, dead neighbours, idle reserves of our own pools: then the broker. */
@@ -115,7 +115,7 @@ static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t byte
             return CUDA_SUCCESS;
         if (refused || tries == TRIES)
             return refused ? refused : CUDA_ERROR_OUT_OF_MEMORY;
-        /* Granted, and somebody else of the session was faster: ask for what is missing now. */
+        /* The broker granted it, and another process of the session took it: ask for the rest. */
     }
 }
 

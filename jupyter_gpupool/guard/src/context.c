@@ -2,8 +2,8 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * Contexts. The driver takes some hundred MiB for the first context of a process on a device,
- * which nobody can see from inside: the page says what to charge for it. And the end of a
- * context frees everything allocated in it.
+ * and the process cannot see how much: the page says what to charge. The end of a context frees
+ * everything that was allocated in it.
  */
 #include "counting.h"
 #include "own.h"
@@ -114,8 +114,8 @@ static bool any_live(struct devices *d)
     return live;
 }
 
-/* Before a context is made: charged unless one is there. A second thread that makes one at the
- * same time charges too, and gets it back: nobody waits for a lock while the broker is asked. */
+/* Charge for a context that is about to be made, unless the device has one. A second thread that makes
+ * one at the same time charges too, and gets it back: no thread holds a lock while it asks the broker. */
 static CUresult context_begin(int ordinal, uint64_t *charged)
 {
     struct devices *d = devices();

@@ -18,7 +18,7 @@ struct here {
     CUcontext context;
     uint64_t number; /* of the context: handles are used again, numbers are not */
     CUdevice device;
-    int ordinal; /* -1: not counted (no page, no context, a device of nobody's slice) */
+    int ordinal; /* -1: not counted (no page, no context, a device outside the session) */
 };
 
 struct here here_now(void);
@@ -56,8 +56,8 @@ static inline void guard_left(int *unused)
     guard_leave();
 }
 
-/* After the driver said `result` to an allocation that was charged: enter it in the table, or
- * give the charge back. If it cannot be entered, `undo` takes it back. */
+/* After the driver's `result` of an allocation that was charged: enter it in the table, or give the
+ * charge back. If the table has no room, `undo` frees it. */
 CUresult keep(CUresult result, const struct own *own, CUresult (*undo)(CUdeviceptr key));
 /* Before cuInit the driver says itself that it cannot be. */
 static inline bool managed_allowed(void)
@@ -65,19 +65,19 @@ static inline bool managed_allowed(void)
     return !guard_initialised() || __atomic_load_n(&guard_page->managed, __ATOMIC_RELAXED) == MANAGED_ALLOW;
 }
 
-/* Credit what an entry was charged. */
+/* Give back what an entry was charged. */
 void settle_stale(const struct own *own);
 
-/* A stream records no graph any more (captures.c). */
+/* A stream has stopped recording a graph (captures.c). */
 void capture_over(const struct own *own);
-/* Host memory is registered no more (registered.c). */
+/* Host memory was unregistered (registered.c). */
 void registered_over(const struct own *own);
 /* Whether any stream of this process may be recording: one recording may take in other streams. */
 bool capture_any(void);
 
 /* ---- charge.c */
 
-/* Bytes that are taken already, whatever the grant says: counted, not asked for. */
+/* Count bytes that the driver has taken already, whatever the grant is. */
 void charge_fact(int ordinal, uint64_t bytes);
 
 /* ---- reserves.c, pools.c, graphs.c: memory that the driver reserves on its own terms */

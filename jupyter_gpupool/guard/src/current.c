@@ -2,9 +2,9 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * The context that is current in each thread. A destructor asks for it, makes its own current and
- * puts the first one back; none of that needs a device, and the driver may block in it while the
- * process is suspended. So each thread's stack of contexts is known here, too. While the driver
- * would block it is changed here alone, and the driver hears of it before the thread's next call.
+ * puts the first one back. These calls need no device, but the driver may block in them while the
+ * process is suspended. So the guard keeps each thread's stack of contexts as well. While the driver
+ * would block, the guard changes its own copy, and tells the driver before the thread's next call.
  */
 #include "table.h"
 #include "wraps.h"
@@ -104,11 +104,11 @@ void current_apply(void)
     changed();
 }
 
-/* ---- what the driver was told */
+/* ---- what the driver knows */
 
 CUcontext current_context(void) { return top(&mine.wanted); }
 
-static void told(void)
+static void driver_knows(void)
 {
     if (!mine.differ)
         mine.wanted = mine.real;
@@ -120,20 +120,20 @@ void current_seen(CUcontext context)
         return;
     set(&mine.real, context);
     mine.lost = false;
-    told();
+    driver_knows();
 }
 
 void current_pushed(CUcontext context)
 {
     mine.lost |= !push(&mine.real, context);
-    told();
+    driver_knows();
 }
 
 static void popped(void)
 {
     if (mine.real.depth && !mine.lost)
         mine.real.depth--;
-    told();
+    driver_knows();
 }
 
 void current_destroyed(CUcontext context)
@@ -184,7 +184,7 @@ CUresult wrap_cuCtxSetCurrent(CUcontext context)
     }
     if (!error && !(error = REAL(cuCtxSetCurrent)(context))) {
         set(&mine.real, context);
-        told();
+        driver_knows();
     }
     return error;
 }

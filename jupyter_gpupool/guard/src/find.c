@@ -118,10 +118,10 @@ static void *search_cache(const char *soname)
     return found;
 }
 
-void *find_library(const char *soname, const char *told)
+void *find_library(const char *soname, const char *named)
 {
-    if (told && *told)
-        return open_path(told);
+    if (named && *named)
+        return open_path(named);
     void *found = search_directories(soname, false);
     if (!found)
         found = search_cache(soname);

@@ -10,7 +10,7 @@
  * the driver's, in a process by dlsym() and in a file by its text. */
 #define FIND_MARK "gpupool-guard-copy"
 
-/* Opened, or NULL. `told`: a path that says which, or NULL or empty. */
-__attribute__((visibility("hidden"))) void *find_library(const char *soname, const char *told);
+/* The opened library, or NULL. `named`: its path where the user names one, or NULL or empty. */
+__attribute__((visibility("hidden"))) void *find_library(const char *soname, const char *named);
 
 #endif

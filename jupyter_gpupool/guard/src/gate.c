@@ -18,17 +18,17 @@ const uint8_t guard_open = GATE_OPEN, guard_shut = GATE_CLOSED;
 
 const uint8_t *guard_gate = &guard_shut, *guard_free_gate = &guard_shut;
 
-/* Nanoseconds after which a suspend is taken for one that nobody ends: its broker is gone. */
+/* Nanoseconds after which a suspend counts as abandoned: its broker is gone. */
 #define LONGEST_SUSPEND 120000000000ull
-/* After which a question during a suspend is answered "not ready", and after which the next one of the
- * same thread belongs to another suspend. */
+/* Nanoseconds after which a query during a suspend answers "not ready", and after which the next query
+ * of the same thread belongs to another suspend. */
 #define PATIENCE 1000000000ull
 #define ANOTHER_TIME 10000000000ull
 
 static bool initialised, context, ending;
 
-/* Calls of this thread that are inside, and where they are counted. Of one thread in a word of its
- * own: it leaves by a plain store, which takes half as long as a locked one. */
+/* The calls of this thread that are inside the driver, and the word that counts them. One thread has a
+ * word of its own: it leaves by a plain store, which takes half as long as a locked instruction. */
 static __thread struct {
     uint32_t depth;
     bool own;
@@ -67,7 +67,7 @@ bool gate_lets(bool use)
            monotonic() >= __atomic_load_n(&guard_page->pause_until, __ATOMIC_RELAXED);
 }
 
-/* Paused: it is short, and nobody is asked. */
+/* A pause is short: wait for its end without asking the broker. */
 static CUresult sit_out(void)
 {
     struct polite p;
@@ -87,14 +87,14 @@ static CUresult sit_out(void)
 CUresult gate_pass(void)
 {
     while (!gate_lets(true)) {
-        /* Before cuInit no call reaches a device: the driver says so itself. */
+        /* Before cuInit no call reaches a device: the driver answers with an error. */
         if (!__atomic_load_n(&initialised, __ATOMIC_ACQUIRE))
             return CUDA_SUCCESS;
-        /* What is freed as the process ends is freed by its end: a suspended kernel shuts down
-         * without a lease. Frameworks know this answer from a driver that was unloaded first. */
+        /* The end of the process frees everything, so a suspended kernel shuts down without a lease.
+         * Frameworks know this answer from a driver that was unloaded first. */
         if (__atomic_load_n(&ending, __ATOMIC_ACQUIRE) || polite_finalizing())
             return CUDA_ERROR_DEINITIALIZED;
-        CUresult error = landing_aside()   ? broker_attach() /* who has a slice is restored first */
+        CUresult error = landing_aside()   ? broker_attach() /* with the slice the process is restored */
                          : landing_moves() ? landing_wait()
                          : __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_PAUSED
                              ? sit_out()
@@ -117,14 +117,14 @@ void gate_at_exit(void)
     atexit(end);
 }
 
-/* ---- what is owed to the driver: calls that were noted, contexts that a thread has made current */
+/* ---- what the process owes the driver: noted calls, and contexts that threads have made current */
 
 uint32_t guard_arrears;
 static uint32_t arrears_lock;
 
-/* While anything is owed, or the process is moved, the entry points take the slow path, whatever the
- * gate says. Without a context the driver answers what needs no lease at any time, unless the broker
- * has had the process suspended: it says so in `landing`, whose first byte is then not zero. */
+/* While the process owes anything, or moves to another device, the entry points take the slow path,
+ * whatever the gate says. Without a context the driver answers calls that need no lease at any time,
+ * unless the broker has suspended the process: then the first byte of `landing` is not zero. */
 static void point(void)
 {
     struct page_slot *slot = guard_slot();
@@ -170,8 +170,8 @@ bool gate_closed(void)
     return landing_moves() || __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_CLOSED;
 }
 
-/* Closed, and no lease any more: the broker takes it from the page once all processes of the session
- * are suspended, which the driver does only when their work is done. */
+/* The gate is closed and the lease is gone: the broker removes the lease once all processes of the
+ * session are suspended, and the driver suspends a process only when its work is done. */
 static bool drained(void)
 {
     for (int i = 0; i < PAGE_DEVICES; i++)
@@ -203,12 +203,12 @@ static bool starts(CUresult *error)
     return guard_page != NULL;
 }
 
-/* Counted from here on, if the gate lets it; what this thread owes is paid first. */
+/* Count the call, if the gate lets it pass, and pay first what this thread owes. */
 static bool in(enum purpose purpose, bool gated)
 {
     struct page_slot *slot = guard_slot();
     uint32_t *inflight = guard_first ? &slot->first : &slot->inflight;
-    /* Either is a full barrier before the gate is looked at. */
+    /* Each of the two is a full barrier before the load of the gate. */
     if (guard_first)
         __atomic_exchange_n(inflight, 1, __ATOMIC_SEQ_CST);
     else
@@ -216,12 +216,12 @@ static bool in(enum purpose purpose, bool gated)
     inside.own = guard_first;
     inside.depth = 1;
     inside.inflight = inflight;
-    /* As nearly always: the gate is open, and nothing is owed. What follows would say the same. */
+    /* The usual case: the gate is open, and nothing is owed. The code below would find the same. */
     if (__builtin_expect(__atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_OPEN &&
                              __atomic_load_n(&slot->landing, __ATOMIC_SEQ_CST) < LANDING_MOVES && !owing(),
                          1))
         return true;
-    /* A free disturbs nobody's turn, and a question neither. */
+    /* Frees and queries may run in the turn of a neighbour. */
     bool lets = purpose >= QUERY ? gate_lets(true) || !gate_closed() : gate_lets(purpose == USE);
     if ((!gated && !landing_aside()) || lets || !__atomic_load_n(&initialised, __ATOMIC_ACQUIRE)) {
         if (!owing())
@@ -276,7 +276,7 @@ CUresult guard_enter_back(uint32_t entry, const uint64_t *argument)
     /* Without a context it cannot be suspended, and the driver says what is wrong with the call. */
     while (!in(BACK, guard_has_context())) {
         if (later_may(entry) && later_note(entry, argument)) {
-            /* Opened meanwhile: nobody may call again for long. */
+            /* The gate has opened meanwhile, and the next call may come much later. */
             if (!gate_closed() && in(BACK, true))
                 guard_leave();
             return GUARD_NOTED;
@@ -317,7 +317,7 @@ CUresult guard_enter_query(void)
             if ((error = gate_pass()) || (error = later_sit_out()))
                 return error;
         } else if (now - unanswered.since > PATIENCE && waited) {
-            return CUDA_ERROR_NOT_READY; /* nobody knows yet */
+            return CUDA_ERROR_NOT_READY; /* not known yet */
         }
         nap(1);
         waited = true;
@@ -329,8 +329,8 @@ CUresult guard_enter_query(void)
 
 /* ---- from the entry points */
 
-/* A call that is not counted goes on to the driver: with what is owed paid. What another thread owes
- * for its own context alone is none of this one's business. */
+/* Before a call that is not counted goes on to the driver: pay what is owed. What another thread owes
+ * for its own context does not matter here. */
 static CUresult pay(bool use)
 {
     if (!current_differs() && !(use && owing_calls()))

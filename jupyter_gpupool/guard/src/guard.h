@@ -90,12 +90,12 @@ bool gate_lets(bool use);
 CUresult gate_pass(void);
 /* Once, at the first call of a session's process. */
 void gate_at_exit(void);
-/* There is no lease, or it is about to go: not so in a pause. */
+/* Whether the lease is gone or about to go; false in a pause. */
 bool gate_closed(void);
-/* Inside a call that is counted, around a wait for the broker: a suspend need not wait for it. */
+/* Around a wait for the broker inside a counted call, so that a suspend need not wait for the call. */
 void gate_step_out(void);
 CUresult gate_step_in(void);
-/* The entry points look at the gate again: a landing has begun or ended. */
+/* Let the entry points look at the gate again: a landing has begun or ended. */
 void gate_point(void);
 /* In place of gate_step_in where the call returns an error without entering the driver again. */
 void gate_step_back(void);
@@ -143,11 +143,11 @@ void guard_follow(bool follows);
 /* Inside a call that is counted, with the gate open: see to it that the process sees the slice. 0, or
  * the error to return. */
 CUresult landing(int ordinal);
-/* After the context is made, or is not going to be: what became of those that this thread kept. Noted
- * ones move with the session until they are released. */
+/* After the context is made, or failed: release the contexts that this thread kept. Noted ones move with
+ * the session until they are released. */
 enum landing_kept { KEPT_NONE, KEPT_RELEASED, KEPT_NOTED };
 enum landing_kept landing_over(void);
-/* Whether the broker may have this process suspended for it; wait until it has not. */
+/* Whether the broker may suspend this process to move it; wait until it has finished. */
 bool landing_moves(void);
 /* Whether this process is suspended though it has no context; landing_moves() is true then, too. */
 bool landing_aside(void);
@@ -192,12 +192,12 @@ CUresult later_sit_out(void);
 
 /* The calling thread's current context, as the application sees it. */
 CUcontext current_context(void);
-/* What the driver says it is; what it was told without cuCtxSetCurrent and its like. */
+/* The context that the driver reports; changes that it made in calls other than cuCtxSetCurrent. */
 void current_seen(CUcontext context);
 void current_pushed(CUcontext context);
 void current_destroyed(CUcontext context);
 void current_destroyed_later(CUcontext context);
-/* Whether the driver is still to hear of this thread's context; tell it. */
+/* Whether the driver does not know this thread's context yet; tell it. */
 bool current_differs(void);
 void current_apply(void);
 
@@ -260,8 +260,8 @@ void broker_home(void); /* the page's devices are those of the lease to come; or
 /* ---- a broker that has died (revive.c) */
 
 void revive_remember(void);
-/* How many nanoseconds to wait in all for a broker where nobody listens; 0: it cannot be started.
- * Starts one again meanwhile, at most one at a time, if this is the user's own and has died. */
+/* How many nanoseconds to wait in all where no broker listens; 0: it cannot be started. Meanwhile
+ * starts the user's own broker if it has died, one attempt at a time. */
 uint64_t revive(const char *socket);
 
 #pragma GCC visibility pop

@@ -39,7 +39,7 @@ static inline bool slice_memory(const struct page *page, int ordinal, uint64_t r
         const struct page_slot *slot = &page->slot[i];
         if (__atomic_load_n(&slot->state, __ATOMIC_ACQUIRE) != SLOT_LIVE)
             continue;
-        /* A process that was killed leaves its slot until somebody reaps it. */
+        /* A process that was killed leaves its slot until another one reaps it. */
         uint64_t bytes = __atomic_load_n(&slot->used[ordinal], __ATOMIC_RELAXED);
         if (bytes && kill((pid_t)slot->pid, 0) && errno == ESRCH)
             continue;

@@ -125,12 +125,12 @@ CUresult wrap_cuInit(unsigned flags)
     if (guard_blocked())
         return CUDA_SUCCESS; /* it was done before the context that makes the driver block */
     if (guard_page) {
-        /* Said before they are looked at: the broker changes the home devices of nobody who has. */
+        /* Before this process reads the home devices: the broker changes them only until then. */
         struct page_slot *slot = guard_slot();
         if (slot)
             __atomic_or_fetch(&slot->flags, SLOT_CUDA, __ATOMIC_SEQ_CST);
-        /* A process is bound to the devices that it sees now. So where it has no lease yet, let
-         * them be those where it would get one now, and not those of when its kernel started. */
+        /* cuInit binds a process to the devices that it sees. So without a lease ask for the devices
+         * where the session would get one now, instead of those of the kernel's start. */
         if (!__atomic_load_n(&chosen, __ATOMIC_ACQUIRE) && !gate_lets(false))
             broker_home();
         pthread_mutex_lock(&lock);

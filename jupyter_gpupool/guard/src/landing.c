@@ -1,10 +1,10 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The first context of a process whose session has its slice on another device than those that the
- * process saw at cuInit. Nothing but the driver can show it another device: so the process takes a
- * context where it is, in the room that the broker keeps there for this, and the broker has the
- * driver suspend it and restore it on the slice, as it does with every session that moves.
+ * The first context of a process that saw other devices at cuInit than those of its slice. Only the
+ * driver can show a process another device. So the process makes a context on the device that it sees,
+ * in memory that the broker keeps free there, and the broker has the driver suspend the process and
+ * restore it on the slice, as it does with every session that moves.
  */
 #include "guard.h"
 #include "wraps.h"
@@ -12,7 +12,7 @@
 #include <stdio.h>
 #include <unistd.h>
 
-/* Whether a thread of this process is at it; the devices on which this thread keeps a context. */
+/* Whether a thread of this process lands; the devices on which this thread keeps a context. */
 static uint32_t taken;
 static __thread struct {
     int count;
@@ -54,8 +54,8 @@ CUresult landing_wait(void)
     return error;
 }
 
-/* One thread at a time: without a lock, for who waits must not keep the interpreter's, and not
- * counted, for the broker waits until no call is inside. */
+/* One thread at a time. Not by a lock: a thread that waits must give up the interpreter's lock, and must
+ * not count as inside, because the broker waits until no call is. */
 static CUresult take_turn(void)
 {
     uint32_t free = 0;
@@ -90,7 +90,7 @@ enum landing_kept landing_over(void)
     while (kept.count) {
         CUdevice device = kept.device[--kept.count];
         uint64_t argument[LATER_ARGUMENTS] = {(uint64_t)device};
-        /* The caller is counted: a gate that is open now stays so until it has left. */
+        /* The caller is counted, so a gate that is open now stays open until it leaves. */
         if (gate_lets(false) || !later_note(E_cuDevicePrimaryCtxRelease_v2, argument))
             REAL(cuDevicePrimaryCtxRelease_v2)(device);
         else
@@ -117,8 +117,8 @@ static CUresult take_contexts(void)
     return CUDA_SUCCESS;
 }
 
-/* Inside a call that is counted, after `error` of "begin" or "move": the session is to give its slice
- * back, and this process waits for one that it can use. Success says that it is worth looking again. */
+/* Inside a counted call, after an error of "begin" or "move": the session gives its slice back, and this
+ * process waits for one that it can use. Success means: look again. */
 static CUresult stay(CUresult error)
 {
     if (error == CUDA_ERROR_SYSTEM_NOT_READY)
@@ -137,7 +137,7 @@ static CUresult stay(CUresult error)
     return gate ? gate : error == CUDA_ERROR_NOT_READY ? CUDA_SUCCESS : error;
 }
 
-/* Inside a call that is counted. Success says that it is worth looking again. */
+/* Inside a counted call. Success means: look again. */
 static CUresult land(void)
 {
     set(LANDING_BEGUN);
@@ -147,7 +147,7 @@ static CUresult land(void)
     if (!error && !gate)
         gate = take_contexts();
     if (gate || error == CUDA_ERROR_SYSTEM_NOT_READY) {
-        /* The room that it was given, or may have been, is for others. */
+        /* Other processes may use the memory that the broker has kept free for this one. */
         landing_over();
         gate_step_out();
         broker_land("cancel", NULL);
@@ -157,7 +157,7 @@ static CUresult land(void)
         set(LANDING_NONE);
         return error ? stay(error) : gate;
     }
-    /* From here on this process's calls wait, and questions are answered from memory. */
+    /* From here on this process's calls wait, and the guard answers questions from its cache. */
     guard_note_init();
     guard_note_context();
     set(LANDING_MOVES);
@@ -165,8 +165,8 @@ static CUresult land(void)
     gate_step_out();
     error = broker_land("move", NULL);
     if (error == CUDA_ERROR_SYSTEM_NOT_READY) {
-        /* Interrupted while there is no broker: nobody knows where the process is. The next broker
-         * says so, and until then all calls wait. */
+        /* Interrupted while there is no broker, so it is not known where the process is. All calls
+         * wait until the next broker says so. */
         gate_step_back();
         kept.count = 0;
         return error;

@@ -95,8 +95,8 @@ CUresult wrap_cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, 
     return keep(result, &own, REAL(cuMemFree_v2));
 }
 
-/* Managed memory cannot be suspended, and the driver moves it as it likes. Refused, or allowed by
- * the policy: then the session is pinned, and the bytes count as if they were on the device. */
+/* The driver cannot suspend managed memory, and moves it by itself. The guard refuses it, or the policy
+ * allows it: then the session is pinned, and the bytes count as device memory. */
 CUresult wrap_cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
 {
     ENTER;
@@ -120,7 +120,7 @@ CUresult wrap_cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
     return keep(result, &own, REAL(cuMemFree_v2));
 }
 
-/* ---- frees: an address that nobody here knows goes to the driver untouched */
+/* ---- frees: an address that is not in the table goes to the driver untouched */
 
 static bool take_address(uint64_t address, struct own *own)
 {
@@ -129,7 +129,7 @@ static bool take_address(uint64_t address, struct own *own)
            (table_seen(OWN_MANAGED) && table_take(OWN_MANAGED, address, own));
 }
 
-/* The same for a free in a stream's order, which is mostly of what was allocated so. */
+/* The same for a stream-ordered free, whose memory is mostly stream-ordered, too. */
 static bool take_ordered(uint64_t address, struct own *own)
 {
     return (table_seen(OWN_POOLED) && table_take(OWN_POOLED, address, own)) || take_address(address, own);

@@ -13,7 +13,7 @@
 #pragma GCC visibility push(hidden)
 
 /* `size` zeroed bytes of anonymous pages that a child of fork() finds zeroed again: it has no
- * context and none of the parent's allocations. NULL: the machine has no memory. */
+ * context and no allocation of the parent. NULL: the machine has no memory. */
 void *own_map(size_t size);
 
 /* The block that `where` points to, made at the first call by whichever thread is first. */

@@ -3,10 +3,10 @@
  *
  * This process's view of the session's page, and its slot in it.
  *
- * A process that is told of a page and cannot use it gets an error from every CUDA call rather
- * than no guard: without the gate it would be running while the broker suspends it. A page that
- * is deleted stays mapped, and serves. One that its owner truncates ends the processes that map
- * it (SIGBUS), as with any mapped file; tmpfs lets nobody seal a file with a name.
+ * If the environment names a page and the process cannot use it, every CUDA call fails. Going on
+ * without the gate would mean running while the broker suspends the process. A page that is deleted
+ * stays mapped and works. If its owner truncates it, the processes that map it end (SIGBUS), as with
+ * any mapped file; tmpfs cannot seal a file that has a name.
  */
 #include "guard.h"
 
@@ -29,7 +29,7 @@ struct page *guard_page;
 struct page_slot *guard_the_slot;
 __thread bool guard_slot_user, guard_first;
 
-static struct page_slot leftover; /* counts of calls that come after the slot was given back */
+static struct page_slot leftover; /* counts calls that come after the slot was given back */
 static uint32_t users;            /* threads that may write to the slot at any time */
 static uint32_t has_first;        /* one of them is the first */
 static pthread_key_t at_end;
@@ -37,9 +37,8 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t me; /* pid | low half of the start time << 32, as in page->lock */
 
-/* Field 22 of /proc/<pid>/stat: ticks since boot; 0: no such process, or one that has ended and only
- * waits to be waited for; UNKNOWN: it cannot be read now (a process may have no descriptor left), and
- * nobody must be taken for dead for that. */
+/* Field 22 of /proc/<pid>/stat: ticks since boot; 0: no such process, or a zombie; UNKNOWN: it cannot be
+ * read now (a process may have no descriptor left), which does not mean that the process is dead. */
 #define UNKNOWN UINT64_MAX
 
 #define LOOK_NS 10000000 /* between looks at all processes, where there is no other reason for one */
@@ -137,8 +136,8 @@ void page_reap(void)
     }
 }
 
-/* Reading /proc takes some 20 us for each process, asking for its number a hundredth of that; who has
- * ended and was not waited for yet still has one, and is found by the next look at all. */
+/* Reading /proc takes some 20 us for each process, kill(pid, 0) a hundredth of that. It does not find
+ * zombies; the next look at all processes does. */
 bool page_deaths(void)
 {
     static uint64_t looked;
@@ -166,7 +165,7 @@ static struct page_slot *first(uint32_t state, uint32_t pid)
     return NULL;
 }
 
-/* Whether the process can say who it is. If there is no room, guard_slot() is NULL. */
+/* false: the start time of this process cannot be read. If there is no room, guard_slot() is NULL. */
 static bool take_slot(void)
 {
     uint32_t pid = (uint32_t)getpid();
@@ -228,7 +227,7 @@ void guard_pin(uint32_t pins)
 }
 
 /* An orderly end gives the slot back at once; a process that is killed leaves it to be reaped.
- * Without the lock: whoever holds it may have been stopped, and nobody else writes to the slot. */
+ * Without the lock: its holder may be stopped, and no other process writes to the slot. */
 __attribute__((destructor)) static void give_back(void)
 {
     struct page_slot *s = guard_slot();
@@ -249,13 +248,13 @@ __attribute__((destructor)) static void give_back(void)
 /* One line for each reason, however often a call finds it. */
 static enum page_state refuse(const char *why)
 {
-    static const char *told;
+    static const char *shown;
     const char *path = getenv("GPUPOOL_PAGE");
-    if (told != why)
+    if (shown != why)
         dprintf(2,
                 "jupyter_gpupool: CUDA is not available in process %d: the session's page %s %s.\n",
                 (int)getpid(), path ? path : "", why);
-    told = why;
+    shown = why;
     return PAGE_REFUSED;
 }
 
@@ -295,7 +294,7 @@ static const char *map(const char *path, bool *lost)
         return "cannot be opened. Restart the kernel";
     if (fstat(fd, &st) || !S_ISREG(st.st_mode) || st.st_size < (off_t)sizeof(struct page)) {
         close(fd);
-        return "is not one: it is too short, or no file. Restart the kernel";
+        return "is too short, or not a file. Restart the kernel";
     }
     struct page *page = mmap(NULL, sizeof *page, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (page == MAP_FAILED) {

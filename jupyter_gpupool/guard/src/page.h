@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The session's shared page: what the broker and the processes of one session tell each other
- * without a message. A file that every process of the session maps and that the broker only reads
- * and writes with pread and pwrite: a session that truncates it harms nobody but itself.
+ * The session's shared page: what the broker and the processes of a session tell each other without a
+ * message. Every process of the session maps the file. The broker uses pread and pwrite, so a session
+ * that truncates the page harms only itself.
  * ``page.py`` has the same layout; a test compares the two.
  *
  * Who writes what: the header belongs to the broker, except for the words marked "guard"; a slot
@@ -27,7 +27,7 @@ enum page_gate {
     GATE_OPEN = 0,   /* open, and used since the broker last looked */
     GATE_UNUSED = 1, /* open, not used since: the first call changes it to GATE_OPEN (guard) */
     GATE_CLOSED = 2, /* no lease: ask the broker for one and wait */
-    GATE_PAUSED = 3, /* it is a neighbour's turn: wait until pause_until at most, ask nobody */
+    GATE_PAUSED = 3, /* a neighbour's turn: wait until pause_until at most, without a question */
 };
 
 enum page_managed { MANAGED_REFUSE = 0, MANAGED_ALLOW = 1 };
@@ -55,17 +55,17 @@ enum slot_flags {
 /* ``landing`` of a slot: how far the process is on its way from the devices that it saw at cuInit to
  * those of the slice (landing.c). While it moves, none of its calls reaches the driver. */
 enum slot_landing {
-    LANDING_NONE = 0,    /* not under way; or over (broker) */
+    LANDING_NONE = 0,    /* no landing, or it has ended (broker) */
     LANDING_BEGUN = 1,   /* it may have contexts where it has no slice */
     LANDING_MOVES = 2,   /* the broker may suspend it (guard) */
-    LANDING_RESTORE = 3, /* the driver was told to restore it on the slice (broker) */
+    LANDING_RESTORE = 3, /* the driver restores it on the slice (broker) */
     LANDING_ASIDE = 4,   /* it has no context, and is suspended all the same: an admin's pause (broker) */
 };
 
 struct page_slot {
     uint32_t state;
     uint32_t pid;
-    uint64_t start_time; /* field 22 of /proc/<pid>/stat: with the pid, who it is */
+    uint64_t start_time; /* field 22 of /proc/<pid>/stat: with the pid, its identity */
     uint32_t inflight;   /* calls inside the driver that must return before a suspend; and ``first`` */
     uint32_t waiting;    /* threads that wait at the gate */
     uint32_t flags;
@@ -90,15 +90,15 @@ struct page {
     uint64_t pause_until;           /* CLOCK_MONOTONIC, ns; later a paused gate counts as open */
     uint64_t limit;                 /* bytes per device up to which the grant may grow */
     uint64_t context_bytes;         /* what is charged for the first context of a process on a device */
-    uint64_t lock;                  /* guard: who changes slots: pid | start_time << 32; 0 nobody */
+    uint64_t lock;                  /* guard: the process that changes slots: pid | start_time << 32; 0: free */
     uint64_t slots_used;            /* guard: one more than the highest slot that has had bytes; only grows */
     uint64_t granted[PAGE_DEVICES]; /* bytes of the lease; 0 without one */
     char uuid[PAGE_DEVICES][PAGE_UUID]; /* of the lease, or of the home devices before the first */
     char session[64];
-    /* What the grant could grow by now, plus 1; 0: the broker has not said. */
+    /* Bytes by which the grant could grow now, plus 1; 0: not known. */
     uint64_t room[PAGE_DEVICES];
-    /* Growth to so many bytes in all was refused, and nothing has changed since: more is refused, too.
-     * 0: ask. The broker clears it before it acts on whatever changes; it ends by itself after this. */
+    /* The broker refused growth to so many bytes in all, and nothing has changed since. 0: ask. The broker
+     * clears it before it acts on any change, and it ends by itself at vain_until. */
     uint64_t vain[PAGE_DEVICES];
     uint64_t vain_until; /* CLOCK_MONOTONIC, ns */
     uint8_t unused_too[4096 - 72 - 24 * PAGE_DEVICES - PAGE_DEVICES * PAGE_UUID - 64];

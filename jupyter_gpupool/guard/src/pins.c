@@ -1,10 +1,10 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * What makes a session impossible to suspend: memory or events shared with another process, with a
- * graphics API, or over a multicast object. The calls go on as they are (none of them takes memory
- * of its own that could be counted); the page says so before the call is over, and the broker
- * suspends nobody while one is inside. Memory that was imported is its exporter's.
+ * The calls after which the driver cannot suspend a session: they share memory or events with another
+ * process, with a graphics API, or over a multicast object. The calls go to the driver unchanged (they
+ * take no memory of their own). Before they return the page says so, and the broker does not suspend a
+ * session while one is inside. Imported memory is counted by its exporter.
  */
 #include "counting.h"
 #include "wraps.h"

@@ -9,7 +9,7 @@
 
 enum { ALLOC_TYPE_MANAGED = 2 };
 
-/* Allocations out of a reserve that should suffice: the driver is asked every so many bytes. */
+/* Bytes allocated out of an idle reserve after which the guard asks the driver how much it is. */
 #define UNSEEN (64 * MIB)
 
 /* A pool that was not made here: the default or current one of a device, or one that was imported
@@ -221,7 +221,7 @@ CUresult wrap_cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
     return result;
 }
 
-/* The default pool of managed memory is nobody's to make: refused where it is asked for. */
+/* The default pool of managed memory exists already, so the guard refuses the question for it. */
 static bool managed_refused(int type)
 {
     if (!guard_page || !guard_initialised() || type != ALLOC_TYPE_MANAGED)

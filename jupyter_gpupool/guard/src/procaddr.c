@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * cuGetProcAddress: the driver is asked, and where it answers with a function of its own the
- * caller gets the guard's for it.
+ * cuGetProcAddress: where the driver answers with a function of its own, the caller gets the entry
+ * point of the guard for it.
  */
 #include "guard.h"
 #include "wraps.h"
@@ -81,9 +81,9 @@ static bool adopt(int entry, void *address)
     return good;
 }
 
-/* Whether the driver has answered with the guard's own function: it looked its names up among those
- * of the process (it is not linked -Bsymbolic), where ours come first. Taken for the driver's, it
- * would call itself for ever. */
+/* Whether the driver has answered with the guard's own function: a driver that is not linked -Bsymbolic
+ * looks its names up in the process, where the guard's come first. As the driver's function it would
+ * call itself without end. */
 static bool is_ours(const void *address)
 {
     for (int i = 0; i < E_COUNT + E_SPARES; i++)
@@ -140,7 +140,7 @@ static CUresult get(int asked, bool five, const char *name, void **out, int vers
     void *address = *out;
     if (is_ours(address))
         return CUDA_SUCCESS;
-    /* A driver has no form that is later than itself, whatever it is asked for. */
+    /* A driver has no form that is later than its own version. */
     if ((unsigned)version > guard_driver_version)
         version = (int)guard_driver_version;
     int entry = guard_find(name, version, flags & PROC_PER_THREAD_STREAM);

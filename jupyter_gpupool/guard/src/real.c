@@ -28,8 +28,8 @@ unsigned guard_driver_version = INT_MAX;
 static pthread_mutex_t publishing = PTHREAD_MUTEX_INITIALIZER;
 static bool driver_missing, handed_over;
 bool guard_settled;
-static uint64_t refused_until; /* CLOCK_MONOTONIC, ns: nobody looks for the page again before */
-static uint64_t away_until;    /* nobody asks a broker that was away for the page again before */
+static uint64_t refused_until; /* CLOCK_MONOTONIC, ns: no call looks for the page before */
+static uint64_t away_until;    /* no call asks a broker that was away for the page before */
 static uint64_t away_for;      /* how long that was, which doubles each time; 0: it was not away */
 
 #define REFUSED_NS 1000000000ull
@@ -75,8 +75,8 @@ int guard_find(const char *name, int version, bool per_thread)
     }
     for (int i = low; i < E_COUNT && !compare(name, length, i); i++) {
         unsigned since = entry_table[i].since;
-        /* Sorted by variant, then by version: the last that fits is the one. Where there are
-         * variants for per-thread streams, the driver has none else for who asks for those. */
+        /* Sorted by variant, then by version: the last that fits is the answer. Where variants for
+         * per-thread streams exist, a caller that asks for those gets no other. */
         if (entry_table[i].per_thread && !per_thread)
             break;
         if (entry_table[i].per_thread && found >= 0 && !entry_table[found].per_thread)
@@ -161,7 +161,7 @@ static enum page_state look(void)
             state = PAGE_REFUSED;
         } else if (!handed_over) {
             state = page_settle();
-            /* It may have its name again, but whoever waited for its broker has just waited long. */
+            /* The page may have its name again; but the call has waited long for the broker before. */
             if (state == PAGE_LOST && monotonic() < away_until)
                 state = PAGE_REFUSED;
             if (state == PAGE_REFUSED)

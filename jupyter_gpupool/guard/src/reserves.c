@@ -2,13 +2,13 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * Memory that the driver reserves on its own terms: the pools of stream-ordered allocation, and
- * what graphs with memory nodes allocate from. Counted is what is reserved, not what is allocated:
- * a pool that keeps memory for its next allocation keeps it from everybody else.
+ * what graphs with memory nodes allocate from. The guard counts what is reserved, not what is allocated:
+ * other kernels cannot use memory that a pool keeps for its next allocation.
  *
  * An allocation that may make a pool grow is charged for the growth it needs at least; afterwards
  * the driver says how much is reserved, and the difference is charged or given back. A pool
- * shrinks when something synchronises; the driver tells nobody, so it is asked after synchronising
- * calls, before an allocation is refused, and before free memory is reported.
+ * shrinks when something synchronises. So the guard asks the driver after synchronising calls, before
+ * it refuses an allocation, and before it reports free memory.
  */
 #include "reserves.h"
 #include "wraps.h"
@@ -30,7 +30,7 @@ struct reserve *reserve_add(struct reserves *all)
             if (!r->at[i].kind)
                 return &r->at[i];
         if (r->count < ROOM) {
-            /* Read without the lock by those who only want to know whether there is any. */
+            /* Readers that only ask whether there is any take no lock. */
             __atomic_store_n(&r->count, r->count + 1, __ATOMIC_RELAXED);
             return &r->at[r->count - 1];
         }

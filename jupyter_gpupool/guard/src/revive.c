@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * A broker that has died: how long a call waits for the next one, and having it started. What
- * starts it is a program of its own (`python -m jupyter_gpupool.starting`), which reads the record
- * that the dead broker left beside its socket; see startrecord.py for the files named here.
+ * A broker that has died: starts the next one, and says how long a call waits for it. A program of its
+ * own (`python -m jupyter_gpupool.starting`) starts the broker from the record that the dead one left
+ * beside its socket; startrecord.py describes the files.
  */
 #include "guard.h"
 
@@ -20,10 +20,10 @@
 #include <time.h>
 #include <unistd.h>
 
-#define AWAY_NS 4500000000ull   /* where nobody starts a broker, a call fails within 5 s in all */
+#define AWAY_NS 4500000000ull   /* where no broker is started, a call fails within 5 s in all */
 #define START_NS 90000000000ull /* a start loads the driver and tests every device */
 #define AGAIN_NS 2000000000ull  /* between two attempts of this process */
-#define ATTEMPTS 3              /* starts that have failed in a row: callers are told */
+#define ATTEMPTS 3              /* failed starts in a row after which calls fail at once */
 
 /* A copy: another thread may change the environment. */
 static char command[2048];
@@ -46,7 +46,7 @@ static bool beside(char *path, size_t size, const char *socket, const char *endi
     return n > 0 && (size_t)n < size;
 }
 
-/* The machine's broker is a service: its manager starts it, and nobody else may. */
+/* The machine's broker is a service: only its manager may start it. */
 static bool is_service(const char *socket)
 {
     return !strncmp(socket, "/run/", 5) && strncmp(socket, "/run/user/", 10);
@@ -154,7 +154,7 @@ uint64_t revive(const char *socket)
         return START_NS;
     if (!beside(record, sizeof record, socket, ".start.json"))
         return AWAY_NS;
-    /* Without a record it ended in order: only somebody who has a reason of his own starts one. */
+    /* Without a record the broker ended in order, and no waiting call starts the next one. */
     if (being_started(socket))
         return START_NS;
     if (!*command || (access(record, F_OK) && !can_restore(socket)))

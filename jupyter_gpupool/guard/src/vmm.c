@@ -141,7 +141,7 @@ CUresult wrap_cuMemUnmap(CUdeviceptr address, size_t bytes)
 {
     ENTER_BACK(cuMemUnmap, address, bytes);
     struct vmm *v = table_seen(OWN_MAP) ? vmm() : NULL;
-    /* The range stays reserved, so nobody can be given these addresses before we are done. */
+    /* The range stays reserved, so no other thread gets these addresses before we are done. */
     CUresult result = REAL(cuMemUnmap)(address, bytes);
     for (uint64_t at = address; v && !result && at < address + bytes;) {
         struct own map, block = {.ordinal = -1};

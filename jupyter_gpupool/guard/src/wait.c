@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Waiting without being in the way: of the interpreter's other threads, and of an interrupt.
+ * Waiting while the interpreter's other threads run, until the wait ends or is interrupted.
  */
 #include "guard.h"
 
@@ -133,8 +133,8 @@ static void watch(void)
     pthread_mutex_unlock(&lock);
 }
 
-/* Only if it is still ours: somebody may have set another meanwhile, and may call ours from it. The
- * next time ours may thus come before and after that one. */
+/* Only if the handler is still ours: the program may have set another one meanwhile, which may call
+ * ours. The next time ours may then be called twice. */
 static void put_back(void)
 {
     struct sigaction now;
