@@ -208,7 +208,7 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class HoldName:
     """A hold that an agent has: its name, or an object with ``id`` and ``kind``."""
 
     about: str = "hold"
@@ -266,7 +266,7 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ok: session, state, epoch, slices, attach, request, limits
     "hello": (
         {"session": Text(), "token": Text(500)},
-        {"epoch": _COUNT, "holds": Items(Hold(), MAX_HOLDS), "cuda": Flag(null=True)},
+        {"epoch": _COUNT, "holds": Items(HoldName(), MAX_HOLDS), "cuda": Flag(null=True)},
     ),
     # kind: cell | comm | manual | command. With wait: answered when granted or refused:
     # ok: epoch, slices. Without: no id, no answer; only legal while the agent has its lease.

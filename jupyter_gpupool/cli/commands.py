@@ -33,7 +33,7 @@ Argument = Callable[[argparse._ActionsContainer], object]
 
 
 @dataclass(frozen=True)
-class Command:
+class Subcommand:
     """One command: what it does, what it takes, and what runs it and returns the exit code."""
 
     name: str
@@ -44,7 +44,7 @@ class Command:
 
 
 #: By name, in the order of the help.
-COMMANDS: dict[str, Command] = {}
+COMMANDS: dict[str, Subcommand] = {}
 
 
 def command(group: str, does: str, *arguments: Argument, name: str = "") -> Callable[..., Any]:
@@ -52,7 +52,7 @@ def command(group: str, does: str, *arguments: Argument, name: str = "") -> Call
 
     def register(run: Callable[[Options], int]) -> Callable[[Options], int]:
         known = name or run.__name__[1:].replace("_", "-")
-        COMMANDS[known] = Command(known, group, does, arguments, run)
+        COMMANDS[known] = Subcommand(known, group, does, arguments, run)
         return run
 
     return register

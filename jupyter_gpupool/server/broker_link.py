@@ -19,7 +19,7 @@ from ..protocol import Message
 MAX_CALLS = 64
 
 
-class Link:
+class BrokerLink:
     """Calls the broker from the server's event loop.
 
     Parameters

@@ -18,7 +18,7 @@ from .. import starting, startrecord
 from ..config.differences import not_logged, notice
 from ..endpoint import find_socket
 from . import handlers, page_config, stream
-from .broker_link import Link
+from .broker_link import BrokerLink
 from .views import View
 from .watch import Watch
 
@@ -33,16 +33,16 @@ _KERNEL = r"/sessions/(?P<kernel_id>[^/]+)"
 
 #: Path below ``/gpupool/api`` -> handler. The last one is everything else.
 ROUTES: tuple[tuple[str, Any], ...] = (
-    ("/pool", handlers.Pool),
-    ("/history", handlers.History),
-    ("/sessions", handlers.Sessions),
-    (_KERNEL, handlers.Session),
-    (_KERNEL + "/release", handlers.Release),
-    (_KERNEL + "/keep", handlers.Keep),
-    (_KERNEL + "/wait", handlers.Wait),
-    ("/openapi.json", handlers.Document),
-    ("/events", stream.Events),
-    ("(?:/.*)?", handlers.Nothing),
+    ("/pool", handlers.PoolRoute),
+    ("/history", handlers.HistoryRoute),
+    ("/sessions", handlers.SessionsRoute),
+    (_KERNEL, handlers.SessionRoute),
+    (_KERNEL + "/release", handlers.ReleaseRoute),
+    (_KERNEL + "/keep", handlers.KeepRoute),
+    (_KERNEL + "/wait", handlers.WaitRoute),
+    ("/openapi.json", handlers.DocumentRoute),
+    ("/events", stream.EventSocket),
+    ("(?:/.*)?", handlers.NothingRoute),
 )
 
 
@@ -90,7 +90,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
             user = f"uid-{os.getuid()}"  # as the broker calls a user without an account
         config = self.serverapp.config.get("GPUPool", {})
         self._show(page_config.first(config, os.environ, self._find()))
-        link = Link(self._find, self._row, self._lost, self.log)
+        link = BrokerLink(self._find, self._row, self._lost, self.log)
         self._watch = Watch(
             link,
             self.serverapp.kernel_manager.list_kernel_ids,

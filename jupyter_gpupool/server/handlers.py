@@ -37,7 +37,7 @@ class BadRequest(GPUPoolError):
     code = Code.BAD_REQUEST
 
 
-class PoolHandler(APIHandler):  # type: ignore[misc]
+class Route(APIHandler):  # type: ignore[misc]
     """Base of the routes: every error is JSON with ``code``, ``message``, ``next_step``."""
 
     auth_resource = RESOURCE
@@ -105,7 +105,7 @@ class PoolHandler(APIHandler):  # type: ignore[misc]
         return view, found
 
 
-class Pool(PoolHandler):
+class PoolRoute(Route):
     """The pool as it is now."""
 
     @web.authenticated
@@ -114,7 +114,7 @@ class Pool(PoolHandler):
         self.finish(json.dumps(await self.watch.look()))
 
 
-class History(PoolHandler):
+class HistoryRoute(Route):
     """What was seen in the last minutes."""
 
     @web.authenticated
@@ -130,7 +130,7 @@ class History(PoolHandler):
         return values == ["1"]
 
 
-class Sessions(PoolHandler):
+class SessionsRoute(Route):
     """All sessions; those of others anonymous."""
 
     @web.authenticated
@@ -140,7 +140,7 @@ class Sessions(PoolHandler):
         self.finish(json.dumps({"now": view["now"], "sessions": view["sessions"]}))
 
 
-class Session(PoolHandler):
+class SessionRoute(Route):
     """One kernel's session, and what it asks for."""
 
     @web.authenticated
@@ -158,7 +158,7 @@ class Session(PoolHandler):
         self.finish(json.dumps({"request": answer["request"], "note": answer["note"]}))
 
 
-class Release(PoolHandler):
+class ReleaseRoute(Route):
     """Give the slice back now."""
 
     @web.authenticated
@@ -169,7 +169,7 @@ class Release(PoolHandler):
         self.finish(json.dumps({"note": answer["note"]}))
 
 
-class Keep(PoolHandler):
+class KeepRoute(Route):
     """Keep the slice although idle."""
 
     @web.authenticated
@@ -181,7 +181,7 @@ class Keep(PoolHandler):
         self.finish(json.dumps({"note": answer["note"]}))
 
 
-class Wait(PoolHandler):
+class WaitRoute(Route):
     """Why it waits."""
 
     @web.authenticated
@@ -191,7 +191,7 @@ class Wait(PoolHandler):
         self.finish(json.dumps(views.wait_of(view, session)))
 
 
-class Document(PoolHandler):
+class DocumentRoute(Route):
     """The description of this interface."""
 
     @web.authenticated
@@ -200,7 +200,7 @@ class Document(PoolHandler):
         self.finish(json.dumps(openapi.document(self.base_url)))
 
 
-class Nothing(PoolHandler):
+class NothingRoute(Route):
     """Every other path below ``/gpupool/api``: not found, as JSON."""
 
     @web.authenticated

@@ -2,14 +2,14 @@
 # Distributed under the terms of the Modified BSD License.
 """The last minutes of this server's kernels and of the devices, and how much was used. Pure.
 
-:class:`History` keeps points. A point is what one snapshot said; between two there is nothing. What
-nobody measured is null, and after a gap in the snapshots there is a point of nulls: a line has to
-break there.
+:class:`KernelHistory` keeps points, one from each snapshot and none in between. What was not
+measured is null, and after a gap in the snapshots there is a point of nulls: a line has to break
+there.
 
-:class:`Usage` counts how long this server's kernels were open, and how long of that they had a
-slice. Both only grow, and an ended kernel still counts. A kernel that the broker lost and found was
-open all along; that it had a slice meanwhile counts only if the broker says so: a broker that was
-killed has a smaller count of its own.
+:class:`KernelUsage` counts how long this server's kernels were open, and how long of that they had
+a slice. Both only grow, and an ended kernel still counts. A kernel that the broker lost and found
+was open all along; that it had a slice meanwhile counts only if the broker says so: a broker that
+was killed has a smaller count of its own.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Ring:
         return {"time": [round(at, 1) for at in list(self.time)[first:]], **columns}
 
 
-class Kernel(Ring):
+class KernelRing(Ring):
     """One kernel: memory in use, and the share of time in which it used its device."""
 
     def __init__(self) -> None:
@@ -95,11 +95,11 @@ class Kernel(Ring):
         return round(min(1.0, float(seconds - before[2]) / (now - before[1])), 2)
 
 
-class History:
+class KernelHistory:
     """The rings of all kernels and devices."""
 
     def __init__(self) -> None:
-        self._kernels: dict[str, Kernel] = {}
+        self._kernels: dict[str, KernelRing] = {}
         self._devices: dict[str, Ring] = {}
         self._broken = False
         self._now = 0.0
@@ -120,7 +120,7 @@ class History:
             if self._kernels[name].time[-1] < now - KEPT:
                 del self._kernels[name]
         for name, session in here.items():
-            self._kernels.setdefault(name, Kernel()).take(now, session, broken)
+            self._kernels.setdefault(name, KernelRing()).take(now, session, broken)
         devices = {d["uuid"]: d.get("utilisation") for d in view["devices"] or ()}
         self._devices = {name: self._devices.get(name) or Ring("utilisation") for name in devices}
         for name, ring in self._devices.items():
@@ -160,7 +160,7 @@ class _Seen:
     ended: bool = False
 
 
-class Usage:
+class KernelUsage:
     """Counts from ``since`` on, in seconds since the epoch."""
 
     def __init__(self, since: float) -> None:

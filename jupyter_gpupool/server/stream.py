@@ -27,7 +27,7 @@ from .watch import Watch
 MAX_BEHIND = 256
 
 
-class Events(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):  # type: ignore[misc]
+class EventSocket(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):  # type: ignore[misc]
     """One client."""
 
     auth_resource = RESOURCE

@@ -18,8 +18,8 @@ from typing import Any, Awaitable, Callable, Collection, Mapping, Protocol
 from ..errors import GPUPoolError
 from ..protocol import Message
 from . import server_metrics, views
-from .broker_link import Link
-from .kernel_history import History, Usage
+from .broker_link import BrokerLink
+from .kernel_history import KernelHistory, KernelUsage
 from .views import View
 
 #: Seconds between two snapshots however much happens: 50 sessions make one of 40 KiB.
@@ -73,7 +73,7 @@ class Watch:
 
     def __init__(
         self,
-        link: Link,
+        link: BrokerLink,
         kernels: Callable[[], Collection[str]],
         user: str,
         emit: Callable[[str, View], None],
@@ -112,8 +112,8 @@ class Watch:
         self._warned: dict[str, bool] = {}
         #: The machine's free memory as last published.
         self._available: int | None = None
-        self._history = History()
-        self._usage = Usage(time.time())
+        self._history = KernelHistory()
+        self._usage = KernelUsage(time.time())
         #: When a kernel of this server last changed, on the broker's clock.
         self._stirred = -LIVELY_INTERVAL
         #: The broker's clock less our monotonic one; None before the first snapshot.

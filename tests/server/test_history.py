@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jupyter_gpupool.server import kernel_history
-from jupyter_gpupool.server.kernel_history import KEPT, History, Usage
+from jupyter_gpupool.server.kernel_history import KEPT, KernelHistory, KernelUsage
 
 
 def kernel(name="k", session="s", **fields):
@@ -37,7 +37,7 @@ def view(now, *sessions, utilisation=50):
 
 
 def shown(*views, now=None, kernels=("k",)):
-    found = History()
+    found = KernelHistory()
     for one in views:
         found.take(one)
     return found.shown(views[-1]["now"] if now is None else now, kernels, devices=True)
@@ -87,7 +87,7 @@ def test_without_a_guard_memory_is_what_the_driver_charges():
 
 
 def test_where_nobody_looked_the_line_breaks():
-    found = History()
+    found = KernelHistory()
     found.take(view(100.0, kernel()))
     found.pause()
     found.take(view(160.0, kernel(busy_seconds=30.0)))
@@ -103,7 +103,7 @@ def test_where_nobody_looked_the_line_breaks():
 
 
 def test_only_the_last_minutes_are_kept():
-    found = History()
+    found = KernelHistory()
     for n in range(1000):
         found.take(view(100.0 + n, kernel(), kernel(f"old{n}", session=f"o{n}")))
     seen = found.shown(1099.0, [f"old{n}" for n in range(1000)] + ["k"])
@@ -114,7 +114,7 @@ def test_only_the_last_minutes_are_kept():
 
 
 def test_kernels_of_others_and_those_that_ended_are_not_shown():
-    found = History()
+    found = KernelHistory()
     found.take(view(100.0, kernel("mine"), kernel("foreign", session="f", here=False)))
     assert set(found.shown(100.0, ("mine", "foreign"))["kernels"]) == {"mine"}
     assert found.shown(100.0, ())["kernels"] == {}
@@ -130,7 +130,7 @@ def test_a_clock_that_was_set_back_begins_anew():
     st.lists(st.tuples(st.floats(0, 400), st.floats(0, 500), st.booleans()), min_size=1),
 )
 def test_points_are_ordered_and_shares_are_from_0_to_1(steps):
-    found, now, busy = History(), 100.0, 0.0
+    found, now, busy = KernelHistory(), 100.0, 0.0
     for step, used, pause in steps:
         now, busy = now + step, busy + used
         found.take(view(now, kernel(busy_seconds=busy)))
@@ -147,7 +147,7 @@ def test_points_are_ordered_and_shares_are_from_0_to_1(steps):
 
 def counted(*steps, since=50.0):
     """Each step is a view, or a view and the rows that came with it."""
-    found = Usage(since)
+    found = KernelUsage(since)
     for step in steps:
         found.take(*(step if isinstance(step, tuple) else (step, ())))
     found = found.shown()
@@ -193,7 +193,7 @@ def test_rows_that_came_after_the_snapshot_count_after_it():
 
 
 def test_a_broker_that_was_killed_takes_nothing_away():
-    found = Usage(50.0)
+    found = KernelUsage(50.0)
     found.take(view(100.0, kernel(attached_seconds_total=8.0)), ())
     # The running lease was not in its journal; for two seconds now it has counted again.
     found.take(view(110.0, kernel(attached_seconds_total=2.0)), ())
@@ -205,7 +205,7 @@ def test_a_broker_that_was_killed_takes_nothing_away():
 
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(kernel_history, "MOST", 10)
-    found = Usage(50.0)
+    found = KernelUsage(50.0)
     for n in range(100):
         found.take(view(100.0 + n, kernel(session=f"s{n}", opened_at=99.0 + n)), ())
     assert len(found._seen) <= 11
@@ -237,7 +237,7 @@ ROW = st.builds(
 )
 def test_usage_only_grows_and_slices_never_exceed_sessions(since, steps):
     """Also with a clock that jumps and a count that goes back."""
-    found = Usage(since)
+    found = KernelUsage(since)
     before = (0.0, 0.0)
     for now, sessions, rows in steps:
         found.take(view(now, *{s["id"]: s for s in sessions}.values()), rows)
