@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import emucuda
+from emucuda import build
 
 FOLDER = Path(emucuda.__file__).parent
 
@@ -89,6 +90,17 @@ def test_programs_with_one_state_directory_share_devices(tmp_path):
     state = ("--state", tmp_path / "machine")
     assert emulate(*state, "3x1GiB", "--", sys.executable, "-c", names).stdout == "3\n"
     assert (tmp_path / "machine" / "machine").exists()
+
+
+def test_a_c_program_links_without_a_cuda_toolkit(tmp_path):
+    (tmp_path / "program.c").write_text(
+        "#include <stdio.h>\nint cuInit(unsigned), cuDeviceGetCount(int *);\n"
+        'int main(void) { int n = 0; cuInit(0); cuDeviceGetCount(&n); printf("%d\\n", n); }\n'
+    )
+    library = ("-L", emucuda.library_dir(), "-lcuda")
+    run(*build.compiler(), "-o", tmp_path / "program", tmp_path / "program.c", *library)
+    state = ("--state", tmp_path / "machine")
+    assert emulate(*state, "2x1GiB", tmp_path / "program").stdout == "2\n"
 
 
 def test_without_a_program_it_prints_variables_for_a_shell(tmp_path):
