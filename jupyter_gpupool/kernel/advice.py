@@ -15,7 +15,7 @@ from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..units import format_bytes, parse_bytes, typed_bytes
 from .guard_state import Guard, MemoryFigures
 from .holds import CallRefusal
-from .link import Link
+from .link import SessionLink
 from .waits import sentence
 
 #: How libraries name the error of a call that waited in vain (802), and of managed memory (801).
@@ -43,7 +43,9 @@ def may_be_refused(name: str, text: str) -> bool:
     return name not in _INTERRUPTS and bool(is_out_of_memory(name, text) or _NOT_READY.search(text))
 
 
-def explain(link: Link, guard: Guard, refused: CallRefusal | None, name: str, text: str) -> str:
+def explain(
+    link: SessionLink, guard: Guard, refused: CallRefusal | None, name: str, text: str
+) -> str:
     """Return the line to add under the error of a cell; empty if there is nothing to say.
 
     ``refused``: what the broker refused while the cell ran.
@@ -74,7 +76,7 @@ def explain(link: Link, guard: Guard, refused: CallRefusal | None, name: str, te
     return ""
 
 
-def _not_ready(link: Link) -> str:
+def _not_ready(link: SessionLink) -> str:
     doctor = "`jupyter gpupool doctor` says what is wrong."
     if link.unreachable_for():
         return f"a CUDA call waited for a GPU slice. {no_broker(link, link.unavailable())} {doctor}"
@@ -116,7 +118,7 @@ def tried_bytes(text: str) -> int:
         return 0
 
 
-def advice(link: Link, text: str, figures: MemoryFigures | None = None) -> str:
+def advice(link: SessionLink, text: str, figures: MemoryFigures | None = None) -> str:
     """Return the line to add under the error; ``figures`` are those that the guard counts."""
     granted = _granted(link, figures)
     if not granted:
@@ -132,7 +134,7 @@ def advice(link: Link, text: str, figures: MemoryFigures | None = None) -> str:
     return f"GPU pool: {line}. {_what_to_type(link, granted, text)}"
 
 
-def _granted(link: Link, figures: MemoryFigures | None) -> int:
+def _granted(link: SessionLink, figures: MemoryFigures | None) -> int:
     """Return the bytes of the smallest slice; 0 without one."""
     if figures is not None and figures.granted:
         return figures.granted
@@ -150,7 +152,7 @@ def counted(figures: MemoryFigures) -> str:
     return line
 
 
-def _what_to_type(link: Link, granted: int, text: str) -> str:
+def _what_to_type(link: SessionLink, granted: int, text: str) -> str:
     most = link.limits.get("memory")
     wanted = _round_up(max(2 * granted, granted + tried_bytes(text)))
     if not isinstance(most, int):
@@ -171,7 +173,7 @@ def _round_up(value: int) -> int:
 # ---------------------------------------------------------------------- no broker
 
 
-def no_broker(link: Link, error: GPUPoolError) -> GPUPoolError:
+def no_broker(link: SessionLink, error: GPUPoolError) -> GPUPoolError:
     """Return ``error``, that no broker can be used, with the way to start one if none is there."""
     named = str(link.path.with_suffix(".log")) in str(error)
     hint = "" if named else log_hint(link)
@@ -190,7 +192,7 @@ def no_broker(link: Link, error: GPUPoolError) -> GPUPoolError:
     return BrokerUnavailable(message, code=error.code, next_step=f"{start} {hint}".strip())
 
 
-def log_hint(link: Link) -> str:
+def log_hint(link: SessionLink) -> str:
     """Return where to look when the broker does not answer."""
     if link.path == MACHINE_SOCKET:
         return ""

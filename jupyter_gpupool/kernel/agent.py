@@ -12,7 +12,7 @@ from ..endpoint import NO_SESSION_VARIABLE, SOCKET_VARIABLE
 from .cells import CellGate
 from .frameworks import CudaProbe, FrameworkCaps, Visible
 from .guard_state import Guard
-from .link import Link
+from .link import SessionLink
 from .magic import GPUMagics, complete_gpu
 from .waits import Interrupts
 
@@ -33,7 +33,7 @@ class Agent:
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
-        self.link: Link | None = None
+        self.link: SessionLink | None = None
         self.gate: CellGate | None = None
         self.visible: Visible | None = None
         environ = os.environ
@@ -42,7 +42,7 @@ class Agent:
         if environ.get(SESSION_VARIABLE) and getattr(shell, "kernel", None) is not None:
             guard = Guard(environ)
             probe = CudaProbe()
-            self.link = Link(
+            self.link = SessionLink(
                 environ.get(SOCKET_VARIABLE, ""),
                 environ[SESSION_VARIABLE],
                 environ.get(TOKEN_VARIABLE, ""),

@@ -42,7 +42,7 @@ from .command import (
 from .frameworks import FrameworkCaps, show_devices
 from .guard_state import Guard
 from .holds import Slice
-from .link import Link
+from .link import SessionLink
 from .waits import (
     TICK,
     Alarm,
@@ -71,7 +71,7 @@ class CellGate:
     def __init__(
         self,
         shell: Any,
-        link: Link,
+        link: SessionLink,
         guard: Guard,
         caps: FrameworkCaps,
         interrupts: Interrupts,
@@ -449,7 +449,9 @@ class CellGate:
 class RequestForOneCell:
     """Changes the session's request for one cell and back; ``notice`` shows a text to the user."""
 
-    def __init__(self, link: Link, interrupts: Interrupts, notice: Callable[[str], None]) -> None:
+    def __init__(
+        self, link: SessionLink, interrupts: Interrupts, notice: Callable[[str], None]
+    ) -> None:
         self._link = link
         self._interrupts = interrupts
         self._notice = notice

@@ -52,7 +52,7 @@ class CommandError(GPUPoolError):
 
 
 @dataclass(frozen=True)
-class Command:
+class GPUCommand:
     """A subcommand with the fields of the message that carries it out."""
 
     name: str
@@ -129,7 +129,7 @@ def parse_cell_header(header: str, request: Mapping[str, Any]) -> CellRequest:
     return CellRequest(int(fields["memory"]), fields)
 
 
-def parse_command(line: str, request: Mapping[str, Any]) -> Command:
+def parse_command(line: str, request: Mapping[str, Any]) -> GPUCommand:
     """Read what stands after ``%gpu``; ``request`` is the session's request as it is.
 
     Raises
@@ -139,10 +139,10 @@ def parse_command(line: str, request: Mapping[str, Any]) -> Command:
     """
     words = line.split()
     if not words:
-        return Command("status")
+        return GPUCommand("status")
     name, rest = words[0], words[1:]
     if name[0] in "0123456789.-+" and not name.startswith("--"):
-        return Command("memory", _memory(words, request))
+        return GPUCommand("memory", _memory(words, request))
     if name not in SUBCOMMANDS:
         hint = did_you_mean(name, SUBCOMMANDS, shown="%gpu {}")
         hint = hint or "Sizes are written like %gpu 12GiB."
@@ -155,16 +155,16 @@ def parse_command(line: str, request: Mapping[str, Any]) -> Command:
                 f"%gpu {name} takes no argument, and {' '.join(rest)!r} was given.",
                 next_step=f"Write %gpu {name}.",
             )
-        return Command(name)
+        return GPUCommand(name)
     if not rest:
         raise CommandError(
             f"%gpu {name} needs a value.", next_step=f"Write {SUBCOMMANDS[name][0]}."
         )
     if name == "memory":
-        return Command(name, _memory(rest, request))
+        return GPUCommand(name, _memory(rest, request))
     if name == "keep":
         try:
-            return Command(name, {"seconds": parse_seconds(" ".join(rest))})
+            return GPUCommand(name, {"seconds": parse_seconds(" ".join(rest))})
         except ValueError as error:
             raise CommandError(str(error), next_step="Write for example %gpu keep 10m.") from None
     if len(rest) > 1:
@@ -172,7 +172,7 @@ def parse_command(line: str, request: Mapping[str, Any]) -> Command:
             f"%gpu {name} takes one value, and {' '.join(rest)!r} was given.",
             next_step=f"Write {SUBCOMMANDS[name][0]}.",
         )
-    return Command(name, {name: _option(name, rest[0], f"Write {SUBCOMMANDS[name][0]}.")})
+    return GPUCommand(name, {name: _option(name, rest[0], f"Write {SUBCOMMANDS[name][0]}.")})
 
 
 def _memory(words: list[str], request: Mapping[str, Any]) -> dict[str, Any]:

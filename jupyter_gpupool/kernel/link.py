@@ -39,7 +39,7 @@ LOOK = 0.2
 log = logging.getLogger("jupyter_gpupool.kernel")
 
 
-class Link:
+class SessionLink:
     """The session of this kernel process.
 
     Parameters

@@ -19,7 +19,7 @@ from .cells import CellGate
 from .command import OPTIONS, SUBCOMMANDS, parse_command
 from .guard_state import NO_GUARD
 from .holds import Slice
-from .link import Link
+from .link import SessionLink
 from .magic_display import STAYS, HelpDisplay, PoolDisplay, SessionDisplay, device_names, stays
 from .waits import TICK, WaitDisplay, describe, worth_showing
 
@@ -34,7 +34,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
     """The ``%gpu`` line magic, and the refusal of a ``%%gpu`` that the gate has not taken."""
 
     def __init__(
-        self, shell: Any, link: Link | None, gate: CellGate | None, no_session: str = ""
+        self, shell: Any, link: SessionLink | None, gate: CellGate | None, no_session: str = ""
     ) -> None:
         super().__init__(shell)
         self._no_session = no_session
@@ -103,7 +103,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
             print(_request_text(answer, self.gate.guard.on))
             self.gate.request_changed()
 
-    def _status(self, link: Link) -> None:
+    def _status(self, link: SessionLink) -> None:
         try:
             snapshot = link.call("status")
         except BrokerUnavailable as error:
@@ -127,7 +127,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
             why = str((snapshot.get("settings") or {}).get("attach_reason") or why)
         return {"guard": guard.on, "guard_reason": why, "figures": guard.figures()}
 
-    def _attach(self, link: Link, gate: CellGate) -> None:
+    def _attach(self, link: SessionLink, gate: CellGate) -> None:
         """Wait for the slice in this cell. Blocking, as any magic: the interrupt ends it."""
         hold = f"manual-{next(self._ids)}"
         changed = threading.Event()
@@ -163,7 +163,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         print(_attached_text(link, slices))
 
 
-def _attached_text(link: Link, slices: Sequence[Slice]) -> str:
+def _attached_text(link: SessionLink, slices: Sequence[Slice]) -> str:
     if any(s.device not in link.devices for s in slices):
         try:
             link.call("status")
@@ -199,7 +199,7 @@ def _request_text(answer: Any, guarded: bool) -> str:
     return f"{text} {note}".rstrip()
 
 
-def _own_view(link: Link) -> dict[str, Any]:
+def _own_view(link: SessionLink) -> dict[str, Any]:
     """Return what the agent itself knows, in the words of a status entry."""
     return {
         "id": link.session,

@@ -29,7 +29,7 @@ from ..errors import Code, GPUPoolError
 from ..units import format_bytes, format_seconds, format_wait
 from .guard_state import Guard
 from .holds import HoldWait
-from .link import Link
+from .link import SessionLink
 
 #: Longest time, in seconds, between two looks at a wait. A change wakes it at once; the tick is
 #: for an interrupt whose wake-up is lost.
@@ -135,7 +135,7 @@ HOW_TO_STOP_CALL = "A CUDA call of this cell waits; interrupt the kernel to end 
 Publish = Callable[[str, dict[str, Any]], None]
 
 
-def describe(link: Link) -> str:
+def describe(link: SessionLink) -> str:
     """Return one line on what this hold is waiting for."""
     if link.unreachable_for():
         return link.reviver.describe()
@@ -165,7 +165,7 @@ def sentence(reason: str) -> str:
     return text if not text or text.endswith((".", "!", "?")) else f"{text}."
 
 
-def worth_showing(link: Link, wait: HoldWait) -> bool:
+def worth_showing(link: SessionLink, wait: HoldWait) -> bool:
     """Return whether the user should hear of this wait (yet)."""
     return link.queue is not None or time.monotonic() - wait.since >= PATIENCE
 
@@ -247,7 +247,7 @@ class RunningRequest:
 class CallWaits:
     """Shows in the running cell what its CUDA calls wait for."""
 
-    def __init__(self, kernel: Any, link: Link, guard: Guard) -> None:
+    def __init__(self, kernel: Any, link: SessionLink, guard: Guard) -> None:
         self._kernel = kernel
         self._link = link
         self._guard = guard

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A process like a kernel, steered by lines of JSON: the agent's own Link, and real CUDA memory.
+"""A process like a kernel, steered by lines of JSON: the agent's own link, and CUDA memory.
 
 Run with the environment that ``open`` answered. One command per line on stdin, one answer per line
 on stdout; ``{"ok": ...}`` or ``{"error": ..., "code": ...}``.
@@ -16,7 +16,7 @@ import threading
 import time
 
 from jupyter_gpupool.errors import GPUPoolError
-from jupyter_gpupool.kernel.link import Link
+from jupyter_gpupool.kernel.link import SessionLink
 
 
 def cu_initialised():
@@ -27,7 +27,7 @@ def cu_initialised():
 STATE = {"device": None, "buffers": []}
 WAITS = {}
 CHILDREN = []
-LINK = Link(
+LINK = SessionLink(
     os.environ["GPUPOOL_SOCKET"],
     os.environ["GPUPOOL_SESSION"],
     os.environ["GPUPOOL_TOKEN"],

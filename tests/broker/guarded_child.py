@@ -100,10 +100,10 @@ def do_release(command):
 
 def do_hold(command):
     """Ask for a slice as the agent does, and do not wait for the answer."""
-    from jupyter_gpupool.kernel.link import Link
+    from jupyter_gpupool.kernel.link import SessionLink
 
     names = ("GPUPOOL_SOCKET", "GPUPOOL_SESSION", "GPUPOOL_TOKEN")
-    link = Link(*(os.environ[name] for name in names), cuda=lambda: None)
+    link = SessionLink(*(os.environ[name] for name in names), cuda=lambda: None)
     link.start()
     THREADS["agent"] = link, link.wait(command["hold"], "cell", lambda: None)
 

@@ -21,7 +21,7 @@ from jupyter_gpupool.kernel.frameworks import (
     usable_bytes,
 )
 from jupyter_gpupool.kernel.holds import Slice
-from jupyter_gpupool.kernel.link import Link
+from jupyter_gpupool.kernel.link import SessionLink
 from tests.emulated import environment, parse_machine
 
 GiB = 1 << 30
@@ -182,5 +182,5 @@ def test_which_errors_are_out_of_device_memory(
 
 
 def test_advice_without_a_slice() -> None:
-    link = Link("/nowhere/broker.sock", "s1", "token")
+    link = SessionLink("/nowhere/broker.sock", "s1", "token")
     assert "Type %gpu attach" in advice(link, "")

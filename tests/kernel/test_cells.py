@@ -229,7 +229,7 @@ def test_the_state_in_host_memory_keeps_silent_requests_waiting(
     assert silent.done().status == "ok"
     assert silent.outputs == []
     found = kernel.client.inspect("link", reply=True, timeout=20)["content"]
-    assert "Link" in found["data"]["text/plain"]
+    assert "SessionLink" in found["data"]["text/plain"]
 
 
 def test_requests_while_a_cell_waits(broker: ScriptedBroker, kernel: Kernel) -> None:

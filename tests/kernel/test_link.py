@@ -10,7 +10,7 @@ import pytest
 from scripted_broker import ScriptedBroker
 
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.kernel.link import Link
+from jupyter_gpupool.kernel.link import SessionLink
 
 
 def link_threads() -> list[threading.Thread]:
@@ -18,7 +18,7 @@ def link_threads() -> list[threading.Thread]:
 
 
 def test_closing_ends_its_threads(broker: ScriptedBroker) -> None:
-    link = Link(broker.path, "s1", "token")
+    link = SessionLink(broker.path, "s1", "token")
     link.start()
     broker.wait_for("hello")
     link.close()
@@ -27,7 +27,7 @@ def test_closing_ends_its_threads(broker: ScriptedBroker) -> None:
 
 def test_closing_while_there_is_no_broker_ends_its_threads(broker: ScriptedBroker) -> None:
     broker.die()
-    link = Link(broker.path, "s1", "token")
+    link = SessionLink(broker.path, "s1", "token")
     link.start()
     link.close()
     assert link_threads() == []
@@ -51,7 +51,7 @@ def test_all_waits_are_asked_again_after_a_reconnect(
 ) -> None:
     quick_answers(monkeypatch)
     broker.die()
-    link = Link(broker.path, "s1", "token")
+    link = SessionLink(broker.path, "s1", "token")
     link.start()
     try:
         changed = threading.Event()
@@ -69,7 +69,7 @@ def test_exception_in_the_agent_does_not_end_the_connection(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     greeted = threading.Event()
-    welcome = Link._welcome
+    welcome = SessionLink._welcome
     faults = iter([RuntimeError("a fault of ours")])
 
     def failing(self, answer):
@@ -78,8 +78,8 @@ def test_exception_in_the_agent_does_not_end_the_connection(
         welcome(self, answer)
         greeted.set()
 
-    monkeypatch.setattr(Link, "_welcome", failing)
-    link = Link(broker.path, "s1", "token")
+    monkeypatch.setattr(SessionLink, "_welcome", failing)
+    link = SessionLink(broker.path, "s1", "token")
     link.start()
     try:
         assert greeted.wait(20)

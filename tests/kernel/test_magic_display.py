@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jupyter_gpupool.kernel.holds import QueuePlace
-from jupyter_gpupool.kernel.link import Link
+from jupyter_gpupool.kernel.link import SessionLink
 from jupyter_gpupool.kernel.magic import complete_gpu
 from jupyter_gpupool.kernel.magic_display import PoolDisplay, session_rows
 from jupyter_gpupool.kernel.waits import describe, sentence
@@ -61,7 +61,7 @@ def test_a_shortage_of_host_memory_has_a_line() -> None:
 )
 def test_a_reason_is_shown_as_a_sentence(reason: str, said: str) -> None:
     assert sentence(reason) == said
-    link = Link("/nowhere/broker.sock", "s1", "token")
+    link = SessionLink("/nowhere/broker.sock", "s1", "token")
     link._down_since = None
     link.queue = QueuePlace(1, 1, 0.2, reason)
     expected = f"Waiting for a GPU slice: position 1 of 1, about 1 s. {said}".rstrip()
@@ -73,7 +73,7 @@ def test_a_wait_without_an_estimate_says_how_long_it_has_lasted(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    link = Link("/nowhere/broker.sock", "s1", "token")
+    link = SessionLink("/nowhere/broker.sock", "s1", "token")
     link._down_since = None
     for _ in range(2):
         link._push({"type": "queue", "position": 2, "length": 3, "eta": None, "reason": "Why."})

@@ -16,7 +16,7 @@ from jupyter_gpupool.kernel.command import parse_cell_header, parse_command
 from jupyter_gpupool.kernel.frameworks import OURS_VARIABLE, Visible
 from jupyter_gpupool.kernel.guard_state import MemoryFigures
 from jupyter_gpupool.kernel.holds import CallRefusal, QueuePlace, Slice
-from jupyter_gpupool.kernel.link import Link
+from jupyter_gpupool.kernel.link import SessionLink
 from jupyter_gpupool.kernel.magic import GPUMagics
 from jupyter_gpupool.kernel.magic_display import HelpDisplay, PoolDisplay, SessionDisplay
 from jupyter_gpupool.kernel.waits import HOW_TO_STOP, HOW_TO_STOP_CALL, describe, interrupted
@@ -28,9 +28,9 @@ SOCKET = "/run/user/1000/gpupool/broker.sock"
 REASON = "all 32 GiB in use by running cells"
 
 
-def link(path: str = SOCKET, **changes: Any) -> Link:
+def link(path: str = SOCKET, **changes: Any) -> SessionLink:
     """Return the kernel's side of a session that has a broker."""
-    found = Link(path, "s1", "token")
+    found = SessionLink(path, "s1", "token")
     found._down_since = None
     found.request = {"memory": 8 * GiB, "limit": 8 * GiB, "devices": 1}
     found.limits = {"memory": 16 * GiB}
@@ -91,7 +91,7 @@ def errors(sheet: Sheet) -> None:
     attached = {"attached": True, "slices": (Slice("GPU-5d1c", 8 * GiB),)}
 
     def put(
-        situation: str, guard: Guard, refused: CallRefusal | None, text: str, own: Link
+        situation: str, guard: Guard, refused: CallRefusal | None, text: str, own: SessionLink
     ) -> None:
         name = "OutOfMemoryError" if "memory" in text else "RuntimeError"
         sheet.put(situation, explain(own, guard, refused, name, text))  # type: ignore[arg-type]
