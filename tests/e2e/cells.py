@@ -23,7 +23,7 @@ class Block:
     """``mib`` MiB of device memory, in chunks, the last of them scratch."""
 
     def __init__(self, mib, chunk_mib=24):
-        self.chunk = min(chunk_mib, mib // 2) << 20
+        self.chunk = max(1, min(chunk_mib, mib // 5)) << 20
         self.count = (mib << 20) // self.chunk
         self.bytes = mib << 20
         self.base = np.arange(self.chunk // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

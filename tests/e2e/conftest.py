@@ -44,20 +44,38 @@ def installed(kernelspec):
         pytest.fail("The end-to-end tests emulate devices, and this machine has an NVIDIA driver.")
 
 
-@pytest.fixture
-def pool(installed, monkeypatch, request):
-    """Return ``make(machine, **config) -> Pool``: a broker of this test's own.
+@pytest.fixture(scope="module")
+def rested():
+    """Pools of this file that have nothing left of the test before."""
+    pools: list[Pool] = []
+    yield pools
+    for pool in pools:
+        pool.end()
+        shutil.rmtree(pool.folder, ignore_errors=True)
 
-    At the end everything it started must end by itself, and nothing may be left granted.
+
+@pytest.fixture
+def pool(installed, rested, monkeypatch, request):
+    """Return ``make(machine, **config) -> Pool``: a broker that no other test uses meanwhile.
+
+    At the end everything the test started must end by itself, and nothing may be left granted. The
+    broker may then serve the next test of the file that asks for the same, if it is as good as new.
     """
     made: list[Pool] = []
 
     def make(machine: str = "2x1638MiB,context=64MiB", **config) -> Pool:
-        folder = Path(tempfile.mkdtemp(prefix="gp"))  # sockets need a short path
-        pool = Pool(folder, machine, config)
-        made.append(pool)
-        pool.take_environment(monkeypatch)
-        pool.begin()
+        pool = next((p for p in rested if p.asked == (machine, config)), None)
+        if pool is None:
+            folder = Path(tempfile.mkdtemp(prefix="gp"))  # sockets need a short path
+            pool = Pool(folder, machine, config)
+            made.append(pool)
+            pool.take_environment(monkeypatch)
+            pool.begin()
+        else:
+            rested.remove(pool)
+            made.append(pool)
+            pool.take_environment(monkeypatch)
+            pool.again()
         return pool
 
     yield make
@@ -65,6 +83,10 @@ def pool(installed, monkeypatch, request):
         report = request.node.stash.get(REPORTS, {}).get("call")
         passed = report is not None and report.passed
         try:
+            pool.stop(check=passed)
+            if passed and pool.rests():
+                rested.append(pool)
+                continue
             pool.end(check=passed)
             if not passed:
                 request.node.add_report_section("teardown", "logs of the pool", pool.logs())
@@ -72,5 +94,5 @@ def pool(installed, monkeypatch, request):
             request.node.add_report_section("teardown", "logs of the pool", pool.logs())
             raise
         finally:
-            if not os.environ.get("GPUPOOL_E2E_KEEP"):
+            if pool not in rested and not os.environ.get("GPUPOOL_E2E_KEEP"):
                 shutil.rmtree(pool.folder, ignore_errors=True)

@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import BrokerUnavailable
 from jupyter_gpupool.guard.install import without_guard
 from jupyter_gpupool.starting import ensure_broker
+from tests.broker.kit import as_new
 
 KERNEL_NAME = "gpupool-python3"
 MiB = 1 << 20
@@ -287,10 +289,17 @@ class Pool:
             "linger": 600.0,
             **config,
         }
+        #: What the test asked for: another that asks for the same may have this pool.
+        self.asked = (machine, config)
         self.mark = uuid.uuid4().hex
         self.kernels: list[Kernel] = []
         self.samplers: list[Sampler] = []
         self._client: Client | None = None
+        #: Whether it is not fit for another test, whatever its status says.
+        self.disturbed = False
+        #: Of the test that has it now: what was there at its begin, and the journal's last row.
+        self._before: Any = None
+        self._after = 0
         #: What leads to the driver, as the broker hands it to kernels; empty for a real one.
         self.driver_env: dict[str, str] = {}
 
@@ -299,7 +308,7 @@ class Pool:
         for name in ("GPUPOOL_EMULATE", "EMUCUDA_STATE", "GPUPOOL_SESSION"):
             monkeypatch.delenv(name, raising=False)
         for name in ("config", "runtime", "ipython", "data"):
-            (self.folder / name).mkdir()
+            (self.folder / name).mkdir(exist_ok=True)
         monkeypatch.setenv("GPUPOOL_SOCKET", str(self.socket))
         monkeypatch.setenv(MARK, self.mark)
         monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(self.folder / "config"))
@@ -321,6 +330,7 @@ class Pool:
         ensure_broker({"GPUPool": self.config}, str(self.socket))
 
     def begin(self) -> None:
+        """Start the broker, for the first test."""
         self.write_config()
         self.start_broker()
         # The only public way to learn how a kernel reaches the driver: be one for a moment.
@@ -330,6 +340,51 @@ class Pool:
         names = ("EMUCUDA_MACHINE", "EMUCUDA_STATE", "LD_LIBRARY_PATH")
         self.driver_env = {name: env[name] for name in names if name in env}
         self.call("close", session=answer["session"], reason="probe")
+        self._before = self._there()
+
+    def again(self) -> None:
+        """Begin another test: what was before is none of its business."""
+        self._after = self.call("journal", limit=0)["seq"]
+
+    def _there(self) -> tuple[Any, ...]:
+        """Return the broker's processes and files, which a test may replace."""
+        broker = psutil.Process(self.status()["pid"])
+        processes = {(p.pid, p.create_time()) for p in (broker, *broker.children(recursive=True))}
+        files = {path.name: path.stat().st_ino for path in self.folder.glob("b.*")}
+        return processes, files, *(path.read_text() for path in self.folder.glob("config/*.json"))
+
+    def rests(self) -> bool:
+        """Return whether the broker is as good as a new one, and all else has ended.
+
+        The test has passed, its kernels are gone, and nothing is granted any more.
+        """
+        if self.disturbed or os.environ.get("GPUPOOL_E2E_KEEP"):
+            return False
+        try:
+            wait_for(lambda: as_new(self.status()), "the broker to be as new", 10)
+            if self._there() != self._before:
+                return False
+        except (Late, BrokerUnavailable, psutil.Error):
+            return False
+        mine = {pid for pid, _ in self._before[0]}
+        if [process for process in marked(self.mark) if process.pid not in mine]:
+            return False
+        for path in self.folder.iterdir():
+            if path.name in ("config", "state") or path.name.startswith("b."):
+                continue  # the broker's, and its machine's
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        return True
+
+    @property
+    def faults(self) -> Any:
+        """What injects faults into the machine."""
+        from tests.emulated import Faults
+
+        self.disturbed = True
+        return Faults(self.driver_env["EMUCUDA_STATE"])
 
     @property
     def client(self) -> Client:
@@ -352,7 +407,7 @@ class Pool:
 
     def journal(self, **fields: Any) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
-        after = 0
+        after = self._after
         while batch := self.call("journal", after=after, limit=1000, **fields)["rows"]:
             rows += batch
             after = batch[-1]["seq"]
@@ -379,11 +434,7 @@ class Pool:
             startrecord.remove_record(self.socket)
         process = psutil.Process(self.status()["pid"])
         process.kill()
-        wait_for(
-            lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE,
-            "the killed broker to be gone",
-        )
-        reap(process.pid)
+        wait_for(lambda: not runs(process), "the killed broker to be gone")
 
     def workers(self) -> list[psutil.Process]:
         """Return the suspend workers: the broker's children that make checkpoint calls."""
@@ -452,25 +503,31 @@ class Pool:
 
         # A real driver needs a moment for a process that was killed.
         wait_for(lambda: not accounted(), "nothing left for the driver to account for",
-                 timeout=20, show=accounted)  # fmt: skip
+                 show=accounted)  # fmt: skip
 
     # ------------------------------------------------------------------ the end
 
-    def end(self, check: bool = True) -> None:
-        """End everything this pool started; fail on what would not end by itself."""
-        problems: list[str] = []
+    def stop(self, check: bool = True) -> None:
+        """End the kernels and samplers of a test; fail if they leave anything."""
         for sampler in list(self.samplers):
             sampler.stop()
         if self.kernels:
             asyncio.run(self.stop_kernels())
+        if check:
+            self.check_nothing_left()
+
+    def end(self, check: bool = True) -> None:
+        """End everything this pool started; fail on what would not end by itself."""
+        problems: list[str] = []
         try:
-            if check:
-                self.check_nothing_left()
-            pid = self.status()["pid"]
+            self.stop(check)
+            broker = psutil.Process(self.status()["pid"])
             if self._client is not None:
                 self._client.close()
-            os.kill(pid, signal.SIGTERM)
-        except (BrokerUnavailable, AssertionError) as error:
+            broker.terminate()
+            # First alone: to look through all processes takes much longer than to look at one.
+            wait_for(lambda: not runs(broker), "the broker's end", show=self.logs)
+        except (BrokerUnavailable, AssertionError, psutil.Error) as error:
             problems.append(str(error))
 
         def left() -> list[str]:
@@ -479,7 +536,7 @@ class Pool:
             return [f"{p.pid} {command_of(p)}" for p in found if p.is_running()]
 
         try:
-            wait_for(lambda: not left(), "no process left", timeout=20, show=left)
+            wait_for(lambda: not left(), "no process left", show=left)
         except Late as error:
             problems.append(str(error))
         for process in marked(self.mark):
@@ -494,6 +551,17 @@ class Pool:
             text = path.read_text(errors="replace")
             parts.append(f"--- {path.relative_to(self.folder)}\n{text[-tail:]}")
         return "\n".join(parts)
+
+
+def runs(process: psutil.Process) -> bool:
+    """Return whether a process has not ended; one of ours that has is reaped."""
+    try:
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return True
+    except psutil.Error:
+        return False
+    reap(process.pid)
+    return False
 
 
 def reap(pid: int) -> None:

@@ -9,8 +9,8 @@ import asyncio
 from . import cells
 from .kit import until
 
-#: MiB of a test's array.
-DATA = 128
+#: MiB of a test's array: of several chunks, and little to copy.
+DATA = 40
 
 
 async def state(kernel, wanted, timeout=60):

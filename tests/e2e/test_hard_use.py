@@ -14,7 +14,6 @@ from functools import partial
 import psutil
 import pytest
 
-from tests.emulated import Faults
 
 from . import cells
 from .kit import MiB, until
@@ -372,10 +371,6 @@ def test_overuse_of_the_quota_is_refused_or_served_later(pool):
 # ---------------------------------------------------------------------- when the driver fails
 
 
-def faults(pool):
-    return Faults(pool.driver_env["EMUCUDA_STATE"])
-
-
 def test_failed_resume_loses_only_its_own_session(pool):
     pool = pool(MACHINE, default_memory=SLICE)
 
@@ -385,7 +380,7 @@ def test_failed_resume_loses_only_its_own_session(pool):
             (await kernel.run(cells.setup(number, DATA))).check()
         await release(pool, doomed)
         process = psutil.Process(doomed.pid)
-        faults(pool).set("restore-failed", pid=doomed.pid, count=1)
+        pool.faults.set("restore-failed", pid=doomed.pid, count=1)
         said = []
         cell = asyncio.create_task(doomed.run("block.verify()", timeout=100))
         await until(lambda: doomed.session() is None, "the lost session to end", timeout=30)
@@ -415,7 +410,7 @@ def test_hung_worker_is_replaced_and_the_notebook_goes_on(pool, op):
         kernel = await pool.kernel()
         (await kernel.run(cells.setup(1, DATA))).check()
         before = {worker.pid for worker in pool.workers()}
-        faults(pool).set("hang", pid=kernel.pid, op=op, count=1)
+        pool.faults.set("hang", pid=kernel.pid, op=op, count=1)
         pool.call("release", session=kernel.session()["id"])
         await until(
             lambda: {w.pid for w in pool.workers()} - before and len(pool.workers()) == len(before),
@@ -438,7 +433,7 @@ def test_notebooks_of_a_lost_device_resume_elsewhere(pool):
         home = (await state(away, "idle"))["device"]
         await release(pool, away)
         index = next(d["index"] for d in pool.devices() if d["uuid"] == home)
-        faults(pool).set("device-lost", device=index)
+        pool.faults.set("device-lost", device=index)
         await until(
             lambda: next(d for d in pool.devices() if d["uuid"] == home)["drained_reason"],
             "the lost device to be drained",
@@ -449,7 +444,7 @@ def test_notebooks_of_a_lost_device_resume_elsewhere(pool):
         (await other.run(cells.setup(2, DATA) + "block.verify()")).check()
         assert other.session()["device"] != home
         await pool.stop_kernels()
-        faults(pool).clear()
+        pool.faults.clear()
 
     play(scenario())
 

@@ -16,6 +16,7 @@ from .kit import MiB, Sampler, until
 from .scenes import DATA, play, state, suspended
 
 MACHINE = "2x640MiB,context=32MiB"
+ONE = "1x640MiB,context=32MiB"
 SLICE = 256 * MiB
 
 
@@ -49,7 +50,7 @@ class Watch:
 
 
 def test_kernel_without_cuda_gets_no_slice_under_manual(pool):
-    pool = pool(MACHINE, attach="manual", default_memory=SLICE)
+    pool = pool(ONE, attach="manual", default_memory=SLICE)
 
     async def scenario():
         kernel = await pool.kernel()
@@ -69,7 +70,7 @@ def test_kernel_without_cuda_gets_no_slice_under_manual(pool):
 
 def test_under_manual_no_cell_waits_for_the_broker(pool):
     """The broker is stopped in its tracks: if a cell asked it for anything, it would wait."""
-    pool = pool(MACHINE, attach="manual", default_memory=SLICE)
+    pool = pool(ONE, attach="manual", default_memory=SLICE)
 
     async def scenario():
         kernel = await pool.kernel()
@@ -89,7 +90,7 @@ def test_under_manual_no_cell_waits_for_the_broker(pool):
 
 def test_kernel_without_cuda_returns_its_lease_under_cell(pool):
     """Under ``cell`` the lease itself begins with the cell: nobody knows yet what it will do."""
-    pool = pool(MACHINE, default_memory=SLICE, idle_timeout=0.5)
+    pool = pool(ONE, default_memory=SLICE, idle_timeout=0.5)
 
     async def scenario():
         kernel = await pool.kernel()
@@ -110,7 +111,7 @@ def test_kernel_without_cuda_returns_its_lease_under_cell(pool):
 
 
 def test_idle_timeout_suspends_and_the_next_cell_resumes(pool):
-    pool = pool(MACHINE, default_memory=SLICE, idle_timeout=0.5)
+    pool = pool(ONE, default_memory=SLICE, idle_timeout=0.5)
 
     async def scenario():
         with Sampler(pool) as sampler:
@@ -133,7 +134,7 @@ def test_idle_timeout_suspends_and_the_next_cell_resumes(pool):
 
 
 def test_keep_postpones_the_idle_timeout(pool):
-    pool = pool(MACHINE, default_memory=SLICE, idle_timeout=0.5)
+    pool = pool(ONE, default_memory=SLICE, idle_timeout=0.5)
 
     async def scenario():
         kernel = await pool.kernel()
@@ -153,7 +154,7 @@ def test_keep_postpones_the_idle_timeout(pool):
 
 
 def test_release_gives_the_slice_back_at_once(pool):
-    pool = pool(MACHINE, default_memory=SLICE)
+    pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
         kernel = await pool.kernel()
@@ -169,7 +170,7 @@ def test_release_gives_the_slice_back_at_once(pool):
 
 
 def test_release_during_a_cell_waits_for_its_end(pool):
-    pool = pool(MACHINE, default_memory=SLICE)
+    pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
 
     async def scenario():
@@ -192,7 +193,7 @@ def test_release_during_a_cell_waits_for_its_end(pool):
 
 
 def test_a_kernel_asks_for_more_while_attached_and_for_too_much(pool):
-    pool = pool(MACHINE, default_memory=SLICE)
+    pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
         kernel = await pool.kernel()
@@ -219,7 +220,7 @@ def test_a_kernel_asks_for_more_while_attached_and_for_too_much(pool):
 
 def test_growth_without_room_moves_the_kernel_and_its_bytes(pool):
     """Two share a device; one asks for more than is left there, and the other device is free."""
-    pool = pool(MACHINE, default_memory=SLICE)
+    pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
         first = await pool.kernel("first")
@@ -282,7 +283,7 @@ def test_a_notebook_is_restored_on_the_other_device(pool):
 
 
 def test_waiting_cell_says_why_and_leaves_no_trace(pool):
-    pool = pool("1x640MiB,context=32MiB", default_memory=512 * MiB)
+    pool = pool(ONE, default_memory=512 * MiB)
     flag = pool.folder / "go"
 
     async def scenario():
@@ -309,7 +310,7 @@ def test_waiting_cell_says_why_and_leaves_no_trace(pool):
 
 
 def test_a_waiting_cell_can_be_interrupted_and_is_not_run(pool):
-    pool = pool("1x640MiB,context=32MiB", default_memory=512 * MiB)
+    pool = pool(ONE, default_memory=512 * MiB)
     flag = pool.folder / "go"
 
     async def scenario():
@@ -332,7 +333,7 @@ def test_a_waiting_cell_can_be_interrupted_and_is_not_run(pool):
 
 
 def test_over_the_quota_one_waits_and_says_so(pool):
-    pool = pool(MACHINE, default_memory=SLICE, quotas={"*": {"memory": 300 * MiB}})
+    pool = pool(ONE, default_memory=SLICE, quotas={"*": {"memory": 300 * MiB}})
     flag = pool.folder / "go"
 
     async def scenario():
@@ -359,7 +360,7 @@ def test_over_the_quota_one_waits_and_says_so(pool):
 
 
 def test_restart_gives_the_slice_back_and_starts_clean(pool):
-    pool = pool(MACHINE, default_memory=SLICE)
+    pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
         kernel = await pool.kernel()
@@ -379,7 +380,7 @@ def test_restart_gives_the_slice_back_and_starts_clean(pool):
 
 @pytest.mark.parametrize("suspend", [False, True], ids=["attached", "suspended"])
 def test_shutdown_of_a_kernel_ends_its_session(pool, suspend):
-    pool = pool(MACHINE, default_memory=SLICE)
+    pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
         kernel = await pool.kernel()
@@ -394,7 +395,7 @@ def test_shutdown_of_a_kernel_ends_its_session(pool, suspend):
 
 
 def test_restarted_broker_recovers_kernels_in_every_state(pool):
-    pool = pool("1x640MiB,context=32MiB", default_memory=SLICE)
+    pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
 
     async def scenario():
@@ -440,7 +441,7 @@ def test_restarted_broker_recovers_kernels_in_every_state(pool):
 
 def test_a_provisioner_starts_a_broker_where_there_is_none(pool):
     """The next kernel revives the pool for those that outlived its broker."""
-    pool = pool(MACHINE, default_memory=SLICE)
+    pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
         old = await pool.kernel("old")
@@ -457,7 +458,7 @@ def test_a_provisioner_starts_a_broker_where_there_is_none(pool):
 
 
 def test_gpu_cell_fails_plainly_without_a_broker(pool):
-    pool = pool(MACHINE, attach="manual", default_memory=SLICE)
+    pool = pool(ONE, attach="manual", default_memory=SLICE)
 
     async def scenario():
         kernel = await pool.kernel()
@@ -484,7 +485,7 @@ def test_nbclient_saves_no_trace_of_a_wait(pool):
     import nbformat
     from nbclient import NotebookClient
 
-    pool = pool("1x640MiB,context=32MiB", default_memory=512 * MiB)
+    pool = pool(ONE, default_memory=512 * MiB)
     flag = pool.folder / "go"
 
     async def scenario():

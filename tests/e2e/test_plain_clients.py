@@ -21,7 +21,7 @@ from .kit import MiB, wait_for
 
 ONE = "1x512MiB,context=32MiB"
 SLICE = 320 * MiB  # two do not fit
-DATA = 128
+DATA = 40
 
 SHARE = Path(__file__).parents[2] / "share" / "jupyter"
 
