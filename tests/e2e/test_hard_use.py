@@ -14,7 +14,6 @@ from functools import partial
 import psutil
 import pytest
 
-
 from . import cells
 from .kit import MiB, until
 from .scenes import DATA, play, release, state, suspended

@@ -220,7 +220,7 @@ def test_a_kernel_asks_for_more_while_attached_and_for_too_much(pool):
 
 def test_growth_without_room_moves_the_kernel_and_its_bytes(pool):
     """Two share a device; one asks for more than is left there, and the other device is free."""
-    pool = pool(ONE, default_memory=SLICE)
+    pool = pool(MACHINE, default_memory=SLICE)
 
     async def scenario():
         first = await pool.kernel("first")
