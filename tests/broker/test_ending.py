@@ -16,8 +16,9 @@ import pytest
 from . import kit
 from .kit import wait_until
 
-#: Seconds in which a broker ends, and how much later a busy machine may show that.
-WITHIN, LATE = 5.0, 5.0
+#: Seconds in which a broker ends, after which it says that it ended by force; and what a busy
+#: machine may add until its exit is seen.
+WITHIN, LATE = 5.0, 25.0
 
 
 def children(broker):
@@ -54,15 +55,12 @@ def ends(broker, number=signal.SIGTERM, within=WITHIN):
     found = []
     with suppress(psutil.Error):
         found = psutil.Process(broker.process.pid).children(recursive=True)
-    began = time.monotonic()
     broker.process.send_signal(number)
     broker.process.wait(within + LATE)
-    took = time.monotonic() - began
     broker.process = None
-    assert took < within + LATE / 2, f"it took {took:.1f} s: {broker.tail()}"
     assert "ended by force" not in broker.tail()
     assert not broker.socket.exists()
-    wait_until(lambda: not any(p.is_running() for p in found), "the end of its children", 20)
+    wait_until(lambda: not any(p.is_running() for p in found), "the end of its children", 60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
@@ -129,7 +127,7 @@ def test_a_second_signal_ends_it_at_once(make_broker):
         broker.process.terminate()
         with suppress(ProcessLookupError):
             os.kill(broker.process.pid, signal.SIGTERM)
-        assert broker.process.wait(WITHIN) in (0, 1)
+        assert broker.process.wait(WITHIN + LATE) in (0, 1)
         broker.process = None
     finally:
         kernel.close()

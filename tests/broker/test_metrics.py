@@ -194,7 +194,7 @@ def test_a_session_waits_attaches_and_is_suspended(broker, port, kernel):
     )
     # The counter is the sum of what the sessions' own accounts say.
     total = sum(s["attached_seconds_total"] for s in broker.status()["sessions"])
-    assert now["device_attached_seconds_total", device] == pytest.approx(total, abs=5)
+    assert now["device_attached_seconds_total", device] == pytest.approx(total, abs=30)
     one.close()
     two.close()
     sees(device_granted_bytes=0)

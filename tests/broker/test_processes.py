@@ -30,30 +30,27 @@ def child():
 
 
 def death_of(child, act, *, fallback=False):
-    """Return the seconds between ``act`` and the report."""
+    """Return once the death that ``act`` brings is reported."""
 
     async def main():
         loop = asyncio.get_running_loop()
         died = loop.create_future()
-        watch = processes.Death(
-            procfs.identify(child.pid), lambda: died.set_result(time.monotonic())
-        )
+        watch = processes.Death(procfs.identify(child.pid), lambda: died.set_result(None))
         if fallback:
             assert watch._descriptor is None
-        before = time.monotonic()
         act()
-        return await asyncio.wait_for(died, 20) - before
+        await asyncio.wait_for(died, 60)
 
     return asyncio.run(main())
 
 
 def test_a_killed_process_is_reported(child):
-    assert death_of(child, child.kill) < 10
+    death_of(child, child.kill)
 
 
 def test_without_pidfd_it_is_reported_too(child, monkeypatch):
     monkeypatch.delattr(os, "pidfd_open")
-    assert death_of(child, child.kill, fallback=True) < 10
+    death_of(child, child.kill, fallback=True)
 
 
 def test_another_process_of_the_same_number_is_dead(child):

@@ -81,6 +81,8 @@ def test_shares_are_honoured_while_two_contend(worker):
     wait_until(lambda: small.calls - before[1] > 300, "for a while", seconds=60)
     ratio = (large.calls - before[0]) / (small.calls - before[1])
     print(f"ratio {ratio:.2f} for 75:25")
+    # Exact shares are tested in pool/test_timeslice. Here calls are counted: one takes 2 ms, more
+    # on a busy machine, and a turn of 12 to 37 calls is cut off in the middle of one.
     assert 2 < ratio < 4.5
 
 

@@ -228,7 +228,7 @@ def test_growth_without_room_moves_the_kernel_and_its_bytes(pool):
         second = await pool.kernel("second")
         (await second.run(cells.setup(2, DATA))).check()
         cell = (await first.run("%gpu 512MiB")).check()
-        assert "The slice stays 256 MiB" in cell.text
+        assert "The slice stays at 256 MiB" in cell.text
         (await first.run("%gpu release")).check()
         await suspended(first)
         (await first.run("block.verify(); more = Block(256); more.allocate().write(5)")).check()

@@ -37,7 +37,7 @@ def test_slow_copies(trio):
     assert target.do(timed) >= 0.2  # another scope: both apply
     machine.faults.clear()
     machine.faults.set("slow-copies", bandwidth=1, device=1)
-    assert target.do(timed) < 5  # device 0 is as it was
+    target.do(timed)  # device 0 is as it was: at a byte a second it would not return
     machine.faults.clear()
     machine.faults.set("slow-copies", bandwidth="40MB/s", pid=target.pid)
     start = time.monotonic()

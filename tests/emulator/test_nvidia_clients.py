@@ -164,7 +164,7 @@ def test_kernels_compute_and_take_time(emulated):
     end = stream.record(options=timed)
     assert not end.is_done
     end.sync()
-    assert 29 < end - start < 2000, end - start
+    assert 29 < end - start < 20_000, end - start  # milliseconds, on a busy machine
     kernel = module.get_kernel("emucuda_sum_u32")
     assert kernel.num_arguments == 3
     run("illegal_address")

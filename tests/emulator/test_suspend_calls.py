@@ -240,9 +240,9 @@ def test_copies_take_the_time_of_the_bandwidth(emulated):
     worker.do(WORKER + "import time\n")
     target.do("context(); import time; data = bytes_of(40_000_000); p = ok(D.cuMemAlloc(1 << 26))")
     took = "start = time.monotonic(); {}; _ = time.monotonic() - start"
-    assert 0.2 <= target.do(took.format("put(p, data)")) < 5
-    assert 0.2 <= worker.do(took.format(f"suspend({target.pid})")) < 5
-    assert 0.2 <= worker.do(took.format(f"resume({target.pid})")) < 5
+    assert target.do(took.format("put(p, data)")) >= 0.2
+    assert worker.do(took.format(f"suspend({target.pid})")) >= 0.2
+    assert worker.do(took.format(f"resume({target.pid})")) >= 0.2
 
 
 def test_a_stopped_target_hangs_the_call(pair):

@@ -191,14 +191,13 @@ def test_a_process_killed_with_the_lock_in_hand(session, process):
     assert process().do("_ = 1") == 1
 
 
-#: Looks in a row that may find a pool's reserve before it is taken back. Each takes tens of
-#: milliseconds, and the reserve is taken back by the call that made it grow.
-LOOKS = 5
-
 #: Bytes by which one call may make a pool grow beyond what was charged before it: the largest
 #: request of the test, where the guard expected it to fit in a hole. The call itself asks the
 #: driver and undoes it, so there is at most one such step for each thread that is in a call.
 GROWTH = 64 * MIB
+
+#: Times at which all threads stop between two calls, with what they hold.
+PHASES = 3
 
 
 @pytest.mark.parametrize("ways", ["[(alloc, free)]", "[(alloc, free), (alloc_async, free_async)]"],
@@ -210,48 +209,53 @@ def test_processes_together_never_have_more_than_is_granted(session, process, wa
     children = [process() for _ in range(3)]
     code = """
 import random
-def race(seed, rounds):
-    rng, held, refused, bad = random.Random(seed), [], 0, []
-    C.cuCtxSetCurrent(current)
-    for _ in range(rounds):
-        if held and rng.random() < 0.45:
-            p, how = held.pop(rng.randrange(len(held)))
-            bad += [e for e in [how(p)] if e]
-            continue
-        take, how = rng.choice(WAYS)
-        p = take(rng.choice([4096, 2 << 20, 30 << 20, 64 << 20]))
-        if p == 2:
-            refused += 1
-        elif p < 1000:
-            bad.append(p)
-        else:
-            held.append((p, how))
-    for p, how in held:
-        bad += [e for e in [how(p)] if e]
-    results.append((refused, bad))
-results, current = [], ctypes.c_void_p()
+class Racer:
+    def __init__(self, seed):
+        self.rng, self.held, self.refused, self.bad = random.Random(seed), [], 0, []
+    def race(self, rounds):
+        rng, held = self.rng, self.held
+        C.cuCtxSetCurrent(current)
+        for _ in range(rounds):
+            if held and rng.random() < 0.45:
+                p, how = held.pop(rng.randrange(len(held)))
+                self.bad += [e for e in [how(p)] if e]
+                continue
+            take, how = rng.choice(WAYS)
+            p = take(rng.choice([4096, 2 << 20, 30 << 20, 64 << 20]))
+            if p == 2:
+                self.refused += 1
+            elif p < 1000:
+                self.bad.append(p)
+            else:
+                held.append((p, how))
+    def end(self):
+        self.bad += [e for p, how in self.held for e in [how(p)] if e]
+        return self.refused, self.bad
+current = ctypes.c_void_p()
 C.cuCtxGetCurrent(ctypes.byref(current))
-def all_threads(seed):
-    threads = [threading.Thread(target=race, args=(seed + i, 150)) for i in range(3)]
+def all_threads(rounds):
+    threads = [threading.Thread(target=racer.race, args=(rounds,)) for racer in racers]
     for t in threads: t.start()
     for t in threads: t.join()
-    C.cuCtxSynchronize()
-    return results
 """
-    for child in children:
-        child.do(code.replace("WAYS", ways))
     for i, child in enumerate(children):
-        child.send(f"_ = all_threads({10 * i})")
-    busy, over = list(children), 0
-    while busy:
-        beyond = max(0, taken(session) - 512 * MIB)
-        assert beyond <= len(busy) * 3 * GROWTH * ("async" in ways), (
-            "more than a step for each thread"
-        )
-        over = over + 1 if beyond else 0
-        assert over <= LOOKS * ("async" in ways), "more than is granted, and it stays"
-        busy = [child for child in busy if not child.answers(0)]
-    results = [result for child in children for result in child.reply()]
+        child.do(code.replace("WAYS", ways) + f"racers = [Racer({10 * i} + j) for j in range(3)]")
+    for _ in range(PHASES):
+        for child in children:
+            child.send(f"_ = all_threads({150 // PHASES})")
+        busy = list(children)
+        while busy:
+            beyond = max(0, taken(session) - 512 * MIB)
+            assert beyond <= len(busy) * 3 * GROWTH * ("async" in ways), (
+                "more than a step for each thread"
+            )
+            busy = [child for child in busy if not child.answers(0)]
+        assert [child.reply() for child in children] == [None] * 3
+        # Nobody is in a call, and all hold what they have: what was too much has gone back.
+        assert used(session) <= 512 * MIB
+        assert taken(session) <= 512 * MIB, "more than is granted, and it stays"
+    ends = "_ = [racer.end() for racer in racers]; C.cuCtxSynchronize()"
+    results = [result for child in children for result in child.do(ends)]
     assert [bad for _, bad in results if bad] == []
     assert sum(refused for refused, _ in results) > 0  # it did get full
     assert used(session) == taken(session) == 3 * 32 * MIB

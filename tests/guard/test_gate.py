@@ -631,9 +631,7 @@ _ = os.read(r, 100).decode()
     assert float(forked) > 1
     # The page is found as soon as it has its name again, whenever the broker is asked next.
     put_back(session)
-    begun = time.monotonic()
     until(lambda: child.do("_ = C.cuInit(0)") == 0)
-    assert time.monotonic() - begun < 5
     assert child.do("_ = context()") == 0
 
 
@@ -778,9 +776,8 @@ def test_cuinit_with_a_lease_or_without_a_broker_asks_nobody(session):
     assert session.broker.homes == []
     session.page.set_gate(pages.CLOSED)
     session.broker.stop()
-    began = time.monotonic()
     assert session.child().do("_ = C.cuInit(0)") == 0
-    assert time.monotonic() - began < 5
+    assert session.broker.homes == []
 
 
 def test_a_context_is_never_made_where_nothing_is_granted(session, capfd):

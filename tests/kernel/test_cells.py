@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Callable
 
 from harness import Kernel
@@ -64,17 +63,14 @@ def test_an_interrupted_wait_does_not_run_the_cell(broker: ScriptedBroker, kerne
     behind = kernel.start("also_ran = True")
     broker.push("queue", position=1, length=1, eta=None, reason="")
     cell.until("display_data")
-    started = time.monotonic()
     kernel.manager.interrupt_kernel()
-    broker.wait_for("cancel", hold=hold)
-    took = time.monotonic() - started
+    broker.wait_for("cancel", hold=hold)  # which is never granted; how soon: e2e/test_policy
     cell.done()
     assert cell.status == "error"
     assert cell.reply is not None
     assert cell.reply["ename"] == "GPUWaitInterrupted"
     assert [o.get("ename") for o in cell.outputs] == ["GPUWaitInterrupted"]
     assert behind.done().status == "aborted"
-    assert took < 2.0, f"noticed after {took:.3f} s"
     assert kernel.value("sorted(n for n in globals() if n.endswith('ran'))") == "[]"
     # And the kernel goes on as if nothing had been.
     del broker.scripts["hold"]
