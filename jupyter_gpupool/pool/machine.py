@@ -39,7 +39,10 @@ ROUNDS = 16
 
 
 class Pool:
-    """Decides who gets which slice of which device, and when; performs nothing itself."""
+    """Decides which session gets which slice of which device, and when; performs nothing itself.
+
+    A question about a session that the pool does not know raises :class:`KeyError`.
+    """
 
     def __init__(self, settings: PoolSettings) -> None:
         self._facts = Facts(settings)
@@ -137,13 +140,7 @@ class Pool:
         return session in self._facts.sessions
 
     def record(self, session: str) -> SessionRecord:
-        """Return a session as it is now.
-
-        Raises
-        ------
-        KeyError
-            If there is no such session.
-        """
+        """Return a session as it is now."""
         found = self._facts.sessions[session]
         return record(found, reason(self._facts, self._plan, found))
 
@@ -152,13 +149,7 @@ class Pool:
         return [self.record(name) for name in self._facts.sessions]
 
     def explain(self, session: str) -> Explanation:
-        """Return why a session waits, or keeps its slice, and what would change that.
-
-        Raises
-        ------
-        KeyError
-            If there is no such session.
-        """
+        """Return why a session waits, or keeps its slice, and what would change that."""
         return explain(self._facts, self._plan, self._facts.sessions[session])
 
     def preferred(self, session: str) -> tuple[str, ...]:
@@ -166,11 +157,6 @@ class Pool:
 
         Those that it has or is bound to, else those of the plan that was or would be made for it
         (idle leases may have to yield); empty if it has to wait for a lease in use.
-
-        Raises
-        ------
-        KeyError
-            If there is no such session.
         """
         s = self._facts.sessions[session]
         settled = tuple(x.device for x in s.lease.slices or s.suspended) or s.bound
@@ -211,11 +197,6 @@ class Pool:
 
         Out of memory that is free, not promised and not reserved: what neighbours are guaranteed is
         not in it, whether they use it or not. Empty for a session without a lease.
-
-        Raises
-        ------
-        KeyError
-            If there is no such session.
         """
         s = self._facts.sessions[session]
         return requests.growable(self._facts, s, self._plan) if s.state in ATTACHED else ()

@@ -1,15 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""By brute force: no session waits without need, and nobody behind the head delays it.
+"""By brute force: no session waits without need, and no backfilled session delays the head.
 
 A plan for a waiting session is a set of idle leases that it may preempt (possibly none) and a place
 for each of its slices. It is feasible if the places have the bytes once the suspends under way and
-those of the set are done, host memory has room for the set, and no quota is exceeded. It harms
-nobody if it takes nothing that is promised, nothing on the devices that the head of the queue has
+those of the set are done, host memory has room for the set, and no quota is exceeded. It is
+harmless if it takes nothing that is promised, nothing on the devices that the head of the queue has
 reserved except what it can spare, and no host memory or quota that the head is going to need.
 
-Everything here is what ``Pool.explain``, ``Pool.view`` and ``Pool.record`` tell anybody, or the
-naive model's.
+Everything here is what ``Pool.explain``, ``Pool.view`` and ``Pool.record`` tell, or what the naive
+model knows.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Look:
         return [s.lease[uuid] for n, s in sessions.items() if uuid in s.lease and n != self.head]
 
 
-# --------------------------------------------------------------------------- nobody waits in vain
+# --------------------------------------------------------------------------- no wait without need
 
 
 def check_liveness(look: Look) -> None:
-    """Check that no feasible plan for a waiting session harms nobody."""
+    """Check that no waiting session has a feasible plan that is harmless."""
     naive = look.naive
     order = sorted((e.position, n) for n, e in look.told.items() if e.position is not None)
     if not order:
@@ -251,14 +251,14 @@ def _charge(s: NaiveSession, count: int) -> int:
     return sum(min(size, s.request.limit) for size in sizes or [s.request.memory] * count)
 
 
-# --------------------------------------------------------------------------- nobody delays the head
+# --------------------------------------------------------------------------- no delay of the head
 
 
 def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
     """Return whether the wait for ``wanted`` ends no later if ``more`` is given away.
 
     In every order in which the leases may end. If their ends are not enough, something else must
-    change first, and what that is nobody knows: then it is not.
+    change first, and that is not known: then it is not.
     """
     sizes = list(leases)
     if free + sum(sizes) < wanted:

@@ -105,7 +105,7 @@ class Naive:
         return s.charge if s.lease else 0
 
     def stays_until(self, s: NaiveSession) -> float:
-        """Until when its state may not be moved again for somebody who waits, by the clock."""
+        """Until when its state may not be moved again for a waiting session, by the clock."""
         share = self.settings.max_swap_overhead
         if not share or self.settings.residence != "clock":
             return float("-inf")
@@ -174,8 +174,8 @@ class Naive:
             self.paused.discard(event.device)
         elif isinstance(event, ev.DeviceMemorySeen):
             self.foreign[event.device] = event.foreign
-            for who, size in event.footprints.items():
-                seen = self.sessions.get(who)
+            for other, size in event.footprints.items():
+                seen = self.sessions.get(other)
                 if seen is not None and seen.state in ("active", "idle"):
                     seen.footprints[event.device] = size
                     seen.sampled_at = event.now

@@ -198,7 +198,7 @@ def test_failed_attach_is_tried_again_in_its_place(make):
     lab.open("b")
     lab.hold("b")
     actions = lab.failed("a", "memory was not free")
-    # b is behind a, but a can not use the memory for now.
+    # b is behind a, but a cannot use the memory for now.
     got(actions, ev.Attach, session="b")
     assert lab.reason("a") == "memory was not free"
     assert lab.pool.view(lab.now).sessions[0].queue_position == 1
@@ -264,7 +264,7 @@ def test_the_end_of_a_process_frees_everything_in_every_state(make, state):
     assert lab.free() == [0 if state == "queued" else 16]
 
 
-# --------------------------------------------------------------------------- who is unknown
+# --------------------------------------------------------------------------- unknown sessions
 
 
 def test_events_of_unknown_sessions_are_answered_or_logged(lab):

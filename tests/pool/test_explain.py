@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the plan tells of itself: who holds what a session needs, which rule, what changes it."""
+"""What the plan tells: which leases a session needs, by which rule it waits, what changes it."""
 
 from __future__ import annotations
 

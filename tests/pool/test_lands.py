@@ -188,7 +188,7 @@ def test_preferred_devices_of_a_wait_are_those_promised():
         if lab.state(name) == "detaching":
             assert lab.pool.preferred("a") == (place,)
             return
-    pytest.fail("nobody was suspended for it")
+    pytest.fail("no lease was preempted for it")
 
 
 def test_request_too_large_for_its_model_is_refused():

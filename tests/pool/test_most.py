@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a session is told that it may ask for at most is what the rules that refuse let pass."""
+"""The largest request on offer is the largest that the rules do not refuse."""
 
 from __future__ import annotations
 

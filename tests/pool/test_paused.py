@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""An admin takes devices out of service for a while: who leaves when, and who waits for what."""
+"""An admin takes devices out of service for a while: leases leave, and sessions wait."""
 
 from __future__ import annotations
 

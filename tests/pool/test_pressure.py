@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""More is wanted than there is: who yields, who goes first, who may pass, what people are told."""
+"""Pressure: victims, the order of the queue, backfilling, and the reasons that people read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def attaches(actions):
     return [a.session for a in all_of(actions, ev.Attach)]
 
 
-# --------------------------------------------------------------------------- who yields
+# --------------------------------------------------------------------------- victims
 
 
 def test_only_idle_leases_are_preempted(make):
@@ -220,7 +220,7 @@ def test_busy_victim_is_tried_again_when_its_cell_ends(make):
         assert lab.state("a") == "active"
         lab.now += 0.01
         assert suspends(lab.drop("a", f"c{number}")) == ["a"]
-    # Without a hold nobody knows what it was, and it is left alone for a while.
+    # Without a hold the cause is not known, and the pool leaves it alone for a while.
     lab.refused("a", "busy")
     assert suspends(lab.after(0.9)) == []
     assert suspends(lab.after(0.2)) == ["a"]
@@ -249,7 +249,7 @@ def test_idle_lease_leaves_once_host_memory_has_room(make):
     assert suspends(lab.end("p")) == ["a"]
 
 
-# --------------------------------------------------------------------------- who goes first
+# --------------------------------------------------------------------------- the order
 
 
 def test_first_come_first_served_within_a_class(make):

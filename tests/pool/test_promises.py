@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a promise may cost those who go before it."""
+"""What a promise may cost the sessions ahead of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_promise_behind_gives_up_its_quota():
 
 
 def test_request_beyond_all_idle_leases_waits_for_memory():
-    """Also if somebody before it, that needs less, does."""
+    """Although a session ahead of it, which needs less, does."""
     lab = Lab(device(0), device(1))
     lab.running("c", 9)
     lab.idle("d", 5)

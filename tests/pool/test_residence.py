@@ -23,7 +23,7 @@ INF = math.inf
 
 
 def play(habits: Habits, gap: float, cost: float) -> tuple[float, Habits]:
-    """Let somebody wait all through a gap; return the GPU seconds lost and the habits after it."""
+    """Let a session wait all through a gap; return the GPU seconds lost and the habits after it."""
     there = Gap(0.0, wanted=-1.0)
     until = residence.protected_until(there, Stay(), habits, cost=cost, share=0.001)
     assert until >= 0

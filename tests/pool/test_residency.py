@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """A slice to which state was moved stays for a while: moving must not become the work.
 
-And nobody waits for an idle GPU. The rule by itself is tested in ``test_residence``; the one before
-it, which is kept for comparison, here.
+And no session waits for an idle GPU. ``test_residence`` tests the rule by itself; the older
+rule, which is kept for comparison, is tested here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_idle_holder_keeps_its_slice_for_as_long_as_the_move_takes(make):
 
 
 def test_idle_time_without_a_wait_does_not_count(make):
-    """It has been there for long, and pauses for a moment as somebody comes: it stays."""
+    """It has been there for long, and pauses for a moment as a session comes: it stays."""
     lab = make(device(0))
     moved(lab)
     lab.after(200)
@@ -189,7 +189,7 @@ def test_lazy_kernel_hears_once_that_a_session_waits(make):
     got(lab.hold("w"), ev.Wanted, session="a")
     lab.open("v", 10)
     assert not all_of(lab.hold("v"), ev.Wanted)
-    # The lease is over: for the next one it is told anew.
+    # The lease is over: with the next one it hears of it anew.
     got(lab.drop("a"), ev.Suspend, session="a")
     lab.suspended("a", ("G0", 10))
     lab.done("w")
@@ -414,7 +414,7 @@ def test_two_loops_move_for_no_more_than_the_share(seed, share, rule):
 @pytest.mark.parametrize("swap", [0.4, 2.4, 16.0])
 @pytest.mark.parametrize("think", [1.1, 3.0, 40.0])
 def test_two_people_in_turns_wait_for_the_move_only(swap, think):
-    """They think for longer than the move takes: nobody waits for a GPU that computes nothing."""
+    """They think for longer than the move takes: no cell waits for a GPU that computes nothing."""
     rng = random.Random(int(10 * swap))
     lab = Loops(rng, swap, 0.1, 2 * think * swap)
     lab.wants("a")
@@ -429,7 +429,7 @@ def test_two_people_in_turns_wait_for_the_move_only(swap, think):
 
 
 def test_two_people_in_strict_turns_wait_for_the_move(make):
-    """Each begins when the other is done: after three gaps nobody is waited for."""
+    """Each begins when the other is done: after three gaps, neither is protected."""
     lab = make(device(0))
     for name in ("a", "b"):
         lab.open(name, 10)

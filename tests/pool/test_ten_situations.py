@@ -43,7 +43,7 @@ def test_backfilling_takes_what_the_head_can_spare_and_no_more():
 
 
 def test_session_ahead_takes_over_an_older_promise():
-    """It fits if somebody *behind* it gives up a promise made before it came."""
+    """It fits if sessions *behind* it give up promises made before it came."""
     lab = Lab(device(0))
     lab.idle("a")
     got(ask(lab, "b", priority="batch"), ev.Suspend, session="a")
@@ -68,7 +68,7 @@ def test_head_accumulates_after_ageing_seconds():
 
 
 def test_wait_for_a_quota_reserves_nothing():
-    """Own idle leases yield for the quota; who lacks quota is no head, and blocks its owner only.
+    """Own idle leases are preempted for the quota; a wait for it blocks its owner only.
 
     The place is the tightest that will do, and not the empty device.
     """
@@ -125,7 +125,7 @@ def test_growth_of_a_busy_lease_takes_its_turn_in_the_queue():
 
 
 def test_old_wait_goes_before_a_higher_class():
-    """One point for every ``ageing`` seconds; who of two goes first never changes."""
+    """One point for every ``ageing`` seconds; which of two goes first never changes."""
     lab = Lab(device(0), ageing=1.0)
     lab.running("a", 16)
     ask(lab, "batch", 16, priority="batch")
@@ -138,7 +138,7 @@ def test_old_wait_goes_before_a_higher_class():
 
 
 def test_a_promise_on_a_paused_device_is_void_and_another_is_made():
-    """A promise is kept as far as it can still be kept; else somebody else yields."""
+    """A promise is kept if it can still be kept; else another lease is preempted."""
     lab = Lab()
     lab.idle("a")
     lab.now = 1.0

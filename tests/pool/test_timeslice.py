@@ -36,7 +36,7 @@ class Program:
 
 
 class Machine:
-    """Devices on which programs run as planned; device time is shared by those who run at once."""
+    """Devices on which programs run as planned; programs that run at once share its time."""
 
     def __init__(self, seed: int = 0, **programs: Program) -> None:
         self.programs = programs
@@ -146,7 +146,7 @@ def test_over_time_busy_seconds_are_as_the_shares(seed, overrun):
 
 @pytest.mark.parametrize("seed", range(25))
 def test_no_session_starves_and_no_turn_is_lost(seed):
-    """Whoever wants to compute has its turn within a bounded time, on several devices, too."""
+    """Each session that wants to compute has a turn within a bounded time."""
     rng = random.Random(seed)
     programs = {}
     for i in range(rng.randint(2, 5)):
@@ -210,7 +210,7 @@ def test_a_turn_on_several_devices_is_all_or_nothing():
     used = {n: p.used - before[n] for n, p in m.programs.items()}
     assert used["a"] == pytest.approx(used["both"], rel=0.1)
     assert used["a"] == pytest.approx(used["c"], rel=0.1)
-    # b has all the turns on G1 that both can not use.
+    # b has all the turns on G1 that both cannot use.
     assert used["b"] == pytest.approx(2 * used["both"], rel=0.1)
     # They are no credit: as soon as G0 is its own, it gets half of G1 and not more.
     del m.programs["a"], m.programs["c"]

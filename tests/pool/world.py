@@ -281,7 +281,7 @@ class World:
         return tuple(devices[-count:] if self.c.choice([True, False]) else devices[:count])
 
     def stale(self) -> None:
-        """A completion that nobody waits for."""
+        """A completion that comes too late, or for an unknown session."""
         name = self.c.choice([*self._sessions(), "nobody"])
         epoch = self.c.randint(0, 3)
         s = self.naive.sessions.get(name)
