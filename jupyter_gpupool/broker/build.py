@@ -39,11 +39,10 @@ from .messages.provisioner import ProvisionerMessages
 from .messages.router import Router
 from .messages.snapshot import Snapshots
 from .metrics import Metrics
-from .pages.activity import Activity
+from .pages.activity import Activity, TimeShare
 from .pages.control import Pages, page_folder
 from .pages.hints import Homes, Rooms
 from .pages.setup import GuardSetup
-from .pages.timeshare import TimeShare
 from .pressure import Pressure
 from .runner import Runner
 from .sessions import Sessions

@@ -11,7 +11,7 @@ from ..errors import Code, RefusedError
 from ..pool import events as e
 from ..pool.model import SessionRecord
 from ..procfs import ProcessId
-from . import processes
+from . import sessions as processes
 from .core import Core
 from .pages.activity import DEVICE_HOLD
 from .sessions import Session

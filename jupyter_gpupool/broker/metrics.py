@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Switches the metrics of the whole pool on and off, by ``c.GPUPool.metrics_port``.
 
-Off, nothing of ``figures`` and ``scrape`` is imported and nothing is counted. On, figures come from
+Off, ``figures`` is not imported and nothing is counted. On, figures come from
 the pool's accounts and from each row of the journal, and are served on loopback.
 """
 
@@ -17,8 +17,7 @@ from .gpu.monitor import Monitor
 from .gpu.samples import Samples
 
 if TYPE_CHECKING:
-    from .figures import Figures
-    from .scrape import Endpoint
+    from .figures import Endpoint, Figures
 
 
 class Metrics:
@@ -56,8 +55,7 @@ class Metrics:
         self._monitor.sample_for_metrics(self.port != 0)
 
     def _open(self, port: int) -> None:
-        from .figures import Figures
-        from .scrape import Endpoint
+        from .figures import Endpoint, Figures
 
         before = self._served
         figures = before[0] if before is not None else Figures(self._core, self._samples, self._log)

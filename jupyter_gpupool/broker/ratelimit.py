@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What one cause may do: a token bucket, rows of the journal by user, records of the log."""
+"""What one cause may take: requests, rows, records of the log, time of the event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
@@ -157,3 +158,24 @@ def _cause(record: logging.LogRecord) -> Hashable:
     if text.startswith("%s") and isinstance(record.args, tuple) and record.args:
         text = str(record.args[0])[:80]
     return record.name, record.levelno, text, getattr(record, "cause", None)
+
+
+#: Seconds that one part may take, and seconds that the loop has for everybody else after it.
+PART, REST = 0.0003, 0.001
+
+
+class Pace:
+    """Does long work on the event loop in short parts: await :meth:`step` after each item.
+
+    A look at a thousand sessions takes tens of milliseconds of Python. In one piece, a kernel that
+    asks for a slice meanwhile waits for all of it.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+
+    async def step(self) -> None:
+        """Pause if this part has taken long enough; otherwise return without a switch."""
+        if time.perf_counter() - self._began >= PART:
+            await asyncio.sleep(REST)
+            self._began = time.perf_counter()

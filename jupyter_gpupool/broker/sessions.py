@@ -7,17 +7,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import os
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any, Collection, Iterator, Mapping
+from typing import Any, Callable, Collection, Iterator, Mapping
 
 from ..errors import Code, GPUPoolError, RefusedError
 from ..guard.page import Page
 from ..pool.model import Owner
-from ..procfs import ProcessId
+from ..procfs import ProcessId, alive, open_pidfd
 from ..protocol import Message
-from .processes import Death
 from .transport.auth import Peer
 from .transport.connection import Connection
 
@@ -282,3 +282,54 @@ class Sessions:
     def of_process(self, process: ProcessId) -> Session | None:
         """Return the session whose kernel is ``process``, or None."""
         return next((s for s in self._by_id.values() if s.process == process), None)
+
+
+#: Seconds between looks at ``/proc`` where the kernel has no pidfd (before Linux 5.3).
+POLL = 0.25
+
+
+class Death:
+    """Calls ``on_death`` once, from the event loop, when ``process`` has ended.
+
+    Not to be confused with the agent's connection: a child of the kernel can keep that open.
+    """
+
+    def __init__(self, process: ProcessId, on_death: Callable[[], None]) -> None:
+        self.process = process
+        self._on_death = on_death
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._descriptor = open_pidfd(process.pid)
+        if self._descriptor is not None:
+            self._loop.add_reader(self._descriptor, self._ended)
+        else:
+            self._timer = self._loop.call_later(POLL, self._look)
+        # The pid may have been reused between its identification and pidfd_open.
+        if not alive(process):
+            self._loop.call_soon(self._ended)
+
+    def close(self) -> None:
+        """Stop watching. Safe to call twice."""
+        self._on_death = _nothing
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._descriptor is not None:
+            self._loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _look(self) -> None:
+        if alive(self.process):
+            self._timer = self._loop.call_later(POLL, self._look)
+        else:
+            self._ended()
+
+    def _ended(self) -> None:
+        report, self._on_death = self._on_death, _nothing
+        self.close()
+        report()
+
+
+def _nothing() -> None:
+    pass

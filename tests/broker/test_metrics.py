@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from jupyter_gpupool.broker.scrape import DEADLINE, MAX_HEAD, MOST
+from jupyter_gpupool.broker.figures import DEADLINE, MAX_HEAD, MOST
 from jupyter_gpupool.errors import RefusedError
 
 from .kit import BIG, SINGLE, Broker, MiB, remove, short_folder, wait_until

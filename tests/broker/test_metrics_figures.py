@@ -17,7 +17,6 @@ import pytest
 from prometheus_client import REGISTRY, enable_created_metrics
 
 from jupyter_gpupool.broker import figures as f
-from jupyter_gpupool.broker import scrape
 from jupyter_gpupool.broker.gpu.samples import Samples
 from jupyter_gpupool.broker.store.journal import Row
 from jupyter_gpupool.devices.model import DeviceSample
@@ -319,7 +318,7 @@ async def client(page):
     with closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    endpoint = scrape.Endpoint(port, page, logging.getLogger("test"))
+    endpoint = f.Endpoint(port, page, logging.getLogger("test"))
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -335,7 +334,7 @@ async def client(page):
 
 def test_a_client_that_does_not_read_is_closed_and_holds_up_nobody(monkeypatch, caplog):
     """What does not fit in the socket stays with us, but not for long."""
-    monkeypatch.setattr(scrape, "DEADLINE", 2.0)
+    monkeypatch.setattr(f, "DEADLINE", 2.0)
     size = 32 << 20
 
     async def page(_):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from jupyter_gpupool import procfs
-from jupyter_gpupool.broker import pace
+from jupyter_gpupool.broker import ratelimit
 from jupyter_gpupool.broker.pages.activity import Activity
 from jupyter_gpupool.broker.pages.hints import Rooms
 from jupyter_gpupool.pool.model import Slice
@@ -26,8 +26,8 @@ SESSIONS = 50
 def slow_clock(monkeypatch):
     """A clock on which every look at it finds that one part of the work is over."""
     ticks = count()
-    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * pace.PART)
-    monkeypatch.setattr(pace, "time", clock)
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * ratelimit.PART)
+    monkeypatch.setattr(ratelimit, "time", clock)
     monkeypatch.setattr("jupyter_gpupool.broker.pages.hints.time", clock)
 
 

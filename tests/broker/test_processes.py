@@ -13,7 +13,7 @@ import time
 import pytest
 
 from jupyter_gpupool import cgroups, procfs
-from jupyter_gpupool.broker import processes
+from jupyter_gpupool.broker import sessions
 from jupyter_gpupool.broker.transport.auth import Access, Peer, owner_of
 from jupyter_gpupool.errors import RefusedError
 from jupyter_gpupool.procfs import ProcessId
@@ -35,7 +35,7 @@ def death_of(child, act, *, fallback=False):
     async def main():
         loop = asyncio.get_running_loop()
         died = loop.create_future()
-        watch = processes.Death(procfs.identify(child.pid), lambda: died.set_result(None))
+        watch = sessions.Death(procfs.identify(child.pid), lambda: died.set_result(None))
         if fallback:
             assert watch._descriptor is None
         act()
@@ -58,7 +58,7 @@ def test_another_process_of_the_same_number_is_dead(child):
 
     async def main():
         died = asyncio.Event()
-        processes.Death(wrong, died.set)
+        sessions.Death(wrong, died.set)
         await asyncio.wait_for(died.wait(), 20)
 
     asyncio.run(main())
@@ -76,7 +76,7 @@ def test_a_zombie_is_dead(child):
 
 def test_no_report_after_close(child):
     async def main():
-        watch = processes.Death(procfs.identify(child.pid), lambda: pytest.fail("reported"))
+        watch = sessions.Death(procfs.identify(child.pid), lambda: pytest.fail("reported"))
         watch.close()
         watch.close()
         child.kill()

@@ -23,9 +23,9 @@ from ...states import ATTACHED
 from ...units import format_bytes
 from ..configuration import Configuration
 from ..core import Core
-from ..pace import Pace
 from ..pages.activity import Activity
 from ..pages.control import Pages
+from ..ratelimit import Pace
 from ..sessions import Session
 from .actions import DeviceActions
 from .health import Health

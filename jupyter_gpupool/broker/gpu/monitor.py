@@ -22,10 +22,10 @@ from ...procfs import ProcessId, identify, session_of
 from ..configuration import Configuration
 from ..core import Core
 from ..hostmemory import HostRoom
-from ..pace import Pace
 from ..pages.activity import Activity
 from ..pages.hints import Homes, Rooms
 from ..pressure import Pressure
+from ..ratelimit import Pace
 from .accounting import DriverShares, Overheads, OveruseWatch
 from .health import Health
 from .samples import QUIET, Samples

@@ -20,10 +20,9 @@ from ...protocol import Message
 from ...states import ATTACHED
 from ..core import Core, refused
 from ..gpu.landing import Landings
-from ..pages.activity import Activity
+from ..pages.activity import Activity, TimeShare
 from ..pages.control import Pages
 from ..pages.hints import Homes, Rooms
-from ..pages.timeshare import TimeShare
 from ..ratelimit import TokenBucket
 from ..sessions import Session
 from ..transport.connection import Connection

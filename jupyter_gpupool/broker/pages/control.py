@@ -41,7 +41,7 @@ from ...pool.model import SessionRecord
 from ...procfs import ProcessId
 from ...states import ATTACHED
 from ..configuration import Configuration
-from ..pace import Pace
+from ..ratelimit import Pace
 from ..sessions import Session, Sessions
 
 __all__ = ["CLOSED", "OPEN", "PAUSED", "UNUSED", "Pages", "environment", "page_folder"]

@@ -12,7 +12,7 @@ from ...pool.model import Request, SessionRecord, Slice
 from ...pool.placement import home_devices
 from ...states import ATTACHED
 from ..core import Core
-from ..pace import PART, REST, Pace
+from ..ratelimit import PART, REST, Pace
 from ..sessions import Session
 from .activity import Activity
 from .control import Pages
