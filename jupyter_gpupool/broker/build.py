@@ -29,7 +29,7 @@ from .gpu.landing import Landings
 from .gpu.maintenance import Maintenance
 from .gpu.monitor import Monitor
 from .gpu.samples import Samples
-from .gpu.setaside import SetAside
+from .gpu.setaside import UnleasedSuspends
 from .hostmemory import HostRoom
 from .lifecycle import Lifecycle
 from .messages.agent import AgentMessages
@@ -40,12 +40,12 @@ from .messages.router import Router
 from .messages.snapshot import Snapshots
 from .metrics import Metrics
 from .pages.activity import Activity, TimeShare
-from .pages.control import Pages, page_folder
+from .pages.control import ControlPages, page_folder
 from .pages.hints import Homes, Rooms
 from .pages.setup import GuardSetup
 from .pressure import Pressure
 from .runner import Runner
-from .sessions import Sessions
+from .sessions import LiveSessions
 from .store.files import StartRecordFile
 from .store.journal import Journal
 from .store.recovery import Recovery
@@ -94,7 +94,7 @@ async def build(
     """
     settings, socket = configuration.settings, configuration.socket
     core = Core(
-        Pool(settings.pool), journal, Sessions(), Clock(float(journal.meta("clock") or 0)), log,
+        Pool(settings.pool), journal, LiveSessions(), Clock(float(journal.meta("clock") or 0)), log,
         handle=lambda event: runner.handle(event),  # noqa: PLW0108 (it is made last)
     )  # fmt: skip
     health = Health(
@@ -131,7 +131,7 @@ async def build(
     # A vendor without a guard guards no session, so that nothing of this is asked of it.
     guardable = service.guard or cast(GuardedDevices, service)
     context_bytes = max((service.context_bytes(uuid) for uuid in guarded), default=0)
-    pages = Pages(folder, core.sessions, configuration, log, context_bytes=context_bytes)
+    pages = ControlPages(folder, core.sessions, configuration, log, context_bytes=context_bytes)
     activity = Activity(core, pages, configuration)
     time_share = TimeShare(core, pages, activity, configuration, log)
     rooms = Rooms(core, pages, activity)
@@ -147,7 +147,7 @@ async def build(
         health=health,
     )  # fmt: skip
     landings = Landings(core, actions, guardable, samples=samples, pages=pages, log=log)
-    aside = SetAside(core, guardable, pages, activity, log)
+    aside = UnleasedSuspends(core, guardable, pages, activity, log)
     sudden_ends = SuddenEnds(core, service, health, log)
     maintenance = Maintenance(
         core, service, configuration, health=health, aside=aside,

@@ -18,7 +18,7 @@ from ..pool import events as e
 from ..pool.machine import Pool
 from ..pool.model import PoolView, Refusal, SessionRecord
 from .ratelimit import RowBudget
-from .sessions import Session, Sessions
+from .sessions import LiveSession, LiveSessions
 from .store.journal import Journal, Row
 from .store.records import journaled, slices_to_json
 
@@ -62,7 +62,7 @@ class Core:
         self,
         pool: Pool,
         journal: Journal,
-        sessions: Sessions,
+        sessions: LiveSessions,
         clock: Clock,
         log: logging.Logger,
         *,
@@ -151,7 +151,7 @@ class Core:
         self._readers.remove(reader)
 
     def note(
-        self, kind: str, session: Session | None = None, *, owner: str = "", **fields: Any
+        self, kind: str, session: LiveSession | None = None, *, owner: str = "", **fields: Any
     ) -> None:
         """Append a row to the journal (committed with the next commit) and show it to readers.
 
@@ -217,7 +217,7 @@ class Core:
 
     # ------------------------------------------------------------------ the agents
 
-    def push_lease(self, session: Session, reason: str = "") -> None:
+    def push_lease(self, session: LiveSession, reason: str = "") -> None:
         """Tell the session's agent how things stand."""
         record = self.record(session.id)
         if session.agent is not None and record is not None:

@@ -14,7 +14,7 @@ from ..procfs import ProcessId
 from . import sessions as processes
 from .core import Core
 from .pages.activity import DEVICE_HOLD
-from .sessions import Session
+from .sessions import LiveSession
 
 #: Seconds for which the holds of an agent that went away are kept, process alive.
 GRACE = 10.0
@@ -30,30 +30,30 @@ class Lifecycle:
         self._core = core
         self._log = log
 
-    def record(self, session: Session) -> SessionRecord:
+    def record(self, session: LiveSession) -> SessionRecord:
         """Return the pool's record of a session; refuse one that has ended."""
         record = self._core.record(session.id)
         if record is None:
             raise RefusedError(f"Session {session.id} has ended.", code=Code.UNKNOWN_SESSION)
         return record
 
-    def expect_launch(self, session: Session) -> None:
+    def expect_launch(self, session: LiveSession) -> None:
         """End the session if no process comes."""
         session.launch_timer = asyncio.get_running_loop().call_later(
             LAUNCH_TIMEOUT, self.end, session, f"no kernel came in {LAUNCH_TIMEOUT:g} s"
         )
 
-    def watch_process(self, session: Session, process: ProcessId) -> None:
+    def watch_process(self, session: LiveSession, process: ProcessId) -> None:
         """End the session when its process ends."""
         session.death = processes.Death(process, lambda: self.end(session, "its process has ended"))
 
-    def start_grace(self, session: Session, seconds: float = GRACE) -> None:
+    def start_grace(self, session: LiveSession, seconds: float = GRACE) -> None:
         """Keep the session's holds for a while: its agent may come back and say which are true."""
         if session.grace is not None:
             session.grace.cancel()
         session.grace = asyncio.get_running_loop().call_later(seconds, self._grace_over, session)
 
-    def _grace_over(self, session: Session) -> None:
+    def _grace_over(self, session: LiveSession) -> None:
         session.grace = None
         self._log.warning("The agent of session %s did not come back; its holds end", session.id)
         self._core.handle(
@@ -63,7 +63,7 @@ class Lifecycle:
             )
         )  # fmt: skip
 
-    def agent_gone(self, session: Session) -> None:
+    def agent_gone(self, session: LiveSession) -> None:
         """Drop what its agent waits for, and give it the time to come back for the rest."""
         session.agent = None
         if session.yielding is not None and not session.yielding[1].done():
@@ -72,12 +72,12 @@ class Lifecycle:
         if self.record(session).state != "ended":
             self.start_grace(session)
 
-    def drop_waits(self, session: Session) -> None:
+    def drop_waits(self, session: LiveSession) -> None:
         """End everything the session waits for."""
         for hold in list(session.waits):
             self.cancel(session, hold)
 
-    def cancel(self, session: Session, hold: str) -> None:
+    def cancel(self, session: LiveSession, hold: str) -> None:
         """Drop a hold; if it waits, its request ends with the error ``cancelled``."""
         wait = session.waits.pop(hold, None)
         if wait is not None:
@@ -86,7 +86,7 @@ class Lifecycle:
             e.HoldDropped(now=self._core.now(), session=session.id, hold=hold, cuda=session.cuda)
         )
 
-    def end(self, session: Session, reason: str) -> None:
+    def end(self, session: LiveSession, reason: str) -> None:
         """The session is over, for this reason. Harmless if it was over before."""
         if self._core.sessions.find(session.id) is session:
             self._core.handle(

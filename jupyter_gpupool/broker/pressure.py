@@ -19,7 +19,7 @@ from ..procfs import ProcessId
 from ..units import format_bytes
 from .core import Core
 from .hostmemory import SLACK, HostRoom
-from .sessions import Session
+from .sessions import LiveSession
 
 #: Per cent of the time for which something waits for memory in a level that is short of it.
 STALLED = 10.0
@@ -143,7 +143,7 @@ class Pressure:
                     short.told.add((name, bool(moving)))
                     self._warn(found, short.level, held[name], moves=bool(moving))
 
-    def _warn(self, session: Session, level: Level, size: int, *, moves: bool) -> None:
+    def _warn(self, session: LiveSession, level: Level, size: int, *, moves: bool) -> None:
         what = (
             f"so the GPU state of this kernel ({format_bytes(size)}) goes back to a GPU"
             if moves
@@ -165,7 +165,7 @@ class Pressure:
 
     async def _look_at_limits(self) -> None:
         """Find out, once for each size asked for, whether the session could be suspended at all."""
-        todo: list[tuple[Session, ProcessId, int]] = []
+        todo: list[tuple[LiveSession, ProcessId, int]] = []
         for name in self._core.busy:
             session, record = self._core.sessions.find(name), self._core.record(name)
             if session is None or record is None or session.process is None:

@@ -21,7 +21,7 @@ from .gpu.actions import DeviceActions
 from .gpu.health import SuddenEnds
 from .gpu.monitor import Monitor
 from .messages.guard import GuardMessages
-from .sessions import Session
+from .sessions import LiveSession
 from .store.records import slices_to_json
 
 
@@ -143,7 +143,7 @@ class Runner:
                 if session is not None:
                     self._tell(session, action)
 
-    def _tell(self, session: Session, action: e.Action) -> None:
+    def _tell(self, session: LiveSession, action: e.Action) -> None:
         """Pass on what concerns the processes of a session."""
         match action:
             case e.StateChanged():
@@ -303,7 +303,7 @@ class TransitionRows:
         elif change.old == "detaching":
             self._suspended(session, change, cause)
 
-    def _attached(self, session: Session, change: e.StateChanged, cause: e.Event) -> None:
+    def _attached(self, session: LiveSession, change: e.StateChanged, cause: e.Event) -> None:
         waited = max(0.0, change.now - session.queued_at) if session.queued_at else 0.0
         session.queued_at = 0.0
         before = self._before.pop(session.id, None)
@@ -322,7 +322,7 @@ class TransitionRows:
                 self._core.note("migrate", session, device=piece.device, bytes=piece.bytes,
                           detail={"from": origins[index]})  # fmt: skip
 
-    def _suspended(self, session: Session, change: e.StateChanged, cause: e.Event) -> None:
+    def _suspended(self, session: LiveSession, change: e.StateChanged, cause: e.Event) -> None:
         if isinstance(cause, e.SuspendDone):
             for piece in cause.suspended:
                 self._core.note("suspend", session, device=piece.device, bytes=piece.bytes,

@@ -31,7 +31,7 @@ def digest(token: str) -> str:
 
 
 @dataclass
-class Wait:
+class HoldWait:
     """A hold request that has no answer yet."""
 
     connection: Connection
@@ -82,7 +82,7 @@ class Use:
 
 
 @dataclass(eq=False)
-class Session:
+class LiveSession:
     """One session's life outside the pool."""
 
     id: str
@@ -97,7 +97,7 @@ class Session:
     agent: Connection | None = None
     death: Death | None = None
     #: By hold.
-    waits: dict[str, Wait] = field(default_factory=dict)
+    waits: dict[str, HoldWait] = field(default_factory=dict)
     #: Runs while the agent may come back with holds that we do not know.
     grace: asyncio.TimerHandle | None = None
     #: Runs from open to launched.
@@ -202,37 +202,37 @@ class Session:
             self.death = None
 
 
-class Sessions:
+class LiveSessions:
     """All sessions by id and by process."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Session] = {}
+        self._by_id: dict[str, LiveSession] = {}
         #: When (monotonic time) a session last came or went.
         self.changed_at = time.monotonic()
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[LiveSession]:
         return iter(list(self._by_id.values()))
 
     def __contains__(self, session: object) -> bool:
         return session in self._by_id
 
-    def new(self, owner: Owner, uid: int, kernel_id: str) -> tuple[Session, str]:
+    def new(self, owner: Owner, uid: int, kernel_id: str) -> tuple[LiveSession, str]:
         """Return a session with a new id, and its token."""
         token = secrets.token_urlsafe(32)
         while (name := secrets.token_hex(6)) in self._by_id:
             pass
-        session = Session(name, owner, uid, digest(token), kernel_id)
+        session = LiveSession(name, owner, uid, digest(token), kernel_id)
         return session, token
 
-    def add(self, session: Session) -> None:
+    def add(self, session: LiveSession) -> None:
         """Keep a session."""
         self._by_id[session.id] = session
         self.changed_at = time.monotonic()
 
-    def remove(self, session: str) -> Session | None:
+    def remove(self, session: str) -> LiveSession | None:
         """Forget a session; return it if it was known."""
         found = self._by_id.pop(session, None)
         if found is not None:
@@ -240,11 +240,11 @@ class Sessions:
             found.stop_timers()
         return found
 
-    def find(self, session: str) -> Session | None:
+    def find(self, session: str) -> LiveSession | None:
         """Return a session, or None."""
         return self._by_id.get(session)
 
-    def get(self, session: str) -> Session:
+    def get(self, session: str) -> LiveSession:
         """Return a session.
 
         Raises
@@ -261,7 +261,7 @@ class Sessions:
             )
         return found
 
-    def proven(self, peer: Peer, message: Message) -> Session:
+    def proven(self, peer: Peer, message: Message) -> LiveSession:
         """Return the session that the sender of a message proves to belong to.
 
         Raises
@@ -279,7 +279,7 @@ class Sessions:
             )
         return session
 
-    def of_process(self, process: ProcessId) -> Session | None:
+    def of_process(self, process: ProcessId) -> LiveSession | None:
         """Return the session whose kernel is ``process``, or None."""
         return next((s for s in self._by_id.values() if s.process == process), None)
 

@@ -16,7 +16,7 @@ import pytest
 
 from jupyter_gpupool import procfs
 from jupyter_gpupool.broker.messages.guard import GuardMessages
-from jupyter_gpupool.broker.pages.control import Pages, page_folder
+from jupyter_gpupool.broker.pages.control import ControlPages, page_folder
 from jupyter_gpupool.guard import page as layout
 from jupyter_gpupool.procfs import identify
 
@@ -269,7 +269,7 @@ def test_a_process_that_a_page_names_often_is_looked_for_once(tmp_path, monkeypa
             file.write(struct.pack("<IIQI", 1, os.getpid(), start, 1))
     looked = []
     monkeypatch.setattr(procfs, "alive", lambda process: (looked.append(process), True)[1])
-    kept = Pages(tmp_path, {}, at(tmp_path), logging.getLogger())
+    kept = ControlPages(tmp_path, {}, at(tmp_path), logging.getLogger())
     assert kept.read(SimpleNamespace(id="s", page=page)).inflight == layout.SLOTS
     assert len(looked) == 1
     page.remove()
@@ -279,7 +279,7 @@ def test_a_process_that_a_page_names_often_is_looked_for_once(tmp_path, monkeypa
 def test_page_that_is_given_up_takes_only_its_own_link_with_it(tmp_path, way):
     """The descriptor's number is another file's next, mostly another session's page."""
     page = layout.Page.create(tmp_path / "s.page", "s", os.getuid())
-    kept = Pages(tmp_path, {}, at(tmp_path), logging.getLogger())
+    kept = ControlPages(tmp_path, {}, at(tmp_path), logging.getLogger())
     session = SimpleNamespace(id="s", page=page, uid=os.geteuid())
     if way != "file":
         page.path.unlink()

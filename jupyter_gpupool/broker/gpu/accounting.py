@@ -24,9 +24,9 @@ from ...units import format_bytes
 from ..configuration import Configuration
 from ..core import Core
 from ..pages.activity import Activity
-from ..pages.control import Pages
+from ..pages.control import ControlPages
 from ..ratelimit import Pace
-from ..sessions import Session
+from ..sessions import LiveSession
 from .actions import DeviceActions
 from .health import Health
 from .samples import Samples
@@ -42,7 +42,7 @@ class Overheads:
     ``use.beyond`` and the page of every attached session true.
     """
 
-    def __init__(self, core: Core, pages: Pages, activity: Activity) -> None:
+    def __init__(self, core: Core, pages: ControlPages, activity: Activity) -> None:
         self._core = core
         self._pages = pages
         self._activity = activity
@@ -107,7 +107,7 @@ class Overheads:
 
     def _session(
         self,
-        session: Session,
+        session: LiveSession,
         first: Reading,
         reading: Reading,
         samples: Mapping[str, DeviceSample],
@@ -147,7 +147,7 @@ class Overheads:
                 self._tell(session)
         return living
 
-    def _tell(self, session: Session) -> None:
+    def _tell(self, session: LiveSession) -> None:
         """Let the page say how much of the slice is left for allocations."""
         record = self._core.record(session.id)
         if record is not None and record.state in ATTACHED:
@@ -193,7 +193,7 @@ class OveruseWatch:
             if used or (session.use.overuse and not old):
                 self._judge(session, used or {})
 
-    def _judge(self, session: Session, used: Mapping[str, int]) -> None:
+    def _judge(self, session: LiveSession, used: Mapping[str, int]) -> None:
         record, use = self._core.record(session.id), session.use
         if record is None or session.id in self._actions.busy:
             return
@@ -205,7 +205,7 @@ class OveruseWatch:
             self._act(session, used, granted, use.overuse)
 
     def _act(
-        self, session: Session, used: Mapping[str, int], granted: Mapping[str, int], over: int
+        self, session: LiveSession, used: Mapping[str, int], granted: Mapping[str, int], over: int
     ) -> None:
         policy = self._configuration.settings.overuse
         sentence = (

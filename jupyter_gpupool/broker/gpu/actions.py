@@ -22,9 +22,9 @@ from ...states import ATTACHED
 from ..core import Core
 from ..hostmemory import HostRoom
 from ..pages.activity import Activity
-from ..pages.control import CLOSED, Pages
+from ..pages.control import CLOSED, ControlPages
 from ..pages.quiesce import drain
-from ..sessions import Session
+from ..sessions import LiveSession
 from .health import Health
 from .samples import Samples
 
@@ -57,7 +57,7 @@ class DeviceActions:
         *,
         samples: Samples,
         room: HostRoom,
-        pages: Pages,
+        pages: ControlPages,
         activity: Activity,
         health: Health,
     ) -> None:
@@ -114,7 +114,7 @@ class DeviceActions:
         if event is not None:
             self._core.handle(event)
 
-    async def _resume(self, session: Session, action: e.Attach) -> e.Event | None:
+    async def _resume(self, session: LiveSession, action: e.Attach) -> e.Event | None:
         record = self._core.record(session.id)
         if session.process is None or record is None:
             return None
@@ -236,7 +236,7 @@ class DeviceActions:
 
     # ------------------------------------------------------------------ safe to kill
 
-    async def retire(self, session: Session) -> bool:
+    async def retire(self, session: LiveSession) -> bool:
         """Make a session's processes safe to kill, for it is about to end; return whether they are.
 
         Where the driver hangs when a restored process is killed, that means to suspend them again;
@@ -262,7 +262,7 @@ class DeviceActions:
         self._core.note("retired", session, reason=outcome.message, detail={"safe": safe})
         return safe
 
-    def retire_and_end(self, session: Session, done: Callable[[bool], None]) -> None:
+    def retire_and_end(self, session: LiveSession, done: Callable[[bool], None]) -> None:
         """Do what :meth:`retire` does and tell; end the session if nobody else does."""
         was = session.process
 
@@ -278,12 +278,12 @@ class DeviceActions:
             asyncio.get_running_loop().call_later(RETIRED, end)
         self._start("", work())
 
-    def _kept(self, session: Session, message: str) -> None:
+    def _kept(self, session: LiveSession, message: str) -> None:
         """A part of a session is still in host memory, though its suspend was refused."""
         self._core.note("kept", session, reason=message)
         session.send({"type": "notice", "message": f"CUDA calls wait. {message}"})
 
-    async def _close_gate(self, session: Session) -> tuple[Obstacle, str] | None:
+    async def _close_gate(self, session: LiveSession) -> tuple[Obstacle, str] | None:
         """Let no call into the driver any more; return the kind of refusal, and why, if one runs.
 
         Whoever refuses after this opens the gate again by saying so: the page follows the record.
@@ -306,7 +306,7 @@ class DeviceActions:
             return "busy", RECORDING  # begun just before the gate was closed
         return None
 
-    async def _ask(self, session: Session, epoch: int) -> tuple[bool, str]:
+    async def _ask(self, session: LiveSession, epoch: int) -> tuple[bool, str]:
         """Return whether the agent gives the lease up, and why not."""
         if session.grace is not None:
             return False, "the broker waits for its agent"
@@ -328,7 +328,7 @@ class DeviceActions:
         return yielded, "a cell has begun" if session.agent else "its agent went away"
 
     async def _footprint(
-        self, session: Session, process: ProcessId, slices: Sequence[Slice]
+        self, session: LiveSession, process: ProcessId, slices: Sequence[Slice]
     ) -> dict[str, int]:
         """Return the bytes that a suspend will move, by device, as far as can be seen now."""
         try:

@@ -41,9 +41,9 @@ from ...procfs import ProcessId
 from ...protocol import Message
 from ...states import ATTACHED
 from ..core import Core
-from ..pages.control import CLOSED, PAUSED, Pages
+from ..pages.control import CLOSED, PAUSED, ControlPages
 from ..pages.quiesce import DRAIN_POLL, drain
-from ..sessions import Session
+from ..sessions import LiveSession
 from ..transport.connection import Connection
 from .actions import DeviceActions
 from .samples import Samples
@@ -71,7 +71,7 @@ AGAIN = 10.0
 class _Landing:
     """One process that has the room."""
 
-    session: Session
+    session: LiveSession
     process: ProcessId
     origin: tuple[str, ...]
     room: contextlib.AsyncExitStack
@@ -112,7 +112,7 @@ class Landings:
         service: GuardedDevices,
         *,
         samples: Samples,
-        pages: Pages,
+        pages: ControlPages,
         log: logging.Logger,
     ) -> None:
         self._core = core
@@ -129,7 +129,7 @@ class Landings:
 
     # ------------------------------------------------------------------ messages
 
-    def ask(self, connection: Connection, session: Session, message: Message) -> None:
+    def ask(self, connection: Connection, session: LiveSession, message: Message) -> None:
         """Answer one step of a process, at once or later."""
         step, rid = message["step"], message.get("id")
         if step not in ("begin", "move", "cancel", "stay"):
@@ -178,13 +178,13 @@ class Landings:
 
     # ------------------------------------------------------------------ which way
 
-    def _record(self, session: Session) -> SessionRecord:
+    def _record(self, session: LiveSession) -> SessionRecord:
         record = self._core.record(session.id)
         if record is None or record.state not in ATTACHED or not record.slices:
             raise RefusedError("The session has no slice now.", code=Code.AGAIN)
         return record
 
-    def _way(self, session: Session, record: SessionRecord, pid: int) -> _Way:
+    def _way(self, session: LiveSession, record: SessionRecord, pid: int) -> _Way:
         reading = self._pages.read(session)
         slots = [slot for slot in reading.slots if slot.pid == pid] if reading else []
         if not slots:
@@ -236,7 +236,7 @@ class Landings:
     # ------------------------------------------------------------------ room
 
     async def _begin(
-        self, connection: Connection, session: Session, way: _Way, rid: int | None
+        self, connection: Connection, session: LiveSession, way: _Way, rid: int | None
     ) -> None:
         room = contextlib.AsyncExitStack()
         try:
@@ -257,7 +257,7 @@ class Landings:
             self._waiting.pop(connection, None)
             await room.aclose()
 
-    def _look_again(self, session: Session, way: _Way) -> None:
+    def _look_again(self, session: LiveSession, way: _Way) -> None:
         """Raise RefusedError if a process that waits for room need not, or waits in vain."""
         now = self._way(session, self._record(session), way.slot.pid)
         if now.problem:
@@ -307,14 +307,14 @@ class Landings:
         self._start(landing.room.aclose())
         self._tell(landing.session)
 
-    def _tell(self, session: Session) -> None:
+    def _tell(self, session: LiveSession) -> None:
         mine = [landing for landing in self._under_way.values() if landing.session is session]
         session.landing = tuple({uuid for landing in mine for uuid in landing.origin})
 
     # ------------------------------------------------------------------ the move
 
     async def _move(
-        self, connection: Connection, session: Session, way: _Way, rid: int | None
+        self, connection: Connection, session: LiveSession, way: _Way, rid: int | None
     ) -> None:
         landing = self._under_way.get(way.process)
         if landing is None:  # an earlier broker gave it the room
@@ -354,7 +354,7 @@ class Landings:
         else:
             connection.answer(rid)
 
-    async def _try(self, session: Session, way: _Way) -> tuple[str, bool]:
+    async def _try(self, session: LiveSession, way: _Way) -> tuple[str, bool]:
         """Move the process once; return why it did not, and whether to try again."""
         if await drain(lambda: self._pages.read(session), way.process.pid):
             return "A CUDA call of the process did not return.", True
@@ -395,7 +395,7 @@ class Landings:
     # ------------------------------------------------------------------ not moved
 
     async def _stay(
-        self, connection: Connection, session: Session, way: _Way, rid: int | None
+        self, connection: Connection, session: LiveSession, way: _Way, rid: int | None
     ) -> None:
         """Give the slice back, for one that the process can use. It asks again until it has one."""
         loop = asyncio.get_running_loop()
@@ -411,7 +411,7 @@ class Landings:
         finally:
             self._waiting.pop(connection, None)
 
-    def _given_back(self, session: Session, way: _Way, text: str) -> bool:
+    def _given_back(self, session: LiveSession, way: _Way, text: str) -> bool:
         """Give the slice back, unless it is in use; return whether the process may look again."""
         record, gate = self._record(session), self._pages.gate(session)
         if [piece.device for piece in record.slices] != way.slice:

@@ -26,14 +26,14 @@ from ...procfs import session_of
 from ...protocol import Message
 from ..configuration import Configuration
 from ..core import Core
-from ..sessions import Session
+from ..sessions import LiveSession
 from ..store.journal import Journal
 from ..store.records import devices_to_text
 from ..transport.auth import Peer, owner_of
 from ..transport.connection import Connection
 from .health import Health
 from .monitor import ENVIRON_TIMEOUT
-from .setaside import SetAside
+from .setaside import UnleasedSuspends
 
 #: Characters of a reason.
 MAX_REASON = 200
@@ -96,7 +96,7 @@ class Maintenance:
         configuration: Configuration,
         *,
         health: Health,
-        aside: SetAside,
+        aside: UnleasedSuspends,
         log: logging.Logger,
     ) -> None:
         self._core = core
@@ -392,7 +392,7 @@ class Maintenance:
         elif not self._service.down:
             await self._service.stand_down(order.text)
 
-    def _holding(self, order: Order) -> list[tuple[Session, SessionRecord]]:
+    def _holding(self, order: Order) -> list[tuple[LiveSession, SessionRecord]]:
         """Return the sessions that have a lease on the devices of ``order``."""
         targets = {*self._targets(order)}
         found = []
@@ -453,7 +453,7 @@ class Maintenance:
             if session is not None:
                 self._ask_to_restart(order, session, why)
 
-    def _ask_to_restart(self, order: Order, session: Session, why: str) -> None:
+    def _ask_to_restart(self, order: Order, session: LiveSession, why: str) -> None:
         key = (order.device, order.since, session.id)
         if key in self._told or session.agent is None:
             return
@@ -468,7 +468,7 @@ class Maintenance:
         )
         self._core.note("restart-notice", session, reason=why)
 
-    def _pinned(self, session: Session, record: SessionRecord) -> str:
+    def _pinned(self, session: LiveSession, record: SessionRecord) -> str:
         why = record.pinned_reason or session.use.pins
         if why:
             return why
@@ -528,7 +528,7 @@ class Maintenance:
             return self._step[order.device]
         return "" if self._left.get(order.device) else "the pool to check what uses it"
 
-    def _waits(self, order: Order) -> list[tuple[Session, SessionRecord, dict[str, Any]]]:
+    def _waits(self, order: Order) -> list[tuple[LiveSession, SessionRecord, dict[str, Any]]]:
         holding = self._holding(order)
         if not holding:
             return []

@@ -18,21 +18,21 @@ from ...pool.model import SessionRecord, Slice
 from ...procfs import ProcessId
 from ..core import Core
 from ..pages.activity import Activity
-from ..pages.control import Pages
+from ..pages.control import ControlPages
 from ..pages.quiesce import drain
-from ..sessions import Session
+from ..sessions import LiveSession
 
 WAITS = ("detached", "queued")
 
 
-class SetAside:
+class UnleasedSuspends:
     """Suspends and restores sessions without a lease."""
 
     def __init__(
         self,
         core: Core,
         service: GuardedDevices,
-        pages: Pages,
+        pages: ControlPages,
         activity: Activity,
         log: logging.Logger,
     ) -> None:
@@ -70,7 +70,7 @@ class SetAside:
         self._tried = {key: pids for key, pids in self._tried.items() if key[:2] != order}
 
     def _candidate(
-        self, session: Session, devices: list[str]
+        self, session: LiveSession, devices: list[str]
     ) -> tuple[ProcessId, SessionRecord] | None:
         """Return process and record of a session that only looked at ``devices``, else None."""
         self._activity.settle(session)  # what it sees is journalled before anything is suspended
@@ -84,7 +84,9 @@ class SetAside:
             return None
         return session.process, record
 
-    async def _suspend(self, session: Session, process: ProcessId, record: SessionRecord) -> None:
+    async def _suspend(
+        self, session: LiveSession, process: ProcessId, record: SessionRecord
+    ) -> None:
         self._core.dirty(session.id)
         self._core.commit()
         if not self._pages.set_aside(session):
@@ -134,7 +136,7 @@ class SetAside:
             self._core.dirty(session.id)
             self._core.commit()
 
-    async def _restored(self, session: Session) -> bool:
+    async def _restored(self, session: LiveSession) -> bool:
         for process in reversed(session.frozen):
             _, trouble = await self._service.landed(process, session=session.id)
             if trouble:

@@ -13,7 +13,7 @@ from ...protocol import MAX_HOLDS, Message
 from ..core import Core
 from ..lifecycle import Lifecycle
 from ..pages.activity import DEVICE_HOLD, Activity
-from ..sessions import Session, Wait
+from ..sessions import HoldWait, LiveSession
 from ..store.records import request_to_json, slices_to_json
 from ..transport.connection import MAX_WAITING, Connection
 from .parsing import MAX_NAME, read_hold_kind, read_holds, session_of
@@ -109,7 +109,7 @@ class AgentMessages:
                     f"The session already waits for the hold {hold!r}.", code=Code.DUPLICATE
                 )
             connection.begin_wait()
-            session.waits[hold] = Wait(connection, message.get("id"))
+            session.waits[hold] = HoldWait(connection, message.get("id"))
         elif message.get("epoch", record.epoch) != record.epoch:
             # The agent believes in a lease that it has no more. It has begun a cell all the same,
             # so the hold counts; but let it know.
@@ -158,7 +158,7 @@ class AgentMessages:
         self._activity.resting(session)
 
 
-def _note_cuda(session: Session, cuda: bool | None) -> None:
+def _note_cuda(session: LiveSession, cuda: bool | None) -> None:
     """Believe the agent; but where there is a page it knows of every process, the agent of one."""
     if cuda is not None and session.page is None:
         session.cuda = cuda

@@ -21,10 +21,10 @@ from ...states import ATTACHED
 from ..core import Core, refused
 from ..gpu.landing import Landings
 from ..pages.activity import Activity, TimeShare
-from ..pages.control import Pages
+from ..pages.control import ControlPages
 from ..pages.hints import Homes, Rooms
 from ..ratelimit import TokenBucket
-from ..sessions import Session
+from ..sessions import LiveSession
 from ..transport.connection import Connection
 
 #: Threads of one session that may wait at once.
@@ -43,7 +43,7 @@ RECENT = 0.1
 MAX_GROWTH = 1 << 50
 
 
-_Method = Callable[[Connection, Session, Message], None]
+_Method = Callable[[Connection, LiveSession, Message], None]
 
 #: No request's id.
 _NOBODY = -1
@@ -55,7 +55,7 @@ class GuardMessages:
     def __init__(
         self,
         core: Core,
-        pages: Pages,
+        pages: ControlPages,
         activity: Activity,
         time_share: TimeShare,
         *,
@@ -71,7 +71,7 @@ class GuardMessages:
         self._homes = homes
         self._landings = landings
         self._refused_growth = RefusedGrowth(pages)
-        self._sessions: dict[Connection, Session] = {}
+        self._sessions: dict[Connection, LiveSession] = {}
         #: Growth asked of the pool, by connection: the answer's id.
         self._growing: dict[Connection, str] = {}
         self._asked = 0
@@ -129,14 +129,14 @@ class GuardMessages:
 
     # ------------------------------------------------------------------ what the pool answers
 
-    def granted(self, session: Session, epoch: int) -> None:
+    def granted(self, session: LiveSession, epoch: int) -> None:
         """The session has its lease and its gate is open: let its threads go on."""
         waiting, session.guards = session.guards, {}
         session.use.busy_at = self._now()
         for connection, request_id in waiting.items():
             connection.answer(request_id, {"epoch": epoch})
 
-    def refused(self, session: Session, refusal: Refusal) -> None:
+    def refused(self, session: LiveSession, refusal: Refusal) -> None:
         """The session will not get a lease now: tell its threads, and its user why."""
         session.use.held = False
         waiting, session.guards = session.guards, {}
@@ -150,7 +150,7 @@ class GuardMessages:
         """The pool is about to handle an event: what it refused until now it may grant after it."""
         self._refused_growth.withdraw()
 
-    def changed(self, session: Session) -> None:
+    def changed(self, session: LiveSession) -> None:
         """The session's state, lease or request has changed: its page must say so first."""
         record = self._core.record(session.id)
         if record is None:
@@ -165,7 +165,7 @@ class GuardMessages:
             # A process may have called cuInit while it was attaching, which has failed.
             self._activity.settle(session)
 
-    def ended(self, session: Session, reason: str) -> None:
+    def ended(self, session: LiveSession, reason: str) -> None:
         """The session is over."""
         self._allowance.pop(session.id, None)
         self._told.pop(session.id, None)
@@ -181,7 +181,7 @@ class GuardMessages:
 
     # ------------------------------------------------------------------ internals
 
-    def _session(self, connection: Connection, message: Message) -> Session:
+    def _session(self, connection: Connection, message: Message) -> LiveSession:
         session = self._core.sessions.proven(connection.peer, message)
         if self._sessions.setdefault(connection, session) is not session:
             raise RefusedError("This connection is another session's.", code=Code.NOT_YOURS)
@@ -189,7 +189,7 @@ class GuardMessages:
             raise RefusedError("This connection already waits for an answer.", code=Code.DUPLICATE)
         return session
 
-    def _attach_now(self, connection: Connection, session: Session, message: Message) -> None:
+    def _attach_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
         record = self._core.record(session.id)
         if record is None or record.state == "ended":
             raise RefusedError(f"Session {session.id} has ended.", code=Code.UNKNOWN_SESSION)
@@ -219,13 +219,13 @@ class GuardMessages:
         session.guards[connection] = message.get("id")
         self._activity.take(session)
 
-    def _home_now(self, connection: Connection, session: Session, message: Message) -> None:
+    def _home_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
         """A process settles on its devices now, and mostly asks for the lease a moment later."""
         # The process that asks has said that it is about to look.
         self._settle_home(session, looking=1)
         connection.answer(message.get("id"))
 
-    def request_changed(self, session: Session) -> None:
+    def request_changed(self, session: LiveSession) -> None:
         """Let the kernel's processes see as many devices as it asks for by now.
 
         What a program then writes into ``CUDA_VISIBLE_DEVICES`` is compared with these.
@@ -233,7 +233,7 @@ class GuardMessages:
         if session.page is not None:
             self._settle_home(session, looking=0)
 
-    def _settle_home(self, session: Session, *, looking: int) -> None:
+    def _settle_home(self, session: LiveSession, *, looking: int) -> None:
         record = self._core.record(session.id)
         places = ("detached", "queued", "attaching")
         if record is None or record.state not in places or self._settled(session, record, looking):
@@ -243,7 +243,7 @@ class GuardMessages:
             # It waits for a slice that its agent asked for, and must get one that it can use.
             self._activity.settle(session)
 
-    def _page_now(self, connection: Connection, session: Session, message: Message) -> None:
+    def _page_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
         try:
             if session.page is None:
                 raise FileNotFoundError("it was lost before this broker came")
@@ -256,12 +256,12 @@ class GuardMessages:
             ) from None
         connection.answer(message.get("id"))
 
-    def _land_now(self, connection: Connection, session: Session, message: Message) -> None:
+    def _land_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
         if session.page is None:
             raise RefusedError("This broker cannot move a process.", code=Code.NOT_MOVED)
         self._landings.ask(connection, session, message)
 
-    def _settled(self, session: Session, record: SessionRecord, looking: int) -> bool:
+    def _settled(self, session: LiveSession, record: SessionRecord, looking: int) -> bool:
         """Return whether a process has looked at its devices, beside ``looking`` that do so now."""
         if record.suspended or record.bound:
             return True
@@ -269,7 +269,7 @@ class GuardMessages:
         looked = 0 if reading is None else sum(bool(s.flags & SLOT_CUDA) for s in reading.slots)
         return reading is None or looked > looking
 
-    def _grow_now(self, connection: Connection, session: Session, message: Message) -> None:
+    def _grow_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
         record, ordinal = self._core.record(session.id), message["device"]
         if record is None or record.state not in ATTACHED or ordinal >= len(record.slices):
             raise RefusedError("The session has no lease that could grow.", code=Code.NO_MEMORY)
@@ -307,7 +307,7 @@ class GuardMessages:
             )
         )  # fmt: skip
 
-    def _tell(self, session: Session, what: str, refusal: Refusal) -> None:
+    def _tell(self, session: LiveSession, what: str, refusal: Refusal) -> None:
         """Leave the reason where people find it: with the agent, and in the journal."""
         if session.agent is not None:
             session.agent.send(
@@ -328,7 +328,7 @@ class GuardMessages:
         )
 
     def _may_ask(
-        self, connection: Connection, session: Session, message: Message, method: _Method
+        self, connection: Connection, session: LiveSession, message: Message, method: _Method
     ) -> bool:
         """Return whether the question may be handled now; if not, it is, later."""
         now = self._now()
@@ -346,7 +346,7 @@ class GuardMessages:
         return False
 
     def _later(
-        self, connection: Connection, session: Session, message: Message, method: _Method
+        self, connection: Connection, session: LiveSession, message: Message, method: _Method
     ) -> None:
         if connection.open:
             connection.attempt(message, lambda asking, asked: method(asking, session, asked))
@@ -369,12 +369,12 @@ class RefusedGrowth:
     ends by itself: a broker that was killed withdraws nothing.
     """
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: ControlPages) -> None:
         self._pages = pages
         #: By session: bytes in all from which its growth is refused, by place of the device.
-        self._totals: dict[Session, dict[int, int]] = {}
+        self._totals: dict[LiveSession, dict[int, int]] = {}
 
-    def refused(self, session: Session, ordinal: int, total: int) -> None:
+    def refused(self, session: LiveSession, ordinal: int, total: int) -> None:
         """A growth to ``total`` bytes of its device number ``ordinal`` was refused just now."""
         totals = self._totals.setdefault(session, {})
         totals[ordinal] = min(total, totals.get(ordinal, total))

@@ -11,7 +11,7 @@ from ...pool.limits import changed_request
 from ...pool.model import Hold, HoldKind, Refusal, Request
 from ...protocol import MAX_HOLDS, Message
 from ..core import Core
-from ..sessions import Session
+from ..sessions import LiveSession
 from ..transport.auth import Access
 from ..transport.connection import Connection
 
@@ -73,7 +73,7 @@ def read_holds(given: list[Any], now: float) -> tuple[Hold, ...]:
     return tuple(holds)
 
 
-def session_of(connection: Connection) -> Session:
+def session_of(connection: Connection) -> LiveSession:
     """Return the session of the agent at the other end; refuse anybody else."""
     if connection.session is None:
         raise RefusedError(
@@ -82,7 +82,7 @@ def session_of(connection: Connection) -> Session:
     return connection.session
 
 
-def acting(core: Core, access: Access, connection: Connection, message: Message) -> Session:
+def acting(core: Core, access: Access, connection: Connection, message: Message) -> LiveSession:
     """Return the session that the message is about, if its sender may act on it."""
     name = message.get("session")
     session = session_of(connection) if name is None else core.sessions.get(name)
@@ -90,7 +90,7 @@ def acting(core: Core, access: Access, connection: Connection, message: Message)
     return session
 
 
-def check_may_act(access: Access, connection: Connection, session: Session) -> None:
+def check_may_act(access: Access, connection: Connection, session: LiveSession) -> None:
     """Refuse a peer that may not act on a session."""
     if not access.may_act(connection.peer, session.uid):
         raise RefusedError(
@@ -101,7 +101,7 @@ def check_may_act(access: Access, connection: Connection, session: Session) -> N
 
 
 def note_refusal(
-    core: Core, session: Session | None, what: str, refusal: Refusal, owner: str = ""
+    core: Core, session: LiveSession | None, what: str, refusal: Refusal, owner: str = ""
 ) -> None:
     """Note in the journal that something was refused."""
     detail = {"what": what, "code": refusal.code}

@@ -18,7 +18,7 @@ from ..configuration import Configuration
 from ..core import Core, refused
 from ..gpu.monitor import Monitor
 from ..lifecycle import Lifecycle
-from ..sessions import Session
+from ..sessions import LiveSession
 from ..store.history import MAX_ROWS, JournalPage, JournalReader, Query
 from ..store.journal import Row
 from ..store.records import request_to_json
@@ -139,7 +139,7 @@ class PeopleMessages:
         self,
         connection: Connection,
         message: Message,
-        session: Session,
+        session: LiveSession,
         event: Callable[[str], e.Event],
     ) -> None:
         """Hand an event to the pool and answer with what it answers."""
@@ -230,5 +230,5 @@ class PeopleMessages:
         mine = row.owner == owner_of(peer.uid).name
         return mine or self._configuration.access.is_admin(peer)
 
-    def _acting(self, connection: Connection, message: Message) -> Session:
+    def _acting(self, connection: Connection, message: Message) -> LiveSession:
         return acting(self._core, self._configuration.access, connection, message)

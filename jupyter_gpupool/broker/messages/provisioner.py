@@ -20,7 +20,7 @@ from ..configuration import Configuration
 from ..core import Core, refused
 from ..gpu.actions import DeviceActions
 from ..lifecycle import Lifecycle
-from ..pages.control import Pages
+from ..pages.control import ControlPages
 from ..pages.hints import Homes
 from ..pages.setup import GuardSetup
 from ..store.records import request_to_json
@@ -50,7 +50,7 @@ class ProvisionerMessages:
         lifecycle: Lifecycle,
         actions: DeviceActions,
         service: Devices,
-        pages: Pages,
+        pages: ControlPages,
         setup: GuardSetup,
         homes: Homes,
         agent: AgentMessages,

@@ -26,7 +26,7 @@ from ..gpu.maintenance import Maintenance
 from ..gpu.samples import Samples
 from ..pages.activity import Activity
 from ..pages.setup import GuardSetup
-from ..sessions import Session
+from ..sessions import LiveSession
 from ..store.records import request_to_json
 from ..transport.auth import Peer, owner_of
 
@@ -227,7 +227,7 @@ class Snapshots:
             "messages": session.messages,
         }
 
-    def _used(self, session: Session, record: SessionRecord) -> int | None:
+    def _used(self, session: LiveSession, record: SessionRecord) -> int | None:
         """Return the device bytes that the guard counts now, None if there is no guard."""
         if session.page is None:
             return None
@@ -236,7 +236,7 @@ class Snapshots:
         self._activity.read(session)
         return sum(session.use.counted.values())
 
-    def _slices(self, session: Session, view: SessionView) -> list[dict[str, Any]]:
+    def _slices(self, session: LiveSession, view: SessionView) -> list[dict[str, Any]]:
         """Return what it has on each device, and uses there: as the guard counts, or as measured.
 
         To be called after :meth:`_used`, which reads what the guard counts.

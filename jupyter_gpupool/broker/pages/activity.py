@@ -25,8 +25,8 @@ from ...pool.timeslice import Contender, Tallies, contended_devices, next_turn
 from ..configuration import Configuration
 from ..core import Core
 from ..ratelimit import Pace
-from ..sessions import Session
-from .control import CLOSED, OPEN, PAUSED, UNUSED, Pages
+from ..sessions import LiveSession
+from .control import CLOSED, OPEN, PAUSED, UNUSED, ControlPages
 
 #: The hold that stands for the CUDA activity of a session. Agents may not use this name.
 DEVICE_HOLD = "device"
@@ -64,8 +64,8 @@ _NOTHING = Seen()
 class Activity:
     """Looks at the pages of attached sessions, while there are some."""
 
-    def __init__(self, core: Core, pages: Pages, configuration: Configuration) -> None:
-        self.attached: dict[str, Session] = {}
+    def __init__(self, core: Core, pages: ControlPages, configuration: Configuration) -> None:
+        self.attached: dict[str, LiveSession] = {}
         self._core = core
         self._pages = pages
         self._configuration = configuration
@@ -76,7 +76,7 @@ class Activity:
         """Seconds without a CUDA call after which a session is idle."""
         return self._configuration.settings.quiet_after
 
-    def lease(self, session: Session, attached: bool) -> None:
+    def lease(self, session: LiveSession, attached: bool) -> None:
         """Begin to look at a session whose lease has come, and end it when the lease is gone."""
         if attached and session.page is not None:
             if session.id not in self.attached:
@@ -91,7 +91,7 @@ class Activity:
 
     # ------------------------------------------------------------------ one session
 
-    def busy(self, session: Session) -> bool:
+    def busy(self, session: LiveSession) -> bool:
         """Return whether it was used since the last look, or has calls inside the driver."""
         touched = self._touched(session)
         reading = self.read(session)
@@ -101,19 +101,19 @@ class Activity:
             return True
         return False
 
-    def untouched(self, session: Session) -> bool:
+    def untouched(self, session: LiveSession) -> bool:
         """Return whether its page says that nobody has used the device since somebody looked."""
         gate, reading = self._pages.gate(session), self.read(session)
         if reading is None or gate not in (UNUSED, CLOSED):
             return False
         return not (reading.inflight or reading.waiting or reading.captures)
 
-    def go_on(self, session: Session, quiet_for: float) -> None:
+    def go_on(self, session: LiveSession, quiet_for: float) -> None:
         """Take over the hold of a session in use, which was last used ``quiet_for`` seconds ago."""
         session.use.held = True
         session.use.busy_at = self._now() - quiet_for
 
-    def recording(self, session: Session) -> bool:
+    def recording(self, session: LiveSession) -> bool:
         """Return whether it was recording a graph when last read: that is use.
 
         Unless there was no CUDA call for so long that nobody will end it any more.
@@ -121,7 +121,7 @@ class Activity:
         use = session.use
         return bool(use.captures) and self._now() - use.captured_at < ABANDONED
 
-    def read(self, session: Session) -> Reading | None:
+    def read(self, session: LiveSession) -> Reading | None:
         """Read the whole page now, and keep what it says in ``session.use``."""
         reading = self._pages.read(session)
         if reading is None:
@@ -143,7 +143,7 @@ class Activity:
                 self._core.note("pinned", session, reason=use.pins)
         return reading
 
-    def reading(self, session: Session) -> Reading | None:
+    def reading(self, session: LiveSession) -> Reading | None:
         """Return what the page of an attached session says now; None of any other."""
         return self._pages.read(session) if session.id in self.attached else None
 
@@ -157,7 +157,7 @@ class Activity:
             await pace.step()
         return found
 
-    def counted(self, session: Session) -> Mapping[str, int]:
+    def counted(self, session: LiveSession) -> Mapping[str, int]:
         """Return the bytes that it has on each device of its lease; {} without a page.
 
         Read now, unless nothing can have changed but by the death of a process: nearly all
@@ -171,7 +171,7 @@ class Activity:
 
     # ------------------------------------------------------------------ the rounds
 
-    def look(self, session: Session, elapsed: float = LOOK) -> Seen:
+    def look(self, session: LiveSession, elapsed: float = LOOK) -> Seen:
         """Look at one session, whose last look was ``elapsed`` seconds ago; tell the pool."""
         now, use = self._now(), session.use
         touched = self._touched(session)
@@ -198,20 +198,20 @@ class Activity:
             self.drop(session)
         return _NOTHING
 
-    def _touched(self, session: Session) -> bool:
+    def _touched(self, session: LiveSession) -> bool:
         if self._pages.gate(session) != OPEN:
             return False
         self._pages.set_gate(session, UNUSED)
         session.use.captured_at = self._now()
         return True
 
-    def _used(self, session: Session, seconds: float) -> None:
+    def _used(self, session: LiveSession, seconds: float) -> None:
         session.use.busy_at = self._now()
         session.use.busy_seconds += seconds
         if not session.use.held:
             self.take(session)
 
-    def take(self, session: Session) -> None:
+    def take(self, session: LiveSession) -> None:
         """Take the hold, or ask for a lease with it."""
         session.use.held = True
         self._core.handle(
@@ -221,7 +221,7 @@ class Activity:
             )
         )  # fmt: skip
 
-    def bound(self, session: Session) -> tuple[str, ...]:
+    def bound(self, session: LiveSession) -> tuple[str, ...]:
         """Return the devices that processes of a session without a lease have settled on.
 
         cuInit needs none: they see the session's home devices of that moment. () if none has called
@@ -243,7 +243,7 @@ class Activity:
         ]
         return tuple(seen[: record.request.devices])
 
-    def settle(self, session: Session) -> None:
+    def settle(self, session: LiveSession) -> None:
         """Tell the pool on which devices the session has settled, before it places the session."""
         bound = self.bound(session)
         if bound:
@@ -251,7 +251,7 @@ class Activity:
                 e.DevicesSettled(now=self._core.now(), session=session.id, bound=bound)
             )
 
-    def cell_over(self, session: Session) -> None:
+    def cell_over(self, session: LiveSession) -> None:
         """The agent's last hold is over, in a policy where cells hold: idle from now on.
 
         What the cell itself did is no reason to keep the slice for ``quiet_after`` seconds; a
@@ -266,7 +266,7 @@ class Activity:
             self._touched(session)
             self.drop(session)
 
-    def resting(self, session: Session) -> None:
+    def resting(self, session: LiveSession) -> None:
         """No cell of it runs any more, and somebody waits: idle, unless something goes on.
 
         A thread that the cell has left behind may be between two calls: one look more, a moment
@@ -276,20 +276,20 @@ class Activity:
             self._touched(session)
             asyncio.get_running_loop().call_later(SETTLE, self._settled, session)
 
-    def _settled(self, session: Session) -> None:
+    def _settled(self, session: LiveSession) -> None:
         if self.attached.get(session.id) is not session or not session.use.held:
             return
         if self._pages.gate(session) != OPEN and not self._occupied(session):
             self.drop(session)
 
-    def _occupied(self, session: Session) -> bool:
+    def _occupied(self, session: LiveSession) -> bool:
         """Return whether a call is inside the driver, or waits, or a graph is being recorded."""
         reading = self.read(session)
         if reading is None:
             return True
         return bool(reading.inflight or reading.waiting) or self.recording(session)
 
-    def drop(self, session: Session) -> None:
+    def drop(self, session: LiveSession) -> None:
         """Drop the hold: nothing uses the device, or waits for it."""
         session.use.held = False
         self._core.handle(
@@ -319,7 +319,7 @@ class TimeShare:
     def __init__(
         self,
         core: Core,
-        pages: Pages,
+        pages: ControlPages,
         activity: Activity,
         configuration: Configuration,
         log: logging.Logger,
@@ -372,7 +372,7 @@ class TimeShare:
         if len(busy) > 1:
             self._consider(busy)
 
-    def _consider(self, busy: Iterable[Session]) -> None:
+    def _consider(self, busy: Iterable[LiveSession]) -> None:
         """Begin to keep turns if these sessions, busy at the last look, contend."""
         records = [self._core.record(session.id) for session in busy]
         contenders = [_contender(record, busy=True) for record in records if record is not None]

@@ -42,9 +42,9 @@ from ...procfs import ProcessId
 from ...states import ATTACHED
 from ..configuration import Configuration
 from ..ratelimit import Pace
-from ..sessions import Session, Sessions
+from ..sessions import LiveSession, LiveSessions
 
-__all__ = ["CLOSED", "OPEN", "PAUSED", "UNUSED", "Pages", "environment", "page_folder"]
+__all__ = ["CLOSED", "OPEN", "PAUSED", "UNUSED", "ControlPages", "environment", "page_folder"]
 
 #: Where shared memory is, if the machine has it.
 SHARED_MEMORY = Path("/dev/shm")
@@ -55,7 +55,7 @@ SOCKET_FILE = "socket"
 _SUFFIX = ".page"
 
 
-class Pages:
+class ControlPages:
     """Every page of one broker.
 
     Parameters
@@ -69,7 +69,7 @@ class Pages:
     def __init__(
         self,
         folder: Path,
-        sessions: Sessions,
+        sessions: LiveSessions,
         configuration: Configuration,
         log: logging.Logger,
         *,
@@ -108,7 +108,7 @@ class Pages:
         else:
             own_folder(path.parent, self._mode)
 
-    def create(self, session: Session, devices: Sequence[str], limit: int) -> Path:
+    def create(self, session: LiveSession, devices: Sequence[str], limit: int) -> Path:
         """Make the page of a new session, its gate closed.
 
         ``devices`` are those that its processes see before its first lease.
@@ -128,7 +128,7 @@ class Pages:
         session.cuda = False  # until a slot says so
         return path
 
-    def adopt(self, session: Session, *, used: bool) -> None:
+    def adopt(self, session: LiveSession, *, used: bool) -> None:
         """Open the page of a session that an earlier broker made, if it had one.
 
         ``used``: the session has had a device, so that a page that is lost has no substitute.
@@ -158,7 +158,7 @@ class Pages:
         managed = self._configuration.settings.managed_memory == "allow"
         page.set_policy(managed=managed, context_bytes=self.context_bytes)
 
-    def _place(self, session: Session) -> Path:
+    def _place(self, session: LiveSession) -> Path:
         """Return where the page is: the session's processes name the place that they know.
 
         A broker of another version or at another socket may have made it in a folder of its own.
@@ -173,7 +173,7 @@ class Pages:
         once = SHARED_MEMORY / folder_name(self._socket)
         return named if session.uid == os.geteuid() or named.parent == once else path
 
-    def _find(self, session: Session, path: Path, used: bool) -> Page | None:
+    def _find(self, session: LiveSession, path: Path, used: bool) -> Page | None:
         """Return the page of a session that was deleted; None if it had none, or it is lost.
 
         A new one takes its place only where no process can have the old one: two would split the
@@ -219,7 +219,7 @@ class Pages:
             raise problem
         self._seen = now
 
-    def restore(self, session: Session) -> None:
+    def restore(self, session: LiveSession) -> None:
         """Give the session's page its name again if it was deleted.
 
         Raises
@@ -236,7 +236,7 @@ class Pages:
         page.restore()
         self._log.warning("The page of session %s was deleted and is back", session.id)
 
-    def remove(self, session: Session) -> None:
+    def remove(self, session: LiveSession) -> None:
         """The session is over."""
         page, session.page = session.page, None
         if page is not None:
@@ -257,7 +257,7 @@ class Pages:
         """Return where the page of the session ``name`` is, or would be."""
         return self.folder / f"{name}{_SUFFIX}"
 
-    def _path(self, session: Session) -> Path:
+    def _path(self, session: LiveSession) -> Path:
         return self.path_of(session.id)
 
     def close(self) -> bool:
@@ -273,7 +273,7 @@ class Pages:
 
     # ------------------------------------------------------------------ true to the record
 
-    def follow(self, session: Session, record: SessionRecord) -> bool:
+    def follow(self, session: LiveSession, record: SessionRecord) -> bool:
         """Make the page say what the record says; return whether it shows a lease now.
 
         While a suspend is under way the gate is its effect's business; a gate that is open, or
@@ -303,7 +303,7 @@ class Pages:
             return False
         return attached
 
-    def set_home(self, session: Session, devices: Sequence[str]) -> None:
+    def set_home(self, session: LiveSession, devices: Sequence[str]) -> None:
         """Say which devices the processes of a session without a lease will see."""
         if session.page is None or tuple(devices) == session.home:
             return
@@ -313,7 +313,7 @@ class Pages:
             self._damaged(session, error)
         session.home = tuple(devices)
 
-    def set_room(self, session: Session, room: Sequence[int]) -> None:
+    def set_room(self, session: LiveSession, room: Sequence[int]) -> None:
         """Say by how many bytes the grant could grow now on each device."""
         if session.page is not None:
             try:
@@ -323,7 +323,7 @@ class Pages:
 
     # ------------------------------------------------------------------ what it says
 
-    def gate(self, session: Session) -> int:
+    def gate(self, session: LiveSession) -> int:
         """Return the gate; :data:`CLOSED` if the page is of no use any more."""
         if session.page is not None:
             try:
@@ -332,7 +332,7 @@ class Pages:
                 self._damaged(session, error)
         return CLOSED
 
-    def set_gate(self, session: Session, gate: int, *, pause_until: int = 0) -> None:
+    def set_gate(self, session: LiveSession, gate: int, *, pause_until: int = 0) -> None:
         """Open, close or pause."""
         if session.page is not None:
             try:
@@ -340,7 +340,7 @@ class Pages:
             except OSError as error:
                 self._damaged(session, error)
 
-    def read(self, session: Session) -> Reading | None:
+    def read(self, session: LiveSession) -> Reading | None:
         """Return what the living processes say; None if the page cannot be read.
 
         A process that died by SIGKILL says nothing any more, also if it was in the middle of a
@@ -359,7 +359,7 @@ class Pages:
         there = tuple(s for s in reading.slots if ProcessId(s.pid, s.start_time) in alive)
         return replace(reading, slots=there)
 
-    def set_vain(self, session: Session, totals: Sequence[int], until: int) -> None:
+    def set_vain(self, session: LiveSession, totals: Sequence[int], until: int) -> None:
         """Say from how many bytes in all growth is refused, or () that it is to be asked for."""
         if session.page is not None:
             try:
@@ -368,7 +368,7 @@ class Pages:
                 self._damaged(session, error)
 
     def moved(
-        self, session: Session, suspended: Sequence[ProcessId], moves: Mapping[str, str]
+        self, session: LiveSession, suspended: Sequence[ProcessId], moves: Mapping[str, str]
     ) -> None:
         """Say what processes see that were suspended, and are restored with a map of devices.
 
@@ -384,7 +384,7 @@ class Pages:
                     if session.page is not None:
                         session.page.set_sees(slot, sees)
 
-    def set_aside(self, session: Session) -> bool:
+    def set_aside(self, session: LiveSession) -> bool:
         """Hold back what processes without a context ask the driver; False if one is moved now.
 
         Their other calls wait at the gate, which is closed.
@@ -400,12 +400,12 @@ class Pages:
                         session.page.set_landing(slot, LANDING_ASIDE)
         return reading is not None
 
-    def is_aside(self, session: Session) -> bool:
+    def is_aside(self, session: LiveSession) -> bool:
         """Return whether :meth:`set_aside` is in force."""
         reading = self.read(session)
         return reading is not None and any(s.landing == LANDING_ASIDE for s in reading.slots)
 
-    def no_longer_aside(self, session: Session) -> None:
+    def no_longer_aside(self, session: LiveSession) -> None:
         """Let the processes of a session ask the driver again, which runs them."""
         reading = self.read(session)
         for slot in reading.slots if reading is not None else ():
@@ -414,7 +414,7 @@ class Pages:
                     if session.page is not None:
                         session.page.set_landing(slot, LANDING_NONE)
 
-    def _damaged(self, session: Session, error: Exception) -> None:
+    def _damaged(self, session: LiveSession, error: Exception) -> None:
         self._log.error("The page of session %s is given up: %s", session.id, error)
         if session.page is not None:
             session.page.close()
@@ -458,7 +458,7 @@ def _version(folder: Path) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
-def _named_page(session: Session) -> Path | None:
+def _named_page(session: LiveSession) -> Path | None:
     """Return the page that the session's kernel was started with, under the guard; else None."""
     if session.process is None:
         return None

@@ -13,9 +13,9 @@ from ...pool.placement import home_devices
 from ...states import ATTACHED
 from ..core import Core
 from ..ratelimit import PART, REST, Pace
-from ..sessions import Session
+from ..sessions import LiveSession
 from .activity import Activity
-from .control import Pages
+from .control import ControlPages
 
 
 class Rooms:
@@ -28,7 +28,7 @@ class Rooms:
     Written when a lease comes, and again when another lease on a device changes.
     """
 
-    def __init__(self, core: Core, pages: Pages, activity: Activity) -> None:
+    def __init__(self, core: Core, pages: ControlPages, activity: Activity) -> None:
         self._core = core
         self._pages = pages
         self._activity = activity
@@ -39,7 +39,7 @@ class Rooms:
         self._due: dict[str, None] = {}
         self._later: asyncio.Handle | None = None
 
-    def changed(self, session: Session, record: SessionRecord) -> None:
+    def changed(self, session: LiveSession, record: SessionRecord) -> None:
         """The session's record has changed: write its own figure now, its neighbours' soon."""
         slices = record.slices if record.state in ATTACHED else ()
         if slices:
@@ -53,7 +53,7 @@ class Rooms:
         if before != slices:
             self.refresh_soon()
 
-    def ended(self, session: Session) -> None:
+    def ended(self, session: LiveSession) -> None:
         """The session is over."""
         self._told.pop(session.id, None)
         self._due.pop(session.id, None)
@@ -88,7 +88,7 @@ class Rooms:
             self._later.cancel()
             self._later = None
 
-    def _tell(self, session: Session, slices: tuple[Slice, ...], limit: int) -> None:
+    def _tell(self, session: LiveSession, slices: tuple[Slice, ...], limit: int) -> None:
         if all(piece.bytes >= limit for piece in slices):
             # It cannot grow, and the guard needs no word to know that.
             room: tuple[int, ...] = ()
@@ -102,7 +102,7 @@ class Rooms:
 class Homes:
     """Chooses the devices that kernels see before they have a slice, by :mod:`...pool.unasked`."""
 
-    def __init__(self, core: Core, pages: Pages, activity: Activity) -> None:
+    def __init__(self, core: Core, pages: ControlPages, activity: Activity) -> None:
         self._core = core
         self._pages = pages
         self._activity = activity

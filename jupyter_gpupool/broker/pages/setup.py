@@ -14,8 +14,8 @@ from ...errors import Code, GPUPoolError, RefusedError
 from ...guard.install import guard_directory
 from ...states import AttachPolicy
 from ..configuration import Configuration
-from ..sessions import Session
-from .control import Pages, environment
+from ..sessions import LiveSession
+from .control import ControlPages, environment
 
 
 class GuardSetup:
@@ -33,7 +33,7 @@ class GuardSetup:
 
     def __init__(
         self,
-        pages: Pages,
+        pages: ControlPages,
         configuration: Configuration,
         links: Path,
         *,
@@ -65,7 +65,9 @@ class GuardSetup:
         configured = self._configuration.settings.attach
         return usable_attach(configured, self.guarded, self.problem)
 
-    def environment(self, session: Session, base: Mapping[str, str], limit: int) -> dict[str, str]:
+    def environment(
+        self, session: LiveSession, base: Mapping[str, str], limit: int
+    ) -> dict[str, str]:
         """Make the page of a new session; return what, over ``base``, puts it under the guard.
 
         {} if it runs without the guard.

@@ -10,7 +10,7 @@ from typing import Any, Mapping, Sequence
 
 from ...pool.model import Device, Hold, Owner, Request, SessionRecord, Slice
 from ...procfs import ProcessId
-from ..sessions import Session
+from ..sessions import LiveSession
 
 _FIELDS = tuple(f.name for f in fields(SessionRecord))
 _REQUEST_FIELDS = tuple(f.name for f in fields(Request))
@@ -50,7 +50,7 @@ def from_json(data: Mapping[str, Any]) -> SessionRecord:
     return SessionRecord(**values)
 
 
-def journaled(session: Session, record: SessionRecord) -> dict[str, Any]:
+def journaled(session: LiveSession, record: SessionRecord) -> dict[str, Any]:
     """Return what a restart needs of a session."""
     return {
         "record": to_json(record),
@@ -65,9 +65,9 @@ def journaled(session: Session, record: SessionRecord) -> dict[str, Any]:
     }
 
 
-def read_session(record: SessionRecord, entry: Mapping[str, Any]) -> Session:
+def read_session(record: SessionRecord, entry: Mapping[str, Any]) -> LiveSession:
     """Return the session that :func:`journaled` described, of which ``record`` was read."""
-    session = Session(
+    session = LiveSession(
         id=record.id,
         owner=record.owner,
         uid=int(entry["uid"]),

@@ -51,8 +51,8 @@ from ..gpu.landing import Landings
 from ..lifecycle import GRACE, Lifecycle
 from ..messages.guard import GuardMessages
 from ..pages.activity import DEVICE_HOLD, Activity
-from ..pages.control import Pages
-from ..sessions import Session
+from ..pages.control import ControlPages
+from ..sessions import LiveSession
 from .records import from_json, frozen_in, read_session
 
 #: A hold that stands for whatever the agent will say when it is back. Until then, or for so many
@@ -63,10 +63,10 @@ GRACE_UNDER_GUARD = 2.0
 
 
 @dataclass
-class Recovered:
+class RecoveredSession:
     """A session to go on with: ``lost`` says why it cannot."""
 
-    session: Session
+    session: LiveSession
     record: SessionRecord
     lost: str = ""
     #: Since when the session was idle with its slice, as the journal has it; 0.0 if it was not.
@@ -150,7 +150,7 @@ class Recovery:
         core: Core,
         service: Devices,
         *,
-        pages: Pages,
+        pages: ControlPages,
         activity: Activity,
         guard: GuardMessages,
         landings: Landings,
@@ -202,7 +202,7 @@ class Recovery:
         self._pages.sweep()
         core.commit()
 
-    def _adopt_page(self, one: Recovered) -> None:
+    def _adopt_page(self, one: RecoveredSession) -> None:
         """Go on with the session's page, and let it say whether the session uses its device."""
         session, record = one.session, one.record
         used = bool(record.bound or record.slices or record.suspended)
@@ -220,7 +220,7 @@ class Recovery:
         elif one.computed and session.page is not None:
             one.in_use(now)
 
-    def _go_on(self, one: Recovered) -> None:
+    def _go_on(self, one: RecoveredSession) -> None:
         session, core = one.session, self._core
         self._correct_page(one)
         if one.record.slices:
@@ -243,7 +243,7 @@ class Recovery:
             grace = GRACE if session.page is None else GRACE_UNDER_GUARD
             self._lifecycle.start_grace(session, grace)
 
-    def _correct_page(self, one: Recovered) -> None:
+    def _correct_page(self, one: RecoveredSession) -> None:
         """Make the page true: a broker that was killed in a suspend left the gate closed."""
         session, record = one.session, self._core.record(one.session.id)
         if record is not None and not record.suspended:
@@ -265,9 +265,9 @@ def _was_guarded(entry: Any) -> bool:
 
 async def recover(
     stored: Mapping[str, Mapping[str, Any]], devices: Devices, now: float, log: logging.Logger
-) -> tuple[list[Recovered], list[tuple[str, str, str]]]:
+) -> tuple[list[RecoveredSession], list[tuple[str, str, str]]]:
     """Return the sessions that live, and (id, owner, reason) of those that do not."""
-    living: list[tuple[Session, SessionRecord]] = []
+    living: list[tuple[LiveSession, SessionRecord]] = []
     dead: list[tuple[str, str, str]] = []
     for name, entry in stored.items():
         try:
@@ -286,15 +286,15 @@ async def recover(
 
 
 async def _recover_one(
-    session: Session,
+    session: LiveSession,
     record: SessionRecord,
     devices: Devices,
     now: float,
     log: logging.Logger,
-) -> Recovered:
+) -> RecoveredSession:
     if session.process is None:
         # Its server opened it and starts the kernel now: ``launched`` will say which process.
-        return Recovered(session, _detached(record, now))
+        return RecoveredSession(session, _detached(record, now))
     try:
         state = await devices.driver_state(session.process, session=session.id)
     except Exception:
@@ -312,22 +312,24 @@ async def _recover_one(
         # Stopped, or stuck: nobody can tell. What it had it keeps until somebody can.
         state = "checkpointed" if record.suspended and record.state != "attaching" else "running"
     if state in ("failed", "locked"):
-        return Recovered(
+        return RecoveredSession(
             session, _detached(record, now), f"The driver lost its GPU state ({state})."
         )
     if state == "checkpointed":
-        return Recovered(session, _suspended(record, moving, now))
+        return RecoveredSession(session, _suspended(record, moving, now))
     if record.state in (*ATTACHED, "detaching") or (
         record.state == "attaching" and record.suspended and state == "running"
     ):
         idle_since = record.idle_since if record.state in ("idle", "detaching") else 0.0
         computed = record.state == "active" and {h.id for h in record.holds} == {DEVICE_HOLD}
-        return Recovered(session, _attached(record, now), idle_since=idle_since, computed=computed)
+        return RecoveredSession(
+            session, _attached(record, now), idle_since=idle_since, computed=computed
+        )
     if record.suspended:
         # It was suspended and runs: somebody resumed it behind our back, without a grant.
         log.warning("Session %s was suspended and runs without a slice", session.id)
         record = replace(record, suspended=())
-    return Recovered(session, _detached(record, now))
+    return RecoveredSession(session, _detached(record, now))
 
 
 def _attached(record: SessionRecord, now: float) -> SessionRecord:

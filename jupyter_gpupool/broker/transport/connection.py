@@ -20,7 +20,7 @@ from .auth import Peer, peer_of
 from .dispatch import ABUSE_PRICE, BAD_PRICE, BYTES_PER_POINT, PRICES, Account, Dispatcher
 
 if TYPE_CHECKING:
-    from ..sessions import Session
+    from ..sessions import LiveSession
 
 #: Bytes read from a peer at once. A request that is longer is read on when few others of its user
 #: are: a hundred connections that all have something would keep the loop reading.
@@ -90,11 +90,11 @@ class Connection(asyncio.BufferedProtocol):
         self.service = service
         self.peer = Peer(0, -1, -1)
         self.account: Account
-        self.session: Session | None = None
+        self.session: LiveSession | None = None
         #: Sessions opened here and not yet launched.
         self.opened: set[str] = set()
         #: The session whose ``launched`` a message of this connection waits for.
-        self.early: Session | None = None
+        self.early: LiveSession | None = None
         #: Hold requests that wait for their answer.
         self.waiting = 0
         self.accepted = False
@@ -197,11 +197,11 @@ class Connection(asyncio.BufferedProtocol):
                 ),
             )
 
-    def speaks_for(self, session: Session | None) -> None:
+    def speaks_for(self, session: LiveSession | None) -> None:
         """Note that the peer is the agent of this session now; None: of none any more."""
         self.session = session
 
-    def hold_early(self, session: Session | None) -> None:
+    def hold_early(self, session: LiveSession | None) -> None:
         """Note that a message waits for the ``launched`` of this session; None: no more."""
         self.early = session
         self.account.early += 1 if session is not None else -1

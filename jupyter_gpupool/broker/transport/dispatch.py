@@ -40,7 +40,7 @@ LOOK = 0.01
 MAX_UNREAD, USER_UNREAD = 32 << 20, 8 << 20
 
 
-class Client(Protocol):
+class Requester(Protocol):
     """What the dispatcher needs of a connection."""
 
     @property
@@ -114,11 +114,11 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ what connections tell
 
-    def joined(self, connection: Client) -> None:
+    def joined(self, connection: Requester) -> None:
         """A connection begins."""
         connection.account.connections.add(connection)
 
-    def left(self, connection: Client) -> None:
+    def left(self, connection: Requester) -> None:
         """A connection has ended."""
         account = connection.account
         account.connections.discard(connection)
@@ -129,7 +129,7 @@ class Dispatcher:
             # Its budgets fill up within seconds; a connection before that finds them as they are.
             self._arm(account)
 
-    def ready(self, connection: Client) -> None:
+    def ready(self, connection: Requester) -> None:
         """A connection has something that can be handled now."""
         account = connection.account
         if connection in account.ready:
@@ -141,18 +141,18 @@ class Dispatcher:
         if self._turn_handle is None:
             self._turn_handle = self._loop.call_soon(self._turn)
 
-    def wait_act(self, connection: Client) -> None:
+    def wait_act(self, connection: Requester) -> None:
         """The next act of a connection is over its user's budget."""
         connection.account.waiting_acts.append(connection)
         self._arm(connection.account)
 
-    def wait_read(self, connection: Client) -> None:
+    def wait_read(self, connection: Requester) -> None:
         """The same of a read."""
         self.delayed += 1
         connection.account.waiting_reads.append((connection, self._loop.time() + PATIENCE))
         self._arm(connection.account)
 
-    def note_unread(self, connection: Client, more: int) -> None:
+    def note_unread(self, connection: Requester, more: int) -> None:
         """A connection has ``more`` bytes of answers that were not read; close the worst."""
         account = connection.account
         self._count_unread(account, more)
@@ -207,7 +207,7 @@ class Dispatcher:
                 self.ready(connection)
         return spent
 
-    def _serve(self, account: Account, connection: Client) -> float:
+    def _serve(self, account: Account, connection: Requester) -> float:
         """Have one request handled; return what it cost."""
         # The processor's time, not the clock's: the user does not pay for other processes.
         before = time.thread_time()
@@ -246,8 +246,8 @@ class Dispatcher:
             self._timers[account.uid] = self._loop.call_later(1.0, self._look, account)
 
     def _covered(
-        self, bucket: TokenBucket, waiting: deque[Client] | list[Client], now: float
-    ) -> list[Client]:
+        self, bucket: TokenBucket, waiting: deque[Requester] | list[Requester], now: float
+    ) -> list[Requester]:
         """Return those at the head of ``waiting`` whose requests the budget covers together."""
         left, count = bucket.left(now), 0
         for connection in waiting:
@@ -339,25 +339,25 @@ class Account:
         self.acts = TokenBucket(*ACTS, now)
         self.reads = TokenBucket(*READS, now)
         self.connects = TokenBucket(*CONNECTS, now)
-        self.connections: set[Client] = set()
+        self.connections: set[Requester] = set()
         self.watchers = 0
         #: Connections in the middle of a long request: those that are read, and those that wait.
-        self.long: set[Client] = set()
-        self.longer: dict[Client, None] = {}
+        self.long: set[Requester] = set()
+        self.longer: dict[Requester, None] = {}
         #: Bytes received and not handled; bytes sent and not read.
         self.buffered = 0
         self.unread = 0
         #: Messages that wait for the ``launched`` of their session.
         self.early = 0
         #: Connections with a request for this turn, and points that the user may spend in it.
-        self.ready: dict[Client, None] = {}
+        self.ready: dict[Requester, None] = {}
         self.deficit = 0.0
         self.active = False
         #: Connections whose request waits for the budget; reads with the time of their refusal.
-        self.waiting_acts: deque[Client] = deque()
-        self.waiting_reads: deque[tuple[Client, float]] = deque()
+        self.waiting_acts: deque[Requester] = deque()
+        self.waiting_reads: deque[tuple[Requester, float]] = deque()
 
-    def begin_long(self, connection: Client) -> None:
+    def begin_long(self, connection: Requester) -> None:
         """A connection has a long request that is not complete: its turn comes now or later."""
         if len(self.long) < MAX_LONG:
             self.longer.pop(connection, None)
@@ -365,7 +365,7 @@ class Account:
         elif connection not in self.long:
             self.longer[connection] = None
 
-    def end_long(self, connection: Client) -> None:
+    def end_long(self, connection: Requester) -> None:
         """The request is complete, or the connection has ended: the next one may be read."""
         self.longer.pop(connection, None)
         if connection in self.long:
