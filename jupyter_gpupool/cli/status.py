@@ -181,8 +181,8 @@ def find_session(name: str, sessions: Sequence[Mapping[str, Any]]) -> str:
         )
     if len(matches) > 1:
         raise RefusedError(
-            f"{name!r} begins {len(matches)} session ids: {', '.join(sorted(matches)[:6])}.",
+            f"{len(matches)} session ids begin with {name!r}: {', '.join(sorted(matches)[:6])}.",
             code=Code.AMBIGUOUS_SESSION,
-            next_step="Write more of it.",
+            next_step="Write more letters of the id.",
         )
     return str(matches[0])

@@ -146,7 +146,7 @@ def _reason(name: str, value: Any, error: Exception) -> str:
     if isinstance(value, DeferredConfig):
         value = value.get_value(option) if not isinstance(error, ValueError) else value
     if isinstance(value, LazyConfigValue):
-        return f"the change does not fit. It takes: {option.metadata['unit']}."
+        return f"this option cannot be changed like that. It takes: {option.metadata['unit']}."
     return f"{value!r} is not allowed. It takes: {option.metadata['unit']}."
 
 

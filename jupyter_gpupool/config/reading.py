@@ -83,7 +83,7 @@ class _Quantity(TraitType[Any, Any]):
         except ValueError as error:
             raise TraitError(str(error)) from None
         if found < self.least:
-            raise TraitError(f"{value!r} is below {self.least:g}, which is the least.")
+            raise TraitError(f"{value!r} is too small. Write {self.least:g} or more.")
         return found
 
 

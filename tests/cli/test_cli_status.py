@@ -218,7 +218,7 @@ def test_a_session_by_its_beginning(name, found):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("3f2", "'3f2' begins 2 session ids: 3f2a11, 3f2b22. Write more of it."),
+        ("3f2", "2 session ids begin with '3f2': 3f2a11, 3f2b22. Write more letters of the id."),
         (
             "zz",
             "No session or kernel id begins with 'zz'. `jupyter gpupool status` lists them.",

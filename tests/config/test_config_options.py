@@ -214,7 +214,7 @@ def test_state_dir_of_a_user_and_of_root(monkeypatch, tmp_path):
          "'end'.")),
         ("guard", "on", "'on' is not allowed. It takes: True or False."),
         ("quiet_after", 0, "'0' is not a duration above zero. Write one like 10m."),
-        ("turn", 0.001, "0.001 is below 0.01, which is the least."),
+        ("turn", 0.001, "0.001 is too small. Write 0.01 or more."),
         ("managed_memory", "deny", "'deny' is not allowed. It takes: 'refuse' or 'allow'."),
         ("overuse", "kill", "'kill' is not allowed. It takes: 'report' or 'end'."),
         ("overuse", "suspend", ("'suspend' is no longer a value: a kernel that goes around the "
