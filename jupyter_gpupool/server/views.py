@@ -37,7 +37,7 @@ def is_mine(local: Collection[str], user: str) -> Callable[[Mapping[str, Any]], 
     """Return a test that says whether this server may show a session in full.
 
     A broker shows root and its admins everybody's; a server shows the sessions of its own kernels
-    (ids in ``local``) and of its own operating system ``user``, whoever runs it.
+    (ids in ``local``) and of its own operating system ``user``.
     """
 
     def mine(session: Mapping[str, Any]) -> bool:

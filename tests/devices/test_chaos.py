@@ -42,7 +42,7 @@ async def swap(machine, service, uuids, number, rounds, rng):
 
 
 async def kill(service, rng):
-    """Kill a child of the service in the middle of a call, again and again, for ever.
+    """Kill a child of the service in the middle of a call, again and again, without end.
 
     Never one that is only starting: on a busy machine none would ever get ready.
     """

@@ -244,7 +244,7 @@ class Silent:
 @pytest.mark.parametrize(
     ("sizes", "looks"),
     [
-        pytest.param([100, 400] * 10, 3, id="a thread takes memory and gives it back for ever"),
+        pytest.param([100, 400] * 10, 3, id="a thread takes memory and gives it back without end"),
         pytest.param([100, 200, 300, 400], 5, id="a copy that comes to an end, and hangs"),
         pytest.param([100, 0], 3, id="it cannot be read any more"),
     ],

@@ -60,7 +60,7 @@ async def test_session_moves_although_nvml_lists_other_numbers(emulated, bystand
         digest = await target.do("fill", 64 * MiB, 1)
         (sample, _) = await service.sample()
         (listed,) = sample.processes
-        # Under a number that no process has: whoever takes it for one finds nothing.
+        # Under a number that no process has: a look-up finds nothing.
         assert listed == ProcessMemory(-abs(listed.pid), 80 * MiB)
         assert listed.pid == (-bystander.pid if collides else -(target.pid + (1 << 22)))
         outcome = await service.suspend(target.root, [uuid], session=SESSION)

@@ -11,7 +11,7 @@ libraries that the dynamic loader finds.
 Nothing is loaded in this process. Every question is put in a child of its own, which loads the
 library, asks and ends: a crash is an answer ("signal 11"), a hang is an error.
 
-``records/`` has the records of drivers that could be had without a GPU: those of Debian's non-free
+``records/`` has the records of drivers that are available without a GPU: those of Debian's non-free
 packages libcuda1 and libnvidia-ml1. ``tests/emulator/test_records.py`` compares the emulated driver
 with them, and ``tests/guard/test_real_drivers.py`` the guard. ``tests/gpu/test_records.py`` records
 the driver of a GPU machine, and compares the emulated one with it.

@@ -59,7 +59,7 @@ async def storm(pool, kills):
     await state(busy, "active")
     await state(waiting, "queued")
     assert {s["label"] for s in pool.sessions()} == {"away", "busy", "waiting"}
-    # The suspended one goes on by itself, in the middle of a cell, whoever has the slice.
+    # The suspended one continues in the middle of its cell, whichever kernel has the slice.
     back = asyncio.create_task(away.run("block.verify().write(8).compute().verify()"))
     await state(away, "queued")
     await killed_and_back(pool)

@@ -142,7 +142,7 @@ def test_a_child_that_outlives_its_kernel_is_seen_and_counted(pool):
         (await kernel.run(code)).check()
         child = int((await kernel.run("print(child.pid)")).check().text)
         other = await pool.kernel("other")
-        # Its stdin ends with the kernel; stopped, it can not notice and keeps its memory.
+        # Its stdin ends with the kernel; stopped, it cannot notice and keeps its memory.
         os.kill(child, 19)
         kernel.kill()
         await until(lambda: kernel.session() is None, "the killed kernel's session to end")

@@ -146,7 +146,7 @@ def test_a_slice_changes_its_size_while_the_notebook_runs(pooled, notebook, slic
         assert "Free memory first" in said, refused
         assert notebook.session["granted_bytes"] == 2 * slice_
 
-        # When it is free again less can be had, and then that is the limit.
+        # When it is free again less is left, and then that is the limit.
         await notebook.free("more")
         await notebook.wait("to be measured", lambda s: (s["footprint_bytes"] or 0) < slice_)
         note(smaller_then=await notebook.cell(f"%gpu {text(slice_)}"))

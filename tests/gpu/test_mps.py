@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A client of NVIDIA's multi-process service: the driver is said to refuse its suspend."""
+"""A client of NVIDIA's multi-process service: the driver reportedly refuses its suspend."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """What the machine's driver answers without a device, against the emulated one.
 
-The records of ``tests/driver_records`` are of drivers that could be had without a GPU. On a GPU
+The records of ``tests/driver_records`` are of drivers that are available without a GPU. On a GPU
 machine the same questions are put to its driver, as far as they neither need nor miss a device;
 the answers are noted, so that they can become a record, too. A difference is a fault of the
 emulation, or belongs to the reasons of ``tests/emulator/parity.py``.

@@ -141,8 +141,8 @@ async def test_restore_without_room_fails_and_leaves_nothing(machine, note):
                 await still_right(process, known)
             else:
                 assert back.status != "no-room", "it was said to be safe, and is not"
-                assert again.status != "no-room", "it is said to be safe for ever, and is not"
-                assert state != "running", "it is said to run, and has not got its memory"
+                assert again.status != "no-room", "it is reported safe for good, and is not"
+                assert state != "running", "it is reported running, and has not got its memory"
         await found.empty(process, other)
         async with target("cuda-core", found.env) as new:
             await new.do("put", "x", 64 * MiB, FIRST)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The session's account: growth, live limits, dead processes, what frees and what is said."""
+"""The session's account: growth, live limits, dead processes, what frees and what is printed."""
 
 import ast
 import os

@@ -263,7 +263,7 @@ _ = error, done
 
 
 def test_call_of_another_thread_comes_after_the_noted_calls(session, child, suspender, until):
-    """Each in the context of its own thread, and before anything new, whoever comes first."""
+    """Each in the context of its own thread, and before anything new."""
     child.do("""
 second = handle(C.cuCtxCreate_v2, 0, 0)
 p = alloc(8 << 20)

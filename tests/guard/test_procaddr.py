@@ -221,7 +221,7 @@ def test_calls_of_later_drivers_are_gated(session, odd):
 def test_no_pointer_escapes_once_the_spares_are_used(odd):
     found = odd.do("_ = [get('cuFuture%d' % i) for i in range(300)]")
     assert all(item[::2] == (0, 0) for item in found[:256])
-    assert all(item == (0, None, 1) for item in found[256:])  # as of a name that there is not
+    assert all(item == (0, None, 1) for item in found[256:])  # as of an unknown name
     assert odd.do("_ = get('cuFuture299', with_status=False)") == (0, None, 77)
     assert odd.do("_ = get('cuFuture299', form=C.cuGetProcAddress)") == (NOT_FOUND, 77, 77)
     assert len({address for _, address, _ in found[:256]}) == 256

@@ -76,7 +76,7 @@ def test_cpu_cells_run_without_a_broker_with_one_notice(
     )
     assert str(broker.path.with_suffix(".log")) in notice["text"]
     assert kernel.run("print('again')").outputs == [{"name": "stdout", "text": "again\n"}]
-    # When it is back, cells wait for their slice again, and the next outage is said again.
+    # When it is back, cells wait for their slice again, and the next outage is announced again.
     broker.start()
     broker.wait_for("hello", count=2)
     assert kernel.run("1").text == "1"

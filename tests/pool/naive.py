@@ -375,7 +375,7 @@ class Naive:
         used = sum(s.footprints.values())
         size = used if known else max(used, sum(s.lease.values()))
         if not all(self.devices[u].can_suspend for u in s.lease):
-            assert size == 0, f"{a}: its device can not suspend"
+            assert size == 0, f"{a}: its device cannot suspend"
         if size:
             assert a.session not in self.pressed, f"{a}: host memory is short there"
             assert self.host_used() + size <= self.settings.host_memory, f"{a}: host is full"

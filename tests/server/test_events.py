@@ -12,7 +12,7 @@ from tests.broker.kit import BIG, Kernel, MiB, wait_until
 
 from .kit import USE_GPU, Events
 
-#: One device: whoever has it keeps all others waiting.
+#: One device: the kernel that has it keeps all others waiting.
 MACHINE = "1x512MiB,context=32MiB"
 
 PREFIX = "https://schema.jupyter.org/jupyter_gpupool/"
@@ -59,7 +59,7 @@ def test_two_notebooks(server, kernel, full, events):
     )["data"]
     assert lease["granted_bytes"] == BIG
     assert cells[one].end(running)["status"] == "ok"
-    # Whoever waits gets the slice of an idle one; with what it holds in host memory.
+    # The waiting kernel gets the slice of an idle one, whose state goes to host memory.
     assert cells[two].end(second)["status"] == "ok"
     gone = events.until(
         lambda m: (
@@ -101,7 +101,7 @@ def test_two_notebooks(server, kernel, full, events):
 
 
 def test_the_events_own_delta_is_the_snapshot(server, kernel, events):
-    """Whoever applies the deltas has what a snapshot would say."""
+    """A client that applies the deltas has what a snapshot would say."""
     state = events.kind("snapshot")["snapshot"]
     one = kernel()
     server.cells(one).run(USE_GPU)

@@ -105,7 +105,7 @@ static void *first_guard(void)
 static void load(void)
 {
     /* No lock while the loader works: it has its own, which a constructor that calls CUDA in
-     * another thread may hold already. Whoever is first publishes; all find the same. */
+     * another thread may hold already. The first one publishes; all find the same. */
     void *table[E_COUNT];
     void *handle = first_guard();
     bool second = handle != NULL;

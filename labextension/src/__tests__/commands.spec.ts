@@ -21,7 +21,7 @@ const WAIT = {
 };
 
 describe('why a kernel waits', () => {
-  test('is said in sentences, by class and without names', () => {
+  test('is explained in sentences, by class and without names', () => {
     expect(describeWait(trans, WAIT)).toEqual([
       'No GPU has 8 GiB free.',
       'It is 2nd of 5 in the queue.',
@@ -151,7 +151,7 @@ describe('the commands', () => {
     expect(shown()).toHaveLength(2);
   });
 
-  test('the same refusal is told once, and not for ever', async () => {
+  test('the same refusal is shown once, and not for good', async () => {
     services.start('a');
     answer.status = 409;
     answer.body = { code: 'busy', message: 'Not now.', next_step: '' };

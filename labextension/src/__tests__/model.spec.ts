@@ -77,7 +77,7 @@ describe('who needs it', () => {
     await jest.advanceTimersByTimeAsync(3_600_000);
     expect(FakeSocket.all).toHaveLength(1);
     expect(FakeSocket.open).toEqual([]);
-    // The session that ended with the websocket is not shown for ever.
+    // The session that ended with the websocket does not stay on the page.
     expect(asked).toEqual(['GET pool']);
     expect(model.session('kernel-a')).toBeNull();
   });
@@ -130,7 +130,7 @@ describe('who needs it', () => {
   });
 });
 
-describe('what is said', () => {
+describe('what the page says', () => {
   test('a snapshot is the view', async () => {
     services.start('a');
     FakeSocket.one.snapshot();
@@ -262,7 +262,7 @@ describe('the clock', () => {
 });
 
 describe('away and back', () => {
-  test('the broker goes away: the view is kept, and why is said', async () => {
+  test('the broker goes away: the view stays, with the reason', async () => {
     const socket = await live();
     const before = model.view;
     const why = { message: 'The broker has ended.', next_step: 'Start it.' };
@@ -284,7 +284,7 @@ describe('away and back', () => {
     expect(model.view?.now).toBe(2000);
   });
 
-  test('of a broker that went it is said what starts it again', async () => {
+  test('a broker that went away is shown with what starts it again', async () => {
     const socket = await live();
     const why = { message: 'It ended the connection.', next_step: 'See the doctor.' };
     socket.say({

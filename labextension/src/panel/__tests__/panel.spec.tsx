@@ -334,7 +334,7 @@ describe('devices', () => {
     fireEvent.keyDown(options[0]!, { key: 'ArrowRight' });
     expect(document.activeElement).toBe(options[1]);
     expect(options.map(option => option.tabIndex)).toEqual([-1, 0, -1, -1, -1]);
-    // Other people's cannot be opened; what has the focus is said below the bar.
+    // Other people's cannot be opened; the line below the bar describes what has the focus.
     fireEvent.keyDown(options[1]!, { key: 'Enter' });
     expect(opened).toEqual(['kernel-a']);
     screen.getByText('Somebody (batch): 4 GiB, idle');
@@ -536,7 +536,7 @@ describe('my kernels', () => {
     }
   });
 
-  it('are released and kept, and what comes of it is said', async () => {
+  it('are released and kept, and the answer is shown', async () => {
     const { model } = show(pool([device(0)], [mine('a')]));
     await press(/^Release/);
     expect(kernels().getByRole('status').textContent).toBe('Done.');
