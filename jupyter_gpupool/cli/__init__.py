@@ -4,7 +4,7 @@
 
 - ``commands``: the commands, their options, exit codes; the only place that prints errors.
 - ``status``, ``picture``: the snapshot as a picture; ``picture`` is pure text in, text out.
-- ``pooled_kernels``: wrapping kernelspecs. ``install_devices``: NVIDIA's packages.
+- ``install_devices``: NVIDIA's packages in an environment of their own.
 - ``doctor``, ``checks``: what works here and what does not. ``maintenance``: pause, drain, resume.
 - ``configtext``: a commented configuration file from the options.
 

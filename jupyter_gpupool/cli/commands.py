@@ -2,13 +2,14 @@
 # Distributed under the terms of the Modified BSD License.
 """The commands of ``jupyter gpupool``, one function each, and the one place that prints errors.
 
-A command is a function under :func:`command`, which says what it does and takes; the work is in
-another module, imported only when the command runs: ``status`` must not wait for jupyter_client.
+A command is a function under :func:`command`, which says what it does and takes. Longer work is in
+other modules, imported only when the command runs: ``status`` must not wait for jupyter_client.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -47,11 +48,11 @@ class Subcommand:
 COMMANDS: dict[str, Subcommand] = {}
 
 
-def command(group: str, does: str, *arguments: Argument, name: str = "") -> Callable[..., Any]:
-    """Return a decorator that makes a function the command of its name, or of ``name``."""
+def command(group: str, does: str, *arguments: Argument) -> Callable[..., Any]:
+    """Return a decorator that makes a function the command of its name: ``_status``."""
 
     def register(run: Callable[[Options], int]) -> Callable[[Options], int]:
-        known = name or run.__name__[1:].replace("_", "-")
+        known = run.__name__[1:].replace("_", "-")
         COMMANDS[known] = Subcommand(known, group, does, arguments, run)
         return run
 
@@ -131,11 +132,20 @@ def _release(options: Options) -> int:
     return release(options.socket, options.session)
 
 
-@command("Kernels that use it", "list the kernels that use the pool", name="list")
-def _show_kernels(_: Options) -> int:
-    from .pooled_kernels import show_list
+@command("Kernels that use it", "list the kernels that use the pool")
+def _list(_: Options) -> int:
+    from ..kernelspecs import list_pooled
 
-    return show_list()
+    rows = [("KERNEL", "SHOWN AS", "WRAPS", "FOLDER")]
+    rows += [(k.name, k.display_name, k.wraps or "-", str(k.path)) for k in list_pooled()]
+    if len(rows) == 1:
+        print("No kernel uses the pool. Make one with: jupyter gpupool wrap python3")
+        return 0
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+    return 0
 
 
 @command(
@@ -150,15 +160,25 @@ def _show_kernels(_: Options) -> int:
     argument("--display-name", metavar="TEXT", help="default: with ' (Pooled GPU)' added"),
 )  # fmt: skip
 def _wrap(options: Options) -> int:
-    from .pooled_kernels import wrap
+    from .. import kernelspecs
+    from ..launcher import kernel_command, runs_ipykernel
 
-    return wrap(
+    folder = kernelspecs.wrap(
         options.name,
         user=options.user,
         prefix=sys.prefix if options.sys_prefix else options.prefix,
         new_name=options.new_name,
         display_name=options.display_name,
     )
+    print(f"Kernel {folder.name!r} uses the pool: {folder}")
+    argv = json.loads((folder / "kernel.json").read_text())["argv"]
+    if not runs_ipykernel(kernel_command(argv)):
+        print(
+            "Note: it is not an IPython kernel. It has no %gpu; the guard gives it its slice at "
+            "its first CUDA call.\n`jupyter gpupool doctor` says whether this pool has the guard; "
+            "without it the kernel runs without a GPU."
+        )
+    return 0
 
 
 @command(
@@ -166,9 +186,11 @@ def _wrap(options: Options) -> int:
     argument("name", metavar="NAME", help="as `jupyter gpupool list` shows it"),
 )  # fmt: skip
 def _unwrap(options: Options) -> int:
-    from .pooled_kernels import unwrap
+    from ..kernelspecs import unwrap
 
-    return unwrap(options.name)
+    unwrap(options.name)
+    print(f"Removed {options.name!r}. Kernels that run keep running.")
+    return 0
 
 
 @command(
