@@ -15,7 +15,7 @@ def test_each_long_test_is_in_the_table(request):
     assert not missing, f"add a row for each to {longruns.PAGE}"
 
 
-def test_each_row_of_the_table_is_a_long_test_and_says_what_it_shows(request):
+def test_rows_of_the_table_are_the_long_tests(request):
     rows = longruns.split()[1]
     assert [row.test for row in rows.values() if not row.shows] == []
     if request.config.args != request.config.getini("testpaths"):

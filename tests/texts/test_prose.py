@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a machine can check of the rules for prose in CONTRIBUTING: names of tests, and phrases.
+"""What a machine can check of the rules for prose in CONTRIBUTING: names, and phrases.
 
 Each number may only fall: lower it with the change that lowers the count.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Iterator
 
@@ -30,6 +31,12 @@ PHRASES = re.compile(
 
 #: Lines of the product, its tests and benchmarks with one of the phrases.
 IN_CODE = 20
+
+#: Classes that share their name with another one; to become fewer.
+SHARED_CLASSES = {"Answer", "CompilerMissing", "HoldWait", "Holder", "Slice"}
+
+#: Modules that share their name: all but ``build``, ``machine`` and ``model`` are about one thing.
+SHARED_MODULES = {"agent", "build", "machine", "maintenance", "model", "provisioner", "text"}
 
 SOURCES = ("jupyter_gpupool", "emucuda", "labextension/src", "benchmarks", "tests")
 ENDINGS = (".py", ".c", ".h", ".S", ".ts", ".tsx", ".txt", ".yaml")
@@ -86,3 +93,15 @@ def test_names_of_tests_become_shorter() -> None:
         and len(node.name) > LONGEST
     ]
     assert len(long) <= LONG_NAMES, "\n".join(long)
+
+
+def test_names_of_classes_and_modules_have_one_meaning() -> None:
+    classes: Counter[str] = Counter()
+    modules: Counter[str] = Counter()
+    for folder in ("jupyter_gpupool", "emucuda"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            modules[path.stem] += not path.stem.startswith("__")
+            body = ast.parse(path.read_text(encoding="utf-8")).body
+            classes.update(node.name for node in body if isinstance(node, ast.ClassDef))
+    assert {name for name, count in classes.items() if count > 1} <= SHARED_CLASSES
+    assert {name for name, count in modules.items() if count > 1} <= SHARED_MODULES
