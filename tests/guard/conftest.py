@@ -112,7 +112,7 @@ class Child:
         return self.reply(timeout)
 
     def answers(self, seconds):
-        """Whether it prints anything within ``seconds``."""
+        """Whether the child writes anything within ``seconds``."""
         return bool(select.select([self.process.stdout], [], [], seconds)[0])
 
     def end(self):

@@ -3,7 +3,7 @@
  *
  * The gate under a broker that strikes between any two instructions: a call is stepped through, and
  * after so many steps the gate is closed. From then on the broker looks at the count after each
- * step; once it finds nobody inside, the session is suspended, and nobody may get in.
+ * step; once no call is inside, the session is suspended, and no call may get in.
  */
 #include "guard.h"
 
@@ -97,7 +97,7 @@ static void open_again(void)
 CUresult broker_attach(void)
 {
     asked++;
-    CHECK(counted() == 0); /* who waits is not inside */
+    CHECK(counted() == 0); /* a waiting call is not inside */
     if (!answer)
         open_again();
     return answer;

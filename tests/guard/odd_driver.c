@@ -2,7 +2,7 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * A driver that does what drivers may do and the emulated one does not: cuGetProcAddress gives out
- * other functions than are exported, newer forms of calls, and hundreds of calls nobody knows. It
+ * other functions than are exported, newer forms of calls, and hundreds of unknown calls. It
  * says on standard output what it was asked.
  */
 #include <stdint.h>
@@ -86,7 +86,7 @@ static int inner_alloc_async_ptsz(unsigned long long *out, size_t bytes, void *s
     return 0;
 }
 
-/* A form with other arguments, of a version that nobody knows yet. */
+/* A form with other arguments, of a version later than the guard knows. */
 static int newest_stream_create(int a, int b, int c, int d, int e, int f, int g, int h)
 {
     return a + b + c + d + e + f + g + h;
@@ -105,7 +105,7 @@ EXPORT int cuMemAlloc(unsigned *out, unsigned bytes)
     return 0;
 }
 
-/* As NVIDIA's: before any argument is looked at, whether there was a cuInit. */
+/* As NVIDIA's driver: check for cuInit before any argument. */
 EXPORT int cuMemAllocManaged(unsigned long long *out, size_t bytes, unsigned flags)
 {
     return !initialised ? 3 : out && bytes && flags ? 0 : 1;
@@ -177,7 +177,7 @@ static void *find(const char *name, int version, uint64_t flags, int *status)
     return NULL;
 }
 
-/* What is not there is told as NVIDIA's drivers tell it. */
+/* A missing name gets the answer of NVIDIA's drivers. */
 EXPORT int cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status)
 {
     int found;

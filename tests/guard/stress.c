@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Random load on a CUDA driver, from many threads at once, while somebody else suspends and resumes
+ * Random load on a CUDA driver, from many threads at once, while another process suspends and resumes
  * this process. Every thread works on buffers of its own and knows what must be in them.
  *
  *     stress MODE THREADS SEED PTX-FILE
@@ -204,7 +204,7 @@ static bool allocate(struct worker *w, struct buffer *b)
     return true;
 }
 
-/* ---- garbage, and who collects it ---- */
+/* ---- garbage, and its collection ---- */
 
 #define GARBAGE 4096
 
@@ -532,7 +532,7 @@ int main(int argc, char **argv)
     printf("ready %d\n", (int)getpid());
     fflush(stdout);
     if (!fgets(line, sizeof line, stdin))
-        fail("nobody is there", 0);
+        fail("no thread is there", 0);
     __atomic_store_n(&stop, true, __ATOMIC_RELEASE);
     uint64_t operations = 0, checks = 0, refused = 0;
     for (int i = 0; i < count; i++) {

@@ -91,7 +91,7 @@ class Suspender:
             return {"type": "ok", "granted": granted}
 
     def used(self):
-        """Bytes in use on the device, by anybody."""
+        """Bytes in use on the device, by any process."""
         return self.worker.do("_ = used()", 60)
 
     def suspend(self, pids, until):
@@ -105,7 +105,7 @@ class Suspender:
 
     def resume(self, pids, until, used=True):
         assert self.worker.do(f"_ = resume({pids})", 60) is None
-        with self._granting:  # so that growth is asked for again and again
+        with self._granting:  # so that the guard asks for growth again and again
             granted = self.session.page.read().used[0] + MIB
             self.session.page.set_grant([granted, granted], 1 << 30, 1)
         with self.opened:
@@ -113,10 +113,10 @@ class Suspender:
             self.session.page.set_gate(pages.UNUSED)
             self.opened.notify_all()
         if used:
-            until(lambda: self.session.page.gate() == pages.OPEN)  # somebody has gone on
+            until(lambda: self.session.page.gate() == pages.OPEN)  # a call has passed
 
     def pause(self):
-        """A neighbour's turn: nobody asks, and it ends by itself."""
+        """A neighbour's turn: no process asks the broker, and it ends by itself."""
         until = time.monotonic_ns() + 4_000_000
         self.session.page.set_gate(pages.PAUSED, pause_until=until)
         if self.chance.random() < 0.5:

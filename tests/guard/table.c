@@ -49,7 +49,7 @@ static uint64_t used(void)
     return sum;
 }
 
-static uint64_t taken(void) /* from the device, by anybody */
+static uint64_t taken(void) /* on the device, by any process */
 {
     struct {
         unsigned version;

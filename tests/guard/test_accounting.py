@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The session's account: growth, live limits, dead processes, what frees and what is printed."""
+"""The session's account: growth, live limits, dead processes, frees, reported figures."""
 
 import ast
 import os
@@ -43,7 +43,7 @@ def create(n, device=0):
 
 @pytest.fixture
 def process(session):
-    """Return a function that starts a process of the session, with a context unless told not."""
+    """Return a function that starts a process of the session, by default with a context."""
 
     def start(context=True, **variables):
         child = session.child(**variables)
@@ -60,7 +60,7 @@ def used(session, device=0):
 
 
 def taken(session, device=0):
-    """Bytes that the driver has given to anybody."""
+    """Bytes in use on the devices, by any process."""
     code = (
         "import pynvml as n; n.nvmlInit()\n"
         f"h = n.nvmlDeviceGetHandleByIndex({device})\n"
@@ -169,7 +169,7 @@ def test_a_killed_process_gives_its_bytes_back(session, process):
     first.kill()
     assert second.do("_ = info()[0]") == 224 * MIB
     assert second.do("p = alloc(128 << 20); _ = p > 802")
-    assert session.broker.messages[1:] == []  # nobody had to be asked again
+    assert session.broker.messages[1:] == []  # no second question
     assert len(session.slots()) == 1
     assert used(session) == taken(session) == 160 * MIB
 
@@ -344,7 +344,7 @@ def test_the_end_of_the_primary_context(session, process, end):
 
 
 def test_a_refused_allocation_of_the_driver_costs_nothing(session, process):
-    """The grant would allow it, but somebody else has taken the device's memory."""
+    """The grant would allow it, but another program has taken the device's memory."""
     session.grant(session.uuids, each=900 * MIB, limit=900 * MIB)
     child = process()
     env = {**os.environ, **session.machine_env}

@@ -629,7 +629,7 @@ if not os.fork():
 _ = os.read(r, 100).decode()
 """)
     assert float(forked) > 1
-    # The page is found as soon as it has its name again, whenever the broker is asked next.
+    # The guard finds the page as soon as it has its name again, without asking the broker.
     put_back(session)
     until(lambda: child.do("_ = C.cuInit(0)") == 0)
     assert child.do("_ = context()") == 0
@@ -841,7 +841,7 @@ def test_bytes_are_counted_on_the_devices_of_the_session(session):
 
 @pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
 def test_a_gate_that_closes_at_the_worst_moment_is_noticed(tmp_path, compiled, thread):
-    """Between the test of the gate and the count of the call, with the broker finding nobody."""
+    """Between the test of the gate and the count of the call, so that the broker counts none."""
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
     gate = str(build.SOURCES / "gate.c")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Compiling the guard, what is in the library, and what it costs who never calls CUDA."""
+"""Compiling the guard, the content of the library, and its cost without any CUDA call."""
 
 import importlib.util
 import os

@@ -80,7 +80,7 @@ def child(session):
 @pytest.fixture
 def suspender(session):
     made = Suspender(session, seed=1, open_gate=False)
-    session.broker.answer = lambda message: None  # nobody gets a lease by asking
+    session.broker.answer = lambda message: None  # no question gets a lease
     return made
 
 
@@ -147,7 +147,7 @@ _ = (C.cuStreamQuery(s), C.cuStreamQuery(None), C.cuStreamQuery_ptsz(None), C.cu
      C.cuEventQuery(never))
 """) == (0,) * 5  # fmt: skip
     assert session.broker.messages == []
-    # A synchronise is use: it reports errors, and who measures time wants the device.
+    # A synchronise is use: it reports errors, and a program that measures time wants the device.
     child.send("_ = C.cuStreamSynchronize(s)")
     session.broker.asked(1)
     assert session.broker.messages[0]["type"] == "attach"
@@ -190,7 +190,7 @@ good(C.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, s, args, None))
 
 
 def test_query_during_a_suspend_waits_for_its_end(session, child, suspender):
-    """Before the driver has drained the work nobody knows the answer."""
+    """Until the driver has drained the work the answer is not known."""
     session.page.set_gate(pages.CLOSED)
     child.send("_ = C.cuStreamQuery(None)")
     assert not child.answers(0.2)
@@ -242,7 +242,7 @@ def test_a_destructor_that_holds_locks_goes_on(session, child, suspender, until,
     child.do("p = U(alloc(4 << 20)); e = handle(C.cuEventCreate, 0)")
     suspender.suspend([child.pid], until)
     assert child.do(f"""
-sys.setswitchinterval(1000)  # nobody is interrupted between two calls
+sys.setswitchinterval(1000)  # no thread switch between two calls
 libc, mutex, turn, done = ctypes.PyDLL(None), ctypes.create_string_buffer(64), threading.Event(), []
 def other():
     turn.wait()
@@ -263,7 +263,7 @@ _ = error, done
 
 
 def test_call_of_another_thread_comes_after_the_noted_calls(session, child, suspender, until):
-    """Each in the context of its own thread, and before anything new."""
+    """Each in the context of its own thread, and before the next call of any thread."""
     child.do("""
 second = handle(C.cuCtxCreate_v2, 0, 0)
 p = alloc(8 << 20)
@@ -435,7 +435,7 @@ builtins.tensor, tensors = Tensor(), [Tensor(), Tensor()]
 
 
 def test_frees_in_a_pause_go_to_the_driver(session, child):
-    """Nothing is suspended then: a free takes no turn from anybody."""
+    """Nothing is suspended in a pause, and a free does not disturb the neighbour."""
     child.do("p = alloc(8 << 20); e = handle(C.cuEventCreate, 0)")
     session.page.set_gate(pages.PAUSED, pause_until=time.monotonic_ns() + 600_000_000_000)
     assert (

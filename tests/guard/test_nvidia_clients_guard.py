@@ -25,7 +25,7 @@ p = Process(int(sys.argv[1]))
 p.lock(10000); p.checkpoint(); p.restore(); p.unlock()
 """
 
-#: A program that does what it is told, line by line.
+#: A program that runs the lines it reads.
 CLIENT = r"""
 import ast, sys
 g = {}

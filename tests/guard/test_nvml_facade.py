@@ -57,7 +57,7 @@ def test_a_device_of_the_session_has_the_memory_of_the_slice(session):
     assert mine == (total, used, total - used, total, used, total - used, 0)
     assert child.do("_ = C.cuMemFree_v2(ctypes.c_uint64(p))") == 0
     assert look(session)[1][1] == 32 * MIB
-    child.kill()  # what a dead process held is nobody's
+    child.kill()  # a dead process holds nothing
     assert look(session)[1][1] == 0
 
 

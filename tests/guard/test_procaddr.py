@@ -46,7 +46,7 @@ def emulated(session):
 
 @pytest.fixture
 def odd_as(session, compiled):
-    """Return a child on the odd driver, linked as told."""
+    """Return a child on the odd driver, linked with these flags."""
 
     def make(*link):
         driver = compiled("odd_driver", "-shared", "-fPIC", "-fvisibility=hidden", *link,
@@ -221,7 +221,7 @@ def test_calls_of_later_drivers_are_gated(session, odd):
 def test_no_pointer_escapes_once_the_spares_are_used(odd):
     found = odd.do("_ = [get('cuFuture%d' % i) for i in range(300)]")
     assert all(item[::2] == (0, 0) for item in found[:256])
-    assert all(item == (0, None, 1) for item in found[256:])  # as of an unknown name
+    assert all(item == (0, None, 1) for item in found[256:])  # as for a name that does not exist
     assert odd.do("_ = get('cuFuture299', with_status=False)") == (0, None, 77)
     assert odd.do("_ = get('cuFuture299', form=C.cuGetProcAddress)") == (NOT_FOUND, 77, 77)
     assert len({address for _, address, _ in found[:256]}) == 256

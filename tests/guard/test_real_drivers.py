@@ -39,7 +39,7 @@ def record(request):
 
 @pytest.fixture(scope="module")
 def driver(record):
-    """What is asked of a record here; answers: name: what is there since when, also per thread."""
+    """Questions to a record; the answer has by name the forms, their versions, and per thread."""
     table = record["procaddr"]
     return {
         "cuda": record["cuda"],

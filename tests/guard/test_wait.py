@@ -307,7 +307,7 @@ def service(session):
 
 
 def test_the_machine_s_broker_is_waited_for_and_never_started(session, service):
-    """A service manager may take its time, and nobody else may start it."""
+    """Only the service manager may start it, and it may take its time."""
     Path(f"{service}.start.json").write_text("{}")
     called = session.folder / "called"
     child = session.child(GPUPOOL_SOCKET=str(service), GPUPOOL_REVIVE=f"touch {called}")
@@ -341,7 +341,7 @@ def test_a_broker_that_died_is_started_by_one_process_at_a_time(session, until):
     assert lines[0] == str(child.pid)
     assert sum(line.startswith("PATH=") for line in lines) == 1
     assert not any(line.startswith(("LD_PRELOAD", "GPUPOOL_")) for line in lines)
-    # The shell is gone, and what it left running is nobody's child here.
+    # The shell has ended, and its background process is no child of this one.
     assert child.do("_ = open('/proc/self/task/%d/children' % os.getpid()).read()") == ""
     session.broker.answer = session.attach_on_request
     session.broker.start()
@@ -420,7 +420,7 @@ def test_growth_is_asked_in_the_session_s_devices(session):
 
 
 def test_refused_growth_is_not_asked_again_until_a_change(session):
-    """The page says from how many bytes in all; less is asked for, and so is all once it is not."""
+    """The page has the refused total; the guard asks for less, and for all once it is gone."""
     child = session.child()
     assert child.do("_ = context()") == 0
     session.broker.answer = lambda message: {"type": "error", "code": "limit", "message": "no"}
@@ -505,7 +505,7 @@ def test_growth_that_cannot_be_asked_is_no_lack_of_memory(session, way):
     ],
 )
 def test_without_cuinit_nothing_waits_and_nobody_is_asked(session, call, hidden):
-    """A user who hides all GPUs, or forgets cuInit, hears what the driver says of it."""
+    """A user who hides all GPUs, or forgets cuInit, gets the driver's own error."""
     session.page.set_gate(pages.CLOSED)
     child = session.child(**({"CUDA_VISIBLE_DEVICES": ""} if hidden else {}))
     if hidden:

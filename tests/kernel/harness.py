@@ -134,7 +134,7 @@ class Kernel:
             message = self.client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic()))
         except Empty:
             seen = [m["msg_type"] for m in wanted.messages]
-            raise AssertionError(f"the kernel said nothing more; seen {seen}") from None
+            raise AssertionError(f"the kernel sent nothing more; seen {seen}") from None
         execution = self.running.get(message["parent_header"].get("msg_id", ""))
         if execution is None:
             return

@@ -178,7 +178,7 @@ def test_a_yield_is_answered_at_once_in_the_middle_of_a_cell(
     assert set(kinds(broker)) == {"hello", "yielded"}
 
 
-# ---------------------------------------------------------------------- somebody waits
+# ---------------------------------------------------------------------- another kernel waits
 
 
 def test_wanted_idle_kernel_reports_rest_at_once(

@@ -76,7 +76,7 @@ def test_cpu_cells_run_without_a_broker_with_one_notice(
     )
     assert str(broker.path.with_suffix(".log")) in notice["text"]
     assert kernel.run("print('again')").outputs == [{"name": "stdout", "text": "again\n"}]
-    # When it is back, cells wait for their slice again, and the next outage is announced again.
+    # When it is back, cells wait for their slice again, and the next outage has its notice.
     broker.start()
     broker.wait_for("hello", count=2)
     assert kernel.run("1").text == "1"
@@ -125,7 +125,7 @@ def test_manual_policy_reports_a_released_state_once(
 def test_cell_of_a_suspended_kernel_fails_without_a_broker(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    """It could only hang: a CUDA call would wait for a resume that nobody can do."""
+    """It could only hang: a CUDA call would wait for a resume that never comes."""
     kernel.run(USED_CUDA)
     assert broker.ask_back() == {
         **broker.seen("yielded")[-1],

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the broker is told of the cells of an attached session, and when."""
+"""What the agent reports of the cells of an attached session, and when."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jupyter_gpupool.kernel import holds as module
 from jupyter_gpupool.kernel.holds import LateReports
 
 
-class Told:
-    """Collects what is told, and lets a test wait for it."""
+class Reported:
+    """Collects the reports, and lets a test wait for them."""
 
     def __init__(self) -> None:
         self.lock = threading.Condition(threading.RLock())
@@ -46,10 +46,10 @@ class Told:
 def by_hand(monkeypatch):
     """Return one whose thread never comes to speak."""
     monkeypatch.setattr(module, "BRIEF", 3600)
-    told = Told()
-    with told.lock:
-        yield told
-    told.reports.close()
+    reported = Reported()
+    with reported.lock:
+        yield reported
+    reported.reports.close()
 
 
 def test_short_cells_are_reported_once_for_all(by_hand):
@@ -89,15 +89,15 @@ def test_holds_told_in_the_hello_are_not_reported_again(by_hand):
 
 
 def test_thread_reports_by_itself_and_again():
-    told = Told()
-    with told.lock:
-        told.cell("c1")
-    told.wait(("over", "c1"))
-    with told.lock:
-        told.reports.begin("c2", "cell")
-    told.wait(("over", "c1"), ("lasting", "c2"))
-    told.reports.close()
-    thread = told.reports._thread
+    reported = Reported()
+    with reported.lock:
+        reported.cell("c1")
+    reported.wait(("over", "c1"))
+    with reported.lock:
+        reported.reports.begin("c2", "cell")
+    reported.wait(("over", "c1"), ("lasting", "c2"))
+    reported.reports.close()
+    thread = reported.reports._thread
     thread.join(20)
     assert not thread.is_alive()
 
@@ -110,12 +110,12 @@ def test_a_request_comes_after_the_cells_that_were_before_it(
     kernel.run(
         "import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600\n"
         "from jupyter_gpupool.kernel import _agents\n"
-        "told = next(iter(_agents.values())).link._reports"
+        "reported = next(iter(_agents.values())).link._reports"
     )
     # The thread may have begun to wait with the time of before.
     broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
     kernel.run("pass")
-    assert kernel.value("told._over[0][:5]") == "'cell-'"
+    assert kernel.value("reported._over[0][:5]") == "'cell-'"
     before = len(broker.messages)
     kernel.run("%gpu release")
     broker.wait_for("release")
@@ -127,7 +127,7 @@ def test_a_request_comes_after_the_cells_that_were_before_it(
 def test_a_short_cell_that_is_over_is_told_and_keeps_no_slice(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    """Else a stream of them would keep it from who waits."""
+    """Otherwise a stream of short cells would keep the slice from a waiting kernel."""
     kernel.run("pass")
     kernel.run("import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600")
     # The thread may have begun to wait with the time of before.

@@ -37,7 +37,7 @@ def reviver(socket: Path, started: Path) -> Reviver:
 def test_a_broker_that_died_is_started_once_and_waited_for(socket: Path, started: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
     one = reviver(socket, started)
-    for _ in range(3):  # each failed attempt to connect is told
+    for _ in range(3):  # each failed attempt to connect
         assert one.away(AWAY) is AWAY
     assert started.read_text() == "called\n"
     assert one.expected
