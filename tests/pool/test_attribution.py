@@ -140,7 +140,7 @@ DEVICES = st.builds(
 
 
 @given(device=DEVICES, holders=HOLDERS, landing=st.sets(st.sampled_from(NAMES)), data=st.data())
-def test_attribution_gives_no_byte_twice_and_none_that_is_not_used(device, holders, landing, data):
+def test_attribution_gives_no_byte_twice_and_no_unused_byte(device, holders, landing, data):
     found = attribute(device, holders, landing)
     known = [entry for entry in device.listed if entry.known and entry.bytes is not None]
     listed = {n: sum(e.bytes for e in known if e.session == n) for n in NAMES}
@@ -268,7 +268,7 @@ def test_one_look_alone_never_takes_memory_from_a_process(steady, at, extra):
     assert known.beyond(32) == steady
 
 
-def test_list_is_complete_if_it_accounts_for_all_but_the_drivers_own():
+def test_list_is_complete_if_only_the_drivers_own_is_missing():
     assert complete(observed(180, a=100))
     assert not complete(observed(181, a=100))
     assert not complete(observed(0)), "no list"

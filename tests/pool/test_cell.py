@@ -35,7 +35,7 @@ def test_next_cell_on_a_lease_takes_two_actions(lab):
     assert kinds == [ev.StateChanged, ev.HoldGranted]
 
 
-def test_taking_a_hold_twice_is_answered_twice_and_changes_nothing(lab):
+def test_taking_a_hold_twice_changes_nothing(lab):
     lab.running("a")
     got(lab.hold("a"), ev.HoldGranted, hold="c", epoch=1)
     assert len(lab.record("a").holds) == 1
@@ -128,7 +128,7 @@ def test_greeting_while_detaching_is_not_a_cell(lab):
     got(lab.after(1), ev.Suspend, session="a")
 
 
-def test_a_hold_that_comes_as_the_idle_time_is_over_keeps_the_lease(lab):
+def test_hold_at_the_idle_timeout_keeps_the_lease(lab):
     lab.idle("a")
     lab.now += 300
     none(lab.hold("a", "c2"), ev.Suspend)

@@ -39,7 +39,7 @@ def test_explanation_names_the_leases_a_session_needs(make):
     assert found.text == lab.reason("w")
 
 
-def test_promise_names_its_place_and_the_suspend_that_it_waits_for(make):
+def test_promise_names_its_place_and_its_suspend(make):
     lab = make(device(0))
     lab.idle("a", 12)
     lab.open("w", 10)
@@ -49,7 +49,7 @@ def test_promise_names_its_place_and_the_suspend_that_it_waits_for(make):
     assert [(h.session, h.use) for h in found.holders] == [("a", "leaving")]
 
 
-def test_time_at_which_an_idle_lease_yields_is_told_on_both_sides(make):
+def test_time_of_a_yield_is_shown_on_both_sides(make):
     lab = make(device(0), reclaim_after=5.0)
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -140,7 +140,7 @@ def test_newcomer_of_a_higher_class_takes_over_a_promise(make):
     assert not told(lab, "low").promised
 
 
-def test_worked_example_of_the_documentation_is_what_the_pool_does():
+def test_worked_example_of_the_page_is_what_the_pool_does():
     done = subprocess.run(
         [sys.executable, str(DOCS / "make_planner.py"), "--check"],
         capture_output=True,
@@ -151,7 +151,7 @@ def test_worked_example_of_the_documentation_is_what_the_pool_does():
     assert done.returncode == 0, done.stderr
 
 
-def test_wait_for_memory_and_for_the_own_quota_at_once_is_at_rest(make):
+def test_wait_for_memory_and_quota_at_once_is_at_rest(make):
     """Its owner's idle lease would have to go for the quota, and there is no memory even then."""
     lab = make(device(0), device(1), quotas={"ann": Quota(leases=1)})
     lab.idle("a", 10, owner="ann")

@@ -95,7 +95,7 @@ def test_what_a_display_server_takes_for_ever_is_not_waited_for(make):
     assert lab.where("a") == [("G0", 61)]
 
 
-def test_headroom_that_is_to_be_had_is_waited_for_or_found_elsewhere(make):
+def test_available_headroom_is_awaited_or_found_elsewhere(make):
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.parked("a", used=61, memory=60)
     lab.seen("G0", foreign=2)

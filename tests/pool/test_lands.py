@@ -226,13 +226,13 @@ def test_wait_ends_once_it_settles_on_a_model_too_small():
     assert lab.state("a") == "detached"
 
 
-def test_the_gpu_that_a_process_cannot_leave_is_named_as_too_small():
+def test_gpu_that_binds_a_process_is_named_as_too_small():
     lab = Lab(landing(0), landing(1), device(2, 49, model="A"))
     refused = got(asked(lab, "a", "G1", memory=20, lands=False), ev.HoldRefused, session="a")
     assert "that GPU can give at most 16 B" in refused.refusal.message
 
 
-def test_two_gpus_of_a_model_count_by_the_smaller_of_the_largest_two():
+def test_two_gpus_of_a_model_count_by_the_second_largest():
     lab = Lab(
         landing(0), device(1, 31, model="A", landing_bytes=1), landing(2, "B"), landing(3, "B")
     )

@@ -26,7 +26,7 @@ def test_kept_idle_lease_leaves_a_paused_device():
     got(pause(lab), ev.Suspend, session="a", reason=WHY)
 
 
-def test_running_cell_is_left_to_finish_and_its_lease_leaves_then():
+def test_lease_leaves_a_paused_gpu_after_the_running_cell():
     lab = Lab(device(0))
     lab.running("a")
     pause(lab)

@@ -63,7 +63,7 @@ def test_free_memory_is_used_before_a_preemption(lab):
     assert got(actions, ev.Attach).slices == (Slice("G1", 16),)
 
 
-def test_a_suspend_under_way_is_waited_for_rather_than_another_begun(make):
+def test_suspend_under_way_is_awaited_before_another_begins(make):
     lab = make(device(0), device(1))
     lab.idle("a", 16)
     lab.idle("b", 16)
@@ -284,7 +284,7 @@ def test_a_higher_class_goes_first_until_the_others_have_aged(make):
     assert (positions["high"], positions["low"], positions["late"]) == (1, 2, 3)
 
 
-def test_a_higher_class_takes_over_what_was_promised_to_a_lower_one(make):
+def test_higher_class_takes_over_a_promise_of_a_lower_one(make):
     lab = make(device(0), device(1), priority_classes={"high": 100, "notebook": 0})
     lab.idle("a", 16)
     lab.running("b", 16)
@@ -351,7 +351,7 @@ def test_head_starts_in_time_although_one_was_backfilled(make):
     assert attaches(lab.end("a")) == ["head"]
 
 
-def test_two_sessions_in_turns_can_not_keep_the_head_out_for_ever(make):
+def test_two_sessions_in_turns_cannot_starve_the_head(make):
     lab = make(device(0))
     lab.running("a", 8)
     lab.running("b", 8)
@@ -478,7 +478,7 @@ def test_overuse_is_not_granted_again(make):
 # --------------------------------------------------------------------------- news
 
 
-def test_a_waiting_session_hears_of_its_place_and_only_of_changes(make):
+def test_waiting_session_hears_only_of_changes(make):
     lab = make(device(0))
     lab.running("a", 16)
     lab.open("w1", 16)

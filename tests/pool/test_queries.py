@@ -101,7 +101,7 @@ def test_asking_about_a_device_that_is_not_there_does_not_add_it(lab):
     assert [d.uuid for d in lab.pool.devices()] == ["G0", "G1"]
 
 
-def test_asking_about_a_session_on_devices_that_are_gone_adds_none(lab):
+def test_query_about_lost_devices_adds_none(lab):
     """A broker that starts anew may not find the devices that its sessions name."""
     lab.open("a", 4)
     lab.send(ev.HoldTaken, session="a", hold="h", kind="device", bound=("GPU-gone",))

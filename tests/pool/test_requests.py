@@ -70,7 +70,7 @@ def test_a_request_that_can_never_be_met_is_refused_at_once(make, fields, rules,
         assert rules["quotas"]["user-a"].leases == 0
 
 
-def test_the_host_budget_does_not_matter_where_nothing_can_suspend(make):
+def test_host_budget_is_ignored_where_nothing_can_suspend(make):
     lab = make(device(0, can_suspend=False), host_memory=1)
     assert got(lab.open("a", 16, rid="1"), ev.Answer).refusal is None
 
@@ -85,7 +85,7 @@ def test_a_pool_without_devices_refuses_and_says_what_to_run():
     assert "jupyter gpupool doctor" in refusal.next_step
 
 
-def test_refusals_say_what_was_asked_what_is_possible_and_what_to_do():
+def test_refusals_say_what_is_possible_and_what_to_do():
     lab = Lab(
         device(0, 16 * GiB),
         max_memory_per_kernel=12 * GiB,
@@ -168,7 +168,7 @@ def test_quota_goes_to_the_owners_earlier_session(make):
     assert attaches(lab.end("a")) == ["b", "c"]
 
 
-def test_a_quota_of_suspended_state_keeps_the_next_one_on_its_device(make):
+def test_quota_of_suspended_state_keeps_a_session_attached(make):
     lab = make(device(0), quotas={"ann": Quota(suspended=12)})
     lab.parked("p", used=8, memory=8, owner="ann")
     lab.idle("a", 10, owner="ann")

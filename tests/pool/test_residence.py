@@ -137,7 +137,7 @@ def test_what_it_computed_and_kept_idle_is_bounded(habits, cost, share, computed
 
 @given(COSTS, st.floats(0.02, 0.5), st.data())
 @settings(max_examples=200)
-def test_moving_takes_at_most_its_share_of_two_loops_that_contend(cost, share, data):
+def test_moving_takes_at_most_its_share_of_contending_loops(cost, share, data):
     """Pauses that are shorter than the move, whatever they and the bursts are."""
     used = moved = now = 0.0
     habits = Habits()

@@ -45,7 +45,7 @@ def moved(lab, name="a", suspend=1.0, resume=1.0, memory=10, **fields):
 CLOCK = {"residence": "clock"}
 
 
-def test_idle_holder_keeps_its_slice_for_as_long_as_the_move_takes(make):
+def test_idle_holder_keeps_its_slice_for_the_time_of_a_move(make):
     lab = make(device(0))
     moved(lab)
     lab.after(100)

@@ -27,7 +27,7 @@ def test_the_page_is_what_the_script_writes():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_page_shows_every_step_in_its_diagram_and_in_its_table():
+def test_page_shows_every_step_in_diagram_and_table():
     page = (DOCS / "states.md").read_text()
     arrows = set(re.findall(r"^ +(\w+) --> (\w+)$", page, re.MULTILINE))
     assert arrows == {step for step in TRANSITIONS if step[1] != "ended"}

@@ -18,7 +18,7 @@ def told(lab: Lab, name: str = "a") -> str:
     return found.stays_reason
 
 
-def test_nothing_is_said_of_a_slice_that_is_in_use_or_leaves_in_time(make):
+def test_no_reason_is_given_for_a_slice_in_use_or_leaving(make):
     lab = make(idle_timeout=60.0)
     lab.open("a")
     assert told(lab) == ""

@@ -137,7 +137,7 @@ def test_old_wait_goes_before_a_higher_class():
     got(lab.end("a"), ev.Attach, session="soon")
 
 
-def test_a_promise_on_a_paused_device_is_void_and_another_is_made():
+def test_promise_on_a_paused_device_is_replaced():
     """A promise is kept if it can still be kept; else another lease is preempted."""
     lab = Lab()
     lab.idle("a")
