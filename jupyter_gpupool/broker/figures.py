@@ -378,7 +378,7 @@ class Endpoint:
     Raises
     ------
     OSError
-        If the port cannot be had.
+        If the port cannot be opened.
     """
 
     def __init__(self, port: int, page: Page, log: logging.Logger) -> None:

@@ -26,7 +26,7 @@ MAX_EARLY, MAX_EARLY_OF_USER = 16, 256
 
 
 def digest(token: str) -> str:
-    """Return what is kept of a token: enough to check it, useless to whoever reads the journal."""
+    """Return what is kept of a token: enough to check it, useless to a reader of the journal."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 

@@ -55,7 +55,7 @@ class Ending:
         numbers = (signal.SIGTERM, signal.SIGINT)
         for number in numbers:
             signal.signal(number, self._on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # whoever started us may block them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # our parent may block them
 
     def attach(self) -> None:
         """Be heard in the running event loop from now on."""

@@ -51,7 +51,7 @@ def used(program, size):
     wait_until(lambda: program.status()["used_bytes"] == size, f"{size >> 20} MiB in use", 60)
 
 
-def test_lazily_loaded_code_is_never_taken_for_memory_allocated_around_the_guard(begun):
+def test_lazily_loaded_code_is_not_overuse(begun):
     broker, program = begun(600 * MiB, "loaded-code", CODE, overuse="end")
     program.begin(560 * MiB)  # with the context nearly all of its slice, then code beyond it
     used(program, 560 * MiB + CONTEXT + CODE)
@@ -70,7 +70,7 @@ def test_lazily_loaded_code_is_part_of_the_slice(begun):
     assert program.do("alloc", bytes=280 * MiB, byte=8) is None
 
 
-def test_context_that_costs_more_than_the_self_tests_is_charged_what_it_is(begun):
+def test_dear_context_is_charged_what_it_costs(begun):
     _broker, program = begun(600 * MiB, "context-more", 100 * MiB)
     program.begin()
     used(program, CONTEXT + 100 * MiB)
@@ -78,7 +78,7 @@ def test_context_that_costs_more_than_the_self_tests_is_charged_what_it_is(begun
     used(program, CONTEXT + 400 * MiB)
 
 
-def test_what_was_learnt_is_part_of_the_slice_again_after_a_resume(begun):
+def test_learnt_overhead_counts_again_after_a_resume(begun):
     broker, program = begun(600 * MiB, "loaded-code", CODE)
     program.begin(64 * MiB)
     used(program, 64 * MiB + CONTEXT + CODE)
@@ -138,7 +138,7 @@ def test_memory_freed_between_two_looks_is_not_learnt(rule):
         assert look(*rule, 200, 100, before=200) == 0
 
 
-def test_context_that_costs_less_is_charged_less_where_the_list_is_complete(rule):
+def test_cheap_context_is_charged_less_if_the_list_is_complete(rule):
     for _ in range(AGREE):
         cheaper = look(*rule, 20, 32)
     assert cheaper == -12

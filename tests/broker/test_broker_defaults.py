@@ -9,7 +9,7 @@ import pytest
 from .kit import CAPACITY
 
 
-def test_a_default_larger_than_a_device_gives_a_whole_one_and_warns_once(make_broker):
+def test_default_larger_than_a_device_gives_all_of_it_and_warns(make_broker):
     broker = make_broker(default_memory="4GiB").started
     with broker.client() as client:
         for _ in range(2):
@@ -18,7 +18,7 @@ def test_a_default_larger_than_a_device_gives_a_whole_one_and_warns_once(make_br
     assert broker.log.read_text().count("c.GPUPool.default_memory is 4 GiB and the largest") == 1
 
 
-def test_a_default_that_the_host_can_not_keep_is_refused_by_its_name(make_broker):
+def test_default_that_the_host_cannot_keep_is_refused_by_name(make_broker):
     from jupyter_gpupool.errors import RefusedError
 
     broker = make_broker(host_memory="64MiB").started

@@ -106,7 +106,7 @@ def test_a_residue_that_grows_is_said_to_be_outside_the_pool(ready, made):
     whole.do("got", hold="cell")
 
 
-def test_residue_that_grows_is_measured_again_when_the_device_is_at_rest(ready, made):
+def test_growing_residue_is_measured_again_on_a_device_at_rest(ready, made):
     """residue: what the driver takes in weeks of use is not counted as used outside the pool."""
     broker = ready(("residue", {"bytes": "40MiB"}), devices=["0"])
     before = broker.status()["devices"][0]["memory_capacity"]
@@ -160,7 +160,7 @@ def test_a_list_that_lacks_contexts_counts_nothing_twice(ready, made):
     ],
     ids=["as before", "with nothing", "with a little"],
 )
-def test_a_suspended_kernel_that_nvml_goes_on_to_list_is_in_nobodys_way(ready, made, temperament):
+def test_suspended_kernel_that_nvml_still_lists_blocks_no_kernel(ready, made, temperament):
     """nvml-lag, suspend-keeps: its slice goes to others, and nobody is called a thief."""
     broker = ready(
         temperament, ("residue", {"bytes": "4MiB"}), devices=["0"], overuse="end",
@@ -199,7 +199,7 @@ def test_who_has_more_after_a_resume_goes_and_comes_again(ready, made):
 # ------------------------------------------------------------------ time
 
 
-def test_an_nvml_that_waits_for_a_copy_makes_others_wait_and_no_more(ready, made):
+def test_nvml_that_waits_for_a_copy_only_delays_others(ready, made):
     """nvml-waits: no device is lost, no kernel ended, and who comes meanwhile is served."""
     broker = ready(("nvml-waits", {}))
     one, two = made(broker, "one"), made(broker, "two")
@@ -262,8 +262,8 @@ def test_a_restore_that_fails_and_keeps_the_state_is_tried_again(ready, made):
     assert not broker.rows("lost")
 
 
-def test_who_cannot_be_moved_waits_for_the_gpu_he_had(ready, made):
-    """migration-refused, although the self-test could: the old GPU will do, and he is told so."""
+def test_kernel_that_cannot_move_waits_for_its_gpu(ready, made):
+    """migration-refused, although the self-test could: its user reads that the old GPU will do."""
     broker = ready()
     one, busy = made(broker, "one"), made(broker, "busy")
     one.attach()

@@ -166,7 +166,7 @@ def small_budgets(monkeypatch, *, reads=(1000.0, 20.0), acts=(1000.0, 50.0)):
     monkeypatch.setattr(dispatch, "ACTS", acts)
 
 
-def test_the_budget_is_the_users_whatever_the_number_of_connections(folder, monkeypatch):
+def test_budget_is_the_users_over_all_connections(folder, monkeypatch):
     small_budgets(monkeypatch, reads=(0.001, 20.0))
 
     async def scenario(service, connect):
@@ -340,7 +340,7 @@ def test_pushes_that_nobody_reads_close_the_connection(folder, monkeypatch):
     run(folder, monkeypatch, scenario)
 
 
-def test_unread_answers_of_one_user_are_bounded_over_all_connections(folder, monkeypatch):
+def test_unread_answers_of_a_user_are_bounded_in_all(folder, monkeypatch):
     monkeypatch.setattr(dispatch, "USER_UNREAD", 2_000_000)
 
     async def scenario(service, connect):
@@ -410,7 +410,7 @@ class HalfClosed(asyncio.Transport):
             protocol.connection_lost(None)
 
 
-def test_peers_that_say_no_more_and_read_nothing_hold_bounded_bytes(monkeypatch):
+def test_silent_peers_that_read_nothing_hold_bounded_bytes(monkeypatch):
     """The broker closes them, and what they left unread counts until it is given up."""
     monkeypatch.setattr(module, "peer_of", lambda _socket: Peer(1, ADA, 0))
     monkeypatch.setattr(dispatch, "USER_UNREAD", 300_000)
@@ -439,9 +439,7 @@ def test_peers_that_say_no_more_and_read_nothing_hold_bounded_bytes(monkeypatch)
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_stalled_long_requests_are_closed_and_the_others_of_their_user_are_handled(
-    folder, monkeypatch
-):
+def test_stalled_long_requests_are_closed_and_others_handled(folder, monkeypatch):
     """Before, they held all of their user's places for as long as they liked."""
     monkeypatch.setattr(module, "READER_PATIENCE", 0.5)
     part = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * (2 * module.CHUNK)
@@ -464,14 +462,14 @@ def test_stalled_long_requests_are_closed_and_the_others_of_their_user_are_handl
             assert error["code"] == "abuse"
             assert "the rest of a long request" in error["message"]
         assert not account.long
-        # Whoever was complete in time is not closed afterwards.
+        # A connection whose request was complete in time stays open.
         await asyncio.sleep(0.6)
         assert len(service.connections) == 1
 
     run(folder, monkeypatch, scenario)
 
 
-def test_few_long_requests_of_a_user_are_read_at_once_and_all_in_the_end(folder, monkeypatch):
+def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
     """A hundred connections that send all they can would keep the loop reading."""
     size, count = 200_000, 3 * dispatch.MAX_LONG
     line = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * size

@@ -65,7 +65,7 @@ def ends(broker, number=signal.SIGTERM, within=WITHIN):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_signal_at_any_point_of_the_start_ends_it_and_frees_the_lock(make_broker, point, number):
+def test_signal_during_the_start_ends_it_and_frees_the_lock(make_broker, point, number):
     broker = make_broker()
     broker.start(wait=False)
     wait_until(lambda: POINTS[point](broker) or broker.process.poll() is not None, point, 60)

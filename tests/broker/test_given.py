@@ -29,7 +29,7 @@ def test_no_other_gpu_is_tested_or_handed_out(make_broker):
             client.call("open", kernel_id="two", request={"devices": 2})
 
 
-def test_a_variable_that_names_nothing_is_an_error_with_a_sentence(make_broker):
+def test_variable_that_names_no_gpu_is_an_error_in_words(make_broker):
     broker = make_broker(attach="cell")
     answer = broker.start(env={**kit.environment(broker.folder), "SLURM_JOB_GPUS": "5"})
     assert answer["ok"], answer
@@ -50,7 +50,7 @@ def test_the_configuration_restricts_what_was_given(make_broker):
     assert "CUDA_VISIBLE_DEVICES='1' limits the pool to GPU 1" in answer["message"]
 
 
-def test_the_pools_own_variable_does_not_limit_a_broker_started_in_a_kernel(make_broker):
+def test_broker_started_in_a_kernel_ignores_the_pools_variable(make_broker):
     broker = make_broker(attach="cell")
     env = {
         **kit.environment(broker.folder),

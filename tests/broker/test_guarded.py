@@ -107,7 +107,7 @@ def test_the_first_call_attaches_and_nothing_before_it(program):
     assert p.status()["messages"] == 1
 
 
-def test_idle_is_suspended_by_pressure_and_comes_back_with_its_bytes(broker, program):
+def test_idle_kernel_is_preempted_and_returns_with_its_bytes(broker, program):
     first, second = program(), program()
     first.begin(64 * MiB, byte=7)
     second.begin(64 * MiB, byte=8)
@@ -262,7 +262,7 @@ def test_manual_kernels_get_an_error_and_live_on(program):
     assert p.do("context") == NOT_READY
 
 
-def test_a_broker_killed_while_a_call_waits_is_followed_by_one_that_serves_it(broker, program):
+def test_next_broker_serves_a_call_that_waited_at_the_kill(broker, program):
     first, second, third = program(), program(), program()
     for p in (first, second):
         p.begin(MiB)
@@ -305,7 +305,7 @@ def test_what_goes_around_the_guard_is_seen(make_broker):
     p.close()
 
 
-def test_slice_in_use_when_the_broker_died_is_taken_once_the_use_is_over(make_broker):
+def test_slice_used_at_the_brokers_death_is_taken_after_the_use(make_broker):
     """A new broker used to keep it for two seconds: it served nobody if it was killed before."""
     broker = make_broker(emulate="1x512MiB,context=32MiB").started
     holder, waiting = (Program(broker, name, memory=BIG) for name in ("holder", "waiting"))

@@ -24,7 +24,7 @@ GiB = 1 << 30
 
 
 class Tree:
-    """Memory and control groups of a machine that there is not."""
+    """Memory and control groups of an invented machine."""
 
     def __init__(self, folder, *, total=64 * GiB, free=32 * GiB):
         self.root, self.proc = folder / "cgroup", folder / "proc"
@@ -63,7 +63,7 @@ def tree(tmp_path):
 # ---------------------------------------------------------------------- reading
 
 
-def test_every_level_of_version_2_counts_with_the_lower_of_its_limits(tree):
+def test_each_cgroup_v2_level_counts_its_lower_limit(tree):
     tree.process(7, "0::/user/job")
     tree.group("user", memory__max="max", memory__high=8 * GiB, memory__current=3 * GiB)
     tree.group("user/job", memory__max=2 * GiB, memory__high="max", memory__current=GiB,
@@ -75,7 +75,7 @@ def test_every_level_of_version_2_counts_with_the_lower_of_its_limits(tree):
     ]
 
 
-def test_version_1_has_its_own_names_and_no_limit_that_is_beyond_the_machine(tree):
+def test_cgroup_v1_limit_above_the_machines_memory_is_none(tree):
     tree.process(7, "5:cpu:/a\n4:hugetlb,memory:/a/b\n0::/")
     tree.group("memory/a/b", memory__limit_in_bytes=GiB, memory__usage_in_bytes=GiB // 2,
                memory__stat="inactive_file 1\ntotal_inactive_file 1024")  # fmt: skip
@@ -88,7 +88,7 @@ def test_version_1_has_its_own_names_and_no_limit_that_is_beyond_the_machine(tre
     ["0::/docker/4f2", "0::/../other", "4:memory:/docker/4f2"],
     ids=["of the host's namespace", "outside this namespace", "version 1, of the host's"],
 )
-def test_in_a_container_the_mounted_group_counts_whatever_its_path_is(tree, line):
+def test_mounted_group_counts_in_a_container(tree, line):
     tree.process(7, line)
     names = ("memory__max", "memory__current")
     base = "."
@@ -98,7 +98,7 @@ def test_in_a_container_the_mounted_group_counts_whatever_its_path_is(tree, line
     assert tree.free(7)[1:] == [("control group /", 4 * GiB, 3 * GiB)]
 
 
-def test_a_threaded_group_has_no_memory_and_the_one_above_it_counts(tree):
+def test_group_above_a_threaded_one_counts(tree):
     tree.process(7, "0::/job/threads")
     tree.group("job", memory__max=GiB, memory__current=0)
     tree.group("job/threads", cgroup__type="threaded")
@@ -324,9 +324,7 @@ def test_a_limit_below_the_slice_is_told_before_anybody_waits(broker, program):
     assert three.answer() is None
 
 
-def test_where_memory_becomes_short_the_largest_state_goes_back_and_its_user_is_told(
-    broker, program
-):
+def test_largest_state_goes_back_when_host_memory_is_short(broker, program):
     in_group(broker, 2 * GiB)
     small, large, elsewhere = program("small", "job"), program("large", "job"), program("else")
     suspended(broker, small, 16 * MiB)
@@ -345,7 +343,7 @@ def test_where_memory_becomes_short_the_largest_state_goes_back_and_its_user_is_
     assert "no GPU has room for the GPU state of this kernel (48 MiB)" in note
     assert not elsewhere.status()["host_note"]
     assert {small.state(), elsewhere.state()} == {"detached"}
-    # It stays while memory is short, whoever asks for the slice.
+    # It stays while memory is short, also when a kernel asks for the slice.
     large.server.call("release", session=large.session)
     assert "Host memory is short" in large.status()["stays_reason"]
     assert large.state() == "idle"

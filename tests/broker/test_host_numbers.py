@@ -67,7 +67,7 @@ def foreign(broker):
     return [d["memory_foreign"] for d in broker.status()["devices"]]
 
 
-def test_a_request_of_more_than_half_a_gpu_is_served_beside_its_own_memory(broker, program):
+def test_request_for_more_than_half_a_gpu_is_served(broker, program):
     """Its bytes under unknown numbers counted beside its slice, so the pool was full twice over."""
     big = program("big", memory=400 * MiB, limit=400 * MiB)
     other = program("other", memory=400 * MiB, limit=400 * MiB)
@@ -116,7 +116,7 @@ def test_memory_outside_the_pool_counts_once(broker, program):
     wait_until(lambda: sum(foreign(broker)) == 0, "its end")
 
 
-def test_a_process_that_has_such_a_number_by_chance_is_left_alone(broker, program, bystander):
+def test_process_with_such_a_number_by_chance_is_left_alone(broker, program, bystander):
     one = program("one", memory=400 * MiB, limit=400 * MiB)
     two = program("two", memory=100 * MiB, limit=100 * MiB)
     one.begin(300 * MiB, byte=1)

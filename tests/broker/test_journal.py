@@ -135,7 +135,7 @@ def test_pages_damaged_in_the_middle_are_noticed(path):
     after.close()
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_with_the_way_out(folder):
+def test_folder_that_cannot_be_made_is_an_error_with_a_next_step(folder):
     (folder / "file").write_text("")
     with pytest.raises(JournalUnusable, match=r"c\.GPUPool\.state_dir"):
         Journal(folder / "file" / "journal.sqlite", LOG)

@@ -136,9 +136,7 @@ def test_journal_is_never_on_a_network_file_system(make_broker, folder):
 
 @pytest.mark.parametrize("boot", ["this", "another"])
 @pytest.mark.parametrize("network", [False, True])
-def test_journal_of_an_older_version_is_taken_over_if_it_is_this_machines(
-    folder, monkeypatch, boot, network
-):
+def test_this_machines_older_journal_is_taken_over(folder, monkeypatch, boot, network):
     old = folder / f"journal-{zlib.crc32(os.fsencode(SOCKET)):08x}.sqlite"
     journal = Journal(old, LOG)
     journal.append(Row(time=1.0, kind="open", session="s", owner="ada"))
@@ -223,7 +221,7 @@ def test_living_broker_whose_lock_was_deleted_keeps_its_journal(folder):
 
 
 @pytest.mark.parametrize("boot", ["this", "another"])
-def test_older_journal_that_another_machine_has_open_is_left_alone(folder, monkeypatch, boot):
+def test_older_journal_open_on_another_machine_is_left_alone(folder, monkeypatch, boot):
     """A home on the network: SQLite's locks of all its machines are seen, those of sockets not."""
     old = older(folder)
     if boot == "another":
@@ -295,7 +293,7 @@ def test_take_over_that_fails_is_an_error_and_loses_no_session(folder, monkeypat
 # ---------------------------------------------------------------------- one broker
 
 
-def test_lock_says_where_its_broker_listens_and_lasts_as_long_as_it(folder):
+def test_lock_names_the_socket_of_its_living_broker(folder):
     path = folder / "journal.sqlite"
     lock = JournalLock(path, SOCKET)
     assert endpoint.listening_at(lock.path) == SOCKET
@@ -326,7 +324,7 @@ def test_user_has_one_journal_whichever_folder_the_socket_is_in():
     )
 
 
-def test_second_broker_of_a_user_joins_the_first_from_another_folder(clean, monkeypatch):  # noqa: F811
+def test_second_broker_joins_the_first_from_another_folder(clean, monkeypatch):  # noqa: F811
     """As from cron or tmux, where XDG_RUNTIME_DIR is not the one of the login."""
     first = ensure_broker(settings(clean))
     pid = status(first)["pid"]
@@ -338,7 +336,7 @@ def test_second_broker_of_a_user_joins_the_first_from_another_folder(clean, monk
     assert f"process {pid}" in log
 
 
-def test_second_broker_waits_while_the_first_puts_its_socket_back(clean):  # noqa: F811
+def test_second_broker_waits_until_the_socket_is_put_back(clean):  # noqa: F811
     path = ensure_broker(settings(clean))
     pid = status(path)["pid"]
     for name in ("broker.sock", "broker.sock.lock"):

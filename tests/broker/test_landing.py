@@ -113,7 +113,7 @@ def test_who_finds_room_where_it_asked_stays_there(broker, kernel):
     assert broker.rows("land") == []
 
 
-def test_a_landed_session_is_suspended_and_moves_on_with_its_bytes(broker, kernel):
+def test_landed_session_moves_on_with_its_bytes(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     takers = occupy(kernel, but=[u for u in devices(broker) if u != home])
@@ -145,7 +145,7 @@ def test_threads_that_make_the_first_context_together_land_once(broker, kernel):
     assert len(broker.rows("land")) == 1
 
 
-def test_a_child_that_asked_before_its_session_had_a_slice_lands_alone(broker, kernel):
+def test_child_that_asked_before_the_slice_lands_alone(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("sub", command={"do": "ask"})
     occupy(kernel, but=[u for u in devices(broker) if u != home])
@@ -243,9 +243,7 @@ def test_only_gpus_that_can_be_left_keep_room_for_a_context(make_broker):
     assert {d["memory_capacity"] for d in devices(two).values()} == {512 * MiB - CONTEXT}
 
 
-def test_where_the_driver_does_not_move_processes_who_asked_waits_and_knows_why(
-    make_broker, kernels
-):
+def test_process_waits_with_a_reason_where_the_driver_moves_none(make_broker, kernels):
     broker = make_broker()
     broker.faults.set("migration-refused")
     broker.started  # noqa: B018
@@ -264,7 +262,7 @@ def test_where_the_driver_does_not_move_processes_who_asked_waits_and_knows_why(
     assert broker.rows("land") == []
 
 
-def test_who_asked_on_a_gpu_that_is_lost_gives_its_slice_back_and_knows_why(make_broker, kernels):
+def test_process_on_a_lost_gpu_gives_its_slice_back(make_broker, kernels):
     broker = make_broker(retest_after=0.5).started
     kernel = maker(kernels, broker)
     k = kernel(memory=BIG)
@@ -296,7 +294,7 @@ def refused_move(broker, kernel):
     return k, home, takers
 
 
-def test_a_refused_move_makes_the_session_wait_for_the_gpu_that_it_saw(broker, kernel):
+def test_session_waits_for_its_gpu_after_a_refused_move(broker, kernel):
     k, home, takers = refused_move(broker, kernel)
     status = k.status()
     assert (status["state"], status["devices"]) == ("queued", [])
@@ -322,7 +320,7 @@ def test_a_refused_move_makes_the_session_wait_for_the_gpu_that_it_saw(broker, k
     assert takers[home].do("check") == MiB
 
 
-def test_who_waits_after_a_refused_move_waits_on_after_a_restart_of_the_broker(broker, kernel):
+def test_wait_after_a_refused_move_survives_a_restart(broker, kernel):
     k, home, takers = refused_move(broker, kernel)
     broker.kill()
     broker.started  # noqa: B018
@@ -332,9 +330,7 @@ def test_who_waits_after_a_refused_move_waits_on_after_a_restart_of_the_broker(b
     assert k.status()["devices"] == [home]
 
 
-def test_a_refused_move_beside_a_process_that_uses_the_slice_is_an_error_with_a_reason(
-    broker, kernel
-):
+def test_refused_move_beside_a_user_of_the_slice_is_an_error(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("sub", command={"do": "ask"})
     occupy(kernel, but=[u for u in devices(broker) if u != home])
@@ -356,7 +352,7 @@ def alone(broker, place, size):
     return found[place]["memory_used"] == size and not foreign
 
 
-def test_after_a_first_context_that_failed_a_process_sees_where_it_is(broker, kernel):
+def test_process_sees_its_gpu_after_a_failed_first_context(broker, kernel):
     k = kernel(memory=16 * MiB, limit=16 * MiB)
     (home,) = k.do("ask")
     (other,) = [uuid for uuid in devices(broker) if uuid != home]
@@ -378,7 +374,7 @@ def test_after_a_first_context_that_failed_a_process_sees_where_it_is(broker, ke
     wait_until(lambda: alone(broker, home, 16 * MiB + CONTEXT), "it is on its slice", PATIENCE)
 
 
-def test_a_process_without_a_context_is_moved_with_its_session_and_lands_nowhere(broker, kernel):
+def test_contextless_process_moves_with_its_session(broker, kernel):
     k = kernel(memory=BIG)
     k.do("ask")
     assert k.do("retain", device=0) is None
@@ -398,7 +394,7 @@ def test_a_process_without_a_context_is_moved_with_its_session_and_lands_nowhere
 
 
 @pytest.mark.parametrize("step", ["move", "cancel"])
-def test_a_move_of_a_process_whose_calls_go_on_is_refused_and_frees_the_room(broker, kernel, step):
+def test_move_during_calls_is_refused_and_frees_the_room(broker, kernel, step):
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     occupy(kernel, but=[u for u in devices(broker) if u != home])
@@ -423,7 +419,7 @@ def set_landing(k, landing):
     page.close()
 
 
-def test_a_refused_move_is_not_over_before_the_contexts_are_released(broker, kernel):
+def test_refused_move_ends_after_the_contexts_are_released(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     occupy(kernel, but=[u for u in devices(broker) if u != home])
@@ -458,7 +454,7 @@ def mixed(folder, parts):
     print(broker.tail())
 
 
-def test_cuinit_while_an_attach_waits_makes_it_wait_for_the_model_that_it_saw(mixed, kernels):
+def test_cuinit_during_a_wait_binds_it_to_the_model_it_saw(mixed, kernels):
     kernel = maker(kernels, mixed)
     takers = occupy(kernel)
     k = kernel(memory=BIG)
@@ -492,9 +488,7 @@ def test_an_attach_after_cuinit_is_for_the_model_that_it_saw(mixed, kernels):
     assert k.status()["devices"] == [home]
 
 
-def test_an_attach_after_cuinit_is_for_the_gpu_that_it_saw_where_the_driver_moves_nothing(
-    make_broker, kernels
-):
+def test_attach_after_cuinit_takes_that_gpu_without_migration(make_broker, kernels):
     broker = make_broker()
     broker.faults.set("migration-refused")
     broker.started  # noqa: B018
@@ -524,9 +518,7 @@ def landing(broker, kernel, fault, **params):
 
 
 @pytest.mark.parametrize("op", ["checkpoint", "restore"])
-def test_a_broker_killed_in_the_middle_of_a_landing_is_followed_by_one_that_ends_it(
-    broker, kernel, op
-):
+def test_next_broker_ends_a_landing_of_a_killed_one(broker, kernel, op):
     k, _home = landing(broker, kernel, "hang", op=op)
     wait_until(lambda: k.mark() >= 2, "the driver is asked", PATIENCE)
     if op == "restore":
@@ -541,7 +533,7 @@ def test_a_broker_killed_in_the_middle_of_a_landing_is_followed_by_one_that_ends
     assert k.status()["used_bytes"] == 16 * MiB + CONTEXT
 
 
-def test_a_landing_that_a_logout_and_a_killed_broker_leave_is_ended_by_the_next(broker, kernel):
+def test_next_broker_ends_a_landing_left_by_logout_and_kill(broker, kernel):
     k, _home = landing(broker, kernel, "hang", op="checkpoint")
     wait_until(lambda: k.mark() >= 2, "the driver is asked", PATIENCE)
     page = Path(k.env["GPUPOOL_PAGE"])
@@ -557,7 +549,7 @@ def test_a_landing_that_a_logout_and_a_killed_broker_leave_is_ended_by_the_next(
     assert len(broker.rows("land")) == 1
 
 
-def test_a_page_that_no_process_has_is_told_of_when_landings_are_looked_for(broker, kernel):
+def test_page_that_no_process_has_is_reported_at_recovery(broker, kernel):
     k = kernel(memory=BIG)
     page = Path(k.env["GPUPOOL_PAGE"])
     kit.remove(page.parent)
@@ -568,7 +560,7 @@ def test_a_page_that_no_process_has_is_told_of_when_landings_are_looked_for(brok
     assert "that was on its way to its GPU" in broker.tail()
 
 
-def test_a_process_killed_in_the_middle_of_a_landing_leaves_room_for_the_next(broker, kernel):
+def test_process_killed_while_landing_frees_its_room(broker, kernel):
     k, home = landing(broker, kernel, "hang", op="checkpoint")
     wait_until(lambda: k.mark() >= 2, "the driver is asked", PATIENCE)
     k.kill()

@@ -59,7 +59,7 @@ def living(kernel):
     )  # fmt: skip
 
 
-def test_leftovers_of_a_dead_broker_go_once_its_last_kernel_has_ended(dead, folder, monkeypatch):
+def test_dead_brokers_files_are_removed_after_its_last_kernel(dead, folder, monkeypatch):
     broker, kernel = dead
     monkeypatch.setattr(local_machine, "LOCAL_BASES", (folder,))
     left = files(broker)
@@ -127,9 +127,7 @@ def test_pages_of_a_container_are_left_to_it(tmp_path):
     assert folder.exists()
 
 
-def test_socket_of_a_containers_broker_is_left_to_it_until_the_machine_starts_again(
-    dead, folder, monkeypatch
-):
+def test_containers_socket_is_kept_until_the_next_boot(dead, folder, monkeypatch):
     """On a shared /var/tmp: kernels in the container may have their broker started again."""
     broker, kernel = dead
     monkeypatch.setattr(local_machine, "LOCAL_BASES", (folder,))

@@ -255,7 +255,7 @@ def test_an_admin_sees_and_releases_everything(make_broker):
 
 
 @root_only
-def test_rows_of_nobody_are_for_admins_and_a_refused_open_is_its_users(machine_wide):
+def test_ownerless_rows_are_for_admins_only(machine_wide):
     refused = {"kernel_id": "k", "request": {"memory": 1 << 50}}
     with machine_wide.client() as client, pytest.raises(GPUPoolError):
         client.call("open", **refused)

@@ -37,7 +37,7 @@ def test_homes_are_spread_over_the_devices(broker, kernel):
     assert sorted(homes.count(d["uuid"]) for d in broker.status()["devices"]) == [2, 2]
 
 
-def test_kernels_that_have_ended_do_not_count_where_homes_are_spread(broker, kernel):
+def test_ended_kernels_do_not_count_for_home_devices(broker, kernel):
     first, second = (kernel(name, launch=False) for name in ("first", "second"))
     homes = [one.env["CUDA_VISIBLE_DEVICES"] for one in (first, second)]
     assert len({*homes}) == 2
@@ -74,7 +74,7 @@ def test_what_nobody_measured_is_null_and_not_zero():
     assert measured(replace(attached, footprint=3), True) == 3
 
 
-def test_an_orderly_end_leaves_the_emulated_devices_only_to_living_sessions(broker, kernel):
+def test_orderly_end_keeps_emulated_devices_for_living_sessions(broker, kernel):
     state = broker.socket.with_name("broker.sock.emulated")
     one = kernel("one")
     assert broker.stop() == 0

@@ -80,7 +80,7 @@ def test_a_stale_socket_is_replaced(folder):
     claim.close()
 
 
-def test_a_socket_that_somebody_serves_without_the_lock_is_left_alone(folder):
+def test_served_socket_without_a_lock_is_left_alone(folder):
     path = folder / "broker.sock"
     with socket.socket(socket.AF_UNIX) as living:
         living.bind(str(path))

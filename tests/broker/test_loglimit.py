@@ -38,7 +38,7 @@ def lines(log):
     return log.handlers[0].lines
 
 
-def test_one_cause_writes_so_much_a_minute_and_the_next_line_says_what_is_missing(log, clock):
+def test_one_cause_writes_a_bounded_log_that_counts_the_dropped(log, clock):
     for number in range(1000):
         log.warning("Kernel %d is odd", number)
     assert len(lines(log)) == ratelimit.MOST

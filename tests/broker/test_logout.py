@@ -86,7 +86,7 @@ def program(broker):
         one.close()
 
 
-def test_kernels_that_compute_wait_or_are_suspended_go_on_after_a_logout(
+def test_kernels_in_every_state_go_on_after_a_logout(
     broker,
     program,
     clean,  # noqa: F811
@@ -134,7 +134,7 @@ def test_kernels_that_compute_wait_or_are_suspended_go_on_after_a_logout(
     assert broker.status()["pid"] == pid
 
 
-def test_broker_that_dies_after_a_logout_is_followed_by_one_that_finds_every_page(broker, program):
+def test_next_broker_after_a_logout_finds_every_page(broker, program):
     used, untouched = program(), program()
     used.begin(32 * MiB, byte=1)
     used.wait_state("idle")
@@ -156,7 +156,7 @@ def test_broker_that_dies_after_a_logout_is_followed_by_one_that_finds_every_pag
     assert untouched.do("check") == 16 * MiB
 
 
-def test_logout_while_there_is_no_broker_is_survived_by_its_kernels(broker, program, clean):  # noqa: F811
+def test_kernels_survive_a_logout_without_a_broker(broker, program, clean):  # noqa: F811
     used = program()
     used.begin(32 * MiB, byte=1)
     used.wait_state("idle")
@@ -206,7 +206,7 @@ def test_folder_that_cannot_be_made_again_is_not_waited_for(broker):
     assert not starting.revive(broker.socket, copy=copy)
 
 
-def test_living_broker_whose_files_were_deleted_is_not_started_a_second_time(broker):
+def test_broker_with_deleted_files_is_not_started_twice(broker):
     copy = kernel_environment(broker.socket)[startrecord.COPY_VARIABLE]
     pid = broker.status()["pid"]
     os.kill(pid, signal.SIGSTOP)
@@ -219,7 +219,7 @@ def test_living_broker_whose_files_were_deleted_is_not_started_a_second_time(bro
     assert broker.status()["pid"] == pid
 
 
-def test_copy_of_the_start_record_is_put_back_and_goes_with_the_broker(broker):
+def test_copy_of_the_start_record_lives_with_the_broker(broker):
     copy = Path(kernel_environment(broker.socket)[startrecord.COPY_VARIABLE])
     copy.unlink()
     wait_until(copy.exists, "the copy")

@@ -66,9 +66,7 @@ def one(broker, kernel):
     return found
 
 
-def test_pause_suspends_who_is_idle_waits_for_cells_and_closes_the_device_files(
-    broker, kernel, one
-):
+def test_pause_suspends_idle_kernels_and_closes_device_files(broker, kernel, one):
     two = kernel("two.ipynb", memory=400 * MiB)
     two.attach()
     two.do("alloc", bytes=32 * MiB, byte=2)
@@ -103,7 +101,7 @@ def test_pause_suspends_who_is_idle_waits_for_cells_and_closes_the_device_files(
     assert [row["kind"] for row in rows] == ["pause", "paused", "unpause"]
 
 
-def test_pause_survives_a_killed_broker_which_then_does_not_touch_the_driver(broker, one):
+def test_broker_started_in_a_pause_does_not_touch_the_driver(broker, one):
     broker.disturbed = True
     one.do("drop", hold="cell")
     maintain(broker, "pause")
@@ -121,7 +119,7 @@ def test_pause_survives_a_killed_broker_which_then_does_not_touch_the_driver(bro
     assert one.do("check") == 64 * MiB
 
 
-def test_killed_broker_goes_on_with_a_pause_that_waits_for_a_cell(broker, one):
+def test_pause_that_waits_for_a_cell_survives_a_killed_broker(broker, one):
     broker.disturbed = True
     maintain(broker, "pause")
     broker.kill()
@@ -153,7 +151,7 @@ def test_drained_gpu_is_emptied_and_its_kernels_go_on_elsewhere(broker, kernel, 
     assert two.do("got", hold="cell")["slices"][0][0] == uuid
 
 
-def test_paused_gpu_loses_its_worker_and_is_tested_when_it_comes_back(broker, one):
+def test_paused_gpu_loses_its_worker_and_is_tested_on_return(broker, one):
     uuid = broker.session(one.session)["device"]
     one.do("drop", hold="cell")
     before = set(children(broker, "worker"))
@@ -174,9 +172,7 @@ def users_of(broker, index):
     return {holder.process.pid for holder in holders(path)[0] if path in holder.paths}
 
 
-def test_paused_gpu_has_its_device_file_closed_by_the_pool_which_names_everybody_else(
-    broker, kernel, one
-):
+def test_pool_closes_a_paused_gpus_file_and_names_other_users(broker, kernel, one):
     """Before, the monitor and the workers of the other GPUs kept the file open, unmentioned."""
     uuid = broker.session(one.session)["device"]
     index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == uuid)
@@ -237,7 +233,7 @@ def test_paused_gpu_has_its_device_file_closed_by_the_pool_which_names_everybody
     assert one.do("check") == 64 * MiB
 
 
-def test_restarted_broker_closes_the_device_file_of_a_paused_gpu_again(broker, one):
+def test_restarted_broker_closes_a_paused_gpus_device_file(broker, one):
     broker.disturbed = True
     uuid = broker.session(one.session)["device"]
     index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == uuid)
@@ -267,7 +263,7 @@ def test_resume_of_a_gpu_before_its_file_is_closed_gives_it_back(broker, one):
     assert one.do("check") == 64 * MiB
 
 
-def test_kernel_that_cannot_be_suspended_is_named_and_told_to_restart(broker, one):
+def test_pinned_kernel_is_named_and_told_to_restart(broker, one):
     broker.faults.set("checkpoint-refused", pid=one.process.pid)
     one.do("drop", hold="cell")
     maintain(broker, "pause")
@@ -290,7 +286,7 @@ sys.stdin.read()
 """
 
 
-def test_process_that_only_initialised_cuda_keeps_the_pause_open_and_is_named(broker, kernel):
+def test_process_with_cuda_alone_keeps_the_pause_open(broker, kernel):
     one = kernel("asks.ipynb", launch=False)
     env = {**environment(broker.folder), **without_guard({**os.environ, **one.env})}
     with subprocess.Popen(
@@ -310,7 +306,7 @@ def test_process_that_only_initialised_cuda_keeps_the_pause_open_and_is_named(br
     closed(broker)
 
 
-def test_resume_before_the_pause_is_complete_lets_everybody_go_on(broker, one):
+def test_resume_during_a_pause_lets_all_kernels_go_on(broker, one):
     maintain(broker, "pause")
     assert maintain(broker, "resume") == "The GPUs are in service again."
     one.do("drop", hold="cell")
@@ -320,7 +316,7 @@ def test_resume_before_the_pause_is_complete_lets_everybody_go_on(broker, one):
         maintain(broker, "resume")
 
 
-def test_resume_without_a_driver_is_refused_and_the_pool_stays_paused(broker, one):
+def test_resume_without_a_driver_is_refused(broker, one):
     one.do("drop", hold="cell")
     maintain(broker, "pause")
     closed(broker)
@@ -380,7 +376,7 @@ def test_interrupted_pause_names_who_it_waits_for_and_stays(broker, one):
     closed(broker)
 
 
-def test_only_an_admin_of_a_machines_broker_takes_gpus_out_of_service():
+def test_only_an_admin_may_take_gpus_out_of_service():
     """The rule itself; that a peer is who it says is tested with two users in tests/server."""
     access = Access(machine_wide=True, own_uid=0, admins=("operator",))
     configuration = types.SimpleNamespace(access=access)
@@ -393,7 +389,7 @@ def test_only_an_admin_of_a_machines_broker_takes_gpus_out_of_service():
         maintenance.maintain(user, {"action": "pause"})
 
 
-def test_gpu_that_had_an_xid_is_tested_again_by_itself_and_comes_back(make_broker):
+def test_gpu_with_an_xid_is_retested_and_comes_back(make_broker):
     broker = make_broker(retest_after=0.5).started
     with closing(Kernel(broker, "one", memory=400 * MiB)) as one:
         one.attach()
@@ -410,7 +406,7 @@ def test_gpu_that_had_an_xid_is_tested_again_by_itself_and_comes_back(make_broke
         assert broker.rows("device-seen")[-1]["reason"] == "passed its self-test"
 
 
-def test_doctor_retest_brings_a_gpu_back_that_passes_its_self_test(make_broker):
+def test_doctor_retest_brings_a_sound_gpu_back(make_broker):
     broker = make_broker(retest_after=0).started
     with closing(Kernel(broker, "one", memory=400 * MiB)) as one:
         one.attach()
@@ -425,7 +421,7 @@ def test_doctor_retest_brings_a_gpu_back_that_passes_its_self_test(make_broker):
 
 
 @pytest.mark.parametrize("readable", [True, False])
-def test_resume_of_one_gpu_leaves_another_that_failed_out_of_service(make_broker, readable):
+def test_resume_of_one_gpu_leaves_a_failed_one_out_of_service(make_broker, readable):
     broker = make_broker(retest_after=0).started
     with closing(Kernel(broker, "one", memory=400 * MiB)) as one:
         one.attach()
@@ -500,7 +496,7 @@ def suspended_now(broker, kernel):
     return not with_device_files(broker, kernel.process.pid)
 
 
-def test_driver_that_hangs_when_a_restored_process_is_killed_is_warned_of(hanging):
+def test_driver_that_hangs_after_a_kill_is_warned_of(hanging):
     warning = hanging.status()["driver_warning"]
     assert warning.startswith("The open kernel module 595.71.05 is known to hang the machine")
     assert warning in hanging.tail()
@@ -512,7 +508,7 @@ def test_driver_that_hangs_when_a_restored_process_is_killed_is_warned_of(hangin
     assert warning in " ".join(done.stdout.split())
 
 
-def test_restored_kernel_is_suspended_before_it_is_killed_on_that_driver(hanging, restored):
+def test_that_driver_gets_a_suspend_before_a_kill(hanging, restored):
     with hanging.client() as client:
         assert client.call("retire", session=restored.session, timeout=60)["safe"]
     assert suspended_now(hanging, restored)
@@ -522,7 +518,7 @@ def test_restored_kernel_is_suspended_before_it_is_killed_on_that_driver(hanging
     assert all(d["memory_granted"] == 0 for d in hanging.status()["devices"])
 
 
-def test_gpu_of_a_restored_kernel_that_was_killed_is_tested_before_others_get_it(hanging, restored):
+def test_gpu_of_a_killed_restored_kernel_is_tested_first(hanging, restored):
     """As after the out-of-memory killer, or a user's ``kill -9``: nobody suspended it before."""
     uuid = hanging.session(restored.session)["device"]
     restored.kill()
@@ -536,7 +532,7 @@ def test_gpu_of_a_restored_kernel_that_was_killed_is_tested_before_others_get_it
     assert hanging.rows("device-seen")[-1]["reason"] == "passed its self-test"
 
 
-def test_restored_kernel_that_ends_by_itself_is_not_reported_as_killed(hanging, restored):
+def test_restored_kernel_that_exits_is_not_reported_as_killed(hanging, restored):
     """It ends as its input does: nobody has killed it."""
     uuid = hanging.session(restored.session)["device"]
     restored.process.stdin.close()
@@ -579,7 +575,7 @@ def test_test_of_a_suspect_gpu_that_was_not_made_is_no_failure(code, told):
     assert asyncio.run(suspected()) == f"A kernel ended here. {told}: This is why."
 
 
-def test_gpu_that_hangs_after_such_a_kill_stays_out_of_service_and_says_why(hanging, restored):
+def test_gpu_that_hangs_after_a_kill_stays_out_of_service(hanging, restored):
     uuid = hanging.session(restored.session)["device"]
     hanging.faults.set("hang", op="checkpoint")
     restored.kill()
@@ -593,7 +589,7 @@ def test_gpu_that_hangs_after_such_a_kill_stays_out_of_service_and_says_why(hang
     assert not device_of(hanging, uuid)["drained_reason"]
 
 
-def test_kill_while_there_was_no_broker_is_found_out_by_the_next_one(hanging, restored):
+def test_next_broker_notices_a_kill_in_its_absence(hanging, restored):
     uuid = hanging.session(restored.session)["device"]
     hanging.disturbed = True
     hanging.kill()
@@ -603,7 +599,7 @@ def test_kill_while_there_was_no_broker_is_found_out_by_the_next_one(hanging, re
     wait_until(lambda: not device_of(hanging, uuid)["drained_reason"], "the test has passed", 60)
 
 
-def test_kernel_that_was_never_restored_needs_nothing_before_its_end(hanging):
+def test_kernel_never_restored_needs_no_suspend_at_its_end(hanging):
     with closing(Kernel(hanging, "fresh", memory=400 * MiB)) as one:
         one.attach()
         one.do("alloc", bytes=64 * MiB, byte=1)

@@ -215,7 +215,7 @@ def test_counters_and_histograms_are_rows_of_the_journal(on_machine):
     on_machine(test)
 
 
-def test_attached_seconds_are_counted_while_they_run_and_on_every_device(on_machine):
+def test_attached_seconds_grow_on_every_device_of_a_slice(on_machine):
     async def test(machine):
         def seconds():
             return [machine.value("device_attached_seconds_total", device=d) for d in "AB"]
@@ -272,7 +272,7 @@ def test_metric_names_of_broker_and_server_are_disjoint():
     assert not ours & theirs
 
 
-def test_every_metric_is_documented_and_every_documented_metric_exists():
+def test_documented_metrics_are_those_that_exist():
     text = (DOCS / "admins.md").read_text().split("## Metrics")[1].split("\n## ")[0]
     named = {re.sub(r"_total$|_info$", "", n) for n in re.findall(r"`(jupyter_gpupool_\w+)`", text)}
     known = {name for name in all_families() if "_process_" not in name}
@@ -332,7 +332,7 @@ async def client(page):
         endpoint.close()
 
 
-def test_a_client_that_does_not_read_is_closed_and_holds_up_nobody(monkeypatch, caplog):
+def test_client_that_does_not_read_is_closed(monkeypatch, caplog):
     """What does not fit in the socket stays with us, but not for long."""
     monkeypatch.setattr(f, "DEADLINE", 2.0)
     size = 32 << 20
@@ -357,7 +357,7 @@ def test_a_client_that_does_not_read_is_closed_and_holds_up_nobody(monkeypatch, 
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-def test_a_page_that_cannot_be_made_is_an_error_to_the_client_only(caplog):
+def test_page_that_cannot_be_made_is_an_error_for_the_client(caplog):
     async def page(_):
         raise RuntimeError("no figures")
 

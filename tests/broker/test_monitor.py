@@ -61,7 +61,7 @@ def a_monitor(runner):
     return monitor_of(runner, room=HostRoom(), samples=SimpleNamespace(take=unreadable))
 
 
-def test_a_session_can_be_suspended_for_ever_though_host_memory_stays_as_it_is(monkeypatch):
+def test_unchanged_host_memory_allows_any_number_of_suspends(monkeypatch):
     """Each suspend counts against the last word of what the host has; resumes bring news, too.
 
     Without that word, room for three states was used up by three suspends, all of them over.
@@ -165,7 +165,7 @@ def test_a_sample_is_attributed_by_what_the_broker_knows(monkeypatch, used, list
     assert (found.foreign, found.footprints, found.shown) == want
 
 
-def test_a_restore_waits_for_all_of_its_state_also_where_that_is_more_than_the_pool_gives():
+def test_restore_needs_room_for_all_of_its_state():
     """Tried with less, it would cost the process."""
     pool = Pool(PoolSettings(resume_headroom=GiB))
     device = Device(

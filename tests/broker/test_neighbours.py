@@ -208,7 +208,7 @@ def test_a_broker_with_few_descriptors_keeps_some_for_itself(folder):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-def test_sessions_of_others_without_a_kernel_cost_nobody_a_longer_status(attacked):
+def test_others_sessions_without_a_kernel_are_not_in_the_status(attacked):
     """Before, each of a flood of ``open`` made every answer to everybody longer."""
     with attacked.client() as server:
         opened = [server.call("open", kernel_id=f"k{n}")["session"] for n in range(20)]
@@ -240,7 +240,7 @@ def test_sessions_of_one_user_are_bounded(make_broker):
         client.call("open", kernel_id="c")
 
 
-def test_messages_before_the_launch_are_bounded_and_answered_when_it_ends(broker):
+def test_messages_before_the_launch_are_bounded_and_answered(broker):
     with broker.client() as server:
         opened = server.call("open", kernel_id="k")
         who = {"session": opened["session"], "token": opened["token"]}

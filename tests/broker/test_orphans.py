@@ -58,7 +58,7 @@ def test_a_suspended_child_of_a_dead_kernel_is_ended(broker, family):
     assert f"Process {child} of session {one.session} was suspended" in broker.tail()
 
 
-def test_a_suspended_child_is_ended_whose_kernel_died_while_there_was_no_broker(broker, family):
+def test_suspended_child_of_a_kernel_that_died_is_ended(broker, family):
     one, child = family
     broker.kill()
     one.kill()

@@ -38,7 +38,7 @@ def at(folder):
 # ---------------------------------------------------------------------- brokers that die
 
 
-def test_a_broker_killed_while_a_thread_waits_is_followed_by_one_that_serves_it(make_broker):
+def test_next_broker_serves_a_thread_that_waited_at_the_kill(make_broker):
     broker = make_broker().started
     first, second = Guarded(broker, memory=BIG, devices=2), Guarded(broker, memory=BIG)
     first.lease()
@@ -89,7 +89,7 @@ def test_a_gate_that_a_killed_broker_left_paused_shows_use_again(make_broker):
     k.close()
 
 
-def test_the_page_of_a_session_that_died_with_the_broker_is_removed(make_broker):
+def test_page_of_a_session_that_died_with_the_broker_is_removed(make_broker):
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -100,7 +100,7 @@ def test_the_page_of_a_session_that_died_with_the_broker_is_removed(make_broker)
     k.close()
 
 
-def test_a_kernel_whose_page_is_gone_is_told_and_its_slice_can_be_taken(make_broker):
+def test_kernel_without_its_page_is_told_and_loses_its_slice(make_broker):
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -114,7 +114,7 @@ def test_a_kernel_whose_page_is_gone_is_told_and_its_slice_can_be_taken(make_bro
     k.close()
 
 
-def test_a_broker_without_the_guard_serves_the_kernels_of_one_with_it(make_broker):
+def test_broker_without_the_guard_serves_guarded_kernels(make_broker):
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     broker.kill()
@@ -132,7 +132,7 @@ def test_a_broker_without_the_guard_serves_the_kernels_of_one_with_it(make_broke
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_kernel_without_a_page_is_refused_unless_the_admin_allows_it(make_broker, allowed):
+def test_kernel_without_a_page_needs_the_admins_consent(make_broker, allowed):
     broker = make_broker(allow_unguarded=allowed).started
     k = Guarded(broker, memory=BIG)
     kit.remove(k.path.parent)
@@ -172,7 +172,7 @@ def taker_of(device, kernel):
     return found
 
 
-def test_who_has_called_cuinit_gets_any_device_of_the_model_that_it_sees(broker, kernel):
+def test_kernel_after_cuinit_gets_a_device_of_the_model_it_sees(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.devices()
     k.set(FLAGS, layout.SLOT_CUDA)
@@ -230,7 +230,7 @@ def test_home_is_where_there_is_room_until_cuinit(kernel):
     assert settled.devices() == full
 
 
-def test_a_call_may_be_faster_than_the_server_that_started_the_program(broker, kernel):
+def test_call_before_launched_is_served_after_it(broker, kernel):
     k = kernel(memory=BIG, launch=False)
     with k.asking() as raw:
         wait_until(lambda: k.status()["messages"] == 1, "the question is there")

@@ -48,7 +48,7 @@ def test_a_new_session_has_a_page_of_its_own_with_a_closed_gate(broker, kernel):
     assert broker.status()["settings"]["attach"] == "lazy"
 
 
-def test_the_page_goes_with_its_session_and_the_folder_with_the_broker(broker, kernel):
+def test_page_goes_with_its_session_and_folder_with_the_broker(broker, kernel):
     k = kernel()
     k.server.call("close", session=k.session)
     wait_until(lambda: not k.path.exists(), "the page is removed")
@@ -81,7 +81,7 @@ def test_quiet_is_idle_and_a_call_without_a_message_is_busy(broker, kernel):
 
 
 @pytest.mark.parametrize("inside", [0, 1])
-def test_where_cells_hold_the_end_of_a_cell_is_the_end_of_its_use(make_broker, inside):
+def test_end_of_a_cell_ends_the_use_where_cells_hold(make_broker, inside):
     """No second of grace after each cell: it would keep others waiting. A call inside is use."""
     broker = make_broker(quiet_after=600).started
     k = Guarded(broker, memory=BIG, attach="cell", agent=True)
@@ -98,7 +98,7 @@ def test_where_cells_hold_the_end_of_a_cell_is_the_end_of_its_use(make_broker, i
     k.close()
 
 
-def test_when_somebody_waits_a_kernel_without_a_cell_is_idle_at_once(make_broker):
+def test_kernel_without_a_cell_is_idle_at_once_under_demand(make_broker):
     """Whatever ``quiet_after``: its agent says that it rests. Its gate was passed before."""
     broker = make_broker(quiet_after=600, attach="lazy").started
     kernels = [Guarded(broker, memory=BIG, agent=True) for _ in range(3)]
@@ -113,7 +113,7 @@ def test_when_somebody_waits_a_kernel_without_a_cell_is_idle_at_once(make_broker
         k.close()
 
 
-def test_when_somebody_waits_a_call_inside_the_driver_is_still_use(make_broker):
+def test_call_inside_the_driver_is_use_under_demand(make_broker):
     broker = make_broker(quiet_after=QUIET, attach="lazy").started
     kernels = [Guarded(broker, memory=BIG, agent=True) for _ in range(3)]
     *holders, late = kernels
@@ -133,7 +133,7 @@ def test_when_somebody_waits_a_call_inside_the_driver_is_still_use(make_broker):
         k.close()
 
 
-def test_an_agent_that_comes_back_is_told_again_that_somebody_waits(make_broker):
+def test_agent_that_comes_back_hears_again_of_the_demand(make_broker):
     broker = make_broker(quiet_after=600, attach="lazy").started
     kernels = [Guarded(broker, memory=BIG) for _ in range(3)]
     *holders, late = kernels
@@ -159,7 +159,7 @@ def test_a_call_inside_the_driver_is_no_silence(broker, kernel):
     k.wait_state("idle")
 
 
-def test_a_recording_of_a_graph_is_no_silence_and_keeps_the_slice(broker, kernel):
+def test_graph_recording_keeps_the_slice(broker, kernel):
     """A lock must not fall inside; who waits is served once it is over."""
     k = kernel(memory=BIG)
     k.lease()
@@ -173,7 +173,7 @@ def test_a_recording_of_a_graph_is_no_silence_and_keeps_the_slice(broker, kernel
     k.wait_state("detached")
 
 
-def test_a_recording_that_begins_as_the_slice_is_to_leave_is_the_reason_that_it_stays(make_broker):
+def test_graph_recording_begun_at_the_suspend_refuses_it(make_broker):
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -215,7 +215,7 @@ def test_a_call_of_a_process_that_was_killed_is_over(broker, kernel):
     child.stdin.close()
 
 
-def test_threads_that_wait_share_one_hold_and_are_answered_together(broker, kernel):
+def test_waiting_threads_share_one_hold_and_one_answer(broker, kernel):
     first, second = kernel(memory=BIG), kernel(memory=BIG)
     third = kernel(memory=BIG)
     first.lease()
@@ -415,7 +415,7 @@ def test_who_was_used_since_the_last_look_is_not_suspended(make_broker):
     k.close()
 
 
-def test_what_cannot_be_suspended_is_pinned_before_the_driver_is_asked(broker, kernel):
+def test_pinned_kernel_is_known_without_asking_the_driver(broker, kernel):
     k = kernel(memory=BIG)
     k.lease()
     k.do("alloc", bytes=32 * MiB, byte=1)
@@ -497,7 +497,7 @@ def test_agents_cannot_have_the_guards_hold(broker, kernel, message):
 # ---------------------------------------------------------------------- floods
 
 
-def test_a_flood_of_questions_is_slowed_down_and_the_broker_serves_others(broker, kernel):
+def test_flood_of_questions_is_slowed_and_others_are_served(broker, kernel):
     k, other = kernel(attach="manual"), kernel(memory=BIG)
     raws = []
     while len(raws) < 600:
@@ -537,7 +537,7 @@ def test_overuse_is_reported(make_broker):
     k.close()
 
 
-def test_kernel_that_a_rule_ends_is_suspended_first_where_the_driver_needs_that(make_broker):
+def test_kernel_ended_by_a_rule_is_suspended_first_if_needed(make_broker):
     broker = make_broker(overuse="end")
     state = broker.folder / "broker.sock.emulated"
     state.mkdir()

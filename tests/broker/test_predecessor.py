@@ -58,7 +58,7 @@ def test_broker_is_started_where_its_living_kernels_look_for_it(orphaned, clean,
     assert not (clean / "cron" / "gpupool" / "broker.sock").exists()
 
 
-def test_broker_that_ended_in_order_is_started_there_with_the_callers_configuration(
+def test_ended_broker_is_started_with_the_callers_configuration(
     orphaned,
     clean,  # noqa: F811
 ):
@@ -70,7 +70,7 @@ def test_broker_that_ended_in_order_is_started_there_with_the_callers_configurat
     assert one.state() in ("active", "idle")
 
 
-def test_broker_takes_over_sessions_where_their_socket_cannot_be_made(orphaned, clean, caplog):  # noqa: F811
+def test_broker_takes_over_sessions_of_an_unusable_socket(orphaned, clean, caplog):  # noqa: F811
     broker, one = orphaned
     shutil.rmtree(broker.socket.parent)
     broker.socket.parent.write_text("not a folder")
@@ -89,7 +89,7 @@ def test_broker_begins_anywhere_once_the_kernels_have_ended(orphaned, clean):  #
     assert status(path)["sessions"] == []
 
 
-def test_broker_started_by_hand_elsewhere_names_socket_and_processes(make_broker, folder):
+def test_broker_started_elsewhere_names_socket_and_processes(make_broker, folder):
     """At a socket of the user's other folder: both have one journal."""
     broker = make_broker()
     (folder / "gpupool").mkdir()
@@ -114,7 +114,7 @@ def test_broker_started_by_hand_elsewhere_names_socket_and_processes(make_broker
 # ---------------------------------------------------------------------- another journal
 
 
-def test_another_state_dir_is_refused_while_kernels_are_in_the_old_journal(clean):  # noqa: F811
+def test_other_state_dir_is_refused_while_kernels_live(clean):  # noqa: F811
     broker = At(clean, ensure_broker(settings(clean)))
     one = Kernel(broker, "one")
     one.attach()

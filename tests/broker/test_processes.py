@@ -108,7 +108,7 @@ def test_descent():
         middle.wait(20)
 
 
-def test_descendants_leave_out_a_broker_that_the_notebook_has_started():
+def test_descendants_leave_out_a_broker_started_by_the_notebook():
     """The broker asks; it may be a child of a kernel that it is to end."""
     script = (
         "import os, subprocess, sys\n"

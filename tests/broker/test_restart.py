@@ -87,7 +87,7 @@ def test_devices_are_not_tested_again_while_sessions_hold_them(broker, kernels):
     assert not any(d["can_suspend"] for d in broker.status()["devices"])
 
 
-def test_memory_of_a_kernel_that_goes_on_never_reads_as_outside_the_pool(make_broker):
+def test_memory_of_a_recovered_kernel_is_never_foreign(make_broker):
     broker = make_broker(foreign_processes="report").started
     one = Kernel(broker, "one")
     try:
@@ -138,7 +138,7 @@ def with_state(kernels):
 
 
 @pytest.mark.parametrize("emulate", ["", "1x1GiB"], ids=["no driver", "another machine"])
-def test_a_broker_that_has_none_of_their_devices_ends_nobody_and_says_so(broker, kernels, emulate):
+def test_broker_without_their_devices_ends_no_kernel(broker, kernels, emulate):
     """As `jupyter gpupool broker` is started by hand where a server emulates devices."""
     one, two, three = with_state(kernels)
     broker.kill()
@@ -162,7 +162,7 @@ def test_a_broker_that_has_none_of_their_devices_ends_nobody_and_says_so(broker,
     assert two.do("check") == 8 * MiB
 
 
-def test_a_kernel_without_state_goes_on_under_a_broker_without_devices(broker, kernels):
+def test_stateless_kernel_goes_on_under_a_broker_without_gpus(broker, kernels):
     (one,) = kernels("one")
     broker.kill()
     broker.configure(emulate="")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker that died is started again as it was, by whoever notices; one that ended is not."""
+"""The first to notice starts a broker that died as it was; one that ended stays ended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def kill(broker):
     with_pid(int(broker.socket.with_name("broker.sock.lock").read_text().split()[0]))
 
 
-def test_a_killed_broker_is_started_again_with_its_configuration_and_environment(dead):
+def test_killed_broker_is_restarted_with_its_configuration(dead):
     before = startrecord.read_record(dead.socket).pid
     assert starting.revive(dead.socket)
     found = dead.status()
@@ -53,7 +53,7 @@ def test_a_killed_broker_is_started_again_with_its_configuration_and_environment
     assert dead.status()["pid"] == found["pid"]
 
 
-def test_a_server_with_another_configuration_starts_the_broker_that_died(dead):
+def test_other_server_restarts_the_broker_as_it_was(dead):
     """Kernels may depend on what it was; the difference is told, see ``test_differences``."""
     path = ensure_broker({"GPUPool": {"emulate": MACHINE, "idle_timeout": 5}}, str(dead.socket))
     assert dead.status()["settings"]["idle_timeout"] == 77
@@ -77,11 +77,11 @@ def test_of_many_that_notice_one_starts_it(dead):
     wait_until(lambda: not startrecord.being_started(dead.socket), "the launchers' end")
     assert dead.status()["pid"] == pid
     assert dead.tail(1 << 20).count(" listens at ") == 2
-    # No child of whoever noticed, and of no session of ours.
+    # No child of the process that noticed, and of no session of ours.
     assert int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) != os.getpid()
 
 
-def test_a_start_that_fails_three_times_says_why_and_where_the_log_is(dead):
+def test_third_failed_start_says_why_and_names_the_log(dead):
     dead.config_file.write_text(json.dumps({"GPUPool": {"emulate": "nonsense"}}))
     with pytest.raises(BrokerUnavailable) as caught:
         starting.revive(dead.socket)
@@ -97,7 +97,7 @@ def test_a_start_that_fails_three_times_says_why_and_where_the_log_is(dead):
     assert startrecord.read_failures(dead.socket).count == 0
 
 
-def test_brokers_that_die_before_they_serve_anybody_are_given_up_with_the_reason(dead, monkeypatch):
+def test_brokers_that_die_unused_are_given_up_with_a_reason(dead, monkeypatch):
     monkeypatch.setattr(startrecord, "DEATH_PAUSES", (0.0,))
     monkeypatch.setattr(startrecord, "MOST_DEATHS", 3)
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_brokers_that_die_before_they_serve_anybody_are_given_up_with_the_reason
     assert starting.revive(dead.socket)
 
 
-def test_a_broker_that_is_killed_while_it_serves_comes_back_each_time(dead, monkeypatch):
+def test_broker_killed_while_it_serves_comes_back_each_time(dead, monkeypatch):
     monkeypatch.setattr(startrecord, "MOST_DEATHS", 2)
     assert starting.revive(dead.socket)
     for _ in range(3):
@@ -127,7 +127,7 @@ def test_a_broker_that_is_killed_while_it_serves_comes_back_each_time(dead, monk
     assert startrecord.read_failures(dead.socket).deaths == ()
 
 
-def test_a_broker_that_ends_by_an_error_of_its_own_leaves_the_error(dead):
+def test_broker_that_crashes_leaves_its_error(dead):
     path = startrecord.record_path(dead.socket)
     record = json.loads(path.read_text())
     script = (
@@ -146,7 +146,7 @@ def test_a_broker_that_ends_by_an_error_of_its_own_leaves_the_error(dead):
     assert startrecord.read_record(dead.socket).useless
 
 
-def test_a_broker_is_nobodys_child_and_has_nothing_of_the_session_around(dead, monkeypatch):
+def test_broker_is_detached_from_the_session_that_started_it(dead, monkeypatch):
     """A notebook that starts one must neither end it nor be taken for it."""
     monkeypatch.setenv("GPUPOOL_SESSION", "outer")
     monkeypatch.setenv("GPUPOOL_TOKEN", "secret")
@@ -227,7 +227,7 @@ def test_a_broker_that_hangs_is_not_started_a_second_time(broker, monkeypatch):
         os.kill(broker.process.pid, signal.SIGCONT)
 
 
-def test_the_launcher_needs_neither_the_folder_nor_the_environment_of_its_caller(dead, tmp_path):
+def test_launcher_needs_no_folder_or_environment_of_its_caller(dead, tmp_path):
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong module')")
     subprocess.run(
         ["/bin/sh", "-c", startrecord.launcher(dead.socket)],

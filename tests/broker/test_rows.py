@@ -52,7 +52,7 @@ def test_allowance_comes_back_and_users_are_forgotten():
     assert budget._users == {}
 
 
-def test_sessions_that_open_and_close_without_a_pause_leave_a_bounded_journal(make_broker):
+def test_sessions_opened_and_closed_leave_a_bounded_journal(make_broker):
     """1.6 GB of write-ahead log in 20 s, it was."""
     broker = make_broker().started
     log, most = Path(f"{broker.status()['broker']['journal']}-wal"), 0

@@ -36,7 +36,7 @@ def driver(broker):
     return broker
 
 
-def test_kernel_that_only_asked_is_suspended_by_a_pause_and_answers_meanwhile(driver, kernel):
+def test_kernel_that_only_asked_is_suspended_by_a_pause(driver, kernel):
     k = kernel(memory=BIG)
     seen = k.do("ask")
     assert with_device_files(driver, k.process.pid)
@@ -72,9 +72,7 @@ def test_resume_restores_it_before_it_asks_for_anything(driver, kernel):
     assert k.do("context") is None
 
 
-def test_broker_killed_in_the_pause_leaves_it_suspended_and_the_next_one_restores_it(
-    driver, kernel
-):
+def test_next_broker_restores_what_a_pause_suspended(driver, kernel):
     one, two = kernel(memory=BIG), kernel(memory=BIG)
     seen = [k.do("ask") for k in (one, two)]
     maintain(driver, "pause")
@@ -93,7 +91,7 @@ def test_broker_killed_in_the_pause_leaves_it_suspended_and_the_next_one_restore
         assert k.do("check") == 16 * MiB
 
 
-def test_broker_killed_before_the_pause_is_complete_goes_on_with_it(driver, kernel):
+def test_incomplete_pause_survives_a_killed_broker(driver, kernel):
     k = kernel(memory=BIG)
     seen = k.do("ask")
     driver.faults.clear()  # and the next one to call cuInit is not suspended
@@ -121,7 +119,7 @@ def test_broker_killed_before_the_pause_is_complete_goes_on_with_it(driver, kern
     assert k.do("check") == 16 * MiB
 
 
-def test_paused_gpu_loses_a_kernel_that_asked_about_it_to_another_gpu(driver, kernel):
+def test_kernel_that_asked_a_paused_gpu_moves_to_another(driver, kernel):
     k = kernel(memory=BIG)
     (seen,) = k.do("ask")
     maintain(driver, "pause", seen)

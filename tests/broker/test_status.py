@@ -95,7 +95,7 @@ def test_use_is_told_by_device_as_it_was_measured(make):
         kernel.close()
 
 
-def test_a_release_that_waits_for_the_work_to_end_is_told_and_taken_back_by_a_keep(make):
+def test_pending_release_is_shown_and_taken_back_by_keep(make):
     broker = make(emulate=MACHINE)
     with closing(Kernel(broker, "a")) as kernel, broker.client() as client:
         kernel.attach()
@@ -106,7 +106,7 @@ def test_a_release_that_waits_for_the_work_to_end_is_told_and_taken_back_by_a_ke
         assert broker.session(kernel.session)["release_asked"] is False
 
 
-def test_an_idle_kernel_needs_room_for_what_it_uses_and_not_for_its_slice(make):
+def test_idle_kernel_needs_room_for_its_use_not_its_slice(make):
     """Although its use has not changed since it was seen at work, and nobody waits."""
     broker = make(emulate=MACHINE, host_memory="340MiB", sample_interval=0.1)
     use = (16 + 32) * MiB
@@ -126,7 +126,7 @@ def test_an_idle_kernel_needs_room_for_what_it_uses_and_not_for_its_slice(make):
             assert broker.session(kernel.session)["suspended_bytes"] == use
 
 
-def test_a_device_is_read_until_what_was_the_sessions_is_gone_and_then_no_figure_is_told(make):
+def test_device_is_read_until_its_sessions_memory_is_gone(make):
     """The last look must not be one at a process that was about to end."""
     broker = make(emulate=MACHINE, sample_interval=0.1)
 

@@ -40,7 +40,7 @@ RECORDING = "it records a CUDA graph"
 #: A process that has just ended may give its memory back a moment later: seconds, and between.
 ROOM_WAIT, ROOM_POLL = 1.0, 0.05
 
-#: Seconds that a suspend before a kill may take; and then for whoever asked for it to kill.
+#: Seconds that a suspend before a kill may take, and then until the server must have killed.
 RETIRE, RETIRED = 10.0, 30.0
 
 #: Seconds in which the agent can still show why its session is lost.
@@ -286,7 +286,7 @@ class DeviceActions:
     async def _close_gate(self, session: LiveSession) -> tuple[Obstacle, str] | None:
         """Let no call into the driver any more; return the kind of refusal, and why, if one runs.
 
-        Whoever refuses after this opens the gate again by saying so: the page follows the record.
+        A refusal after this opens the gate again: the page follows the pool's record.
         """
         if session.landing:
             return "drain", "one of its processes is moving to its GPU"

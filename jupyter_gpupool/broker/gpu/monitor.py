@@ -345,7 +345,7 @@ class Monitor:
                     continue
                 self._reported.add(process)
                 uid = procfs.real_uid(process.pid)
-                # Root's processes are the machine's (a display server, say), whoever has a kernel.
+                # Root's processes belong to the machine (a display server, say), not to a user.
                 end = (
                     self._configuration.settings.foreign_processes == "end"
                     and uid in users

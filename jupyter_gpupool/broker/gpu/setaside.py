@@ -47,7 +47,7 @@ class UnleasedSuspends:
     # ------------------------------------------------------------------ before a pause is complete
 
     async def suspend(self, devices: list[str], order: tuple[str, float]) -> None:
-        """Suspend whoever sees one of ``devices`` and has no context, where the driver does that.
+        """Suspend kernels that see one of ``devices`` without a context, where the driver can.
 
         For one ``order`` the driver is asked about the same processes once.
         """
@@ -118,7 +118,7 @@ class UnleasedSuspends:
     # ------------------------------------------------------------------ after it
 
     async def resume(self) -> None:
-        """Restore whoever was suspended here and does not wait for a slice, which restores it."""
+        """Restore the kernels suspended here, except those that wait for a slice: that does it."""
         for session in [*self._core.sessions]:
             record = self._core.record(session.id)
             if record is None or record.state != "detached" or not record.suspended:

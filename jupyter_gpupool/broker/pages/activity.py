@@ -270,7 +270,7 @@ class Activity:
         """No cell of it runs any more, and somebody waits: idle, unless something goes on.
 
         A thread that the cell has left behind may be between two calls: one look more, a moment
-        later, and whoever has called meanwhile is busy until the rounds say otherwise.
+        later; a call meanwhile makes it busy until the rounds say otherwise.
         """
         if session.use.held and not self._occupied(session):
             self._touched(session)

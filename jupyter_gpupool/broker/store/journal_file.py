@@ -3,8 +3,8 @@
 """Which file is the journal, and whether this broker may go on with the sessions in it.
 
 Two brokers that write one journal would both drive the kernels in it. So the journal has a lock,
-held for a broker's life; the lock says where its broker listens, so that whoever wanted to start
-a second one can join the first.
+held for a broker's life; the lock says where its broker listens, so that a second
+one can name the first to its clients.
 
 Kernels know one socket. A broker at another one could read their sessions in the journal, but the
 kernels would never find it; a broker at their socket that uses another journal would not know

@@ -3,7 +3,7 @@
 """Which request the broker handles next: deficit round robin between users, in short turns.
 
 A user's connections share that user's place. A turn of the event loop handles requests for a
-quarter of a millisecond, whoever sent them; then the loop reads, accepts and runs its timers. A
+quarter of a millisecond, of any user; then the loop reads, accepts and runs its timers. A
 request over its user's budget waits here. The broker reads nothing more from its connection
 meanwhile, so a flood waits in its sender.
 
@@ -326,8 +326,8 @@ MAX_LONG = 4
 #: Connections a second, and at once.
 CONNECTS = 500.0, 1_000.0
 
-#: What a connection costs, in connections, that had to be closed for abuse: whoever connects again
-#: at once has to wait.
+#: What a connection costs, in connections, that had to be closed for abuse: a user who connects
+#: again at once has to wait.
 ABUSE_PRICE = 25.0
 
 

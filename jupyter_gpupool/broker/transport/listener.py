@@ -42,7 +42,7 @@ class Claim:
     Raises
     ------
     BrokerUnavailable
-        Code ``bad-socket`` if the path can not be trusted, ``already-running`` if a broker has it.
+        Code ``bad-socket`` if the path cannot be trusted, ``already-running`` if a broker has it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +93,7 @@ class Claim:
         Raises
         ------
         BrokerUnavailable
-            If the path cannot be had now: its folder cannot be made, or another broker tries.
+            If the path is not free now: its folder cannot be made, or another broker tries.
         """
         self._make_folder()
         if not _is_at(self._lock, self._lock_path):
