@@ -44,7 +44,7 @@ BIG = 300 * MiB
 LOOK = 0.02
 
 
-def wait_until(condition, what, seconds=30.0):
+def wait_until(condition, what, seconds=60.0):
     """Return the first true result of ``condition``; a time-out is a failure."""
     deadline = time.monotonic() + seconds
     while True:
@@ -307,7 +307,7 @@ class Kernel:
         found = self.broker.session(self.session)
         return found["state"] if found else None
 
-    def wait_state(self, *states, seconds=30):
+    def wait_state(self, *states, seconds=60):
         wait_until(lambda: self.state() in states, f"{self.session} {states}", seconds)
 
     def kill(self):

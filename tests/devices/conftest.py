@@ -87,7 +87,7 @@ class Target:
         self.pid = await self.do("pid")
         self.root = procfs.identify(self.pid)
 
-    async def do(self, name, *arguments, timeout=30):
+    async def do(self, name, *arguments, timeout=60):
         """Return what function ``name`` of the target returns; RuntimeError if it raised."""
         self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
         line = await asyncio.wait_for(self.process.stdout.readline(), timeout)
@@ -116,7 +116,7 @@ class Target:
         await self.process.wait()
 
 
-def until(condition, timeout=20.0):
+def until(condition, timeout=60.0):
     """Wait for a condition; TimeoutError if it does not come true."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -125,7 +125,7 @@ def until(condition, timeout=20.0):
         time.sleep(0.005)
 
 
-async def until_async(condition, timeout=20.0):
+async def until_async(condition, timeout=60.0):
     """Wait for a condition while the event loop goes on."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -60,4 +60,4 @@ def said(cell):
 
 def play(scenario):
     """Run a coroutine to its end, within a bound."""
-    asyncio.run(asyncio.wait_for(scenario, 110))
+    asyncio.run(asyncio.wait_for(scenario, 280))

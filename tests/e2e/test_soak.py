@@ -23,7 +23,7 @@ KERNELS = 8
 #: Machine, and MiB of data. A slice is that, the emulated context of 64 MiB, and what a resume
 #: reserves on top; two fit on a device.
 LARGE = ("2x1638MiB,context=64MiB", 600)
-SMALL = ("2x512MiB,context=64MiB", 96)
+SMALL = ("2x384MiB,context=64MiB", 40)
 REST = 104
 
 ROUND = """

@@ -31,7 +31,7 @@ from tests.emulated import environment
 HERE = Path(__file__).parent
 
 #: Seconds within which a child answers, unless it hangs.
-TIMEOUT = 30
+TIMEOUT = 60
 
 #: A child that executes the statements it is sent and answers with repr(_). Calls of C.* release
 #: the interpreter's lock, as most frameworks do; calls of P.* keep it.

@@ -30,7 +30,7 @@ class Execution:
         self.reply: dict[str, Any] | None = None
         self.idle = False
 
-    def until(self, kind: str, timeout: float = 30) -> dict[str, Any]:
+    def until(self, kind: str, timeout: float = 60) -> dict[str, Any]:
         """Return the first iopub message of this kind, reading on until it comes."""
         deadline = time.monotonic() + timeout
         while True:
