@@ -1,13 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Each long test is in the table of docs/long-tests.md, and says there what it shows."""
+"""Each long test has its row in docs/long-tests.md; each file in conftest's tables is there."""
 
 from __future__ import annotations
 
 import pytest
 
 from . import longruns
-from .conftest import LONG
+from .conftest import COSTS, HERE, LONG, QUICK
 
 
 def test_each_long_test_is_in_the_table(request):
@@ -39,6 +39,11 @@ def test_a_run_is_noted_and_what_was_written_by_hand_stays(tmp_path, monkeypatch
     assert rows["b.py::test_b"].last == "2026-01-02, abc, passed"
     assert rows["c.py::test_c"].shows == ""
     assert rows["c.py::test_c"].last.endswith(", failed")
+
+
+def test_files_with_a_cost_and_quick_ones_exist():
+    named = COSTS.keys() | QUICK
+    assert [n for n in named if not (HERE / f"{n}.py").exists() and not (HERE / n).is_dir()] == []
 
 
 @pytest.mark.parametrize(
