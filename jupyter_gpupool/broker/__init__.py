@@ -5,7 +5,7 @@
 In the order in which a message travels:
 
 ``transport/``
-    the socket's file, connections, whose request is handled next, who may do what
+    the socket's file, connections, turns between users, access
 ``messages/``
     inbound messages by who sends them (provisioner, agent, guard, people), and the answers
 ``runner``

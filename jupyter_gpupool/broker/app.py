@@ -45,14 +45,14 @@ from .store.records import devices_from_text, devices_to_text
 from .store.recovery import check_reach
 from .transport.listener import Claim, Server
 
-#: Seconds that driver calls under way may still take when the broker is asked to end. One that
-#: takes longer is left to the next broker, which finishes or undoes it: see ``recovery``.
+#: Seconds that driver calls under way may still take when the broker ends. It leaves a longer one
+#: to the next broker, which finishes or undoes it: see ``recovery``.
 FINISH = 1.5
 
 #: Seconds for operations to end whose worker is about to be ended under them.
 CLOSE = 0.5
 
-#: A broker that does not linger still waits so long (seconds): for who had it started.
+#: A broker that does not linger still waits so many seconds for the client that started it.
 LEAST_LINGER = 2.0
 
 #: Seconds between two tidyings of the journal.

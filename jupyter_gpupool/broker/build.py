@@ -128,7 +128,7 @@ async def build(
 
     guarded = [device.uuid for device in devices if device.tier == "guarded"]
     folder, problem = _page_folder(configuration)
-    # A vendor without a guard guards no session, so that nothing of this is asked of it.
+    # Without a guard no session is guarded, so no method of GuardedDevices is called.
     guardable = service.guard or cast(GuardedDevices, service)
     context_bytes = max((service.context_bytes(uuid) for uuid in guarded), default=0)
     pages = ControlPages(folder, core.sessions, configuration, log, context_bytes=context_bytes)

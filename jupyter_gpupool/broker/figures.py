@@ -52,10 +52,10 @@ PREFIX = "jupyter_gpupool_"
 
 LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
-#: Why a slice left; all but the first two are for somebody who waits.
+#: Why a slice left; the last one stands for every preemption.
 CAUSES = ("idle", "release", "waiting")
 
-#: Seconds for which a page is served again: any local user may ask, as often as he likes.
+#: Seconds for which a page is served again: any local user may ask, as often as they like.
 FRESH = 0.5
 
 OPENMETRICS = "application/openmetrics-text"

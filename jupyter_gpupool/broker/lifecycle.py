@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How sessions begin to end: a process that dies, an agent that goes away, a wait that is over."""
+"""What ends a session or its waits: a process that dies, an agent that goes away, a time-out."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Lifecycle:
         )
 
     def end(self, session: LiveSession, reason: str) -> None:
-        """The session is over, for this reason. Harmless if it was over before."""
+        """End the session for this reason. Harmless if it has ended."""
         if self._core.sessions.find(session.id) is session:
             self._core.handle(
                 e.SessionEnded(now=self._core.now(), session=session.id, reason=reason)

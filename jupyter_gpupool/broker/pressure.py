@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Notices that host memory becomes short where suspended state lies, and has it brought back.
+"""Notices that host memory becomes short where suspended state lies, and tells the pool.
 
 Suspended state cannot be swapped out or dropped: where a machine or a control group runs out of
-memory, the kernel that holds it may be ended with it. So the pool is told which sessions share a
-level that is short; it brings the largest state that has room back to a device (see
-``HostPressure``), and here its user is told, or that no device has room.
+memory, the kernel that holds it may be ended with it. So the pool learns which sessions share a
+level that is short, and brings the largest state that has room back to a device (see
+``HostPressure``). The session's user gets a notice: of the move, or that no device has room.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STALLED = 10.0
 #: Looks after which the control groups of a process are read again: it may have been moved.
 AGAIN = 60
 
-#: Sessions of which the limits are looked at for the first time, in one look.
+#: Sessions whose limits one look reads for the first time, at most.
 AT_ONCE = 50
 
 
@@ -121,7 +121,7 @@ class Pressure:
             self._groups[process] = known
         return known[1]
 
-    # ------------------------------------------------------------------ who is told
+    # ------------------------------------------------------------------ notices
 
     def _keys(self, process: ProcessId) -> set[str]:
         _, groups = self._groups.get(process, (0, ()))

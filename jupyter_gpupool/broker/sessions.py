@@ -104,7 +104,7 @@ class LiveSession:
     launch_timer: asyncio.TimerHandle | None = None
     #: What the process, or one of its children, said before its launched came; by connection.
     early: dict[Connection, Message] = field(default_factory=dict)
-    #: The yield asked of the agent: its epoch and who waits for (yielded, cuda).
+    #: The yield asked of the agent: its epoch, and the future of (yielded, cuda).
     yielding: tuple[int, asyncio.Future[tuple[bool, bool | None]]] | None = None
     #: Whether the process has called cuInit, as its agent last said.
     cuda: bool | None = None
@@ -120,7 +120,7 @@ class LiveSession:
     home: tuple[str, ...] = ()
     #: The epoch of the lease for which somebody is known to wait; its agent tells when it rests.
     wanted: int = -1
-    #: Threads that wait at the gate and asked for a lease: the id of each one's request.
+    #: Threads that wait at the gate and asked for a lease: the id of each request.
     guards: dict[Connection, int | None] = field(default_factory=dict)
     #: What its page said when it was last read; see ``activity``.
     use: Use = field(default_factory=Use)
@@ -134,7 +134,7 @@ class LiveSession:
     #: memory is short there; "" if there is nothing to say.
     host_limit: str = ""
     host_short: str = ""
-    #: Its processes have been made safe to kill, see ``effects.retire``.
+    #: Its processes have been made safe to kill, see ``actions.retire``.
     retired: bool = False
 
     def token_is(self, token: str) -> bool:

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Attach and suspend: the agent's consent, then the driver. Each ends as one event.
 
-At most one effect runs per session; the pool sees to that. A driver call cannot be cancelled, so
-neither is an effect: when its session has ended meanwhile, the pool drops its completion.
+At most one action runs per session; the pool sees to that. A driver call cannot be cancelled, so
+neither is an action: when its session has ended meanwhile, the pool drops its completion.
 """
 
 from __future__ import annotations
@@ -407,7 +407,7 @@ class DeviceActions:
     def end_frozen(self, name: str, frozen: Sequence[ProcessId]) -> None:
         """End what is still suspended of a session whose kernel is gone.
 
-        Nobody could resume it any more, and its state would stay in host memory for good.
+        No kernel could resume it, and its state would stay in host memory.
         """
         left = [process for process in frozen if procfs.alive(process)]
         if left:
@@ -452,7 +452,7 @@ class DeviceActions:
             self.busy.discard(name)
 
     async def _recover(self, name: str, before: SessionRecord, message: str) -> None:
-        """End an effect that failed in a way nobody foresaw, by what the driver says is true."""
+        """End an action that raised an unexpected error, by what the driver says is true."""
         session = self._core.sessions.find(name)
         if session is None or session.process is None:
             return

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Devices that failed: out of service at once, tested again by and by, back when they pass."""
+"""Devices that failed: out of service at once, tested again later, back when they pass."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Health:
         self._test(uuid).add_done_callback(tested)
 
     def readable(self, uuid: str) -> None:
-        """NVML can read a device (again)."""
+        """Take note that NVML can read a device (again)."""
         if uuid not in self._bad and uuid in self.failed:
             self._back(uuid, "healthy again")
 
@@ -200,7 +200,7 @@ class SuddenEnds:
         self._log = log
 
     def ending(self, event: e.SessionEnded) -> None:
-        """A session is about to end, for whatever reason."""
+        """Look at a session that is about to end."""
         session = self._core.sessions.find(event.session)
         record = self._core.record(event.session)
         if session is None or record is None or session.retired or session.process is None:
@@ -209,7 +209,7 @@ class SuddenEnds:
             self.ended(record)
 
     def ended(self, record: SessionRecord) -> None:
-        """A kernel has ended that nobody had suspended first."""
+        """Have the GPUs tested of a kernel that ended without a suspend."""
         if not self._service.hazard or not record.resumes or not record.slices:
             return
         why = (

@@ -491,7 +491,7 @@ class Landings:
         path = self._pages.path_of(name)
         try:
             if path.is_symlink() or not path.exists():
-                # All processes are looked at, which takes a while.
+                # This reads the file descriptors of all processes, which takes a while.
                 page = await asyncio.to_thread(Page.find, path, name)
                 if page is None and path.is_symlink():
                     self._log.warning(

@@ -251,7 +251,7 @@ class Monitor:
         self._ours = owned | (self._ours & present.keys())
 
     async def _owner(self, process: ProcessId) -> str | None:
-        # Its own ancestors are few, and the sessions may be a thousand.
+        # A process has few ancestors, and there may be a thousand sessions.
         above = procfs.ancestry(process.pid)
         roots = {session.process: session.id for session in self._core.sessions}
         nearest = next((roots[one] for one in (process, *above) if one in roots), None)
@@ -310,7 +310,7 @@ class Monitor:
         return found
 
     async def _idle(self, before: float, pace: Pace) -> dict[str, list[tuple[str, float]]]:
-        """Return by device who has been idle since ``before`` or longer, and since when."""
+        """Return by device the sessions idle since ``before`` or longer, and since when."""
         found: dict[str, list[tuple[str, float]]] = {}
         for name, state in [*self._core.busy.items()]:
             await pace.step()

@@ -4,8 +4,8 @@
 
 ``torch.cuda.is_available()`` is enough for that: such a process has no context and no slice, so the
 pool never suspends it, but it has the driver's device files open. Where the driver can suspend it
-(it is asked; see ``docs/driver-facts.md``), the pause has that done. To the pool it is suspended
-then: its next slice restores it, on whichever GPU, also after a broker was killed.
+(see ``docs/driver-facts.md``), the broker does so during a pause. To the pool the kernel is
+suspended then: its next slice restores it, on any GPU, also after a broker was killed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class UnleasedSuspends:
     async def suspend(self, devices: list[str], order: tuple[str, float]) -> None:
         """Suspend kernels that see one of ``devices`` without a context, where the driver can.
 
-        For one ``order`` the driver is asked about the same processes once.
+        For one ``order`` the broker asks the driver about the same processes once.
         """
         for session in [*self._core.sessions]:
             candidate = self._candidate(session, devices)

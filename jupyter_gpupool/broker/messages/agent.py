@@ -58,7 +58,7 @@ class AgentMessages:
             session.grace = None
         session.connect_agent(connection)
         _note_cuda(session, message.get("cuda"))
-        # A hold that waits for its answer is asked for again by the agent; not to be dropped here.
+        # The agent asks again for a hold that waits for its answer: keep it.
         waiting = tuple(
             hold
             for hold in self._lifecycle.record(session).holds
@@ -111,8 +111,8 @@ class AgentMessages:
             connection.begin_wait()
             session.waits[hold] = HoldWait(connection, message.get("id"))
         elif message.get("epoch", record.epoch) != record.epoch:
-            # The agent believes in a lease that it has no more. It has begun a cell all the same,
-            # so the hold counts; but let it know.
+            # The agent believes in a lease that has ended. It has begun a cell all the same, so the
+            # hold counts; tell it of the present lease.
             self._log.warning(
                 "Session %s took a hold in epoch %s and is in %d",
                 session.id, message.get("epoch"), record.epoch,

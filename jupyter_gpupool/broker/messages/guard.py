@@ -352,7 +352,7 @@ class GuardMessages:
             connection.attempt(message, lambda asking, asked: method(asking, session, asked))
 
 
-#: Seconds after which the broker is asked again in any case.
+#: Seconds after which the guard asks the broker again in any case.
 LASTS = 1.0
 
 #: Refusals that come of the figures. Another may be over at once, without an event.

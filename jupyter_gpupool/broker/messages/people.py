@@ -86,7 +86,7 @@ class PeopleMessages:
         if not shrinks or len(self._looks) >= MAX_LOOKS:
             self._request_now(connection, message)
             return
-        # Less than it was seen to use: that was a while ago, and it may have freed some since.
+        # Less than the last sample showed in use: it may have freed some since.
         task = asyncio.get_running_loop().create_task(self._look_first(connection, message))
         self._looks.add(task)
         task.add_done_callback(self._looks.discard)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which method handles which message; who may connect, and what a lost connection ends."""
+"""The table of messages and their methods; which connections to accept, and their end."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The snapshot that ``status`` answers with, and what a kernel is told about the machine.
+"""The answer to ``status``, and the limits that a kernel learns when it connects.
 
 ``devices`` and ``host`` are for everybody; of other users' sessions only what explains the use of
 the devices and the place in the queue is shown. Sizes are bytes, times seconds; what nobody could

@@ -1,13 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Who uses its device now: read from the pages of attached sessions, told to the pool as holds.
+"""Which sessions use their device now: read from their pages, reported to the pool as holds.
 
-All CUDA activity of a session is one hold, :data:`DEVICE_HOLD`. It is taken when a call waits for
-a lease (see ``guards``) or the gate was passed, and dropped when nothing was seen for
-``quiet_after`` seconds, no call is inside the driver and no graph is being recorded; or at once
-when somebody waits and the agent says that no cell runs (:meth:`Activity.resting`). One byte is
-read for each attached session and look; its whole page only if that byte says that something may
-have changed.
+All CUDA activity of a session is one hold, :data:`DEVICE_HOLD`. The broker takes it when a call
+waits for a lease (see ``messages/guard``) or the gate was passed. It drops the hold after
+``quiet_after`` seconds without a call, if no call is inside the driver and no graph is being
+recorded; or at once when another session waits and the agent says that no cell runs
+(:meth:`Activity.resting`). A look reads one byte of each attached session, and its whole page only
+if that byte says that something may have changed.
 """
 
 from __future__ import annotations
@@ -309,9 +309,9 @@ CALM = 10
 class TimeShare:
     """Looks at the attached sessions in rounds; keeps turns while some of them contend.
 
-    ``pool/timeslice.py`` decides who contends and who is next; this opens and pauses gates, and
-    measures. It pauses no gate unless sessions that were busy in the same look contend: otherwise
-    the driver shares the device well enough, and without gaps.
+    ``pool/timeslice.py`` decides which sessions contend and which is next; this opens and pauses
+    gates, and measures. It pauses no gate unless sessions that were busy in the same look contend:
+    otherwise the driver shares the device well enough, and without gaps.
 
     A pause ends by itself (``pause_until``), so a broker that dies in the middle blocks nobody.
     """

@@ -5,7 +5,7 @@
 One small file for each session that runs under the guard, in a folder of this broker's own. What
 the guard in the session's processes may do it reads there; a message is needed only when the gate
 is closed or memory is short. A page that its user damaged is given up: that session goes on
-without what the page is for, and nobody else notices.
+without what the page is for, and no other session notices.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class ControlPages:
                 page.remove()
 
     def sweep(self) -> None:
-        """Remove the pages of sessions that there are not."""
+        """Remove the pages of unknown sessions."""
         with suppress(OSError):
             for path in self.folder.glob(f"*{_SUFFIX}"):
                 if path.name.removesuffix(_SUFFIX) not in self._sessions:
@@ -353,7 +353,7 @@ class ControlPages:
         except (OSError, PageError) as error:
             self._damaged(session, error)
             return None
-        # A page may say what it likes: who is there 256 times is looked at once.
+        # A page may contain anything: a process that it names 256 times is read once.
         known = {ProcessId(slot.pid, slot.start_time) for slot in reading.slots}
         alive = {process for process in known if procfs.alive(process)}
         there = tuple(s for s in reading.slots if ProcessId(s.pid, s.start_time) in alive)

@@ -3,7 +3,7 @@
 """Files of a broker: put back when somebody deletes them, removed when their broker was killed.
 
 logind removes ``/run/user/UID`` and, with ``RemoveIPC=yes``, a user's files in ``/dev/shm`` when
-the last login ends. Kernels in tmux or of a server that goes on still need their broker and its
+the last login ends. Kernels in tmux, or of a server that goes on, still need their broker and its
 files. A look costs a few microseconds for each file, so the broker looks every second.
 """
 
@@ -175,7 +175,7 @@ class Keeper:
         await self._try("page of a session", self._setup.keep)
 
     async def _try(self, what: str, keep: Callable[[], Awaitable[None]]) -> None:
-        """What cannot be put back now is tried at each look, and said once."""
+        """Put a file back; one that cannot be is tried at each look, and logged once."""
         try:
             await keep()
         except (OSError, GPUPoolError) as error:

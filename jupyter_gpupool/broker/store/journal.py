@@ -321,7 +321,7 @@ class Journal:
                 raise ValueError(
                     f"it has version {version} and this broker writes {SCHEMA_VERSION}"
                 )
-            # Since the first version; what a user may see is looked for by owner.
+            # Missing in files of the first version; queries of what a user may see go by owner.
             db.execute("CREATE INDEX IF NOT EXISTS events_owner ON events (owner, seq)")
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":

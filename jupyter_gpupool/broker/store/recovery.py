@@ -55,9 +55,9 @@ from ..pages.control import ControlPages
 from ..sessions import LiveSession
 from .records import from_json, frozen_in, read_session
 
-#: A hold that stands for whatever the agent will say when it is back. Until then, or for so many
-#: seconds, nobody takes the slice. Where the guard shows what is used it is not needed for the
-#: state to be safe, only for a cell that holds without computing.
+#: A hold that stands for the holds of an agent that is not back yet. Until then, or for so many
+#: seconds, the pool does not take the slice. Under the guard, which shows use, only a cell that
+#: holds without computing needs it.
 RECOVERED_HOLD = "recovered"
 GRACE_UNDER_GUARD = 2.0
 
@@ -343,7 +343,7 @@ def _attached(record: SessionRecord, now: float) -> SessionRecord:
 
 
 def _detached(record: SessionRecord, now: float) -> SessionRecord:
-    # ``queued_at`` stays: who was waiting keeps its place if its agent asks again.
+    # ``queued_at`` stays: a session that waited keeps its place if its agent asks again.
     return replace(record, state="detached", state_since=now, holds=(), slices=(), wait_reason="")
 
 

@@ -1,3 +1,3 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The socket: who may connect, bytes to messages and back, whose request is handled next."""
+"""The socket: access, bytes to messages and back, turns between users."""

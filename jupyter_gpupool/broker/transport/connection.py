@@ -29,7 +29,7 @@ CHUNK = 16 << 10
 #: Bytes of unfinished requests that one user may leave here, over all connections.
 MAX_UNFINISHED = 4 << 20
 
-#: Messages that are no messages before the connection is closed.
+#: Malformed messages before the connection is closed.
 MAX_BAD = 16
 
 #: Holds that one connection may wait for at once.
@@ -186,7 +186,7 @@ class Connection(asyncio.BufferedProtocol):
             if error.code in (Code.NOT_YOURS, Code.BAD_TOKEN):
                 self.abuse(f"claims what is not its own ({error.message})")
         except Exception:
-            # A fault of ours must not take the broker, and with it everybody's kernels, along.
+            # A bug here must not end the broker, on which all kernels depend.
             self.service.log.exception("A %r message was not handled", message["type"])
             self.refuse(
                 request_id,
@@ -449,7 +449,7 @@ class Connection(asyncio.BufferedProtocol):
             return BAD_PRICE + end / BYTES_PER_POINT
 
     def _finish(self) -> None:
-        """The peer has said all that it will."""
+        """Close the connection: the peer will send nothing more."""
         if self._buffer and self.accepted:
             self._forget_buffer()
             self._bad_message(ProtocolError("The connection ended in the middle of a message."))
@@ -467,7 +467,7 @@ class Connection(asyncio.BufferedProtocol):
         self._bad += 1
         self.refuse(request_id, error)
         if self._bad >= MAX_BAD:
-            self.abuse("keeps sending what is no message")
+            self.abuse("keeps sending malformed messages")
 
     def abuse(self, what: str, abort: bool = False) -> None:
         """Close the connection of a peer that misbehaves."""
