@@ -2,18 +2,49 @@
 # Distributed under the terms of the Modified BSD License.
 """The service around the pool: effects only, no decisions.
 
-In the order in which a message travels:
-
-``transport/``
-    the socket's file, connections, turns between users, access
-``messages/``
-    inbound messages by who sends them (provisioner, agent, guard, people), and the answers
-``runner``
-    the loop: an event -> the pool -> the journal -> the pool's actions
-``gpu/``
-    the pool's actions on GPUs (attach, suspend, end), samples, failed GPUs, maintenance
-``pages/``
-    what the broker shares with the guard in a kernel's processes
-``store/``
-    the journal, what a restart recovers from it, and the files that are kept
+======================  ========================================================================
+``app``                 the process: options, start in the right order, reload, end
+``build``               every part, constructed in order of dependence
+``configuration``       the configuration in force
+``core``                what all parts share: pool, sessions, journal, clock
+``runner``              an event to the pool, the journal written, the actions performed
+``sessions``            what is known of each kernel besides the pool's record
+``lifecycle``           what ends a session or its waits
+``transport/auth``      the peer of a connection, and what that user may do
+``transport/listener``  the socket's file, and accepting connections
+``transport/connection``  bytes to messages and back, with limits
+``transport/dispatch``  turns between users
+``messages/router``     the table: message -> method
+``messages/provisioner``  open, launched, retire, close
+``messages/agent``      hello, hold, drop, cancel, yielded, resting
+``messages/guard``      attach, grow, home, page, land; answers to threads that wait
+``messages/people``     request, release, keep, status, journal, watch, ping
+``messages/parsing``    what a message asks for, and whether its sender may
+``messages/snapshot``   the answer to status
+``gpu/actions``         the pool's actions: attach, suspend, end
+``gpu/landing``         processes that initialised CUDA on another GPU than their slice's
+``gpu/monitor``         samples of devices and host memory -> events
+``gpu/samples``         the last sample
+``gpu/accounting``      what samples teach: overhead, overuse, the driver's own memory
+``gpu/health``          devices that failed
+``gpu/maintenance``     pause, drain, resume, retest
+``gpu/setaside``        kernels without a slice, suspended for a pause
+``pages/setup``         whether new kernels run under the guard, and what puts them under it
+``pages/control``       the shared pages, true to the pool's records
+``pages/activity``      use of devices, read from the pages -> holds; turns of compute shares
+``pages/hints``         home devices and room to grow
+``pages/quiesce``       waiting until no call is on its way into the driver
+``hostmemory``          host memory that a suspend may take
+``pressure``            host memory that becomes short
+``store/journal``       SQLite: current records for a restart, rows for the reports
+``store/journal_file``  which file that is, and whether this broker may go on with it
+``store/history``       pages of the journal for clients, and trimming
+``store/records``       records to JSON and back
+``store/recovery``      journal + driver -> the pool as it was before a kill
+``store/files``         start record; files put back, and left-over files removed
+``metrics``             the switch of ``figures``: what is counted, and where it is served
+``ratelimit``           what one cause may take
+``environment``         the driver that the broker sees, its files and limits
+``shutdown``            signals, and an end in time
+======================  ========================================================================
 """

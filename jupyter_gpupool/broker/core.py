@@ -185,6 +185,11 @@ class Core:
         self._dirty.add(session)
         self.flush_later()
 
+    @property
+    def marked(self) -> bool:
+        """Whether a session's record is to be written."""
+        return bool(self._dirty)
+
     def mark(self, session: str) -> None:
         """Write the session's record with the next commit, which the caller sees to."""
         self._dirty.add(session)

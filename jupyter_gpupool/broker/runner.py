@@ -98,7 +98,7 @@ class Runner:
             urgent |= _must_be_written_first(action)
         if urgent:
             self._commit()
-        else:
+        elif self._core.marked:
             self._core.flush_later()
         # Before anybody learns that it may go on.
         self._tell_guard(actions, event)
