@@ -15,6 +15,7 @@ import pytest
 from jupyter_gpupool import starting
 from jupyter_gpupool.client import ClientAgain
 from jupyter_gpupool.errors import BrokerUnavailable
+from jupyter_gpupool.startrecord import START_TIMEOUT
 
 from .kit import wait_until
 
@@ -38,7 +39,7 @@ def client(make_broker):
         assert starting.answers(broker.socket) or starting.revive(broker.socket)
         return broker.socket
 
-    with closing(ClientAgain(find)) as client:
+    with closing(ClientAgain(find, timeout=START_TIMEOUT)) as client:
         client.broker = broker
         yield client
         kill(broker)
@@ -81,4 +82,4 @@ def test_broker_that_cannot_be_started_is_an_error(tmp_path):
         raise BrokerUnavailable("No GPU pool broker could be started.", code="start-failed")
 
     with pytest.raises(BrokerUnavailable, match="could be started"):
-        ClientAgain(find).call("ping")
+        ClientAgain(find, timeout=START_TIMEOUT).call("ping")
