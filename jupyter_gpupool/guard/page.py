@@ -49,18 +49,18 @@ SEES_NONE, SEES_SLICE = 0, 1
 LANDING_NONE, LANDING_BEGUN, LANDING_MOVES, LANDING_RESTORE, LANDING_ASIDE = range(5)
 
 _FIXED = struct.Struct("<IIBBxxI6Q")
-_GATE_AT, _MANAGED_AT, _DEVICES_AT, _EPOCH_AT, _PAUSE_AT, _LIMIT_AT, _CONTEXT_AT = (
+GATE_AT, MANAGED_AT, DEVICES_AT, EPOCH_AT, PAUSE_AT, LIMIT_AT, CONTEXT_AT = (
     8, 9, 12, 16, 24, 32, 40,
 )  # fmt: skip
-_GRANTED_AT = 64
-_UUID_AT = _GRANTED_AT + 8 * DEVICES
-_SESSION_AT = _UUID_AT + UUID_BYTES * DEVICES
-_ROOM_AT = _SESSION_AT + 64
-_VAIN_AT = _ROOM_AT + 8 * DEVICES
-_VAIN_UNTIL_AT = _VAIN_AT + 8 * DEVICES
+GRANTED_AT = 64
+UUID_AT = GRANTED_AT + 8 * DEVICES
+SESSION_AT = UUID_AT + UUID_BYTES * DEVICES
+ROOM_AT = SESSION_AT + 64
+VAIN_AT = ROOM_AT + 8 * DEVICES
+VAIN_UNTIL_AT = VAIN_AT + 8 * DEVICES
 _SLOT = struct.Struct(f"<IIQIIII{DEVICES}Q{DEVICES}QII{DEVICES}QQ")
-_SEES_AT = 32 + 8 * (2 * DEVICES + 1)
-_LANDING_AT = _SEES_AT + 8 * DEVICES
+SEES_AT = 32 + 8 * (2 * DEVICES + 1)
+LANDING_AT = SEES_AT + 8 * DEVICES
 
 
 def device_name(uuid: str) -> int:
@@ -168,8 +168,8 @@ class Page:
             if uid != os.geteuid():
                 os.fchown(descriptor, uid, -1)
             page = cls(path, descriptor)
-            page._write(_SESSION_AT, session.encode()[:63])
-            page._write(_GATE_AT, bytes([CLOSED]))
+            page._write(SESSION_AT, session.encode()[:63])
+            page._write(GATE_AT, bytes([CLOSED]))
             # Last: a process that finds the magic finds the rest.
             page._write(0, struct.pack("<II", MAGIC, VERSION))
         except BaseException:
@@ -229,7 +229,7 @@ class Page:
             self.read()
         except (OSError, PageError):
             return False
-        name = os.pread(self._fd, 64, _SESSION_AT).split(b"\0", 1)[0]
+        name = os.pread(self._fd, 64, SESSION_AT).split(b"\0", 1)[0]
         return stat.S_ISREG(os.fstat(self._fd).st_mode) and name == session.encode()[:63]
 
     def is_lost(self) -> bool:
@@ -281,7 +281,7 @@ class Page:
 
     def gate(self) -> int:
         """Return the gate."""
-        found = os.pread(self._fd, 1, _GATE_AT)
+        found = os.pread(self._fd, 1, GATE_AT)
         if not found:
             raise PageError(f"The page {self.path} was truncated.")
         return found[0]
@@ -300,7 +300,7 @@ class Page:
         magic, version, gate, _, devices, epoch, _, limit, _, _, _ = _FIXED.unpack_from(data)
         if magic != MAGIC or version != VERSION or devices > DEVICES:
             raise PageError(f"The page {self.path} is not one of version {VERSION}.")
-        granted = struct.unpack_from(f"<{DEVICES}Q", data, _GRANTED_AT)[:devices]
+        granted = struct.unpack_from(f"<{DEVICES}Q", data, GRANTED_AT)[:devices]
         slots = []
         # One search for all 256 slots: nearly all of them are empty on nearly every page.
         taken = data[HEADER_BYTES::SLOT_BYTES]
@@ -323,41 +323,41 @@ class Page:
     def devices(self) -> tuple[str, ...]:
         """Return the devices that the session's processes see, in their order."""
         count = min(self.read().devices, DEVICES)
-        data = os.pread(self._fd, UUID_BYTES * count, _UUID_AT)
+        data = os.pread(self._fd, UUID_BYTES * count, UUID_AT)
         texts = [data[at : at + UUID_BYTES] for at in range(0, len(data), UUID_BYTES)]
         return tuple(text.split(b"\0", 1)[0].decode(errors="replace") for text in texts)
 
     def managed(self) -> bool:
         """Return whether managed memory is allowed."""
-        return os.pread(self._fd, 1, _MANAGED_AT) == b"\1"
+        return os.pread(self._fd, 1, MANAGED_AT) == b"\1"
 
     # ------------------------------------------------------------------ writing
 
     def set_gate(self, gate: int, *, pause_until: int = 0) -> None:
         """Open, close or pause; ``pause_until`` is CLOCK_MONOTONIC in nanoseconds."""
         if gate == PAUSED:
-            self._write(_PAUSE_AT, struct.pack("<Q", pause_until))
-        self._write(_GATE_AT, bytes([gate]))
+            self._write(PAUSE_AT, struct.pack("<Q", pause_until))
+        self._write(GATE_AT, bytes([gate]))
 
     def set_devices(self, uuids: Sequence[str]) -> None:
         """Say which devices the session's processes see, in their order."""
         if len(uuids) > DEVICES:
             raise PageError(f"{len(uuids)} devices were given; a page has room for {DEVICES}.")
         texts = [uuid.encode()[: UUID_BYTES - 1].ljust(UUID_BYTES, b"\0") for uuid in uuids]
-        self._write(_UUID_AT, b"".join(texts))
-        self._write(_DEVICES_AT, struct.pack("<I", len(uuids)))
+        self._write(UUID_AT, b"".join(texts))
+        self._write(DEVICES_AT, struct.pack("<I", len(uuids)))
 
     def set_grant(self, granted: Sequence[int], limit: int, epoch: int) -> None:
         """Say how many bytes are granted on each device, and up to which they may grow."""
         values = [*granted, *[0] * (DEVICES - len(granted))]
-        self._write(_GRANTED_AT, struct.pack(f"<{DEVICES}Q", *values))
-        self._write(_LIMIT_AT, struct.pack("<Q", limit))
-        self._write(_EPOCH_AT, struct.pack("<Q", epoch))
+        self._write(GRANTED_AT, struct.pack(f"<{DEVICES}Q", *values))
+        self._write(LIMIT_AT, struct.pack("<Q", limit))
+        self._write(EPOCH_AT, struct.pack("<Q", epoch))
 
     def set_room(self, room: Sequence[int]) -> None:
         """Say by how many bytes the grant could grow now on each device; [] for not known."""
         values = [*(size + 1 for size in room), *[0] * (DEVICES - len(room))]
-        self._write(_ROOM_AT, struct.pack(f"<{DEVICES}Q", *values))
+        self._write(ROOM_AT, struct.pack(f"<{DEVICES}Q", *values))
 
     def set_vain(self, totals: Sequence[int], until: int) -> None:
         """Say from how many bytes in all growth is refused on each device; [] for nowhere.
@@ -365,21 +365,21 @@ class Page:
         ``until`` (CLOCK_MONOTONIC, nanoseconds): from then on processes ask again.
         """
         values = [*totals, *[0] * (DEVICES - len(totals))]
-        self._write(_VAIN_AT, struct.pack(f"<{DEVICES}QQ", *values, until))
+        self._write(VAIN_AT, struct.pack(f"<{DEVICES}QQ", *values, until))
 
     def set_policy(self, *, managed: bool, context_bytes: int) -> None:
         """Say what is allowed, and what a context is charged."""
-        self._write(_MANAGED_AT, bytes([managed]))
-        self._write(_CONTEXT_AT, struct.pack("<Q", context_bytes))
+        self._write(MANAGED_AT, bytes([managed]))
+        self._write(CONTEXT_AT, struct.pack("<Q", context_bytes))
 
     def set_sees(self, slot: Slot, sees: Sequence[int]) -> None:
         """Say what the process of a slot sees, which the broker has moved."""
         values = [*sees, *[SEES_NONE] * (DEVICES - len(sees))]
-        self._write(_at(slot) + _SEES_AT, struct.pack(f"<{DEVICES}Q", *values))
+        self._write(_at(slot) + SEES_AT, struct.pack(f"<{DEVICES}Q", *values))
 
     def set_landing(self, slot: Slot, landing: int) -> None:
         """Say how far the process of a slot is on its way to the slice."""
-        self._write(_at(slot) + _LANDING_AT, struct.pack("<Q", landing))
+        self._write(_at(slot) + LANDING_AT, struct.pack("<Q", landing))
 
     def _write(self, at: int, data: bytes) -> None:
         os.pwrite(self._fd, data, at)

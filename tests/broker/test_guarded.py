@@ -50,11 +50,11 @@ class Program(kit.Kernel):
 
     def mark(self):
         """How far its process is on its way to its slice, by the page."""
-        return self.in_slot(layout._LANDING_AT)
+        return self.in_slot(layout.LANDING_AT)
 
     def sees(self):
         """What its process sees as its first device, by the page."""
-        return self.in_slot(layout._SEES_AT)
+        return self.in_slot(layout.SEES_AT)
 
     def in_slot(self, offset):
         """A word of its process's slot."""

@@ -347,7 +347,7 @@ def test_growth_into_a_neighbours_slice_is_refused(broker, kernel):
 
 def vain(k, device=0):
     """Bytes in all from which the page says that growth is refused; 0: it is asked for."""
-    return struct.unpack_from("<Q", k.map, layout._VAIN_AT + 8 * device)[0]
+    return struct.unpack_from("<Q", k.map, layout.VAIN_AT + 8 * device)[0]
 
 
 def test_what_was_refused_is_in_the_page_until_anything_changes(make_broker):

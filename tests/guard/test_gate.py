@@ -497,7 +497,7 @@ def test_guard_asks_the_broker_for_a_deleted_page(session, tmp_path):
     session.page_path.unlink()
 
     def back():
-        session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/{session.page._fd}")
+        session.page.restore()
         return True
 
     session.broker.page = back
@@ -515,7 +515,7 @@ def test_link_of_a_broker_that_has_died_is_asked_for_again(session):
 
     def back():
         session.page_path.unlink()
-        session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/{session.page._fd}")
+        session.page.restore()
         return True
 
     session.broker.page = back

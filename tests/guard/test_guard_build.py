@@ -261,9 +261,9 @@ def test_the_layouts_of_the_page_agree(tmp_path):
     )  # fmt: skip
     subprocess.run(["cc", f"-I{build.SOURCES}", source, "-o", program], check=True)
     assert [int(n) for n in tool(program).split()] == [
-        pages._GATE_AT, pages._MANAGED_AT, pages._DEVICES_AT, pages._EPOCH_AT, pages._PAUSE_AT,
-        pages._LIMIT_AT, pages._CONTEXT_AT, pages._GRANTED_AT, pages._UUID_AT, pages._SESSION_AT,
-        pages._ROOM_AT, pages._VAIN_AT, pages._VAIN_UNTIL_AT, pages.HEADER_BYTES,
-        pages._SEES_AT, pages._LANDING_AT, pages.device_name("GPU-0123"), pages.SIZE,
+        pages.GATE_AT, pages.MANAGED_AT, pages.DEVICES_AT, pages.EPOCH_AT, pages.PAUSE_AT,
+        pages.LIMIT_AT, pages.CONTEXT_AT, pages.GRANTED_AT, pages.UUID_AT, pages.SESSION_AT,
+        pages.ROOM_AT, pages.VAIN_AT, pages.VAIN_UNTIL_AT, pages.HEADER_BYTES,
+        pages.SEES_AT, pages.LANDING_AT, pages.device_name("GPU-0123"), pages.SIZE,
         pages.SLOT_BYTES, pages.MAGIC, pages.VERSION, pages.SLOTS,
     ]  # fmt: skip

@@ -400,7 +400,7 @@ def test_two_loops_move_for_no_more_than_the_share(seed, share, rule):
 
     lab.wants("a")
     lab.wants("b")
-    lab.run(50 * swap / share, note)
+    lab.run(30 * swap / share, note)
     used = (lab.moving - start[0][1]) / (lab.now - start[0][0])
     assert used <= share * 1.1
     assert lab.moves > 15, "they do take turns"
