@@ -5,6 +5,7 @@
 The provisioner loads it with ``--IPKernelApp.extra_extensions=jupyter_gpupool.kernel`` and makes it
 importable in kernel environments that do not have this package.
 
+- ``agent``: puts the parts below into the kernel
 - ``link``: the session: connection, lease, holds (``holds``), a broker that has died (``revive``)
 - ``guard_state``: whether the guard is in this process, and what the session's page says
 - ``cells``: the gate in front of each cell; ``waits``: what a wait shows, and how it is interrupted

@@ -1,3 +1,23 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Pure decisions: events in, actions out, time as data. No clock, no I/O, no configuration."""
+"""Pure decisions: events in, actions out, time as data. No clock, no I/O, no configuration.
+
+In the order in which an event travels:
+
+==================  ============================================================================
+``machine``         the one door: ``Pool.handle(event)`` returns actions
+``events``          what goes in, and what comes out
+``model``, ``facts``  frozen values; sessions and the accounts that follow from them
+``updates``         what each event changes in the facts
+``requests``        another size, growth, release, keep
+``schedule``        the plan: one pass over every session that wants something
+``limits``          what a kernel and an owner may have; the words of a refusal
+``placement``       what a session needs, and where it fits
+``preemption``      which leases may be preempted, when, and for which session
+``residence``       how long an idle lease is protected
+``transitions``     the states of a session, and every step between them
+``explain``         why a session waits or keeps its slice, as data and in words
+``timeslice``       which session computes next on a contended device
+``attribution``     which memory belongs to which session, to the driver, to others
+==================  ============================================================================
+"""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -165,3 +166,15 @@ def test_files_that_pages_name_exist():
         for name in re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|c|h|ts|tsx|yaml))`", page.read_text()):
             tops = (ROOT, ROOT / "jupyter_gpupool", ROOT / "labextension", page.parent)
             assert any((top / name).exists() for top in tops), f"{page.name}: {name}"
+
+
+@pytest.mark.parametrize(
+    "package", ["pool", "broker", "devices", "kernel", "server", "cli", "config"]
+)
+def test_map_of_a_package_names_all_its_modules(package):
+    top = ROOT / "jupyter_gpupool" / package
+    shown = ast.get_docstring(ast.parse((top / "__init__.py").read_text())) or ""
+    names = {name.rpartition("/")[2] for name in re.findall(r"``([\w/]+)``", shown)}
+    # A folder may have a map of its own; the broker's is of all its folders.
+    deep = top.rglob("*.py") if package == "broker" else top.glob("*.py")
+    assert {path.stem for path in deep if not path.stem.startswith("__")} <= names
