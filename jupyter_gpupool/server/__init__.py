@@ -7,7 +7,7 @@
 - ``watch``: keeps the newest view while it is needed; events, metrics, idle warnings.
 - ``kernel_history``: pure; what the snapshots showed in the last minutes, and in all.
 - ``server_metrics``: what ``/metrics`` shows.
-- ``handlers``, ``stream``: REST and the websocket under ``/gpupool/api`` (``openapi``: its description).
+- ``handlers``, ``stream``: REST and the websocket under ``/gpupool/api``; ``openapi``: what it is.
 - ``page_config``: what JupyterLab's pages know before they ask.
 - ``extension``: puts them into the server.
 
