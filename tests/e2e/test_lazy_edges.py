@@ -15,8 +15,11 @@ from jupyter_gpupool.broker.pages.control import SHARED_MEMORY, folder_name
 
 from . import cells
 from .kit import MiB, until
-from .scenes import DATA, occupied, play, release, said, state, with_blocks
+from .scenes import occupied, play, release, said, state, with_blocks
 from .test_lazy import ONE, SLICE
+
+#: MiB of a test's array: of sizes that are compared with slices here.
+DATA = 128
 
 # ---------------------------------------------------------------------- when somebody dies
 
