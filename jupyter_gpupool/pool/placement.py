@@ -491,6 +491,10 @@ class Draft:
             room = self.rooms[x.device]
             room.avail -= x.bytes
             room.expect -= x.bytes
+            # From now on it may end before the head of the queue starts, like the present leases.
+            held = sum(size for v, size in room.leases if v is s)
+            room.leases = [(v, size) for v, size in room.leases if v is not s]
+            room.leases.append((s, held + x.bytes))
 
     def promise(self, s: Session, promise: Promise) -> None:
         """Keep bytes for ``s`` until suspends under way have freed them."""

@@ -41,3 +41,19 @@ def test_request_beyond_all_idle_leases_waits_for_memory():
     lab.hold("more")
     rules = {n: lab.pool.explain(n).reason.rule for n in ("head", "less", "more")}
     assert rules == {"head": "busy", "less": "host", "more": "busy"}
+
+
+def test_lease_granted_in_the_same_pass_counts_for_the_head(make):
+    """The head may start when it ends: what that would give the head is not backfilled."""
+    lab = make(device(0, 9))
+    lab.running("a", 4)
+    lab.seen("G0", foreign=5)
+    for name, size in (("first", 1), ("head", 5), ("behind", 2)):
+        lab.open(name, size)
+        lab.hold(name)
+    actions = lab.seen("G0")
+    got(actions, ev.Attach, session="first")
+    none(actions, ev.Attach, session="behind")
+    assert lab.pool.explain("behind").reason.rule == "behind-head"
+    lab.done("first")
+    got(lab.end("first"), ev.Attach, session="head")
