@@ -46,7 +46,7 @@ async def kill(service, rng):
 
     Never one that is only starting: on a busy machine none would ever get ready.
     """
-    children = [service._sampler.child, *service._workers.values()]
+    children = [service._sampler.child, *service._workers.children.values()]
     while True:
         await asyncio.sleep(rng.random() * 0.6)
         victim = rng.choice(children)

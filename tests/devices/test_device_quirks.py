@@ -27,7 +27,7 @@ ONE, TWO = "1x1GiB,context=64MiB", "2x1GiB,context=64MiB"
 
 async def beginning(service, uuid, op, task):
     """Wait until the device's worker is in a driver call of ``task``: it tells nobody when."""
-    while service._workers[uuid].current != op:
+    while service._workers.children[uuid].current != op:
         assert not task.done(), f"it ended without {op}: {task.result()}"
         await asyncio.sleep(0.002)
 
@@ -447,7 +447,7 @@ async def test_mild_driver_keeps_the_state_if_a_device_fails_in_resume(emulated)
         first, second = (d.uuid for d in devices)
         digest = await filled(target)
         need = (await suspended(service, target, first)).freed[first]
-        no_room = service._operation  # the look for room comes before the loss
+        no_room = service._workers.operation  # the look for room comes before the loss
 
         def losing(*arguments, **options):
             operation = no_room(*arguments, **options)
@@ -461,9 +461,9 @@ async def test_mild_driver_keeps_the_state_if_a_device_fails_in_resume(emulated)
             operation._no_room = then_lost
             return operation
 
-        service._operation = losing
+        service._workers.operation = losing
         outcome = await back(service, target, first, first, need)
-        service._operation = no_room
+        service._workers.operation = no_room
         assert (outcome.status, outcome.stay) == ("refused", False)
         await resumed(service, target, second, first, need)
         assert await target.do("digest", 1) == digest
@@ -475,7 +475,7 @@ async def test_state_is_known_if_a_device_fails_as_a_suspend_ends(emulated):
     async with machine.started() as (service, devices), machine.target() as target:
         first, second = (d.uuid for d in devices)
         digest = await filled(target)
-        make = service._operation
+        make = service._workers.operation
 
         def losing(*arguments, **options):
             operation = make(*arguments, **options)
@@ -488,9 +488,9 @@ async def test_state_is_known_if_a_device_fails_as_a_suspend_ends(emulated):
             operation._verify = after_the_loss
             return operation
 
-        service._operation = losing
+        service._workers.operation = losing
         outcome = await suspended(service, target, first)
-        service._operation = make
+        service._workers.operation = make
         assert outcome.freed == {first: 80 * MiB}
         await resumed(service, target, second, first, outcome.freed[first])
         assert await target.do("digest", 1) == digest
@@ -517,7 +517,7 @@ async def test_session_survives_a_lock_that_ignores_its_time_out(emulated, waiti
         # Its work ends; the lock comes to pass, and is taken back by somebody.
         machine.faults.clear()
         assert await target.do("digest", 1) == digest
-        await until_async(lambda: not service._settling)
+        await until_async(lambda: not service._workers.settling)
         assert await service.driver_state(target.root, session=SESSION) == "running"
         outcome = await suspended(service, target, uuid)
         await resumed(service, target, uuid, uuid, outcome.freed[uuid])
@@ -536,7 +536,7 @@ async def test_close_ends_the_watch_on_a_late_lock(emulated):
             await beginning(service, uuid, "lock", task)
             await service.close()
             assert (await task).status == "drain"
-            assert service._settling == {}
+            assert service._workers.settling == {}
         machine.faults.clear()
 
 

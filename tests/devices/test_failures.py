@@ -25,7 +25,7 @@ SESSION = "s1"
 
 
 def worker_of(service, uuid):
-    return service._workers[uuid]
+    return service._workers.children[uuid]
 
 
 async def answer_started(service, uuid, op):
@@ -223,7 +223,8 @@ async def test_children_end_with_their_parent(emulated, waiting):
         "async def main():\n"
         "    service = DeviceService(); devices = await service.start()\n"
         "    await service.sample()\n"
-        "    pids = [service._sampler.child.pid, *(w.pid for w in service._workers.values())]\n"
+        "    workers = service._workers.children.values()\n"
+        "    pids = [service._sampler.child.pid, *(worker.pid for worker in workers)]\n"
         "    print(*pids, flush=True); await asyncio.sleep(3600)\n"
         "asyncio.run(main())\n"
     )
@@ -311,7 +312,7 @@ async def test_target_stopped_in_mid_suspend_runs_once_continued(emulated, waiti
         target.go_on()
         # It completes the checkpoint it was stopped in, and is then restored: no lease was lost.
         assert await target.do("digest", 1) == digest
-        await until_async(lambda: not service._settling)
+        await until_async(lambda: not service._workers.settling)
         assert await service.driver_state(target.root, session=SESSION) == "running"
 
 

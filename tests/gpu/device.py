@@ -110,7 +110,7 @@ class Bench:
     @property
     def worker(self) -> Any:
         """The suspend worker of the device."""
-        return self.service._workers[self.uuid]
+        return self.service._workers.children[self.uuid]
 
     async def sample(self) -> DeviceSample:
         (sample,) = [s for s in await self.service.sample() if s.uuid == self.uuid]

@@ -15,11 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import (
     Any,
-    AsyncIterator,
-    Awaitable,
     Callable,
     Collection,
-    Coroutine,
     Mapping,
     Sequence,
     TypeVar,
@@ -30,7 +27,6 @@ from ...errors import Code, DriverError, GPUPoolError
 from ...pool.attribution import driver_share, unlisted
 from ...pool.model import Device
 from ...procfs import ProcessId
-from ..children import Child
 from ..model import (
     DeviceSample,
     Holder,
@@ -40,15 +36,15 @@ from ..model import (
     assumed_context,
 )
 from . import driver
-from .calls import SessionCalls
 from .checkpoint import complete_mapping
 from .driver import MODULE
 from .examiner import Examiner, Findings
-from .interpreter import PROGRAMS, child_environment
+from .interpreter import child_environment
 from .operations import Operation, interrupted, land
 from .sampler import FREED_TIMEOUT, SAMPLE_TIMEOUT, Sampler, to_memo
 from .selftest import Verdict
 from .visibility import DEVICE_FILES, Aside, Given, Row, environment, holders
+from .workers import KEPT_PAUSE, KEPT_POLL, Workers
 
 _T = TypeVar("_T")
 
@@ -58,13 +54,6 @@ _SELFTESTS = 4
 #: Seconds for one driver call of a self-test, which moves a few MiB. Kernels wait for a broker that
 #: starts, and if the test under the guard hangs, the one without the guard follows.
 TEST_CALL_TIMEOUT = 15.0
-
-#: Seconds before the service retries to resume what an undone suspend has left suspended, doubled
-#: each time; and the longest pause.
-_KEPT_POLL, _KEPT_PAUSE = 0.5, 30.0
-
-#: Seconds between two looks at a stopped process that the service resumes once it is continued.
-_SETTLE_POLL = 0.25
 
 #: Seconds between two looks at what ended self-tests have left.
 _RESIDUE_POLL = 0.1
@@ -137,8 +126,6 @@ class DeviceService:
         self._python = python
         self._env = child_environment(env, python)
         self._aside = Aside(self._env)
-        self._lock_timeout = lock_timeout
-        self._call_timeout = call_timeout
         self._sampler = Sampler(
             env=self._env,
             log=self._log,
@@ -157,12 +144,14 @@ class DeviceService:
         self.limit = ""
         self._everything: tuple[str, ...] = ()
         self._devices: dict[str, Device] = {}
-        self._workers: dict[str, Child] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
-        self._running: set[asyncio.Task[Any]] = set()
-        self._settling: dict[ProcessId, asyncio.Task[None]] = {}
-        #: By session: processes that the driver may still lock.
-        self._late: dict[ProcessId, Sequence[ProcessId]] = {}
+        self._workers = Workers(
+            env=self._env,
+            log=self._log,
+            python=python,
+            sampler=self._sampler,
+            lock_timeout=lock_timeout,
+            call_timeout=call_timeout,
+        )
 
     # ------------------------------------------------------------------ life
 
@@ -174,7 +163,7 @@ class DeviceService:
         because a test takes memory (a CUDA context) that sessions may have been granted.
         """
         if known:
-            self._warm(next(iter(known)))
+            self._workers.warm(next(iter(known)))
         try:
             rows = await self._discover()
         except DriverError as error:
@@ -182,30 +171,14 @@ class DeviceService:
             return []
         for row in rows:
             self._add(row)
-        for uuid in self._workers.keys() - self._devices.keys():
-            await self._workers.pop(uuid).close()  # one that is not there any more
+        for uuid in self._workers.children.keys() - self._devices.keys():
+            await self._workers.remove(uuid)  # one that is not there any more
         trusted = {uuid: d for uuid, d in (known or {}).items() if uuid in self._devices}
         for uuid, device in trusted.items():
             self._devices[uuid] = self._examiner.trust(self._devices[uuid], device)
         await self._sampler.watch([*self._devices])
         await self._test([uuid for uuid in self._devices if uuid not in trusted])
         return [*self._devices.values()]
-
-    def _warm(self, uuid: str) -> None:
-        """Start the worker of a device that sessions use, while the monitor looks for it.
-
-        The start of a broker takes as long as both.
-        """
-        self._workers[uuid] = worker = self._worker()
-        task = asyncio.ensure_future(worker.start())
-        self._running.add(task)
-
-        def over(ended: asyncio.Future[Any]) -> None:
-            self._running.discard(task)
-            if not ended.cancelled():
-                ended.exception()  # the first call says it
-
-        task.add_done_callback(over)
 
     async def _discover(self) -> list[dict[str, Any]]:
         """Return a row for each device; raise DriverError if there is none."""
@@ -246,8 +219,7 @@ class DeviceService:
         """Start with the devices that an earlier broker found, without touching the driver."""
         for uuid, device in known.items():
             self._devices[uuid] = self._examiner.trust(device, device)
-            self._workers[uuid] = self._worker()
-            self._locks[uuid] = asyncio.Lock()
+            self._workers.add(uuid)
         self._sampler.numbers.settle()
         await self.stand_down(reason)
         return [*self._devices.values()]
@@ -259,11 +231,11 @@ class DeviceService:
         of this service uses the driver. Calls fail with ``reason`` until :meth:`renew`.
         """
         chosen = [*self._devices] if uuids is None else [*uuids]
-        async with self._locked(chosen):
+        async with self._workers.locked(chosen):
             if uuids is None:
                 self.down = reason
                 await self._sampler.child.hold(reason)
-            await asyncio.gather(*(self._workers[uuid].hold(reason) for uuid in chosen))
+            await asyncio.gather(*(self._workers.children[uuid].hold(reason) for uuid in chosen))
         if uuids is not None and self._aside.put(chosen, reason, self._physical()):
             await self._look_away()
 
@@ -273,8 +245,8 @@ class DeviceService:
         Those that take their place do not open them.
         """
         for uuid in [uuid for uuid in self._devices if uuid not in self._aside]:
-            async with self._locked([uuid]):
-                await self._workers[uuid].kill()
+            async with self._workers.locked([uuid]):
+                await self._workers.children[uuid].kill()
         await self._sampler.look_away([u for u in self._devices if u not in self._aside])
 
     def is_aside(self, uuid: str) -> bool:
@@ -338,13 +310,13 @@ class DeviceService:
         self._aside.take(renewed, self._everything)
         there, before = {row["uuid"] for row in rows}, {*self._devices}
         for uuid in renewed & before - there:  # another may be lost, and be reset later
-            await self._workers.pop(uuid).close()
-            del self._devices[uuid], self._locks[uuid]
+            await self._workers.remove(uuid)
+            del self._devices[uuid]
         for row in rows:
             if row["uuid"] in renewed or row["uuid"] not in self._devices:
                 self._add(row)
         self.down = self.problem = ""
-        for uuid, worker in self._workers.items():
+        for uuid, worker in self._workers.children.items():
             if uuid not in self._aside:
                 await worker.hold("")
         if self._aside:  # to find the devices, it has opened all
@@ -407,9 +379,7 @@ class DeviceService:
             if mig
             else "It has not been tested.",
         )
-        if uuid not in self._workers:
-            self._workers[uuid] = self._worker()
-        self._locks.setdefault(uuid, asyncio.Lock())
+        self._workers.add(uuid)
 
     async def self_test(self, uuid: str) -> Device:
         """Test a device and return it as it now is.
@@ -426,7 +396,7 @@ class DeviceService:
         able = driver.capabilities(self.driver_version)
         found = Findings(Verdict(False, False, able.reason))
         if able.suspend:
-            found = await self._shielded(self._self_test(device, migrate=able.migrate))
+            found = await self._workers.shielded(self._self_test(device, migrate=able.migrate))
         (self.untested.discard if found.verdict.tested else self.untested.add)(uuid)
         limits = able.reason if self._peers(device) else ""
         tested = self._examiner.apply(found, self._device(uuid), limits)
@@ -438,10 +408,11 @@ class DeviceService:
 
     async def _self_test(self, device: Device, *, migrate: bool) -> Findings:
         def operation(root: ProcessId, session: str) -> Operation:
-            timeout = min(self._call_timeout, TEST_CALL_TIMEOUT)
-            return self._operation(self._workers[device.uuid], root, session, timeout)
+            timeout = min(self._workers.call_timeout, TEST_CALL_TIMEOUT)
+            worker = self._workers.children[device.uuid]
+            return self._workers.operation(worker, root, session, timeout)
 
-        async with self._locks[device.uuid]:
+        async with self._workers.locked([device.uuid]):
             peers = self._peers(device)
             return await self._examiner.examine(
                 device, peers[0] if migrate and peers else None, self._physical(), operation,
@@ -517,20 +488,8 @@ class DeviceService:
 
     async def close(self, grace: float = 10.0) -> None:
         """End all children, after operations in flight have ended or ``grace`` seconds."""
-        for task in self._settling.values():
-            task.cancel()
-        waiting = {*self._running, *self._settling.values()}
-        if waiting:
-            await asyncio.wait(waiting, timeout=grace)
-        await asyncio.gather(
-            self._sampler.close(), *(worker.close() for worker in self._workers.values())
-        )
-        if self._running:
-            await asyncio.wait(self._running, timeout=grace)
-        if self._settling:  # what operations that have ended meanwhile began
-            for task in self._settling.values():
-                task.cancel()
-            await asyncio.wait({*self._settling.values()}, timeout=grace)
+        await self._workers.drain(grace)
+        await asyncio.gather(self._sampler.close(), self._workers.close(grace))
 
     # ------------------------------------------------------------------ what the broker asks
 
@@ -576,15 +535,15 @@ class DeviceService:
             (earlier,), last[:] = last, [operation]
             return await operation.bring_back(earlier)
 
-        outcome = await self._perform(run, root, session, devices)
-        pause = _KEPT_POLL
+        outcome = await self._workers.perform(run, root, session, devices)
+        pause = KEPT_POLL
         while outcome.status == "kept":
-            if pause == _KEPT_POLL:
+            if pause == KEPT_POLL:
                 self._log.error("%s", outcome.message)
                 on_kept(outcome.message)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _KEPT_PAUSE)
-            outcome = await self._perform(again, root, session, devices)
+            pause = min(2 * pause, KEPT_PAUSE)
+            outcome = await self._workers.perform(again, root, session, devices)
         return outcome
 
     async def resume(
@@ -615,7 +574,7 @@ class DeviceService:
         async def run(operation: Operation) -> ResumeOutcome:
             return await operation.resume(devices, origin, need, self._physical(), known)
 
-        return await self._perform(run, root, session, devices)
+        return await self._workers.perform(run, root, session, devices)
 
     def moves(self, devices: Sequence[str], origin: Sequence[str]) -> Mapping[str, str]:
         """Return where a resume from ``origin`` to ``devices`` takes what a process sees."""
@@ -639,7 +598,7 @@ class DeviceService:
             )
 
         both = [*dict.fromkeys((*devices, *origin))]
-        return await self._perform(run, process, session, both, alone=True)
+        return await self._workers.perform(run, process, session, both, alone=True)
 
     async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
         """Let a process run whose landing a broker left in its middle.
@@ -652,7 +611,7 @@ class DeviceService:
         async def run(operation: Operation) -> tuple[str, str]:
             return await interrupted(operation, process)
 
-        return await self._perform(run, process, session, self._free_device(), alone=True)
+        return await self._workers.perform(run, process, session, self._any_device(), alone=True)
 
     async def driver_state(self, root: ProcessId, *, session: str) -> SessionState:
         """Return what the driver says of a session: the worst over its processes.
@@ -665,7 +624,7 @@ class DeviceService:
         async def run(operation: Operation) -> SessionState:
             return await operation.state()
 
-        return await self._perform(run, root, session, self._free_device())
+        return await self._workers.perform(run, root, session, self._any_device())
 
     async def unlock(self, root: ProcessId, *, session: str) -> None:
         """Unlock what a broker that died left locked.
@@ -679,12 +638,9 @@ class DeviceService:
         async def run(operation: Operation) -> None:
             await operation.unlock()
 
-        await self._perform(run, root, session, self._free_device())
+        await self._workers.perform(run, root, session, self._any_device())
 
     # ------------------------------------------------------------------ internals
-
-    def _worker(self) -> Child:
-        return Child("worker", module=PROGRAMS, env=self._env, log=self._log, python=self._python)
 
     def _device(self, uuid: str) -> Device:
         try:
@@ -700,127 +656,12 @@ class DeviceService:
         found = (d.uuid for d in self._devices.values() if d.tier != "mig")
         return self._everything or tuple(found)
 
-    def _free_device(self) -> Sequence[str]:
+    def _any_device(self) -> Sequence[str]:
         """Return a device whose worker has nothing to do, if there is one."""
         if not self._devices:
             raise DriverError(self.problem or "There is no device.", code=Code.NO_DRIVER)
-        serving = [uuid for uuid in self._locks if uuid not in self._aside] or [*self._locks]
-        free = [uuid for uuid in serving if not self._locks[uuid].locked()]
-        return (free or serving)[:1]
-
-    def _operation(
-        self,
-        worker: Child,
-        root: ProcessId,
-        session: str,
-        call_timeout: float | None = None,
-        *,
-        alone: bool = False,
-    ) -> Operation:
-        calls = SessionCalls(
-            worker,
-            root,
-            session,
-            lock_timeout=self._lock_timeout,
-            call_timeout=self._call_timeout if call_timeout is None else call_timeout,
-            alone=alone,
-        )
-        return Operation(calls, self._sampler, root)
-
-    async def _perform(
-        self,
-        run: Callable[[Operation], Awaitable[_T]],
-        root: ProcessId,
-        session: str,
-        devices: Sequence[str],
-        *,
-        alone: bool = False,
-    ) -> _T:
-        async def perform() -> _T:
-            async with self._locked(devices):
-                late = await self._forget_settling(root)
-                operation = self._operation(self._workers[devices[0]], root, session, alone=alone)
-                result = await run(operation)
-            if not (isinstance(result, SuspendOutcome) and result.status == "suspended"):
-                operation.late += [process for process in late if process not in operation.late]
-            self._settle(operation, root, session, devices)
-            return result
-
-        if not devices:
-            raise DriverError("An operation needs at least one device.")
-        return await self._shielded(perform())
-
-    async def _shielded(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Finish ``work`` even if the caller is cancelled: the driver does not stop half-way."""
-        task = asyncio.ensure_future(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return await asyncio.shield(task)
-
-    @contextlib.asynccontextmanager
-    async def _locked(self, devices: Sequence[str]) -> AsyncIterator[None]:
-        async with contextlib.AsyncExitStack() as stack:
-            for uuid in sorted({*devices}):  # in one order, or two of them wait for each other
-                await stack.enter_async_context(self._locks[uuid])
-            yield
-
-    def _settle(
-        self, operation: Operation, root: ProcessId, session: str, devices: Sequence[str]
-    ) -> None:
-        """Look after processes that were stopped in the middle, once they are continued.
-
-        The driver's own thread in them may take up the call it was stopped in, and leave
-        them locked. So may a process whose lock exceeded its time-out and still waits for GPU work.
-        """
-        stopped, late = operation.unsettled, operation.late
-        if not stopped and not late:
-            return
-
-        async def settle() -> None:
-            while any(procfs.presence(process) == "stopped" for process in stopped):
-                await asyncio.sleep(_SETTLE_POLL)
-            locked = await self._landed(late, root, session) if late else []
-            if not stopped and not locked:
-                return
-            left, pause = [*stopped, *locked], _KEPT_POLL
-            while left:
-                async with self._locked(devices):
-                    again = self._operation(self._workers[devices[0]], root, session)
-                    trouble = await again.undo(left)
-                if trouble:
-                    self._log.error("%s", trouble[1])
-                left = again.kept
-                if left:
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, _KEPT_PAUSE)
-
-        task = asyncio.create_task(settle())
-        self._settling[root] = task
-        self._late[root] = late
-        task.add_done_callback(lambda _: self._settled(root, task))
-
-    async def _landed(
-        self, late: Sequence[ProcessId], root: ProcessId, session: str
-    ) -> list[ProcessId]:
-        """Wait for locks that are late, in a worker of their own: others need the device's."""
-        worker = self._worker()
-        try:
-            return await self._operation(worker, root, session).landed(late)
-        finally:
-            await worker.close()
-
-    def _settled(self, root: ProcessId, task: asyncio.Task[None]) -> None:
-        if self._settling.get(root) is task:
-            del self._settling[root]
-            self._late.pop(root, None)
-
-    async def _forget_settling(self, root: ProcessId) -> Sequence[ProcessId]:
-        """Stop looking after a session; return its processes that may be locked later."""
-        task, late = self._settling.pop(root, None), self._late.pop(root, ())
-        if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
-        return late
+        serving = [uuid for uuid in self._devices if uuid not in self._aside]
+        return self._workers.first_free(serving or [*self._devices])
 
     def _lost(self, uuid: str, reason: str) -> None:
         self._log.error("Device %s is lost: %s", uuid, reason)

@@ -1,0 +1,230 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The worker children, one for each device, and the operations on sessions that they make.
+
+Operations on the same device wait for each other. An operation goes on although its caller is
+cancelled, and what it leaves unfinished is looked after until it is finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, TypeVar
+
+from ... import procfs
+from ...errors import DriverError
+from ...procfs import ProcessId
+from ..children import Child
+from ..model import SuspendOutcome
+from .calls import SessionCalls
+from .interpreter import PROGRAMS
+from .operations import Operation
+from .sampler import Sampler
+
+_T = TypeVar("_T")
+
+#: Seconds before what an undone suspend has left is tried again, doubled each time; and the longest
+#: pause.
+KEPT_POLL, KEPT_PAUSE = 0.5, 30.0
+
+#: Seconds between two looks at a stopped process that is resumed once it is continued.
+_SETTLE_POLL = 0.25
+
+
+class Workers:
+    """The workers of a service; see ``DeviceService`` for the parameters."""
+
+    def __init__(
+        self,
+        *,
+        env: Mapping[str, str],
+        log: logging.Logger,
+        python: str,
+        sampler: Sampler,
+        lock_timeout: float,
+        call_timeout: float,
+    ) -> None:
+        self.call_timeout = call_timeout
+        #: By the UUID of the device.
+        self.children: dict[str, Child] = {}
+        #: What looks after the leftovers of an operation, by session.
+        self.settling: dict[ProcessId, asyncio.Task[None]] = {}
+        self._env = env
+        self._log = log
+        self._python = python
+        self._sampler = sampler
+        self._lock_timeout = lock_timeout
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._running: set[asyncio.Task[Any]] = set()
+        #: By session: processes that the driver may still lock.
+        self._late: dict[ProcessId, Sequence[ProcessId]] = {}
+
+    def add(self, uuid: str) -> None:
+        """Have a worker for a device, if there is none."""
+        if uuid not in self.children:
+            self.children[uuid] = self._child()
+        self._locks.setdefault(uuid, asyncio.Lock())
+
+    async def remove(self, uuid: str) -> None:
+        """End the worker of a device that is gone."""
+        await self.children.pop(uuid).close()
+        self._locks.pop(uuid, None)
+
+    def warm(self, uuid: str) -> None:
+        """Start the worker of a device that sessions use, while the monitor looks for it.
+
+        The start of a broker takes as long as both.
+        """
+        self.add(uuid)
+        task = asyncio.ensure_future(self.children[uuid].start())
+        self._running.add(task)
+
+        def over(ended: asyncio.Future[Any]) -> None:
+            self._running.discard(task)
+            if not ended.cancelled():
+                ended.exception()  # the first call reports it
+
+        task.add_done_callback(over)
+
+    def first_free(self, uuids: Sequence[str]) -> Sequence[str]:
+        """Return one of ``uuids`` whose worker has nothing to do; else the first."""
+        free = [uuid for uuid in uuids if not self._locks[uuid].locked()]
+        return (free or uuids)[:1]
+
+    async def drain(self, grace: float) -> None:
+        """Wait until operations in flight have ended, or ``grace`` seconds."""
+        waiting = {*self._running, *self._stop_settling()}
+        if waiting:
+            await asyncio.wait(waiting, timeout=grace)
+
+    async def close(self, grace: float) -> None:
+        """End all workers, and the operations that this ends, in ``grace`` seconds at most."""
+        await asyncio.gather(*(worker.close() for worker in self.children.values()))
+        if self._running:
+            await asyncio.wait(self._running, timeout=grace)
+        if self.settling:  # what operations that have ended meanwhile began
+            await asyncio.wait(self._stop_settling(), timeout=grace)
+
+    def _stop_settling(self) -> set[asyncio.Task[None]]:
+        for task in self.settling.values():
+            task.cancel()
+        return {*self.settling.values()}
+
+    def _child(self) -> Child:
+        return Child("worker", module=PROGRAMS, env=self._env, log=self._log, python=self._python)
+
+    def operation(
+        self,
+        worker: Child,
+        root: ProcessId,
+        session: str,
+        call_timeout: float | None = None,
+        *,
+        alone: bool = False,
+    ) -> Operation:
+        calls = SessionCalls(
+            worker,
+            root,
+            session,
+            lock_timeout=self._lock_timeout,
+            call_timeout=self.call_timeout if call_timeout is None else call_timeout,
+            alone=alone,
+        )
+        return Operation(calls, self._sampler, root)
+
+    async def perform(
+        self,
+        run: Callable[[Operation], Awaitable[_T]],
+        root: ProcessId,
+        session: str,
+        devices: Sequence[str],
+        *,
+        alone: bool = False,
+    ) -> _T:
+        async def perform() -> _T:
+            async with self.locked(devices):
+                late = await self._forget_settling(root)
+                operation = self.operation(self.children[devices[0]], root, session, alone=alone)
+                result = await run(operation)
+            if not (isinstance(result, SuspendOutcome) and result.status == "suspended"):
+                operation.late += [process for process in late if process not in operation.late]
+            self._settle(operation, root, session, devices)
+            return result
+
+        if not devices:
+            raise DriverError("An operation needs at least one device.")
+        return await self.shielded(perform())
+
+    async def shielded(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Finish ``work`` even if the caller is cancelled: the driver does not stop half-way."""
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
+
+    @contextlib.asynccontextmanager
+    async def locked(self, devices: Sequence[str]) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            for uuid in sorted({*devices}):  # in one order, or two of them wait for each other
+                await stack.enter_async_context(self._locks[uuid])
+            yield
+
+    def _settle(
+        self, operation: Operation, root: ProcessId, session: str, devices: Sequence[str]
+    ) -> None:
+        """Look after processes that were stopped in the middle, once they are continued.
+
+        The driver's own thread in them may take up the call it was stopped in, and leave
+        them locked. So may a process whose lock exceeded its time-out and still waits for GPU work.
+        """
+        stopped, late = operation.unsettled, operation.late
+        if not stopped and not late:
+            return
+
+        async def settle() -> None:
+            while any(procfs.presence(process) == "stopped" for process in stopped):
+                await asyncio.sleep(_SETTLE_POLL)
+            locked = await self._landed(late, root, session) if late else []
+            if not stopped and not locked:
+                return
+            left, pause = [*stopped, *locked], KEPT_POLL
+            while left:
+                async with self.locked(devices):
+                    again = self.operation(self.children[devices[0]], root, session)
+                    trouble = await again.undo(left)
+                if trouble:
+                    self._log.error("%s", trouble[1])
+                left = again.kept
+                if left:
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, KEPT_PAUSE)
+
+        task = asyncio.create_task(settle())
+        self.settling[root] = task
+        self._late[root] = late
+        task.add_done_callback(lambda _: self._settled(root, task))
+
+    async def _landed(
+        self, late: Sequence[ProcessId], root: ProcessId, session: str
+    ) -> list[ProcessId]:
+        """Wait for locks that are late, in a worker of their own: others need the device's."""
+        worker = self._child()
+        try:
+            return await self.operation(worker, root, session).landed(late)
+        finally:
+            await worker.close()
+
+    def _settled(self, root: ProcessId, task: asyncio.Task[None]) -> None:
+        if self.settling.get(root) is task:
+            del self.settling[root]
+            self._late.pop(root, None)
+
+    async def _forget_settling(self, root: ProcessId) -> Sequence[ProcessId]:
+        """Stop looking after a session; return its processes that may be locked later."""
+        task, late = self.settling.pop(root, None), self._late.pop(root, ())
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+        return late
