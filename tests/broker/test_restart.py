@@ -19,9 +19,9 @@ SLOW = 32 * MiB
 def kernels(broker):
     made = {}
 
-    def make(*names, **kwargs):
+    def make(*names, kind=Kernel, **kwargs):
         for name in names:
-            made[name] = Kernel(broker, name, **kwargs)
+            made[name] = kind(broker, name, **kwargs)
         return [made[name] for name in names]
 
     yield make
@@ -243,9 +243,14 @@ def test_kernels_that_died_meanwhile_are_closed(broker, kernels):
     assert "while there was no broker" in closed[0]["reason"]
 
 
+class PerCell(Kernel):
+    def open_fields(self):
+        return {"attach": "cell"}
+
+
 def test_an_agent_that_cannot_come_back_yet_keeps_its_slice(broker, kernels):
     """A cell in a C library that keeps the GIL: nobody takes its slice meanwhile."""
-    one, two = kernels("one", "two", memory=400 * MiB)
+    one, two = kernels("one", "two", memory=400 * MiB, kind=PerCell)
     three = kernels("three", memory=400 * MiB)[0]
     one.attach()
     two.attach()

@@ -56,10 +56,10 @@ from ..sessions import LiveSession
 from .records import from_json, frozen_in, read_session
 
 #: A hold that stands for the holds of an agent that is not back yet. Until then, or for so many
-#: seconds, the pool does not take the slice. Under the guard, which shows use, only a cell that
-#: holds without computing needs it.
+#: seconds, the pool does not take the slice. In the attach policy ``lazy`` the guard shows use, and
+#: only a cell that holds without computing needs it.
 RECOVERED_HOLD = "recovered"
-GRACE_UNDER_GUARD = 2.0
+GRACE_LAZY = 2.0
 
 
 @dataclass
@@ -240,7 +240,8 @@ class Recovery:
         if one.lost:
             self._actions.end_session(e.EndSession(session=session.id, message=one.lost))
         elif any(hold.id == RECOVERED_HOLD for hold in one.record.holds):
-            grace = GRACE if session.page is None else GRACE_UNDER_GUARD
+            lazy = session.page is not None and one.record.attach == "lazy"
+            grace = GRACE_LAZY if lazy else GRACE
             self._lifecycle.start_grace(session, grace)
 
     def _correct_page(self, one: RecoveredSession) -> None:
