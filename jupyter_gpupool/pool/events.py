@@ -24,6 +24,7 @@ from .model import (
     Request,
     SessionRecord,
     Slice,
+    Usage,
 )
 
 # --------------------------------------------------------------------------- events
@@ -139,6 +140,17 @@ class Recovered(Event):
     """
 
     records: tuple[SessionRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRecovered(Event):
+    """After a restart of the broker: what users and groups had used (``Pool.usage``).
+
+    Before :class:`Recovered`. What the pool has counted since its own start is added.
+    """
+
+    users: Mapping[str, Usage] = field(default_factory=dict)
+    groups: Mapping[str, Usage] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,11 +371,16 @@ class Suspend(Action):
     """Ask the agent to yield, suspend every CUDA process of the session, verify the memory is free.
 
     Ends with :class:`SuspendDone`, :class:`SuspendRefused` or :class:`SuspendFailed`.
+
+    ``busy``: the session is in use and is preempted all the same. Its holds stay and are no reason
+    to refuse; they wait until :class:`HoldGranted` grants them again, with the next lease or after
+    a refusal. ``reason`` tells its user by which rule, and for whom.
     """
 
     epoch: int
     slices: tuple[Slice, ...]
     reason: str
+    busy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,6 +448,19 @@ class StateChanged(Action):
     reason: str
     epoch: int
     slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warn(Action):
+    """A session that cannot be suspended keeps others waiting: tell its user.
+
+    ``stage`` is ``warn``, then ``ask`` (please end or free it); ``ends_at``: when the pool is going
+    to end it, None if it will not.
+    """
+
+    stage: Literal["warn", "ask"]
+    message: str
+    ends_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -195,9 +195,11 @@ class Session:
     def state_bound(self) -> int:
         """Host bytes that suspending it may take.
 
-        What was measured since it became idle; without such a measurement, what it was granted (or
-        the older measurement, if that is more).
+        What was measured since it became idle; without such a measurement, or while it is in use,
+        what it was granted (or the older measurement, if that is more).
         """
+        if self.state == "active":
+            return max(self.lease.granted, self.lease.footprint)
         return self.lease.footprint if self.known else max(self.lease.granted, self.lease.footprint)
 
     def story_lines(self) -> list[str]:

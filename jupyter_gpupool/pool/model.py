@@ -13,6 +13,11 @@ from typing import Any, Literal, Mapping
 
 from ..errors import Code
 from ..states import AttachPolicy, State
+from .groups import Daily as Daily
+from .groups import Group as Group
+from .groups import PoolUsage as PoolUsage
+from .groups import Portion as Portion
+from .groups import Usage as Usage
 from .residence import ResidenceRule
 
 MiB = 1 << 20
@@ -42,6 +47,16 @@ Rule = Literal[
     "nowhere",
     "retry",
 ]
+
+
+#: Which sessions in use may be preempted. ``guarantee``: those of groups that have more than is
+#: guaranteed, for one within its group's guarantee. ``class``: those of a lower priority class.
+#: ``turns``: equals, whose time slice is over. ``burst``: those that have grown, for what another
+#: session is guaranteed.
+PreemptRule = Literal["class", "guarantee", "turns", "burst"]
+PREEMPT_ALL: frozenset[PreemptRule] = frozenset({"class", "guarantee", "turns", "burst"})
+
+Unsuspendable = Literal["warn", "ask", "end"]
 
 
 #: The rules by which a session waits for memory that others have, or for its owner's quota.
@@ -76,9 +91,13 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The user a session belongs to, as the broker established it (never as claimed)."""
+    """The user a session belongs to, as the broker established it (never as claimed).
+
+    ``group`` is the one group whose share the session uses; "" is the pool itself.
+    """
 
     name: str
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +164,8 @@ class Quota:
     devices: int | None = None
     leases: int | None = None
     suspended: int | None = None
+    #: GPU-seconds per day.
+    daily: Daily | None = None
 
 
 NO_LIMIT = Quota()
@@ -193,6 +214,18 @@ class PoolSettings:
     max_swap_overhead: float = 0.1
     #: How long an idle kernel that was moved to its slice keeps it from waiting ones.
     residence: ResidenceRule = "work"
+    #: The tree of groups, by name. A member of none belongs to the pool itself.
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    #: Seconds after which a GPU-second that was used counts half in the order of the queue. 0: what
+    #: was used does not count.
+    half_life: float = 8 * 3600.0
+    #: The rules by which a session in use may be preempted; see :data:`PreemptRule`.
+    preempt: frozenset[PreemptRule] = frozenset()
+    #: What may happen to a session that cannot be suspended and that others wait for: it is warned;
+    #: warned and asked to end; or ended as well.
+    unsuspendable: Unsuspendable = "warn"
+    #: Seconds of such a wait after which it is warned, asked and ended.
+    unsuspendable_after: tuple[float, float, float] = (60.0, 600.0, 3600.0)
 
     def quota_of(self, owner: str) -> Quota:
         """Return the limits of ``owner``; ``"*"`` stands for everybody who is not named."""

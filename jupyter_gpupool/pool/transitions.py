@@ -169,6 +169,14 @@ def _begin_suspend(facts: Facts, s: Session, reason: str) -> Actions:
     return [Suspend(session=s.id, epoch=s.epoch, slices=slices, reason=reason)]
 
 
+def _begin_preempt(facts: Facts, s: Session, reason: str) -> Actions:
+    """Its holds stay: it goes on by itself with its next lease."""
+    s.lease.host_bound = s.state_bound
+    facts.host_takes(s.lease.host_bound)
+    slices = s.lease.slices
+    return [Suspend(session=s.id, epoch=s.epoch, slices=slices, reason=reason, busy=True)]
+
+
 def _suspended(facts: Facts, s: Session, state: tuple[Slice, ...], cuda: bool | None) -> Actions:
     """The device memory is free."""
     devices = tuple(x.device for x in s.lease.slices)
@@ -257,6 +265,9 @@ TRANSITIONS: Mapping[tuple[State, State], Step] = {
         "nothing of it is on the slice, and it cannot be moved there", _not_landed
     ),
     ("active", "idle"): Step("the last hold is dropped", _rest),
+    ("active", "detaching"): Step(
+        "preempted while in use; the driver is asked to suspend, and the holds stay", _begin_preempt
+    ),
     ("idle", "active"): Step("a hold is taken", _work),
     ("idle", "detaching"): Step(
         "idle time-out, pressure or release; the driver is asked to suspend", _begin_suspend

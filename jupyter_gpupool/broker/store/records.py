@@ -19,7 +19,7 @@ _REQUEST_FIELDS = tuple(f.name for f in fields(Request))
 def to_json(record: SessionRecord) -> dict[str, Any]:
     """Return ``record`` as JSON values; by hand, as ``asdict`` takes ten times as long."""
     data = {name: getattr(record, name) for name in _FIELDS}
-    data["owner"] = {"name": record.owner.name}
+    data["owner"] = {"name": record.owner.name, "group": record.owner.group}
     data["request"] = request_to_json(record.request)
     data["holds"] = [{"id": h.id, "kind": h.kind, "since": h.since} for h in record.holds]
     data["slices"] = slices_to_json(record.slices)
@@ -40,7 +40,7 @@ def from_json(data: Mapping[str, Any]) -> SessionRecord:
     """
     known = {f.name for f in fields(SessionRecord)}
     values = {name: value for name, value in data.items() if name in known}
-    values["owner"] = Owner(values["owner"]["name"])
+    values["owner"] = Owner(values["owner"]["name"], values["owner"].get("group", ""))
     values["request"] = Request(**values["request"])
     values["holds"] = tuple(Hold(**hold) for hold in values.get("holds", ()))
     for name in ("slices", "suspended"):

@@ -1,0 +1,156 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Groups of users: what an admin grants them. Frozen values, checked when they are made.
+
+An owner is in one group, and a group may be in another one: a tree whose root is the pool itself
+(the name ""). A *guarantee* is what the members of a group get back at once from sessions outside
+it that borrow it; a *weight* divides what is left over between the groups (and users) of one
+parent; a *cap* is what all members have at most at once; *daily* bounds what they use in a day.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Mapping, Sequence
+
+DAY = 86400.0
+
+#: ``window``: the whole budget is there again at one time of the day. ``refill``: it comes back
+#: continuously, a whole budget in a day.
+DailyRule = Literal["window", "refill"]
+
+#: What happens when it is used up. ``borrow``: sessions go on, use what no other session wants, and
+#: may be preempted for any that has some left. ``refuse``: as ``borrow``, and a new lease is
+#: refused. ``stop``: running sessions are suspended as well, even where no other session waits.
+DailyEnd = Literal["borrow", "refuse", "stop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """A part of the pool: exactly one of bytes, devices or percent.
+
+    Raises
+    ------
+    ValueError
+        If none or several are given, or one that is negative (or more than 100 %).
+    """
+
+    bytes: int | None = None
+    devices: float | None = None
+    percent: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [x for x in (self.bytes, self.devices, self.percent) if x is not None]
+        if len(given) != 1:
+            raise ValueError("Give exactly one of bytes, devices and percent.")
+        if not 0 <= given[0] < math.inf:
+            raise ValueError(f"{given[0]} was given; it must be a number from 0 on.")
+        if self.percent is not None and self.percent > 100:
+            raise ValueError(f"{self.percent} % was given; it must be at most 100.")
+
+    def of(self, capacities: Sequence[int]) -> int:
+        """Return its bytes on a pool whose devices can give ``capacities``.
+
+        Where devices differ in size, one device means their mean.
+        """
+        total = sum(capacities)
+        if self.bytes is not None:
+            return self.bytes
+        if self.devices is not None:
+            return int(total * self.devices / len(capacities)) if capacities else 0
+        return int(total * (self.percent or 0.0) / 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Daily:
+    """A budget of GPU-seconds per day, and what happens at its end.
+
+    One GPU-second is a whole device for a second, by memory or by compute, whichever is more: half
+    the memory of one device counts as half, and so does computing beside one other session.
+
+    Raises
+    ------
+    ValueError
+        If ``seconds`` is negative or ``renews`` is no second of the day.
+    """
+
+    seconds: float
+    rule: DailyRule = "window"
+    then: DailyEnd = "borrow"
+    #: When a window begins, in seconds after midnight UTC.
+    renews: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seconds < math.inf:
+            raise ValueError(f"{self.seconds} GPU-seconds per day: it must be a number from 0 on.")
+        if not 0 <= self.renews < DAY:
+            raise ValueError(f"{self.renews}: the second of the day must be from 0 to {DAY:.0f}.")
+        if self.rule not in ("window", "refill"):
+            raise ValueError(f"There is no rule {self.rule!r}: use 'window' or 'refill'.")
+        if self.then not in ("borrow", "refuse", "stop"):
+            raise ValueError(f"There is no end {self.then!r}: use 'borrow', 'refuse' or 'stop'.")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What the members of a group get together; ``parent`` "" is the pool itself.
+
+    Raises
+    ------
+    ValueError
+        If ``weight`` is not more than 0.
+    """
+
+    parent: str = ""
+    guarantee: Portion | None = None
+    weight: float = 1.0
+    cap: Portion | None = None
+    daily: Daily | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"A weight of {self.weight} was given; it must be more than 0.")
+
+
+def path(groups: Mapping[str, Group], name: str) -> tuple[str, ...]:
+    """Return ``name`` and all groups above it, the outermost first; () for the pool itself.
+
+    A group that is not in ``groups`` is the pool itself, and so is the parent that closes a cycle.
+    """
+    found: list[str] = []
+    while name in groups and name not in found:
+        found.append(name)
+        name = groups[name].parent
+    return tuple(reversed(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a user or a group has used, at one time.
+
+    The unit is a device for a second. ``memory`` and ``compute`` decay with
+    ``PoolSettings.half_life``; ``today`` counts since the budget's window began (for ``refill``:
+    what has not come back yet), by memory or compute, whichever was more at the time.
+    """
+
+    memory: float = 0.0
+    compute: float = 0.0
+    today: float = 0.0
+    #: Its daily budget is used up: see :class:`Daily`.
+    spent: bool = False
+    #: Seconds since the epoch for which the figures are true.
+    at: float = 0.0
+
+    @property
+    def dominant(self) -> float:
+        """The larger of memory and compute."""
+        return max(self.memory, self.compute)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """The usage of all users and groups that have any."""
+
+    users: Mapping[str, Usage]
+    groups: Mapping[str, Usage]
