@@ -58,6 +58,7 @@ class Code(str, Enum):
     # A request that the pool cannot grant now.
     BUSY = "busy", 409, "Too many requests of this user; details name the seconds to wait."
     AGAIN = "again", 409, "The slice changed meanwhile; the process asks again by itself."
+    BUDGET = "budget", 409, "The GPU-seconds of today are used up, yours or your group's."
     LIMIT = "limit", 409, "An allocation exceeds the limit that the kernel asked for."
     NO_MEMORY = "no-memory", 409, "An allocation found no free memory on the GPU or the host."
     QUOTA = "quota", 409, "An allocation found no memory left in your quota."

@@ -142,7 +142,7 @@ def read_quotas(value: Mapping[Any, Any]) -> dict[str, Quota]:
             raise ValueError(
                 f"The quota of {owner!r} is {entry!r}. Write a dict such as {{'memory': '16GiB'}}."
             )
-        found: dict[str, int | None] = {}
+        found: dict[str, Any] = {}
         for key, limit in entry.items():
             if key not in QUOTA_KEYS:
                 hint = did_you_mean(str(key), QUOTA_KEYS, then=f"Allowed are {one_of(QUOTA_KEYS)}.")

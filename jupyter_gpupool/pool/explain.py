@@ -1,31 +1,28 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Why a session waits, or keeps what it has: data from the plan, and the words for people.
+"""Why a session waits, or may lose what it has: data from the plan itself, and the same in lines.
 
-:func:`explain` is the data: the rule, the leases that the session needs, what would change it. The
-sentences for all reasons are here and nowhere else, and none of them names another owner.
+:func:`explain` tells the rule, the leases that the session needs and who has them, where its owner
+and groups stand, what would change it and when at the earliest. For a holder: what it is above or
+below, who may take its lease, by which rule and from when on. Nothing is guessed: each figure is
+what the pass compares. Other owners' sessions are told by size and class only.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Iterable, Mapping
+from typing import Iterable
 
-from ..states import HAS_LEASE
 from ..units import format_bytes, format_seconds
-from .events import Action, QueueMoved, StateChanged
 from .facts import Facts, Session
 from .model import Reason, Slice
 from .placement import asking
-from .preemption import leaves_at, stays_until, suspendable, yields_at
+from .preemption import leaves_at, unprotected, yields_at
+from .running import RULES, claims, covered
 from .schedule import Plan
-
-#: In queues up to this length, each session hears of every change at once, in longer ones ...
-AT_ONCE = 8
-#: ... at most once in so many seconds. (A session that begins to wait hears at once.)
-INTERVAL = 1.0
-
+from .shares import Budget, Shares, budgets
+from .words import reason, stays_reason
 
 # --------------------------------------------------------------------------- data
 
@@ -43,6 +40,34 @@ class HeldLease:
     yields_at: float | None
     #: When it leaves although no session waits; None while it is in use, infinity if it cannot.
     leaves_at: float | None
+    #: Whose it is: the session's own owner's, or another one's.
+    own: bool = False
+    label: str = ""
+    priority: str = ""
+    #: By which rule of :mod:`.running` the waiting session may preempt it while it is in use, and
+    #: from when on; "" if by none. A guarantee may still cover it: see ``covered``.
+    rule: str = ""
+    rule_at: float | None = None
+    #: A guarantee of its group covers it.
+    covered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where an owner stands: its groups, shares, guarantees and budgets."""
+
+    #: The groups of the owner, the outermost first.
+    groups: tuple[str, ...]
+    #: (name, part used, part due) at each level of the tree, among those that use or wait; the name
+    #: is "group NAME" or the owner's.
+    shares: tuple[tuple[str, float, float], ...]
+    #: It, or a group of it, has used more than its fair share.
+    above: bool
+    #: (group, bytes that its members have, bytes that are guaranteed to it).
+    guarantees: tuple[tuple[str, int, int], ...]
+    #: The groups within whose guarantee the request of a waiting session is.
+    entitled: tuple[str, ...]
+    budgets: tuple[Budget, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +97,12 @@ class Explanation:
     #: preempt it.
     takers: tuple[str, ...]
     taken_from: float | None
+    #: The rules by which sessions that wait may preempt a lease in use, and from when on: (rule,
+    #: seconds since the epoch, session).
+    claims: tuple[tuple[str, float, str], ...]
+    #: Why it was preempted while in use; "" if it was not, or has its next lease.
+    preempted: str
+    standing: Standing
     #: The reason, or why an idle lease stays, in words; "" if there is nothing to tell.
     text: str
 
@@ -84,6 +115,9 @@ _CHANGES: dict[str, tuple[str, ...]] = {
     "quota": ("own-lease-ends", "idle-lease-yields"),
     "quota-host": ("own-lease-ends", "host-memory", "idle-lease-yields"),
     "behind-own": ("own-lease-ends", "idle-lease-yields"),
+    "cap": ("group-lease-ends", "idle-lease-yields"),
+    "behind-group": ("group-lease-ends", "idle-lease-yields"),
+    "budget": ("budget-renews",),
     "paused": ("device-returns",),
     "drained": ("device-returns",),
     "foreign": ("outside-use-ends",),
@@ -95,14 +129,19 @@ _CHANGES: dict[str, tuple[str, ...]] = {
 def explain(facts: Facts, plan: Plan, s: Session) -> Explanation:
     """Return what the plan says of ``s``: who holds what it needs, which rule, what changes it."""
     why, held = plan.reasons.get(s.id), plan.reservation
+    shares = Shares(facts)
+    shares.order()
     queue = [w.id for w in plan.queue]
     names = [w.id for w in plan.order]
     reserved = held.wanted if held is not None and held.session == s.id else {}
-    holders = tuple(_holders(facts, s, why)) if why is not None else ()
+    holders = tuple(_holders(shares, s, why)) if why is not None else ()
     changes = _CHANGES[why.rule] if why is not None else ()
     times: Iterable[float] = ()
     if "idle-lease-yields" in changes:
-        times = (h.yields_at for h in holders if h.yields_at is not None)
+        times = [h.yields_at for h in holders if h.yields_at is not None]
+        times += [h.rule_at for h in holders if h.rule_at is not None and not h.covered]
+    elif "budget-renews" in changes and why is not None:
+        times = (why.at,)
     elif "time" in changes:
         times = (s.retry_at,)
     own = {x.device for x in s.lease.slices}
@@ -119,21 +158,81 @@ def explain(facts: Facts, plan: Plan, s: Session) -> Explanation:
         changes_at=min((t for t in times if facts.now < t < math.inf), default=None),
         takers=tuple(w.id for w in plan.order if w is not s and _wants(facts, w, own)),
         taken_from=yields_at(s, facts) if s.state == "idle" else None,
+        claims=tuple(_claims(shares, plan, s, own)),
+        preempted=s.preempted,
+        standing=standing(shares, s),
         text=reason(facts, plan, s) or stays_reason(facts, s, facts.now),
     )
 
 
-def _holders(facts: Facts, s: Session, why: Reason) -> Iterable[HeldLease]:
-    own = why.rule in ("quota", "quota-host", "behind-own")
+def standing(shares: Shares, s: Session) -> Standing:
+    """Return where the owner of ``s`` stands."""
+    facts, owner = shares.facts, s.owner
+    path = shares.tree.path(owner.group)
+    held = {name: usage.stays for name, usage in facts.group_usage.items()}
+    return Standing(
+        groups=path,
+        shares=tuple(shares.parts(owner)),
+        above=shares.above(owner),
+        guarantees=tuple(
+            (name, held.get(name, 0), shares.tree.guarantees[name])
+            for name in path
+            if name in shares.tree.guarantees
+        ),
+        entitled=tuple(name for name in path if name in shares.entitled.get(s.id, ())),
+        budgets=tuple(budgets(facts, owner)),
+    )
+
+
+def _claims(
+    shares: Shares, plan: Plan, s: Session, own: set[str]
+) -> Iterable[tuple[str, float, str]]:
+    """Yield by which rules, from when on, waiting sessions may preempt the lease of ``s``."""
+    if s.state == "idle" and unprotected(s, shares.facts):
+        return
+    for w in plan.order:
+        if w is s or w.id not in plan.reasons or not _wants(shares.facts, w, own):
+            continue
+        for tier, at in claims(w, s, shares):
+            if not covered(w, [(s, tier)], {}, shares):
+                yield RULES[tier], at, w.id
+                break
+
+
+def _holders(shares: Shares, s: Session, why: Reason) -> Iterable[HeldLease]:
+    facts = shares.facts
+    own = why.rule in ("quota", "quota-host", "behind-own") and not why.group
     for v in facts.leased.values():
         if v is s or (own and v.owner.name != s.owner.name):
             continue
+        if why.rule in ("cap", "behind-group") and why.group not in facts.tree.path(v.owner.group):
+            continue
         idle = v.state == "idle"
         use = "idle" if idle else "leaving" if v.state == "detaching" else "busy"
-        at = (yields_at(v, facts), leaves_at(v, facts)) if idle else (None, None)
+        yields, leaves = (yields_at(v, facts), leaves_at(v, facts)) if idle else (None, None)
+        mine = v.owner.name == s.owner.name
+        label = v.label if mine else ""
+        found = sorted((at, tier) for tier, at in claims(s, v, shares)) if use != "leaving" else []
+        rule, rule_at, covers = "", None, False
+        if found and not unprotected(v, facts):
+            rule_at, tier = found[0]
+            rule, covers = RULES[tier], covered(s, [(v, tier)], {}, shares)
         for x in v.lease.slices:
             if own or _wants(facts, s, {x.device}):
-                yield HeldLease(v.id, x.device, x.bytes, use, *at)
+                yield HeldLease(
+                    session=v.id,
+                    device=x.device,
+                    bytes=x.bytes,
+                    use=use,
+                    yields_at=yields,
+                    leaves_at=leaves,
+                    own=mine,
+                    label=label,
+                    priority=v.request.priority,
+                    rule=rule,
+                    rule_at=rule_at,
+                    covered=covers,
+                )
 
 
 def _wants(facts: Facts, w: Session, devices: set[str]) -> bool:
@@ -141,336 +240,158 @@ def _wants(facts: Facts, w: Session, devices: set[str]) -> bool:
     return any(need.allows(facts.devices[uuid]) for uuid in devices for need in needs)
 
 
-# --------------------------------------------------------------------------- why it waits, in words
+# --------------------------------------------------------------------------- the same in lines
+
+#: Leases of other users that are told one by one; the rest is summed up.
+MOST_TOLD = 6
 
 
-def reason(facts: Facts, plan: Plan, s: Session) -> str:
-    """Return why ``s`` waits for a lease, in words; "" if it does not."""
-    why = plan.reasons.get(s.id)
-    if why is None or s.state != "queued":
-        return ""
-    v = _stayer(facts, plan, s)
-    if v is not None:
-        ago = format_seconds(facts.now - v.lease.resumed_at)
-        left = format_seconds(stays_until(v, facts) - facts.now)
-        return (
-            f"an idle kernel came back to its GPU {ago} ago; moving it takes "
-            f"{v.measured.moving:.2g} s, so it keeps its slice for {left} more"
-        )
-    if why.rule == "planned":
-        return _planned(facts, why.devices)
-    if why.rule == "busy":
-        avail = _avail(facts, plan)
-        settled = s.bound and (s.immovable or not s.suspended)
-        if settled and max(avail.values(), default=0) >= s.request.memory:
-            return _settled(facts, avail, s)
-        return _busy(facts, avail, why)
-    return in_words(facts, why)
+def told(facts: Facts, plan: Plan, s: Session) -> tuple[str, ...]:
+    """Return :func:`explain` for the owner of ``s``: a sentence per line, the most important first.
+
+    Other users' sessions are told by size and class, never by name.
+    """
+    found = explain(facts, plan, s)
+    lines = [*_state_lines(facts, plan, s, found)]
+    if found.reason is not None:
+        lines += _holder_lines(facts, found)
+        lines += _change_lines(facts, found)
+    elif s.lease.slices:
+        lines += _exposed_lines(facts, s, found)
+    lines += _standing_lines(facts, s, found.standing)
+    return tuple(lines)
 
 
-def in_words(facts: Facts, why: Reason) -> str:
-    """Return the sentence of a rule that needs nothing but its figures."""
-    if why.rule in ("host", "quota-host"):
-        used, budget = facts.host_used + facts.host_going, facts.settings.host_memory
-        if facts.host_room < budget - used:
-            return (
-                "idle kernels cannot be suspended: this machine has room for only "
-                f"{format_bytes(max(0, facts.host_room))} of suspended state now"
+def _state_lines(facts: Facts, plan: Plan, s: Session, found: Explanation) -> Iterable[str]:
+    sizes = ", ".join(f"{format_bytes(x.bytes)} on {_gpu(facts, x.device)}" for x in s.lease.slices)
+    if found.position is not None:
+        rank = f"It is {_ordinal(found.position)} of {len(plan.queue)} in the queue"
+        yield f"{rank}: {found.text}."
+        if found.standing.entitled:
+            yield (
+                f"What it asks for is guaranteed to its group {found.standing.entitled[0]}, so it "
+                "goes before all that is not guaranteed."
             )
-        text = f"{format_bytes(used)} of {format_bytes(budget)} in use"
-        return f"host memory for suspended state is full ({text})"
-    if why.rule == "quota":
-        nouns = {"devices": "GPU", "leases": "slice"}
-        most, limit = why.most, why.limit
-        size = format_bytes(most) if limit == "memory" else _count(most, nouns[limit])
-        if not why.count:
-            return f"another waiting kernel of yours has reserved your quota of {size}"
-        return f"your quota of {size} is in use by {_others(why.count)}"
-    if why.rule == "drained":
-        name = facts.devices[why.devices[0]].device.name
-        return f"its GPU ({name}) is out of service: {why.text}"
-    if why.rule == "foreign":
-        size = format_bytes(why.bytes)
-        return f"{size} is not free while processes outside the pool use the GPUs"
-    return why.text or _SENTENCES[why.rule]
+    elif found.reason is not None:
+        yield f"It has {sizes} and is guaranteed more; that must wait."
+    elif s.lease.slices:
+        use = {"active": "uses", "idle": "keeps, without using it,"}.get(s.state, "has")
+        yield f"It {use} {sizes}." + (f" {found.text}" if found.text else "")
+    else:
+        yield "It has no slice and waits for none."
 
 
-_SENTENCES = {
-    "behind-head": "the free memory is reserved for the next kernel in the queue",
-    "behind-own": "another kernel of yours is ahead in the queue and waits for your quota",
-    "nowhere": "every GPU that this kernel can use is out of service",
-    "retry": "the last attempt to attach failed",
+def _holder_lines(facts: Facts, found: Explanation) -> Iterable[str]:
+    others = 0
+    for h in found.holders:
+        if not h.own:
+            others += 1
+            if others > MOST_TOLD:
+                continue
+        who = f"Your kernel {h.label or h.session}" if h.own else "A kernel of another user"
+        use = {"busy": "uses", "idle": "keeps", "leaving": "is giving back"}[h.use]
+        what = f"{who} (class {h.priority}) {use} {format_bytes(h.bytes)} on "
+        yield what + f"{_gpu(facts, h.device)}{_taken(facts, h)}."
+    if others > MOST_TOLD:
+        yield f"So do {others - MOST_TOLD} more kernels of other users."
+
+
+def _taken(facts: Facts, h: HeldLease) -> str:
+    """Return from when on the waiting session may preempt a lease, as the end of a sentence."""
+    if h.use == "leaving":
+        return ""
+    if h.covered:
+        return "; a guarantee of its group covers it"
+    times = [at for at in (h.yields_at, h.rule_at) if at is not None]
+    if not times or min(times) == math.inf:
+        return "; no rule lets this kernel take it"
+    at = min(times)
+    rule = f" ({_RULE_WORDS[h.rule]})" if h.rule and at == h.rule_at else ""
+    return f"; this kernel may take it {_when(at, facts.now)}{rule}"
+
+
+_RULE_WORDS = {
+    "burst": "it has more than it is guaranteed",
+    "guarantee": "by the guarantee of your group, or as its budget is used up",
+    "class": "its class is lower",
+    "turns": "its turn is over then",
 }
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _change_lines(facts: Facts, found: Explanation) -> Iterable[str]:
+    words = [_CHANGE_WORDS[name] for name in found.changes if name in _CHANGE_WORDS]
+    if words:
+        yield f"It goes on when {' or '.join(words)}."
+    if found.changes_at is not None:
+        yield f"The clock alone changes something {_when(found.changes_at, facts.now)}."
 
 
-def _others(number: int) -> str:
-    return "your other kernel" if number == 1 else f"{number} other kernels of yours"
-
-
-def _avail(facts: Facts, plan: Plan) -> dict[str, int]:
-    """Return the bytes that are free and not promised, by device in service."""
-    found = {uuid: d.free for uuid, d in facts.devices.items() if not d.drained}
-    for promise in plan.promises.values():
-        for x in promise.takes:
-            if x.device in found:
-                found[x.device] -= x.bytes
-    return found
-
-
-def _planned(facts: Facts, devices: tuple[str, ...]) -> str:
-    leaving = [
-        s
-        for s in facts.leased.values()
-        if s.state == "detaching" and any(x.device in devices for x in s.lease.slices)
-    ]
-    if not leaving:
-        return "waiting for memory to become free"
-    return f"waiting for {_count(len(leaving), 'idle kernel')} to be suspended"
-
-
-def _busy(facts: Facts, free: Mapping[str, int], why: Reason) -> str:
-    best, users = max(free.values(), default=0), _users(facts)
-    if best <= 0:
-        total = sum(d.capacity for d in facts.devices.values() if not d.drained)
-        return f"all {format_bytes(total)} in use by {users}"
-    if why.count > 1:
-        large = sum(1 for size in free.values() if size >= why.bytes)
-        there = f"{_count(large, 'GPU')} {'has' if large == 1 else 'have'} that much free"
-        return (
-            f"{format_bytes(why.bytes)} on each of {why.count} GPUs is needed and {there}; "
-            f"the rest is in use by {users}"
-        )
-    return (
-        f"{format_bytes(why.bytes)} is needed and at most {format_bytes(best)} is free on a GPU; "
-        f"the rest is in use by {users}"
-    )
-
-
-def _users(facts: Facts) -> str:
-    """Return which kernels have the slices, as the end of a sentence."""
-    idle = [s for s in facts.leased.values() if s.state == "idle"]
-    roomless = sum(1 for s in idle if s.roomless)
-    users = []
-    if any(s.state == "active" for s in facts.leased.values()):
-        users.append("running cells")
-    elif len(idle) > roomless or not idle:
-        users.append("kernels that keep their slice")
-    if roomless:
-        kernels = _count(roomless, "idle kernel")
-        users.append(f"{kernels} that cannot be suspended, as host memory is short there")
-    return " and ".join(users)
-
-
-def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
-    """Say why a session waits for devices of its own while others may be free: CUDA's rule."""
-    needs = asking(s, facts).needs
-    ledgers = [facts.devices[uuid] for uuid in s.bound]
-    if not any(need.fixed for need in needs):
-        models = [ledger.device.model for ledger in ledgers]
-        same = (n for u, n in avail.items() if facts.devices[u].device.model in models)
-        free = format_bytes(max(0, max(same, default=0)))
-        names = " and ".join(dict.fromkeys(models))
-        return (
-            f"{format_bytes(s.request.memory)} is needed on a GPU of the model {names}, and at "
-            f"most {free} is free on one; CUDA was initialised on this model"
-        )
-    free = format_bytes(max(0, min(avail.get(uuid, 0) for uuid in s.bound)))
-    names = ", ".join(str(ledger.device.index) for ledger in ledgers)
-    where = f"GPU {names}" if len(ledgers) == 1 else f"each of GPUs {names}"
-    needed = max([s.request.memory, *(need.bytes for need in needs)])
-    why = (
-        "its suspended state is from there, and the driver cannot move it"
-        if s.suspended
-        else "it initialised CUDA there, and the driver could not move it to another GPU"
-        if s.immovable
-        else "it initialised CUDA there, and can move only after it has had a slice"
-    )
-    return f"{format_bytes(needed)} is needed on {where} and {free} is free there; {why}"
-
-
-def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
-    """Return the idle session for which the head ``s`` waits because it was just moved, or None.
-
-    The one that is protected for the shortest time, of those whose lease would make room for the
-    head. For sessions behind the head that is only a part of the wait.
-    """
-    held = plan.reservation
-    if held is None or held.session != s.id or plan.reasons[s.id].rule != "busy":
-        return None
-    needs, avail = asking(s, facts).needs, _avail(facts, plan)
-    #: Bytes of idle leases that may be preempted now, by device.
-    idle: dict[str, int] = {}
-    stayers: list[tuple[float, int, Session]] = []
-    for v in facts.leased.values():
-        if v.state != "idle":
-            continue
-        stays, yields = stays_until(v, facts), yields_at(v, facts)
-        if yields <= facts.now:
-            for x in v.lease.slices:
-                idle[x.device] = idle.get(x.device, 0) + x.bytes
-        elif stays == yields < math.inf:  # else another rule protects it for longer
-            stayers.append((stays, len(stayers), v))
-    for _, _, v in sorted(stayers):
-        for x in v.lease.slices:
-            ledger = facts.devices[x.device]
-            room = avail.get(x.device, 0) + ledger.incoming + idle.get(x.device, 0) + x.bytes
-            if any(n.allows(ledger) and n.amount(ledger) <= room for n in needs):
-                return v
-    return None
-
-
-# --------------------------------------------------------------------------- why it stays, in words
-
-
-def stays_reason(facts: Facts, s: Session, now: float) -> str:
-    """Return in one sentence why idle ``s`` keeps its slice although its time is over; or "".
-
-    Also "" for a pinned session: its ``pinned_reason`` says why.
-    """
-    if s.state != "idle" or s.pinned_reason:
-        return ""
-    if not suspendable(s, facts):
-        # Where it was seen to hold nothing, the next measurement will most likely say so again.
-        lease = s.lease
-        nothing = len(lease.footprints) >= len(lease.slices) and not lease.footprint
-        return "" if nothing else _STAYS["fixed"]
-    asked = s.release_asked or any(facts.devices[x.device].paused for x in s.lease.slices)
-    due = 0.0 if asked else max(s.idle_since + facts.settings.idle_timeout, s.keep_until)
-    if s.pressed and s.state_bound:
-        return _STAYS["pressed"] if due <= now else ""
-    if s.roomless:
-        return s.roomless
-    if s.failures and now < s.retry_at and due < s.retry_at:
-        return _STAYS["refused"]
-    if max(due, s.retry_at) > now:
-        return ""
-    bound, budget = s.state_bound, facts.settings.host_memory
-    free = budget - facts.host_used - facts.host_going
-    if bound > budget:
-        return (
-            f"Its state may need {format_bytes(bound)}, and this machine keeps at most "
-            f"{format_bytes(budget)} in host memory; the slice stays until the kernel frees memory "
-            "or ends."
-        )
-    own = facts.settings.quota_of(s.owner.name).suspended
-    usage = facts.usage.get(s.owner.name)
-    if own is not None and usage is not None and bound > own - usage.suspended:
-        size = format_bytes(own)
-        return f"Your quota of {size} of suspended state is full; the slice leaves {_ROOM}."
-    if bound > free:
-        return (
-            f"Its state may need {format_bytes(bound)}, and {format_bytes(free)} of the "
-            f"{format_bytes(budget)} of host memory for suspended kernels is free; the slice "
-            f"leaves {_ROOM}."
-        )
-    return _STAYS["machine"] if bound > facts.host_room else _STAYS["kept"]
-
-
-_ROOM = "as soon as there is room"
-
-_STAYS = {
-    "fixed": (
-        "This GPU cannot be suspended; the slice stays until the kernel frees its memory or ends."
-    ),
-    "refused": "The last attempt to suspend it failed; the pool tries again by itself.",
-    "pressed": (
-        "Host memory is short where the kernel runs, so its state stays on the GPU; the slice "
-        f"leaves {_ROOM}."
-    ),
-    "machine": f"This machine has too little free memory now; the slice leaves {_ROOM}.",
-    "kept": (
-        "The remaining host memory is reserved for the next kernel in the queue; the slice "
-        f"leaves {_ROOM}."
-    ),
+_CHANGE_WORDS = {
+    "suspend-ends": "the suspend under way is done",
+    "lease-ends": "another kernel stops using its GPU",
+    "own-lease-ends": "another kernel of yours gives its slice back",
+    "group-lease-ends": "another kernel of the group gives its slice back",
+    "head-is-served": "the first of the queue has its slice",
+    "host-memory": "host memory becomes free",
+    "device-returns": "the GPU is back in service",
+    "outside-use-ends": "programs outside the pool free their memory",
+    "budget-renews": "there are GPU-seconds again",
 }
 
 
-# --------------------------------------------------------------------------- how long
+def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
+    """Yield what a holder is above or below, and who may take its lease."""
+    if s.id in facts.grown:
+        most = format_bytes(s.request.memory)
+        yield f"It has more than the {most} that it is guaranteed; what is beyond goes first."
+    for name, held, guaranteed in found.standing.guarantees:
+        where = "at or below" if held <= guaranteed else "above"
+        yield f"Its group {name} is {where} its guarantee."
+    if found.claims:
+        rule, at, _ = min(found.claims, key=lambda claim: claim[1])
+        yield f"A waiting kernel may take it {_when(at, facts.now)}: {_CLAIM_WORDS[rule]}."
+    elif found.takers and s.state == "idle" and found.taken_from is not None:
+        if found.taken_from < math.inf:
+            yield f"A waiting kernel may take it {_when(found.taken_from, facts.now)}: it is idle."
+    elif found.takers:
+        yield "Other kernels wait for this GPU, and no rule lets them take this slice."
 
 
-def eta(facts: Facts, plan: Plan, s: Session, position: int) -> float | None:
-    """Return the seconds that ``s`` will probably wait, None without evidence.
-
-    Leases come free at the rate *holders / mean time a holder stays busy*, so that the session at
-    position p waits about p * mean / holders seconds. The mean is over the sessions that have a
-    lease now, each with its own mean of past busy spells (first hold to last drop). A session that
-    has waited for longer than its estimate has shown that the estimate was wrong, and gets none.
-    """
-    v = _stayer(facts, plan, s)
-    if v is not None:
-        left = stays_until(v, facts) - facts.now + _moving(facts, v)
-        return left + (_moving(facts, s) if s.suspended else 0.0)
-    if s.id in plan.promises:
-        return None if facts.swap is None else 2 * facts.swap
-    why = plan.reasons.get(s.id)
-    if why is not None and why.rule in ("host", "quota-host"):
-        return None  # how long GPUs were used says nothing about when host memory comes free
-    known = [v.measured.busy for v in facts.leased.values() if v.measured.busy is not None]
-    if not known:
-        return None
-    expected = position * sum(known) / len(known) / len(facts.leased)
-    return expected if facts.now - s.queued_at <= expected else None
+_CLAIM_WORDS = {
+    "burst": "it has grown beyond what it is guaranteed",
+    "guarantee": "the other one's group is guaranteed it, or the budget of this one is used up",
+    "class": "the other one's class is higher",
+    "turns": "its time slice is over, and the other one has used less for its weight",
+}
 
 
-def _moving(facts: Facts, s: Session) -> float:
-    """Return the seconds that suspending ``s`` (or resuming it) will probably take."""
-    return s.measured.moving / 2 or facts.swap or 0.0
+def _standing_lines(facts: Facts, s: Session, found: Standing) -> Iterable[str]:
+    for name, held, guaranteed in found.guarantees:
+        yield (
+            f"Group {name} has {format_bytes(held)} of the {format_bytes(guaranteed)} that it is "
+            "guaranteed."
+        )
+    for name, used, due in found.shares:
+        who = "You have" if name == s.owner.name else f"{name[:1].upper()}{name[1:]} has"
+        yield f"{who} used {used:.0%} of what was used lately there; the fair share is {due:.0%}."
+    for budget in found.budgets:
+        whose = f"Group {budget.group} has" if budget.group else "You have"
+        left = max(0.0, budget.daily.seconds - budget.used)
+        line = f"{whose} {left:.0f} of {budget.daily.seconds:.0f} GPU-seconds left today"
+        if budget.until < math.inf:
+            what = "there are more" if budget.spent else "as things are, they are used up"
+            line += f"; {what} {_when(budget.until, facts.now)}"
+        yield f"{line}."
 
 
-class News:
-    """Tells waiting sessions where they stand, as often as is useful and no more."""
-
-    def __init__(self) -> None:
-        self._told_at = -INTERVAL
-        self._stale = False
-
-    def next_at(self, plan: Plan) -> float:
-        """Return when a session must be told something; infinity if all know."""
-        return self._told_at + INTERVAL if self._stale and plan.queue else math.inf
-
-    def run(self, facts: Facts, plan: Plan, actions: list[Action], *, tick: bool) -> list[Action]:
-        """Tell sessions that have just begun to wait at once, all others now or later.
-
-        ``actions`` are those of the event: without a change of state there is no news.
-        """
-        steps = [a for a in actions if isinstance(a, StateChanged)]
-        joined = {a.session for a in steps if a.new == "queued"}
-        self._stale = self._stale or bool(steps) or tick
-        if not self._stale:
-            return []
-        everybody = len(plan.queue) <= AT_ONCE or facts.now >= self._told_at + INTERVAL
-        if everybody:
-            self._stale = False
-            if len(plan.queue) > AT_ONCE:
-                self._told_at = facts.now
-        news = []
-        for position, s in enumerate(plan.queue, 1):
-            if everybody or s.id in joined:
-                news += _tell(facts, plan, s, position)
-        return news
+def _gpu(facts: Facts, uuid: str) -> str:
+    return f"GPU {facts.devices[uuid].device.index}"
 
 
-def _tell(facts: Facts, plan: Plan, s: Session, position: int) -> list[Action]:
-    left = eta(facts, plan, s, position)
-    told: tuple[Any, ...] = position, len(plan.queue), reason(facts, plan, s), left
-    before = s.wait.told
-    if before and before[:3] == told[:3]:
-        old = before[3]
-        if old == left or (old is not None and left is not None and abs(left - old) <= 0.2 * old):
-            return []
-    s.wait.told = told
-    return [QueueMoved(session=s.id, position=position, length=told[1], eta=left, reason=told[2])]
+def _when(at: float, now: float) -> str:
+    return "now" if at <= now else f"in {format_seconds(at - now)}"
 
 
-def seconds(s: Session, now: float) -> tuple[float, float]:
-    """Return the seconds that ``s`` has waited and been attached so far."""
-    waited, attached = s.wait_seconds_total, s.attached_seconds_total
-    if s.state in ("queued", "attaching"):
-        waited += max(0.0, now - s.queued_at)
-    if s.state in HAS_LEASE:
-        attached += max(0.0, now - s.lease.attached_at)
-    return waited, attached
+def _ordinal(number: int) -> str:
+    teen = 10 < number % 100 < 20
+    return f"{number}{'th' if teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"

@@ -25,13 +25,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Iterable, Iterator, Sequence
 
 from ..states import ATTACHED, AttachPolicy, State
+from .groups import Tree
+from .ledgers import GroupUsage, OwnerUsage
 from .model import (
-    Charge,
     Device,
     DeviceView,
     Hold,
@@ -42,6 +43,7 @@ from .model import (
     Slice,
 )
 from .residence import Gap, Habits, Stay
+from .usage import LeaseInUse, Meters
 
 #: How many past transitions of a session are remembered for error messages and ``story``.
 STORY_LENGTH = 32
@@ -87,6 +89,10 @@ class Lease:
     stay: Stay = field(default_factory=Stay)
     #: The session knows that another one waits for what it has.
     told_wanted: bool = False
+    #: The number of the class in which it got the lease: its own, or one to which age raised it.
+    level: int = -(1 << 62)
+    #: In which tier it is preempted while in use; 0: it is not (see :mod:`.running`).
+    preempted: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +168,8 @@ class Session:
     #: Not suspended (idle) or not attached (queued) before this time, after a failed try.
     retry_at: float = 0.0
     failures: int = 0
+    #: Why it was preempted while in use, until it has its next lease; "" if it was not.
+    preempted: str = ""
     #: Why its last suspend was refused for want of host memory.
     roomless: str = ""
     #: Its machine or control group is short of memory: it must not be suspended.
@@ -298,26 +306,6 @@ class DeviceLedger:
         )
 
 
-@dataclass(slots=True)
-class OwnerUsage:
-    """What one owner has."""
-
-    memory: int = 0
-    devices: int = 0
-    leases: int = 0
-    #: Host bytes of suspended state, suspends under way included.
-    suspended: int = 0
-
-    def add(self, charge: Charge, sign: int = 1) -> None:
-        """Count a charge in, or out with ``sign`` -1."""
-        self.memory += sign * charge[0]
-        self.devices += sign * charge[1]
-        self.leases += sign * charge[2]
-
-    def copy(self) -> OwnerUsage:
-        return OwnerUsage(self.memory, self.devices, self.leases, self.suspended)
-
-
 def charge_of(s: Session, slices: Sequence[Slice]) -> int:
     """Return the bytes that the owner's quota is charged for ``slices``.
 
@@ -344,6 +332,8 @@ class Facts:
         #: What each device can give at most, largest first; and whether any can suspend.
         self.capacities: list[int] = []
         self.suspends = False
+        #: The groups, with guarantees and caps in bytes of this machine.
+        self._grow_tree()
         #: Sessions by what they have: subsets of ``sessions``, kept by :meth:`change`.
         self.waiting: dict[str, Session] = {}
         self.leased: dict[str, Session] = {}
@@ -351,6 +341,10 @@ class Facts:
         self.short: dict[str, Session] = {}
         self.grown: dict[str, Session] = {}
         self.usage: dict[str, OwnerUsage] = {}
+        #: The same of groups: what their members have, those of the groups in them included.
+        self.group_usage: dict[str, GroupUsage] = {}
+        #: What owners and groups have used over time.
+        self.meters = Meters()
         #: Host bytes of suspended state, and set aside for suspends under way.
         self.host_used = 0
         self.host_going = 0
@@ -401,6 +395,13 @@ class Facts:
 
     def _count(self, s: Session, sign: int) -> None:
         lease, parked = s.lease, s.suspended_bytes if s.suspended else 0
+        if lease.slices:
+            self.meters.touch(s.id, lease.slices)
+            for name in self.tree.path(s.owner.group) if self.tree.groups else ():
+                group = self.group_usage.setdefault(name, GroupUsage())
+                group.memory += sign * lease.charge
+                if s.state == "detaching":
+                    group.leaving += sign * lease.charge
         for x in lease.slices:
             ledger = self.devices[x.device]
             ledger.granted += sign * x.bytes
@@ -465,6 +466,21 @@ class Facts:
         """Return the owner's sessions that have a lease."""
         return [s for s in self.leased.values() if s.owner.name == owner]
 
+    def _grow_tree(self) -> None:
+        rules = self.settings
+        daily = any(quota.daily for quota in rules.quotas.values())
+        self.tree = Tree(rules.groups, self.capacities, budgeted=daily)
+
+    def settle(self) -> None:
+        """Let usage be counted by the leases as they are, from now on."""
+        if self.meters.sessions:
+            leases = (
+                LeaseInUse(s.id, s.owner, s.state == "active", s.request.compute, s.lease.slices)
+                for s in self.leased.values()
+            )
+            capacities = {uuid: ledger.capacity for uuid, ledger in self.devices.items()}
+            self.meters.settle(self.now, self.settings, leases, capacities)
+
     # ------------------------------------------------------------------ devices
 
     def device(self, uuid: str) -> DeviceLedger:
@@ -496,7 +512,17 @@ class Facts:
 
     def configure(self, settings: PoolSettings) -> None:
         """Apply other rules."""
+        self.meters.close(self.now, self.settings)
         self.settings = settings
+        self._grow_tree()
+        for s in self.leased.values():
+            self.meters.touch(s.id, s.lease.slices)
+        self.group_usage.clear()
+        for s in self.leased.values():
+            for name in self.tree.path(s.owner.group):
+                group = self.group_usage.setdefault(name, GroupUsage())
+                group.memory += s.lease.charge
+                group.leaving += s.lease.charge if s.state == "detaching" else 0
         self.version += 1
         for ledger in self.devices.values():
             self._resize(ledger)
@@ -523,6 +549,9 @@ class Facts:
         sizes = (d.capacity for d in self.devices.values() if d.capacity)
         self.capacities = sorted(sizes, reverse=True)
         self.suspends = any(d.device.can_suspend for d in self.devices.values())
+        self._grow_tree()
+        for s in self.leased.values():
+            self.meters.touch(s.id, s.lease.slices)
         self.version += 1
 
     # ------------------------------------------------------------------ host memory
@@ -544,42 +573,3 @@ class Facts:
     def host_takes(self, size: int) -> None:
         """Count ``size`` bytes (may be negative) as taken from the host since the last sample."""
         self.host_taken = max(0, self.host_taken + size)
-
-    # ------------------------------------------------------------------ self-check
-
-    def problems(self) -> list[str]:
-        """Return what is wrong, as sentences with history.
-
-        Counts all sessions again, which takes a millisecond or two, and compares every account.
-        """
-        again = Facts(self.settings)
-        again.devices = {u: replace(d, granted=0, incoming=0) for u, d in self.devices.items()}
-        for s in self.sessions.values():
-            again._count(s, 1)
-            again._index(s)
-        found = []
-        for uuid, d in self.devices.items():
-            right = again.devices[uuid]
-            if (d.granted, d.incoming) != (right.granted, right.incoming):
-                sums = f"the leases sum to {right.granted} and {right.incoming}"
-                found.append(f"{uuid}: {d.granted} bytes granted, {d.incoming} leaving, but {sums}")
-            if d.granted > max(d.capacity, d.allowed):
-                here = (
-                    s for s in self.leased.values() if any(x.device == uuid for x in s.lease.slices)
-                )
-                stories = "; ".join(line for s in here for line in s.story_lines()[-6:])
-                found.append(
-                    f"{uuid}: {d.granted} bytes granted of {d.capacity}. History: {stories}"
-                )
-        for name in ("host_used", "host_going"):
-            if getattr(self, name) != getattr(again, name):
-                found.append(f"{name} is {getattr(self, name)}, should be {getattr(again, name)}")
-        for name in ("waiting", "leased", "short", "grown"):
-            have, should = getattr(self, name), getattr(again, name)
-            if have.keys() != should.keys():
-                found.append(f"{name}: {list(have)}, should be {list(should)}")
-        for owner, usage in self.usage.items():
-            right_usage = again.usage.get(owner, OwnerUsage())
-            if usage != right_usage:
-                found.append(f"owner {owner}: {usage}, should be {right_usage}")
-        return found

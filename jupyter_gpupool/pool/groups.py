@@ -125,6 +125,41 @@ def path(groups: Mapping[str, Group], name: str) -> tuple[str, ...]:
     return tuple(reversed(found))
 
 
+class Tree:
+    """The groups of some rules on a machine: paths, and guarantees and caps in bytes."""
+
+    __slots__ = ("_paths", "budgeted", "caps", "groups", "guarantees")
+
+    def __init__(
+        self,
+        groups: Mapping[str, Group],
+        capacities: Sequence[int] = (),
+        *,
+        budgeted: bool = False,
+    ) -> None:
+        self.groups = groups
+        #: Some user or group has a daily budget.
+        self.budgeted = budgeted or any(group.daily for group in groups.values())
+        self.guarantees = {
+            name: group.guarantee.of(capacities)
+            for name, group in groups.items()
+            if group.guarantee
+        }
+        self.caps = {name: group.cap.of(capacities) for name, group in groups.items() if group.cap}
+        self._paths: dict[str, tuple[str, ...]] = {}
+
+    def path(self, name: str) -> tuple[str, ...]:
+        """Return the group ``name`` and all above it, the outermost first; () for the pool."""
+        found = self._paths.get(name)
+        if found is None:
+            found = self._paths[name] = path(self.groups, name)
+        return found
+
+    def capped(self, name: str) -> list[str]:
+        """Return the groups of the path of ``name`` that have a cap."""
+        return [group for group in self.path(name) if group in self.caps] if self.caps else []
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What a user or a group has used, at one time.

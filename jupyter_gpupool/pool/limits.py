@@ -20,7 +20,8 @@ from typing import Any, Collection, Iterable, Mapping, Sequence
 
 from ..errors import Code
 from ..units import format_bytes
-from .facts import OwnerUsage
+from .groups import path
+from .ledgers import OwnerUsage
 from .model import NO_LIMIT, Charge, Owner, PoolSettings, Quota, Refusal, Request
 
 
@@ -57,10 +58,23 @@ class _Bound:
 
 
 def _bounds(
-    devices: int, quota: Quota, settings: PoolSettings, capacities: Sequence[int], suspends: bool
+    devices: int,
+    quota: Quota,
+    settings: PoolSettings,
+    capacities: Sequence[int],
+    suspends: bool,
+    *,
+    group: str = "",
 ) -> list[_Bound]:
     """Return every rule about the size of a slice on each of ``devices``, in order of telling."""
     found = []
+    for name in path(settings.groups, group) if settings.groups else ():
+        cap = settings.groups[name].cap
+        if cap is not None:
+            size = cap.of(capacities)
+            rule = f"your group {name} may have at most {format_bytes(size)} at once"
+            cut = size // devices
+            found.append(_Bound(Code.OVER_QUOTA, cut, size, rule, "a larger cap", False))
     most = settings.max_memory_per_kernel
     if most is not None:
         option = "c.GPUPool.max_memory_per_kernel"
@@ -160,7 +174,7 @@ def never(
             {**numbers, "most": len(capacities)},
         )
     quota = settings.quota_of(owner.name)
-    bounds = _bounds(request.devices, quota, settings, capacities, suspends)
+    bounds = _bounds(request.devices, quota, settings, capacities, suspends, group=owner.group)
     for name in ("memory", "limit"):
         for bound in bounds:
             if bound.limit and getattr(request, name) > bound.most:
@@ -244,7 +258,8 @@ def most_memory(
     quota = settings.quota_of(owner.name)
     if _too_many(Request(1, 1, devices), quota) is not None:
         return None
-    most = min(b.most for b in _bounds(devices, quota, settings, capacities, suspends))
+    bounds = _bounds(devices, quota, settings, capacities, suspends, group=owner.group)
+    most = min(b.most for b in bounds)
     return most if most > 0 else None
 
 

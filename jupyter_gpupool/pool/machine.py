@@ -17,12 +17,13 @@ from ..states import ATTACHED
 from ..units import format_seconds
 from . import requests
 from .events import Action, Event, HostPressure, ReleaseAsked, RequestChanged, Tick, Wanted
-from .explain import Explanation, News, eta, explain, reason, seconds, stays_reason
+from .explain import Explanation, explain, told
 from .facts import NEVER, Facts, Session, record
 from .model import (
     FOR_MEMORY,
     Device,
     PoolSettings,
+    PoolUsage,
     PoolView,
     Refusal,
     SessionRecord,
@@ -30,8 +31,11 @@ from .model import (
 )
 from .placement import asking, headroom
 from .schedule import Plan, forecast, next_recheck, plan
+from .selfcheck import problems
+from .shares import Shares
 from .transitions import Actions, grant, move, refuse_holds, resize
 from .updates import update
+from .words import News, budget_refusal, eta, reason, seconds, stays_reason
 
 #: Plans per event at most. One is nearly always enough and a second shows that. More than this is a
 #: bug, and then the pool acts on the last plan rather than on none.
@@ -71,18 +75,24 @@ class Pool:
         actions = update(facts, event, self._plan)
         if facts.settings.max_wait is not None:
             actions += self._give_up(facts.settings.max_wait)
+        if facts.tree.budgeted:
+            actions += refuse_spent(facts)
         actions += self._settle(event.sessions if isinstance(event, HostPressure) else ())
         if isinstance(event, (RequestChanged, ReleaseAsked)):
             actions += requests.reply(facts, event, self._plan, actions)
         if self._plan.queue:
             actions += self._news.run(facts, self._plan, actions, tick=isinstance(event, Tick))
+        facts.settle()
         return actions
 
     def _give_up(self, most: float) -> Actions:
         """Refuse the holds of sessions that have waited for ``max_wait``."""
         facts = self._facts
         actions: Actions = []
-        for s in [s for s in facts.waiting.values() if s.queued_at + most <= facts.now]:
+        late = [s for s in facts.waiting.values() if s.queued_at + most <= facts.now]
+        for s in late:
+            if s.preempted:
+                continue  # its computation goes on, however long that takes
             last = reason(facts, self._plan, s)
             refusal = Refusal(
                 Code.WAIT_TIMEOUT,
@@ -100,6 +110,8 @@ class Pool:
         facts, first = self._facts, self._plan
         actions: Actions = []
         for _ in range(ROUNDS):
+            if len(facts.waiting) + len(facts.short) > 1:
+                facts.settle()  # the order depends on it
             new = plan(facts, self._plan, relieve)
             if new.short and facts.grown:
                 # What others have grown and do not use goes first, before any lease is preempted.
@@ -151,6 +163,10 @@ class Pool:
     def explain(self, session: str) -> Explanation:
         """Return why a session waits, or keeps its slice, and what would change that."""
         return explain(self._facts, self._plan, self._facts.sessions[session])
+
+    def why(self, session: str) -> tuple[str, ...]:
+        """Return the same for the session's owner: a sentence per line."""
+        return told(self._facts, self._plan, self._facts.sessions[session])
 
     def preferred(self, session: str) -> tuple[str, ...]:
         """Return the devices that the session would get if it asked now; nothing is promised.
@@ -248,9 +264,17 @@ class Pool:
             footprints=dict(s.lease.footprints),
         )
 
+    def usage(self, now: float | None = None) -> PoolUsage:
+        """Return what users and groups have used, at ``now`` (None: at the last event).
+
+        It survives a restart of the broker as :class:`~.events.UsageRecovered`.
+        """
+        facts = self._facts
+        return facts.meters.view(max(facts.now, now or facts.now), facts.settings)
+
     def self_check(self) -> list[str]:
         """Return what is wrong in the accounts, as sentences with history."""
-        return self._facts.problems()
+        return problems(self._facts)
 
 
 def carry_out(facts: Facts, new: Plan) -> Actions:
@@ -260,8 +284,8 @@ def carry_out(facts: Facts, new: Plan) -> Actions:
         actions += resize(facts, s, slices)
     for s, takes, why in new.grants:
         actions += grant(facts, s, takes, why)
-    for s, why in new.suspends:
-        actions += move(facts, s, "detaching", why, why)
+    for s, text, tier in new.suspends:
+        actions += move(facts, s, "detaching", text, text, tier)
     return actions
 
 
@@ -274,7 +298,7 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
     changed = False
     if facts.settings.residence == "clock":
         return actions, changed
-    devices, owners = _waited_for(facts, plan)
+    devices, owners, groups = _waited_for(facts, plan)
     for v in facts.leased.values():
         gap = v.measured.gap
         moved = v.state == "idle" and gap is not None and v.lease.resumed_at > NEVER
@@ -283,6 +307,7 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
             continue
         since = min(
             owners.get(v.owner.name, math.inf),
+            *(at for g in facts.tree.path(v.owner.group) if (at := groups.get(g)) is not None),
             *(at for x in v.lease.slices for s, at in devices.get(x.device, ()) if s is not v),
             math.inf,
         )
@@ -302,8 +327,9 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
 
 def _waited_for(
     facts: Facts, plan: Plan
-) -> tuple[dict[str, list[tuple[Session, float]]], dict[str, float]]:
-    """Return which sessions wait, and since when: by device, and by owner for waits for a quota.
+) -> tuple[dict[str, list[tuple[Session, float]]], dict[str, float], dict[str, float]]:
+    """Return which sessions wait, and since when: by device, by owner for waits for a quota, and by
+    group for waits for a cap.
 
     By device the first in the queue that could use it, whether or not it has room with it alone,
     and every lease there that waits for growth. By owner its first session for which the quota is
@@ -311,12 +337,15 @@ def _waited_for(
     """
     devices: dict[str, list[tuple[Session, float]]] = {}
     owners: dict[str, float] = {}
+    groups: dict[str, float] = {}
     found: set[str] = set()
     for s in plan.order:
         why, grows = plan.reasons.get(s.id), s.id in facts.short
         if why is None or not (grows or s.state == "queued"):
             continue
-        if why.limit:
+        if why.limit and why.group:
+            groups.setdefault(why.group, s.wait.since)
+        elif why.limit:
             owners.setdefault(s.owner.name, s.wait.since)
         memory = why.rule in FOR_MEMORY and len(found) < len(facts.devices)
         if grows or memory:
@@ -326,4 +355,19 @@ def _waited_for(
                     devices.setdefault(uuid, []).append((s, s.wait.since))
                     if not grows:
                         found.add(uuid)
-    return devices, owners
+    return devices, owners, groups
+
+
+def refuse_spent(facts: Facts) -> Actions:
+    """Refuse the holds of sessions whose daily budget is used up, if that refuses new leases.
+
+    Not those of a preempted session: its computation waits until the budget is there again.
+    """
+    shares, actions = Shares(facts), Actions()
+    for s in list(facts.waiting.values()):
+        spent = shares.spent(s.owner)
+        if spent is None or s.preempted or spent.daily.then == "borrow":
+            continue
+        actions += refuse_holds(s, budget_refusal(spent, facts.now))
+        actions += move(facts, s, "detached", "the budget of today is used up")
+    return actions

@@ -13,11 +13,11 @@ from typing import Any, Literal, Mapping
 
 from ..errors import Code
 from ..states import AttachPolicy, State
-from .groups import Daily as Daily
-from .groups import Group as Group
-from .groups import PoolUsage as PoolUsage
-from .groups import Portion as Portion
-from .groups import Usage as Usage
+from .groups import Daily as Daily  # noqa: PLC0414
+from .groups import Group as Group  # noqa: PLC0414
+from .groups import PoolUsage as PoolUsage  # noqa: PLC0414
+from .groups import Portion as Portion  # noqa: PLC0414
+from .groups import Usage as Usage  # noqa: PLC0414
 from .residence import ResidenceRule
 
 MiB = 1 << 20
@@ -41,6 +41,9 @@ Rule = Literal[
     "quota",
     "quota-host",
     "behind-own",
+    "cap",
+    "behind-group",
+    "budget",
     "paused",
     "drained",
     "foreign",
@@ -61,7 +64,7 @@ Unsuspendable = Literal["warn", "ask", "end"]
 
 #: The rules by which a session waits for memory that others have, or for its owner's quota.
 FOR_MEMORY: frozenset[Rule] = frozenset({"busy", "behind-head", "host"})
-FOR_QUOTA: frozenset[Rule] = frozenset({"quota", "quota-host"})
+FOR_QUOTA: frozenset[Rule] = frozenset({"quota", "quota-host", "cap"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,10 @@ class Reason:
     reserved for the head of the queue. ``host``: idle leases would make room, and host memory has
     none for their state. ``quota``: the owner's ``limit`` of ``most`` is in use by ``count``
     sessions. ``quota-host``: the owner's own idle lease would have to yield, and host memory has no
-    room. ``behind-own``: an earlier session of the owner waits for the quota. ``paused``,
+    room. ``behind-own``: an earlier session of the owner waits for the quota. ``cap``: the members
+    of ``group`` have its cap of ``most`` bytes in use, in ``count`` sessions. ``behind-group``: an
+    earlier session waits for the cap of ``group``. ``budget``: the GPU-seconds of today are used
+    up, those of ``group`` or ("") the owner's own; there are some again at ``at``. ``paused``,
     ``drained``, ``foreign``, ``nowhere``: no device would do, even an empty one. ``retry``: the
     last attach failed. Where memory and the quota are both short, the rule is that of the memory,
     and ``limit`` is set all the same.
@@ -87,6 +93,10 @@ class Reason:
     devices: tuple[str, ...] = ()
     #: The sentence of the admin or the driver that caused it; "" where the rule is enough.
     text: str = ""
+    #: The group whose rule it is; "" for a rule of the owner or the pool.
+    group: str = ""
+    #: When the clock alone ends it, in seconds since the epoch; 0 if it does not.
+    at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +297,8 @@ class SessionRecord:
     idle_since: float = 0.0
     queued_at: float = 0.0
     wait_reason: str = ""
+    #: Why it was preempted while in use, until it has its next lease; "" if it was not.
+    preempted: str = ""
     wait_seconds_total: float = 0.0
     attached_seconds_total: float = 0.0
     suspends: int = 0

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a session needs, and where it fits: what a draft of the plan leaves free on each device.
+"""What a session needs, and where it fits.
 
 What a session needs follows from the facts about it, the devices and the rules (:func:`asking`):
 
@@ -13,22 +13,17 @@ has called cuInit         the devices that its processes see; any of the model w
 everybody else            any devices
 ========================  ==========================================================================
 
-A :class:`Draft` is a copy of the accounts on which the pass tries its plan; it never changes the
-facts. It begins with the facts, less what the last plan promised, and shrinks as one session after
-the other takes its part. Growth and forecasts read a draft, too: what it leaves is neither promised
-to a session nor reserved for the head of the queue.
-
 A session returns to the devices of its last lease if they have room (no migration), else to the
 tightest device with room (best fit), which keeps the large holes for large requests.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Callable, Mapping, Sequence
 
-from .facts import DeviceLedger, Facts, OwnerUsage, Session, charge_of
-from .limits import lacking, never, never_there
+from .facts import DeviceLedger, Facts, Session, charge_of
+from .limits import never, never_there
 from .model import (
     NO_LIMIT,
     Charge,
@@ -39,8 +34,6 @@ from .model import (
     Request,
     Slice,
 )
-
-NOTHING: Charge = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +192,7 @@ def asking(s: Session, facts: Facts) -> Asking:
             charge = size, len(needs), 1
         rules = facts.settings
         free = not rules.quotas or rules.quota_of(s.owner.name) is NO_LIMIT
+        free = free and not (facts.tree.caps and facts.tree.capped(s.owner.group))
         alike = free and len(needs) == 1 and not s.lease.slices
         where = (needs[0].fixed, needs[0].model) if alike else None
         found = Asking(needs, charge, where, facts.version)
@@ -305,236 +299,6 @@ def ever(request: Request, s: Session, facts: Facts) -> Refusal | None:
             model = facts.devices[need.fixed].device.model if need.fixed else need.model
             return never_there(request, str(model), fit[-count], count, fixed=bool(need.fixed))
     return None
-
-
-# --------------------------------------------------------------------------- the draft
-
-
-class Room:
-    """One device in a draft: what it has left for the sessions that come later in the pass."""
-
-    __slots__ = ("avail", "candidates", "expect", "leases", "ledger", "offered", "promised", "uuid")
-
-    def __init__(self, ledger: DeviceLedger) -> None:
-        self.ledger = ledger
-        self.uuid = ledger.device.uuid
-        #: Bytes that are free now, and bytes that are free once all suspends under way are done;
-        #: both without what is promised.
-        self.avail = ledger.free
-        self.expect = self.avail + ledger.incoming
-        self.promised = 0
-        self.leases: list[tuple[Session, int]] = []
-        #: The leases that may be preempted for some session, and their bytes in all.
-        self.candidates: list[tuple[Session, int]] = []
-        self.offered = 0
-
-    def promise(self, size: int) -> None:
-        """Keep ``size`` bytes (may be negative) for a session."""
-        self.avail -= size
-        self.expect -= size
-        self.promised += size
-
-    def spare(self, wanted: int) -> int:
-        """Return the bytes that can be backfilled while the head reserves ``wanted`` bytes here.
-
-        The head of the queue waits until leases here end. Giving ``x`` bytes away is harmless if
-        the head starts no later in any order in which the present leases may end (so nobody has to
-        estimate when they end). That is so if all leases smaller than the missing bytes do not
-        suffice together: then a larger one must end in any case, and the part of the smallest of
-        the larger ones beyond the missing bytes can go.
-        """
-        if self.promised:
-            return 0
-        missing = wanted - self.avail
-        if missing <= 0:
-            return -missing
-        small, large = 0, 0
-        for _, size in self.leases:
-            if size < missing:
-                small += size
-            elif not large or size < large:
-                large = size
-        return large - missing if large and small < missing else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """What the head of the queue reserves: bytes wanted, by device.
-
-    Sessions behind the head get there only what :meth:`Room.spare` proves harmless.
-    """
-
-    session: str
-    wanted: Mapping[str, int]
-    #: The slices that the head needs; ``wanted`` may name more devices, as alternatives.
-    count: int
-    charge: Charge
-    #: When it reserves one device more.
-    next_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """Bytes that suspends under way free for one session."""
-
-    takes: tuple[Slice, ...]
-    charge: Charge
-    #: The number of sessions that had come to wait when the plan first made this promise.
-    made: int
-
-
-@dataclass(slots=True)
-class Draft:
-    """What is left for the sessions that come later in the pass."""
-
-    facts: Facts
-    rooms: dict[str, Room] = field(default_factory=dict)
-    #: Host bytes that suspends may still take.
-    host: int = 0
-    reservation: Reservation | None = None
-    #: Sessions that this plan suspends.
-    leaving: set[str] = field(default_factory=set)
-    promises: dict[str, Promise] = field(default_factory=dict)
-    #: Sessions that this plan attaches or lets grow: no session has two parts in one plan.
-    settled: set[str] = field(default_factory=set)
-    _usage: dict[str, OwnerUsage] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.rooms = {uuid: Room(ledger) for uuid, ledger in self.facts.devices.items()}
-        for s in self.facts.leased.values():
-            for x in s.lease.slices:
-                self.rooms[x.device].leases.append((s, x.bytes))
-        self.host = self.facts.host_room
-
-    # ------------------------------------------------------------------ what is left
-
-    def usage(self, owner: str) -> OwnerUsage:
-        """Return what the owner has and is promised in this draft."""
-        found = self._usage.get(owner)
-        if found is None:
-            known = self.facts.usage.get(owner)
-            found = self._usage[owner] = OwnerUsage() if known is None else known.copy()
-        return found
-
-    def lacking(self, owner: str, more: Charge, less: Charge = NOTHING) -> tuple[str, int] | None:
-        """Return which limit of the owner ``more`` would exceed, as (name, limit), or None."""
-        if not self.facts.settings.quotas:
-            return None
-        return lacking(self.facts.settings.quota_of(owner), self.usage(owner), more, less)
-
-    def coming_back(self, owner: str) -> Charge:
-        """Return what the owner gets back from the suspends under way and those of this plan."""
-        memory = devices = leases = 0
-        for s in self.facts.leases_of(owner):
-            if s.state == "detaching" or s.id in self.leaving:
-                memory += s.lease.charge
-                devices += len(s.lease.slices)
-                leases += 1
-        return memory, devices, leases
-
-    def left(self, ledger: DeviceLedger) -> int:
-        """Return the bytes there that the next session may have at once."""
-        uuid = ledger.device.uuid
-        room, held = self.rooms[uuid], self.reservation
-        wanted = held.wanted.get(uuid) if held is not None else None
-        return room.avail if wanted is None else min(room.avail, room.spare(wanted))
-
-    def reserved(self, room: Room) -> bool:
-        """Return whether the head of the queue has a reservation there."""
-        return self.reservation is not None and room.uuid in self.reservation.wanted
-
-    def now(self, s: Session, needs: Sequence[Need]) -> tuple[Slice, ...] | None:
-        """Return where ``s``, which needs ``needs``, could have them at once, or None."""
-        return choose(needs, self.facts.devices, self.left, preferred(s))
-
-    def host_left(self, devices: Iterable[str] = ()) -> int:
-        """Return the host bytes that a suspend may take beside what the head is going to need.
-
-        All of them if the suspend frees memory on ``devices`` that the head has reserved.
-        """
-        held = self.reservation
-        if held is None:
-            return self.host
-        freed = set(devices)
-        if freed and freed <= held.wanted.keys():
-            return self.host
-        missing = (max(0, size - self.rooms[uuid].expect) for uuid, size in held.wanted.items())
-        # The head may have reserved more devices than it needs: the cheapest of them count.
-        return self.host - sum(sorted(missing)[: held.count])
-
-    def host_fits(self, victims: Iterable[Session], room: int) -> bool:
-        """Return whether the state of all ``victims`` fits in ``room`` bytes and their quotas."""
-        total = 0
-        owners: dict[str, int] = {}
-        for v in victims:
-            bound = v.state_bound
-            if bound:
-                total += bound
-                owners[v.owner.name] = owners.get(v.owner.name, 0) + bound
-        if not total:
-            return True
-        if total > room:
-            return False
-        for owner, size in owners.items():
-            most = self.facts.settings.quota_of(owner).suspended
-            if most is not None and self.usage(owner).suspended + size > most:
-                return False
-        return True
-
-    # ------------------------------------------------------------------ what is taken
-
-    def take(self, s: Session, takes: Iterable[Slice], charge: Charge) -> None:
-        """Grant ``takes`` to ``s``: they are gone for all that come later."""
-        self.settled.add(s.id)
-        self.usage(s.owner.name).add(charge)
-        for x in takes:
-            room = self.rooms[x.device]
-            room.avail -= x.bytes
-            room.expect -= x.bytes
-            # From now on it may end before the head of the queue starts, like the present leases.
-            held = sum(size for v, size in room.leases if v is s)
-            room.leases = [(v, size) for v, size in room.leases if v is not s]
-            room.leases.append((s, held + x.bytes))
-
-    def promise(self, s: Session, promise: Promise) -> None:
-        """Keep bytes for ``s`` until suspends under way have freed them."""
-        self.promises[s.id] = promise
-        for x in promise.takes:
-            self.rooms[x.device].promise(x.bytes)
-        self.usage(s.owner.name).add(promise.charge)
-
-    def unpromise(self, s: Session) -> Promise:
-        """Take back what ``s`` was promised, and return it."""
-        promise = self.promises.pop(s.id)
-        for x in promise.takes:
-            self.rooms[x.device].promise(-x.bytes)
-        self.usage(s.owner.name).add(promise.charge, -1)
-        return promise
-
-    def suspend(self, v: Session) -> None:
-        """Let ``v`` leave: its bytes are on their way, and its state takes host memory."""
-        if v.id in self.promises:
-            self.unpromise(v)  # of growth, which ends with the lease
-        self.leaving.add(v.id)
-        self.host -= v.state_bound
-        self.usage(v.owner.name).suspended += v.state_bound
-        for x in v.lease.slices:
-            self.rooms[x.device].expect += x.bytes
-
-    def reserve(self, held: Reservation, head: Session) -> None:
-        """Reserve memory for the head of the queue, and its part of its owner's quota."""
-        self.reservation = held
-        self.usage(head.owner.name).add(held.charge)
-        for uuid in held.wanted if head.lease.slices else ():
-            # It waits for others to end, and not for its own lease.
-            room = self.rooms[uuid]
-            room.leases = [(s, size) for s, size in room.leases if s is not head]
-
-    def unreserve(self, head: Session) -> None:
-        """Take back what :meth:`reserve` did."""
-        assert self.reservation is not None
-        self.usage(head.owner.name).add(self.reservation.charge, -1)
-        self.reservation = None
 
 
 # --------------------------------------------------------------------------- without a slice

@@ -8,26 +8,23 @@ state was not just moved (:func:`stays_until`). The leases with the most bytes x
 no more of them than needed, as far as host memory and their owners' quotas of suspended state have
 room.
 
-:func:`victim_tier` is the seam for rules that preempt more than idle leases: it knows who asks, and
-a lower tier goes before a higher one.
+That is tier 0 of :func:`victim_tier`. The tiers above it, of leases in use, are those of
+:mod:`.running`; a lease of a lower tier goes before one of a higher tier.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, Collection, Iterable, Sequence
+from typing import Any, Collection, Iterable, Mapping, Sequence
 
+from .draft import Draft, Reservation, Room
 from .facts import Facts, Session
 from .model import Charge, Reason, Rule, Slice
 from .placement import (
-    NOTHING,
     Asking,
-    Draft,
     Need,
-    Reservation,
-    Room,
     choose,
     impossible,
     in_order,
@@ -35,6 +32,8 @@ from .placement import (
     preferred,
 )
 from .residence import STAY_MOST, Gap, protected_until
+from .running import began, covered, free_from, kind_of, tier_in_use
+from .shares import Shares
 
 #: With up to so many idle leases to choose from, every combination is tried when host memory is
 #: too short for the usual choice; with more, only the one that frees the most per host byte.
@@ -114,37 +113,48 @@ def paused(s: Session, facts: Facts) -> str:
     return next((text for x in s.lease.slices if (text := devices[x.device].paused)), "")
 
 
+def unprotected(holder: Session, facts: Facts) -> bool:
+    """Return whether any session may preempt ``holder``: it is idle, and nothing protects it."""
+    return holder.state == "idle" and yields_at(holder, facts) <= facts.now
+
+
 def candidate(holder: Session, facts: Facts) -> bool:
     """Return whether some session may preempt ``holder`` now; if none may, it has no tier at all.
 
     The pass asks this once for each lease, and :func:`victim_tier` for the candidates only.
     """
-    return holder.state == "idle" and yields_at(holder, facts) <= facts.now
+    if unprotected(holder, facts):
+        return True
+    return bool(facts.settings.preempt) and free_from(holder, facts) <= facts.now
 
 
-def victim_tier(asker: Session, holder: Session, facts: Facts) -> int | None:  # noqa: ARG001
+def victim_tier(asker: Session, holder: Session, shares: Shares) -> int | None:
     """Return in which tier ``asker`` may preempt the candidate ``holder`` now; None if it may not.
 
-    Tier 0 is an idle lease that no rule protects. Rules to come (preemption of running work, time
-    slices) return higher tiers for busy holders, and adapt :func:`candidate` and
-    :func:`asker_kind`; nothing else has to change for them.
+    Tier 0 is an idle lease that no rule protects.
     """
-    return None if holder is asker else 0
+    if holder is asker:
+        return None
+    return 0 if unprotected(holder, shares.facts) else tier_in_use(asker, holder, shares)
 
 
-def asker_kind(asker: Session) -> Any:  # noqa: ARG001
+def asker_kind(asker: Session, shares: Shares, *, in_use: bool) -> Any:
     """Return everything that :func:`victim_tier` reads of an asker without a lease.
 
     The pass skips a request that is no smaller than one of the same kind that found nothing. A
-    session without a lease is no holder, and today nothing else of it counts.
+    session without a lease is no holder; so unless a candidate is ``in_use``, nothing else counts.
     """
-    return None
+    return kind_of(asker, shares) if in_use else None
 
 
 def score(v: Session, now: float) -> tuple[float, int, str]:
-    """Return the order in which leases are preempted, smallest first: most bytes x idle time."""
+    """Return the order in which leases of one tier are preempted, smallest first.
+
+    Most bytes x idle time; of leases in use, x the time since they began.
+    """
     granted = v.lease.granted
-    return -granted * (now - v.idle_since), -granted, v.id
+    since = v.idle_since if v.state == "idle" else began(v)
+    return -granted * (now - since), -granted, v.id
 
 
 # --------------------------------------------------------------------------- how many
@@ -164,6 +174,7 @@ class Trial:
         self.takes: tuple[Slice, ...] = ()
         #: A choice failed for want of host memory, and not of leases that may be preempted.
         self.host_short = False
+        self._host_failed = False
 
     def add(self, victims: Iterable[Session]) -> None:
         """Preempt ``victims``."""
@@ -180,7 +191,7 @@ class Trial:
         """Return the tier of a candidate; None if it is protected or has a part in this plan."""
         if v.id in self.draft.leaving or v.id in self.draft.settled:
             return None
-        return victim_tier(self.asker, v, self.facts)
+        return victim_tier(self.asker, v, self.draft.shares)
 
     def options(self, room: Room) -> list[tuple[int, Session, int]]:
         """Return the leases there that may still be preempted, as (tier, session, bytes)."""
@@ -204,7 +215,7 @@ class Trial:
         now = self.facts.now
         options.sort(key=lambda o: (o[0], score(o[1], now)))
         found = self._greedy(options, missing)
-        if found is None:
+        if found is None and self._host_failed:
             # Short of host memory: prefer what frees the most for the least.
             self.host_short = True
             options.sort(key=lambda o: (o[0], o[1].state_bound / (o[2] or 1), o[1].id))
@@ -231,8 +242,21 @@ class Trial:
         return [v for v, _ in found]
 
     def fits(self, victims: Sequence[Session]) -> bool:
-        """Return whether the state of ``victims`` has room besides that of those chosen."""
-        return self.draft.host_fits([*self.chosen, *victims], self.host)
+        """Return whether ``victims`` may go besides those chosen.
+
+        Their state must have room, and no guarantee may cover one of them.
+        """
+        everybody = [*self.chosen, *victims]
+        if not self.draft.host_fits(everybody, self.host):
+            self._host_failed = True
+            return False
+        return not self._covered(everybody)
+
+    def _covered(self, victims: Sequence[Session]) -> bool:
+        if not self.facts.tree.guarantees:
+            return False
+        tiers = [(v, self.tier(v) or 0) for v in victims]
+        return covered(self.asker, tiers, self.draft.going, self.draft.shares)
 
     def place(self, needs: Sequence[Need], *, more: bool = True) -> bool:
         """Choose a device for every need, with ``more`` victims if needed; fill :attr:`takes`.
@@ -269,7 +293,7 @@ class Trial:
                     found = victims
                 good += 1
                 key = (
-                    bool(found),
+                    max((self.tier(v) or 0) + 1 for v in found) if found else 0,
                     room.uuid not in last,
                     score(found[0], now)[0] if found else self.expect(room),
                     room.ledger.device.index,
@@ -288,39 +312,37 @@ class Trial:
     # ------------------------------------------------------------------ the owner's own leases
 
     def own(self, charge: Charge) -> bool:
-        """Preempt the owner's own leases until its quota suffices; return whether it does.
+        """Preempt leases that count in the owner's limits until these allow it; return whether so.
 
         Suspends under way count, and no more leases are preempted than needed.
         """
-        draft, owner = self.draft, self.asker.owner.name
-        less = draft.coming_back(owner)
-        if draft.lacking(owner, charge, less) is None:
+        draft, owner = self.draft, self.asker.owner
+        back = draft.coming_back(owner)
+        if draft.lacking(owner, charge, back) is None:
             return True
         found: list[Session] = []
         now = self.facts.now
         for _, v in sorted(self.own_options(), key=lambda o: (o[0], score(o[1], now))):
             if not self.fits([*found, v]):
-                self.host_short = True
+                self.host_short = self.host_short or self._host_failed
                 continue
             found.append(v)
-            less = _plus(less, v, 1)
-            if draft.lacking(owner, charge, less) is None:
+            if draft.lacking(owner, charge, [*back, *found]) is None:
                 break
         else:
             return False
         for v in found[-2::-1]:
-            fewer = _plus(less, v, -1)
-            if draft.lacking(owner, charge, fewer) is None:
-                found.remove(v)
-                less = fewer
+            fewer = [w for w in found if w is not v]
+            if draft.lacking(owner, charge, [*back, *fewer]) is None:
+                found = fewer
         self.add(found)
         return True
 
     def own_options(self) -> list[tuple[int, Session]]:
-        """Return the owner's own leases that may be preempted, as (tier, session)."""
+        """Return the leases that count in the owner's limits and may be preempted, with tiers."""
         return [
             (tier, v)
-            for v in self.facts.leases_of(self.asker.owner.name)
+            for v in self.draft.sharing(self.asker.owner)
             if candidate(v, self.facts) and (tier := self.tier(v)) is not None
         ]
 
@@ -332,36 +354,28 @@ def _offer(room: Room) -> tuple[int, int]:
 
 def any_combination(draft: Draft, s: Session, asking: Asking, host: int) -> Trial | None:
     """Return the smallest set of victims that makes room, if there are few to choose from."""
-    owner, needs = s.owner.name, asking.needs
+    owner, needs = s.owner, asking.needs
     quota = draft.lacking(owner, asking.charge) is not None
     first = Trial(draft, s, host)
-    # The owner's own leases count for the quota wherever they are. Without a quota, every request
-    # for as much of the same devices has the same options: the pass relies on that.
+    # The leases that count in the owner's limits help there wherever they are. Without a limit,
+    # every request for as much of the same devices has the same options: the pass relies on that.
     options = {v.id: v for _, v in first.own_options()} if quota else {}
     for room in draft.rooms.values():
         if not draft.reserved(room) and any(need.allows(room.ledger) for need in needs):
             options.update((v.id, v) for _, v, _ in first.options(room))
         if len(options) > EXACT:
             return None
-    back = draft.coming_back(owner) if quota else NOTHING
+    back = draft.coming_back(owner) if quota else []
     for count in range(1, len(options) + 1):
         for group in combinations(options.values(), count):
-            if not draft.host_fits(group, host):
+            if not first.fits(group):
                 continue
-            less = back
-            for v in group:
-                less = _plus(less, v, 1) if v.owner.name == owner else less
-            if draft.lacking(owner, asking.charge, less) is None:
+            if draft.lacking(owner, asking.charge, [*back, *group]) is None:
                 trial = Trial(draft, s, host)
                 trial.add(group)
                 if trial.place(needs, more=False):
                     return trial
     return None
-
-
-def _plus(less: Charge, v: Session, sign: int) -> Charge:
-    memory, devices, leases = less
-    return memory + sign * v.lease.charge, devices + sign * len(v.lease.slices), leases + sign
 
 
 # --------------------------------------------------------------------------- one session
@@ -376,6 +390,8 @@ class Offer:
     #: The bytes are free now.
     ready: bool = False
     reason: str = WAITS
+    #: The tiers of victims in use, by session.
+    tiers: Mapping[str, int] = field(default_factory=dict)
 
 
 def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Offer | Reason:
@@ -383,7 +399,7 @@ def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Of
 
     Behind the head of the queue, host memory that the head is going to need is not used.
     """
-    owner, needs = s.owner.name, found.needs
+    owner, needs = s.owner, found.needs
     lacks = draft.lacking(owner, found.charge)
     if lacks is None:
         takes = draft.now(s, needs)
@@ -401,18 +417,20 @@ def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Of
         other = any_combination(draft, s, found, host)
         placed, trial = other is not None, other or trial
     if placed:
-        return Offer(trial.takes, trial.chosen, reason=WAITS if lacks is None else OWN)
+        tiers = {v.id: tier for v in trial.chosen if (tier := trial.tier(v))}
+        return Offer(trial.takes, trial.chosen, reason=WAITS if lacks is None else OWN, tiers=tiers)
     # Where the own leases would do for the quota, a wait for memory is one for the quota as well.
-    limit = lacks[0] if lacks is not None else ""
+    limit, group = (lacks.name, lacks.group) if lacks is not None else ("", "")
     if lacks is not None and not own:
         if short:
-            return Reason("quota-host", limit=limit)
-        others = sum(1 for v in draft.facts.leases_of(owner) if v is not s)
-        return Reason("quota", limit=limit, most=lacks[1], count=others)
-    rule: Rule = "host" if short else "busy"
+            return Reason("quota-host", limit=limit, group=group)
+        others = sum(1 for v in draft.sharing(owner, group) if v is not s)
+        rule: Rule = "cap" if group else "quota"
+        return Reason(rule, limit=limit, most=lacks.most, count=others, group=group)
+    rule = "host" if short else "busy"
     if behind_head and fits_now(draft, needs):
         rule = "behind-head"
-    return Reason(rule, bytes=s.request.memory, count=len(needs), limit=limit)
+    return Reason(rule, bytes=s.request.memory, count=len(needs), limit=limit, group=group)
 
 
 def fits_now(draft: Draft, needs: Sequence[Need]) -> bool:

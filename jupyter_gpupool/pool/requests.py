@@ -15,13 +15,14 @@ from ..errors import Code
 from ..states import ATTACHED, HAS_LEASE
 from ..units import format_bytes, format_seconds
 from . import events as ev
-from .explain import in_words, stays_reason
+from .draft import Draft
 from .facts import NEVER, Facts, Session, charge_of
 from .model import Refusal, Request, Slice
-from .placement import Draft, ever
+from .placement import ever
 from .preemption import leaves_at, suspendable
 from .schedule import Plan, outlook
 from .transitions import Actions, resize
+from .words import in_words, stays_reason
 
 #: A sample may be older than the last change of the session by up to so many seconds.
 SETTLE = 2.0
@@ -123,7 +124,7 @@ def _what_became(facts: Facts, s: Session, plan: Plan) -> str:
         return f"The slice stays at {have} until idle kernels have made room."
     if s.id in facts.short:
         why = plan.reasons.get(s.id)
-        if why is not None and why.rule == "quota":
+        if why is not None and why.rule in ("quota", "cap"):
             held = in_words(facts, why)
             return f"The slice stays at {have}: {held}. It grows when the quota has room."
         return (
@@ -211,6 +212,15 @@ def _growth_bounds(
         ),
     )
     quota = settings.quota_of(s.owner.name)
+    cap = draft.room_of(s.owner)
+    if cap is not None:
+        left = 0 if waits else cap.most - (charge_of(s, s.lease.slices) - s.lease.charge)
+        why = (
+            f"your group {cap.group} has {format_bytes(max(0, left))} left of the "
+            f"{format_bytes(facts.tree.caps[cap.group])} that it may have at once."
+        )
+        step = "Free memory in the kernel, or wait until other kernels of the group end."
+        yield left, Refusal(Code.QUOTA, why, step, {**numbers, "left": max(0, left)})
     if any(facts.devices[x.device].device.can_suspend for x in s.lease.slices):
         most = min(settings.host_memory, math.inf if quota.suspended is None else quota.suspended)
         yield (
@@ -237,7 +247,7 @@ def _growth_bounds(
 
 def growable(facts: Facts, s: Session, plan: Plan) -> tuple[int, ...]:
     """Return by how many bytes each slice of an attached session could grow now."""
-    draft, waits = outlook(facts, plan), s.owner.name in plan.held
+    draft, waits = outlook(facts, plan), plan.behind(s, facts) is not None
     return tuple(
         max(0, min(most for most, _ in _growth_bounds(draft, s, x.device, waits=waits)))
         for x in s.lease.slices
@@ -246,7 +256,7 @@ def growable(facts: Facts, s: Session, plan: Plan) -> tuple[int, ...]:
 
 def _growth(facts: Facts, s: Session, uuid: str, missing: int, plan: Plan) -> Refusal | int:
     """Return by how much a slice that lacks ``missing`` bytes is to grow, or why it cannot."""
-    draft, waits = outlook(facts, plan, but=s.id), s.owner.name in plan.held
+    draft, waits = outlook(facts, plan, but=s.id), plan.behind(s, facts) is not None
     bounds = list(_growth_bounds(draft, s, uuid, waits=waits))
     for most, why in bounds:
         if most < missing:

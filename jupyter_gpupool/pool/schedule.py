@@ -5,7 +5,7 @@
 The algorithm
 -------------
 After every event, whatever it was, :func:`plan` looks at the whole machine and decides again. It
-works on a :class:`~.placement.Draft` (a copy of the accounts) and returns a :class:`Plan`; what it
+works on a :class:`~.draft.Draft` (a copy of the accounts) and returns a :class:`Plan`; what it
 changes becomes the actions (:mod:`.transitions`). In this order:
 
 1. *Promises.* Suspends under way make room for the sessions that the last plan promised it to; the
@@ -40,7 +40,7 @@ Sources
 EASY backfilling (Lifka, "The ANL/IBM SP Scheduling System", 1995; the name and the analysis in
 Mu'alem and Feitelson, 2001): jobs may overtake as long as they do not delay the *first* of the
 queue. EASY derives the head's start from the run times that users declare. Notebook users declare
-no time for a cell, so :meth:`~.placement.Room.spare` asks for more: no delay in any order in which
+no time for a cell, so :meth:`~.draft.Room.spare` asks for more: no delay in any order in which
 the present leases may end. KAI-Scheduler tries evictions and placements in a ``Statement``
 that is committed or discarded as a whole; the draft and :class:`~.preemption.Trial` are that.
 dask-gateway's controller reconciles: a wake-up only says "look again", so one too many is harmless
@@ -66,9 +66,11 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Iterable
 
+from ..states import ATTACHED
+from .draft import Draft, Promise, Reservation
 from .facts import Facts, Session
 from .model import FOR_MEMORY, FOR_QUOTA, Charge, Reason, Slice
-from .placement import Asking, Draft, Promise, Reservation, asking
+from .placement import Asking, asking
 from .preemption import (
     Offer,
     Trial,
@@ -77,12 +79,17 @@ from .preemption import (
     blocked_as,
     candidate,
     leaves_at,
+    not_before,
     paused,
     reservation,
     score,
     times,
+    unprotected,
 )
+from .running import REASONS, STOPPED, free_from, slice_ends
+from .shares import RECHECK, Shares, budget_changes_at
 
+SPENT = "the GPU-seconds of today are used up"
 HEAD = "the next kernel in the queue waits for memory"
 
 
@@ -96,14 +103,19 @@ class Plan:
     queue: list[Session] = field(default_factory=list)
     grants: list[tuple[Session, tuple[Slice, ...], str]] = field(default_factory=list)
     grows: list[tuple[Session, tuple[Slice, ...]]] = field(default_factory=list)
-    suspends: list[tuple[Session, str]] = field(default_factory=list)
+    #: With the tier of a victim in use; 0 for an idle one.
+    suspends: list[tuple[Session, str, int]] = field(default_factory=list)
     #: By session: what suspends under way free for it.
     promises: dict[str, Promise] = field(default_factory=dict)
     #: Why each session that was not served was not.
     reasons: dict[str, Reason] = field(default_factory=dict)
     reservation: Reservation | None = None
-    #: Owners with a session that waits for the owner's quota.
+    #: Owners with a session that waits for the owner's quota, and groups with one that waits for
+    #: the group's cap.
     held: set[str] = field(default_factory=set)
+    held_groups: set[str] = field(default_factory=set)
+    #: The order may change as usage decays and grows: sessions of several owners wait.
+    contended: bool = False
 
     @property
     def short(self) -> bool:
@@ -119,6 +131,15 @@ class Plan:
         the head of the queue) has not become more by this plan.
         """
         return len(self.grants) == len(self.order) and not (self.reasons or self.promises)
+
+    def behind(self, s: Session, facts: Facts) -> Reason | None:
+        """Return behind whose wait for the same limit ``s`` stands, or None."""
+        if s.owner.name in self.held:
+            return Reason("behind-own")
+        for group in facts.tree.capped(s.owner.group) if self.held_groups else ():
+            if group in self.held_groups:
+                return Reason("behind-group", group=group)
+        return None
 
     @property
     def changes(self) -> bool:
@@ -144,30 +165,27 @@ def _devices(held: Reservation | None) -> object:
 def order(facts: Facts) -> list[Session]:
     """Return the sessions that wait for a lease or for growth, the first to go first.
 
-    By points: the number of the priority class, plus one point for every ``ageing`` seconds of
-    waiting, so no session starves; all age alike, so which of two goes first never changes while
-    both wait. Equal points: older first, then first come. Growth of idle leases goes last.
+    By guarantees, daily budgets, classes, fair shares and age: see :mod:`.shares`. Growth of idle
+    leases goes last.
     """
-    ageing, classes = facts.settings.ageing, facts.settings.priority_classes
-
-    def rank(s: Session) -> tuple[bool, float, float, int]:
-        points, since = classes.get(s.request.priority, 0), s.wait.since
-        place = since / ageing - points if ageing > 0 else float(-points)
-        return s.state == "idle", place, since, s.wait.number
-
-    return sorted((*facts.waiting.values(), *facts.short.values()), key=rank)
+    return Shares(facts).order()
 
 
-def barred(s: Session, facts: Facts) -> Reason | None:
+def barred(s: Session, shares: Shares) -> Reason | None:
     """Return why ``s`` must not be served now whatever is free, or None."""
+    facts = shares.facts
     if s.wait.failed and s.retry_at > facts.now:
         return Reason("retry", text=s.wait.failed)
+    spent = shares.spent(s.owner)
+    if spent is not None and spent.daily.then == "stop" and s.state != "active":
+        return Reason("budget", group=spent.group, at=spent.until)
     return None
 
 
 def next_recheck(facts: Facts, plan: Plan) -> float:
     """Return when the clock alone next changes the plan; infinity if it does not."""
     most = facts.settings.max_wait
+    in_use = bool(facts.settings.preempt and plan.order)
     found = [] if plan.reservation is None else [plan.reservation.next_at]
     for s in facts.leased.values():
         if s.state == "idle":
@@ -175,10 +193,17 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
             found.append(leaves)
             if plan.order:
                 found.append(yields)
+        if in_use and s.state in ATTACHED:
+            found += (free_from(s, facts), slice_ends(s, facts))
     for s in plan.queue:
         found.append(s.retry_at)
         if most is not None:
-            found.append(s.queued_at + most)
+            found.append(math.inf if s.preempted else s.queued_at + most)
+    if facts.tree.budgeted:
+        owners = {s.owner for s in (*facts.leased.values(), *facts.waiting.values())}
+        found += (budget_changes_at(facts, owner) for owner in owners)
+    if plan.contended:
+        found.append(facts.now + RECHECK)
     return min((at for at in found if at > facts.now), default=math.inf)
 
 
@@ -214,16 +239,22 @@ class _Pass:
     def __init__(self, facts: Facts, before: Plan, but: str = "") -> None:
         self.facts = facts
         self.before = before
-        everybody = order(facts)
+        self.shares = Shares(facts)
+        everybody = self.shares.order()
         self.plan = Plan(everybody, [s for s in everybody if s.state == "queued"])
         self.turn = {s.id: at for at, s in enumerate(everybody)}
-        self.draft = Draft(facts)
+        self.draft = Draft(facts, self.shares)
+        #: A lease in use may be preempted for some session.
+        self.in_use = False
+        if len({s.owner for s in everybody}) > 1 or (everybody and facts.settings.preempt):
+            self.plan.contended = self.shares.fair
         #: How many sessions had come to wait when the oldest promise was made.
         self.oldest = min((p.made for p in before.promises.values()), default=facts.arrivals)
         #: Requests that found nothing behind the head, by kind of request; see :meth:`_hopeless`.
-        self.failed: dict[object, list[tuple[int, int, Reason]]] = {}
+        self.failed: dict[object, list[tuple[int, int, float, Reason]]] = {}
         for s in facts.leased.values():
             if candidate(s, facts):
+                self.in_use = self.in_use or not unprotected(s, facts)
                 for x in s.lease.slices:
                     room = self.draft.rooms[x.device]
                     room.candidates.append((s, x.bytes))
@@ -288,15 +319,29 @@ class _Pass:
         """2. Suspend idle leases whose time is over, as far as host memory has room."""
         facts, draft = self.facts, self.draft
         for s in facts.leased.values():
+            if self.shares.budgeted and self._stop(s):
+                continue
             if s.state != "idle" or leaves_at(s, facts) > facts.now:
                 continue
             room = draft.host_left([x.device for x in s.lease.slices])
             if draft.host_fits([s], room):
                 self._suspend(s, paused(s, facts) or ("release" if s.release_asked else "idle"))
 
-    def _suspend(self, v: Session, reason: str) -> None:
+    def _stop(self, s: Session) -> bool:
+        """Suspend ``s`` if its daily budget is used up and ends what runs; return whether."""
+        spent, facts = self.shares.spent(s.owner), self.facts
+        if spent is None or spent.daily.then != "stop" or s.state not in ATTACHED:
+            return False
+        at = not_before(s, facts) if s.state == "idle" else free_from(s, facts)
+        room = self.draft.host_left([x.device for x in s.lease.slices])
+        if at > facts.now or not self.draft.host_fits([s], room):
+            return False
+        self._suspend(s, SPENT, STOPPED)
+        return True
+
+    def _suspend(self, v: Session, reason: str, tier: int = 0) -> None:
         self.draft.suspend(v)
-        self.plan.suspends.append((v, reason))
+        self.plan.suspends.append((v, reason, tier))
         # More bytes will come free there than the failed requests could count on.
         self.failed.clear()
 
@@ -306,14 +351,15 @@ class _Pass:
         """Serve ``s``, or plan for it, or note why it waits."""
         plan, draft, facts = self.plan, self.draft, self.facts
         found = asking(s, facts)
-        why = barred(s, facts)
+        why = barred(s, self.shares)
         if why is not None:
             plan.reasons[s.id] = why
             return
         if s.id in draft.promises and self._kept(s, found):
             return
-        if s.owner.name in plan.held:
-            plan.reasons[s.id] = Reason("behind-own")
+        why = plan.behind(s, facts)
+        if why is not None:
+            plan.reasons[s.id] = why
             return
         behind_head = draft.reservation is not None
         why = self._hopeless(s, found) if behind_head else None
@@ -327,13 +373,16 @@ class _Pass:
             self._accept(s, offer, found.charge)
             return
         plan.reasons[s.id] = offer
-        if offer.rule in FOR_QUOTA:
+        if offer.rule in FOR_QUOTA and offer.group:
+            plan.held_groups.add(offer.group)
+        elif offer.rule in FOR_QUOTA:
             plan.held.add(s.owner.name)
         elif offer.rule in FOR_MEMORY:
             if found.where is not None:
-                key, need = (found.where, asker_kind(s)), found.needs[0]
+                key, need = (found.where, self._kind(s)), found.needs[0]
+                failure = need.least, need.bytes, s.wait.since, offer
                 # The smallest first, which rules out the most.
-                self.failed.setdefault(key, []).insert(0, (need.least, need.bytes, offer))
+                self.failed.setdefault(key, []).insert(0, failure)
             if not behind_head and s.state != "idle":
                 self._reserve(s, found)
 
@@ -342,7 +391,7 @@ class _Pass:
 
         Promises of sessions behind it do not delay it.
         """
-        draft, owner = self.draft, s.owner.name
+        draft, owner = self.draft, s.owner
         behind = self._behind(s)
         promise = draft.unpromise(s)
         takes, charge = promise.takes, promise.charge
@@ -369,7 +418,8 @@ class _Pass:
     def _accept(self, s: Session, offer: Offer, charge: Charge, made: int | None = None) -> None:
         plan, draft = self.plan, self.draft
         for v in offer.victims:
-            self._suspend(v, offer.reason)
+            tier = offer.tiers.get(v.id, 0)
+            self._suspend(v, REASONS[tier] if tier else offer.reason, tier)
         if not offer.ready:
             made = self.facts.arrivals if made is None else made
             draft.promise(s, Promise(offer.takes, charge, made))
@@ -410,9 +460,13 @@ class _Pass:
         ahead, because ``s`` could not use it: it stands, and the suspends for it are not in vain.
         """
         promises, number = self.draft.promises, s.wait.number
-        if number <= self.oldest:
+        # A preempted session, although it has its age, is not to take back what it gave.
+        if number <= self.oldest or s.preempted:
             return []
         return [name for name in self._behind(s) if promises[name].made < number]
+
+    def _kind(self, s: Session) -> object:
+        return asker_kind(s, self.shares, in_use=self.in_use)
 
     def _hopeless(self, s: Session, found: Asking) -> Reason | None:
         """Return why ``s`` is blocked if one before it found nothing for no more; else None.
@@ -425,12 +479,12 @@ class _Pass:
         greedy victims in a fixed order, and the combinations, whose options are then the same.
         And it has no promise to take over that the other one could not have.
         """
-        failed = self.failed.get((found.where, asker_kind(s)))
+        failed = self.failed.get((found.where, self._kind(s)))
         if not failed or (self.draft.promises and self._newer(s)):
             return None
         need = found.needs[0]
-        for least, size, why in failed:
-            if need.least >= least and need.bytes >= size:
+        for least, size, since, why in failed:
+            if need.least >= least and need.bytes >= size and s.wait.since >= since:
                 rule = blocked_as(self.draft, s, need, why.rule)
                 return Reason(rule, bytes=s.request.memory, count=1)
         return None
@@ -450,8 +504,8 @@ class _Pass:
         for uuid, size in held.wanted.items() if late else ():
             room, now = draft.rooms[uuid], self.facts.now
             options = Trial(draft, s, draft.host).options(room)
-            for _, v, _ in sorted(options, key=lambda o: (o[0], score(o[1], now))):
-                if room.expect < size and draft.host_fits([v], draft.host):
+            for tier, v, _ in sorted(options, key=lambda o: (o[0], score(o[1], now))):
+                if not tier and room.expect < size and draft.host_fits([v], draft.host):
                     self._suspend(v, HEAD)
 
     # ------------------------------------------------------------------ 6. relief
@@ -467,9 +521,9 @@ class _Pass:
             return
         away = [s for s in found if s.state == "detached" and s.retry_at <= facts.now]
         for s in sorted(away, key=lambda s: (-s.suspended_bytes, s.id)):
-            if not s.suspended or s.owner.name in self.plan.held:
+            if not s.suspended or self.plan.behind(s, facts) is not None:
                 continue
-            if draft.lacking(s.owner.name, asking(s, facts).charge) is None:
+            if draft.lacking(s.owner, asking(s, facts).charge) is None:
                 takes = draft.now(s, asking(s, facts).needs)
                 if takes is not None:
                     self.plan.grants.append((s, takes, "host memory is short"))

@@ -30,6 +30,8 @@ from .facts import Facts, Session, weighted
 from .model import Refusal, Slice
 from .placement import preferred
 from .residence import Gap
+from .running import TURN
+from .shares import Shares
 
 Actions = list[Action]
 
@@ -67,18 +69,21 @@ class Step(NamedTuple):
 
 def _join(facts: Facts, s: Session, since: float) -> Actions:
     """Begin to wait, with the age that it has."""
-    s.queued_at = since
+    # The computation of a preempted session has its age; its wait begins now.
+    s.queued_at = facts.now if s.preempted else since
     facts.begin_wait(s, since)
     return []
 
 
 def _stop_waiting(facts: Facts, s: Session) -> Actions:
+    s.preempted = ""
     s.wait_seconds_total += max(0.0, facts.now - s.queued_at)
     s.queued_at = 0.0
     return []
 
 
 def _begin_attach(facts: Facts, s: Session, takes: tuple[Slice, ...]) -> Actions:
+    s.lease.level = Shares(facts).level(s)
     s.epoch += 1
     s.retry_at = 0.0
     facts.set_slices(s, takes)
@@ -90,6 +95,7 @@ def _begin_attach(facts: Facts, s: Session, takes: tuple[Slice, ...]) -> Actions
 def _attached(facts: Facts, s: Session, seconds: float) -> Actions:
     """The lease is true: what was suspended is on its devices."""
     state, s.suspended = s.suspended, ()
+    s.preempted = ""
     s.failures = 0
     if state:
         s.resumes += 1
@@ -127,7 +133,7 @@ def _not_attached(facts: Facts, s: Session) -> Actions:
 
 def _back_to_queue(facts: Facts, s: Session, failed: str) -> Actions:
     _not_attached(facts, s)
-    _join(facts, s, s.queued_at)
+    _join(facts, s, s.wait.since)
     s.wait.failed = failed
     return []
 
@@ -157,7 +163,7 @@ def _work(facts: Facts, s: Session) -> Actions:
     return []
 
 
-def _begin_suspend(facts: Facts, s: Session, reason: str) -> Actions:
+def _begin_suspend(facts: Facts, s: Session, reason: str, _tier: int = 0) -> Actions:
     s.lease.host_bound = s.state_bound
     facts.host_takes(s.lease.host_bound)
     gap, known = s.measured.gap, s.measured
@@ -169,8 +175,10 @@ def _begin_suspend(facts: Facts, s: Session, reason: str) -> Actions:
     return [Suspend(session=s.id, epoch=s.epoch, slices=slices, reason=reason)]
 
 
-def _begin_preempt(facts: Facts, s: Session, reason: str) -> Actions:
+def _begin_preempt(facts: Facts, s: Session, reason: str, tier: int) -> Actions:
     """Its holds stay: it goes on by itself with its next lease."""
+    s.measured.busy = weighted(s.measured.busy, facts.now - s.measured.busy_since)
+    s.lease.preempted, s.preempted = tier, reason
     s.lease.host_bound = s.state_bound
     facts.host_takes(s.lease.host_bound)
     slices = s.lease.slices
@@ -200,14 +208,25 @@ def _suspended(facts: Facts, s: Session, state: tuple[Slice, ...], cuda: bool | 
 def _suspended_and_wanted(
     facts: Facts, s: Session, state: tuple[Slice, ...], cuda: bool | None
 ) -> Actions:
+    tier = s.lease.preempted
     _suspended(facts, s, state, cuda)
-    return _join(facts, s, min(h.since for h in s.holds.values()))
+    # Its turn is over: it goes behind those that wait for theirs.
+    since = facts.now if tier == TURN else min(h.since for h in s.holds.values())
+    return _join(facts, s, since)
+
+
+def _suspended_and_done(
+    facts: Facts, s: Session, state: tuple[Slice, ...], cuda: bool | None
+) -> Actions:
+    s.preempted = ""
+    return _suspended(facts, s, state, cuda)
 
 
 def _stays(facts: Facts, s: Session) -> Actions:
     facts.host_takes(-s.lease.host_bound)
     s.lease.host_bound = 0
     s.lease.told_wanted = False  # its agent has given the slice up, and forgotten it
+    s.lease.preempted, s.preempted = 0, ""
     if s.holds:
         return _work(facts, s)
     since = s.idle_since  # idle all the time, or since a hold was dropped meanwhile
@@ -273,15 +292,13 @@ TRANSITIONS: Mapping[tuple[State, State], Step] = {
         "idle time-out, pressure or release; the driver is asked to suspend", _begin_suspend
     ),
     ("detaching", "detached"): Step(
-        "the device memory is free; the slice is back in the pool", _suspended
+        "the device memory is free; the slice is back in the pool", _suspended_and_done
     ),
     ("detaching", "queued"): Step(
-        "the slice is back in the pool, and a hold was taken meanwhile", _suspended_and_wanted
+        "the slice is back in the pool, and a hold is there", _suspended_and_wanted
     ),
     ("detaching", "idle"): Step("the suspend was refused; the lease stays", _stays),
-    ("detaching", "active"): Step(
-        "the suspend was refused, and a hold was taken meanwhile", _stays
-    ),
+    ("detaching", "active"): Step("the suspend was refused, and a hold is there", _stays),
     ("detached", "ended"): Step("the process is gone", _end),
     ("queued", "ended"): Step("the process is gone", _end),
     ("attaching", "ended"): Step("the process is gone, or the driver lost its state", _end),

@@ -182,6 +182,11 @@ def _settings(facts: Facts, event: ev.SettingsChanged) -> Actions:
     return actions
 
 
+def _usage_recovered(facts: Facts, event: ev.UsageRecovered) -> Actions:
+    facts.meters.recovered(facts.now, facts.settings, event.users, event.groups)
+    return []
+
+
 def _recovered(facts: Facts, event: ev.Recovered) -> Actions:
     actions: Actions = []
     for record in event.records:
@@ -396,7 +401,7 @@ def _suspend_done(facts: Facts, s: Session, event: ev.SuspendDone) -> Actions:
         facts.swap = weighted(facts.swap, event.seconds)
         s.measured.suspend = weighted(s.measured.suspend, event.seconds)
     if s.holds:
-        text = "suspended, and a hold was taken meanwhile"
+        text = s.preempted or "suspended, and a hold was taken meanwhile"
         return move(facts, s, "queued", text, held, event.cuda)
     text = "suspended" if held else "detached; nothing to suspend"
     return move(facts, s, "detached", text, held, event.cuda)
@@ -407,7 +412,7 @@ def _suspend_refused(facts: Facts, s: Session, event: ev.SuspendRefused) -> Acti
     if event.kind == "pinned":
         s.pinned_reason = event.message or "the driver cannot suspend it"
         s.pinned_at = facts.now
-    elif not (event.kind == "busy" and s.holds):
+    elif s.lease.preempted or not (event.kind == "busy" and s.holds):
         # With a hold, the suspend may be tried again once the hold is dropped: after a back-off,
         # the next try would meet the next of its short cells.
         _back_off(facts, s, event.kind)
@@ -427,6 +432,7 @@ _POOL: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.HostMemorySeen: _host_memory,
     ev.HostPressure: _host_pressure,
     ev.SettingsChanged: _settings,
+    ev.UsageRecovered: _usage_recovered,
     ev.Recovered: _recovered,
     ev.SessionOpened: _opened,
     ev.SessionEnded: _ended,

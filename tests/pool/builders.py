@@ -23,7 +23,9 @@ from jupyter_gpupool.pool.model import (
 
 from .checks import check_pool
 
-RULES = PoolSettings(host_memory=1000, resume_headroom=1, idle_timeout=300.0, ageing=60.0)
+RULES = PoolSettings(
+    host_memory=1000, resume_headroom=1, idle_timeout=300.0, ageing=60.0, half_life=0.0
+)
 
 
 def device(index: int, memory: int = 16, **kwargs: Any) -> Device:
@@ -68,6 +70,7 @@ class Lab:
 
     def open(self, name: str, memory: int = 10, **fields: Any) -> list[ev.Action]:
         owner = fields.pop("owner", f"user-{name}")
+        owner = owner if isinstance(owner, Owner) else Owner(owner)
         request = Request(
             memory=memory,
             limit=fields.pop("limit", memory),
@@ -78,7 +81,7 @@ class Lab:
         return self.send(
             ev.SessionOpened,
             session=name,
-            owner=Owner(owner),
+            owner=owner,
             request=request,
             attach=fields.pop("attach", "cell"),
             rid=fields.pop("rid", ""),

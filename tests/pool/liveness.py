@@ -273,8 +273,12 @@ def check_backfill(look: Look, before: dict[str, Explanation], actions: list[ev.
     """Check that no session that was attached from behind the head delays it.
 
     It must leave the head as well off in every order in which the leases on the reserved devices
-    may end. To keep a promise needs no proof: it was given before.
+    may end. To keep a promise needs no proof: it was given before. Only where class and age alone
+    make the order: what usage has made of it is not known here.
     """
+    rules = look.naive.settings
+    if rules.half_life or rules.groups or any(q.daily for q in rules.quotas.values()):
+        return
     if not look.head or look.naive.sessions[look.head].state != "queued":
         return
     attached = {a.session: a.slices for a in actions if isinstance(a, ev.Attach)}

@@ -24,11 +24,11 @@ from .world import World
 #: The methods of a pool that ask, and how: with nothing, sessions, devices or a time.
 QUERIES: dict[str, Callable[[Pool], Iterable[tuple[Any, ...]]]] = {
     **dict.fromkeys(
-        ["next_wakeup", "devices", "suspended", "records", "self_check"],
+        ["next_wakeup", "devices", "suspended", "records", "self_check", "usage"],
         lambda _pool: [()],
     ),
     **dict.fromkeys(
-        ["__contains__", "record", "preferred", "growable", "story", "explain"],
+        ["__contains__", "record", "preferred", "growable", "story", "explain", "why"],
         lambda pool: [(name,) for name in (*[r.id for r in pool.records()], "nobody")],
     ),
     **dict.fromkeys(

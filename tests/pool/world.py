@@ -56,6 +56,7 @@ def random_settings(c: Chooser) -> PoolSettings:
         residence=c.choice(["work", "work", "clock"]),
         growth_step=c.choice([1, 1, 3]),
         max_memory_per_kernel=c.choice([None, None, 10]),
+        half_life=c.choice([0.0, 0.0, 60.0, 3600.0]),
     )
 
 

@@ -1,0 +1,319 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A draft of the plan: what it leaves on each device, of each limit and of host memory.
+
+A :class:`Draft` is a copy of the accounts on which the pass tries its plan; it never changes the
+facts. It begins with the facts, less what the last plan promised, and shrinks as one session after
+the other takes its part. Growth and forecasts read a draft, too: what it leaves is neither promised
+to a session nor reserved for the head of the queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Iterable, Mapping, Sequence
+
+from .facts import DeviceLedger, Facts, Session
+from .ledgers import OwnerUsage
+from .limits import lacking
+from .model import Charge, Owner, Slice
+from .placement import Need, choose, preferred
+from .shares import Shares
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """A limit that a request exceeds: its name, what it allows, and the group that has it."""
+
+    name: str
+    most: int
+    #: "" for the owner's own quota.
+    group: str = ""
+
+
+class Room:
+    """One device in a draft: what it has left for the sessions that come later in the pass."""
+
+    __slots__ = ("avail", "candidates", "expect", "leases", "ledger", "offered", "promised", "uuid")
+
+    def __init__(self, ledger: DeviceLedger) -> None:
+        self.ledger = ledger
+        self.uuid = ledger.device.uuid
+        #: Bytes that are free now, and bytes that are free once all suspends under way are done;
+        #: both without what is promised.
+        self.avail = ledger.free
+        self.expect = self.avail + ledger.incoming
+        self.promised = 0
+        self.leases: list[tuple[Session, int]] = []
+        #: The leases that may be preempted for some session, and their bytes in all.
+        self.candidates: list[tuple[Session, int]] = []
+        self.offered = 0
+
+    def promise(self, size: int) -> None:
+        """Keep ``size`` bytes (may be negative) for a session."""
+        self.avail -= size
+        self.expect -= size
+        self.promised += size
+
+    def spare(self, wanted: int) -> int:
+        """Return the bytes that can be backfilled while the head reserves ``wanted`` bytes here.
+
+        The head of the queue waits until leases here end. Giving ``x`` bytes away is harmless if
+        the head starts no later in any order in which the present leases may end (so nobody has to
+        estimate when they end). That is so if all leases smaller than the missing bytes do not
+        suffice together: then a larger one must end in any case, and the part of the smallest of
+        the larger ones beyond the missing bytes can go.
+        """
+        if self.promised:
+            return 0
+        missing = wanted - self.avail
+        if missing <= 0:
+            return -missing
+        small, large = 0, 0
+        for _, size in self.leases:
+            if size < missing:
+                small += size
+            elif not large or size < large:
+                large = size
+        return large - missing if large and small < missing else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What the head of the queue reserves: bytes wanted, by device.
+
+    Sessions behind the head get there only what :meth:`Room.spare` proves harmless.
+    """
+
+    session: str
+    wanted: Mapping[str, int]
+    #: The slices that the head needs; ``wanted`` may name more devices, as alternatives.
+    count: int
+    charge: Charge
+    #: When it reserves one device more.
+    next_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Bytes that suspends under way free for one session."""
+
+    takes: tuple[Slice, ...]
+    charge: Charge
+    #: The number of sessions that had come to wait when the plan first made this promise.
+    made: int
+
+
+@dataclass(slots=True)
+class Draft:
+    """What is left for the sessions that come later in the pass."""
+
+    facts: Facts
+    shares: Shares
+    rooms: dict[str, Room] = field(default_factory=dict)
+    #: Host bytes that suspends may still take.
+    host: int = 0
+    reservation: Reservation | None = None
+    #: Sessions that this plan suspends.
+    leaving: set[str] = field(default_factory=set)
+    promises: dict[str, Promise] = field(default_factory=dict)
+    #: Sessions that this plan attaches or lets grow: no session has two parts in one plan.
+    settled: set[str] = field(default_factory=set)
+    #: Bytes by group that this plan suspends.
+    going: dict[str, int] = field(default_factory=dict)
+    _usage: dict[str, OwnerUsage] = field(default_factory=dict)
+    #: Bytes by group with a cap.
+    _groups: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rooms = {uuid: Room(ledger) for uuid, ledger in self.facts.devices.items()}
+        for s in self.facts.leased.values():
+            for x in s.lease.slices:
+                self.rooms[x.device].leases.append((s, x.bytes))
+        self.host = self.facts.host_room
+        for name in self.facts.tree.caps:
+            usage = self.facts.group_usage.get(name)
+            self._groups[name] = usage.memory if usage is not None else 0
+
+    # ------------------------------------------------------------------ what is left
+
+    def usage(self, owner: str) -> OwnerUsage:
+        """Return what the owner has and is promised in this draft."""
+        found = self._usage.get(owner)
+        if found is None:
+            known = self.facts.usage.get(owner)
+            found = self._usage[owner] = OwnerUsage() if known is None else known.copy()
+        return found
+
+    def count(self, owner: Owner, charge: Charge, sign: int = 1) -> None:
+        """Count a charge in with the owner and its groups, or out with ``sign`` -1."""
+        self.usage(owner.name).add(charge, sign)
+        for name in self.facts.tree.capped(owner.group) if self.facts.tree.caps else ():
+            self._groups[name] += sign * charge[0]
+
+    def lacking(self, owner: Owner, more: Charge, less: Iterable[Session] = ()) -> Lack | None:
+        """Return which limit of the owner, or of a group of it, ``more`` would exceed; or None.
+
+        ``less`` are leases that are given back before.
+        """
+        facts = self.facts
+        settings, caps = facts.settings, facts.tree.caps
+        capped = facts.tree.capped(owner.group) if caps else ()
+        if not (settings.quotas or capped):
+            return None
+        back: Charge = (0, 0, 0)
+        groups = dict.fromkeys(capped, 0)
+        for v in less:
+            charge = v.lease.charge
+            if v.owner.name == owner.name:
+                back = back[0] + charge, back[1] + len(v.lease.slices), back[2] + 1
+            if groups:
+                for name in facts.tree.capped(v.owner.group):
+                    if name in groups:
+                        groups[name] += charge
+        found = lacking(settings.quota_of(owner.name), self.usage(owner.name), more, back)
+        if found is not None:
+            return Lack(*found)
+        for name, freed in groups.items():
+            most = facts.tree.caps[name]
+            if more[0] > 0 and self._groups[name] - freed + more[0] > most:
+                return Lack("memory", most, name)
+        return None
+
+    def room_of(self, owner: Owner) -> Lack | None:
+        """Return what the cap leaves of the group of ``owner`` that has the least left, or None."""
+        caps = self.facts.tree.caps
+        left = (
+            Lack("memory", caps[g] - self._groups[g], g)
+            for g in self.facts.tree.capped(owner.group)
+        )
+        return min(left, key=lambda lack: lack.most, default=None)
+
+    def coming_back(self, owner: Owner) -> list[Session]:
+        """Return the leases in the owner's limits that suspends under way or planned give back."""
+        if not (self.facts.settings.quotas or self.facts.tree.caps):
+            return []
+        return [s for s in self.sharing(owner) if s.state == "detaching" or s.id in self.leaving]
+
+    def sharing(self, owner: Owner, group: str | None = None) -> list[Session]:
+        """Return the leases that count in a limit of the owner: its own, and those of its groups.
+
+        Only those that count in one limit: of ``group``, or ("") of the owner itself.
+        """
+        facts = self.facts
+        if group:
+            return [s for s in facts.leased.values() if group in facts.tree.path(s.owner.group)]
+        capped = facts.tree.capped(owner.group) if group is None else ()
+        if not capped:
+            return list(facts.leases_of(owner.name))
+        return [
+            s
+            for s in facts.leased.values()
+            if s.owner.name == owner.name or capped[0] in facts.tree.path(s.owner.group)
+        ]
+
+    def left(self, ledger: DeviceLedger) -> int:
+        """Return the bytes there that the next session may have at once."""
+        uuid = ledger.device.uuid
+        room, held = self.rooms[uuid], self.reservation
+        wanted = held.wanted.get(uuid) if held is not None else None
+        return room.avail if wanted is None else min(room.avail, room.spare(wanted))
+
+    def reserved(self, room: Room) -> bool:
+        """Return whether the head of the queue has a reservation there."""
+        return self.reservation is not None and room.uuid in self.reservation.wanted
+
+    def now(self, s: Session, needs: Sequence[Need]) -> tuple[Slice, ...] | None:
+        """Return where ``s``, which needs ``needs``, could have them at once, or None."""
+        return choose(needs, self.facts.devices, self.left, preferred(s))
+
+    def host_left(self, devices: Iterable[str] = ()) -> int:
+        """Return the host bytes that a suspend may take beside what the head is going to need.
+
+        All of them if the suspend frees memory on ``devices`` that the head has reserved.
+        """
+        held = self.reservation
+        if held is None:
+            return self.host
+        freed = set(devices)
+        if freed and freed <= held.wanted.keys():
+            return self.host
+        missing = (max(0, size - self.rooms[uuid].expect) for uuid, size in held.wanted.items())
+        # The head may have reserved more devices than it needs: the cheapest of them count.
+        return self.host - sum(sorted(missing)[: held.count])
+
+    def host_fits(self, victims: Iterable[Session], room: int) -> bool:
+        """Return whether the state of all ``victims`` fits in ``room`` bytes and their quotas."""
+        total = 0
+        owners: dict[str, int] = {}
+        for v in victims:
+            bound = v.state_bound
+            if bound:
+                total += bound
+                owners[v.owner.name] = owners.get(v.owner.name, 0) + bound
+        if not total:
+            return True
+        if total > room:
+            return False
+        for owner, size in owners.items():
+            most = self.facts.settings.quota_of(owner).suspended
+            if most is not None and self.usage(owner).suspended + size > most:
+                return False
+        return True
+
+    # ------------------------------------------------------------------ what is taken
+
+    def take(self, s: Session, takes: Iterable[Slice], charge: Charge) -> None:
+        """Grant ``takes`` to ``s``: they are gone for all that come later."""
+        self.settled.add(s.id)
+        self.count(s.owner, charge)
+        for x in takes:
+            room = self.rooms[x.device]
+            room.avail -= x.bytes
+            room.expect -= x.bytes
+            # From now on it may end before the head of the queue starts, like the present leases.
+            held = sum(size for v, size in room.leases if v is s)
+            room.leases = [(v, size) for v, size in room.leases if v is not s]
+            room.leases.append((s, held + x.bytes))
+
+    def promise(self, s: Session, promise: Promise) -> None:
+        """Keep bytes for ``s`` until suspends under way have freed them."""
+        self.promises[s.id] = promise
+        for x in promise.takes:
+            self.rooms[x.device].promise(x.bytes)
+        self.count(s.owner, promise.charge)
+
+    def unpromise(self, s: Session) -> Promise:
+        """Take back what ``s`` was promised, and return it."""
+        promise = self.promises.pop(s.id)
+        for x in promise.takes:
+            self.rooms[x.device].promise(-x.bytes)
+        self.count(s.owner, promise.charge, -1)
+        return promise
+
+    def suspend(self, v: Session) -> None:
+        """Let ``v`` leave: its bytes are on their way, and its state takes host memory."""
+        if v.id in self.promises:
+            self.unpromise(v)  # of growth, which ends with the lease
+        self.leaving.add(v.id)
+        self.host -= v.state_bound
+        self.usage(v.owner.name).suspended += v.state_bound
+        for name in self.facts.tree.path(v.owner.group):
+            self.going[name] = self.going.get(name, 0) + v.lease.charge
+        for x in v.lease.slices:
+            self.rooms[x.device].expect += x.bytes
+
+    def reserve(self, held: Reservation, head: Session) -> None:
+        """Reserve memory for the head of the queue, and its part of its owner's quota."""
+        self.reservation = held
+        self.count(head.owner, held.charge)
+        for uuid in held.wanted if head.lease.slices else ():
+            # It waits for others to end, and not for its own lease.
+            room = self.rooms[uuid]
+            room.leases = [(s, size) for s, size in room.leases if s is not head]
+
+    def unreserve(self, head: Session) -> None:
+        """Take back what :meth:`reserve` did."""
+        assert self.reservation is not None
+        self.count(head.owner, self.reservation.charge, -1)
+        self.reservation = None

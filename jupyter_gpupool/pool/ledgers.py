@@ -1,0 +1,43 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What an owner and a group have now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .model import Charge
+
+
+@dataclass(slots=True)
+class OwnerUsage:
+    """What one owner has."""
+
+    memory: int = 0
+    devices: int = 0
+    leases: int = 0
+    #: Host bytes of suspended state, suspends under way included.
+    suspended: int = 0
+
+    def add(self, charge: Charge, sign: int = 1) -> None:
+        """Count a charge in, or out with ``sign`` -1."""
+        self.memory += sign * charge[0]
+        self.devices += sign * charge[1]
+        self.leases += sign * charge[2]
+
+    def copy(self) -> OwnerUsage:
+        return OwnerUsage(self.memory, self.devices, self.leases, self.suspended)
+
+
+@dataclass(slots=True)
+class GroupUsage:
+    """What the members of one group have, as their quotas are charged."""
+
+    memory: int = 0
+    #: The part of it whose suspend is under way.
+    leaving: int = 0
+
+    @property
+    def stays(self) -> int:
+        """Bytes that no suspend under way frees."""
+        return self.memory - self.leaving

@@ -1,0 +1,226 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Preemption of sessions in use: which may be preempted, from when on, and for which session.
+
+A preempted session loses nothing: it is suspended in the middle of its cell, waits as one of the
+queue and goes on by itself. The rules, from the first victim to the last (tier 0 is an idle lease
+that nothing protects, see :mod:`.preemption`):
+
+====  ==============  ==============================================================================
+tier  rule            which holders, for which askers
+====  ==============  ==============================================================================
+1     ``burst``       holders that have more than their request guarantees, for any asker that needs
+                      no more than its own request guarantees
+2     ``guarantee``   holders outside the asker's group, for an asker within its group's guarantee;
+                      and holders whose daily budget is used up, for an asker with some left
+3     ``class``       holders of a lower class, for askers that need no more than their request
+4     ``turns``       equals whose time slice is over, for an asker whose owner has used less for
+                      its weight, by more than one time slice; of one owner's, in turns
+====  ==============  ==============================================================================
+
+For all of these: no holder is preempted that a guarantee of its own group covers, except for a
+session of that group; none that cannot be suspended; and none before a *minimum residence*: the
+time that moving it out and in takes, as measured. (For ``burst``, its time slice, if it was moved
+to its slice: it would have to come back with all its state.) Idle holders that something protects
+(``%gpu keep``, ``reclaim_after``, residence) are treated as busy ones: keeping a slice idle
+protects no more than using it.
+
+*No two sessions preempt each other in turn* but by ``turns``, where that is the purpose. A victim
+of ``guarantee`` was above its guarantee, so with its request its group is still not within it; and
+the asker is covered by one. ``class`` is a strict order; a session that was raised by its age keeps
+the class in which it got its lease. A session that needs more than its request guarantees (its
+state has grown) preempts by ``guarantee`` and ``turns`` only, so a victim of ``burst`` does not
+take the slice back by its class.
+
+*Time slices.* A slice lasts for ``cost / max_swap_overhead`` seconds (at least ``SLICE_LEAST``),
+where ``cost`` is the measured time of the holder's own suspend and resume: so moving takes at most
+``max_swap_overhead`` of the time. Where many move at once they slow each other down, the measured
+cost rises, and slices become longer by themselves. Sessions that fit beside each other stay: a
+lease is preempted only if its bytes are needed. A lease on several devices goes as one.
+
+A holder gives its turn to an asker of another owner only if the asker, with what the holder uses in
+one slice, would still be behind it: with less, the asker would have to give it back at once.
+Between two sessions of one owner, the asker must have waited for as long as a slice.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Iterator, Mapping, Sequence
+
+from ..states import ATTACHED
+from .facts import NEVER, Facts, Session
+from .model import PreemptRule
+from .placement import Asking, asking
+from .residence import allowance
+from .shares import Shares
+
+#: The shortest time slice, and the shortest stay of a holder, in seconds.
+SLICE_LEAST, STAY_LEAST = 10.0, 1.0
+#: Bytes per second with which state is assumed to move as long as nothing was measured.
+RATE = 1 << 30
+
+#: The tier of ``turns``.
+TURN = 4
+#: Not a tier of :func:`tier_in_use`: the daily budget ends what runs, whether others wait or not.
+STOPPED = 5
+
+#: The rules by tier.
+RULES: Mapping[int, PreemptRule] = {1: "burst", 2: "guarantee", 3: "class", 4: "turns"}
+REASONS = {
+    1: "it has more memory than it is guaranteed, and another kernel needs what it is guaranteed",
+    2: "another kernel needs what its group is guaranteed",
+    3: "a kernel of a higher priority class needs the GPU",
+    4: "its time slice is over, and another kernel has its turn",
+}
+
+
+def cost(s: Session, facts: Facts) -> float:
+    """Return the seconds that moving ``s`` out and in takes: measured, or guessed by its size."""
+    known = s.measured
+    if known.suspend is not None and known.resume is not None:
+        return known.moving
+    if facts.swap is not None:
+        return 2 * facts.swap
+    return 2 * s.lease.granted / RATE
+
+
+def time_slice(s: Session, facts: Facts) -> float:
+    """Return how long a turn of ``s`` is."""
+    share = facts.settings.max_swap_overhead
+    return max(SLICE_LEAST, allowance(cost(s, facts), share) if share > 0 else 0.0)
+
+
+def began(s: Session) -> float:
+    """Return when ``s`` got its present lease."""
+    return max(s.lease.attached_at, s.lease.resumed_at)
+
+
+def stays_least(s: Session, facts: Facts) -> float:
+    """Return until when no rule preempts ``s`` while it is in use."""
+    return began(s) + max(STAY_LEAST, cost(s, facts))
+
+
+def slice_ends(s: Session, facts: Facts) -> float:
+    """Return when the present turn of ``s`` is over."""
+    return began(s) + time_slice(s, facts)
+
+
+def movable(s: Session, facts: Facts) -> bool:
+    """Return whether suspending ``s`` while it is in use can work."""
+    return (
+        s.state in ATTACHED
+        and not s.pressed
+        and not s.pinned_reason
+        and all(facts.devices[x.device].device.can_suspend for x in s.lease.slices)
+    )
+
+
+def free_from(s: Session, facts: Facts) -> float:
+    """Return from when on ``s`` may be preempted while in use, by the first rule that allows it."""
+    if not movable(s, facts):
+        return math.inf
+    return max(s.retry_at, stays_least(s, facts))
+
+
+def modest(asked: Asking, s: Session) -> bool:
+    """Return whether a session that asks needs no more than its request guarantees."""
+    memory = s.request.memory
+    return all(need.least <= memory for need in asked.needs)
+
+
+def claims(asker: Session, holder: Session, shares: Shares) -> Iterator[tuple[int, float]]:
+    """Yield the tiers in which ``asker`` may preempt ``holder`` while in use, and from when on.
+
+    Not whether a guarantee covers the holder: that depends on the other victims (:func:`covered`).
+    """
+    facts = shares.facts
+    rules = facts.settings.preempt
+    # Growth of an idle session computes nothing; without budget, a session preempts nothing.
+    if asker is holder or asker.state == "idle" or shares.spent(asker.owner) is not None:
+        return
+    at = free_from(holder, facts)
+    if at == math.inf:
+        return
+    within = modest(asking(asker, facts), asker)
+    if within and "burst" in rules and holder.id in facts.grown:
+        moved = holder.lease.resumed_at > NEVER
+        yield 1, max(at, slice_ends(holder, facts)) if moved else at
+    if "guarantee" in rules:
+        groups = shares.entitled.get(asker.id)
+        outside = groups and not groups <= set(shares.tree.path(holder.owner.group))
+        if outside or shares.spent(holder.owner) is not None:
+            yield 2, at
+    level, its = shares.level(asker), holder_level(holder, shares)
+    if level > its:
+        if within and "class" in rules:
+            yield 3, at
+    elif level == its and "turns" in rules:
+        ends = max(at, slice_ends(holder, facts))
+        length = time_slice(holder, facts)
+        if asker.owner == holder.owner or not shares.fair:
+            yield TURN, max(ends, asker.wait.since + length)
+        elif shares.behind(asker.owner, holder.owner, length * rate(holder, shares)):
+            yield TURN, ends
+
+
+def tier_in_use(asker: Session, holder: Session, shares: Shares) -> int | None:
+    """Return the tier in which ``asker`` may preempt ``holder`` now although that is in use."""
+    now = shares.facts.now
+    return next((tier for tier, at in claims(asker, holder, shares) if at <= now), None)
+
+
+def holder_level(s: Session, shares: Shares) -> int:
+    """Return the class of a holder: its own, or the one in which it got its lease."""
+    classes = shares.facts.settings.priority_classes
+    return max(classes.get(s.request.priority, 0), s.lease.level)
+
+
+def rate(s: Session, shares: Shares) -> float:
+    """Return the devices that ``s`` uses, by memory or compute, whichever is more."""
+    account = shares.facts.meters.users.get(s.owner.name)
+    return max(account.parts.get(s.id, (0.0, 0.0))) if account is not None else 0.0
+
+
+def covered(
+    asker: Session,
+    victims: Sequence[tuple[Session, int]],
+    leaving: Mapping[str, int],
+    shares: Shares,
+) -> bool:
+    """Return whether a guarantee covers one of ``victims`` (with their tiers), taken in this order.
+
+    ``leaving``: bytes by group that this plan suspends already. A guarantee of a group that is the
+    asker's as well covers nothing here, and an idle lease that nothing protects goes in any case.
+    """
+    guarantees, facts = shares.tree.guarantees, shares.facts
+    if not guarantees or not any(tier for _, tier in victims):
+        return False
+    own = shares.tree.path(asker.owner.group)
+    have: dict[str, int] = {}
+    for v, tier in victims:
+        names = [name for name in shares.tree.path(v.owner.group) if name in guarantees]
+        for name in names:
+            if name not in have:
+                usage = facts.group_usage.get(name)
+                have[name] = (usage.stays if usage else 0) - leaving.get(name, 0)
+        if tier and shares.spent(v.owner) is None:
+            for name in names:
+                if name not in own and have[name] <= guarantees[name]:
+                    return True
+        for name in names:
+            have[name] -= v.lease.charge
+    return False
+
+
+def kind_of(asker: Session, shares: Shares) -> Any:
+    """Return everything that :func:`tier_in_use` reads of an asker without a lease.
+
+    But for how long it has waited, which counts between two sessions of one owner.
+    """
+    return (
+        asker.owner,
+        shares.level(asker),
+        shares.entitled.get(asker.id),
+        modest(asking(asker, shares.facts), asker),
+    )

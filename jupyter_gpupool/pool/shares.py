@@ -1,0 +1,338 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Who goes first: guarantees, classes, fair shares, age. And whose daily budget is used up.
+
+The order
+---------
+One key after the other, no sums of unlike things:
+
+1. *Within a guarantee* before all others: a session whose group has, with this request and those of
+   the group that go before it, no more than is guaranteed to it.
+2. Owners and groups whose *daily budget* is used up go last.
+3. *Class*: the higher priority class first.
+4. *Fair share*: from the pool down the tree of groups to the owner, the child that has used least
+   for its weight (Slurm's Fair Tree: R. Cox and L. Morrison, "Fair Tree: Fairshare Algorithm for
+   Slurm", 2014; siblings are compared with siblings only). What it has used is the dominant decayed
+   usage (:mod:`.usage`) and ``HORIZON`` seconds of what it has now and of what it would have once
+   its requests that go before are served: so 50 requests of one owner do not all go before the
+   first of another who has used a little more.
+5. *Age*: who waits for longer.
+
+Age raises a session by a *class*: after ``ageing`` x (difference of the class numbers) seconds it
+competes in the next class, unless its owner or group has more than its fair share there. So age
+never outweighs a share. (Added to one sum, as priorities and shares often are, every queue that is
+long enough ends in order of age: with weights 3:1 and endless demand of both, usage went to 2:1.)
+
+No session starves. Usage decays and requests do not: an owner that is served nothing has a usage
+that goes to 0, and those that are served in its stead have one that does not. If U is what it has
+used, W its weight and A the least usage per weight of those before it, that takes at most
+half-life x log2(U / (W x A)) seconds; from then on it goes first in its class, and is raised to the
+next class. As first in the queue it reserves devices (:mod:`.schedule`), so no later session takes
+what comes free there. Bound for a session of the lowest class: ageing x (difference of the class
+numbers) + half-life x log2(U / (W x A)) + the time in which the leases on its devices end or are
+preempted. Only sessions within a guarantee go before it without end, and only as long as they fill
+that guarantee, which is less than the machine.
+
+Without groups, budgets and used time this is the order of class and age.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Iterable, Mapping
+
+from .facts import Facts, Session
+from .groups import Daily
+from .model import Owner
+from .placement import asking
+from .usage import Account
+
+#: Seconds for which what an owner has now, and has asked for before, counts as used. As long as a
+#: long cell: with less, an owner with a little less usage gets every device that comes free at
+#: once; with more, instant holdings outweigh the usage that the weights are about.
+HORIZON = 60.0
+#: Seconds after which the order is looked at again while sessions of several owners wait.
+RECHECK = 10.0
+#: A share is exceeded when it is so by this factor: equal users must not be above for a rounding.
+ABOVE = 1.02
+
+#: (class, score, place in the order of age, size, session).
+Entry = tuple[tuple[bool, int], float, int, float, Session]
+#: (place, since, number): the order of age.
+Age = tuple[float, float, int]
+
+
+class Shares:
+    """What one pass knows of shares: the order, guarantees, budgets. Changes nothing."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.tree = facts.tree
+        self.fair = facts.settings.half_life > 0
+        self.budgeted = facts.tree.budgeted
+        #: By session that waits: the groups within whose guarantee its request is.
+        self.entitled: dict[str, frozenset[str]] = {}
+        self._spent: dict[Owner, Budget | None] = {}
+        self._levels: dict[str, int] = {}
+        self._above: dict[Owner, bool] = {}
+        self._used: dict[Account, float] = {}
+        self._present: Mapping[str, list[tuple[str, float, float]]] | None = None
+        self._mean = sum(facts.capacities) / max(1, len(facts.capacities)) or 1.0
+
+    # ------------------------------------------------------------------ the order
+
+    def order(self) -> list[Session]:
+        """Return the sessions that wait for a lease or for growth, the first to go first."""
+        facts = self.facts
+        found: list[Session] = [*facts.waiting.values(), *facts.short.values()]
+        if len(found) > 1:
+            found.sort(key=self.age)
+            # Without shares, age alone decides between classes as well.
+            if self.fair or self.budgeted:
+                found = self._by_share(found)
+            found.sort(key=_idle)
+        if self.tree.guarantees and found:
+            self._entitle(found)
+            if self.entitled:
+                found.sort(key=lambda s: s.id not in self.entitled)
+        return found
+
+    def age(self, s: Session) -> Age:
+        """Return the order of classes and age: a point for every ``ageing`` seconds of waiting."""
+        ageing = self.facts.settings.ageing
+        points, since = (
+            self.facts.settings.priority_classes.get(s.request.priority, 0),
+            s.wait.since,
+        )
+        place = since / ageing - points if ageing > 0 else float(-points)
+        return place, since, s.wait.number
+
+    def level(self, s: Session) -> int:
+        """Return the class in which a waiting session competes: its own, or a higher one by age."""
+        found = self._levels.get(s.id)
+        if found is None:
+            found = self._levels[s.id] = self._level(s)
+        return found
+
+    def _level(self, s: Session) -> int:
+        settings = self.facts.settings
+        own = settings.priority_classes.get(s.request.priority, 0)
+        waited = self.facts.now - s.wait.since
+        if settings.ageing <= 0 or waited < settings.ageing:
+            return own
+        points = own + waited / settings.ageing
+        level = max((c for c in settings.priority_classes.values() if c <= points), default=own)
+        return level if level > own and not self.above(s.owner) else own
+
+    def _by_share(self, by_age: list[Session]) -> list[Session]:
+        """Return sessions, given in the order of age, in the order of classes and shares."""
+        spent = self.spent if self.budgeted else None
+        entries = []
+        for s in by_age:
+            last = spent is not None and spent(s.owner) is not None
+            entries.append(((last, -self.level(s)), s))
+        entries.sort(key=lambda e: e[0])
+        if not self.fair:
+            return [s for _, s in entries]
+        users = self.facts.meters.users
+        #: By group: the sessions of its members.
+        lists: dict[str, list[Entry]] = {}
+        before: dict[str, float] = {}
+        for place, (bucket, s) in enumerate(entries):
+            name = s.owner.name
+            size = self._size(s)
+            had = before.get(name, 0.0)
+            before[name] = had + size
+            group = self.tree.path(s.owner.group)
+            item = bucket, self._score(users.get(name), had), place, size, s
+            lists.setdefault(group[-1] if group else "", []).append(item)
+        tree, groups = self.tree, self.facts.meters.groups
+        for name in sorted(tree.groups, key=lambda g: -len(tree.path(g))) if tree.groups else ():
+            members = lists.pop(name, None)
+            if members is None:
+                continue
+            members.sort(key=_key)
+            weight, account, had = tree.groups[name].weight, groups.get(name), 0.0
+            above = tree.path(name)[:-1]
+            where = lists.setdefault(above[-1] if above else "", [])
+            for bucket, _, place, size, s in members:
+                where.append((bucket, self._score(account, had) / weight, place, size, s))
+                had += size
+        top = lists.get("", [])
+        top.sort(key=_key)
+        return [item[4] for item in top]
+
+    def _size(self, s: Session) -> float:
+        """Return what a request takes, in devices."""
+        return s.request.memory * s.request.devices / self._mean
+
+    def _score(self, account: Account | None, before: float) -> float:
+        if account is None:
+            return HORIZON * before
+        return self.used(account) + HORIZON * (account.rate + before)
+
+    def used(self, account: Account) -> float:
+        """Return the dominant decayed usage of an account."""
+        found = self._used.get(account)
+        if found is None:
+            facts = self.facts
+            found = account.dominant(facts.now, facts.settings.half_life)
+            self._used[account] = found
+        return found
+
+    # ------------------------------------------------------------------ shares
+
+    def steps(self, owner: Owner) -> list[tuple[Account | None, float, str]]:
+        """Return (account, weight, name) of the groups of an owner, and of the owner at the end."""
+        meters = self.facts.meters
+        found: list[tuple[Account | None, float, str]] = [
+            (meters.groups.get(name), self.tree.groups[name].weight, f"group {name}")
+            for name in self.tree.path(owner.group)
+        ]
+        found.append((meters.users.get(owner.name), 1.0, owner.name))
+        return found
+
+    def parts(self, owner: Owner) -> list[tuple[str, float, float]]:
+        """Return (name, part used, part due) of an owner at each level of the tree.
+
+        Both are parts of what the siblings use (and weigh) that have used anything or wait.
+        """
+        found = []
+        parent = ""
+        if self._present is None:
+            self._present = self._siblings()
+        present = self._present
+        for account, weight, name in self.steps(owner):
+            total = weights = 0.0
+            for sibling, other, heavy in present.get(parent, ()):
+                if sibling != name:
+                    total += other
+                    weights += heavy
+            mine = 0.0 if account is None else self.used(account)
+            total += mine
+            due = weight / (weights + weight)
+            found.append((name, mine / total if total > 0 else 0.0, due))
+            parent = name
+        return found
+
+    def _siblings(self) -> Mapping[str, list[tuple[str, float, float]]]:
+        """Return (name, usage, weight) of those that use or wait, by the name of the parent."""
+        facts, tree = self.facts, self.tree
+        found: dict[str, dict[str, tuple[float, float]]] = {}
+        # In a fixed order: sums of floats depend on it.
+        owners = dict.fromkeys(s.owner for s in (*facts.leased.values(), *facts.waiting.values()))
+        for owner in owners:
+            parent = ""
+            for account, weight, name in self.steps(owner):
+                used = 0.0 if account is None else self.used(account)
+                found.setdefault(parent, {})[name] = used, weight
+                parent = name
+        for name, account in facts.meters.groups.items():
+            if name in tree.groups and (used := self.used(account)) > 0:
+                above = tree.path(name)[:-1]
+                parent = f"group {above[-1]}" if above else ""
+                found.setdefault(parent, {})[f"group {name}"] = used, tree.groups[name].weight
+        return {p: [(n, *x) for n, x in children.items()] for p, children in found.items()}
+
+    def above(self, owner: Owner) -> bool:
+        """Return whether an owner, or a group of it, has used more than its fair share."""
+        found = self._above.get(owner)
+        if found is None:
+            found = self.fair and any(used > due * ABOVE for _, used, due in self.parts(owner))
+            self._above[owner] = found
+        return found
+
+    def behind(self, asker: Owner, holder: Owner, gain: float) -> bool:
+        """Return whether ``asker`` would, with ``gain`` more, still have used less than ``holder``.
+
+        For their weights, where their paths part.
+        """
+        for mine, its in zip(self.steps(asker), self.steps(holder), strict=False):
+            if mine[2] != its[2]:
+                a = 0.0 if mine[0] is None else self.used(mine[0])
+                b = 0.0 if its[0] is None else self.used(its[0])
+                return (a + gain) / mine[1] < b / its[1]
+        return False
+
+    # ------------------------------------------------------------------ guarantees
+
+    def _entitle(self, ordered: Iterable[Session]) -> None:
+        """Note which requests are within a guarantee, beside those of the group that go before."""
+        facts, guarantees = self.facts, self.tree.guarantees
+        held = {
+            name: usage.stays if (usage := facts.group_usage.get(name)) else 0
+            for name in guarantees
+        }
+        for s in ordered:
+            if s.state == "idle" or not s.owner.group:
+                continue
+            names = [name for name in self.tree.path(s.owner.group) if name in guarantees]
+            if not names or self.spent(s.owner) is not None:
+                continue
+            more = asking(s, facts).charge[0]
+            within = frozenset(name for name in names if held[name] + more <= guarantees[name])
+            if within:
+                self.entitled[s.id] = within
+                for name in names:
+                    held[name] += more
+
+    # ------------------------------------------------------------------ budgets
+
+    def spent(self, owner: Owner) -> Budget | None:
+        """Return the daily budget of an owner, or a group of it, that is used up; or None.
+
+        Of several, the strictest.
+        """
+        if not self.budgeted:
+            return None
+        if owner not in self._spent:
+            found = [budget for budget in budgets(self.facts, owner) if budget.spent]
+            self._spent[owner] = min(found, key=lambda b: _ENDS.index(b.daily.then), default=None)
+        return self._spent[owner]
+
+
+def _idle(s: Session) -> bool:
+    return s.state == "idle"
+
+
+def _key(item: Entry) -> tuple[tuple[bool, int], float, int]:
+    return item[:3]
+
+
+#: The ends of a budget, the strictest first.
+_ENDS = ("stop", "refuse", "borrow")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A daily budget of an owner now."""
+
+    #: The group whose budget it is; "" for the owner's own.
+    group: str
+    daily: Daily
+    #: GPU-seconds that count against it.
+    used: float
+    spent: bool
+    #: When it is used up, or (``spent``) there again, if all goes on as now; infinity if never.
+    until: float
+
+
+def budgets(facts: Facts, owner: Owner) -> list[Budget]:
+    """Return the daily budgets of an owner and its groups."""
+    rules, meters, now = facts.settings, facts.meters, facts.now
+    found: list[Budget] = []
+    accounts = [("", rules.quota_of(owner.name).daily, meters.users.get(owner.name))]
+    for name in facts.tree.path(owner.group):
+        accounts.append((name, rules.groups[name].daily, meters.groups.get(name)))
+    for name, daily, known in accounts:
+        if daily is not None:
+            account = known or Account(now)
+            until = account.changes_at(now, daily)
+            found.append(Budget(name, daily, *account.budget(now, daily), until))
+    return found
+
+
+def budget_changes_at(facts: Facts, owner: Owner) -> float:
+    """Return when a daily budget of an owner is next used up or there again; infinity if never."""
+    return min((budget.until for budget in budgets(facts, owner)), default=math.inf)

@@ -1,0 +1,273 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What users and groups have used: memory and compute over time, decayed, and since today began.
+
+A session with a lease uses, of each of its devices, the part of the memory that it was granted, and
+while it is active the part of the compute that it has beside the other active sessions there (its
+``compute`` over the sum of theirs; alone, all of it). Both are *rates* in devices; what they add
+up to in time is in device-seconds. The larger of the two sums is the *dominant* usage (Ghodsi et
+al., "Dominant Resource Fairness", NSDI 2011): a session with much memory that computes little pays
+for the memory, a small one that computes all the time for the compute.
+
+Rates change at events only. So an :class:`Account` holds the sums at the time of the last change
+and its rates since, and reads as a formula at any later time: a decayed sum u with rate r becomes
+u x d + r x (1 - d) / ln 2 x half-life, with d = 2 ^ (-seconds / half-life).
+
+The budget of a day counts without decay, by :class:`~.groups.Daily`: from the last time at which
+its window began, or with a steady return of a whole budget per day.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Iterable, Mapping, NamedTuple
+
+from .groups import DAY, Daily, PoolUsage, Usage, path
+from .model import Owner, PoolSettings, Slice
+
+#: A budget counts as used up when so many GPU-seconds are left (times since the epoch are no more
+#: exact than that) ...
+EXACT = 0.001
+#: ... and one that refills, as not used up again, once this part of it is back: without that, the
+#: sessions of its user would stop and go on every second.
+BACK = 1 / 24
+
+LN2 = math.log(2)
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """The usage of a user or a group: sums at ``at``, and what its sessions use since then."""
+
+    at: float
+    memory: float = 0.0
+    compute: float = 0.0
+    today: float = 0.0
+    spent: bool = False
+    #: Devices in use now, by memory and by compute.
+    memory_rate: float = 0.0
+    compute_rate: float = 0.0
+    #: The same by session. Summed again at each change, as floats that are added and subtracted
+    #: would leave a rest.
+    parts: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        """Devices in use now, by memory or compute, whichever is more."""
+        return max(self.memory_rate, self.compute_rate)
+
+    def dominant(self, now: float, half_life: float) -> float:
+        """Return the dominant usage at ``now``."""
+        if half_life <= 0:
+            return 0.0
+        gone = -math.expm1(-LN2 * max(0.0, now - self.at) / half_life)
+        left, more = 1.0 - gone, gone * half_life / LN2
+        return max(
+            self.memory * left + self.memory_rate * more,
+            self.compute * left + self.compute_rate * more,
+        )
+
+    def read(self, now: float, half_life: float, daily: Daily | None) -> Usage:
+        """Return the usage at ``now``."""
+        memory = compute = 0.0
+        if half_life > 0:
+            gone = -math.expm1(-LN2 * max(0.0, now - self.at) / half_life)
+            left, more = 1.0 - gone, gone * half_life / LN2
+            memory = self.memory * left + self.memory_rate * more
+            compute = self.compute * left + self.compute_rate * more
+        today, spent = self.budget(now, daily)
+        return Usage(memory, compute, today, spent, now)
+
+    def budget(self, now: float, daily: Daily | None) -> tuple[float, bool]:
+        """Return what counts against the budget at ``now``, and whether that is used up."""
+        rate, seconds = self.rate, max(0.0, now - self.at)
+        if daily is not None and daily.rule == "refill":
+            # Nothing lies between the two ends: the rate is one and the same since ``at``.
+            today = self.today + (rate - daily.seconds / DAY) * seconds
+            today = min(daily.seconds, max(0.0, today))
+            if today >= daily.seconds - EXACT:
+                return today, True
+            return today, self.spent and today > daily.seconds * (1 - BACK) + EXACT
+        renews = daily.renews if daily is not None else 0.0
+        began = window_began(now, renews)
+        today = rate * (now - began) if began > self.at else self.today + rate * seconds
+        return today, daily is not None and today >= daily.seconds - EXACT
+
+    def advance(self, now: float, half_life: float, daily: Daily | None) -> None:
+        """Let the sums be those at ``now``; the rates may change then."""
+        if now > self.at:
+            found = self.read(now, half_life, daily)
+            self.memory, self.compute = found.memory, found.compute
+            self.today, self.spent, self.at = found.today, found.spent, now
+
+    def changes_at(self, now: float, daily: Daily) -> float:
+        """Return when the budget is next used up, or not used up any more; infinity if never."""
+        today, spent = self.budget(now, daily)
+        if daily.rule == "window":
+            if spent:
+                return window_began(now, daily.renews) + DAY
+            return now + (daily.seconds - today) / self.rate if self.rate > 0 else math.inf
+        slope = self.rate - daily.seconds / DAY
+        if spent:
+            back = daily.seconds * (1 - BACK)
+            return now + max(0.0, today - back) / -slope if slope < 0 else math.inf
+        return now + (daily.seconds - today) / slope if slope > 0 else math.inf
+
+
+def window_began(now: float, renews: float) -> float:
+    """Return when the day in which ``now`` lies began, if days begin ``renews`` after midnight."""
+    return math.floor((now - renews) / DAY) * DAY + renews
+
+
+class LeaseInUse(NamedTuple):
+    """A lease as the meters see it."""
+
+    session: str
+    owner: Owner
+    #: The session computes.
+    active: bool
+    compute: int
+    slices: tuple[Slice, ...]
+
+
+class Meters:
+    """The accounts of all users and groups, kept in step with the leases."""
+
+    def __init__(self) -> None:
+        self.users: dict[str, Account] = {}
+        self.groups: dict[str, Account] = {}
+        #: Devices whose leases have changed since the last :meth:`settle`, and the sessions.
+        self.devices: set[str] = set()
+        self.sessions: set[str] = set()
+        #: By session with a lease: its accounts and their daily budgets.
+        self._of: dict[str, list[tuple[Account, Daily | None]]] = {}
+
+    def touch(self, session: str, slices: Iterable[Slice]) -> None:
+        """Note that a session's lease of ``slices`` may change, or has changed."""
+        self.sessions.add(session)
+        for x in slices:
+            self.devices.add(x.device)
+
+    def settle(
+        self,
+        now: float,
+        rules: PoolSettings,
+        leases: Iterable[LeaseInUse],
+        capacities: Mapping[str, int],
+    ) -> None:
+        """Let the rates follow ``leases``, from ``now`` on."""
+        devices, self.devices = self.devices, set()
+        gone, self.sessions = self.sessions, set()
+        total: dict[str, int] = {}
+        there: list[LeaseInUse] = []
+        for lease in leases:
+            here = False
+            for x in lease.slices:
+                here = here or x.device in devices
+                if lease.active:
+                    total[x.device] = total.get(x.device, 0) + lease.compute
+            if here:
+                there.append(lease)
+                gone.discard(lease.session)
+        for lease in there:
+            memory = compute = 0.0
+            for x in lease.slices:
+                capacity = capacities[x.device]
+                memory += min(1.0, x.bytes / capacity) if capacity else 0.0
+                if lease.active:
+                    compute += lease.compute / total[x.device]
+            found = self._of.get(lease.session)
+            if found is None:
+                accounts = self._accounts(lease.owner, now, rules)
+                found = self._of[lease.session] = list(accounts)
+            part = memory, compute
+            if found[0][0].parts.get(lease.session) != part:
+                for account, daily in found:
+                    _change(
+                        account,
+                        lease.session,
+                        part,
+                        now=now,
+                        half_life=rules.half_life,
+                        daily=daily,
+                    )
+        for name in sorted(gone):
+            for account, daily in self._of.pop(name, ()):
+                _change(account, name, None, now, rules.half_life, daily)
+
+    def _accounts(
+        self, owner: Owner, now: float, rules: PoolSettings
+    ) -> Iterable[tuple[Account, Daily | None]]:
+        yield self.users.setdefault(owner.name, Account(now)), rules.quota_of(owner.name).daily
+        for group in path(rules.groups, owner.group) if rules.groups else ():
+            yield self.groups.setdefault(group, Account(now)), rules.groups[group].daily
+
+    # ------------------------------------------------------------------ all of them
+
+    def close(self, now: float, rules: PoolSettings) -> None:
+        """Close all sums at ``now`` by the rules until then; the next :meth:`settle` goes on."""
+        for name, account in self.users.items():
+            account.advance(now, rules.half_life, rules.quota_of(name).daily)
+        for name, account in self.groups.items():
+            group = rules.groups.get(name)
+            account.advance(now, rules.half_life, group.daily if group else None)
+        for account in (*self.users.values(), *self.groups.values()):
+            account.parts.clear()
+            account.memory_rate = account.compute_rate = 0.0
+        self._of.clear()
+
+    def recovered(
+        self,
+        now: float,
+        rules: PoolSettings,
+        users: Mapping[str, Usage],
+        groups: Mapping[str, Usage],
+    ) -> None:
+        """Add what was counted before a restart; the time in between decays it."""
+        for known, found in ((self.users, users), (self.groups, groups)):
+            for name, had in found.items():
+                daily = rules.quota_of(name).daily
+                if known is self.groups:
+                    group = rules.groups.get(name)
+                    daily = group.daily if group else None
+                old = Account(had.at, had.memory, had.compute, had.today, had.spent)
+                old.advance(now, rules.half_life, daily)
+                account = known.setdefault(name, Account(now))
+                account.advance(now, rules.half_life, daily)
+                account.memory += old.memory
+                account.compute += old.compute
+                account.today += old.today
+                account.spent = account.spent or old.spent
+
+    def view(self, now: float, rules: PoolSettings) -> PoolUsage:
+        """Return the usage of all users and groups at ``now``."""
+        return PoolUsage(
+            users={
+                name: account.read(now, rules.half_life, rules.quota_of(name).daily)
+                for name, account in self.users.items()
+            },
+            groups={
+                name: account.read(now, rules.half_life, rules.groups[name].daily)
+                for name, account in self.groups.items()
+                if name in rules.groups
+            },
+        )
+
+
+def _change(  # noqa: PLR0917
+    account: Account,
+    session: str,
+    part: tuple[float, float] | None,
+    now: float,
+    half_life: float,
+    daily: Daily | None,
+) -> None:
+    """Let a session of the account use ``part`` from now on; None: nothing."""
+    account.advance(now, half_life, daily)
+    if part is None:
+        account.parts.pop(session, None)
+    else:
+        account.parts[session] = part
+    account.memory_rate = math.fsum(memory for memory, _ in account.parts.values())
+    account.compute_rate = math.fsum(compute for _, compute in account.parts.values())

@@ -1,0 +1,412 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The words of the pool: why a session waits, why it keeps its slice, how long that may take.
+
+The sentences for all reasons are here and in :mod:`.explain`, and none of them names another owner.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Mapping
+
+from ..errors import Code
+from ..states import HAS_LEASE
+from ..units import format_bytes, format_seconds
+from .events import Action, QueueMoved, StateChanged
+from .facts import Facts, Session
+from .model import Reason, Refusal
+from .placement import asking
+from .preemption import stays_until, suspendable, yields_at
+from .schedule import Plan
+from .shares import Budget
+
+#: In queues up to this length, each session hears of every change at once, in longer ones ...
+AT_ONCE = 8
+#: ... at most once in so many seconds. (A session that begins to wait hears at once.)
+INTERVAL = 1.0
+
+
+# --------------------------------------------------------------------------- why it waits, in words
+
+
+def reason(facts: Facts, plan: Plan, s: Session) -> str:
+    """Return why ``s`` waits for a lease, in words; "" if it does not."""
+    why = plan.reasons.get(s.id)
+    if why is None or s.state != "queued":
+        return ""
+    if s.preempted:
+        return f"it was preempted: {s.preempted}; it goes on by itself" + _behind(why, facts)
+    v = _stayer(facts, plan, s)
+    if v is not None:
+        ago = format_seconds(facts.now - v.lease.resumed_at)
+        left = format_seconds(stays_until(v, facts) - facts.now)
+        return (
+            f"an idle kernel came back to its GPU {ago} ago; moving it takes "
+            f"{v.measured.moving:.2g} s, so it keeps its slice for {left} more"
+        )
+    if why.rule == "planned":
+        return _planned(facts, why.devices)
+    if why.rule == "busy":
+        avail = _avail(facts, plan)
+        settled = s.bound and (s.immovable or not s.suspended)
+        if settled and max(avail.values(), default=0) >= s.request.memory:
+            return _settled(facts, avail, s)
+        return _busy(facts, avail, why)
+    return in_words(facts, why)
+
+
+def _behind(why: Reason, facts: Facts) -> str:
+    """Return when a preempted session goes on, as the end of a sentence; "" if that is unknown."""
+    if why.rule == "budget":
+        return f": {_again(why.at, facts.now)}"
+    return " as soon as a slice is free" if why.rule in ("busy", "behind-head") else ""
+
+
+def in_words(facts: Facts, why: Reason) -> str:
+    """Return the sentence of a rule that needs nothing but its figures."""
+    if why.rule in ("host", "quota-host"):
+        used, budget = facts.host_used + facts.host_going, facts.settings.host_memory
+        if facts.host_room < budget - used:
+            return (
+                "idle kernels cannot be suspended: this machine has room for only "
+                f"{format_bytes(max(0, facts.host_room))} of suspended state now"
+            )
+        text = f"{format_bytes(used)} of {format_bytes(budget)} in use"
+        return f"host memory for suspended state is full ({text})"
+    if why.rule == "quota":
+        nouns = {"devices": "GPU", "leases": "slice"}
+        most, limit = why.most, why.limit
+        size = format_bytes(most) if limit == "memory" else _count(most, nouns[limit])
+        if not why.count:
+            return f"another waiting kernel of yours has reserved your quota of {size}"
+        return f"your quota of {size} is in use by {_others(why.count)}"
+    if why.rule == "drained":
+        name = facts.devices[why.devices[0]].device.name
+        return f"its GPU ({name}) is out of service: {why.text}"
+    if why.rule == "foreign":
+        size = format_bytes(why.bytes)
+        return f"{size} is not free while processes outside the pool use the GPUs"
+    if why.rule == "cap":
+        size = format_bytes(why.most)
+        if not why.count:
+            return f"another waiting kernel has reserved the {size} of your group {why.group}"
+        kernels = _count(why.count, "kernel")
+        return f"your group {why.group} has its {size} in use, by {kernels}"
+    if why.rule == "behind-group":
+        return f"another kernel of your group {why.group} is ahead and waits for the group's cap"
+    if why.rule == "budget":
+        whose = f"your group {why.group}" if why.group else "you"
+        return f"{whose} used up the GPU-seconds of today; {_again(why.at, facts.now)}"
+    return why.text or _SENTENCES[why.rule]
+
+
+def _again(at: float, now: float) -> str:
+    """Return when a budget is there again, as a clause."""
+    if at == math.inf:
+        return "there are more when other kernels of the same budget stop"
+    return f"there are more in {format_seconds(max(1.0, at - now))}, at {_clock(at)}"
+
+
+def _clock(at: float) -> str:
+    """Return a time of the day in UTC, which is the same text on every machine."""
+    minutes = int(at // 60) % 1440
+    return f"{minutes // 60:02}:{minutes % 60:02} UTC"
+
+
+def budget_refusal(spent: Budget, now: float) -> Refusal:
+    """Return the refusal of a new lease at the end of a daily budget."""
+    whose = f"The group {spent.group}" if spent.group else "You"
+    have = "has" if spent.group else "have"
+    return Refusal(
+        Code.BUDGET,
+        f"{whose} {have} used the {spent.daily.seconds:.0f} GPU-seconds of today.",
+        f"Run the cell again then: {_again(spent.until, now)}.",
+        {
+            "group": spent.group,
+            "seconds": spent.daily.seconds,
+            "used": round(spent.used, 3),
+            "renews_at": None if spent.until == math.inf else spent.until,
+        },
+    )
+
+
+_SENTENCES = {
+    "behind-head": "the free memory is reserved for the next kernel in the queue",
+    "behind-own": "another kernel of yours is ahead in the queue and waits for your quota",
+    "nowhere": "every GPU that this kernel can use is out of service",
+    "retry": "the last attempt to attach failed",
+}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _others(number: int) -> str:
+    return "your other kernel" if number == 1 else f"{number} other kernels of yours"
+
+
+def _avail(facts: Facts, plan: Plan) -> dict[str, int]:
+    """Return the bytes that are free and not promised, by device in service."""
+    found = {uuid: d.free for uuid, d in facts.devices.items() if not d.drained}
+    for promise in plan.promises.values():
+        for x in promise.takes:
+            if x.device in found:
+                found[x.device] -= x.bytes
+    return found
+
+
+def _planned(facts: Facts, devices: tuple[str, ...]) -> str:
+    leaving = [
+        s
+        for s in facts.leased.values()
+        if s.state == "detaching" and any(x.device in devices for x in s.lease.slices)
+    ]
+    if not leaving:
+        return "waiting for memory to become free"
+    return f"waiting for {_count(len(leaving), 'idle kernel')} to be suspended"
+
+
+def _busy(facts: Facts, free: Mapping[str, int], why: Reason) -> str:
+    best, users = max(free.values(), default=0), _users(facts)
+    if best <= 0:
+        total = sum(d.capacity for d in facts.devices.values() if not d.drained)
+        return f"all {format_bytes(total)} in use by {users}"
+    if why.count > 1:
+        large = sum(1 for size in free.values() if size >= why.bytes)
+        there = f"{_count(large, 'GPU')} {'has' if large == 1 else 'have'} that much free"
+        return (
+            f"{format_bytes(why.bytes)} on each of {why.count} GPUs is needed and {there}; "
+            f"the rest is in use by {users}"
+        )
+    return (
+        f"{format_bytes(why.bytes)} is needed and at most {format_bytes(best)} is free on a GPU; "
+        f"the rest is in use by {users}"
+    )
+
+
+def _users(facts: Facts) -> str:
+    """Return which kernels have the slices, as the end of a sentence."""
+    idle = [s for s in facts.leased.values() if s.state == "idle"]
+    roomless = sum(1 for s in idle if s.roomless)
+    users = []
+    if any(s.state == "active" for s in facts.leased.values()):
+        users.append("running cells")
+    elif len(idle) > roomless or not idle:
+        users.append("kernels that keep their slice")
+    if roomless:
+        kernels = _count(roomless, "idle kernel")
+        users.append(f"{kernels} that cannot be suspended, as host memory is short there")
+    return " and ".join(users)
+
+
+def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
+    """Say why a session waits for devices of its own while others may be free: CUDA's rule."""
+    needs = asking(s, facts).needs
+    ledgers = [facts.devices[uuid] for uuid in s.bound]
+    if not any(need.fixed for need in needs):
+        models = [ledger.device.model for ledger in ledgers]
+        same = (n for u, n in avail.items() if facts.devices[u].device.model in models)
+        free = format_bytes(max(0, max(same, default=0)))
+        names = " and ".join(dict.fromkeys(models))
+        return (
+            f"{format_bytes(s.request.memory)} is needed on a GPU of the model {names}, and at "
+            f"most {free} is free on one; CUDA was initialised on this model"
+        )
+    free = format_bytes(max(0, min(avail.get(uuid, 0) for uuid in s.bound)))
+    names = ", ".join(str(ledger.device.index) for ledger in ledgers)
+    where = f"GPU {names}" if len(ledgers) == 1 else f"each of GPUs {names}"
+    needed = max([s.request.memory, *(need.bytes for need in needs)])
+    why = (
+        "its suspended state is from there, and the driver cannot move it"
+        if s.suspended
+        else "it initialised CUDA there, and the driver could not move it to another GPU"
+        if s.immovable
+        else "it initialised CUDA there, and can move only after it has had a slice"
+    )
+    return f"{format_bytes(needed)} is needed on {where} and {free} is free there; {why}"
+
+
+def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
+    """Return the idle session for which the head ``s`` waits because it was just moved, or None.
+
+    The one that is protected for the shortest time, of those whose lease would make room for the
+    head. For sessions behind the head that is only a part of the wait.
+    """
+    held = plan.reservation
+    if held is None or held.session != s.id or plan.reasons[s.id].rule != "busy":
+        return None
+    needs, avail = asking(s, facts).needs, _avail(facts, plan)
+    #: Bytes of idle leases that may be preempted now, by device.
+    idle: dict[str, int] = {}
+    stayers: list[tuple[float, int, Session]] = []
+    for v in facts.leased.values():
+        if v.state != "idle":
+            continue
+        stays, yields = stays_until(v, facts), yields_at(v, facts)
+        if yields <= facts.now:
+            for x in v.lease.slices:
+                idle[x.device] = idle.get(x.device, 0) + x.bytes
+        elif stays == yields < math.inf:  # else another rule protects it for longer
+            stayers.append((stays, len(stayers), v))
+    for _, _, v in sorted(stayers):
+        for x in v.lease.slices:
+            ledger = facts.devices[x.device]
+            room = avail.get(x.device, 0) + ledger.incoming + idle.get(x.device, 0) + x.bytes
+            if any(n.allows(ledger) and n.amount(ledger) <= room for n in needs):
+                return v
+    return None
+
+
+# --------------------------------------------------------------------------- why it stays, in words
+
+
+def stays_reason(facts: Facts, s: Session, now: float) -> str:
+    """Return in one sentence why idle ``s`` keeps its slice although its time is over; or "".
+
+    Also "" for a pinned session: its ``pinned_reason`` says why.
+    """
+    if s.state != "idle" or s.pinned_reason:
+        return ""
+    if not suspendable(s, facts):
+        # Where it was seen to hold nothing, the next measurement will most likely say so again.
+        lease = s.lease
+        nothing = len(lease.footprints) >= len(lease.slices) and not lease.footprint
+        return "" if nothing else _STAYS["fixed"]
+    asked = s.release_asked or any(facts.devices[x.device].paused for x in s.lease.slices)
+    due = 0.0 if asked else max(s.idle_since + facts.settings.idle_timeout, s.keep_until)
+    if s.pressed and s.state_bound:
+        return _STAYS["pressed"] if due <= now else ""
+    if s.roomless:
+        return s.roomless
+    if s.failures and now < s.retry_at and due < s.retry_at:
+        return _STAYS["refused"]
+    if max(due, s.retry_at) > now:
+        return ""
+    bound, budget = s.state_bound, facts.settings.host_memory
+    free = budget - facts.host_used - facts.host_going
+    if bound > budget:
+        return (
+            f"Its state may need {format_bytes(bound)}, and this machine keeps at most "
+            f"{format_bytes(budget)} in host memory; the slice stays until the kernel frees memory "
+            "or ends."
+        )
+    own = facts.settings.quota_of(s.owner.name).suspended
+    usage = facts.usage.get(s.owner.name)
+    if own is not None and usage is not None and bound > own - usage.suspended:
+        size = format_bytes(own)
+        return f"Your quota of {size} of suspended state is full; the slice leaves {_ROOM}."
+    if bound > free:
+        return (
+            f"Its state may need {format_bytes(bound)}, and {format_bytes(free)} of the "
+            f"{format_bytes(budget)} of host memory for suspended kernels is free; the slice "
+            f"leaves {_ROOM}."
+        )
+    return _STAYS["machine"] if bound > facts.host_room else _STAYS["kept"]
+
+
+_ROOM = "as soon as there is room"
+
+_STAYS = {
+    "fixed": (
+        "This GPU cannot be suspended; the slice stays until the kernel frees its memory or ends."
+    ),
+    "refused": "The last attempt to suspend it failed; the pool tries again by itself.",
+    "pressed": (
+        "Host memory is short where the kernel runs, so its state stays on the GPU; the slice "
+        f"leaves {_ROOM}."
+    ),
+    "machine": f"This machine has too little free memory now; the slice leaves {_ROOM}.",
+    "kept": (
+        "The remaining host memory is reserved for the next kernel in the queue; the slice "
+        f"leaves {_ROOM}."
+    ),
+}
+
+
+# --------------------------------------------------------------------------- how long
+
+
+def eta(facts: Facts, plan: Plan, s: Session, position: int) -> float | None:
+    """Return the seconds that ``s`` will probably wait, None without evidence.
+
+    Leases come free at the rate *holders / mean time a holder stays busy*, so that the session at
+    position p waits about p * mean / holders seconds. The mean is over the sessions that have a
+    lease now, each with its own mean of past busy spells (first hold to last drop). A session that
+    has waited for longer than its estimate has shown that the estimate was wrong, and gets none.
+    """
+    v = _stayer(facts, plan, s)
+    if v is not None:
+        left = stays_until(v, facts) - facts.now + _moving(facts, v)
+        return left + (_moving(facts, s) if s.suspended else 0.0)
+    if s.id in plan.promises:
+        return None if facts.swap is None else 2 * facts.swap
+    why = plan.reasons.get(s.id)
+    if why is not None and why.rule in ("host", "quota-host"):
+        return None  # how long GPUs were used says nothing about when host memory comes free
+    known = [v.measured.busy for v in facts.leased.values() if v.measured.busy is not None]
+    if not known:
+        return None
+    expected = position * sum(known) / len(known) / len(facts.leased)
+    return expected if facts.now - s.queued_at <= expected else None
+
+
+def _moving(facts: Facts, s: Session) -> float:
+    """Return the seconds that suspending ``s`` (or resuming it) will probably take."""
+    return s.measured.moving / 2 or facts.swap or 0.0
+
+
+class News:
+    """Tells waiting sessions where they stand, as often as is useful and no more."""
+
+    def __init__(self) -> None:
+        self._told_at = -INTERVAL
+        self._stale = False
+
+    def next_at(self, plan: Plan) -> float:
+        """Return when a session must be told something; infinity if all know."""
+        return self._told_at + INTERVAL if self._stale and plan.queue else math.inf
+
+    def run(self, facts: Facts, plan: Plan, actions: list[Action], *, tick: bool) -> list[Action]:
+        """Tell sessions that have just begun to wait at once, all others now or later.
+
+        ``actions`` are those of the event: without a change of state there is no news.
+        """
+        steps = [a for a in actions if isinstance(a, StateChanged)]
+        joined = {a.session for a in steps if a.new == "queued"}
+        self._stale = self._stale or bool(steps) or tick
+        if not self._stale:
+            return []
+        everybody = len(plan.queue) <= AT_ONCE or facts.now >= self._told_at + INTERVAL
+        if everybody:
+            self._stale = False
+            if len(plan.queue) > AT_ONCE:
+                self._told_at = facts.now
+        news = []
+        for position, s in enumerate(plan.queue, 1):
+            if everybody or s.id in joined:
+                news += _tell(facts, plan, s, position)
+        return news
+
+
+def _tell(facts: Facts, plan: Plan, s: Session, position: int) -> list[Action]:
+    left = eta(facts, plan, s, position)
+    told: tuple[Any, ...] = position, len(plan.queue), reason(facts, plan, s), left
+    before = s.wait.told
+    if before and before[:3] == told[:3]:
+        old = before[3]
+        if old == left or (old is not None and left is not None and abs(left - old) <= 0.2 * old):
+            return []
+    s.wait.told = told
+    return [QueueMoved(session=s.id, position=position, length=told[1], eta=left, reason=told[2])]
+
+
+def seconds(s: Session, now: float) -> tuple[float, float]:
+    """Return the seconds that ``s`` has waited and been attached so far."""
+    waited, attached = s.wait_seconds_total, s.attached_seconds_total
+    if s.state in ("queued", "attaching"):
+        waited += max(0.0, now - s.queued_at)
+    if s.state in HAS_LEASE:
+        attached += max(0.0, now - s.lease.attached_at)
+    return waited, attached

@@ -1,0 +1,364 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Preemption of sessions in use: guarantees, classes, bursts, turns; and what protects a holder."""
+
+from __future__ import annotations
+
+import pytest
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.groups import Group, Portion
+from jupyter_gpupool.pool.model import PREEMPT_ALL, Owner, Slice
+
+from .builders import Lab, all_of, device, got, none
+from .crowd import Crowd
+
+HALF = Group(guarantee=Portion(percent=50))
+
+
+def moved(lab: Lab, name: str, memory: int = 16, seconds: float = 1.0, **fields) -> None:
+    """Let a session run on a lease to which its state was moved; each way takes ``seconds``."""
+    lab.idle(name, memory, **fields)
+    lab.release(name)
+    lab.suspended(name, *lab.where(name), seconds=seconds)
+    lab.hold(name)
+    lab.done(name, seconds=seconds)
+    assert lab.state(name) == "active"
+
+
+def ask(lab: Lab, name: str, memory: int = 16, **fields) -> list[ev.Action]:
+    lab.open(name, memory, **fields)
+    return lab.hold(name)
+
+
+def preempted(lab: Lab) -> list[str]:
+    return [a.session for a in lab.past if isinstance(a, ev.Suspend) and a.busy]
+
+
+# --------------------------------------------------------------------------- classes
+
+
+def test_lower_class_yields_after_the_time_that_moving_it_takes(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    moved(lab, "low", seconds=3.0, priority="batch")
+    began = lab.now
+    none(ask(lab, "high", priority="notebook"), ev.Suspend)
+    found = lab.pool.explain("high")
+    assert found.changes_at == began + 6.0
+    assert [(h.rule, h.rule_at) for h in found.holders] == [("class", began + 6.0)]
+    assert lab.pool.explain("low").claims == (("class", began + 6.0, "high"),)
+    suspend = got(lab.after(6.5), ev.Suspend, session="low")
+    assert suspend.busy
+    assert "higher priority class" in suspend.reason
+
+
+def test_preempted_session_goes_on_by_itself(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.running("low", priority="batch", memory=16)
+    lab.after(5)
+    got(ask(lab, "high"), ev.Suspend, session="low")
+    got(lab.suspended("low", ("G0", 16)), ev.Attach, session="high")
+    lab.done("high")
+    assert lab.state("low") == "queued"
+    assert lab.reason("low").startswith("it was preempted: a kernel of a higher priority class")
+    attach = got(lab.drop("high"), ev.Suspend, session="high")
+    assert not attach.busy
+    got(lab.suspended("high"), ev.Attach, session="low")
+    granted = got(lab.done("low"), ev.HoldGranted, session="low")
+    assert granted.hold == "c"
+    assert lab.record("low").preempted == ""
+
+
+def test_hold_dropped_while_preempted_ends_the_wait(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.running("low", 16, priority="batch")
+    lab.after(5)
+    ask(lab, "high")
+    lab.suspended("low", ("G0", 16))
+    lab.drop("low")
+    assert lab.state("low") == "detached"
+    assert lab.record("low").preempted == ""
+
+
+def test_hold_dropped_during_the_suspend_leaves_it_detached(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.running("low", 16, priority="batch")
+    lab.after(5)
+    ask(lab, "high")
+    lab.drop("low")
+    lab.suspended("low", ("G0", 16))
+    assert lab.state("low") == "detached"
+
+
+def test_refused_preemption_grants_the_holds_again_and_is_tried_later(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.running("low", 16, priority="batch")
+    lab.after(5)
+    got(ask(lab, "high"), ev.Suspend, session="low")
+    actions = lab.refused("low", "busy")
+    got(actions, ev.HoldGranted, session="low")
+    none(actions, ev.Suspend)
+    got(lab.after(1.5), ev.Suspend, session="low")
+
+
+def test_session_that_the_driver_cannot_suspend_is_never_a_victim(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.running("low", 16, priority="batch")
+    lab.after(5)
+    ask(lab, "high")
+    lab.refused("low", "pinned", "the driver says no")
+    lab.after(500)
+    assert preempted(lab) == ["low"], "once, and not again"
+
+
+def test_device_that_cannot_suspend_has_no_victims(make):
+    lab = make(device(0, can_suspend=False), preempt=PREEMPT_ALL)
+    lab.running("low", 16, priority="batch")
+    lab.after(5)
+    ask(lab, "high")
+    lab.after(500)
+    assert preempted(lab) == []
+
+
+def test_wait_of_a_preempted_session_is_not_given_up(make):
+    lab = make(device(0), preempt=PREEMPT_ALL, max_wait=100.0)
+    lab.running("low", 16, priority="batch")
+    lab.after(150)
+    ask(lab, "high")
+    lab.suspended("low", ("G0", 16))
+    lab.done("high")
+    lab.after(500)
+    assert lab.state("low") == "queued"
+
+
+def test_preempt_setting_turns_each_rule_off(make):
+    for rules in (frozenset(), PREEMPT_ALL - {"class"}):
+        lab = make(device(0), preempt=rules)
+        lab.running("low", 16, priority="batch")
+        lab.after(5)
+        ask(lab, "high")
+        lab.after(100)
+        assert preempted(lab) == []
+
+
+def test_idle_lease_goes_before_one_in_use(make):
+    lab = make(device(0), device(1), preempt=PREEMPT_ALL)
+    lab.running("busy", 16, priority="batch")
+    lab.idle("idle", 16)
+    lab.after(5)
+    suspend = got(ask(lab, "high"), ev.Suspend)
+    assert (suspend.session, suspend.busy) == ("idle", False)
+
+
+def test_idle_lease_that_its_user_keeps_counts_as_one_in_use(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.idle("low", 16, priority="batch")
+    lab.keep("low", 1000)
+    lab.after(5)
+    suspend = got(ask(lab, "high"), ev.Suspend, session="low")
+    assert not suspend.busy
+    lab.suspended("low", ("G0", 16))
+    assert lab.state("low") == "detached"
+
+
+# --------------------------------------------------------------------------- guarantees
+
+
+def test_borrower_of_a_higher_class_gives_back_what_is_guaranteed(make):
+    lab = make(device(0), groups={"bio": HALF}, preempt=PREEMPT_ALL)
+    lab.running("high", 16, priority="interactive")
+    lab.after(5)
+    got(ask(lab, "low", 8, owner=Owner("ann", "bio"), priority="batch"), ev.Suspend, session="high")
+
+
+def test_who_is_within_a_guarantee_is_not_preempted(make):
+    lab = make(device(0), groups={"bio": HALF}, preempt=PREEMPT_ALL)
+    lab.running("a", 8, owner=Owner("ann", "bio"), priority="batch")
+    lab.running("b", 8, owner=Owner("bob"), priority="batch")
+    lab.after(5)
+    got(ask(lab, "high", 8, priority="interactive"), ev.Suspend, session="b")
+    lab.suspended("b", ("G0", 8))
+    lab.done("high")
+    ask(lab, "more", 8, priority="interactive")
+    lab.after(1000)
+    assert "a" not in preempted(lab)
+    found = lab.pool.explain("more")
+    assert [(h.session, h.covered) for h in found.holders if h.rule] == [("a", True)]
+
+
+def test_reclaim_leaves_the_other_group_what_is_guaranteed_to_it(make):
+    """Two sessions of a group above its guarantee: one of them is above, the other is not."""
+    groups = {"bio": Group(guarantee=Portion(bytes=16)), "phy": Group(guarantee=Portion(bytes=16))}
+    lab = make(groups=groups, preempt=PREEMPT_ALL)
+    for name in ("p0", "p1", "p2", "p3"):
+        lab.running(name, 8, owner=Owner("pia", "phy"))
+    lab.after(5)
+    ask(lab, "b0", 8, owner=Owner("ben", "bio"))
+    ask(lab, "b1", 8, owner=Owner("ben", "bio"))
+    ask(lab, "b2", 8, owner=Owner("ben", "bio"))
+    lab.after(1)
+    assert len(preempted(lab)) == 2
+    lab.after(5)
+    assert len(preempted(lab)) == 2
+
+
+def test_guarantee_of_a_subgroup_takes_from_the_rest_of_its_group(make):
+    groups = {
+        "lab": Group(guarantee=Portion(percent=100)),
+        "bio": Group(parent="lab", guarantee=Portion(percent=50)),
+        "phy": Group(parent="lab"),
+    }
+    lab = make(device(0), groups=groups, preempt=PREEMPT_ALL)
+    lab.running("p", 16, owner=Owner("pia", "phy"))
+    lab.after(5)
+    got(ask(lab, "b", 8, owner=Owner("ben", "bio")), ev.Suspend, session="p")
+
+
+def test_guarantee_is_no_reason_to_preempt_the_own_group(make):
+    lab = make(device(0), groups={"bio": Group(guarantee=Portion(percent=100))},
+               preempt=frozenset({"guarantee"}))  # fmt: skip
+    lab.running("a", 10, owner=Owner("ann", "bio"))
+    lab.after(5)
+    none(ask(lab, "b", 6, owner=Owner("ben", "bio")), ev.Suspend)
+    assert lab.state("b") == "attaching"
+    none(ask(lab, "c", 6, owner=Owner("cyd", "bio")), ev.Suspend)
+
+
+# --------------------------------------------------------------------------- bursts
+
+
+def test_grown_holder_yields_what_another_one_is_guaranteed(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.running("a", 4, limit=16)
+    lab.grow("a", 12)
+    assert lab.where("a") == [("G0", 16)]
+    lab.after(5)
+    suspend = got(ask(lab, "b", 4), ev.Suspend, session="a")
+    assert suspend.busy
+    assert "guaranteed" in suspend.reason
+    actions = lab.suspended("a", ("G0", 11))
+    got(actions, ev.Attach, session="b")
+    got(actions, ev.Attach, session="a")  # its state fits beside what the other one asked for
+
+
+def test_grown_state_does_not_preempt_what_took_its_place(make):
+    """It needs more than it is guaranteed: its class does not help it, its turn does."""
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.running("a", 4, limit=16, priority="interactive")
+    lab.grow("a", 12)
+    lab.after(5)
+    got(ask(lab, "b", 4, priority="batch"), ev.Suspend, session="a")
+    lab.suspended("a", ("G0", 16))
+    lab.done("b")
+    lab.after(500)
+    assert preempted(lab) == ["a"]
+    assert lab.state("a") == "queued"
+
+
+def test_holder_that_did_not_grow_stays(make):
+    lab = make(device(0), preempt=frozenset({"burst"}))
+    lab.running("a", 16)
+    lab.after(5)
+    ask(lab, "b", 4)
+    lab.after(100)
+    assert preempted(lab) == []
+
+
+# --------------------------------------------------------------------------- turns
+
+
+@pytest.mark.parametrize("move", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize("owners", [("ann", "bob"), ("ann", "ann"), ("ann", "bob", "cyd")])
+def test_equals_take_turns_and_moving_costs_no_more_than_allowed(owners, move):
+    crowd = Crowd(1, move=move, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
+    for i, owner in enumerate(owners):
+        crowd.add(f"k{i}", owner, cell=1e9)
+    crowd.run(4000)
+    got = [k.computed + (crowd.now - k.running_since if k.running else 0.0)
+           for k in crowd.kernels.values()]  # fmt: skip
+    assert sum(got) >= (1 - 0.1) * 4000 - 200
+    for seconds in got:
+        assert seconds == pytest.approx(sum(got) / len(got), abs=4 * 20 * move + 20)
+    assert min(k.moves for k in crowd.kernels.values()) >= 2
+
+
+def test_those_that_fit_together_stay_together():
+    crowd = Crowd(1, move=1.0, preempt=PREEMPT_ALL)
+    for i in range(4):
+        crowd.add(f"k{i}", f"user{i}", memory=4, cell=1e9)
+    crowd.run(1000)
+    assert sum(k.moves for k in crowd.kernels.values()) == 0
+
+
+def test_lease_on_several_devices_has_its_turn_as_one():
+    crowd = Crowd(2, move=1.0, preempt=PREEMPT_ALL)
+    gang = crowd.add("gang", "ann", cell=1e9, devices=2)
+    for i in range(2):
+        crowd.add(f"k{i}", f"user{i}", cell=1e9)
+    crowd.run(2000)
+    assert gang.computed > 300
+    assert all(k.computed > 300 for k in crowd.kernels.values())
+
+
+def test_no_turn_is_taken_from_one_who_has_used_less(make):
+    lab = make(device(0), preempt=PREEMPT_ALL, half_life=1e6)
+    lab.running("a", 16, owner="ann")
+    lab.after(200)
+    lab.drop("a")
+    lab.end("a")
+    lab.running("b", 16, owner="bob")
+    ask(lab, "a2", owner="ann")
+    lab.after(150)
+    assert preempted(lab) == []
+    lab.after(150)
+    assert preempted(lab) == ["b"]
+
+
+def test_turns_alternate_without_returning_at_once(make):
+    """Two of equal use: each turn lasts two slices, by when the other one is behind by one."""
+    crowd = Crowd(1, move=1.0, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
+    a, b = crowd.add("a", "ann", cell=1e9), crowd.add("b", "bob", cell=1e9)
+    crowd.run(1000)
+    assert a.moves + b.moves <= 1000 / 20
+
+
+def test_resume_after_a_turn_goes_behind_those_that_wait():
+    crowd = Crowd(1, move=0.5, preempt=PREEMPT_ALL)
+    kernels = [crowd.add(f"k{i}", "ann", cell=1e9) for i in range(5)]
+    crowd.run(1000)
+    computed = sorted(k.computed for k in kernels)
+    assert computed[0] > 0.6 * computed[-1] > 0
+
+
+# --------------------------------------------------------------------------- growth
+
+
+def test_growth_to_what_is_guaranteed_preempts_a_lower_class(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.running("a", 8)
+    lab.running("low", 8, priority="batch")
+    lab.after(5)
+    actions = lab.change("a", 16)
+    got(actions, ev.Suspend, session="low")
+    actions = lab.suspended("low", ("G0", 8))
+    assert lab.where("a") == [("G0", 16)], actions
+
+
+def test_idle_session_that_would_grow_preempts_nothing_in_use(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.idle("a", 8)
+    lab.running("low", 8, priority="batch")
+    lab.after(5)
+    none(lab.change("a", 16), ev.Suspend)
+    lab.after(100)
+    assert preempted(lab) == []
+
+
+def test_all_suspends_of_a_plan_are_for_a_waiting_session(make):
+    lab = make(preempt=PREEMPT_ALL)
+    for name in ("a", "b"):
+        lab.running(name, 8, priority="batch")
+        lab.running(f"{name}2", 8, priority="batch")
+    lab.after(5)
+    assert len(all_of(ask(lab, "high", 8), ev.Suspend)) == 1
+    assert lab.pool.explain("high").promised == (Slice(lab.where(preempted(lab)[0])[0][0], 8),)

@@ -1,0 +1,260 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Fair shares over time: weights, floods, and how long anybody waits at most."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.groups import Group, Portion
+from jupyter_gpupool.pool.model import PREEMPT_ALL, Owner, Quota
+
+from .builders import Lab, device, got, none
+from .crowd import Crowd
+
+THREE_TO_ONE = {"big": Group(weight=3.0), "small": Group(weight=1.0)}
+
+
+@pytest.mark.parametrize("preempt", [frozenset(), PREEMPT_ALL], ids=["by-cells", "preempted"])
+@pytest.mark.parametrize(
+    ("big", "small"),
+    [(2.0, 2.0), (2.0, 45.0), (45.0, 2.0), (45.0, 45.0)],
+    ids=["short", "short-long", "long-short", "long"],
+)
+def test_endless_demand_ends_at_the_weights(big, small, preempt):
+    crowd = Crowd(2, groups=THREE_TO_ONE, preempt=preempt, half_life=1200.0)
+    for i in range(6):
+        length = random.Random(i).uniform
+        crowd.add(f"b{i}", Owner("ann", "big"), cell=lambda r=length: r(0.5, 1.5) * big)
+        crowd.add(f"s{i}", Owner("bob", "small"), cell=lambda r=length: r(0.5, 1.5) * small)
+    crowd.run(1800)
+    found = crowd.got()
+    assert found["ann"] / (found["ann"] + found["bob"]) == pytest.approx(0.75, abs=0.0375), found
+    assert sum(found.values()) > 0.95 * 2 * 1800, "and no device is left idle"
+
+
+def test_weights_hold_at_each_level_of_the_tree():
+    groups = {
+        "bio": Group(weight=2.0),
+        "wet": Group(parent="bio", weight=1.0),
+        "dry": Group(parent="bio", weight=3.0),
+        "phy": Group(weight=2.0),
+    }
+    crowd = Crowd(4, groups=groups, half_life=1200.0)
+    for i in range(8):
+        crowd.add(f"w{i}", Owner("wes", "wet"), cell=3.0)
+        crowd.add(f"d{i}", Owner("dan", "dry"), cell=7.0)
+        crowd.add(f"p{i}", Owner("pia", "phy"), cell=20.0)
+    crowd.run(1800)
+    found, total = crowd.got(), 4 * 1800
+    assert found["pia"] / total == pytest.approx(1 / 2, rel=0.05)
+    assert found["dan"] / total == pytest.approx(3 / 8, rel=0.05)
+    assert found["wes"] / total == pytest.approx(1 / 8, rel=0.1)
+
+
+def test_share_that_a_group_does_not_use_goes_to_the_others():
+    crowd = Crowd(1, groups=THREE_TO_ONE, half_life=1200.0)
+    for i in range(3):
+        crowd.add(f"s{i}", Owner("bob", "small"), cell=5.0)
+    crowd.add("b", Owner("ann", "big"), cell=5.0, pause=45.0)
+    crowd.run(1800)
+    found = crowd.got()
+    assert sum(found.values()) > 0.97 * 1800
+    assert max(crowd.kernels["b"].waits) <= 5.0 + 1e-6, "it is next whenever it comes"
+
+
+def test_one_who_floods_does_not_delay_those_who_do_not():
+    """One with 50 kernels against ten with one each: all get the same, and none waits for 50."""
+    crowd = Crowd(2, half_life=1200.0)
+    for i in range(50):
+        crowd.add(f"f{i}", "flood", cell=4.0)
+    for i in range(10):
+        crowd.add(f"u{i}", f"user{i}", cell=4.0)
+    crowd.run(1800)
+    found = crowd.got()
+    fair = 2 * 1800 / 11
+    for name, seconds in found.items():
+        assert seconds == pytest.approx(fair, rel=0.05), name
+    waits = [w for i in range(10) for w in crowd.kernels[f"u{i}"].waits[1:]]
+    assert max(waits) <= 2 * 11 * 4.0
+
+
+def test_first_request_of_others_goes_before_the_second_of_one(make):
+    lab = make(half_life=3600.0)
+    lab.running("x", 16)
+    lab.running("y", 16)
+    for name in ("f0", "f1", "f2"):
+        lab.open(name, 16, owner="flood")
+        lab.hold(name)
+    lab.open("u", 16)
+    lab.hold("u")
+    assert [e.position for e in map(lab.pool.explain, ("f0", "u", "f1", "f2"))] == [1, 2, 3, 4]
+
+
+def test_class_goes_before_share_and_share_before_age(make):
+    lab = make(device(0), ageing=1e9, half_life=3600.0)
+    lab.running("used", 16, owner="ann")
+    lab.after(100)
+    for name, owner, priority in (
+        ("ann-old", "ann", "notebook"),
+        ("bob-new", "bob", "notebook"),
+        ("ann-batch", "ann", "batch"),
+        ("ann-now", "ann", "interactive"),
+    ):
+        lab.open(name, 16, owner=owner, priority=priority)
+        lab.hold(name)
+        lab.after(1)
+    names = sorted(("ann-old", "bob-new", "ann-batch", "ann-now"), key=lambda n: position(lab, n))
+    assert names == ["ann-now", "bob-new", "ann-old", "ann-batch"]
+
+
+def position(lab: Lab, name: str) -> int:
+    found = lab.pool.explain(name).position
+    assert found is not None
+    return found
+
+
+def test_age_raises_a_class_but_not_above_a_share(make):
+    """A batch job climbs past notebooks only while its owner has no more than its fair share."""
+    lab = make(device(0), ageing=1.0, half_life=1e6)
+    lab.running("busy", 16, owner="ann")
+    lab.after(10)
+    lab.open("poor", 16, owner="bob", priority="batch")
+    lab.hold("poor")
+    lab.open("rich", 16, owner="ann", priority="batch")
+    lab.hold("rich")
+    lab.after(150)
+    lab.open("new", 16, owner="cyd", priority="notebook")
+    lab.hold("new")
+    assert [position(lab, n) for n in ("poor", "new", "rich")] == [1, 2, 3]
+
+
+def test_without_half_life_usage_does_not_count(make):
+    lab = make(device(0), half_life=0.0)
+    lab.running("used", 16, owner="ann")
+    lab.after(100)
+    lab.open("a", 16, owner="ann")
+    lab.hold("a")
+    lab.open("b", 16, owner="bob")
+    lab.hold("b")
+    assert [position(lab, n) for n in ("a", "b")] == [1, 2]
+
+
+def test_order_changes_as_usage_grows_without_an_event(make):
+    lab = make(device(0), device(1), half_life=1e6)
+    lab.running("a", 16, owner="ann")
+    lab.after(200)
+    lab.end("a")
+    lab.running("x", 16)
+    lab.running("b", 16, owner="bob")
+    for name, owner in (("wa", "ann"), ("wb", "bob")):
+        lab.open(name, 16, owner=owner)
+        lab.hold(name)
+    assert [position(lab, n) for n in ("wa", "wb")] == [2, 1]
+    lab.after(300)
+    assert [position(lab, n) for n in ("wa", "wb")] == [1, 2]
+    got(lab.end("x"), ev.Attach, session="wa")
+
+
+# --------------------------------------------------------------------------- starvation
+
+
+def bound(half_life: float, usage: float, least: float, classes: float, leases: float) -> float:
+    """The bound of :mod:`jupyter_gpupool.pool.shares` for an owner of weight 1."""
+    return classes + half_life * math.log2(max(2.0, usage / least)) + leases
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_wait_of_who_has_used_the_most_in_the_lowest_class_is_bounded(seed):
+    """Others work without end in a higher class; it has used the machine alone for long before."""
+    half, ageing, cell = 60.0, 1.0, 5.0
+    crowd = Crowd(1, half_life=half, ageing=ageing, seed=seed)
+    rich = crowd.add(
+        "rich", "rich", cell=lambda: 4000.0 if not rich.done else cell, priority="batch"
+    )
+    crowd.run(3999)
+    usage = half / math.log(2)
+    for i in range(4):
+        crowd.add(f"u{i}", f"user{i}", cell=lambda: crowd.rng.uniform(0.5, 1.0) * cell)
+    crowd.run(2)
+    assert not rich.running
+    crowd.run(bound(half, usage, usage / 8, 100 * ageing, 2 * cell) + cell)
+    assert rich.done >= 2, "it starves"
+
+
+def test_waiting_owner_becomes_the_neediest():
+    crowd = Crowd(1, half_life=60.0)
+    crowd.add("a", "ann", cell=1000.0)
+    crowd.run(1001)
+    for i in range(3):
+        crowd.add(f"u{i}", f"user{i}", cell=2.0)
+    crowd.run(400)
+    assert crowd.kernels["a"].done >= 1
+    assert crowd.kernels["a"].running or crowd.kernels["a"].computed > 1000
+
+
+# --------------------------------------------------------------------------- guarantees
+
+
+def group_session(lab: Lab, name: str, group: str, memory: int, **fields) -> list[ev.Action]:
+    lab.open(name, memory, owner=Owner(fields.pop("owner", f"user-{name}"), group), **fields)
+    return lab.hold(name)
+
+
+def test_session_within_its_guarantee_goes_before_any_class(make):
+    lab = make(
+        device(0), groups={"bio": Group(guarantee=Portion(percent=100))}, preempt=frozenset()
+    )
+    lab.running("x", 16)
+    group_session(lab, "high", "", 16, priority="interactive")
+    group_session(lab, "low", "bio", 16, priority="batch")
+    assert [position(lab, n) for n in ("low", "high")] == [1, 2]
+    assert lab.pool.explain("low").standing.entitled == ("bio",)
+
+
+def test_requests_beyond_the_guarantee_are_not_within_it(make):
+    lab = make(device(0), groups={"bio": Group(guarantee=Portion(bytes=10))})
+    lab.running("x", 16)
+    lab.open("y", 4)
+    lab.hold("y")
+    group_session(lab, "a", "bio", 8)
+    group_session(lab, "b", "bio", 8)
+    group_session(lab, "c", "bio", 2)
+    ends = {n: lab.pool.explain(n).standing.entitled for n in "abc"}
+    assert ends == {"a": ("bio",), "b": (), "c": ("bio",)}
+
+
+def test_quota_still_counts_within_a_guarantee(make):
+    lab = make(
+        device(0),
+        groups={"bio": Group(guarantee=Portion(percent=100))},
+        quotas={"ann": Quota(leases=1)},
+        preempt=PREEMPT_ALL,
+    )
+    lab.open("a", 4, owner=Owner("ann", "bio"))
+    lab.hold("a")
+    lab.done("a")
+    lab.open("b", 4, owner=Owner("ann", "bio"))
+    none(lab.hold("b"), ev.Attach)
+    assert lab.pool.explain("b").reason.rule == "quota"
+
+
+def test_borrowed_memory_is_given_back_at_once(make):
+    lab = make(groups={"bio": Group(guarantee=Portion(percent=50))}, preempt=PREEMPT_ALL)
+    lab.running("x", 16)
+    lab.running("y", 16)
+    lab.after(2)
+    suspend = got(group_session(lab, "a", "bio", 16), ev.Suspend)
+    assert suspend.busy
+    assert "guaranteed" in suspend.reason
+    lab.suspended(suspend.session, (suspend.slices[0].device, 16))
+    assert lab.state("a") == "attaching"
+    assert lab.state(suspend.session) == "queued"
+    assert "guaranteed" in lab.record(suspend.session).preempted
+    lab.done("a")
+    lab.after(1000)
+    assert lab.state("a") == "active", "what is within the guarantee stays"

@@ -1,0 +1,291 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What users and groups have used: device-seconds, decay, daily budgets, restarts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.groups import DAY, Daily, Group, Portion, Tree, path
+from jupyter_gpupool.pool.model import Owner, Quota
+
+from .builders import Lab, all_of, device, got, none
+
+HALF = 100.0
+
+
+def used(lab: Lab, name: str):
+    return lab.pool.usage(lab.now).users[name]
+
+
+def test_memory_and_compute_are_counted_in_device_seconds(make):
+    lab = make(device(0), half_life=1e12)
+    lab.running("a", 4, owner="ann")
+    lab.after(10)
+    found = used(lab, "ann")
+    assert found.memory == pytest.approx(10 * 4 / 16)
+    assert found.compute == pytest.approx(10)
+    assert found.dominant == found.compute
+    lab.drop("a")
+    lab.after(10)
+    found = used(lab, "ann")
+    assert found.memory == pytest.approx(20 * 4 / 16)
+    assert found.compute == pytest.approx(10), "an idle session computes nothing"
+    assert found.today == pytest.approx(10 + 10 * 4 / 16)
+
+
+def test_compute_is_divided_between_the_active_sessions_of_a_device(make):
+    lab = make(device(0), half_life=1e12)
+    lab.running("a", 4, owner="ann", compute=30)
+    lab.running("b", 4, owner="bob", compute=90)
+    lab.after(8)
+    assert used(lab, "ann").compute == pytest.approx(2)
+    assert used(lab, "bob").compute == pytest.approx(6)
+    lab.drop("b")
+    lab.after(4)
+    assert used(lab, "ann").compute == pytest.approx(6), "alone it has all of it"
+
+
+def test_usage_counts_half_after_its_half_life(make):
+    lab = make(device(0), half_life=HALF)
+    lab.running("a", 16, owner="ann")
+    lab.after(1)
+    lab.end("a")
+    before = used(lab, "ann").dominant
+    lab.after(HALF)
+    assert used(lab, "ann").dominant == pytest.approx(before / 2)
+    lab.after(20 * HALF)
+    assert used(lab, "ann").dominant < 1e-5
+
+
+def test_usage_of_endless_work_goes_to_its_limit(make):
+    lab = make(device(0), half_life=HALF)
+    lab.running("a", 16, owner="ann")
+    lab.after(30 * HALF)
+    assert used(lab, "ann").dominant == pytest.approx(HALF / math.log(2))
+
+
+def test_groups_have_the_usage_of_their_members(make):
+    lab = make(groups={"lab": Group(), "bio": Group(parent="lab")}, half_life=1e12)
+    open_in(lab, "a", "ann", "bio", 16)
+    open_in(lab, "b", "bob", "lab", 16)
+    lab.after(5)
+    groups = lab.pool.usage(lab.now).groups
+    assert groups["bio"].dominant == pytest.approx(5)
+    assert groups["lab"].dominant == pytest.approx(10)
+
+
+def test_usage_survives_a_restart(make):
+    lab = make(device(0), half_life=HALF)
+    lab.running("a", 16, owner="ann")
+    lab.after(10)
+    before = lab.pool.usage(lab.now)
+    other = make(device(0), half_life=HALF)
+    other.now = lab.now + HALF
+    other.send(ev.UsageRecovered, users=before.users, groups=before.groups)
+    found = used(other, "ann")
+    assert found.dominant == pytest.approx(before.users["ann"].dominant / 2)
+    assert found.today == pytest.approx(10)
+
+
+def test_usage_goes_on_by_other_rules(make):
+    lab = make(device(0), half_life=1e12)
+    open_in(lab, "a", "ann", "bio", 16)
+    lab.after(10)
+    lab.send(
+        ev.SettingsChanged,
+        settings=lab.pool.settings.__class__(
+            half_life=1e12, groups={"bio": Group()}, host_memory=1000
+        ),
+    )
+    lab.after(5)
+    found = lab.pool.usage(lab.now)
+    assert found.users["ann"].dominant == pytest.approx(15)
+    assert found.groups["bio"].dominant == pytest.approx(5), "counted since there is such a group"
+
+
+# --------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    ("portion", "size"),
+    [
+        (Portion(bytes=7), 7),
+        (Portion(devices=1.5), 30),
+        (Portion(percent=25), 15),
+        (Portion(percent=0), 0),
+    ],
+)
+def test_portion_of_a_machine(portion, size):
+    assert portion.of([30, 20, 10]) == size
+    assert Portion(devices=2).of([]) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict,
+        lambda: {"bytes": 1, "percent": 1.0},
+        lambda: {"bytes": -1},
+        lambda: {"percent": 101.0},
+        lambda: {"devices": math.nan},
+        lambda: {"devices": math.inf},
+    ],
+)
+def test_portion_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"\."):
+        Portion(**wrong())
+
+
+def test_values_that_make_no_sense_are_refused():
+    for wrong in (
+        lambda: Group(weight=0.0),
+        lambda: Group(weight=math.nan),
+        lambda: Daily(-1.0),
+        lambda: Daily(1.0, renews=DAY),
+        lambda: Daily(1.0, rule="other"),  # type: ignore[arg-type]
+        lambda: Daily(1.0, then="other"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=r"\."):
+            wrong()
+
+
+def test_path_of_a_group_ends_at_a_cycle_or_an_unknown_parent():
+    groups = {"a": Group(parent="b"), "b": Group(parent="a"), "c": Group(parent="none")}
+    assert path(groups, "a") == ("b", "a")
+    assert path(groups, "c") == ("c",)
+    assert path(groups, "none") == ()
+    assert Tree(groups).path("a") == ("b", "a")
+
+
+# --------------------------------------------------------------------------- budgets
+
+
+def open_in(lab: Lab, name: str, owner: str, group: str, memory: int = 10, hold: bool = True):
+    lab.open(name, memory, owner=Owner(owner, group))
+    if hold:
+        actions = lab.hold(name)
+        if all_of(actions, ev.Attach, session=name):
+            lab.done(name)
+        return actions
+    return []
+
+
+def budget(seconds: float, **rules):
+    return {"quotas": {"ann": Quota(daily=Daily(seconds, **rules))}}
+
+
+def test_new_lease_is_refused_when_the_budget_is_used_up(make):
+    lab = make(device(0), **budget(100.0, then="refuse"))
+    lab.running("a", 16, owner="ann")
+    lab.after(200)
+    assert lab.state("a") == "active", "it goes on: nothing else waits"
+    lab.drop("a")
+    lab.release("a")
+    lab.suspended("a", ("G0", 16))
+    refusal = got(lab.hold("a"), ev.HoldRefused).refusal
+    assert refusal.code == "budget"
+    assert refusal.details["renews_at"] == DAY
+    assert "00:00 UTC" in refusal.next_step
+    lab.after(DAY - lab.now)
+    got(lab.hold("a"), ev.Attach, session="a")
+
+
+def test_session_without_budget_borrows_what_no_other_session_wants(make):
+    lab = make(device(0), **budget(100.0), preempt=frozenset({"guarantee"}))
+    lab.running("a", 16, owner="ann")
+    lab.after(150)
+    assert lab.state("a") == "active"
+    lab.open("b", 16, owner="bob", priority="batch")
+    suspend = got(lab.hold("b"), ev.Suspend, session="a")
+    assert suspend.busy
+    lab.suspended("a", ("G0", 16))
+    assert lab.state("b") == "attaching"
+    assert lab.state("a") == "queued"
+    lab.done("b")
+    lab.after(50)
+    assert lab.state("a") == "queued", "it preempts nothing"
+    lab.drop("b")
+    lab.after(1)
+    got(lab.past[-8:], ev.Suspend, session="b")
+
+
+def test_lone_session_stops_when_the_budget_says_so_and_goes_on_by_itself(make):
+    lab = make(device(0), **budget(100.0, then="stop"))
+    lab.running("a", 16, owner="ann")
+    lab.after(99)
+    assert lab.state("a") == "active"
+    suspend = got(lab.after(2), ev.Suspend, session="a")
+    assert suspend.busy
+    lab.suspended("a", ("G0", 16))
+    assert lab.pool.explain("a").reason.rule == "budget"
+    assert "GPU-seconds of today" in lab.reason("a")
+    got(lab.after(DAY - lab.now + 1), ev.Attach, session="a")
+
+
+def test_refilled_budget_is_back_when_a_part_of_it_is(make):
+    lab = make(device(0), **budget(8640.0, rule="refill", then="stop"))
+    lab.running("a", 16, owner="ann")
+    lab.after(10000)
+    got(lab.past, ev.Suspend, session="a")
+    at = next(a.now for a in lab.past if isinstance(a, ev.StateChanged) and a.new == "detaching")
+    assert at == pytest.approx(8640 / 0.9, rel=0.01), "a tenth came back meanwhile"
+    lab.suspended("a", ("G0", 16))
+    began = lab.now
+    while lab.state("a") == "queued":
+        lab.after(60)
+    assert lab.now - began == pytest.approx(8640 / 24 / 0.1, abs=120)
+
+
+def test_group_shares_its_budget(make):
+    groups = {"bio": Group(daily=Daily(100.0, then="refuse"))}
+    lab = make(groups=groups)
+    open_in(lab, "a", "ann", "bio", 16)
+    open_in(lab, "b", "bob", "bio", 16)
+    lab.after(51)
+    lab.open("c", 4, owner=Owner("cyd", "bio"))
+    refusal = got(lab.hold("c"), ev.HoldRefused).refusal
+    assert refusal.message.startswith("The group bio")
+    lab.open("d", 4, owner=Owner("dan"))
+    none(lab.hold("d"), ev.HoldRefused)
+
+
+# --------------------------------------------------------------------------- caps
+
+
+def test_group_has_no_more_than_its_cap_at_once(make):
+    lab = make(groups={"bio": Group(cap=Portion(bytes=20))})
+    open_in(lab, "a", "ann", "bio", 12)
+    open_in(lab, "b", "bob", "bio", 10)
+    assert lab.state("b") == "queued"
+    found = lab.pool.explain("b")
+    assert (found.reason.rule, found.reason.group, found.reason.most) == ("cap", "bio", 20)
+    assert [h.session for h in found.holders] == ["a"]
+    open_in(lab, "c", "cyd", "bio", 4)
+    assert lab.pool.explain("c").reason.rule == "behind-group"
+    lab.drop("a")
+    lab.suspended("a", ("G0", 12))
+    assert lab.state("b") == "attaching"
+    assert lab.state("c") == "attaching"
+
+
+def test_request_above_the_cap_is_refused_by_its_name(make):
+    lab = make(groups={"lab": Group(cap=Portion(percent=25)), "bio": Group(parent="lab")})
+    actions = lab.open("a", 10, owner=Owner("ann", "bio"), rid="r")
+    refusal = got(actions, ev.Answer).refusal
+    assert refusal.code == "over-quota"
+    assert "your group lab may have at most 8 B" in refusal.message
+
+
+def test_growth_stops_at_the_cap(make):
+    lab = make(device(0), groups={"bio": Group(cap=Portion(bytes=8))})
+    lab.open("a", 6, owner=Owner("ann", "bio"), limit=16)
+    lab.hold("a")
+    lab.done("a")
+    assert got(lab.grow("a", 2), ev.Answer).refusal is None
+    refusal = got(lab.grow("a", 1), ev.Answer).refusal
+    assert refusal.code == "quota"
+    assert "group bio" in refusal.message
