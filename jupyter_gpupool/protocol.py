@@ -36,6 +36,12 @@ answer (``wait`` false). A ``hold`` sent before the ``yield`` was read makes the
 The agent may send it up to 50 ms late; for cells that have ended by then one ``hold`` and ``drop``
 stand for all. It sends them before a ``yielded`` and before any other request.
 
+A session has one agent and any number of *members*: its programs, and ``jupyter gpupool run``,
+which started its process. A member takes each hold with ``wait`` true and goes on when it is
+granted, so that the broker need not ask it for a ``yield``; it gets the pushes ``queue``,
+``lease``, ``lost``, ``notice`` and ``refused`` as the agent does. Its holds end with its
+connection.
+
 ``attach`` and ``grow`` come from the guard, without a ``hello``, each on a connection of its own
 and only when the session's shared page says that a call must wait; what was granted is in the page
 before the ``ok`` is sent. Closing the connection ends the wait.
@@ -250,10 +256,11 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # request: {memory?, limit?, devices?, compute?, priority?}, sizes in bytes.
     # ok: session, token, attach, request, env (variables for the kernel's process), config (the
     # options in force that do not have their default, and their origins), pid, broker, retire
-    # (true where a kernel must be retired before it is killed)
+    # (true where a kernel must be retired before it is killed). guarded: false for a process that
+    # has loaded the driver already, so that the guard comes too late
     "open": (
         {"kernel_id": _WORDS},
-        {"label": _WORDS, "request": _REQUEST, "attach": Text(null=True)},
+        {"label": _WORDS, "request": _REQUEST, "attach": Text(null=True), "guarded": Flag()},
     ),
     # pid of the process just started for the session. ok: -
     "launched": ({"session": Text(), "pid": _PROCESS}, {}),
@@ -262,13 +269,19 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # the kernel has ended or was never started; idempotent. ok: -
     "close": ({"session": Text()}, {"reason": _WORDS}),
     # ---- the agent inside the kernel process (identified by SO_PEERCRED and the token)
-    # after a reconnect: epoch and holds as the agent knows them.
+    # after a reconnect: epoch and holds as the agent knows them. member: this is not the agent but
+    # another program of the session, or the one that started it (see above).
     # ok: session, state, epoch, slices, attach, request, limits
     "hello": (
         {"session": Text(), "token": Text(500)},
-        {"epoch": _COUNT, "holds": Items(HoldName(), MAX_HOLDS), "cuda": Flag(null=True)},
+        {
+            "epoch": _COUNT,
+            "holds": Items(HoldName(), MAX_HOLDS),
+            "cuda": Flag(null=True),
+            "member": Flag(),
+        },
     ),
-    # kind: cell | comm | manual | command. With wait: answered when granted or refused:
+    # kind: cell | comm | manual. With wait: answered when granted or refused:
     # ok: epoch, slices. Without: no id, no answer; only legal while the agent has its lease.
     "hold": ({"hold": Text(), "kind": Text()}, {"epoch": _COUNT, "wait": Flag()}),
     # cuda: has this process called cuInit? (null: cannot tell). No answer.

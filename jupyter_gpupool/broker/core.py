@@ -223,10 +223,10 @@ class Core:
     # ------------------------------------------------------------------ the agents
 
     def push_lease(self, session: LiveSession, reason: str = "") -> None:
-        """Tell the session's agent how things stand."""
+        """Tell the session's agent and members how things stand."""
         record = self.record(session.id)
-        if session.agent is not None and record is not None:
-            session.agent.send(
+        if session.has_listeners and record is not None:
+            session.send(
                 {
                     "type": "lease",
                     "state": record.state,

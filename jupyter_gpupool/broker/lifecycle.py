@@ -15,6 +15,7 @@ from . import sessions as processes
 from .core import Core
 from .pages.activity import DEVICE_HOLD
 from .sessions import LiveSession
+from .transport.connection import Connection
 
 #: Seconds for which the holds of an agent that went away are kept, process alive.
 GRACE = 10.0
@@ -59,7 +60,11 @@ class Lifecycle:
         self._core.handle(
             e.HoldsReplaced(
                 now=self._core.now(), session=session.id, cuda=session.cuda,
-                holds=tuple(h for h in self.record(session).holds if h.id == DEVICE_HOLD),
+                holds=tuple(
+                    hold
+                    for hold in self.record(session).holds
+                    if hold.id == DEVICE_HOLD or hold.id in session.member_holds
+                ),
             )
         )  # fmt: skip
 
@@ -72,9 +77,14 @@ class Lifecycle:
         if self.record(session).state != "ended":
             self.start_grace(session)
 
+    def member_gone(self, session: LiveSession, connection: Connection) -> None:
+        """End the holds of a member whose connection has ended: the program has, or is done."""
+        for hold in session.members.pop(connection, ()):
+            self.cancel(session, hold)
+
     def drop_waits(self, session: LiveSession) -> None:
-        """End everything the session waits for."""
-        for hold in list(session.waits):
+        """End everything that the session's agent waits for."""
+        for hold in set(session.waits) - session.member_holds:
             self.cancel(session, hold)
 
     def cancel(self, session: LiveSession, hold: str) -> None:

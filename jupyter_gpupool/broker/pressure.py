@@ -158,8 +158,7 @@ class Pressure:
         session.host_short = message
         self._log.warning("Session %s: %s", session.id, message)
         self._core.note("host-short", session, bytes=size, reason=message)
-        if session.agent is not None:
-            session.agent.send({"type": "notice", "message": message})
+        session.send({"type": "notice", "message": message})
 
     # ------------------------------------------------------------------ limits below the slice
 

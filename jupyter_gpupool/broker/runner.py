@@ -179,7 +179,8 @@ class Runner:
                 )
             case e.Wanted():
                 session.wanted = action.epoch
-                session.send({"type": "wanted"})
+                if session.agent is not None:
+                    session.agent.send({"type": "wanted"})
             case _:
                 raise AssertionError(f"an action nobody performs: {action!r}")
 
@@ -209,6 +210,7 @@ class Runner:
         if session.yielding is not None and not session.yielding[1].done():
             session.yielding[1].cancel()
         session.disconnect_agent()
+        session.disconnect_members()
         self._actions.end_frozen(session.id, session.frozen)
 
     # ------------------------------------------------------------------ the pool's clock

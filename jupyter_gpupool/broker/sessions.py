@@ -11,7 +11,7 @@ import os
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any, Callable, Collection, Iterator, Mapping
+from typing import Any, Callable, Collection, Iterable, Iterator, Mapping
 
 from ..errors import Code, GPUPoolError, RefusedError
 from ..guard.page import Page
@@ -95,6 +95,8 @@ class LiveSession:
     #: Where it was opened, until launched.
     opener: Connection | None = None
     agent: Connection | None = None
+    #: Its other programs, and the one that started it: their holds, by connection.
+    members: dict[Connection, set[str]] = field(default_factory=dict)
     death: Death | None = None
     #: By hold.
     waits: dict[str, HoldWait] = field(default_factory=dict)
@@ -142,9 +144,43 @@ class LiveSession:
         return hmac.compare_digest(self.token_digest, digest(token))
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send the session's agent a message, if one is connected."""
+        """Send the session's agent and members a message."""
         if self.agent is not None:
             self.agent.send(message)
+        for member in self.members:
+            member.send(message)
+
+    @property
+    def has_listeners(self) -> bool:
+        """Whether an agent or a member is connected."""
+        return self.agent is not None or bool(self.members)
+
+    @property
+    def member_holds(self) -> frozenset[str]:
+        """The holds of all members."""
+        return frozenset(hold for holds in self.members.values() for hold in holds)
+
+    def connect_member(self, connection: Connection, holds: Iterable[str]) -> None:
+        """Take a connection as that of a member, which has these holds."""
+        self.members[connection] = set(holds)
+        connection.speaks_for(self)
+
+    def note_hold(self, connection: Connection, hold: str) -> None:
+        """Note that a hold is this connection's, if a member is at its other end."""
+        if connection in self.members:
+            self.members[connection].add(hold)
+
+    def forget_hold(self, connection: Connection, hold: str) -> None:
+        """Note that a hold has ended."""
+        if connection in self.members:
+            self.members[connection].discard(hold)
+
+    def disconnect_members(self) -> None:
+        """End the connections of all members."""
+        members, self.members = self.members, {}
+        for connection in members:
+            connection.speaks_for(None)
+            connection.close()
 
     def connect_agent(self, connection: Connection) -> None:
         """Take a connection as that of the session's agent."""

@@ -17,7 +17,7 @@ import ctypes
 import os
 import re
 import sys
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, MutableMapping, Sequence
 
 from .holds import Slice
 
@@ -66,7 +66,7 @@ class CudaProbe:
         return self._initialised
 
 
-def show_devices(devices: Sequence[str]) -> None:
+def show_devices(devices: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
     """Make the session's devices the visible ones, by UUID.
 
     Before cuInit this decides which device the process gets. After it the driver no longer reads
@@ -76,12 +76,12 @@ def show_devices(devices: Sequence[str]) -> None:
     if not devices:
         return
     text = ",".join(devices)
-    ours = os.environ.get(OURS_VARIABLE)
+    ours = environ.get(OURS_VARIABLE)
     if ours is not None:
-        if os.environ.get("CUDA_VISIBLE_DEVICES") != ours:
+        if environ.get("CUDA_VISIBLE_DEVICES") != ours:
             return
-        os.environ[OURS_VARIABLE] = text
-    os.environ["CUDA_VISIBLE_DEVICES"] = text
+        environ[OURS_VARIABLE] = text
+    environ["CUDA_VISIBLE_DEVICES"] = text
 
 
 def usable_bytes(granted: int) -> int:

@@ -55,6 +55,10 @@ class SessionLink:
         Called in the reader thread if the driver has lost this session's device state.
     environ:
         The kernel's: it says how a broker that has died is started again.
+    member:
+        This is not the agent but another program of the session, or the one that started it: it
+        calls :meth:`wait` for each hold and never :meth:`take`, because the broker does not ask it
+        for a ``yield``.
     """
 
     def __init__(
@@ -69,17 +73,20 @@ class SessionLink:
         on_lost: Callable[[str], None] = lambda _: None,
         on_notice: Callable[[str], None] = lambda _: None,
         environ: Mapping[str, str] | None = None,
+        member: bool = False,
     ) -> None:
         self.path = Path(path)
         self.reviver = Reviver(self.path, environ or {})
         self.session = session
         self.policy = attach
         self._token = token
+        self._role = {"member": True} if member else {}
         self._cuda = cuda
         self._cuda_blocks = cuda_blocks
         self._on_lost = on_lost
         self._on_notice = on_notice
-        self._cuda_seen: bool | None = False
+        # The agent is there from the start of its process; a member has to look.
+        self._cuda_seen: bool | None = cuda() if member else False
         self._lock = threading.RLock()
         self._client: Client | None = None
         self._greeted = False
@@ -323,6 +330,7 @@ class SessionLink:
                     epoch=self.epoch,
                     holds=[{"id": hold, "kind": kind} for hold, kind in self._holds.items()],
                     cuda=self._cuda_seen,
+                    **self._role,
                 )
                 # From here on holds and drops go out behind the hello, in their order.
                 self._client = client

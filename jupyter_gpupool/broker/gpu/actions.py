@@ -389,8 +389,8 @@ class DeviceActions:
         self._core.note("lost", session, reason=action.message)
         self._core.commit()
         self._core.log.error("Session %s is lost: %s", session.id, action.message)
-        if session.agent is not None:
-            session.agent.send({"type": "lost", "message": action.message})
+        if session.has_listeners:
+            session.send({"type": "lost", "message": action.message})
             await asyncio.sleep(LAST_WORDS)
         if session.process is not None:
             await self.retire(session)

@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import logging
+from typing import Sequence
 
 from ... import procfs
 from ...errors import Code, ProtocolError, RefusedError
 from ...pool import events as e
+from ...pool.model import Hold
+from ...procfs import ProcessId
 from ...protocol import MAX_HOLDS, Message
 from ..core import Core
 from ..lifecycle import Lifecycle
@@ -43,13 +46,16 @@ class AgentMessages:
             # A kernel can be faster than the server that started it.
             session.put_early(connection, message)
             return
-        if not procfs.descends(connection.peer.pid, session.process):
+        if not _belongs(connection.peer.pid, session.process, bool(message.get("member"))):
             raise RefusedError(
                 f"Process {connection.peer.pid} is not the kernel {session.process.pid} that the "
                 "session was opened for, nor a child of it.",
                 code=Code.NOT_YOURS,
             )
         holds = read_holds(message.get("holds", []), self._core.now())
+        if message.get("member"):
+            self._join(connection, session, message, holds)
+            return
         if session.agent is not None and session.agent is not connection:
             session.disconnect_agent()
             self._lifecycle.drop_waits(session)
@@ -62,7 +68,7 @@ class AgentMessages:
         waiting = tuple(
             hold
             for hold in self._lifecycle.record(session).holds
-            if hold.id in session.waits or hold.id == DEVICE_HOLD
+            if hold.id in session.waits or hold.id == DEVICE_HOLD or hold.id in session.member_holds
         )
         self._activity.settle(session)
         self._core.handle(
@@ -71,6 +77,34 @@ class AgentMessages:
                 cuda=session.cuda,
             )
         )  # fmt: skip
+        self._greet(connection, session, message)
+        if session.wanted == self._lifecycle.record(session).epoch:
+            connection.send({"type": "wanted"})
+
+    def _join(
+        self,
+        connection: Connection,
+        session: LiveSession,
+        message: Message,
+        holds: Sequence[Hold],
+    ) -> None:
+        """Take a member, with the holds that it had before it lost the broker."""
+        taken = {hold.id for hold in holds} & session.member_holds
+        if taken:
+            raise RefusedError(
+                f"Another program of the session has the hold {min(taken)!r}.",
+                code=Code.DUPLICATE,
+            )
+        session.connect_member(connection, (hold.id for hold in holds))
+        _note_cuda(session, message.get("cuda"))
+        self._activity.settle(session)
+        for hold in holds:
+            self._core.handle(
+                e.HoldTaken(now=self._core.now(), session=session.id, hold=hold.id, kind=hold.kind)
+            )
+        self._greet(connection, session, message)
+
+    def _greet(self, connection: Connection, session: LiveSession, message: Message) -> None:
         record = self._lifecycle.record(session)
         connection.answer(
             message.get("id"),
@@ -85,8 +119,6 @@ class AgentMessages:
                 "limits": self._snapshots.limits(session.owner),
             },
         )
-        if session.wanted == record.epoch:
-            connection.send({"type": "wanted"})
 
     def hold(self, connection: Connection, message: Message) -> None:
         session = session_of(connection)
@@ -118,6 +150,7 @@ class AgentMessages:
                 session.id, message.get("epoch"), record.epoch,
             )  # fmt: skip
             self._core.push_lease(session, "epoch")
+        session.note_hold(connection, hold)
         self._activity.settle(session)
         self._core.handle(
             e.HoldTaken(now=self._core.now(), session=session.id, hold=hold, kind=kind)
@@ -128,6 +161,7 @@ class AgentMessages:
         if message["hold"] == DEVICE_HOLD:
             raise ProtocolError(f"The hold {DEVICE_HOLD!r} is the guard's.")
         _note_cuda(session, message.get("cuda"))
+        session.forget_hold(connection, message["hold"])
         self._core.handle(
             e.HoldDropped(
                 now=self._core.now(), session=session.id, hold=message["hold"],
@@ -140,11 +174,14 @@ class AgentMessages:
         session = session_of(connection)
         if message["hold"] == DEVICE_HOLD:
             raise ProtocolError(f"The hold {DEVICE_HOLD!r} is the guard's.")
+        session.forget_hold(connection, message["hold"])
         self._lifecycle.cancel(session, message["hold"])
         connection.answer(message.get("id"))
 
     def yielded(self, connection: Connection, message: Message) -> None:
         session = session_of(connection)
+        if session.agent is not connection:
+            return  # nobody asks a member
         _note_cuda(session, message.get("cuda"))
         asked = session.yielding
         if asked is not None and asked[0] == message["epoch"] and not asked[1].done():
@@ -155,7 +192,16 @@ class AgentMessages:
 
     def resting(self, connection: Connection, _message: Message) -> None:
         session = session_of(connection)
-        self._activity.resting(session)
+        if session.agent is connection:
+            self._activity.resting(session)
+
+
+def _belongs(pid: int, process: ProcessId, member: bool) -> bool:
+    """Return whether ``pid`` is the session's process or a child of it; a member: or a parent."""
+    if procfs.descends(pid, process):
+        return True
+    parent = procfs.identify(pid) if member else None
+    return parent is not None and procfs.descends(process.pid, parent)
 
 
 def _note_cuda(session: LiveSession, cuda: bool | None) -> None:

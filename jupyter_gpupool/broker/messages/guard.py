@@ -309,16 +309,15 @@ class GuardMessages:
 
     def _tell(self, session: LiveSession, what: str, refusal: Refusal) -> None:
         """Leave the reason where people find it: with the agent, and in the journal."""
-        if session.agent is not None:
-            session.agent.send(
-                {
-                    "type": "refused",
-                    "what": what,
-                    "code": refusal.code,
-                    "message": refusal.message,
-                    "next_step": refusal.next_step,
-                }
-            )
+        session.send(
+            {
+                "type": "refused",
+                "what": what,
+                "code": refusal.code,
+                "message": refusal.message,
+                "next_step": refusal.next_step,
+            }
+        )
         key, at = self._told.get(session.id, ("", 0.0))
         if key == f"{what} {refusal.code}" and self._now() - at < SAME:
             return  # an application that tries smaller and smaller sizes

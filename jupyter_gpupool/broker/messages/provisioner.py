@@ -108,7 +108,11 @@ class ProvisionerMessages:
         session, token = core.sessions.new(owner, peer.uid, message["kernel_id"][:MAX_NAME])
         session.home = self._homes.first(request)
         env = {**self._environment, **self._service.environment(session.home)}
-        guarded = self._setup.environment(session, env, request.limit)
+        guarded = (
+            self._setup.environment(session, env, request.limit)
+            if message.get("guarded", True)
+            else self._setup.without(session)
+        )
         if not guarded:
             # Without a page nobody would ask at the first call.
             attach, _ = usable_attach(attach, False)

@@ -142,6 +142,8 @@ class Router:
         session = connection.session
         if session is not None and session.agent is connection:
             self._lifecycle.agent_gone(session)
+        elif session is not None:
+            self._lifecycle.member_gone(session, connection)
 
     def close(self) -> None:
         """End every connection: the broker ends."""

@@ -96,6 +96,26 @@ class GuardSetup:
         self._log.error("Session %s runs without the guard. %s", session.id, problem)
         return {}
 
+    def without(self, session: LiveSession) -> dict[str, str]:
+        """Let a session run without the guard, which its process cannot load any more; return {}.
+
+        Raises
+        ------
+        RefusedError
+            If the configuration does not allow that.
+        """
+        if self.guarded and not self._configuration.settings.allow_unguarded:
+            raise RefusedError(
+                "This program has loaded the CUDA driver already, so the guard cannot keep it "
+                "within its slice, and this pool requires the guard (c.GPUPool.allow_unguarded).",
+                code=Code.NO_GUARD,
+                next_step="Ask for the slice before the program loads CUDA, or start the program "
+                "with: jupyter gpupool run -- COMMAND.",
+            )
+        if self.guarded:
+            self._log.info("Session %s runs without the guard: it has the driver", session.id)
+        return {}
+
     async def keep(self) -> None:
         """Put back what was deleted under living sessions.
 
