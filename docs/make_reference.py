@@ -18,6 +18,7 @@ sys.path.insert(0, str(HERE.parent))
 from jupyter_gpupool import protocol  # noqa: E402
 from jupyter_gpupool.cli import commands  # noqa: E402
 from jupyter_gpupool.cli.configtext import markdown_reference  # noqa: E402
+from jupyter_gpupool.cli.registry import EXIT_CODES  # noqa: E402
 from jupyter_gpupool.config import fixed_options  # noqa: E402
 from jupyter_gpupool.errors import Code  # noqa: E402
 
@@ -42,8 +43,9 @@ change what is here.
 CLI = """\
 # Commands
 
-Exit codes: 0 done, 1 a problem or a refusal (nothing was changed), 2 wrong usage. Errors are one
-sentence on stderr. `--json` output is for programs; its sizes are bytes and its times seconds.
+Exit codes: 0 done, 1 a problem or a refusal (nothing was changed), 2 wrong usage; `run` and `wait`
+have others. Errors are one sentence on stderr. `--json` output is for programs; its sizes are bytes
+and its times seconds.
 
 """
 
@@ -94,19 +96,23 @@ def cli_page() -> str:
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> str:
-    usage, rows = [f"jupyter gpupool {name}"], []
+    usage, rows, rest = [f"jupyter gpupool {name}"], [], []
     for action in parser._actions:
         if "--help" in action.option_strings:
             continue
         value = f" {action.metavar}" if action.metavar and action.option_strings else ""
         names = ", ".join(f"`{option}{value}`" for option in action.option_strings)
-        if not names:
+        if action.nargs == argparse.REMAINDER:
+            rest = ["--", f"{action.metavar} ..."]
+        elif not names:
             usage.append(str(action.metavar))
         rows.append(f"| {names or f'`{action.metavar}`'} | {action.help} |")
     usage.extend(["[options]"] if "--" in "".join(rows) else [])
+    usage.extend(rest)
     table = ["", "| | |", "|---|---|", *rows] if rows else []
     lines = [f"## `jupyter gpupool {name}`", "", str(parser.description), "", "```console"]
-    return "\n".join([*lines, " ".join(usage), "```", *table]) + "\n"
+    codes = [] if parser.epilog == EXIT_CODES else ["", str(parser.epilog)]
+    return "\n".join([*lines, " ".join(usage), "```", *table, *codes]) + "\n"
 
 
 def protocol_page() -> str:

@@ -11,6 +11,7 @@ General layout (left may import right, never back; ``tests/test_architecture.py`
 - ``broker/``: effects: performs the pool's actions.
 - ``kernel/``: inside the kernel process: standard library and IPython only.
 - ``server/``: the Jupyter Server extension; ``labextension/`` beside this package is its interface.
+- ``programs/``: commands, services and scripts in the pool; :func:`slice` is its Python face.
 - ``provisioner``, ``cli``, ``config``: what Jupyter, people and admins touch.
 - ``emulation``: the one door to ``emucuda``, an emulated NVIDIA driver, beside this package.
 
@@ -19,7 +20,59 @@ Importing this package imports nothing else: kernels without our dependencies lo
 
 from __future__ import annotations
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .programs.inscript import HeldSlice
+
 __version__ = "0.1.0"
+
+
+def slice(  # noqa: A001 (the word of the pool)
+    memory: int | str = "",
+    *,
+    limit: int | str = "",
+    devices: int = 0,
+    compute: int = 0,
+    priority: str = "",
+    max_wait: float | str | None = None,
+    name: str = "",
+) -> HeldSlice:
+    """Return a context in which this program holds a GPU slice, for ``with``.
+
+    Entering waits for the slice; after the block it stays as long as nobody else wants it. In a
+    program that ``jupyter gpupool run`` has started, in a Pooled GPU kernel and in their children
+    the block holds the slice of that session. Any other program gets a session of its own, if it
+    has not called CUDA before.
+
+    Parameters
+    ----------
+    memory, limit:
+        Guaranteed device memory, and how far it may grow: bytes, or text like ``"8GiB"``.
+    devices, compute, priority:
+        GPUs, per cent of their time, priority class. Empty or 0: as the session or the pool has it.
+    max_wait:
+        Seconds, or text like ``"10m"``, after which entering gives up; None: as the pool does.
+    name:
+        What people read in ``jupyter gpupool status``. Default: the name of the script.
+
+    Raises
+    ------
+    jupyter_gpupool.errors.RefusedError
+        On entering: the pool's refusal, or ``code`` "wait-timeout".
+    jupyter_gpupool.errors.BrokerUnavailable
+        On entering: there is no broker, and none can be started.
+    """
+    from .programs.inscript import HeldSlice
+
+    return HeldSlice(
+        memory,
+        limit=limit,
+        devices=devices,
+        compute=compute,
+        priority=priority,
+        max_wait=max_wait,
+        name=name,
+    )
 
 
 def _jupyter_labextension_paths() -> list[dict[str, str]]:

@@ -213,7 +213,7 @@ SHIPPED = "gpupool-python3"
 START_TIMEOUT = 45.0
 
 #: Variables of another session, inherited where the client itself runs in a pooled kernel.
-_OUTER = ("GPUPOOL_SESSION", "GPUPOOL_TOKEN", "GPUPOOL_ATTACH")
+OUTER_VARIABLES = ("GPUPOOL_SESSION", "GPUPOOL_TOKEN", "GPUPOOL_ATTACH")
 
 _USAGE = "usage: python -m jupyter_gpupool.launcher --kernel NAME -- COMMAND..."
 
@@ -232,7 +232,7 @@ def become(command: Sequence[str], kernel: str = SHIPPED) -> NoReturn:
         env = {k: v for k, v in os.environ.items() if k != OPENED_VARIABLE}
         _execute(list(command), env)
     env = without_guard(os.environ)
-    for name in _OUTER:
+    for name in OUTER_VARIABLES:
         env.pop(name, None)
     try:
         final, why_not = _open(list(command), kernel, env)
@@ -282,7 +282,7 @@ def _open(command: list[str], kernel: str, env: dict[str, str]) -> tuple[list[st
     if attach != "manual" and not runs_ipykernel(command):
         attach = "lazy"  # as the provisioner does: it has no agent that sees cells
     named = str(stanza.get("broker_socket") or "")
-    with closing(ClientAgain(lambda: _broker(named), timeout=START_TIMEOUT)) as client:
+    with closing(ClientAgain(lambda: living_broker(named), timeout=START_TIMEOUT)) as client:
         answer = client.call(
             "open",
             kernel_id=_kernel_id(command),
@@ -359,7 +359,7 @@ def _label(env: Mapping[str, str], shown: str) -> str:
     return f"{'~' if folder == Path.home() else folder.name or '/'}: {shown}"
 
 
-def _broker(named: str) -> Path:
+def living_broker(named: str) -> Path:
     """Return the socket of a living broker; start this user's own if there is none."""
     from .config import load_settings
     from .starting import answers, ensure_broker, revive

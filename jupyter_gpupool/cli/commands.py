@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The commands of ``jupyter gpupool``, one function each, and the one place that prints errors.
 
-A command is a function under :func:`command`, which says what it does and takes. Longer work is in
-other modules, imported only when the command runs: ``status`` must not wait for jupyter_client.
+A command is a function under :func:`registry.command`, which says what it does and takes. Longer
+work is in other modules, imported only when the command runs: ``status`` must not wait for
+jupyter_client.
 """
 
 from __future__ import annotations
@@ -13,92 +14,33 @@ import json
 import os
 import re
 import sys
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Callable, NoReturn, Sequence
+from typing import NoReturn, Sequence
 
 from .. import __version__
 from ..errors import GPUPoolError
 from ..text import did_you_mean
+from . import programs  # noqa: F401 (registers its commands)
+from .registry import (
+    COMMANDS,
+    DEVICE,
+    EXIT_CODES,
+    JSON,
+    ONE_DEVICE,
+    REASON,
+    SOCKET,
+    Options,
+    argument,
+    command,
+    either,
+    in_order,
+    seconds_between,
+)
 
 PROG = "jupyter gpupool"
 
 _SUMMARY = "GPU slices for Jupyter kernels: attached while needed, given back with nothing lost."
-
-_EXIT_CODES = "Exit codes: 0 done, 1 a problem or a refusal (nothing was changed), 2 wrong usage."
-
-Options = argparse.Namespace
-#: Adds arguments to the parser of a command.
-Argument = Callable[[argparse._ActionsContainer], object]
-
-
-@dataclass(frozen=True)
-class Subcommand:
-    """One command: what it does, what it takes, and what runs it and returns the exit code."""
-
-    name: str
-    group: str
-    does: str
-    arguments: tuple[Argument, ...]
-    run: Callable[[Options], int]
-
-
-#: By name, in the order of the help.
-COMMANDS: dict[str, Subcommand] = {}
-
-
-def command(group: str, does: str, *arguments: Argument) -> Callable[..., Any]:
-    """Return a decorator that makes a function the command of its name: ``_status``."""
-
-    def register(run: Callable[[Options], int]) -> Callable[[Options], int]:
-        known = run.__name__[1:].replace("_", "-")
-        COMMANDS[known] = Subcommand(known, group, does, arguments, run)
-        return run
-
-    return register
-
-
-def argument(*names: str, **settings: Any) -> Argument:
-    """Return an argument, described as ``ArgumentParser.add_argument`` takes it."""
-    return lambda parser: parser.add_argument(*names, **settings)
-
-
-def either(*arguments: Argument) -> Argument:
-    """Return arguments of which at most one may be given."""
-
-    def add(parser: argparse._ActionsContainer) -> None:
-        group = parser.add_mutually_exclusive_group()
-        for one in arguments:
-            one(group)
-
-    return add
-
-
-def _interval(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
-    return value
-
-
-SOCKET = argument(
-    "--socket", default="", metavar="PATH",
-    help="the broker's socket (default: as configured, else found by itself)",
-)  # fmt: skip
-DEVICE = argument(
-    "--device", default="", metavar="GPU",
-    help="number, UUID, or the beginning of a UUID; default: the whole pool",
-)  # fmt: skip
-ONE_DEVICE = argument(
-    "--device", default="", metavar="GPU", required=True,
-    help="number, UUID, or the beginning of a UUID",
-)  # fmt: skip
-REASON = argument("--reason", default="", metavar="TEXT", help="shown to waiting users")
-JSON = argument("--json", action="store_true", help="print JSON")
 
 # ---------------------------------------------------------------------- the commands
 
@@ -109,7 +51,7 @@ JSON = argument("--json", action="store_true", help="print JSON")
     argument("--watch", "-w", action="store_true", help="draw again until Ctrl-C"),
     argument("--json", action="store_true", help="print JSON, all sizes in bytes"),
     argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS",
+        "--interval", type=seconds_between, default=1.0, metavar="SECONDS",
         help="between two pictures of --watch (default: 1)",
     ),
 )  # fmt: skip
@@ -328,7 +270,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 def _description() -> str:
     """Return what the program is for, and its commands by what people want to do."""
     lines = [_SUMMARY, ""]
-    for group, members in groupby(COMMANDS.values(), lambda one: one.group):
+    for group, members in groupby(in_order(), lambda one: one.group):
         lines.append(f"{group:<25}{', '.join(one.name for one in members)}")
     return "\n".join(lines) + "\n"
 
@@ -336,15 +278,15 @@ def _description() -> str:
 def _build() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     """Return the parser, and that of each command."""
     parser = _Parser(
-        prog=PROG, description=_description(), epilog=_EXIT_CODES, formatter_class=_Formatter
+        prog=PROG, description=_description(), epilog=EXIT_CODES, formatter_class=_Formatter
     )
     parser.add_argument("--version", action="version", version=__version__)
     choices = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     parsers: dict[str, argparse.ArgumentParser] = {}
-    for one in COMMANDS.values():
+    for one in in_order():
         sentence = f"{one.does[0].upper()}{one.does[1:]}."
         parsers[one.name] = choices.add_parser(
-            one.name, help=one.does, description=sentence, epilog=_EXIT_CODES,
+            one.name, help=one.does, description=sentence, epilog=one.exit_codes,
             formatter_class=_Formatter,
         )  # fmt: skip
         for add in one.arguments:

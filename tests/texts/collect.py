@@ -32,6 +32,7 @@ _AREAS = {
     "guard": "The guard",
     "kernel": "The kernel",
     "pool": "The pool",
+    "programs": "Programs in the pool",
     "server": "The server extension",
 }
 
@@ -81,6 +82,7 @@ def scenes(sheet: Sheet) -> set[str]:
     sheet.heading("jupyter gpupool")
     commands.commands(sheet)
     commands.status(sheet)
+    commands.programs(sheet)
     commands.doctor(sheet)
     sheet.heading("A configuration that is wrong")
     commands.configuration(sheet)

@@ -12,6 +12,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Iterator, Mapping
 from unittest import mock
 
@@ -20,9 +21,15 @@ from jupyter_gpupool.cli import commands as cli
 from jupyter_gpupool.cli.doctor import _lines, _summary
 from jupyter_gpupool.cli.maintenance import progress
 from jupyter_gpupool.cli.picture import Style, draw
+from jupyter_gpupool.cli.programs import table
 from jupyter_gpupool.config import BrokerSettings, load_settings, loading
 from jupyter_gpupool.config.differences import notice
 from jupyter_gpupool.errors import ConfigError
+from jupyter_gpupool.kernel.holds import QueuePlace
+from jupyter_gpupool.local_machine import boot_id
+from jupyter_gpupool.programs.progress import waiting_for
+from jupyter_gpupool.programs.runfiles import RunRecord
+from jupyter_gpupool.programs.running import too_long
 from jupyter_gpupool.units import parse_bytes, parse_seconds
 
 from .sheet import Sheet
@@ -34,7 +41,7 @@ def commands(sheet: Sheet) -> None:
     """Write the commands, and what they say of a wrong one."""
     sheet.put(
         "jupyter gpupool --help begins and ends with",
-        cli._description() + "\n" + cli._EXIT_CODES,
+        cli._description() + "\n" + cli.EXIT_CODES,
     )
     for name, parser in cli.subcommands().items():
         lines = [str(parser.description)]
@@ -140,6 +147,43 @@ def _only(folder: str) -> Iterator[None]:
         mock.patch.dict(os.environ, plain, clear=True),
     ):
         yield
+
+
+def programs(sheet: Sheet) -> None:
+    """Write what is said of programs that wait, run detached, or have ended."""
+
+    def link(**changes: Any) -> Any:
+        fields = {"request": {}, "state": "queued", "queue": None, "path": "/run/b.sock", **changes}
+        return SimpleNamespace(
+            reviver=SimpleNamespace(expected=changes.get("expected", False)),
+            unreachable_for=lambda: changes.get("away", 0.0), **fields,
+        )  # fmt: skip
+
+    place = QueuePlace(2, 3, 40.0, "all 16 GiB in use by running cells")
+    for situation, found in (
+        ("A command of jupyter gpupool run waits", link(queue=place)),
+        ("without an estimate", link(queue=QueuePlace(1, 1, None, "paused: new driver"))),
+        ("and is on its way", link(state="attaching")),
+        ("while the broker is away", link(away=3.0)),
+        ("while it is started again", link(away=3.0, expected=True)),
+    ):
+        sheet.put(situation, waiting_for(found, 8 * GiB, 65.0, begun=False))
+    sheet.put("It waited longer than --max-wait", str(too_long(600.0)), too_long(600.0).code)
+    boot = boot_id()
+    base = RunRecord("train", ("python", "train.py", "--epochs", "20"), "/home/ada", boot, (0, 0))
+    records = [
+        base,
+        replace(base, name="ocr", state="running", started=940.0, session="3f2a1b",
+                reason="its supervisor was killed, so its output is lost"),
+        replace(base, name="good", state="ended", ended=700.0, code=0),
+        replace(base, name="killed", state="ended", ended=700.0, code=137),
+        replace(base, name="late", state="ended", ended=700.0, code=125,
+                reason="No GPU slice became free within 10 min (--max-wait)."),
+        replace(base, name="old", state="running", boot="another").now(),
+    ]  # fmt: skip
+    sessions = {"3f2a1b": {"granted_bytes": 4 * GiB}}
+    sheet.put("jupyter gpupool ps", "\n".join(table(records, sessions, 1000.0)))
+    sheet.put("jupyter gpupool ps, of nothing", "\n".join(table([], {}, 0.0)))
 
 
 def doctor(sheet: Sheet) -> None:

@@ -1,0 +1,105 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""How a function becomes a command of ``jupyter gpupool``: what it does and takes."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any, Callable
+
+Options = argparse.Namespace
+
+#: What people want to do, in the order of the help.
+GROUPS = (
+    "See the pool",
+    "Act on it",
+    "Programs in the pool",
+    "Kernels that use it",
+    "Take GPUs out and back",
+    "Set it up and check it",
+    "Try it",
+)
+
+#: Of a command that has no others.
+EXIT_CODES = "Exit codes: 0 done, 1 a problem or a refusal (nothing was changed), 2 wrong usage."
+
+#: Adds arguments to the parser of a command.
+Argument = Callable[[argparse._ActionsContainer], object]
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """One command: what it does, what it takes, and what runs it and returns the exit code."""
+
+    name: str
+    group: str
+    does: str
+    arguments: tuple[Argument, ...]
+    run: Callable[[Options], int]
+    exit_codes: str = EXIT_CODES
+
+
+#: By name.
+COMMANDS: dict[str, Subcommand] = {}
+
+
+def command(
+    group: str, does: str, *arguments: Argument, exit_codes: str = EXIT_CODES
+) -> Callable[..., Any]:
+    """Return a decorator that makes a function the command of its name: ``_status``."""
+
+    def register(run: Callable[[Options], int]) -> Callable[[Options], int]:
+        known = run.__name__[1:].replace("_", "-")
+        COMMANDS[known] = Subcommand(known, group, does, arguments, run, exit_codes)
+        return run
+
+    return register
+
+
+def in_order() -> list[Subcommand]:
+    """Return the commands in the order of the help."""
+    return sorted(COMMANDS.values(), key=lambda one: GROUPS.index(one.group))
+
+
+def argument(*names: str, **settings: Any) -> Argument:
+    """Return an argument, described as ``ArgumentParser.add_argument`` takes it."""
+    return lambda parser: parser.add_argument(*names, **settings)
+
+
+def either(*arguments: Argument) -> Argument:
+    """Return arguments of which at most one may be given."""
+
+    def add(parser: argparse._ActionsContainer) -> None:
+        group = parser.add_mutually_exclusive_group()
+        for one in arguments:
+            one(group)
+
+    return add
+
+
+def seconds_between(text: str) -> float:
+    """Return the seconds between two pictures; called by argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return value
+
+
+SOCKET = argument(
+    "--socket", default="", metavar="PATH",
+    help="the broker's socket (default: as configured, else found by itself)",
+)  # fmt: skip
+DEVICE = argument(
+    "--device", default="", metavar="GPU",
+    help="number, UUID, or the beginning of a UUID; default: the whole pool",
+)  # fmt: skip
+ONE_DEVICE = argument(
+    "--device", default="", metavar="GPU", required=True,
+    help="number, UUID, or the beginning of a UUID",
+)  # fmt: skip
+REASON = argument("--reason", default="", metavar="TEXT", help="shown to waiting users")
+JSON = argument("--json", action="store_true", help="print JSON")

@@ -1,0 +1,293 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Commands that survive the terminal: their supervisor, and what people do with them afterwards.
+
+The supervisor is a daemon: in a session of its own, without a terminal, nobody's child. It runs the
+command as ``jupyter gpupool run`` does, in yet another session, whose process group is what
+``stop`` signals; it keeps what the command prints, and writes how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn, Sequence
+
+from .. import local_machine
+from ..errors import Code, GPUPoolError, RefusedError
+from ..procfs import open_pidfd
+from . import runfiles
+from .opening import ProgramSession
+from .progress import Progress
+from .runfiles import LogWriter, RunRecord
+from .running import Run, RunOptions
+from .terminal import NOT_RUN, CommandProcess
+
+#: Seconds for which the output of processes that outlive the command is still taken.
+DRAIN = 0.5
+
+#: Seconds that the broker may take to start and to open the session, before ``run`` returns.
+OPEN_TIMEOUT = 60.0
+
+
+def start(command: Sequence[str], options: RunOptions, name: str) -> str:
+    """Start ``command`` in the background; return its name once its session is open.
+
+    Raises
+    ------
+    RefusedError
+        If the name is taken, or the pool refuses.
+    BrokerUnavailable
+        If there is no broker.
+    """
+    runfiles.clean(time.time())
+    name = runfiles.claim(name, command)
+    reading, writing = os.pipe()
+    between = os.fork()
+    if between == 0:
+        try:
+            os.setsid()
+            if os.fork():
+                os._exit(0)  # so that the supervisor leads no session and can get no terminal
+            os.close(reading)
+            _supervise(command, replace(options, name=name, named=True), writing)
+        finally:
+            os._exit(NOT_RUN)
+    os.close(writing)
+    os.waitpid(between, 0)
+    try:
+        answer = _report(reading)
+    finally:
+        os.close(reading)
+    if answer.get("ok"):
+        return name
+    with suppress(GPUPoolError):
+        runfiles.remove(name)
+    raise RefusedError(
+        str(answer.get("message") or f"The supervisor of {name!r} ended at its start."),
+        code=Code.of(answer.get("code"), Code.ERROR),
+        next_step=str(answer.get("next_step") or ""),
+    )
+
+
+def _report(reading: int) -> dict[str, Any]:
+    """Return what the supervisor says of its start; {"ok": True} if that takes long."""
+    data, give_up = b"", time.monotonic() + OPEN_TIMEOUT
+    while not data.endswith(b"\n"):
+        left = give_up - time.monotonic()
+        if left <= 0 or not select.select([reading], [], [], left)[0]:
+            return {"ok": True}  # it goes on; `ps` and `logs` tell
+        chunk = os.read(reading, 65536)
+        if not chunk:
+            return {}
+        data += chunk
+    found = json.loads(data)
+    return found if isinstance(found, dict) else {}
+
+
+# ---------------------------------------------------------------------- the supervisor
+
+
+def _supervise(command: Sequence[str], options: RunOptions, report: int) -> NoReturn:
+    """Run the command; in the supervisor, which never returns."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    record = RunRecord(
+        name=options.name,
+        command=tuple(command),
+        folder=str(Path.cwd()),
+        boot=local_machine.boot_id(),
+        supervisor=runfiles.this_process(),
+        created=time.time(),
+    )
+    output, end = os.pipe()
+    child = CommandProcess(command, alone=True, output=end)
+    os.close(end)
+    record = replace(record, process=runfiles.of_process(child.pid))
+    runfiles.write(record)
+    keeper = _Keeper(record, report)
+    log = LogWriter(options.name)
+    pump = Pump(output, log)
+    progress = Progress(pump.say, None, "[gpupool] ")
+    run = Run(child, options, progress, on_open=keeper.opened, on_start=keeper.started)
+    code = NOT_RUN
+    try:
+        code = run.run()
+        keeper.refused(run.refused)
+    except Exception as error:
+        pump.say(f"[gpupool] The supervisor failed, and no longer keeps the output: {error!r}\n")
+    finally:
+        pump.finish()
+        keeper.ended(code, str(run.refused.message) if run.refused is not None else "")
+    os._exit(0)
+
+
+class _Keeper:
+    """Writes the record of a command as it changes, and reports its start."""
+
+    def __init__(self, record: RunRecord, report: int) -> None:
+        self._record = record
+        self._report = report
+
+    def _change(self, **changes: Any) -> None:
+        self._record = replace(self._record, **changes)
+        with suppress(OSError):  # a full disk must not end the command
+            runfiles.write(self._record)
+
+    def _tell(self, **answer: Any) -> None:
+        if self._report >= 0:
+            with suppress(OSError):
+                os.write(self._report, json.dumps(answer).encode() + b"\n")
+            os.close(self._report)
+            self._report = -1
+
+    def opened(self, session: ProgramSession) -> None:
+        self._change(state="waiting", session=session.id, socket=str(session.socket))
+        self._tell(ok=True)
+
+    def started(self) -> None:
+        self._change(state="running", started=time.time())
+
+    def refused(self, error: GPUPoolError | None) -> None:
+        if error is not None:
+            self._tell(message=error.message, code=error.code, next_step=error.next_step)
+
+    def ended(self, code: int, reason: str) -> None:
+        self._change(state="ended", code=code, ended=time.time(), reason=reason)
+        self._tell(ok=True)
+
+
+class Pump:
+    """Copies what a command prints into its log, in a thread."""
+
+    def __init__(self, output: int, log: LogWriter) -> None:
+        self._output = output
+        self._log = log
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpupool-log", daemon=True)
+        self._thread.start()
+
+    def say(self, text: str) -> None:
+        """Add a line of ours."""
+        with self._lock:
+            self._log.write(text.encode())
+
+    def finish(self) -> None:
+        """Take what is there, and end: the command has ended."""
+        self._over.set()
+        self._thread.join()
+        with self._lock:
+            self._log.close()
+
+    def _run(self) -> None:
+        until = None
+        while True:
+            if until is None and self._over.is_set():
+                until = time.monotonic() + DRAIN
+            ready = select.select([self._output], [], [], 0.0 if until else 0.2)[0]
+            if not ready:
+                if until is not None:
+                    break
+                continue
+            chunk = os.read(self._output, 1 << 16)
+            if not chunk or (until is not None and time.monotonic() > until):
+                break
+            with self._lock:
+                self._log.write(chunk)
+        os.close(self._output)
+
+
+# ---------------------------------------------------------------------- afterwards
+
+
+def stop(name: str, number: int, after: float) -> RunRecord:
+    """Send a command a signal, and SIGKILL if it lives ``after`` seconds later; return its end.
+
+    The signal goes to the command's process group, as a terminal's Ctrl-C does.
+
+    Raises
+    ------
+    RefusedError
+        If it does not run.
+    """
+    record = runfiles.find(name)
+    if not record.lives:
+        raise RefusedError(
+            f"{name} does not run: {record.describe(time.time())}.",
+            code=Code.NOT_RUNNING,
+            next_step=f"Its output: jupyter gpupool logs {name}",
+        )
+    _signal(record, number)
+    ended = wait(name, after)
+    if ended is None:
+        _signal(record, signal.SIGKILL)
+        ended = wait(name, None)
+    assert ended is not None
+    return ended
+
+
+def _signal(record: RunRecord, number: int) -> None:
+    """Send a signal to the group of a command; without effect if it has ended."""
+    if record.at_work:
+        with suppress(ProcessLookupError):
+            os.killpg(record.process[0], number)
+
+
+def wait(name: str, seconds: float | None) -> RunRecord | None:
+    """Return the record of a command once it has ended; None if that takes longer.
+
+    Raises
+    ------
+    RefusedError
+        If there is no such command.
+    """
+    give_up = None if seconds is None else time.monotonic() + seconds
+    while True:
+        record = runfiles.find(name)
+        if not record.lives:
+            return record
+        left = None if give_up is None else give_up - time.monotonic()
+        if left is not None and left <= 0:
+            return None
+        # The supervisor writes the end and then ends itself.
+        watched = record.supervisor[0] if record.supervised else record.process[0]
+        descriptor = open_pidfd(watched)
+        if descriptor is None:
+            time.sleep(0.1)
+            continue
+        try:
+            select.select([descriptor], [], [], min(left, 10.0) if left is not None else 10.0)
+        finally:
+            os.close(descriptor)
+
+
+def exit_code(record: RunRecord) -> int:
+    """Return the exit code of a command that has ended; the pool's own if nobody saw it end."""
+    return NOT_RUN if record.code is None else record.code
+
+
+def copy_log(name: str, *, follow: bool) -> int:
+    """Write the log of a command to standard output; return 0.
+
+    Raises
+    ------
+    RefusedError
+        If there is no such command.
+    """
+    runfiles.find(name)
+    out = sys.stdout.buffer
+    for chunk in runfiles.follow_log(name) if follow else runfiles.read_log(name):
+        if chunk:
+            out.write(chunk)
+        out.flush()
+    return 0

@@ -1,0 +1,375 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``jupyter_gpupool.slice``: a block of a Python program that holds a slice.
+
+A process that is in a session already (a command of ``jupyter gpupool run``, a kernel, a child of
+either) joins it. Any other process gets a session of its own and, because nothing was put in front
+of its driver when it started, loads the guard now: the dynamic loader then takes it for the library
+of that name. That is too late if the process has loaded the driver before; such a process runs
+without the guard, if the pool allows that. After cuInit it is too late for anything: the process
+would stay on the GPU that it has seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..errors import BrokerUnavailable, Code, GPUPoolError, RefusedError
+from ..kernel.frameworks import CudaProbe, show_devices
+from ..kernel.guard_state import Guard
+from ..kernel.link import SessionLink
+from ..startrecord import COPY_VARIABLE, REVIVE_VARIABLE
+from ..units import format_bytes, format_seconds, parse_seconds
+from .opening import Asked, open_session, own_environment, read_size
+from .progress import Progress, waiting_for
+
+#: Seconds in which a slice that is too small leaves, so that a larger one can come.
+LEAVE = 30.0
+
+_SESSION = ("GPUPOOL_SOCKET", "GPUPOOL_SESSION", "GPUPOOL_TOKEN")
+
+_LIBRARY, _NVML = "libcuda.so.1", "libnvidia-ml.so.1"
+
+_COUNT = itertools.count(1)
+
+
+class HeldSlice:
+    """A slice that a block holds; see :func:`jupyter_gpupool.slice`."""
+
+    def __init__(
+        self,
+        memory: int | str = "",
+        *,
+        limit: int | str = "",
+        devices: int = 0,
+        compute: int = 0,
+        priority: str = "",
+        max_wait: float | str | None = None,
+        name: str = "",
+    ) -> None:
+        self._asked = Asked(
+            memory=read_size(memory, "memory"),
+            limit=read_size(limit, "limit"),
+            devices=devices,
+            compute=compute,
+            priority=priority,
+        )
+        try:
+            self._max_wait = None if max_wait is None else parse_seconds(max_wait)
+        except ValueError as error:
+            raise RefusedError(f"max_wait is wrong: {error}", code=Code.BAD_REQUEST) from None
+        self._name = name
+        self._hold = ""
+        self._place: _Place | None = None
+        self._before: dict[str, Any] = {}
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The UUIDs of the GPUs on which the slice is; () while there is none."""
+        return () if self._place is None else tuple(s.device for s in self._place.link.slices)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the slice on each of them; 0 while there is none."""
+        place = self._place
+        return 0 if place is None else min((s.bytes for s in place.link.slices), default=0)
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the guard keeps this process within its slice, and gives it one at each call."""
+        return self._place is not None and self._place.guarded
+
+    def __enter__(self) -> HeldSlice:
+        if self._place is not None:
+            raise RefusedError("This slice is held already.", code=Code.DUPLICATE)
+        place = _place(self._asked, self._name or _script())
+        hold = f"slice-{os.getpid()}-{next(_COUNT)}"
+        with place.changing:
+            if not place.blocks:
+                self._before = _ask_for(place.link, self._asked)
+            else:
+                _check_same(place.link, self._asked)
+            place.blocks += 1
+        try:
+            _wait_for(place, hold, self._max_wait)
+        except BaseException:
+            place.link.drop(hold)
+            self._leave(place)
+            raise
+        show_devices([piece.device for piece in place.link.slices])
+        self._place, self._hold = place, hold
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        place, self._place = self._place, None
+        if place is not None and place.pid == os.getpid():  # else: a child that was forked in it
+            place.link.drop(self._hold)
+            self._leave(place)
+
+    def _leave(self, place: _Place) -> None:
+        """Put the request back that the session had before the block."""
+        with place.changing:
+            place.blocks -= 1
+            before, self._before = self._before, {}
+            if before:
+                _put_back(place.link, before)
+
+
+class _Place:
+    """The session of this process, and its connection to it."""
+
+    def __init__(self, link: SessionLink, *, guarded: bool, own: bool, memory: int) -> None:
+        self.link = link
+        self.guarded = guarded
+        #: The session is this process's own, so that nobody else shows what it waits for.
+        self.own = own
+        self.memory = memory
+        self.pid = os.getpid()
+        #: Blocks that hold the slice or wait for it.
+        self.blocks = 0
+        self.changing = threading.Lock()
+
+
+_lock = threading.Lock()
+_known: _Place | None = None
+
+
+def _forget() -> None:
+    """Begin anew in a child that was forked: connection and threads are the parent's."""
+    global _known, _lock
+    _known, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _place(asked: Asked, name: str) -> _Place:
+    """Return this process's place in a session; make it at the first call."""
+    global _known  # noqa: PLW0603 (one connection for the process)
+    with _lock:
+        if _known is None:
+            inside = all(os.environ.get(variable) for variable in _SESSION)
+            _known = _join() if inside else _open(asked, name)
+            _known.link.start()
+        place = _known
+    place.link.wait_ready()
+    if place.link.unreachable_for():
+        raise place.link.unavailable()
+    return place
+
+
+def _join() -> _Place:
+    """Return the place of a process that was started in a session."""
+    guard = Guard(os.environ)
+    link = SessionLink(
+        *(os.environ[variable] for variable in _SESSION),
+        attach=os.environ.get("GPUPOOL_ATTACH", "cell"),
+        cuda=(lambda: None) if guard.on else CudaProbe(),
+        cuda_blocks=not guard.on,
+        on_lost=_say,
+        environ={
+            variable: os.environ.get(variable, "") for variable in (REVIVE_VARIABLE, COPY_VARIABLE)
+        },
+        member=True,
+    )
+    guarded = guard.on
+    guard.close()
+    return _Place(link, guarded=guarded, own=False, memory=0)
+
+
+def _open(asked: Asked, name: str) -> _Place:
+    """Return the place of a process with a session of its own.
+
+    Raises
+    ------
+    RefusedError
+        If the process has called CUDA already, or the pool refuses.
+    """
+    probe = CudaProbe()
+    if probe() is not False:
+        raise RefusedError(
+            "This program has called CUDA already, so it would stay on the GPU that it has seen, "
+            "whatever slice it gets.",
+            code=Code.DEVICES_BOUND,
+            next_step="Ask for the slice before the first CUDA call, or start the program with: "
+            "jupyter gpupool run -- COMMAND.",
+        )
+    session = open_session(
+        asked,
+        label=name,
+        process=os.getpid,
+        attach="lazy",
+        guarded=not _is_loaded(_LIBRARY),
+    )
+    env = session.environment(own_environment(os.environ))
+    for variable in set(os.environ) - set(env):
+        del os.environ[variable]
+    os.environ.update(env)
+    if session.guarded:
+        _load_guard(Path(env["LD_PRELOAD"].replace(" ", os.pathsep).split(os.pathsep)[0]))
+    link = session.link(
+        cuda=(lambda: None) if session.guarded else probe,
+        cuda_blocks=not session.guarded,
+        on_lost=_say,
+    )
+    return _Place(link, guarded=session.guarded, own=True, memory=session.memory)
+
+
+def _is_loaded(library: str) -> bool:
+    """Return whether this process has loaded a library of this name."""
+    try:
+        ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return False
+    return True
+
+
+def _load_guard(path: Path) -> None:
+    """Load the guard in the place of the driver's libraries."""
+    for library in (path, path.with_name(_NVML)):
+        if library.exists() and not _is_loaded(library.name):
+            ctypes.CDLL(str(library), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
+
+
+# ---------------------------------------------------------------------- the request
+
+
+def _different(link: SessionLink, asked: Asked) -> dict[str, Any]:
+    """Return the fields that the session does not have as they are asked for."""
+    return {n: value for n, value in asked.fields().items() if link.request.get(n) != value}
+
+
+def _check_same(link: SessionLink, asked: Asked) -> None:
+    """Refuse a second block with another request: both would have one slice."""
+    wanted = {**link.request, **asked.fields()}
+    for name in ("memory", "limit", "devices", "compute", "priority"):
+        have, want = link.request.get(name), wanted.get(name)
+        enough = name in ("memory", "devices") and isinstance(have, int) and have >= int(want or 0)
+        if have == want or enough:
+            continue
+        raise RefusedError(
+            f"This program holds a slice with {name} {have!r} already, and a second block asks "
+            f"for {want!r}.",
+            code=Code.IN_USE,
+            next_step="Ask for enough in the outer block, or end that first.",
+        )
+
+
+def _ask_for(link: SessionLink, asked: Asked) -> dict[str, Any]:
+    """Change the session's request; return what undoes it.
+
+    Raises
+    ------
+    GPUPoolError
+        If the pool refuses, or a smaller slice cannot leave.
+    """
+    changed = _different(link, asked)
+    if not changed:
+        return {}
+    names = {*changed, *({"limit"} if "memory" in changed else ())}
+    given: dict[str, Any] = {name: link.request.get(name) for name in names}
+    link.call("request", **changed)
+    smallest = min((piece.bytes for piece in link.slices), default=0)
+    if link.attached and not link.holds and smallest < asked.memory:
+        # There may be no room where it is: it leaves, and the wait is for the new size.
+        link.call("release")
+        if not _has_left(link):
+            why = link.pinned_reason or link.reason or "the program uses it"
+            _put_back(link, given)
+            raise RefusedError(
+                f"The slice of this program is smaller than {format_bytes(asked.memory)} and could "
+                f"not leave its GPU: {why}.",
+                code=Code.CANNOT_SUSPEND,
+                next_step="Ask for less, or start the program with more: jupyter gpupool run "
+                "--memory SIZE -- COMMAND.",
+            )
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _has_left(link: SessionLink) -> bool:
+    """Wait until the slice that was released is gone; return whether it is."""
+    give_up = time.monotonic() + LEAVE
+    while link.attached and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return not link.attached
+
+
+def _put_back(link: SessionLink, before: dict[str, Any]) -> None:
+    """Ask for what the session had before a block; for less memory only if it is free again."""
+    try:
+        link.call("request", **before)
+    except BrokerUnavailable:
+        link.owe_request(before)
+    except RefusedError as error:
+        rest = {n: v for n, v in before.items() if n not in ("memory", "limit")}
+        if error.code == Code.IN_USE and rest:
+            _put_back(link, rest)
+
+
+# ---------------------------------------------------------------------- the wait
+
+
+def _wait_for(place: _Place, hold: str, most: float | None) -> None:
+    """Return when the session has its slice and the hold.
+
+    Raises
+    ------
+    GPUPoolError
+        If the pool refuses, or it takes longer than ``most`` seconds.
+    """
+    link, changed = place.link, threading.Event()
+    began = time.monotonic()
+    terminal = place.own and os.isatty(2)
+    progress = Progress(_write, 2, "") if terminal else None
+    wait = link.wait(hold, "manual", changed.set)
+    try:
+        while wait.answer is None:
+            if link.given_up(wait):
+                raise link.unavailable()
+            waited = time.monotonic() - began
+            if most is not None and waited >= most:
+                raise RefusedError(
+                    f"No GPU slice became free within {format_seconds(most)} (max_wait).",
+                    code=Code.WAIT_TIMEOUT,
+                    next_step="Try again later, ask for less memory, or wait longer.",
+                )
+            if progress is not None:
+                progress.waits(
+                    lambda seconds: waiting_for(link, place.memory, seconds, begun=False)
+                )
+            changed.wait(min(0.5, most - waited) if most is not None else 0.5)
+            changed.clear()
+    finally:
+        if progress is not None:
+            progress.clear()
+    if isinstance(wait.answer, GPUPoolError):
+        raise wait.answer
+
+
+def _script() -> str:
+    """Return the name of the program that runs."""
+    return Path(sys.argv[0]).name if sys.argv and sys.argv[0] not in ("", "-c") else "python"
+
+
+def _write(text: str) -> None:
+    with suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _say(text: str) -> None:
+    _write(f"GPU pool: {text}\n")

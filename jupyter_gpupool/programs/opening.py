@@ -1,0 +1,160 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A session for a program: what it asks for, how it is opened, what its process is started with."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+from ..client import ClientAgain
+from ..errors import Code, RefusedError
+from ..guard.install import remember_devices, without_guard
+from ..kernel.frameworks import show_devices
+from ..kernel.link import SessionLink
+from ..launcher import OUTER_VARIABLES, START_TIMEOUT, living_broker, merge_environment
+from ..startrecord import kernel_environment
+from ..units import parse_bytes
+
+#: In the environment of a program that ``jupyter gpupool run`` has started: its name.
+NAME_VARIABLE = "GPUPOOL_NAME"
+
+#: Variables that name a process number: the service manager means the program, not its parent.
+_OWN_NUMBER = ("LISTEN_PID", "WATCHDOG_PID")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a program asks of the pool; empty or 0: as the pool is configured."""
+
+    memory: int = 0
+    limit: int = 0
+    devices: int = 0
+    compute: int = 0
+    priority: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a request that have a value."""
+        names = ("memory", "limit", "devices", "compute", "priority")
+        return {name: value for name in names if (value := getattr(self, name))}
+
+
+def read_size(text: str | int, what: str) -> int:
+    """Return the bytes of a size as a person wrote it; 0 for nothing.
+
+    Raises
+    ------
+    RefusedError
+        If it is no size.
+    """
+    if text in ("", 0):
+        return 0
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise RefusedError(f"The {what} is wrong: {error}", code=Code.BAD_REQUEST) from None
+
+
+@dataclass(frozen=True)
+class ProgramSession:
+    """An open session whose process is known to the broker."""
+
+    socket: Path
+    answer: Mapping[str, Any]
+
+    @property
+    def id(self) -> str:
+        return str(self.answer["session"])
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a slice that it asks for."""
+        return int((self.answer.get("request") or {}).get("memory") or 0)
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the guard holds back what the program calls without a slice."""
+        return "GPUPOOL_PAGE" in self.answer["env"]
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return ``environ`` for the program: it finds its session, its devices and the guard."""
+        env = dict(environ)
+        remember_devices(env)
+        merge_environment(env, self.answer["env"])
+        env.update(kernel_environment(self.socket))
+        return env
+
+    def link(self, **options: Any) -> SessionLink:
+        """Return a connection to the session as one of its members; it is not started yet."""
+        return SessionLink(
+            self.socket,
+            self.id,
+            str(self.answer["token"]),
+            attach=str(self.answer["attach"]),
+            environ=kernel_environment(self.socket),
+            member=True,
+            **options,
+        )
+
+
+def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environ`` without the session in which this process itself may run."""
+    env = without_guard(environ)
+    for name in (*OUTER_VARIABLES, NAME_VARIABLE):
+        env.pop(name, None)
+    return env
+
+
+def open_session(
+    asked: Asked,
+    *,
+    label: str,
+    process: Callable[[], int],
+    attach: str | None,
+    socket: str = "",
+    guarded: bool = True,
+) -> ProgramSession:
+    """Open a session for a process, and tell the broker which one it is. Starts a broker if needed.
+
+    ``process`` returns the number of the process; it is called when the session is open. ``attach``
+    is the attach policy, None for the pool's. ``guarded`` is False for a process that has loaded
+    the driver already.
+
+    Raises
+    ------
+    RefusedError
+        If the pool can never meet the request, or does not allow it.
+    BrokerUnavailable
+        If there is no broker, and none can be started.
+    """
+    with closing(ClientAgain(lambda: living_broker(socket), timeout=START_TIMEOUT)) as client:
+        answer = client.call(
+            "open",
+            kernel_id="",
+            label=label,
+            request=asked.fields(),
+            attach=attach,
+            **({} if guarded else {"guarded": False}),
+        )
+        client.call("launched", session=answer["session"], pid=process())
+        assert client.path is not None
+        return ProgramSession(client.path, answer)
+
+
+def with_devices(env: Mapping[str, str], link: SessionLink) -> dict[str, str]:
+    """Return ``env`` with the devices of the slice that the session has."""
+    found = dict(env)
+    show_devices([piece.device for piece in link.slices], found)
+    return found
+
+
+def numbered(env: Mapping[str, str], parent: int) -> dict[str, str]:
+    """Return ``env`` for this process, where it names the number of its ``parent``."""
+    found = dict(env)
+    for name in _OWN_NUMBER:
+        if found.get(name) == str(parent):
+            found[name] = str(os.getpid())
+    return found

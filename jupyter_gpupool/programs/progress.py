@@ -1,0 +1,137 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a program waits for, on standard error: one line that changes, or plain lines now and then.
+
+On a terminal the line is drawn again in its place and disappears with the wait. It is drawn only
+while the program is in the foreground: a background job that writes may be stopped for it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from typing import Callable
+
+from ..kernel.link import SessionLink
+from ..kernel.waits import sentence
+from ..units import format_bytes, format_seconds
+
+#: Seconds of a wait before anything is shown: most are over by then.
+PATIENCE = 1.0
+
+#: Seconds between two drawings of the line, and between two plain lines: the first, the longest.
+REDRAW = 1.0
+PLAIN, PLAIN_MOST = 30.0, 600.0
+
+
+def waiting_for(link: SessionLink, memory: int, waited: float, *, begun: bool = True) -> str:
+    """Return one line on what a program waits for.
+
+    ``memory`` is the slice in bytes, ``waited`` the wait so far in seconds; ``begun`` says whether
+    the program runs already.
+    """
+    size = link.request.get("memory") or memory
+    what = f"a GPU slice of {format_bytes(size)}" if size else "a GPU slice"
+    if link.unreachable_for():
+        if link.reviver.expected:
+            return "The GPU pool's broker has ended; the program waits until it is back."
+        return f"Waiting for the GPU pool's broker at {link.path}."
+    if link.state == "attaching" and link.queue is None:
+        return f"Getting {what}." if not begun else f"Bringing the program back to {what}."
+    text = f"Waiting for {what}"
+    queue = link.queue
+    if queue is not None:
+        text += f": position {queue.position} of {queue.length}"
+        if queue.eta is not None:
+            text += f", about {format_seconds(max(1.0, queue.eta))}"
+    text += f". Waited {format_seconds(waited)}."
+    return f"{text} {sentence(queue.reason)}".rstrip() if queue is not None else text
+
+
+class Progress:
+    """Shows the wait of one program.
+
+    Parameters
+    ----------
+    write:
+        Writes text where people see it.
+    screen:
+        The descriptor of a terminal on which one line changes; None: plain lines.
+    prefix:
+        In front of each plain line.
+    """
+
+    def __init__(self, write: Callable[[str], None], screen: int | None, prefix: str) -> None:
+        self._write = write
+        self._screen = screen
+        self._prefix = prefix
+        self._since: float | None = None
+        self._due = 0.0
+        self._pause = PLAIN
+        self._drawn = False
+        self._told = False
+
+    @property
+    def waited(self) -> float:
+        """Seconds of the wait that goes on; 0.0 if there is none."""
+        return 0.0 if self._since is None else time.monotonic() - self._since
+
+    def waits(self, describe: Callable[[float], str]) -> None:
+        """Note that the program waits, and show it if it is time; ``describe`` gets the seconds."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since, self._due, self._pause = now, now + PATIENCE, PLAIN
+        if now < self._due:
+            return
+        text = describe(now - self._since)
+        if self._screen is None:
+            self.say(text)
+            self._told = True
+            self._due, self._pause = now + self._pause, min(2 * self._pause, PLAIN_MOST)
+        else:
+            self._due = now + REDRAW
+            if in_foreground(self._screen):
+                self._write(f"\r{fitted(text, self._screen)}\x1b[K")
+                self._drawn = True
+
+    def over(self, say: bool = True) -> None:
+        """Note that the wait is over, if there was one."""
+        self.clear()
+        if self._told and say and self._since is not None:
+            self.say(f"It has its GPU slice, after {format_seconds(self.waited)}.")
+        self._since, self._told = None, False
+
+    def clear(self) -> None:
+        """Remove the line from the terminal."""
+        if self._drawn:
+            self._drawn = False
+            self._write("\r\x1b[K")
+
+    def say(self, text: str) -> None:
+        """Write a line that stays."""
+        self.clear()
+        self._write(f"{self._prefix}{text}\n")
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next drawing is due."""
+        return max(0.05, self._due - time.monotonic()) if self._since is not None else REDRAW
+
+
+def in_foreground(screen: int) -> bool:
+    """Return whether this process may write to the terminal without being stopped for it."""
+    try:
+        return os.tcgetpgrp(screen) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def fitted(text: str, screen: int) -> str:
+    """Return ``text`` cut to one line of the terminal."""
+    try:
+        columns = os.get_terminal_size(screen).columns
+    except OSError:
+        columns = shutil.get_terminal_size().columns
+    width = max(20, (columns or 80) - 1)
+    return text if len(text) <= width else f"{text[: width - 3]}..."

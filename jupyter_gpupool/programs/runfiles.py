@@ -1,0 +1,351 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Records and logs of commands that run detached, in a folder of this user for this machine.
+
+Each command has a folder of its name, with ``record.json``, ``log`` and ``log.1``. Its supervisor
+writes; everybody else only reads, and tells by the processes whether a record is still true.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Iterator, Literal, Sequence
+
+from .. import local_machine
+from ..errors import Code, RefusedError
+from ..procfs import ProcessId, alive, identify
+from ..text import did_you_mean
+from ..units import format_seconds
+
+#: Records of commands that have ended: the most that are kept, and for how many seconds.
+MOST_ENDED, KEPT_FOR = 50, 30 * 86400.0
+
+#: Names the folder of the records.
+FOLDER_VARIABLE = "GPUPOOL_RUNS"
+
+#: Seconds in which the supervisor of a new command writes its first record.
+FIRST_RECORD = 60.0
+
+#: Bytes of a log after which a new one begins; the one before is kept.
+MAX_LOG = 8 << 20
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+
+_RECORD, LOG = "record.json", "log"
+
+State = Literal["starting", "waiting", "running", "ended"]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One detached command, as its supervisor last wrote it."""
+
+    name: str
+    command: tuple[str, ...]
+    folder: str
+    boot: str
+    #: Of the supervisor and of the command: number and start time; 0 if there is none yet.
+    supervisor: tuple[int, int]
+    process: tuple[int, int] = (0, 0)
+    state: State = "starting"
+    session: str = ""
+    socket: str = ""
+    created: float = 0.0
+    started: float = 0.0
+    ended: float = 0.0
+    #: How it ended.
+    code: int | None = None
+    reason: str = ""
+
+    @property
+    def lives(self) -> bool:
+        """Whether the command runs or waits."""
+        return self.state != "ended"
+
+    @property
+    def supervised(self) -> bool:
+        """Whether its supervisor lives."""
+        return self.boot == local_machine.boot_id() and alive(ProcessId(*self.supervisor))
+
+    @property
+    def at_work(self) -> bool:
+        """Whether the command's own process lives."""
+        known = self.process != (0, 0) and self.boot == local_machine.boot_id()
+        return known and alive(ProcessId(*self.process))
+
+    def now(self) -> RunRecord:
+        """Return the record as the processes show it."""
+        if not self.lives or self.supervised:
+            return self
+        if self.boot != local_machine.boot_id():
+            return replace(self, state="ended", reason="the machine restarted")
+        if self.at_work:
+            return replace(self, reason="its supervisor was killed, so its output is lost")
+        return replace(self, state="ended", reason="its supervisor was killed")
+
+    def describe(self, now: float) -> str:
+        """Return its state for people."""
+        if self.state == "ended":
+            ago = f" {format_seconds(now - self.ended)} ago" if self.ended else ""
+            if self.reason:
+                return f"ended, {self.reason.rstrip('.')}"
+            if self.code is not None and self.code > 128:
+                with suppress(ValueError):
+                    return f"ended{ago} by {signal.Signals(self.code - 128).name}"
+            return f"ended{ago} with exit code {self.code}"
+        since = format_seconds(max(0.0, now - (self.started or self.created)))
+        text = f"{'running' if self.state == 'running' else 'waiting'} for {since}"
+        return f"{text}; {self.reason}" if self.reason else text
+
+
+def folder() -> Path:
+    """Return (not make) the folder of this user's records: homes are shared between machines."""
+    chosen = os.environ.get(FOLDER_VARIABLE, "")
+    if chosen:
+        return Path(chosen)
+    return local_machine.state_dir() / f"runs-{local_machine.machine_id()}"
+
+
+def check_name(name: str) -> str:
+    """Return ``name``; refuse one that cannot be a folder's.
+
+    Raises
+    ------
+    RefusedError
+        With code ``bad-request``.
+    """
+    if not _NAME.fullmatch(name):
+        raise RefusedError(
+            f"{name!r} cannot be the name of a program.",
+            code=Code.BAD_REQUEST,
+            next_step="Use letters, digits, '-', '_' and '.', 63 at most, first a letter or digit.",
+        )
+    return name
+
+
+def claim(name: str, command: Sequence[str]) -> str:
+    """Make the folder of a new command, with ``name`` or, if it is empty, one made up; return it.
+
+    The record of a command of that name that has ended is removed.
+
+    Raises
+    ------
+    RefusedError
+        If a command of that name runs.
+    """
+    base = local_machine.make_private(folder())
+    if name:
+        check_name(name)
+        known = read(name)
+        if known.now().lives if known is not None else _is_new(base / name):
+            raise _taken(name)
+        remove(name)
+        try:
+            (base / name).mkdir(mode=0o700)
+        except FileExistsError:
+            raise _taken(name) from None
+        return name
+    word = re.sub(r"[^A-Za-z0-9_-]", "", Path(command[0]).stem)[:40] or "program"
+    if re.fullmatch(r"python[0-9.]*", word) and len(command) > 1:
+        script = next((part for part in command[1:] if part.endswith(".py")), "")
+        word = re.sub(r"[^A-Za-z0-9_-]", "", Path(script).stem)[:40] or word
+    word = word if word[0].isalnum() else f"run{word}"
+    number = 0
+    while True:
+        number += 1
+        with suppress(FileExistsError):
+            (base / f"{word}-{number}").mkdir(mode=0o700)
+            return f"{word}-{number}"
+
+
+def _taken(name: str) -> RefusedError:
+    return RefusedError(
+        f"A program with the name {name!r} runs already.",
+        code=Code.NAME_TAKEN,
+        next_step=f"Choose another name, or end it: jupyter gpupool stop {name}",
+    )
+
+
+def _is_new(path: Path) -> bool:
+    """Return whether a folder was made a moment ago, so that its record is on its way."""
+    try:
+        return time.time() - path.stat().st_mtime < FIRST_RECORD
+    except OSError:
+        return False
+
+
+def remove(name: str) -> None:
+    """Remove a record and its logs. Idempotent."""
+    shutil.rmtree(folder() / check_name(name), ignore_errors=True)
+
+
+def clean(now: float) -> None:
+    """Remove the records of commands that ended long ago, and all but the newest."""
+    ended = [record for record in every() if not record.lives]
+    ended.sort(key=lambda record: record.ended or record.created, reverse=True)
+    for place, record in enumerate(ended):
+        if place >= MOST_ENDED or now - (record.ended or record.created) > KEPT_FOR:
+            remove(record.name)
+
+
+def write(record: RunRecord) -> None:
+    """Replace the record, so that a reader finds the old one or the new one."""
+    path = folder() / record.name / _RECORD
+    temporary = path.with_name(f"{_RECORD}.{os.getpid()}")
+    descriptor = os.open(
+        temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(asdict(record), file)
+    temporary.replace(path)
+
+
+def read(name: str) -> RunRecord | None:
+    """Return the record as it was written; None if there is none that can be read."""
+    try:
+        found = json.loads((folder() / name / _RECORD).read_text())
+        known = {field.name for field in fields(RunRecord)}
+        values: dict[str, Any] = {k: v for k, v in found.items() if k in known}
+        for part in ("command", "supervisor", "process"):
+            values[part] = tuple(values[part])
+        return RunRecord(**values)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def find(name: str) -> RunRecord:
+    """Return the record as the processes show it.
+
+    Raises
+    ------
+    RefusedError
+        If there is none.
+    """
+    record = read(check_name(name))
+    if record is None:
+        near = did_you_mean(name, (one.name for one in every()))
+        raise RefusedError(
+            f"No detached program of yours has the name {name!r}.",
+            code=Code.UNKNOWN_PROGRAM,
+            next_step=near or "`jupyter gpupool ps` lists them.",
+        )
+    return record.now()
+
+
+def every() -> list[RunRecord]:
+    """Return all records as the processes show them, oldest first."""
+    try:
+        names = [entry.name for entry in os.scandir(folder()) if _NAME.fullmatch(entry.name)]
+    except OSError:
+        return []
+    found = [record.now() for name in names if (record := read(name)) is not None]
+    return sorted(found, key=lambda record: (record.created, record.name))
+
+
+# ---------------------------------------------------------------------- logs
+
+
+def log_path(name: str) -> Path:
+    """Return the log that is written now."""
+    return folder() / name / LOG
+
+
+class LogWriter:
+    """Writes what a command prints, and keeps the last :data:`MAX_LOG` bytes at least.
+
+    A full disk must not stop the command: what cannot be written is left out.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._path = log_path(name)
+        self._file: int | None = None
+        self._size = 0
+
+    def write(self, data: bytes) -> None:
+        """Append ``data``."""
+        with suppress(OSError):
+            if self._size + len(data) > MAX_LOG and self._size:
+                self.close()
+                self._path.replace(self._path.with_name(f"{LOG}.1"))
+            if self._file is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+                self._file = os.open(self._path, flags, 0o600)
+                self._size = os.fstat(self._file).st_size
+            while data:
+                count = os.write(self._file, data)
+                self._size += count
+                data = data[count:]
+
+    def close(self) -> None:
+        """End; a later write begins again."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def read_log(name: str) -> Iterator[bytes]:
+    """Yield what is left of the log, oldest first."""
+    for path in (log_path(name).with_name(f"{LOG}.1"), log_path(name)):
+        with suppress(OSError), path.open("rb") as file:
+            while chunk := file.read(1 << 16):
+                yield chunk
+
+
+def follow_log(name: str) -> Iterator[bytes]:
+    """Yield the log, and what is added to it until the command has ended; b"" at each pause."""
+    rotated = log_path(name).with_name(f"{LOG}.1")
+    with suppress(OSError):
+        yield rotated.read_bytes()
+    file = None
+    while True:
+        record = read(name)
+        over = record is None or not record.now().lives
+        if file is None:
+            with suppress(OSError):
+                file = log_path(name).open("rb")
+        while file is not None:
+            chunk = file.read(1 << 16)
+            if chunk:
+                yield chunk
+                continue
+            if not replaced(file.fileno(), log_path(name)):
+                break
+            yield file.read()  # what was written before the new log began
+            file.close()
+            file = None
+            with suppress(OSError):
+                file = log_path(name).open("rb")
+        if over:
+            if file is not None:
+                file.close()
+            return
+        yield b""
+        time.sleep(0.1)
+
+
+def replaced(descriptor: int, path: Path) -> bool:
+    """Return whether another file has the path by now."""
+    try:
+        here, there = os.fstat(descriptor), path.stat()
+    except OSError:
+        return True
+    return (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino)
+
+
+def this_process() -> tuple[int, int]:
+    """Return number and start time of this process."""
+    return of_process(os.getpid())
+
+
+def of_process(pid: int) -> tuple[int, int]:
+    """Return number and start time of a process; zeros if there is none."""
+    found = identify(pid)
+    return (found.pid, found.start_time) if found is not None else (0, 0)

@@ -1,0 +1,284 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Runs a command in a session of the pool: waits for its slice, starts it, ends with its exit code.
+
+The main thread waits for signals, the end of the child and news of the broker; a second one opens
+the session, which may have to start a broker. The broker sees the child's end by itself, so nothing
+has to be closed in time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import Callable, Mapping
+
+from ..errors import Code, GPUPoolError, RefusedError
+from ..kernel.holds import HoldWait
+from ..kernel.link import SessionLink
+from ..units import format_seconds
+from .opening import (
+    NAME_VARIABLE,
+    Asked,
+    ProgramSession,
+    open_session,
+    own_environment,
+    with_devices,
+)
+from .progress import Progress, waiting_for
+from .terminal import (
+    AWAITED,
+    FORWARDED,
+    NOT_RUN,
+    CommandProcess,
+    exit_code,
+    has_terminal,
+    is_for_us_alone,
+)
+
+#: Seconds between two looks while nothing is expected to happen.
+QUIET = 60.0
+
+#: Seconds that a command has to end after SIGTERM, when its wait was too long.
+LAST = 10.0
+
+#: The hold of a command that keeps its slice from its start to its end.
+HOLD = "run"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a command is run."""
+
+    asked: Asked
+    #: What people call it.
+    name: str
+    #: Whether it keeps its slice from its start to its end.
+    holds: bool = False
+    #: Seconds to wait for the first slice; None: as long as the pool lets it.
+    max_wait: float | None = None
+    socket: str = ""
+    #: Whether the program gets its name in the environment: it has a record.
+    named: bool = False
+
+
+class Run:
+    """One command, from its wait to its end.
+
+    Parameters
+    ----------
+    child:
+        The process that becomes the command.
+    progress:
+        Shows what it waits for.
+    on_open:
+        Called in the main thread when its session is open; and then, with the same, when the
+        command starts.
+    """
+
+    def __init__(
+        self,
+        child: CommandProcess,
+        options: RunOptions,
+        progress: Progress,
+        *,
+        on_open: Callable[[ProgramSession], None] = lambda _: None,
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._child = child
+        self._options = options
+        self._progress = progress
+        self._on_open = on_open
+        self._on_start = on_start
+        self._environ = own_environment(os.environ)
+        self._main = threading.get_ident()
+        self._session: ProgramSession | None = None
+        self._link: SessionLink | None = None
+        self._problem: GPUPoolError | None = None
+        self._told_open = False
+        self._wait: HoldWait | None = None
+        self._had_slice = False
+        self._refusals = 0
+        self._terminal = has_terminal()
+        self._kill_at: float | None = None
+        #: Why the pool ended it, or did not start it; None if it did not.
+        self.refused: GPUPoolError | None = None
+        self._said: list[str] = []
+
+    def run(self) -> int:
+        """Return the exit code once the command has ended."""
+        threading.Thread(target=self._open, name="gpupool-open", daemon=True).start()
+        try:
+            while self._child.status is None:
+                self._look()
+                if self._child.status is None:
+                    self._sleep()
+        finally:
+            self._progress.clear()
+            if self._link is not None:
+                self._link.close()
+        if self._child.problem:
+            self._progress.say(self._child.problem)
+        if self.refused is not None:
+            self._progress.say(str(self.refused))
+            return NOT_RUN
+        return exit_code(self._child.status)
+
+    # ------------------------------------------------------------------ the second thread
+
+    def _open(self) -> None:
+        try:
+            session = open_session(
+                self._options.asked,
+                label=self._options.name,
+                process=lambda: self._child.pid,
+                attach="lazy",
+                socket=self._options.socket,
+            )
+            self._session = session
+            link = session.link(on_lost=self._tell, on_notice=self._tell)
+            link.on_news = self._wake
+            link.start()
+            self._link = link
+        except GPUPoolError as error:
+            self._problem = error
+        except Exception as error:
+            self._problem = GPUPoolError(f"The session could not be opened: {error!r}.")
+        self._wake()
+
+    def _tell(self, text: str) -> None:
+        self._said.append(text)
+        self._wake()
+
+    def _wake(self) -> None:
+        """End the main thread's sleep, from any thread."""
+        signal.pthread_kill(self._main, signal.SIGCHLD)
+
+    # ------------------------------------------------------------------ the main thread
+
+    def _sleep(self) -> None:
+        """Wait for a signal or for news, and send signals on."""
+        info = signal.sigtimedwait(AWAITED, self._pause())
+        while info is not None:
+            number = info.si_signo
+            if number in FORWARDED and is_for_us_alone(info, self._child.pid):
+                self._child.send(number)
+            info = signal.sigtimedwait(AWAITED, 0)
+
+    def _pause(self) -> float:
+        """Return the seconds until something is due."""
+        waited, most = self._progress.waited, self._options.max_wait
+        if self._kill_at is not None:
+            return max(0.05, self._kill_at - time.monotonic())
+        if not waited:
+            return QUIET
+        left = most - waited if most is not None and not self._had_slice else QUIET
+        return min(self._progress.pause, max(0.05, left))
+
+    def _look(self) -> None:
+        stopped = self._child.look()
+        if self._child.status is not None:
+            return
+        if stopped is not None and self._terminal:
+            self._progress.clear()
+            self._child.stop_as_it_did(stopped)
+        while self._said:
+            self._progress.say(self._said.pop(0))
+        if self._kill_at is not None:
+            if time.monotonic() >= self._kill_at:
+                self._child.send(signal.SIGKILL)
+                self._kill_at = time.monotonic() + LAST
+            return
+        if self._problem is not None:
+            self._refuse(self._problem)
+        elif self._link is not None and self._session is not None:
+            if not self._told_open:
+                self._told_open = True
+                self._on_open(self._session)
+            if self._child.started:
+                self._watch_calls()
+            elif self._options.holds or not self._session.guarded:
+                self._wait_for_hold()
+            else:
+                self._start(self._session.environment(self._environ))
+
+    def _start(self, env: Mapping[str, str]) -> None:
+        found = dict(env)
+        if self._options.named:
+            found[NAME_VARIABLE] = self._options.name
+        self._child.start(found)
+        if not self._child.problem:
+            self._on_start()
+
+    def _wait_for_hold(self) -> None:
+        """Start the command once the session has its slice."""
+        link, session = self._link, self._session
+        assert link is not None
+        assert session is not None
+        if self._wait is None:
+            self._wait = link.wait(HOLD, "manual", self._wake)
+        answer = self._wait.answer
+        if isinstance(answer, GPUPoolError):
+            self._refuse(answer)
+        elif answer is not None:
+            self._progress.over()
+            self._had_slice = True
+            self._start(with_devices(session.environment(self._environ), link))
+        elif link.given_up(self._wait):
+            self._refuse(link.unavailable())
+        else:
+            self._show_wait(begun=False)
+
+    def _watch_calls(self) -> None:
+        """Show what the CUDA calls of the command wait for."""
+        link = self._link
+        assert link is not None
+        if link.attached:
+            self._had_slice = True
+        if link.refusals != self._refusals:
+            self._refusals = link.refusals
+            refused = link.refused
+            if refused is not None and refused.what == "attach":
+                self._progress.say(f"{refused.message} {refused.next_step}".rstrip())
+        waits = link.queue is not None
+        if (
+            self._progress.waited
+        ):  # it goes on while there is no broker, and until the slice is there
+            waits |= link.state in ("queued", "attaching")
+        if waits and not link.attached:
+            self._show_wait(begun=True)
+        else:
+            self._progress.over(say=link.attached)
+
+    def _show_wait(self, *, begun: bool) -> None:
+        link, session = self._link, self._session
+        assert link is not None
+        assert session is not None
+        self._progress.waits(lambda waited: waiting_for(link, session.memory, waited, begun=begun))
+        most = self._options.max_wait
+        if most is not None and not self._had_slice and self._progress.waited >= most:
+            if self._wait is not None:
+                link.drop(HOLD)
+            self._refuse(too_long(most))
+
+    def _refuse(self, error: GPUPoolError) -> None:
+        """End the command, or do not start it, for this reason."""
+        self.refused = error
+        self._progress.over(say=False)
+        self._kill_at = time.monotonic() + LAST
+        if self._child.started:
+            self._child.send(signal.SIGTERM)
+        else:
+            self._child.give_up()
+
+
+def too_long(seconds: float) -> RefusedError:
+    """Return the error of a wait that has taken as long as it may."""
+    return RefusedError(
+        f"No GPU slice became free within {format_seconds(seconds)} (--max-wait).",
+        code=Code.WAIT_TIMEOUT,
+        next_step="Try again later, ask for less memory, or wait longer.",
+    )

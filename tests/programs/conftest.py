@@ -1,0 +1,60 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+from __future__ import annotations
+
+import pytest
+
+from tests.broker import kit
+from tests.broker.conftest import (  # noqa: F401
+    broker,
+    folder,
+    make_broker,
+    pytest_runtest_makereport,
+    rested,
+)
+
+from . import runkit
+
+#: One device, on which no two programs of a test fit.
+MACHINE = "1x512MiB,context=32MiB"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def built():
+    """The guard and the emulated driver, compiled."""
+    from jupyter_gpupool.guard.install import library
+
+    library()
+
+
+@pytest.fixture
+def parts():
+    return kit.Broker, kit.Kernel, {"emulate": MACHINE, "quiet_after": 0.3}
+
+
+@pytest.fixture
+def program(broker):  # noqa: F811
+    """Start programs under ``run``."""
+    made = []
+
+    def make(*options, **kwargs):
+        made.append(runkit.Program(broker, *options, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def terminal(broker):  # noqa: F811
+    """Open terminals."""
+    made = []
+
+    def make(command, **env):
+        made.append(runkit.Terminal(broker, command, **env))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

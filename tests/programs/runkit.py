@@ -1,0 +1,178 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``jupyter gpupool run`` as a user starts it: real processes, real terminals."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from contextlib import suppress
+
+from tests.broker import kit
+
+#: The command line, as the installed script calls it.
+CLI = [sys.executable, "-m", "jupyter_gpupool.cli"]
+
+#: A program that calls CUDA and knows nothing of the pool, steered by lines of JSON.
+GPU = [sys.executable, "-m", "tests.broker.guarded_child"]
+
+
+def environment(broker, **more):
+    """Return an environment in which the commands find this broker, and nothing of the user's."""
+    return {
+        **kit.environment(broker.folder),
+        "GPUPOOL_SOCKET": str(broker.socket),
+        "GPUPOOL_RUNS": str(broker.folder / "runs"),
+        **more,
+    }
+
+
+def run(broker, *words, input_=None, timeout=120, **env):
+    """Run a command of ``jupyter gpupool`` to its end."""
+    return subprocess.run(
+        [*CLI, *words], env=environment(broker, **env), cwd=kit.ROOT, capture_output=True,
+        input=input_, timeout=timeout, check=False,
+    )  # fmt: skip
+
+
+class Program:
+    """A program under ``jupyter gpupool run``, with pipes."""
+
+    def __init__(self, broker, *options, command=GPU, stdin=subprocess.PIPE, **env):
+        self.broker = broker
+        self.errors = broker.folder / f"errors-{time.monotonic_ns()}"
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [*CLI, "run", *options, "--", *command],
+                stdin=stdin, stdout=subprocess.PIPE, stderr=errors,
+                env=environment(broker, **env), cwd=kit.ROOT,
+            )  # fmt: skip
+
+    @property
+    def stderr(self):
+        return self.errors.read_text()
+
+    def line(self, seconds=90):
+        """Return the next line that it prints; "" at the end."""
+        ready = select.select([self.process.stdout], [], [], seconds)[0]
+        assert ready, f"the program is silent: {self.stderr}"
+        return self.process.stdout.readline().decode()
+
+    def tell(self, do, **fields):
+        self.process.stdin.write(json.dumps({"do": do, **fields}).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def answer(self):
+        line = self.line()
+        assert line, f"the program has ended: {self.stderr}"
+        found = json.loads(line)
+        assert "error" not in found, found
+        return found["ok"]
+
+    def do(self, do, **fields):
+        self.tell(do, **fields)
+        return self.answer()
+
+    def wait(self, seconds=90):
+        """Return its exit code."""
+        return self.process.wait(seconds)
+
+    def end(self):
+        """Let it end by the end of its input; return its exit code."""
+        self.process.stdin.close()
+        return self.wait()
+
+    def close(self):
+        if self.process.poll() is None:
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(30)
+            self.process.kill()
+        self.process.wait(30)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with suppress(BrokenPipeError):
+                    stream.close()
+
+
+def session_of(broker, label):
+    """Return the session with this label; None if there is none."""
+    return next((s for s in broker.status()["sessions"] if s.get("label") == label), None)
+
+
+def state_of(broker, label):
+    found = session_of(broker, label)
+    return found["state"] if found else None
+
+
+class Terminal:
+    """A terminal of its own, and what runs in it: the leader of its session."""
+
+    def __init__(self, broker, command, **env):
+        # Not forkpty: a fork of the test's own process would take its threads' locks along.
+        self.fd, inner = pty.openpty()
+        self.resize(80, 24)
+        self.seen = b""
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _LEADER, os.ttyname(inner), *command],
+            stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
+            env=environment(broker, TERM="xterm", **env), cwd=kit.ROOT,
+        )  # fmt: skip
+        os.close(inner)
+
+    def resize(self, columns, lines):
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def type(self, data):
+        os.write(self.fd, data)
+
+    def read_until(self, text, seconds=90):
+        """Return what the terminal shows up to ``text``, which is not there again later."""
+        deadline = time.monotonic() + seconds
+        while text not in self.seen:
+            left = deadline - time.monotonic()
+            assert left > 0, f"{text!r} is not shown: {self.seen!r}"
+            if select.select([self.fd], [], [], left)[0]:
+                try:
+                    chunk = os.read(self.fd, 4096)
+                except OSError:  # nothing has the terminal open any more
+                    chunk = b""
+                assert chunk, f"{text!r} was not shown: {self.seen!r}"
+                self.seen += chunk
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def wait(self, seconds=90):
+        return self.process.wait(seconds)
+
+    def hang_up(self):
+        """Close the terminal, as a window is closed."""
+        os.close(self.fd)
+        self.fd = -1
+
+    def close(self):
+        if self.fd >= 0:
+            os.close(self.fd)
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+
+
+#: Takes the terminal as its own, then becomes the command.
+_LEADER = """
+import fcntl, os, sys, termios
+descriptor = os.open(sys.argv[1], os.O_RDWR)
+fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
+os.close(descriptor)
+os.execv(sys.argv[2], sys.argv[2:])
+"""

@@ -1,0 +1,352 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``jupyter_gpupool.slice`` in scripts, started by ``run`` or by hand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.broker import kit
+from tests.broker.kit import MiB, wait_until
+from tests.emulated import library_dir
+
+from .runkit import environment, run, session_of, state_of
+
+#: What the scripts begin with: CUDA by ctypes, and lines that the test answers.
+BEGIN = """
+import ctypes, os, subprocess, sys
+import jupyter_gpupool
+from jupyter_gpupool.errors import GPUPoolError, RefusedError
+
+def cuda(name, *args):
+    return getattr(ctypes.CDLL("libcuda.so.1"), name)(*args)
+
+def context():
+    found = ctypes.c_void_p()
+    for call in (("cuInit", 0), ("cuDevicePrimaryCtxRetain", ctypes.byref(found), 0),
+                 ("cuCtxSetCurrent", found)):
+        assert cuda(*call) == 0, call
+
+LAST = []
+
+def alloc(mib):
+    pointer = ctypes.c_uint64()
+    LAST.append(pointer)
+    return cuda("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(mib << 20))
+
+def free():
+    assert cuda("cuMemFree_v2", LAST.pop()) == 0
+
+def tell(*words):
+    print(*words, flush=True)
+    sys.stdin.readline()
+"""
+
+
+class Script:
+    """A script that stops at each ``tell`` until it is let go on."""
+
+    def __init__(self, broker, code, *command, **env):
+        path = broker.folder / "work.py"
+        path.write_text(BEGIN + code)
+        self.process = subprocess.Popen(
+            [*command, sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=environment(broker, **driver(broker), **env), cwd=kit.ROOT, text=True,
+        )  # fmt: skip
+
+    def said(self):
+        line = self.process.stdout.readline()
+        assert line, "the script has ended"
+        return line.strip()
+
+    def go_on(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def end(self):
+        self.go_on()
+        self.process.stdin.close()
+        code = self.process.wait(90)
+        self.process.stdout.close()
+        return code
+
+    def close(self):
+        self.process.kill()
+        self.process.wait(30)
+        for stream in (self.process.stdin, self.process.stdout):
+            try:
+                stream.close()
+            except BrokenPipeError:
+                pass
+
+
+def driver(broker):
+    """Return what a script needs to find the emulated driver as others find a real one."""
+    state = Path(f"{broker.socket}.emulated")
+    machine = broker.status()["machine"].removeprefix("EMULATED ")
+    return {
+        "LD_LIBRARY_PATH": str(library_dir()),
+        "EMUCUDA_STATE": str(state),
+        "EMUCUDA_MACHINE": machine,
+    }
+
+
+@pytest.fixture
+def script(broker):
+    made = []
+
+    def make(code, *command, **env):
+        made.append(Script(broker, code, *command, **env))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+RUN = [sys.executable, "-m", "jupyter_gpupool.cli", "run", "--name", "work.py", "--"]
+
+
+def test_block_holds_a_slice_by_hand(broker, script):
+    one = script("""
+with jupyter_gpupool.slice("100MiB") as gpu:
+    context()
+    tell("held", gpu.memory >> 20, len(gpu.devices), gpu.guarded, alloc(50), alloc(400))
+tell("after")
+with jupyter_gpupool.slice("100MiB"):
+    tell("again", alloc(1))
+""")
+    assert one.said() == "held 100 1 True 0 2"
+    session = session_of(broker, "work.py")
+    assert (session["state"], session["guard"]) == ("active", True)
+    assert session["pid"] == one.process.pid
+    one.go_on()
+    assert one.said() == "after"
+    wait_until(lambda: state_of(broker, "work.py") == "idle", "it rests")
+    assert session_of(broker, "work.py")["holds"] == []
+    one.go_on()
+    assert one.said() == "again 0"
+    assert one.end() == 0
+    wait_until(lambda: session_of(broker, "work.py") is None, "the session's end")
+
+
+def test_idle_slice_after_the_block_goes_to_who_waits(broker, script, program):
+    one = script("""
+with jupyter_gpupool.slice("300MiB"):
+    context()
+    assert alloc(200) == 0
+tell("after")
+assert alloc(1) == 0
+tell("back")
+""")
+    assert one.said() == "after"
+    other = program("--attach", "hold", "--name", "other", command=["cat"])
+    wait_until(lambda: state_of(broker, "other") == "active", "the other has it")
+    assert state_of(broker, "work.py") == "detached"
+    other.end()
+    one.go_on()
+    assert one.said() == "back", "under the guard a call outside of the block waits for a slice"
+    assert one.end() == 0
+
+
+def test_block_in_a_command_of_run(broker, script):
+    one = script("""
+with jupyter_gpupool.slice("200MiB", compute=50) as gpu:
+    context()
+    tell("held", gpu.memory >> 20, gpu.guarded, alloc(150))
+tell("after")
+with jupyter_gpupool.slice("250MiB", compute=60) as gpu:
+    tell("more", gpu.memory >> 20)
+    free()
+tell("freed")
+""", *RUN[:-1], "--memory", "100MiB", "--limit", "100MiB", "--")  # fmt: skip
+    assert one.said() == "held 200 True 0"
+    session = session_of(broker, "work.py")
+    assert session["request"]["compute"] == 50
+    assert [hold["id"].split("-")[0] for hold in session["holds"]] >= ["device"]
+    assert len(broker.status()["sessions"]) == 1
+    one.go_on()
+    assert one.said() == "after"
+    request = session_of(broker, "work.py")["request"]
+    assert (request["memory"], request["compute"]) == (200 * MiB, 100), "its memory is in use"
+    one.go_on()
+    assert one.said() == "more 250"
+    one.go_on()
+    assert one.said() == "freed"
+    assert session_of(broker, "work.py")["request"]["memory"] == 200 * MiB, "as before the block"
+    assert one.end() == 0
+
+
+def test_refusal_is_an_error_with_a_code(broker, script):
+    one = script("""
+for options in ({"memory": "9TiB"}, {"memory": "12"}, {"priority": "royal"}, {"max_wait": "x"}):
+    try:
+        with jupyter_gpupool.slice(**options):
+            print("held")
+    except RefusedError as error:
+        print(error.code, str(error)[:60])
+tell("done")
+""")
+    assert one.said().startswith("over-device 9 TiB")
+    assert one.said().startswith("bad-request The memory is wrong: '12' has no unit")
+    assert one.said().startswith("unknown-priority")
+    assert one.said().startswith("bad-request max_wait is wrong")
+    assert one.said() == "done"
+    assert one.end() == 0
+
+
+@pytest.mark.parametrize("command", [[], RUN], ids=["by hand", "in run"])
+def test_max_wait_is_an_error_with_a_code(broker, script, program, command):
+    other = program("--attach", "hold", "--name", "other", command=["cat"])
+    wait_until(lambda: state_of(broker, "other") == "active", "the other")
+    one = script("""
+try:
+    with jupyter_gpupool.slice("300MiB", max_wait=0.5):
+        print("held")
+except RefusedError as error:
+    tell(error.code, error)
+with jupyter_gpupool.slice("300MiB"):
+    tell("held")
+""", *command)  # fmt: skip
+    said = one.said()
+    assert said.startswith("wait-timeout No GPU slice became free within 0 s (max_wait)."), said
+    assert session_of(broker, "work.py")["holds"] == []
+    one.go_on()
+    other.end()
+    assert one.said() == "held"
+    assert one.end() == 0
+
+
+def test_a_program_that_has_called_cuda_is_refused(script):
+    one = script("""
+assert cuda("cuInit", 0) == 0
+try:
+    with jupyter_gpupool.slice("100MiB"):
+        print("held")
+except RefusedError as error:
+    tell(error.code, error)
+""")
+    assert one.said().startswith("devices-bound This program has called CUDA already")
+    assert one.end() == 0
+
+
+def test_a_program_that_has_loaded_the_driver_needs_leave(broker, script, make_broker):
+    code = """
+ctypes.CDLL("libcuda.so.1")
+try:
+    with jupyter_gpupool.slice("100MiB") as gpu:
+        context()
+        tell("held", gpu.guarded, alloc(10))
+except RefusedError as error:
+    tell(error.code, error)
+"""
+    one = script(code)
+    said = one.said()
+    assert said.startswith("no-guard This program has loaded the CUDA driver already"), said
+    assert one.end() == 0
+    lax = make_broker(emulate="1x512MiB,context=32MiB", allow_unguarded=True).started
+    two = Script(lax, code)
+    try:
+        assert two.said() == "held False 0"
+        assert session_of(lax, "work.py")["state"] == "active"
+        assert two.end() == 0
+    finally:
+        two.close()
+
+
+def test_children_share_the_slice_of_a_script(broker, script):
+    one = script("""
+def child(code):
+    return subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout
+
+with jupyter_gpupool.slice("200MiB"):
+    context()
+    forked = os.fork()
+    if not forked:
+        with jupyter_gpupool.slice():
+            os._exit(4)
+    forked = os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])
+    code = open(__file__).read().split("def child")[0]
+    code += '''
+with jupyter_gpupool.slice() as gpu:
+    context()
+    print(gpu.memory >> 20, gpu.guarded, alloc(300))
+'''
+    tell(forked, child(code).strip())
+""")
+    assert one.said() == "4 200 True 2"
+    assert len(broker.status()["sessions"]) == 1
+    assert one.end() == 0
+
+
+def test_blocks_in_blocks_have_one_request(script):
+    one = script("""
+with jupyter_gpupool.slice("200MiB"):
+    with jupyter_gpupool.slice("100MiB") as inner:
+        print(inner.memory >> 20)
+    try:
+        with jupyter_gpupool.slice("300MiB"):
+            print("held")
+    except RefusedError as error:
+        tell(error.code)
+""")
+    assert one.said() == "200"
+    assert one.said() == "in-use"
+    assert one.end() == 0
+
+
+def test_block_goes_on_while_the_broker_is_away(folder, make_broker):
+    broker = make_broker(emulate="1x512MiB,context=32MiB").started
+    one = Script(broker, """
+with jupyter_gpupool.slice("100MiB"):
+    context()
+    tell("held")
+    assert alloc(10) == 0
+    tell("still held")
+""")  # fmt: skip
+    try:
+        assert one.said() == "held"
+        pid = broker.status()["pid"]
+        broker.kill()
+
+        def back():
+            from jupyter_gpupool.errors import GPUPoolError
+
+            try:
+                return broker.status()["pid"] != pid and session_of(broker, "work.py")["holds"]
+            except GPUPoolError:
+                return False
+
+        wait_until(back, "another broker, with the hold")
+        one.go_on()
+        assert one.said() == "still held"
+        wait_until(
+            lambda: any(
+                hold["id"].startswith("slice-") for hold in session_of(broker, "work.py")["holds"]
+            ),
+            "the hold",
+        )
+        assert one.end() == 0
+    finally:
+        one.close()
+        os.kill(broker.status()["pid"], 15)
+        wait_until(lambda: not broker.socket.exists(), "the broker's end")
+
+
+def test_no_broker_is_an_error(broker, script):
+    one = script("""
+os.environ["GPUPOOL_SOCKET"] = "relative"
+try:
+    with jupyter_gpupool.slice():
+        print("held")
+except GPUPoolError as error:
+    tell(type(error).__name__, error.code)
+""")
+    assert one.said() == "BrokerUnavailable bad-socket"
+    assert one.end() == 0
+    assert run(broker, "status").returncode == 0
